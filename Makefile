@@ -152,7 +152,7 @@ house: install
 	$(BIN)/python tests/support/code_figures.py
 
 docs: install
-	mkdir -p build; set -e; for page in configuration cli api; do \
+	mkdir -p build; set -e; for page in configuration cli api map; do \
 		$(BIN)/python -m docs.write_$$page > build/page.md; mv build/page.md docs/$$page.md; done
 	$(BIN)/python -m docs.write_outputs
 	$(BIN)/python -m docs.build_site

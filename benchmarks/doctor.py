@@ -33,7 +33,7 @@ from parts.pipeline_system import measure
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.control.tuning.diagnosis import Recommendation
-from headway.report.doctor import examine, print_report
+from headway.report.doctor import diagnose_run, print_report
 
 RIGHT = 0.15
 LONGER = 3  # times as many steps of the run that the doctor reads
@@ -137,7 +137,7 @@ def judge(case: Case, folder: Path, speed: Speedometer, *, rounds: int, steps: i
     shape = shape_of(case)
     base = experiment(folder, "base", shape, placement=case.placement, budget=case.budget, steps=10_000)
     print(f"\n{case.name}: {train(base, shape, LONGER * steps, speed).outline()}", flush=True)
-    report = examine(base.run.directory)
+    report = diagnose_run(base.run.directory)
     print_report(report, None)
     changes = report.diagnosis.changes
     ratios: list[list[float]] = [[] for _ in changes]

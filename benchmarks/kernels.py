@@ -41,7 +41,7 @@ from benchmarks.parts.kernel_solutions import solutions
 from headway.kernels.evaluator import KernelEvaluator
 from headway.kernels.tasks import builtin_tasks
 from headway.records.kernels import KernelEvaluation, KernelTask
-from headway.services.serve_kernels import KernelServing, make_evaluator
+from headway.services.serve_kernels import KernelSettings, make_evaluator
 
 FRESH = f"""
 import torch
@@ -162,7 +162,7 @@ async def failed_solutions() -> tuple[int, list[str]]:
     """How many honest solutions of the built-in problems there are, and which don't pass the service's evaluator."""
     tasks = {(task.name, backend): task for backend in ("torch", "cpp") for task in builtin_tasks(backend)}
     found: dict[str, KernelEvaluation] = {}
-    async with make_evaluator(KernelServing(concurrency=3)) as evaluator:
+    async with make_evaluator(KernelSettings(concurrency=3)) as evaluator:
         for one in solutions():
             wanted = submission(one.source, task=tasks[one.problem, one.backend], timed=False)
             found[f"{one.problem} ({one.style})"] = await evaluator.evaluate(wanted)

@@ -48,10 +48,10 @@ from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
 from headway.orchestrator.assembly import Actors, assemble
-from headway.orchestrator.pulse import pulsing
+from headway.orchestrator.pulse import recording_snapshots
 from headway.orchestrator.run import Run
 from headway.orchestrator.task_sets import load_task_sets
-from headway.orchestrator.train import observing
+from headway.orchestrator.train import start_observers
 from headway.records.ledger import LedgerLine, StepRecord
 from headway.rollout.verification.client import VerifierPool
 from headway.runtime.clock import RealClock
@@ -167,7 +167,7 @@ async def wire(settings: Experiment, directory: RunDirectory, ledger: Ledger, st
     """As `headway.orchestrator.train.wire` does, over replaying workers."""
     clock = RealClock()
     launcher: Any = ReplayLauncher(clock, DELTA_S)
-    observers = observing(settings, directory, ledger, clock, stack)
+    observers = start_observers(settings, directory, ledger, clock, stack)
 
     def event(name: str, detail: str) -> None:
         run.context.event(name, detail)
@@ -194,7 +194,7 @@ async def wire(settings: Experiment, directory: RunDirectory, ledger: Ledger, st
         def workers() -> list[Any]:
             return [*generator.worker_states, *trainer.worker_states, *verifier.worker_states]
 
-        await stack.enter_async_context(pulsing(run.context, observers.observe, generator.activity, workers))
+        await stack.enter_async_context(recording_snapshots(run.context, observers.observe, generator.activity, workers))
     return run
 
 

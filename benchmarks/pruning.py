@@ -154,7 +154,7 @@ def replay(directory: Path, seed: int, steps: int, pruned: bool) -> Outcome:
     def with_tokens(generate: Any) -> Any:
         async def replayed(request: GenerationRequest, watch: Watch | None = None) -> GenerationResult:
             response = response_of(request)
-            told = watch and Watch(watch.every_tokens, lambda partial: watch.told(response.shown(partial)))
+            told = watch and Watch(watch.every_tokens, lambda partial: watch.on_tokens(response.shown(partial)))
             result = await generate(request, told)
             return msgspec.structs.replace(result, response=response.shown(result.response))
 

@@ -55,7 +55,7 @@ async def prove(experiment: Experiment, sets: dict[str, list[Task]]) -> tuple[li
     try:
         await pool.start()
         left_out = await prove_references(experiment, sets, pool)
-        return left_out, time.monotonic() - began_s, pool.most_workers()
+        return left_out, time.monotonic() - began_s, pool.max_workers()
     finally:
         await pool.stop()
 

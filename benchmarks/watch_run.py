@@ -39,7 +39,7 @@ from headway.telemetry.rollouts.columns import (
     TRAINED,
     ended_batch,
     finished_batch,
-    listed,
+    list_array,
     trained_batch,
 )
 from headway.telemetry.rollouts.segments import SegmentWriter
@@ -282,10 +282,10 @@ class RecordWriter:
                 member=[rollout.member for rollout in valid],
                 sequence=np.zeros(len(valid), int),
                 weight=np.ones(len(valid)),
-                logprobs=listed(logprobs + away, lengths),
-                clipped=listed(clipped, lengths),
-                trained=listed(~clipped, lengths),
-                advantages=listed(advantages, lengths),
+                logprobs=list_array(logprobs + away, lengths),
+                clipped=list_array(clipped, lengths),
+                trained=list_array(~clipped, lengths),
+                advantages=list_array(advantages, lengths),
             ),
             self._step,
         )

@@ -35,7 +35,7 @@ SECTIONS = {  # title -> what a section begins with, and its names: of headway.a
     ),
     "Training and serving from Python": (
         "What the commands call. They raise `HeadwayError`; the commands make an exit code of it.",
-        "load_experiment Experiment train run_sft evaluate_model serve Serving Recipe RunSummary read_ledger "
+        "load_experiment Experiment train run_sft evaluate_model serve ServeSettings Recipe RunSummary read_ledger "
         "headway.telemetry.rollouts.reader:RolloutRecord HeadwayError ConfigurationError InfrastructureError",
     ),
     "Workflows": (

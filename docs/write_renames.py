@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from headway.config.removed import instead
+from headway.config.removed import replacement_of
 
 ROOT = Path(__file__).resolve().parents[1]
 BEFORE = "59553bb85096b08528862fefbb002271ef440fe3"  # the last commit whose names texts of November 2026 use
@@ -70,7 +70,7 @@ def _keys(page: str) -> set[str]:
 def _instead(key: str) -> str:
     """What stands in a key's place; keys of tables with names are rows without the name."""
     *sections, name = key.split(".")
-    return instead([*sections, name]) or instead([*sections, "NAME", name])
+    return replacement_of([*sections, name]) or replacement_of([*sections, "NAME", name])
 
 
 def _options(page: str) -> set[str]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from headway.records.renamed import renamed
+
 if TYPE_CHECKING:
     from headway.cli.recipe import Recipe as Recipe
     from headway.config.cluster import ClusterConfig as ClusterConfig
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from headway.rollout.environment import Episode as Episode
     from headway.rollout.makers.custom import RolloutOver as RolloutOver
     from headway.rollout.tools import ToolError as ToolError
-    from headway.services.serve import Serving as Serving
+    from headway.services.serve import ServeSettings as ServeSettings
     from headway.services.serve import serve as serve
     from headway.telemetry.ledger import read_ledger as read_ledger
     from headway.trainer.losses import LossSettings as LossSettings
@@ -67,21 +69,22 @@ _HOMES = {
     "headway.rollout.environment": ("Answer", "Call", "Environment", "Episode"),
     "headway.rollout.makers.custom": ("RolloutOver",),
     "headway.rollout.tools": ("ToolError",),
-    "headway.services.serve": ("Serving", "serve"),
+    "headway.services.serve": ("ServeSettings", "serve"),
     "headway.telemetry.ledger": ("read_ledger",),
     "headway.trainer.losses": ("LossSettings", "TokenLoss", "TokenTerms"),
 }
-_FOUND = {name: home for home, names in _HOMES.items() for name in names}
+_MODULES = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name's home on first use. Raises AttributeError for a name that isn't public."""
-    if name not in _FOUND:
-        raise AttributeError(f"headway.api has no {name!r}; valid: {', '.join(sorted(_FOUND))}")
-    found = getattr(importlib.import_module(_FOUND[name]), name)
-    globals()[name] = found
-    return found
+    if name not in _MODULES:
+        sentence = renamed("headway.api", name) or f"headway.api has no {name!r}; valid: {', '.join(sorted(_MODULES))}"
+        raise AttributeError(sentence)
+    public = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = public
+    return public
 
 
 def __dir__() -> list[str]:
-    return sorted(_FOUND)
+    return sorted(_MODULES)

@@ -101,10 +101,10 @@ class Scripted(AutoPlanner):
         ]
         self._each = each
 
-    def with_stage(self, plan: ExecutionPlan, stage: str, most: int | None) -> ExecutionPlan:
+    def with_stage(self, plan: ExecutionPlan, stage: str, max_workers: int | None) -> ExecutionPlan:
         return self._plans[0]
 
-    def take(self, *measured: object) -> None:
+    def add_step(self, *measured: object) -> None:
         pass
 
     def plan_for(self, step: int, plan: ExecutionPlan, history: Sequence[FlowStep]) -> ExecutionPlan | None:

@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from headway.algorithms.samples import lay_out
 from headway.config.schema import Experiment
-from headway.orchestrator.train import observing, wire
+from headway.orchestrator.train import start_observers, wire
 from headway.records.ledger import LedgerLine, StepRecord
 from headway.records.tokens import encoder
 from headway.records.training import TrainBatch
@@ -99,7 +99,7 @@ async def measure(
     """Run the system until ``steps`` steps after the warm-up (default: budget + 1) are trained; then let it drain,
     unmeasured. ``on_line`` gets the ledger as it is written.
 
-    The run's own check of its books runs at the end; it raises BooksUnbalanced.
+    The run's own check of its books runs at the end; it raises AccountingUnbalanced.
     """
     clock = RealClock()
     directory = RunDirectory(settings.run.directory)
@@ -110,7 +110,7 @@ async def measure(
             ledger = stack.enter_context(Ledger(directory.path, clock))
             ledger.subscribe(watch)
             ledger.subscribe(on_line)
-            observers = observing(settings, directory, ledger, clock, stack)
+            observers = start_observers(settings, directory, ledger, clock, stack)
             run = await wire(settings, directory, ledger, clock, stack, shape.force, observers)
             await run.begin()
 

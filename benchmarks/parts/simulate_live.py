@@ -15,7 +15,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.control.tuning.measured import Figures
+from headway.control.tuning.measured import RunFigures
 from headway.planner.agreement import agreement
 from headway.planner.from_run import RecordedRun, read_run, scenario_from, window
 from headway.planner.simulate import simulate
@@ -51,8 +51,8 @@ RIGHT = 0.1
 class Ratio:
     """Simulated / live trained samples/s, and the waits of both."""
 
-    live: Figures
-    simulated: Figures
+    live: RunFigures
+    simulated: RunFigures
 
     @property
     def rate(self) -> float:
@@ -77,7 +77,7 @@ def looked_at(run: RecordedRun) -> list[StepRecord]:
     return window(run, (budget + WARM_STEPS, run.experiment.run.steps - budget - 1))
 
 
-def simulated(folder: Path, row: str, seed: int, rounds: Path, base: str, beside: str | None) -> Figures:
+def simulated(folder: Path, row: str, seed: int, rounds: Path, base: str, beside: str | None) -> RunFigures:
     """``row`` as the ledgers of ``base`` and ``beside`` in the folder ``rounds`` predict it."""
     run = read_run(rounds / base)
     other = None

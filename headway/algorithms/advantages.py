@@ -1,4 +1,4 @@
-"""Advantages from rewards, inside each group or over the whole batch.
+"""Computes advantages from rewards, inside each group or over the whole batch.
 
 Legend of shape suffixes: ``_g`` one value per member of the group, ``_s`` per sample of the batch.
 """
@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.runtime.hooks import Hook, load_hook, shown
+from headway.runtime.hooks import Hook, load_hook, quoted
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -24,8 +24,9 @@ STD_FLOOR = 1e-6  # added to the standard deviation, in units of reward
 
 
 def group_mean(rewards_g: FloatArray) -> FloatArray:
-    """``r - mean(r)``: GRPO without its division by the deviation (Dr. GRPO, 2025). Shape [G] -> [G]. Of equal rewards
-    exactly 0, not the rounding error of the mean."""
+    """``r - mean(r)``: GRPO without its division by the deviation (Dr. GRPO, 2025). Shape [G] -> [G].
+
+    Equal rewards give exactly 0, not the rounding error of the mean."""
     rewards_g = np.asarray(rewards_g, dtype=np.float64)
     if rewards_g.size < 2 or np.all(rewards_g == rewards_g[0]):
         return np.zeros_like(rewards_g)
@@ -45,8 +46,10 @@ def leave_one_out(rewards_g: FloatArray) -> FloatArray:
 
 
 def length_weighted(rewards_g: FloatArray, tokens_g: IntArray) -> FloatArray:
-    """``r - sum(l r) / sum(l)``, l the sampled tokens of each response: the baseline of least variance if the squared
-    gradient of a response grows with its length (OPO, 2025, arXiv:2505.23585). Shapes [G], [G] -> [G]."""
+    """``r - sum(l r) / sum(l)`` with l the sampled tokens of each response. Shapes [G], [G] -> [G].
+
+    It is the baseline of least variance if the squared gradient of a response grows with its length (OPO, 2025,
+    arXiv:2505.23585)."""
     centred_g = group_mean(rewards_g)
     if not centred_g.any() or not tokens_g.any():
         return centred_g
@@ -54,11 +57,13 @@ def length_weighted(rewards_g: FloatArray, tokens_g: IntArray) -> FloatArray:
 
 
 def pass_at_k(rewards_g: FloatArray, k: int) -> FloatArray:
-    """The mean over all subsets of k members that hold the member of ``(best reward of the subset - mean) / (std +
-    1e-6)``, mean and std over all subsets of k (Pass@k training, 2025, arXiv:2508.10751, section 2.4, for rewards of
-    0 and 1). Shape [G] -> [G]; zeros where all subsets have the same best, as they do with k >= G.
+    """Analytic Pass@k advantages (Pass@k training, 2025, arXiv:2508.10751, section 2.4, for rewards of 0 and 1).
 
-    Example, one of four solved, k = 2: half the pairs hold it, so mean and std are 0.5. The solved one gets
+    A member's advantage is the mean of ``(best reward of the subset - mean) / (std + 1e-6)`` over all subsets of k
+    members that contain it, with mean and std over all subsets of k. Shape [G] -> [G]; zeros where all subsets have the
+    same best, as they do with k >= G.
+
+    Example, one of four solved, k = 2: half the pairs contain it, so mean and std are 0.5. The solved one gets
     (1 - 0.5) / 0.5 = 1, the others, in such a pair one time in three, (1 / 3 - 0.5) / 0.5 = -1 / 3.
     """
     rewards_g = np.asarray(rewards_g, dtype=np.float64)
@@ -67,26 +72,29 @@ def pass_at_k(rewards_g: FloatArray, k: int) -> FloatArray:
         return np.zeros_like(rewards_g)
     if k == 1:
         return group_mean_std(rewards_g)
-    chance_g = np.array([math.comb(below, k - 1) / math.comb(members, k) for below in range(members)])  # to be the best
+    # Chance of each, in ascending order, to be the best of a subset.
+    chance_g = np.array([math.comb(below, k - 1) / math.comb(members, k) for below in range(members)])
     mean = chance_g @ ascending_g
     std = math.sqrt(chance_g @ (ascending_g - mean) ** 2)
-    # The same for each of the others, in subsets that hold the member.
+    # The same chance for each of the others, in subsets that contain the member.
     chance_o = [math.comb(below, k - 2) / math.comb(members - 1, k - 1) for below in range(members - 1)]
     places_g = np.searchsorted(ascending_g, rewards_g)
-    others_go = np.stack([np.delete(ascending_g, place) for place in places_g])
+    others_go = np.stack([np.delete(ascending_g, position) for position in places_g])
     best_g = np.maximum(others_go, rewards_g[:, None]) @ np.array(chance_o)
     return (best_g - mean) / (std + STD_FLOOR)
 
 
 def batch_mean_std(rewards_s: FloatArray, groups_s: IntArray) -> FloatArray:
-    """``(r - mean) / (std + 1e-6)`` over all samples of the batch, whatever their group, so groups of one member carry
-    signal too (REINFORCE++, 2025). Shapes [S], [S] -> [S]."""
+    """``(r - mean) / (std + 1e-6)`` over all samples of the batch (REINFORCE++, 2025). Shapes [S], [S] -> [S].
+
+    Groups are ignored, so groups of one member carry signal too."""
     return group_mean_std(rewards_s)
 
 
 def group_mean_batch_std(rewards_s: FloatArray, groups_s: IntArray) -> FloatArray:
-    """``r - mean of its group``, divided by (the batch's deviation of these differences + 1e-6): REINFORCE++ with
-    baseline, 2025. Groups of one member get 0. Shapes [S], [S] -> [S]."""
+    """``r - mean of its group``, divided by (batch deviation of these differences + 1e-6). Shapes [S], [S] -> [S].
+
+    This is REINFORCE++ with baseline (2025). Groups of one member get 0."""
     centred_s = _by_group(group_mean, groups_s, rewards_s)
     return centred_s / (centred_s.std() + STD_FLOOR) if centred_s.any() else centred_s
 
@@ -105,7 +113,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "group_mean_std": group_mean_std,
     "leave_one_out": leave_one_out,
 }
-ADVANTAGES_OF_MORE = ("length_weighted", "pass_at_k")  # of a group too; they are given more than its rewards
+CONTEXT_ADVANTAGES = ("length_weighted", "pass_at_k")  # also inside a group; they receive more than its rewards
 BATCH_ADVANTAGES: dict[str, BatchAdvantage] = {
     "batch_mean_std": batch_mean_std,
     "group_mean_batch_std": group_mean_batch_std,
@@ -113,9 +121,10 @@ BATCH_ADVANTAGES: dict[str, BatchAdvantage] = {
 
 
 def resolve(name: str, k: int = 2, tokens_s: IntArray | None = None) -> BatchAdvantage:
-    """The advantage named ``name``, or the user's own ``module:function`` (``rewards [G] -> advantages [G]``), as a
-    function of a whole batch. ``k``: of `pass_at_k`. ``tokens_s``: sampled tokens [S], of `length_weighted`. Raises
-    ConfigurationError when there is no such name, module or function.
+    """Return the advantage ``name``, or the user's ``module:function``, as a function of a whole batch.
+
+    The user's function maps ``rewards [G]`` to ``advantages [G]``. ``k``: of `pass_at_k`. ``tokens_s``: sampled tokens
+    [S], of `length_weighted`. Raises ConfigurationError when there is no such name, module or function.
     """
     over_batch = BATCH_ADVANTAGES.get(name)
     if over_batch is not None:
@@ -140,15 +149,14 @@ def advantages_of(rule: Hook, rewards_g: FloatArray) -> FloatArray:
 
 
 def finite_numbers(rule: Hook, result: object, rewards_g: FloatArray) -> FloatArray:
-    """The result of a hook on ``rewards_g`` [G] as numbers [G]. Raises HookFailed unless it is one finite number for
-    each."""
+    """Convert a hook's result on ``rewards_g`` [G] to numbers [G]. Raises HookFailed unless all are finite."""
     try:
         found_g = np.asarray(result, dtype=np.float64)
     except (TypeError, ValueError):
-        raise rule.failed(f"returned {shown(result)}: {len(rewards_g)} numbers are needed") from None
+        raise rule.failed(f"returned {quoted(result)}: {len(rewards_g)} numbers are needed") from None
     if found_g.shape != rewards_g.shape:
         shape = list(found_g.shape)
         raise rule.failed(f"returned shape {shape} for {len(rewards_g)} rewards: one number each is needed")
     if not np.isfinite(found_g).all():
-        raise rule.failed(f"returned {shown(found_g.tolist())} for {shown(rewards_g.tolist())}: not all finite")
+        raise rule.failed(f"returned {quoted(found_g.tolist())} for {quoted(rewards_g.tolist())}: not all finite")
     return found_g

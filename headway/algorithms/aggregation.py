@@ -1,5 +1,8 @@
-"""Aggregation of token losses: a weight for each token and one divisor, both fixed before any mask but the loss mask
-(DESIGN rule 10), so that packing, ranks, staleness masks and importance masks don't change them."""
+"""Aggregates token losses by a weight for each token and one divisor.
+
+Both are fixed before any mask but the loss mask (design.md, rule 10), so that packing, ranks, staleness masks and
+importance masks don't change them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class Weighting:
     """Weights and divisor of an update, whose loss is sum(weights_s[sequence of token] x token loss) / divisor."""
 
     weights_s: NDArray[np.float64]  # [S] weight of every token of a sequence
-    total: float  # what the divisor counts (tokens, responses); those of parts add up to a step's
+    total: float  # count behind the divisor (tokens, responses); those of parts add up to a step's
 
     @property
     def divisor(self) -> float:
@@ -34,7 +37,9 @@ def weighting(
     *,
     max_response_tokens: int,
 ) -> Weighting:
-    """Weights and divisor for the sequences ``minibatch`` (indices; all of a sample's or none) of one optimiser step.
+    """Compute weights and divisor of one optimiser step over the sequences ``minibatch``.
+
+    ``minibatch``: indices of sequences, all of a sample's or none.
 
     ``token_mean``: mean over the step's loss tokens (DAPO, 2025, Eq. 8). ``fixed``: divided by a constant that doesn't
     depend on the lengths sampled, samples x max_response_tokens (Dr. GRPO, 2025). ``seq_mean_token_sum``: each
@@ -44,7 +49,7 @@ def weighting(
     Responses without a loss token count in no mean over responses; ``fixed`` counts them, as it ignores lengths.
     The sequences of a branched rollout are one response: its tokens are those of all of them, and it counts once.
 
-    Everything is weighted by ``arrays.weights_s``: a sample that stands n times in the batch (a padded group) has
+    Everything is weighted by ``arrays.weights_s``: a sample that occurs n times in the batch (a padded group) has
     weight 1/n each time, so that padding changes nothing.
     """
     shares_s = np.ones(arrays.samples) if arrays.weights_s is None else arrays.weights_s

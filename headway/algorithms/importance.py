@@ -1,4 +1,4 @@
-"""Importance masks: they leave out tokens whose policy is too far from the one that sampled them.
+"""Importance masks, which leave out tokens whose current policy is too far from the one that sampled them.
 
 All masks are functions of constants, the log importance weight log(pi_prox / pi_behav) of each loss token with
 pi_prox the weights at the start of the step, so they are computed once per batch and carry no gradient. A masked
@@ -47,8 +47,9 @@ def sequence_mask(
 
 
 def second_moment_mask(log_weight_m: FloatArray, advantages_m: FloatArray, limit: float) -> BoolArray:
-    """Mask the fewest tokens, farthest first, for which the mean squared log weight of those kept is at most ``limit``
-    (M2PO, 2025, uses 0.04). Shape [M] -> [M].
+    """Mask the fewest tokens, farthest first, until the mean squared log weight is at most ``limit``.
+
+    The mean is over the kept tokens (M2PO, 2025, uses 0.04). Shape [M] -> [M].
 
     Only tokens that the gradient drives further away count and can be masked: weight > 1 with a positive advantage,
     weight < 1 with a negative one. PPO's clip never affects the others either.

@@ -1,4 +1,4 @@
-"""Token-budget micro-batches without padding, balanced over ranks.
+"""Plans token-budget micro-batches without padding, balanced over ranks.
 
 ``pack`` returns a *plan*: for each rank the list of its micro-batches, for each micro-batch the ascending indices
 of its sequences. Every sequence is in exactly one micro-batch; a micro-batch holds at most ``budget`` tokens,
@@ -21,7 +21,7 @@ MicroBatch = list[int]
 Plan = list[list[MicroBatch]]
 Lengths = NDArray[np.int64]
 
-REFINEMENTS = 1000  # most exchanges of one search; each makes the heavier of two parts lighter
+MAX_EXCHANGES = 1000  # exchanges of one search, each of which makes the heavier of two parts lighter
 
 
 def pack(lengths: Sequence[int], budget: int, ranks: int = 1, method: Method = "balanced") -> Plan:
@@ -44,13 +44,14 @@ def pack(lengths: Sequence[int], budget: int, ranks: int = 1, method: Method = "
         joined = [[i for batch in rank for i in batch] for rank in dealt]
         shares = min((shares, joined), key=lambda parts: _heaviest(lengths, parts))
     plan = [fewest_micro_batches(lengths, share, budget) for share in shares]
-    most = max(len(batches) for batches in plan)
-    return [_widen(lengths, share, batches, most, budget) for share, batches in zip(shares, plan, strict=True)]
+    micro_batches = max(len(batches) for batches in plan)
+    return [_widen(lengths, share, batches, micro_batches, budget) for share, batches in zip(shares, plan, strict=True)]
 
 
 def pack_in_order(sequences: int, micro_batch: int, ranks: int = 1) -> Plan:
-    """Plan micro-batches of at most ``micro_batch`` of ``sequences``, as they come and whatever their lengths, their
-    numbers differing by at most one: the baseline that a token budget is measured against (AReaL, 2025, section 5)."""
+    """Plan micro-batches of at most ``micro_batch`` of ``sequences``, in order and regardless of their lengths.
+
+    Their sizes differ by at most one. This is the baseline for a token budget (AReaL, 2025, section 5)."""
     if micro_batch < 1 or ranks < 1:
         raise ValueError(f"micro_batch = {micro_batch} and ranks = {ranks} must be at least 1")
     each = max(1, -(-sequences // (micro_batch * ranks)))
@@ -58,18 +59,18 @@ def pack_in_order(sequences: int, micro_batch: int, ranks: int = 1) -> Plan:
     return [parts[each * rank : each * (rank + 1)] for rank in range(ranks)]
 
 
-def _areal_micro_batches(lengths: Sequence[int], budget: int, at_least: int) -> list[MicroBatch]:
-    """Place sequences longest first, each into the micro-batch with room that holds the fewest, else into a new one."""
+def _areal_micro_batches(lengths: Sequence[int], budget: int, minimum: int) -> list[MicroBatch]:
+    """Place sequences longest first, each into the fitting micro-batch of fewest sequences, else into a new one."""
     batches: list[MicroBatch] = []
     loads: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[index]
-        room = [b for b, load in enumerate(loads) if load + length <= budget]
-        if len(batches) < at_least or not room:
+        fitting = [b for b, load in enumerate(loads) if load + length <= budget]
+        if len(batches) < minimum or not fitting:
             batches.append([index])
             loads.append(length)
         else:
-            chosen = min(room, key=lambda b: len(batches[b]))
+            chosen = min(fitting, key=lambda b: len(batches[b]))
             batches[chosen].append(index)
             loads[chosen] += length
     return [sorted(batch) for batch in batches]
@@ -106,16 +107,16 @@ def _lighter(
 
 
 def _widen(
-    lengths: Sequence[int], sequences: list[int], batches: list[MicroBatch], most: int, budget: int
+    lengths: Sequence[int], sequences: list[int], batches: list[MicroBatch], micro_batches: int, budget: int
 ) -> list[MicroBatch]:
-    """Spread ``sequences`` over ``most`` micro-batches, so that all ranks have the same number."""
-    if len(batches) == most:
+    """Spread ``sequences`` over ``micro_batches`` micro-batches, so that all ranks have the same number."""
+    if len(batches) == micro_batches:
         return batches
     alone = [[i] for i in sequences if lengths[i] > budget]
     shared = [i for i in sequences if lengths[i] <= budget]
-    wider = _partition_within(lengths, shared, most - len(alone), budget) if shared else None
+    wider = _partition_within(lengths, shared, micro_batches - len(alone), budget) if shared else None
     if wider is None:
-        return batches + [[] for _ in range(most - len(batches))]
+        return batches + [[] for _ in range(micro_batches - len(batches))]
     return alone + wider
 
 
@@ -129,8 +130,10 @@ def _partition_within(lengths: Sequence[int], sequences: list[int], parts: int, 
 
 
 def _partition(lengths: Sequence[int], sequences: list[int], parts: int) -> list[MicroBatch]:
-    """Split into ``parts`` of nearly equal load: longest first, then exchanges; where that stays above the lower
-    bound, also differencing with exchanges. Returns the better of both."""
+    """Split ``sequences`` into ``parts`` of nearly equal load.
+
+    It is longest first with exchanges and, where that stays above the lower bound, the better of it and differencing
+    with exchanges."""
     if parts < 2 or not sequences:
         return _longest_first(lengths, sequences, parts)
     bound = _bound(lengths, sequences, parts)
@@ -148,12 +151,14 @@ def _bound(lengths: Sequence[int], sequences: Sequence[int], parts: int) -> int:
 
 
 def _exchanged(lengths: Sequence[int], partition: list[MicroBatch], bound: int) -> list[MicroBatch]:
-    """Local search: while it helps, move a sequence from the heaviest part to another, or swap two, so that the heavier
-    of the two parts becomes as light as possible. Stops at ``bound``, below which no split can get."""
+    """Improve a partition by local search, down to the lower bound ``bound``.
+
+    Each exchange moves a sequence from the heaviest part to another or swaps two, so that the heavier of the two parts
+    becomes as light as possible."""
     members = [np.array(part, dtype=np.int64) for part in partition]
     sizes = [np.array([lengths[i] for i in part], dtype=np.int64) for part in partition]
     loads = np.array([size.sum() for size in sizes], dtype=np.int64)
-    for _ in range(REFINEMENTS):
+    for _ in range(MAX_EXCHANGES):
         heavy = int(loads.argmax())
         exchange = _first_exchange(sizes, loads, heavy) if loads[heavy] > bound else None
         if exchange is None:
@@ -168,45 +173,47 @@ def _exchanged(lengths: Sequence[int], partition: list[MicroBatch], bound: int) 
 
 
 def _first_exchange(sizes: list[Lengths], loads: Lengths, heavy: int) -> tuple[int, int, int] | None:
-    """The best exchange with the lightest part that allows one: (that part, position given, position taken or -1)."""
+    """Return the best exchange with the lightest part that allows one: (part, position given, position taken or -1)."""
     order: list[int] = np.argsort(loads, kind="stable").tolist()
     for light in order:
         gap = int(loads[heavy] - loads[light])
-        found = _best_exchange(sizes[heavy], sizes[light], gap) if light != heavy and gap > 1 else None
-        if found is not None:
-            return light, *found
+        positions = _best_exchange(sizes[heavy], sizes[light], gap) if light != heavy and gap > 1 else None
+        if positions is not None:
+            return light, *positions
     return None
 
 
 def _best_exchange(heavy: Lengths, light: Lengths, gap: int) -> tuple[int, int] | None:
-    """(position in ``heavy``, position in ``light`` or -1 for a plain move) whose difference in tokens lies strictly
-    between 0 and ``gap``, as near to half of it as possible, which minimises the heavier of the two loads."""
+    """Return the exchange that minimises the heavier of two loads, ``gap`` tokens apart.
+
+    The result is (position in ``heavy``, position in ``light`` or -1 for a plain move) whose difference in tokens lies
+    strictly between 0 and ``gap``, as near to half of it as possible."""
     order = np.argsort(light, kind="stable")
     partners = np.concatenate([[0], light[order]])  # 0: a plain move, no sequence in return
-    wanted = heavy - gap / 2
-    right = np.searchsorted(partners, wanted).clip(1, len(partners) - 1) if len(partners) > 1 else np.zeros_like(heavy)
+    ideal = heavy - gap / 2
+    right = np.searchsorted(partners, ideal).clip(1, len(partners) - 1) if len(partners) > 1 else np.zeros_like(heavy)
     best, choice = float(gap), None
     for column in (right, np.maximum(right - 1, 0)):
         difference = heavy - partners[column]
         heavier = np.where((difference > 0) & (difference < gap), np.maximum(gap - difference, difference), gap)
-        at = int(heavier.argmin()) if len(heavier) else 0
-        if len(heavier) and heavier[at] < best:
-            best = float(heavier[at])
-            choice = (at, int(order[column[at] - 1]) if column[at] else -1)
+        giver = int(heavier.argmin()) if len(heavier) else 0
+        if len(heavier) and heavier[giver] < best:
+            best = float(heavier[giver])
+            choice = (giver, int(order[column[giver] - 1]) if column[giver] else -1)
     return choice
 
 
 def _exchange(parts: list[Lengths], heavy: int, light: int, give: int, take: int) -> None:
-    given = parts[heavy][give]
+    given_length = parts[heavy][give]
     if take >= 0:
-        parts[heavy][give], parts[light][take] = parts[light][take], given
+        parts[heavy][give], parts[light][take] = parts[light][take], given_length
     else:
         parts[heavy] = np.delete(parts[heavy], give)
-        parts[light] = np.append(parts[light], given)
+        parts[light] = np.append(parts[light], given_length)
 
 
 def _longest_first(lengths: Sequence[int], sequences: list[int], parts: int) -> list[MicroBatch]:
-    """Longest processing time (Graham, 1969): longest first, each into the lightest part so far."""
+    """Partition by longest processing time (Graham, 1969): longest first, each into the lightest part so far."""
     partition: list[MicroBatch] = [[] for _ in range(parts)]
     heap = [(0, part) for part in range(parts)]
     for index in sorted(sequences, key=lambda i: (-lengths[i], i)):
@@ -217,7 +224,7 @@ def _longest_first(lengths: Sequence[int], sequences: list[int], parts: int) -> 
 
 
 def _largest_differencing(lengths: Sequence[int], sequences: list[int], parts: int) -> list[MicroBatch]:
-    """Karmarkar & Karp (1982), k-way: join the two partial partitions with the largest spread, heavy with light."""
+    """Partition by k-way differencing (Karmarkar & Karp, 1982): merge the two partial partitions of largest spread."""
     order = count()
     heap: list[tuple[int, int, list[tuple[int, MicroBatch]]]] = []
     for index in sequences:
@@ -234,7 +241,7 @@ def _largest_differencing(lengths: Sequence[int], sequences: list[int], parts: i
 
 
 def _first_fit(lengths: Sequence[int], sequences: list[int], parts: int, budget: int) -> list[MicroBatch] | None:
-    """First-fit decreasing, which can fit where an even split does not; None when it needs more than ``parts``."""
+    """Partition by first-fit decreasing, which can fit where an even split doesn't; None beyond ``parts`` parts."""
     partition: list[MicroBatch] = [[] for _ in range(parts)]
     loads = [0] * parts
     for index in sorted(sequences, key=lambda i: (-lengths[i], i)):

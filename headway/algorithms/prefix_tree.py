@@ -1,11 +1,12 @@
-"""Sequences as tries of any depth: tokens with which several begin are there once.
+"""Represents sequences as tries of any depth, in which each common prefix is stored once.
 
-*Tree order* is by group, and inside a group by tokens, a sequence before those that it begins with. What a sequence has
-in common with any before it, it has in common with the one just before, so one number for each sequence is the whole
-trie: the array of longest common prefixes, whose intervals are the branch points (Abouelhoda, Kurtz & Ohlebusch 2004).
+*Tree order* is by group, and inside a group by tokens, a sequence after those that begin with it. A prefix that a
+sequence shares with any sequence before it is shared with the previous one too, so one number for each sequence defines
+the trie: the array of longest common prefixes, whose intervals are the branch points (Abouelhoda, Kurtz & Ohlebusch
+2004).
 
 Legend of shape suffixes: ``_n`` one value per token of the batch, ``_s`` per sequence, ``_t`` per sequence in tree
-order, ``_p`` per piece, ``_m`` per token asked for.
+order, ``_p`` per piece, ``_m`` per requested token.
 """
 
 from __future__ import annotations
@@ -25,32 +26,32 @@ LEAST_SAVED = 16  # tokens; a branch point that saves fewer costs more in attent
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """The nodes of tries as a forward pass computes them, laid end to end.
+    """The nodes of tries in the order in which a forward pass computes them, concatenated.
 
-    Those that continue nothing come first, each other behind the one it continues and beside those that do so too;
-    sequences end in pieces that none continues.
+    Roots come first; every other piece comes after the piece that it continues and next to its siblings. A sequence
+    ends at the end of a leaf piece, unless another sequence begins with it.
     """
 
     lengths_p: IntArray
     continues_p: IntArray  # the piece that each continues, or -1
     sequences_p: IntArray  # a sequence that has the piece
-    starts_p: IntArray  # tokens before it, in all sequences that have it
-    last_s: IntArray  # the piece in which each sequence ends; one that another begins with ends inside
+    starts_p: IntArray  # tokens before the piece in each of its sequences
+    last_s: IntArray  # the piece in which each sequence ends; a prefix of another sequence ends inside it
 
-    def rows(self, sequences_m: IntArray, places_m: IntArray) -> IntArray:
-        """[M] where token ``places_m`` of sequence ``sequences_m`` lies in the concatenation of all pieces."""
+    def rows(self, sequences_m: IntArray, positions_m: IntArray) -> IntArray:
+        """[M] index in the concatenation of all pieces of token ``positions_m`` of sequence ``sequences_m``."""
         shifts = np.cumsum(self.lengths_p) - self.lengths_p - self.starts_p
         stride = 1 + int((self.starts_p + self.lengths_p).max(initial=0))
         pieces, owners = self.last_s, np.arange(self.last_s.size)
-        keys, found = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        while pieces.size:  # one level of all paths after another, from their ends
+        keys, shift_levels = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        while pieces.size:  # one level of all paths at a time, from the leaves up
             keys.append(owners * stride + self.starts_p[pieces])
-            found.append(shifts[pieces])
+            shift_levels.append(shifts[pieces])
             pieces = self.continues_p[pieces]
             pieces, owners = pieces[pieces >= 0], owners[pieces >= 0]
-        key, shift = np.concatenate(keys), np.concatenate(found)
+        key, shift = np.concatenate(keys), np.concatenate(shift_levels)
         order = np.argsort(key)
-        return places_m + shift[order][np.searchsorted(key[order], sequences_m * stride + places_m, "right") - 1]
+        return positions_m + shift[order][np.searchsorted(key[order], sequences_m * stride + positions_m, "right") - 1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,35 +63,35 @@ class PrefixTree:
 
     lengths_s: IntArray  # tokens of each sequence, shared ones too
     order_t: IntArray  # the sequences in tree order
-    common_t: IntArray  # tokens that each shares with the one before it
+    common_t: IntArray  # tokens that each shares with the previous one
 
     @classmethod
-    def apart(cls, lengths_s: IntArray) -> PrefixTree:
-        """Sequences that share nothing."""
+    def separate(cls, lengths_s: IntArray) -> PrefixTree:
+        """Make the tree of sequences that share no tokens."""
         return cls(lengths_s=lengths_s, order_t=np.arange(lengths_s.size), common_t=np.zeros_like(lengths_s))
 
     @classmethod
     def build(
         cls, ids_n: IntArray, starts_s: IntArray, lengths_s: IntArray, groups_s: IntArray, least: int = LEAST_SAVED
     ) -> PrefixTree:
-        """The tries of the sequences ``ids_n[start : start + length]``, inside each group.
+        """Build the tries of the sequences ``ids_n[start : start + length]``, within each group.
 
-        ``least``: tokens that a branch point has to save; one that saves fewer is moved up to the one above it.
+        ``least``: tokens that a branch point must save; one that saves fewer is moved up to the one above it.
         """
         text = ids_n.astype(">u4").tobytes()  # big-endian: bytes compare as tokens do
         ends_s = (starts_s + lengths_s).tolist()
         keys = [
-            (group, text[4 * start : 4 * end] + b"\xff" * 4)  # behind all that go on from here
+            (group, text[4 * start : 4 * end] + b"\xff" * 4)  # sorts after all sequences that begin with it
             for group, start, end in zip(groups_s.tolist(), starts_s.tolist(), ends_s, strict=True)
         ]
         order = sorted(range(len(keys)), key=keys.__getitem__)
         common_t = np.zeros(len(order), np.int64)
-        for place, (before, this) in enumerate(itertools.pairwise(order), 1):
-            if groups_s[before] == groups_s[this]:
-                longest = min(lengths_s[before], lengths_s[this])
-                one, other = (ids_n[starts_s[i] : starts_s[i] + longest] for i in (before, this))
-                differs = one != other
-                common_t[place] = differs.argmax() if differs.any() else longest
+        for position, (previous, current) in enumerate(itertools.pairwise(order), 1):
+            if groups_s[previous] == groups_s[current]:
+                longest = min(lengths_s[previous], lengths_s[current])
+                previous_ids, current_ids = (ids_n[starts_s[i] : starts_s[i] + longest] for i in (previous, current))
+                differs = previous_ids != current_ids
+                common_t[position] = differs.argmax() if differs.any() else longest
         return cls(lengths_s=lengths_s, order_t=np.array(order, np.int64), common_t=_worth_sharing(common_t, least))
 
     @property
@@ -99,36 +100,36 @@ class PrefixTree:
         return int(self.lengths_s.sum() - self.common_t.sum())
 
     @cached_property
-    def places_s(self) -> IntArray:
-        """[S] each sequence's place in tree order."""
+    def positions_s(self) -> IntArray:
+        """[S] position of each sequence in tree order."""
         return np.argsort(self.order_t)
 
     def take(self, chosen: Sequence[int] | IntArray) -> PrefixTree:
-        """The tries of the sequences ``chosen``, which are numbered anew in that order."""
-        at = self.places_s[np.asarray(chosen, np.int64)]
-        order = np.argsort(at)
-        places = at[order]
-        common = np.zeros_like(places)
-        if places.size:  # two sequences share the least that any between them shares with the one before
-            common[1:] = np.minimum.reduceat(self.common_t[: places[-1] + 1], places[:-1] + 1)
+        """Build the tries of the sequences ``chosen`` alone, renumbered in that order."""
+        chosen_positions = self.positions_s[np.asarray(chosen, np.int64)]
+        order = np.argsort(chosen_positions)
+        positions = chosen_positions[order]
+        common = np.zeros_like(positions)
+        if positions.size:  # two sequences share the minimum that any between them shares with the previous one
+            common[1:] = np.minimum.reduceat(self.common_t[: positions[-1] + 1], positions[:-1] + 1)
         return PrefixTree(lengths_s=self.lengths_s[np.asarray(chosen, np.int64)], order_t=order, common_t=common)
 
     @cached_property
     def pieces(self) -> Pieces:
-        """The tries cut where sequences part."""
+        """The tries cut into pieces where sequences diverge."""
         parents: list[int] = []
         starts: list[int] = []
         ends: list[int] = []
         sequences: list[int] = []
         last = np.zeros(self.order_t.size, np.int64)
-        path: list[int] = []  # nodes of the sequence before, from its first token on
+        path: list[int] = []  # nodes of the previous sequence, from its first token on
         for sequence, common in zip(self.order_t.tolist(), self.common_t.tolist(), strict=True):
             if path and common == self.lengths_s[sequence]:
                 last[sequence] = path[-1]
                 continue
             while path and starts[path[-1]] >= common:
                 path.pop()
-            if path and ends[path[-1]] > common:  # its tokens from here on stay what they are, those before are new
+            if path and ends[path[-1]] > common:  # split it: the lower part keeps its index, the upper is new
                 below = path[-1]
                 parents.append(parents[below])
                 starts.append(starts[below])
@@ -142,22 +143,22 @@ class PrefixTree:
             path.append(len(ends) - 1)
             last[sequence] = path[-1]
         order = _level_by_level(parents, sequences)
-        place = np.argsort(order)
+        position_by_node = np.argsort(order)
         parents_p, starts_p = np.array(parents, np.int64)[order], np.array(starts, np.int64)[order]
         return Pieces(
             lengths_p=np.array(ends, np.int64)[order] - starts_p,
-            continues_p=np.where(parents_p >= 0, place[parents_p], -1),
+            continues_p=np.where(parents_p >= 0, position_by_node[parents_p], -1),
             sequences_p=np.array(sequences, np.int64)[order],
             starts_p=starts_p,
-            last_s=place[last],
+            last_s=position_by_node[last],
         )
 
 
 def _level_by_level(parents: list[int], sequences: list[int]) -> IntArray:
-    """Nodes in the order of `Pieces`, those beside each other by the sequence they are cut out of."""
+    """Return nodes in the order of `Pieces`, siblings ordered by the sequence from which they are cut."""
     children: list[list[int]] = [[] for _ in range(len(parents) + 1)]
     for node in sorted(range(len(parents)), key=sequences.__getitem__):
-        children[parents[node]].append(node)  # those of none come last
+        children[parents[node]].append(node)  # roots have parent -1: they come last
     order = children[-1]
     for node in order:
         order.extend(children[node])
@@ -165,11 +166,13 @@ def _level_by_level(parents: list[int], sequences: list[int]) -> IntArray:
 
 
 def _worth_sharing(common_t: IntArray, least: int) -> IntArray:
-    """``common_t`` without the branch points that save fewer than ``least`` tokens: those between the one above and
-    it, for all but one of its branches. Deep ones first, so that their branches count in the one above."""
+    """Return ``common_t`` without the branch points that save fewer than ``least`` tokens.
+
+    A branch point saves the tokens between it and the one above, once for all but one of its branches. Deep ones are
+    removed first, so that their branches count in the one above."""
     kept = common_t.copy()
-    points: list[tuple[int, list[int]]] = [(0, [])]  # (depth, sequences that part there from the one before)
-    for place, common in enumerate([*common_t.tolist(), 0]):
+    points: list[tuple[int, list[int]]] = [(0, [])]  # (depth, sequences that diverge there from the previous one)
+    for position, common in enumerate([*common_t.tolist(), 0]):
         while points[-1][0] > common:
             depth, members = points.pop()
             above = max(common, points[-1][0])
@@ -180,5 +183,5 @@ def _worth_sharing(common_t: IntArray, least: int) -> IntArray:
                 points[-1][1].extend(members)
         if points[-1][0] < common:
             points.append((common, []))
-        points[-1][1].append(place)
+        points[-1][1].append(position)
     return kept

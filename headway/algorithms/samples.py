@@ -1,4 +1,4 @@
-"""The samples of one training step as flat arrays.
+"""Lays out the samples of one training step as flat arrays.
 
 Legend of shape suffixes: ``_n`` one value per token of the batch (prompts and responses, samples one after
 another, no padding), ``_s`` one value per sequence (a sample's rollout, or one of its branches), ``_r`` one value per
@@ -66,8 +66,9 @@ class SampleArrays:
 
     @cached_property
     def numbers_n(self) -> IntArray:
-        """[N] numbers that tokens have in common whose ids and rows are equal, kept sets left out: these belong to
-        targets, not to tokens fed."""
+        """[N] numbers that are equal for tokens with equal ids and rows.
+
+        Kept sets are left out: they belong to targets, not to input tokens."""
         kinds = [rows for kind, rows in self.token_rows.items() if kind != KEPT]
         if not kinds:
             return self.token_ids_n
@@ -84,9 +85,9 @@ class SampleArrays:
 
 @dataclass(frozen=True, kw_only=True)
 class FlatBatch:
-    """The batch of one training step as a trainer is sent it: what `SampleArrays` has, 9 bytes a token.
+    """The batch of one training step in its wire format: the content of `SampleArrays` in 9 bytes a token.
 
-    Values that are alike for many tokens in a row travel as runs: [R] values with the [R] tokens of each.
+    Values that repeat over consecutive tokens are run-length encoded: [R] values with the [R] tokens of each.
     """
 
     step: int  # trainer version before the step
@@ -98,14 +99,14 @@ class FlatBatch:
     version_runs: tuple[IntArray, IntArray]
     lengths_s: IntArray
     groups_s: IntArray
-    members_s: IntArray  # [S] of each sequence's rollout
+    members_s: IntArray  # [S] member index of each sequence's rollout
     weights_s: NDArray[np.float64] | None
     rollouts_s: IntArray | None
     token_rows: Mapping[str, TokenRows]
     grammars: Sequence[ConstrainedRun]
 
     def arrays(self) -> SampleArrays:
-        """The batch token by token."""
+        """Decode the batch to one value per token."""
         return SampleArrays(
             token_ids_n=self.token_ids_n.astype(np.int64),
             loss_mask_n=self.loss_mask_n,
@@ -122,12 +123,12 @@ class FlatBatch:
 
 
 def build_arrays(batch: TrainBatch) -> SampleArrays:
-    """The samples of ``batch`` token by token. Raises as `lay_out`."""
+    """Lay out the samples of ``batch`` with one value per token. Raises as `lay_out`."""
     return lay_out(batch).arrays()
 
 
 def lay_out(batch: TrainBatch) -> FlatBatch:
-    """Lay out the samples of ``batch`` flat, in batch order, a rollout's branches after its trunk.
+    """Concatenate the samples of ``batch`` in batch order, a rollout's branches after its trunk.
 
     Raises ValueError naming the rollout whose parts differ in length.
     """
@@ -141,8 +142,8 @@ def lay_out(batch: TrainBatch) -> FlatBatch:
     responses_s = _count([len(sequence.response_ids) for sequence in sequences])
     _require_consistent(owners, sequences, responses_s)
     lengths_s = prompts_s + responses_s
-    unlearnt = {length: TokenMask.filled(False, length) for length in set(prompts_s.tolist())}
-    unsampled = {length: TokenLogprobs.filled(0.0, length) for length in unlearnt}
+    prompt_masks = {length: TokenMask.filled(False, length) for length in set(prompts_s.tolist())}
+    prompt_logprobs = {length: TokenLogprobs.filled(0.0, length) for length in prompt_masks}
     ids: list[Sequence[int]] = []
     masks: list[Sequence[bool]] = []
     logprobs: list[Sequence[float]] = []
@@ -150,8 +151,8 @@ def lay_out(batch: TrainBatch) -> FlatBatch:
     advantages: list[tuple[float, int]] = []
     for sample, sequence, prompt in zip(owners, sequences, prompts_s.tolist(), strict=True):
         ids += sequence.prompt_ids, sequence.response_ids
-        masks += unlearnt[prompt], sequence.response_mask
-        logprobs += unsampled[prompt], sequence.response_logprobs
+        masks += prompt_masks[prompt], sequence.response_mask
+        logprobs += prompt_logprobs[prompt], sequence.response_logprobs
         versions.append((PROMPT_VERSION, prompt))
         versions += [(span.version, span.tokens) for span in sequence.versions]
         advantages.append((0.0, prompt))
@@ -178,18 +179,18 @@ def lay_out(batch: TrainBatch) -> FlatBatch:
 
 
 def _token_rows(sequences: Sequence[Rollout | Branch], lengths_s: IntArray) -> dict[str, TokenRows]:
-    """The rows of all sequences' tokens, by kind; a token without one has an empty row."""
+    """Concatenate the rows of all sequences' tokens, by kind; a token without one has an empty row."""
     kinds = dict.fromkeys(kind for sequence in sequences for kind in sequence.token_rows)
     none = TokenRows()
     rows_s = {kind: [sequence.token_rows.get(kind, none) for sequence in sequences] for kind in kinds}
     return {
-        kind: TokenRows.joined(rows.cut([0], [length]) for rows, length in zip(found, lengths_s, strict=True))
-        for kind, found in rows_s.items()
+        kind: TokenRows.joined(rows.cut([0], [length]) for rows, length in zip(parts, lengths_s, strict=True))
+        for kind, parts in rows_s.items()
     }
 
 
 def _grammars(sequences: Sequence[Rollout | Branch], responses: Sequence[int]) -> list[ConstrainedRun]:
-    """The runs of tokens sampled by grammars, each text once. ``responses``: where each sequence's response begins."""
+    """Return the runs of grammar-constrained tokens, equal texts interned. ``responses``: start of each response."""
     texts: dict[str, str] = {}
     return [
         (texts.setdefault(text, text), start + first, start + behind)
@@ -200,7 +201,7 @@ def _grammars(sequences: Sequence[Rollout | Branch], responses: Sequence[int]) -
 
 
 def _owned(samples: Sequence[Sample]) -> IntArray:
-    """[S] index of each sequence's sample; the copies of a padded member are samples of their own."""
+    """[S] index of each sequence's sample; each copy of a padded member is a separate sample."""
     return np.repeat(np.arange(len(samples)), _count([1 + len(sample.rollout.branches) for sample in samples]))
 
 
@@ -210,7 +211,7 @@ def sequence_of_token(arrays: SampleArrays) -> IntArray:
 
 
 def gather_tokens(arrays: SampleArrays, samples: Sequence[int] | IntArray) -> IntArray:
-    """Indices into the flat batch of all tokens of ``samples``, sample after sample: one per token."""
+    """Return indices into the flat batch of all tokens of ``samples``, sample after sample: one per token."""
     chosen = np.asarray(samples, dtype=np.int64)
     return _ranges(arrays.starts_s[chosen], arrays.lengths_s[chosen])
 
@@ -268,7 +269,7 @@ class MicroBatchArrays:
     """Input of one forward and backward pass over some samples, packed end to end in *pieces*.
 
     A piece is a whole sample, or a node of the trie of several: tokens that they share are fed once
-    (`prefix_tree.Pieces` says in which order). The last token of a sample has no target, so it isn't fed: a sample of
+    (`prefix_tree.Pieces` defines the order). The last token of a sample has no target, so it isn't fed: a sample of
     L tokens feeds L - 1. Suffix ``_m``: one value per token that carries loss, sample after sample.
     """
 
@@ -277,8 +278,8 @@ class MicroBatchArrays:
     continues: list[int]  # for each piece the index of the piece it continues, or -1
     predictors_m: IntArray  # [M] index into input_ids of the token before each loss token; samples may share it
     targets_m: IntArray  # [M] index into the flat batch of each loss token
-    token_rows: Mapping[str, TokenRows]  # by kind, of the tokens fed; of a shared prefix its first sample's; no KEPT
-    sample_tokens: int  # tokens fed if each sample fed all of its own
+    token_rows: Mapping[str, TokenRows]  # by kind, of the tokens fed (a shared prefix: its first sample's); no KEPT
+    sample_tokens: int  # tokens fed without prefix sharing
 
 
 def input_lengths(arrays: SampleArrays) -> IntArray:
@@ -292,22 +293,22 @@ def slice_micro_batch(
 ) -> MicroBatchArrays:
     """Cut ``samples`` (each with at least one loss token) out of the batch.
 
-    ``tree``: the tries of what these samples feed (`prefix_tree`); by default each feeds its tokens by itself.
+    ``tree``: the tries of the samples' input tokens (`prefix_tree`); by default no tokens are shared.
     """
     chosen = np.asarray(samples, dtype=np.int64)
     fed = arrays.lengths_s[chosen] - 1
-    pieces = (tree or PrefixTree.apart(fed)).pieces
+    pieces = (tree or PrefixTree.separate(fed)).pieces
     starts = arrays.starts_s[chosen][pieces.sequences_p] + pieces.starts_p
-    at = gather_tokens(arrays, chosen)
-    lossy = np.flatnonzero(arrays.loss_mask_n[at])
-    own_m = np.repeat(np.arange(chosen.size), fed + 1)[lossy]
-    place_m = lossy - (np.cumsum(fed + 1) - fed - 1)[own_m] - 1  # position of the predictor inside its sample
+    indices = gather_tokens(arrays, chosen)
+    lossy = np.flatnonzero(arrays.loss_mask_n[indices])
+    sequence_m = np.repeat(np.arange(chosen.size), fed + 1)[lossy]
+    position_m = lossy - (np.cumsum(fed + 1) - fed - 1)[sequence_m] - 1  # position of the predictor inside its sample
     return MicroBatchArrays(
         input_ids=arrays.token_ids_n[_ranges(starts, pieces.lengths_p)],
         input_lengths=pieces.lengths_p.tolist(),
         continues=pieces.continues_p.tolist(),
-        predictors_m=pieces.rows(own_m, place_m),
-        targets_m=at[lossy],
+        predictors_m=pieces.rows(sequence_m, position_m),
+        targets_m=indices[lossy],
         token_rows={
             kind: rows.cut(starts, pieces.lengths_p) for kind, rows in arrays.token_rows.items() if kind != KEPT
         },
@@ -318,9 +319,11 @@ def slice_micro_batch(
 def prefix_tree(
     arrays: SampleArrays, samples: IntArray, least: int = LEAST_SAVED, *, with_rows: bool = True
 ) -> PrefixTree:
-    """The tries of what ``samples`` feed, group by group: prompts, the turns that branches of a rollout share, and
-    tokens with which responses happen to begin. ``with_rows``: tokens with other rows beside them are not the same, as
-    a replayed one goes to its own experts. ``least``: as of `PrefixTree.build`."""
+    """Build the tries of the input tokens of ``samples``, within each group.
+
+    Shared are prompts, the turns common to branches of a rollout, and equal beginnings of responses. ``with_rows``:
+    tokens with different rows differ, as a replayed token is routed to recorded experts. ``least``: as of
+    `PrefixTree.build`."""
     fed, ids_n = arrays.lengths_s[samples] - 1, arrays.numbers_n if with_rows else arrays.token_ids_n
     return PrefixTree.build(ids_n, arrays.starts_s[samples], fed, arrays.groups_s[samples], least)
 

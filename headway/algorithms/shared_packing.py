@@ -1,4 +1,4 @@
-"""Micro-batches for sequences that begin alike: a micro-batch computes what its sequences share once.
+"""Plans micro-batches for sequences with common prefixes: a micro-batch computes a shared prefix once.
 
 A micro-batch's cost is the tokens of the tries of its sequences (`prefix_tree.py`).
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from headway.algorithms.packing import Method, MicroBatch, Plan, fewest_micro_batches, pack
 from headway.algorithms.prefix_tree import PrefixTree
 
-Unit = tuple[int, MicroBatch]  # tokens of sequences that are kept together, and those sequences
+Unit = tuple[int, MicroBatch]  # tokens of sequences that stay in one micro-batch, and those sequences
 
 
 def pack_trees(tree: PrefixTree, budget: int, ranks: int = 1, method: Method = "balanced") -> Plan:
@@ -23,8 +23,8 @@ def pack_trees(tree: PrefixTree, budget: int, ranks: int = 1, method: Method = "
         return best
     best_cost = _cost(best, tree)
     parts = 1
-    while parts < 2 * _most_members(tree):
-        units = _units(tree, budget, parts)
+    while parts < 2 * _largest_trie(tree):
+        units = _split_tries(tree, budget, parts)
         plan = [
             [sorted(index for unit in batch for index in units[unit][1]) for batch in rank]
             for rank in pack([tokens for tokens, _ in units], budget, ranks, method)
@@ -36,51 +36,52 @@ def pack_trees(tree: PrefixTree, budget: int, ranks: int = 1, method: Method = "
     return best
 
 
-def _most_members(tree: PrefixTree) -> int:
-    """Sequences of the trie that has most."""
-    borders = [place for place, common in enumerate(tree.common_t.tolist()) if not common]
+def _largest_trie(tree: PrefixTree) -> int:
+    """Return the number of sequences of the largest trie."""
+    borders = [position for position, common in enumerate(tree.common_t.tolist()) if not common]
     return max(end - start for start, end in zip(borders, [*borders[1:], tree.common_t.size], strict=True))
 
 
-def _units(tree: PrefixTree, budget: int, parts: int) -> list[Unit]:
-    """Split each trie into about ``parts`` units (more where the budget needs it) of nearly equal cost: from the
-    sequences' ends on, what meets at a branch point is joined as far as there is room."""
+def _split_tries(tree: PrefixTree, budget: int, parts: int) -> list[Unit]:
+    """Split each trie into about ``parts`` units of nearly equal cost, more where the budget requires it.
+
+    From the leaves up, units that meet at a branch point are merged as far as the limit allows."""
     pieces = tree.pieces
     lengths: list[int] = pieces.lengths_p.tolist()
     continues: list[int] = pieces.continues_p.tolist()
     starts: list[int] = pieces.starts_p.tolist()
     roots: list[int] = []
     totals = [0] * len(lengths)  # tokens of the trie, by its root
-    for piece, before in enumerate(continues):
-        roots.append(piece if before < 0 else roots[before])
+    for piece, parent in enumerate(continues):
+        roots.append(piece if parent < 0 else roots[parent])
         totals[roots[piece]] += lengths[piece]
     ending: list[MicroBatch] = [[] for _ in lengths]
     lasts: list[int] = pieces.last_s.tolist()
     for sequence, piece in enumerate(lasts):
         ending[piece].append(sequence)
-    behind: list[list[Unit]] = [[] for _ in lengths]
-    found: list[Unit] = []
+    below: list[list[Unit]] = [[] for _ in lengths]
+    root_units: list[Unit] = []
     for piece in reversed(range(len(lengths))):
-        root, before, length = roots[piece], continues[piece], lengths[piece]
-        own = totals[root] - lengths[root]
-        room = min(budget, lengths[root] - (-own // parts)) - starts[piece] - length
-        units = _joined(behind[piece], room) if behind[piece] else [(0, ending[piece])]
-        (found if before < 0 else behind[before]).extend((length + tokens, members) for tokens, members in units)
-    return found
+        root, parent, length = roots[piece], continues[piece], lengths[piece]
+        branch_tokens = totals[root] - lengths[root]
+        capacity = min(budget, lengths[root] - (-branch_tokens // parts)) - starts[piece] - length
+        units = _joined(below[piece], capacity) if below[piece] else [(0, ending[piece])]
+        (root_units if parent < 0 else below[parent]).extend((length + tokens, members) for tokens, members in units)
+    return root_units
 
 
-def _joined(units: list[Unit], room: int) -> list[Unit]:
-    """Units of at most ``room`` tokens, or a single one of ``units``."""
-    if room < 1:
+def _joined(units: list[Unit], capacity: int) -> list[Unit]:
+    """Merge ``units`` into units of at most ``capacity`` tokens; a larger one stays alone."""
+    if capacity < 1:
         return units
     sizes = [tokens for tokens, _ in units]
     return [
         (sum(sizes[i] for i in batch), [sequence for i in batch for sequence in units[i][1]])
-        for batch in fewest_micro_batches(sizes, list(range(len(sizes))), room)
+        for batch in fewest_micro_batches(sizes, list(range(len(sizes))), capacity)
     ]
 
 
 def _cost(plan: Plan, tree: PrefixTree) -> tuple[int, int, int]:
-    """Cost of a plan: (tokens of the heaviest rank, micro-batches of a rank, tokens of the heaviest micro-batch)."""
+    """Return (tokens of the heaviest rank, micro-batches of a rank, tokens of the heaviest micro-batch) of a plan."""
     costs = [[tree.take(batch).tokens for batch in rank] for rank in plan]
     return max(map(sum, costs)), len(plan[0]), max(max(rank, default=0) for rank in costs)

@@ -1,8 +1,8 @@
-"""An independent audit of a run: the buffer's books, its batch log and the checkpoint chain.
+"""Audits a run independently: the buffer's accounting, its batch log and the checkpoint chain.
 
 ``python -m headway.buffer.audit RUN`` proves from the files alone that every finished group was trained
-exactly once or ended with a reason, and that each checkpoint holds exactly the steps the log says it holds.
-It reads plain SQL and JSON and shares no code with the buffer. Exit codes: 0 no violations, 4 the books don't balance,
+exactly once or ended with a reason, and that each checkpoint holds exactly the steps of the log.
+It reads plain SQL and JSON and shares no code with the buffer. Exit codes: 0 no violations, 4 violations,
 2 there is nothing to audit.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SHOWN_VIOLATIONS = 20
+MAX_VIOLATIONS_LISTED = 20
 
 
 @dataclass
@@ -45,7 +45,7 @@ class AuditReport:
 
 
 def audit_database(connection: sqlite3.Connection) -> AuditReport:
-    """Check the buffer's tables against each other; returns violations and counts."""
+    """Check the buffer's tables against each other; return violations and counts."""
     report = AuditReport()
     groups = {
         row[0]: row[1:]
@@ -61,8 +61,9 @@ def audit_database(connection: sqlite3.Connection) -> AuditReport:
 
 
 def audit_file(database: Path) -> list[str]:
-    """Violations in a ``buffer.db``, read over a connection of its own: any thread may call it, and should where an
-    event loop would wait for it (11 s after 16,438 steps of 32 groups)."""
+    """Return the violations in a ``buffer.db``, read over a separate connection.
+
+    Any thread may call it; an event loop should use one, as it takes long (11 s after 16,438 steps of 32 groups)."""
     with closing(sqlite3.connect(database, timeout=10.0)) as connection:
         connection.execute("PRAGMA query_only=ON")
         return audit_database(connection).violations
@@ -71,9 +72,9 @@ def audit_file(database: Path) -> list[str]:
 def _audit_batches(
     connection: sqlite3.Connection, report: AuditReport, groups: dict[int, tuple[Any, ...]]
 ) -> dict[int, int]:
-    """Check that steps follow each other, each is trained once and no group is in two batches.
+    """Check that steps are consecutive, each is trained once and no group is in two batches.
 
-    Returns group -> step trained.
+    Returns the trained step by group.
     """
     trained_at: dict[int, int] = {}
     seen: dict[int, tuple[int, int]] = {}
@@ -81,22 +82,22 @@ def _audit_batches(
     for step, attempt, text, outcome in connection.execute(
         "SELECT step, attempt, groups, outcome FROM batches ORDER BY step, attempt"
     ):
-        where = f"batch {step}.{attempt}"
-        report.expect((step, attempt) == (step_now, attempt_now), f"{where} where {step_now}.{attempt_now} is next")
-        report.expect(report.pending_step is None, f"{where} follows a batch whose step is not completed")
+        batch = f"batch {step}.{attempt}"
+        report.expect((step, attempt) == (step_now, attempt_now), f"{batch} where {step_now}.{attempt_now} is next")
+        report.expect(report.pending_step is None, f"{batch} follows a batch whose step is not completed")
         parts = json.loads(text)
         for part in parts:
-            report.expect(bool(part) and part == sorted(set(part)), f"{where}: groups {part} not ascending")
+            report.expect(bool(part) and part == sorted(set(part)), f"{batch}: groups {part} not ascending")
         indices = [index for part in parts for index in part]
-        wanted = {"trained": ("ended", "trained"), "skipped": ("ended", "discarded"), None: ("batched", None)}[outcome]
+        valid = {"trained": ("ended", "trained"), "skipped": ("ended", "discarded"), None: ("batched", None)}[outcome]
         for index in indices:
-            report.expect(index not in seen, f"group {index} is in {where} and in batch {seen.get(index)}")
+            report.expect(index not in seen, f"group {index} is in {batch} and in batch {seen.get(index)}")
             seen[index] = (step, attempt)
             if index not in groups:
-                report.violations.append(f"{where} holds group {index}, which was never admitted")
+                report.violations.append(f"{batch} holds group {index}, which was never admitted")
                 continue
             _, state, ending, _, group_step, _, _ = groups[index]
-            report.expect((state, ending) == wanted, f"{where} is {outcome}, its group {index} is {state} {ending}")
+            report.expect((state, ending) == valid, f"{batch} is {outcome}, its group {index} is {state} {ending}")
             report.expect(group_step == step, f"group {index} says step {group_step}, the log says {step}")
         if outcome == "trained":
             trained_at.update((index, step) for index in indices)
@@ -136,8 +137,9 @@ def _audit_rollouts(
     trained_at: dict[int, int],
     released_version: int,
 ) -> None:
-    """Check that every rollout is open or ended once, as its group did or on its own (failed, filtered, pruned,
-    discarded), and that payloads exist exactly while they are needed."""
+    """Check that every rollout is open or ended once, and that payloads exist exactly while they are needed.
+
+    A rollout ends as its group did or separately (failed, filtered, pruned, discarded)."""
     members: Counter[int] = Counter()
     finished: Counter[int] = Counter()
     for index, member, is_finished, ending, reason, boundary, reward in connection.execute(
@@ -157,8 +159,9 @@ def _audit_rollouts(
             report.failures[boundary] += 1
             report.expect(ending == "failed", f"{name} failed ({boundary}), and ended as {ending}")
             report.expect(not reward, f"{name} failed ({boundary}), and has the reward {reward}")
-        left = {"failed", "filtered", "pruned", "discarded"}  # endings of single members, when their group finished
-        allowed = {group_ending, *left} if state == "ended" else {None, *left}
+        # Endings of single members, when their group finished.
+        member_endings = {"failed", "filtered", "pruned", "discarded"}
+        allowed = {group_ending, *member_endings} if state == "ended" else {None, *member_endings}
         report.expect(ending in allowed, f"{name} is {ending or 'open'}, its group is {state} {group_ending or ''}")
         report.expect(bool(is_finished) or ending is not None, f"{name} is neither finished nor ended")
         report.expect(ending != "trained" or bool(is_finished), f"{name} was trained, but never finished")
@@ -168,8 +171,8 @@ def _audit_rollouts(
         expected = 0 if state == "open" else size
         report.expect(members[index] == expected, f"group {index}, {state}: {members[index]} of {expected} rollouts")
         kept = state != "ended" or (ending == "trained" and trained_at.get(index, -1) >= released_version)
-        wanted = finished[index] if kept else 0
-        report.expect(payloads[index] == wanted, f"group {index}: {payloads[index]} payloads, {wanted} expected")
+        needed = finished[index] if kept else 0
+        report.expect(payloads[index] == needed, f"group {index}: {payloads[index]} payloads, {needed} expected")
         report.expect(not (kept and task_missing), f"group {index}: its task is missing")
     report.expect(payloads.keys() <= groups.keys(), "there are payloads of unknown groups")
     for (index,) in connection.execute("SELECT DISTINCT id >> 16 FROM partials").fetchall():
@@ -222,9 +225,8 @@ def audit_checkpoints(connection: sqlite3.Connection, folder: Path, report: Audi
         )
 
 
-def books_of(directory: Path) -> Path:
-    """The folder of a run's buffer.db: as ``cluster.accounting_directory`` of its stored experiment says, or its
-    own."""
+def accounting_folder(directory: Path) -> Path:
+    """Return the folder of a run's buffer.db: its ``cluster.accounting_directory``, or the run's folder."""
     try:
         cluster = json.loads((directory / "config.json").read_bytes()).get("cluster", {})
     except (OSError, ValueError, AttributeError):  # the audit needs no experiment
@@ -235,7 +237,7 @@ def books_of(directory: Path) -> Path:
 def audit_run(run: str | Path) -> AuditReport:
     """Audit the run's ``buffer.db`` and ``RUN/checkpoints``. Raises FileNotFoundError, sqlite3.Error."""
     directory = Path(run)
-    database = books_of(directory) / "buffer.db"
+    database = accounting_folder(directory) / "buffer.db"
     if not database.is_file():
         raise FileNotFoundError(f"{database} does not exist")
     connection = sqlite3.connect(database, timeout=10.0)
@@ -251,28 +253,28 @@ def audit_run(run: str | Path) -> AuditReport:
     return report
 
 
-def _listed(counts: Counter[str]) -> str:
+def _counts_text(counts: Counter[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.most_common() if count) or "none"
 
 
 def format_report(run: str, report: AuditReport) -> str:
-    """The report as text for people: counts, notes, the first SHOWN_VIOLATIONS violations, a verdict."""
+    """Format the report as text: counts, notes, the first MAX_VIOLATIONS_LISTED violations, a verdict."""
     pending = "" if report.pending_step is None else f", step {report.pending_step} committed and not completed"
     versions = ", ".join(map(str, report.checkpoints)) or "none"
     lines = [
         f"audit of {run}",
-        f"  groups    {report.admitted_groups} admitted: {_listed(report.groups)}",
-        f"  rollouts  {report.admitted_rollouts} admitted: {_listed(report.rollouts)}",
-        f"  failures  {_listed(report.failures)}; none has a reward",
+        f"  groups    {report.admitted_groups} admitted: {_counts_text(report.groups)}",
+        f"  rollouts  {report.admitted_rollouts} admitted: {_counts_text(report.rollouts)}",
+        f"  failures  {_counts_text(report.failures)}; none has a reward",
         f"  steps     {report.completed_steps} trained, {report.skipped_steps} skipped{pending}",
         f"  staleness at most {report.max_staleness} steps (first token of a trained group)",
         f"  checkpoints of versions {versions}",
         *(f"  note: {note}" for note in report.notes),
     ]
-    shown = report.violations[:SHOWN_VIOLATIONS]
-    lines += [f"  VIOLATION: {violation}" for violation in shown]
-    if len(report.violations) > len(shown):
-        lines.append(f"  ... and {len(report.violations) - len(shown)} more")
+    listed = report.violations[:MAX_VIOLATIONS_LISTED]
+    lines += [f"  VIOLATION: {violation}" for violation in listed]
+    if len(report.violations) > len(listed):
+        lines.append(f"  ... and {len(report.violations) - len(listed)} more")
     verdict = "every finished group was trained exactly once or ended with a reason"
     lines.append(
         f"  {'FAILED: ' + str(len(report.violations)) + ' violations' if report.violations else 'ok: ' + verdict}"

@@ -1,4 +1,4 @@
-"""The copy of a run's books on another machine: the worker that holds it there."""
+"""Holds the copy of a run's buffer.db on another machine; this is the worker there."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from headway.runtime.child import WorkerContext
 from headway.runtime.file_lock import FileLock
 
 
-class CopyService:
-    """The worker object of a copy: a whole buffer.db at first, then every transaction of the original, in order."""
+class AccountingReplicaService:
+    """The worker object of a copy: it receives a whole buffer.db, then every transaction of the original in order."""
 
     def __init__(self, context: WorkerContext, *, folder: str, again: bool = False) -> None:
-        """Hold the copy in ``folder``; ``again``: this run began it. Raises RunLocked while another process has
-        its books there."""
+        """Open the copy in ``folder``; ``again``: this run started it before.
+
+        Raises RunLocked while another process keeps its buffer there."""
         self._path = Path(folder) / "buffer.db"
         self._fresh = self._path.with_suffix(".fresh")
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -29,13 +30,14 @@ class CopyService:
         self._number = 0  # of the last transaction applied
 
     def store(self, part: bytes | memoryview) -> None:
-        """Append to the whole database that is being sent."""
+        """Append a part of the whole database that is being sent."""
         with self._fresh.open("ab") as file:
             file.write(part)
 
     def replace(self, number: int) -> None:
-        """Begin anew with the database that was stored, which holds the transactions up to ``number``. What was here is
-        kept as buffer.db.old: it may be the only copy of another run."""
+        """Replace the copy by the database that was stored, which holds the transactions up to ``number``.
+
+        The former database is kept as buffer.db.old: it may be the only copy of another run."""
         if self._connection is not None:
             self._connection.close()
         old = self._path.with_suffix(".db.old")
@@ -52,10 +54,11 @@ class CopyService:
         self._connection, self._number = open_database(self._path), number
 
     def apply(self, first: int, transactions: Sequence[Sequence[Statement]]) -> int:
-        """Apply the transactions from number ``first`` on, each whole; returns the number of the last. Raises
-        StorageFailed when one before them is missing."""
+        """Apply the transactions from number ``first`` on, each atomically; return the number of the last.
+
+        Raises StorageFailed when an earlier transaction is missing."""
         if self._connection is None or first != self._number + 1:
-            raise StorageFailed(f"transaction {first} reaches the copy of the books after {self._number}")
+            raise StorageFailed(f"transaction {first} reaches the copy of the accounting after {self._number}")
         for statements in transactions:
             with transaction(self._connection, self._path) as connection:
                 for text, rows in statements:

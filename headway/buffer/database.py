@@ -1,4 +1,4 @@
-"""The buffer's SQLite file: opening it, its tables, and transactions whose failures are clear errors."""
+"""Opens the buffer's SQLite file, defines its tables, and runs transactions whose failures are clear errors."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 
 
 def storage_error(path: Path, error: sqlite3.Error) -> HeadwayError:
-    """The SQLite error ``error`` as BufferCorrupt (damaged) or StorageFailed (full, locked, unusable) with advice."""
+    """Convert a SQLite error to BufferCorrupt (damaged) or StorageFailed (full, locked, unusable) with advice."""
     code = getattr(error, "sqlite_errorcode", None)
     primary = code & 0xFF if code is not None else None
     if primary in _DAMAGED:
@@ -97,8 +97,9 @@ def storage_error(path: Path, error: sqlite3.Error) -> HeadwayError:
 
 
 def open_database(path: Path) -> sqlite3.Connection:
-    """Open or create the buffer's file: WAL, ``synchronous=NORMAL`` (a commit survives kill -9 of the process;
-    ``make_durable`` adds the fsync that a power cut needs).
+    """Open or create the buffer's file, with WAL and ``synchronous=NORMAL``.
+
+    A commit survives kill -9 of the process; ``make_durable`` adds the fsync that a power cut requires.
 
     Raises BufferCorrupt for a damaged file or another schema, StorageFailed when it can't be used.
     """
@@ -118,14 +119,14 @@ def open_database(path: Path) -> sqlite3.Connection:
 
 
 def require_readable(connection: sqlite3.Connection, path: Path) -> int:
-    """The schema of the buffer at ``path``; 0: it has none yet. Raises BufferCorrupt for another one than ours."""
-    found = connection.execute("PRAGMA user_version").fetchone()[0]
-    if found not in (0, SCHEMA):
+    """Return the schema version of the buffer at ``path``, 0 for a new file. Raises BufferCorrupt for others."""
+    schema = connection.execute("PRAGMA user_version").fetchone()[0]
+    if schema not in (0, SCHEMA):
         raise BufferCorrupt(
-            f"the group buffer {path} has schema {found}, and this Headway reads schema {SCHEMA}: resume the run with "
+            f"the group buffer {path} has schema {schema}, and this Headway reads schema {SCHEMA}: resume the run with "
             "the Headway that wrote it, or start in another run.directory"
         )
-    return found
+    return schema
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
@@ -151,7 +152,7 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
 
 
 class _Recorder:
-    """A connection that keeps the statements which change something, to be repeated elsewhere."""
+    """A connection that records the statements which modify the database, to repeat them elsewhere."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
@@ -175,9 +176,10 @@ def transaction(
     fence: Callable[[], None] = lambda: None,
     journal: Callable[[Sequence[Statement]], None] | None = None,
 ) -> Iterator[sqlite3.Connection]:
-    """Run the block as one transaction, committed whole or rolled back. ``fence`` is called before the commit and may
-    raise; ``journal`` receives its statements when it is committed. Database errors become StorageFailed or
-    BufferCorrupt."""
+    """Run the block as one transaction, committed whole or rolled back.
+
+    ``fence`` is called before the commit and may raise; ``journal`` receives the statements after the commit. Database
+    errors become StorageFailed or BufferCorrupt."""
     recorder = _Recorder(connection)
     try:
         connection.execute("BEGIN IMMEDIATE")

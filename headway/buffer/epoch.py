@@ -1,7 +1,7 @@
-"""The epoch of a run, taken and kept in ``RUN/epoch``: the file system's renames are the register's swaps.
+"""Takes and renews the epoch of a run in ``RUN/epoch``, where a file's rename is the register's compare-and-swap.
 
 The register is the name of one file: EPOCH-RENEWALS-HOLDER, with "-released" at its end when its holder has ended.
-Renaming it is atomic on local and on network file systems, and fails when another name was there.
+Renaming the file is atomic on local and on network file systems, and fails when its name has changed.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from headway.records.errors import ConfigurationError, EpochLost, RunLocked
 from headway.runtime.clock import Clock
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_LOOKS = 20  # at a folder that shows no register, for it is being renamed
+_READ_ATTEMPTS = 20  # of a folder in which the register is missing because it is being renamed
 
 
 def _in_thread(renew: Callable[[], None]) -> None:
-    """Renew where it keeps neither the loop waiting nor the process from ending: a network file system may hang."""
+    """Renew in a daemon thread: a network file system that hangs then blocks neither the event loop nor the exit."""
     threading.Thread(target=renew, name="epoch", daemon=True).start()
 
 
 class EpochHolder(msgspec.Struct, frozen=True, kw_only=True):
-    """The process that holds an epoch: ``RUN/epoch/HOLDER.json``."""
+    """The process that holds an epoch, stored as ``RUN/epoch/HOLDER.json``."""
 
     host: str
     pid: int
     boot: str  # id of its machine's last start
-    place: int  # inode of the register's folder as it sees it: in a copied folder it is another
+    place: int  # inode of the register's folder when it was written: a copied folder has another
     orphan_s: float
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class EpochRegister:
     """The register that the orchestrators of a run share."""
 
     def __init__(self, run: Path) -> None:
-        """Open the register of the run in folder ``run``, made if there is none. Raises ConfigurationError."""
+        """Open the register of the run in folder ``run``, or create it. Raises ConfigurationError."""
         self.folder = run / "epoch"
         if self.folder.is_dir():
             return
@@ -65,22 +65,23 @@ class EpochRegister:
             (fresh / _name(EpochRecord())).unlink()
             fresh.rmdir()
 
-    def look(self) -> EpochRecord:
-        """The present record. Raises OSError."""
-        for _ in range(_LOOKS):
-            found = [record for entry in os.listdir(self.folder) if (record := _record(entry)) is not None]
-            if found:
-                return max(found, key=lambda record: (record.epoch, record.renewals, record.released))
+    def read(self) -> EpochRecord:
+        """Return the register's current record. Raises OSError."""
+        for _ in range(_READ_ATTEMPTS):
+            records = [record for entry in os.listdir(self.folder) if (record := _record(entry)) is not None]
+            if records:
+                return max(records, key=lambda record: (record.epoch, record.renewals, record.released))
         raise FileNotFoundError(f"{self.folder} holds no register")
 
-    def swap(self, expected: EpochRecord, wanted: EpochRecord) -> bool:
-        """Replace ``expected`` by ``wanted``; False when the record is another by now. Raises OSError when that isn't
-        known."""
+    def swap(self, expected: EpochRecord, replacement: EpochRecord) -> bool:
+        """Replace ``expected`` by ``replacement``; return False when the record has changed meanwhile.
+
+        Raises OSError when the outcome is unknown."""
         try:
-            os.rename(self.folder / _name(expected), self.folder / _name(wanted))
+            os.rename(self.folder / _name(expected), self.folder / _name(replacement))
         except FileNotFoundError:
             os.stat(self.folder)  # else the folder can't be reached
-            return (self.folder / _name(wanted)).exists()  # a repeated request of a network file system
+            return (self.folder / _name(replacement)).exists()  # a repeated request of a network file system
         return True
 
     def holder(self, name: str) -> EpochHolder | None:
@@ -90,14 +91,14 @@ class EpochRegister:
             return None
 
     def register(self, name: str, orphan_s: float) -> None:
-        """Write who ``name`` is, before it holds anything. Raises OSError."""
-        place = os.stat(self.folder).st_ino
-        this = EpochHolder(host=socket.gethostname(), pid=os.getpid(), boot=_boot(), place=place, orphan_s=orphan_s)
+        """Write the identity of holder ``name`` before it takes an epoch. Raises OSError."""
+        inode = os.stat(self.folder).st_ino
+        this = EpochHolder(host=socket.gethostname(), pid=os.getpid(), boot=_boot(), place=inode, orphan_s=orphan_s)
         (self.folder / f"{name}.json").write_bytes(msgspec.json.encode(this))
 
 
 class HeldEpoch:
-    """The epoch that this process holds."""
+    """The epoch that this process holds, and its lease."""
 
     def __init__(self, register: EpochRegister, lease: EpochLease, clock: Clock) -> None:
         self._register, self._lease, self._clock = register, lease, clock
@@ -111,23 +112,23 @@ class HeldEpoch:
         """Raise EpochLost unless this process may commit now."""
         if not self._lease.may_commit(self._clock.now()) and self._swapping.acquire(blocking=False):
             self._swapping.release()
-            self.renew()  # this process may have been stopped for a while: then nobody else need have taken it
+            self.renew()  # this process may have been stopped for a while, and no other has taken the epoch meanwhile
         if not self._lease.may_commit(self._clock.now()):
             raise EpochLost(self._cause())
 
     def renew(self) -> None:
-        """Renew the lease if that is possible now."""
+        """Try to renew the lease once."""
         with self._swapping, contextlib.suppress(OSError):
             started_s, record = self._clock.now(), self._lease.renewal()
             self._lease.renewed(self._register.swap(self._lease.record, record), record, started_s)
 
     def release(self) -> None:
-        """End the epoch: the next one may be taken at once."""
+        """End the epoch, so that the next one may be taken at once."""
         with self._swapping, contextlib.suppress(OSError):
             self._register.swap(self._lease.record, replace(self._lease.record, released=True))
 
     async def keep(self, start: Callable[[Callable[[], None]], None] = _in_thread) -> None:
-        """Renew the lease again and again, each time by ``start(renew)``. Raises EpochLost."""
+        """Renew the lease periodically, each time by ``start(renew)``. Raises EpochLost when it is lost or expires."""
         while True:
             await self._clock.sleep(self._lease.renew_every_s)
             if not self._swapping.locked():
@@ -137,14 +138,14 @@ class HeldEpoch:
                 raise EpochLost(self._cause())
 
     def _cause(self) -> str:
-        what = f"epoch {self.number} of this run"
+        label = f"epoch {self.number} of this run"
         if self._lease.lost:
             with contextlib.suppress(OSError):
-                record = self._register.look()
-                by = self._register.holder(record.holder) or "another process"
-                return f"{what} has ended: {by} has taken epoch {record.epoch}; this process commits nothing more"
+                record = self._register.read()
+                holder = self._register.holder(record.holder) or "another process"
+                return f"{label} has ended: {holder} has taken epoch {record.epoch}; this process commits nothing more"
         return (
-            f"{what} wasn't renewed in {self._register.folder} for {self._lease.orphan_s:g} s "
+            f"{label} wasn't renewed in {self._register.folder} for {self._lease.orphan_s:g} s "
             "(cluster.disconnect_timeout_s): another process may have taken the next one, so nothing more is "
             "committed; continue with --resume"
         )
@@ -156,17 +157,19 @@ async def take_epoch(
     clock: Clock,
     *,
     take_over: bool = False,
-    say: Callable[[str], object] = lambda text: None,
+    report: Callable[[str], object] = lambda text: None,
 ) -> HeldEpoch:
-    """Take the next epoch of the run in folder ``run``, whose lock this process holds: at once when the former holder
-    released it or was a process of this machine (which the lock has outlived), else when it has not renewed it for its
-    ``orphan_s``. ``take_over``: a person says that the former holder has ended. ``say`` receives why this waits.
+    """Take the next epoch of the run in folder ``run``, whose lock this process holds.
 
-    Raises RunLocked when the epoch is held, ConfigurationError when this folder is a copy, so that nobody can see here
-    whether it is."""
+    It is taken at once when the former holder released it or was a process of this machine (this process holds the
+    lock, so that one has ended), else when the former holder has not renewed it for its ``orphan_s``. ``take_over``:
+    the user states that the former holder has ended. ``report`` receives the reason for a wait.
+
+    Raises RunLocked when the epoch is held, ConfigurationError when this folder is a copy, which doesn't show whether
+    the epoch is held."""
     register, name = EpochRegister(run), secrets.token_hex(8)
     try:
-        record = register.look()
+        record = register.read()
         former = register.holder(record.holder)
         ended = take_over or (former is not None and former.boot == _boot() != "")  # "": any machine might be meant
         waited, claim = False, EpochClaim(former.orphan_s if former is not None else orphan_s)
@@ -181,26 +184,26 @@ async def take_epoch(
                 raise RunLocked(f"{run} is in use: {holder} renews epoch {record.epoch}")
             if not waited:
                 holder = former or record.holder
-                say(f"epoch {record.epoch} was held by {holder}: waiting {claim.wait_s:.0f} s for its end")
+                report(f"epoch {record.epoch} was held by {holder}: waiting {claim.wait_s:.0f} s for its end")
             waited = True
             await clock.sleep(min(1.0, claim.wait_s / 10))
-            record = register.look()
+            record = register.read()
         register.register(name, orphan_s)
-        started_s, wanted = clock.now(), successor(record, name)
-        if not register.swap(record, wanted):
+        started_s, next_record = clock.now(), successor(record, name)
+        if not register.swap(record, next_record):
             (register.folder / f"{name}.json").unlink()
-            raise RunLocked(f"{run}: another process has taken epoch {register.look().epoch} meanwhile")
+            raise RunLocked(f"{run}: another process has taken epoch {register.read().epoch} meanwhile")
         for other in register.folder.glob("*.json"):
-            if other.stem not in (name, register.look().holder):
+            if other.stem not in (name, register.read().holder):
                 other.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigurationError(f"run.directory: {register.folder}: {error.strerror or error}") from None
-    return HeldEpoch(register, EpochLease(record=wanted, orphan_s=orphan_s, held_from_s=started_s), clock)
+    return HeldEpoch(register, EpochLease(record=next_record, orphan_s=orphan_s, held_from_s=started_s), clock)
 
 
 @asynccontextmanager
-async def keeping(epoch: HeldEpoch) -> AsyncIterator[HeldEpoch]:
-    """Keep ``epoch`` during the block, and release it then. Raises EpochLost out of the block when it is lost."""
+async def epoch_renewal(epoch: HeldEpoch) -> AsyncIterator[HeldEpoch]:
+    """Renew ``epoch`` during the block and release it at its end. Raises EpochLost from the block when it is lost."""
     inside = asyncio.current_task()
     assert inside is not None
     lost: list[EpochLost] = []

@@ -1,4 +1,4 @@
-"""The copy of a run's books on another machine, as its orchestrator sees it."""
+"""Replicates a run's buffer.db to another machine; this is the orchestrator's side."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from headway.runtime.scratch import ScratchFolder
 from headway.runtime.worker_slots import WorkerSlot
 from headway.runtime.workers import EventCallback, Launcher, WorkerHandle, WorkerSpec
 
-_FACTORY = "headway.buffer.copy:CopyService"
+_FACTORY = "headway.buffer.copy:AccountingReplicaService"
 _CALL_S = 60.0
-_PAGES_AT_ONCE = 256  # of the books, saved in one step
+_PAGES_AT_ONCE = 256  # of the database, saved in one step
 _MOST_TRANSACTIONS = 256  # in one call
 
 
-class BooksCopy:
+class AccountingReplica:
     """Keeps a copy of ``buffer.db`` by repeating its transactions in another process.
 
     Lifecycle: *absent* -> *synchronised* (the whole database was sent; each transaction follows) -> *absent* when the
-    copy's process or node is lost, which is reported; it is started and sent everything again, and the run goes on.
+    copy's process or node is lost, which is reported. The run continues; the process is restarted and synchronised.
 
     Example: ``copy.start(); buffer = GroupBuffer(..., journal=copy.journal); ...; await copy.reached()``.
     """
 
-    def __init__(self, launcher: Launcher, clock: Clock, place: str, original: Path, on_event: EventCallback) -> None:
-        """``place``: NODE:PATH, as ``cluster.replicate_to``. ``original``: the buffer's file."""
-        node, _, folder = place.partition(":")
-        self._original, self._on_event, self._place = original, on_event, place
+    def __init__(self, launcher: Launcher, clock: Clock, target: str, original: Path, on_event: EventCallback) -> None:
+        """``target``: NODE:PATH, as ``cluster.replicate_to``. ``original``: the buffer's file."""
+        node, _, folder = target.partition(":")
+        self._original, self._on_event, self._place = original, on_event, target
         device = f"{node}/cpu:all" if node else "cpu:all"
         spec = WorkerSpec(name="books-copy", factory=_FACTORY, arguments={"folder": folder}, device=device)
         self._slot = WorkerSlot(spec, launcher, clock, on_event, restart_arguments={"again": True})
@@ -46,22 +46,22 @@ class BooksCopy:
         self._sending: asyncio.Task[None] | None = None
 
     def journal(self, statements: Sequence[Statement]) -> None:
-        """Take a transaction that was committed."""
+        """Queue a committed transaction for the copy."""
         self._journalled += 1
         if self._synchronised:
             self._waiting.append(statements)
         self._work.set()
 
     async def start(self) -> None:
-        """Start the copy, and send the books as they are. Raises WorkerDied, RemoteError, StorageFailed, OSError."""
+        """Start the copy and send the whole database. Raises WorkerDied, RemoteError, StorageFailed, OSError."""
         await self._synchronise(await self._slot.start())
         self._sending = asyncio.create_task(self._send(), name="books-copy")
 
     async def reached(self) -> None:
-        """Wait until all that is committed now has reached the copy, or the copy is lost."""
-        wanted = self._journalled
+        """Wait until every transaction committed so far has reached the copy, or the copy is lost."""
+        target = self._journalled
         async with self._changed:
-            await self._changed.wait_for(lambda: self._copied >= wanted or not self._synchronised)
+            await self._changed.wait_for(lambda: self._copied >= target or not self._synchronised)
 
     async def stop(self) -> None:
         """Bring the copy up to date and stop it."""
@@ -71,23 +71,23 @@ class BooksCopy:
         await self._slot.stop(5.0)
 
     async def _synchronise(self, worker: WorkerHandle) -> None:
-        """Send the books as they are now, while transactions go on: those wait until the copy has this much."""
+        """Send a snapshot of the database; transactions committed meanwhile are queued until the copy has it."""
         number, self._waiting, self._synchronised = self._journalled, [], True
         worker.died.add_done_callback(lambda _: self._work.set())
         with ScratchFolder("books-copy-", directory=self._original.parent) as folder:
             try:
-                with closing(sqlite3.connect(self._original, isolation_level=None, check_same_thread=False)) as books:
-                    books.execute("BEGIN")
-                    books.execute("SELECT 1 FROM sqlite_master").fetchone()  # from here on it sees the books as now
-                    await asyncio.to_thread(_save, books, folder / "buffer.db")
+                with closing(sqlite3.connect(self._original, isolation_level=None, check_same_thread=False)) as source:
+                    source.execute("BEGIN")
+                    source.execute("SELECT 1 FROM sqlite_master").fetchone()  # starts the snapshot
+                    await asyncio.to_thread(_save, source, folder / "buffer.db")
             except sqlite3.Error as error:
                 raise storage_error(self._original, error) from error
             async for part in file_parts(folder / "buffer.db"):
                 await worker.call("store", part, timeout_s=_CALL_S)
         await worker.call("replace", number, timeout_s=_CALL_S)
-        await self._copied_to(number)
+        await self._note_copied(number)
 
-    async def _copied_to(self, number: int) -> None:
+    async def _note_copied(self, number: int) -> None:
         self._copied = number
         async with self._changed:
             self._changed.notify_all()
@@ -106,7 +106,7 @@ class BooksCopy:
                     several = self._waiting[:_MOST_TRANSACTIONS]
                     number = await worker.call("apply", self._copied + 1, several, timeout_s=_CALL_S)
                     del self._waiting[: len(several)]
-                    await self._copied_to(number)
+                    await self._note_copied(number)
                 self._work.clear()
                 if not self._waiting and worker.alive:
                     await self._work.wait()
@@ -115,13 +115,13 @@ class BooksCopy:
             except (HeadwayError, OSError) as error:
                 self._synchronised = False
                 self._on_event("books_copy_lost", f"{self._place}: {error}; the run goes on without it meanwhile")
-                await self._copied_to(self._copied)
+                await self._note_copied(self._copied)
                 if worker is not None:
                     worker.kill()
                     await worker.died
 
 
-def _save(books: sqlite3.Connection, path: Path) -> None:
-    """Save the database that a connection sees in a file."""
+def _save(database: sqlite3.Connection, path: Path) -> None:
+    """Save the database as a connection sees it to the file ``path``."""
     with closing(sqlite3.connect(path)) as target:
-        books.backup(target, pages=_PAGES_AT_ONCE)
+        database.backup(target, pages=_PAGES_AT_ONCE)

@@ -1,4 +1,4 @@
-"""Conversions between rows of the buffer's tables and records."""
+"""Converts between rows of the buffer's tables and records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from headway.control.books import Books
+from headway.control.books import Accounting
 from headway.control.length_bias import LengthBias
 from headway.records.curriculum import Draw, DrawnGroup, TaskEvidence
 from headway.records.environment import PartialRollout
@@ -35,7 +35,7 @@ _ids_decoder = decoder(TokenIds)
 
 
 class BufferStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """The buffer's fill, in groups. A group reserves its place at admission, so finishing one never waits."""
+    """Fill of the buffer, in groups. A group reserves its slot at admission, so finishing one never waits."""
 
     used: int = 0  # groups open, buffered or batched
     capacity: int = 0  # groups
@@ -57,7 +57,7 @@ class LoggedBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def groups(self) -> tuple[FinishedGroup, ...]:
-        """All groups, in the order of training."""
+        """All groups of the batch, in the order of training."""
         return tuple(group for part in self.parts for group in part)
 
 
@@ -71,7 +71,7 @@ class OpenRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def finished(self) -> FinishedGroup | None:
-        """The whole group, once it is buffered or batched."""
+        """The group with all members once it is buffered or batched, else None."""
         return None if self.state == "open" else FinishedGroup(group=self.group, rollouts=self.rollouts)
 
 
@@ -80,12 +80,12 @@ def payload_id(group: int, member: int) -> int:
 
 
 def payload_ids(group: int) -> tuple[int, int]:
-    """The first and the last id that a payload of this group can have."""
+    """Return the first and the last id that a payload of this group can have."""
     return payload_id(group, 0), payload_id(group, (1 << MEMBER_BITS) - 1)
 
 
 def rollout_row(rollout: Rollout) -> tuple[object, ...]:
-    """The row of a finished member; one that leaves its group (failed, filtered, pruned) has its ending already."""
+    """Return the row of a finished member; one that leaves its group (failed, filtered, pruned) has an ending."""
     failure = rollout.failure
     ending, reason = rollout.ended or (None, None)
     return (
@@ -109,7 +109,7 @@ def rollout_row(rollout: Rollout) -> tuple[object, ...]:
 
 
 def end_rows(connection: sqlite3.Connection, index: int, ending: Ending, reason: str, step: int | None) -> None:
-    """End a group and its members that haven't ended; only one that was trained keeps its payloads."""
+    """End a group and those of its members that haven't ended; only a trained group keeps its payloads."""
     connection.execute(
         "UPDATE groups SET state = 'ended', ending = ?, reason = ?, step = ? WHERE idx = ?",
         (ending, reason, step, index),
@@ -133,7 +133,7 @@ def delete_payloads(connection: sqlite3.Connection, index: int) -> None:
 
 
 def read_group(connection: sqlite3.Connection, index: int) -> Group:
-    """The group at ``index`` with its task and prompt. Raises BufferCorrupt when they were released."""
+    """Read the group at ``index`` with its task and prompt. Raises BufferCorrupt when they were released."""
     row = connection.execute(
         "SELECT task, prompt_ids, size, admitted_version, admitted_s FROM groups WHERE idx = ?", (index,)
     ).fetchone()
@@ -150,19 +150,19 @@ def read_group(connection: sqlite3.Connection, index: int) -> Group:
 
 
 def read_rollouts(connection: sqlite3.Connection, index: int) -> tuple[Rollout, ...]:
-    """The stored records of a group's finished members, ordered by member."""
+    """Read the stored records of a group's finished members, ordered by member."""
     rows = connection.execute("SELECT body FROM payloads WHERE id BETWEEN ? AND ? ORDER BY id", payload_ids(index))
     return tuple(_rollout_decoder.decode(body) for (body,) in rows)
 
 
 def read_parked(connection: sqlite3.Connection, index: int) -> tuple[PartialRollout, ...]:
-    """The newest partial rollouts of an open group's parked members, ordered by member."""
+    """Read the newest partial rollouts of an open group's parked members, ordered by member."""
     rows = connection.execute("SELECT body FROM partials WHERE id BETWEEN ? AND ? ORDER BY id", payload_ids(index))
     return tuple(_parked_decoder.decode(body) for (body,) in rows)
 
 
-def read_books(connection: sqlite3.Connection, next_index: int, open_sizes: Mapping[int, int]) -> Books:
-    """The books of everything stored. ``open_sizes``: index -> size of every group that has not ended."""
+def read_accounting(connection: sqlite3.Connection, next_index: int, open_sizes: Mapping[int, int]) -> Accounting:
+    """Rebuild the accounting of everything stored. ``open_sizes``: index -> size of every group that has not ended."""
     ended = {
         (ending, reason): count
         for ending, reason, count in connection.execute(
@@ -177,38 +177,38 @@ def read_books(connection: sqlite3.Connection, next_index: int, open_sizes: Mapp
         rows = connection.execute("SELECT member FROM rollouts WHERE grp = ? AND ending IS NOT NULL", (index,))
         gone = {member for (member,) in rows}
         open_members[index] = [member for member in range(size) if member not in gone]
-    books = Books()
-    books.restore(next_index=next_index, open_members=open_members, ended=ended, failures=dict(failures))
-    return books
+    accounting = Accounting()
+    accounting.restore(next_index=next_index, open_members=open_members, ended=ended, failures=dict(failures))
+    return accounting
 
 
 def read_counts(connection: sqlite3.Connection) -> dict[str, int]:
-    """``admitted`` and ``open_now``: rollouts ever admitted, and those that have not ended."""
+    """Count the rollouts ever admitted (``admitted``) and those that have not ended (``open_now``)."""
     admitted = connection.execute("SELECT coalesce(sum(size), 0) FROM groups").fetchone()[0]
     ended = connection.execute("SELECT count(*) FROM rollouts WHERE ending IS NOT NULL").fetchone()[0]
     return {"admitted": admitted, "open_now": admitted - ended}
 
 
 def count_members(connection: sqlite3.Connection, share: float) -> int:
-    """Rollouts with a row, finished or ended, of the groups that a recorder takes of a ``share``."""
+    """Count rollouts with a row, finished or ended, of the groups that a recorder samples for ``share``."""
     taken = "grp = 0 OR CAST(grp * ?1 AS INTEGER) > CAST((grp - 1) * ?1 AS INTEGER)"
     query = f"SELECT count(*) FROM rollouts WHERE {taken}"
     return connection.execute(query, (share,)).fetchone()[0]
 
 
 def read_ends(connection: sqlite3.Connection) -> list[tuple[int, str, str, int | None]]:
-    """(group, ending, reason, step) of every group that has ended."""
+    """Read (group, ending, reason, step) of every group that has ended."""
     return connection.execute("SELECT idx, ending, reason, step FROM groups WHERE state = 'ended'").fetchall()
 
 
 def read_consumed(connection: sqlite3.Connection) -> dict[int, list[int]]:
-    """Groups of every trained step, in the order of training, by step."""
+    """Read the group indices of every trained step, in the order of training, by step."""
     rows = connection.execute("SELECT step, groups FROM batches WHERE outcome = 'trained' ORDER BY step").fetchall()
     return {step: [index for part in json.loads(groups) for index in part] for step, groups in rows}
 
 
 def read_length_bias(connection: sqlite3.Connection, groups_per_step: int) -> LengthBias:
-    """Length-bias statistics of everything stored."""
+    """Compute length-bias statistics of everything stored."""
     bias = LengthBias(groups_per_step)
     for index, size in connection.execute("SELECT idx, size FROM groups ORDER BY idx"):
         bias.admit(index, size)
@@ -222,7 +222,7 @@ def read_length_bias(connection: sqlite3.Connection, groups_per_step: int) -> Le
 
 
 def read_drawn_groups(connection: sqlite3.Connection) -> list[DrawnGroup]:
-    """Every group ever admitted, by index: why it was drawn, its ending and its evidence."""
+    """Read every group ever admitted, by index: why it was drawn, its ending and its evidence."""
     rows = connection.execute(
         "SELECT idx, task_id, size, admitted_version, draw, ending, reason, step, e.id, e.solved, e.valid,"
         " e.zero_variance, e.version FROM groups LEFT JOIN evidence e ON e.grp = idx ORDER BY idx"

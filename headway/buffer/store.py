@@ -1,4 +1,4 @@
-"""The durable, bounded group buffer (DESIGN rules 7 and 8): ``RUN/buffer.db``."""
+"""The durable, bounded group buffer (design.md, rules 7 and 8), stored in ``RUN/buffer.db``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from headway.buffer.rows import (
     delete_payloads,
     end_rows,
     payload_id,
-    read_books,
+    read_accounting,
     read_consumed,
     read_counts,
     read_drawn_groups,
@@ -39,11 +39,18 @@ from headway.buffer.rows import (
     read_rollouts,
     rollout_row,
 )
-from headway.control.books import Books
+from headway.control.books import Accounting
 from headway.control.length_bias import LengthBias
 from headway.records.curriculum import Draw, DrawnGroup, TaskEvidence
 from headway.records.environment import PartialRollout
-from headway.records.errors import BooksUnbalanced, BufferCorrupt, BufferFull, EpochLost, HeadwayError, StorageFailed
+from headway.records.errors import (
+    AccountingUnbalanced,
+    BufferCorrupt,
+    BufferFull,
+    EpochLost,
+    HeadwayError,
+    StorageFailed,
+)
 from headway.records.rollout import ENDINGS, Batch, Ending, FinishedGroup, Group, Rollout
 from headway.records.tokens import encoder
 from headway.runtime.clock import Clock, RealClock
@@ -52,7 +59,7 @@ from headway.telemetry.rollouts.recorder import RolloutRecorder
 
 @dataclass
 class _Entry:
-    """The in-memory state of a group that has not ended."""
+    """In-memory state of a group that has not ended."""
 
     size: int
     task_id: str
@@ -67,15 +74,14 @@ class GroupBuffer:
     ``commit_batch`` (its batch, or a part) -> *batched* -> ``complete_step`` -> *ended* (trained, or discarded
     when the step was skipped). From open or buffered it may end by ``end_group`` or by ``finish_group(..., ending)``.
 
-    Invariants: at most ``capacity_groups`` groups have not ended, and finishing never blocks; every method is
-    one transaction, all of it or nothing; a method that returned survives kill -9 of the process (an admission
-    when the next transition of any group does: without it the group was never admitted, and its index and task come
-    again); a group that has finished is trained exactly once in the surviving history or ends with a reason;
-    payloads stay until ``release_covered`` says that the oldest kept checkpoint holds their effect.
+    Invariants: at most ``capacity_groups`` groups have not ended, and finishing never blocks; every method is one
+    atomic transaction that survives kill -9 of the process once it returned (an admission once any group's next
+    transition did, else its index and task are used again); a finished group is trained exactly once in the surviving
+    history or ends with a reason; payloads stay until ``release_covered``, when a kept checkpoint includes them.
 
     Example, one group a step: ``admit(g0); finish_group(f0); commit_batch(Batch(step=0, groups=(0,)))``, kill
-    -9, open again: ``pending_batch`` is step 0 with g0; train it; ``complete_step(0, "trained")``.
-    Costs one transaction of about 0.1 ms per call; to be used from one thread.
+    -9, open again: ``pending_batch`` is step 0 with g0; train it; ``complete_step(0, "trained")``. A call costs one
+    transaction of about 0.1 ms. Use it from one thread.
     """
 
     def __init__(
@@ -87,8 +93,8 @@ class GroupBuffer:
         journal: Callable[[Sequence[Statement]], None] | None = None,
         recorder: RolloutRecorder | None = None,
     ) -> None:
-        """Open or create the buffer. ``fence``, ``journal``: of each `transaction`. ``recorder`` is told of what was
-        committed. Raises BufferCorrupt, StorageFailed (see ``open_database``)."""
+        """Open or create the buffer. ``fence`` and ``journal`` are passed to each `transaction`; ``recorder`` receives
+        committed changes. Raises BufferCorrupt, StorageFailed (see ``open_database``)."""
         if capacity_groups < 1:
             raise ValueError(f"capacity_groups {capacity_groups} must be at least 1")
         self.path = Path(path)
@@ -125,7 +131,7 @@ class GroupBuffer:
 
     @property
     def released_version(self) -> int:
-        """The oldest version that can be resumed from: batches of earlier steps have no payloads any more."""
+        """The oldest version from which a run can resume: payloads of earlier steps were released."""
         return self._released_version
 
     def statistics(self) -> BufferStatistics:
@@ -143,10 +149,10 @@ class GroupBuffer:
     # -- transitions ---------------------------------------------------------------------------------
 
     def admit(self, group: Group, draw: Draw | None = None) -> None:
-        """Open a group and reserve its place; written with the next transition of any group. ``draw``: why its task was
-        drawn. Raises BufferFull, or BooksUnbalanced for an index out of turn."""
+        """Open a group and reserve its slot; the row is written with the next transition of any group.
+        ``draw``: why its task was drawn. Raises BufferFull, or AccountingUnbalanced for an index out of order."""
         if group.index != self._next_index:
-            raise BooksUnbalanced(f"group {group.index} is admitted where index {self._next_index} is next")
+            raise AccountingUnbalanced(f"group {group.index} is admitted where index {self._next_index} is next")
         if not 1 <= group.size < 1 << MEMBER_BITS:
             raise ValueError(f"group {group.index} has {group.size} members")
         if len(self._entries) >= self._capacity:
@@ -173,17 +179,17 @@ class GroupBuffer:
         reason: str = "",
         evidence: TaskEvidence | None = None,
     ) -> None:
-        """Commit the members; those that left (failed, filtered, pruned) end here. The group is then buffered, or ends
-        at once with ``ending`` (failed, filtered, pruned). ``evidence``: of the group about its task. Raises
-        BooksUnbalanced when the group isn't open or a member is missing or twice."""
+        """Commit a group's members; those that left it (failed, filtered, pruned) end here.
+        The group is then buffered, or ends at once with ``ending`` (failed, filtered, pruned). ``evidence``: of the
+        group about its task. Raises AccountingUnbalanced when the group isn't open or a member is missing or twice."""
         index = finished.group.index
         entry = self._entry(index, "open")
         members = [rollout.member for rollout in finished.rollouts]
         if sorted(members) != list(range(entry.size)):
-            raise BooksUnbalanced(f"group {index} finishes with members {members} of {entry.size}")
+            raise AccountingUnbalanced(f"group {index} finishes with members {members} of {entry.size}")
         for rollout in finished.rollouts:
             if rollout.group != index:
-                raise BooksUnbalanced(f"rollout {rollout.rollout_id} finishes in group {index}")
+                raise AccountingUnbalanced(f"rollout {rollout.rollout_id} finishes in group {index}")
         self._require_ending(index, ending)
         with self._transaction() as connection:
             self._insert_rollouts(connection, finished.rollouts, ending)
@@ -208,11 +214,13 @@ class GroupBuffer:
             self._forget([index], ending, reason)
 
     def park(self, parked: PartialRollout) -> None:
-        """Store the partial rollout of a member of an open group, until its group finishes or ends; replaces an earlier
-        one. Raises BooksUnbalanced when the group isn't open or has no such member."""
+        """Store the partial rollout of an open group's member until the group finishes or ends; replace an earlier one.
+        Raises AccountingUnbalanced when the group isn't open or has no such member."""
         entry = self._entry(parked.group, "open")
         if not 0 <= parked.member < entry.size:
-            raise BooksUnbalanced(f"member {parked.member} of group {parked.group}, which has {entry.size}, is parked")
+            raise AccountingUnbalanced(
+                f"member {parked.member} of group {parked.group}, which has {entry.size}, is parked"
+            )
         with self._transaction() as connection:
             row = (payload_id(parked.group, parked.member), self._encoder.encode(parked))
             connection.execute("REPLACE INTO partials VALUES (?, ?)", row)
@@ -221,11 +229,9 @@ class GroupBuffer:
     def end_group(
         self, index: int, ending: Ending, reason: str, lengths: Mapping[int, tuple[int, bool]] | None = None
     ) -> None:
-        """End a group that is open or buffered: its members end with ``ending`` and ``reason``, unless they failed.
-
-        ``lengths``: response tokens that unfinished members had reached and whether generation came to its own end, by
-        member; 0 where it isn't known. Raises BooksUnbalanced when the group has ended, is in a batch, or for
-        ``trained`` (only ``complete_step`` trains)."""
+        """End an open or buffered group: its members end with ``ending`` and ``reason``, unless they failed.
+        ``lengths``: response tokens of unfinished members and whether generation was complete, by member (default 0).
+        Raises AccountingUnbalanced when the group has ended, is in a batch, or for ``trained``."""
         entry = self._entry(index, "open", "buffered")
         self._require_ending(index, ending)
         unfinished = range(entry.size) if entry.state == "open" else ()
@@ -243,16 +249,16 @@ class GroupBuffer:
         self._buffered_s.pop(index, None)
 
     def commit_batch(self, batch: Batch, *, further: bool = False) -> int:
-        """Commit membership and order of a batch before its step, or of its next part (``further``) before that is
-        trained on; returns the attempt (0 but after skips). Raises BooksUnbalanced when another batch is pending (of a
-        further part: its own is not), the step isn't the next one, or a group isn't buffered."""
+        """Commit membership and order of a batch, or of its next part (``further``), before it is trained on.
+        Returns the attempt, 0 unless attempts at this step were skipped. Raises AccountingUnbalanced when another batch
+        is pending (for a further part: when none is), the step isn't the next one, or a group isn't buffered."""
         if further != (self._pending is not None):
             pending = "no batch" if self._pending is None else f"the batch of step {self._pending[0]}"
-            raise BooksUnbalanced(f"step {batch.step}, {further=}: {pending} is committed and not completed")
+            raise AccountingUnbalanced(f"step {batch.step}, {further=}: {pending} is committed and not completed")
         if batch.step != self._completed_steps:
-            raise BooksUnbalanced(f"a batch for step {batch.step} where step {self._completed_steps} is next")
+            raise AccountingUnbalanced(f"a batch for step {batch.step} where step {self._completed_steps} is next")
         if not batch.groups or list(batch.groups) != sorted(set(batch.groups)):
-            raise BooksUnbalanced(f"step {batch.step}: groups {batch.groups} are not ascending and distinct")
+            raise AccountingUnbalanced(f"step {batch.step}: groups {batch.groups} are not ascending and distinct")
         entries = [self._entry(index, "buffered") for index in batch.groups]
         parts = [*(self._pending[2] if self._pending else ()), list(batch.groups)]
         with self._transaction() as connection:
@@ -269,13 +275,12 @@ class GroupBuffer:
         return attempt
 
     def complete_step(self, step: int, outcome: Outcome, reason: str = "") -> None:
-        """Complete the pending batch's step: its groups end as trained, or as discarded when it was skipped, and then
-        ``reason`` says why. A step that the log already holds with this outcome changes nothing (a replay). Raises
-        BooksUnbalanced for any other step, or when a replay ends otherwise than the first time."""
+        """Complete the pending batch's step: its groups end as trained, or as discarded for ``reason`` when skipped.
+        A replay of a trained step changes nothing. Raises AccountingUnbalanced if the step isn't pending otherwise."""
         if self._pending is None or self._pending[0] != step:
             if outcome == "trained" and 0 <= step < self._completed_steps:
                 return
-            raise BooksUnbalanced(f"step {step} ends as {outcome}, but has no pending batch")
+            raise AccountingUnbalanced(f"step {step} ends as {outcome}, but has no pending batch")
         _, attempt, parts = self._pending
         groups = [index for part in parts for index in part]
         ending: Ending = "trained" if outcome == "trained" else "discarded"
@@ -291,13 +296,12 @@ class GroupBuffer:
             self._completed_steps = step + 1
 
     def release_covered(self, version: int) -> int:
-        """Delete payloads and tasks of groups trained at steps < ``version``: the version of the *oldest*
-        checkpoint that is kept and durable. Returns the number of groups released.
-
-        Raises BooksUnbalanced when the log has not completed those steps.
-        """
+        """Delete payloads and tasks of groups trained at steps < ``version``; return the number of groups.
+        ``version``: of the *oldest* kept and durable checkpoint. Raises AccountingUnbalanced for uncompleted steps."""
         if version > self._completed_steps:
-            raise BooksUnbalanced(f"a checkpoint of version {version}, but {self._completed_steps} steps are completed")
+            raise AccountingUnbalanced(
+                f"a checkpoint of version {version}, but {self._completed_steps} steps are completed"
+            )
         if version <= self._released_version:
             return 0
         with self._transaction() as connection:
@@ -313,8 +317,8 @@ class GroupBuffer:
         return len(indices)
 
     def make_durable(self) -> None:
-        """fsync everything committed so far (a commit alone survives kill -9, not a power cut). To be called
-        before a checkpoint is written, so that no checkpoint is ever ahead of the log."""
+        """Fsync everything committed so far: a commit alone survives kill -9, not a power cut.
+        Call it before a checkpoint is written, so that no checkpoint is ever ahead of the log."""
         self._connection.execute("PRAGMA synchronous=FULL")
         try:
             with self._transaction() as connection:
@@ -325,7 +329,7 @@ class GroupBuffer:
     # -- resume --------------------------------------------------------------------------------------
 
     def open_groups(self) -> list[OpenRecord]:
-        """All groups that have not ended, by index. The *open* ones are to be generated again."""
+        """Return all groups that have not ended, by index. The *open* ones must be generated again."""
         with self._reading():
             return [
                 OpenRecord(
@@ -338,18 +342,16 @@ class GroupBuffer:
             ]
 
     def pending_batch(self) -> LoggedBatch | None:
-        """The batch that was committed and whose step was not completed: it is trained next, unchanged."""
+        """Return the committed batch whose step was not completed: it is trained next, unchanged."""
         if self._pending is None:
             return None
         step, attempt, parts = self._pending
         return LoggedBatch(step=step, attempt=attempt, outcome=None, parts=tuple(map(self.load, parts)))
 
     def batches_since(self, version: int) -> Iterator[LoggedBatch]:
-        """The batches to replay on a checkpoint of ``version``: steps version, version + 1, ... in order, the
-        pending one last; skipped attempts changed nothing and are left out. Payloads are read one by one.
-
-        Raises BufferCorrupt when payloads of these steps were released or a step is missing.
-        """
+        """Yield the batches to replay on a checkpoint of ``version``: steps version, version + 1, ... in order.
+        The pending batch comes last; skipped attempts changed nothing and are left out. Payloads are read one by one.
+        Raises BufferCorrupt when payloads of these steps were released or a step is missing."""
         if version < self._released_version:
             raise BufferCorrupt(
                 f"{self.path}: can't replay from version {version}: the payloads of steps before "
@@ -367,7 +369,7 @@ class GroupBuffer:
             yield LoggedBatch(step=step, attempt=attempt, outcome=outcome, parts=parts)
 
     def load(self, indices: Sequence[int]) -> tuple[FinishedGroup, ...]:
-        """Groups with their payloads. Raises BufferCorrupt when one was released."""
+        """Read groups with their payloads. Raises BufferCorrupt when one was released."""
         with self._reading():
             return tuple(
                 FinishedGroup(group=read_group(self._connection, i), rollouts=read_rollouts(self._connection, i))
@@ -375,33 +377,33 @@ class GroupBuffer:
             )
 
     def consumed(self) -> dict[int, list[int]]:
-        """All completed steps as a checkpoint records them: step -> group indices in the order of training."""
+        """Return all completed steps as a checkpoint records them: step -> group indices in the order of training."""
         with self._reading():
             return read_consumed(self._connection)
 
     def drawn_groups(self) -> list[DrawnGroup]:
-        """Every group ever admitted, by index: why its task was drawn, its ending and its evidence."""
+        """Return every group ever admitted, by index: why its task was drawn, its ending and its evidence."""
         with self._reading():
             return read_drawn_groups(self._connection)
 
-    def books(self) -> Books:
-        """The books of everything ever admitted."""
+    def accounting(self) -> Accounting:
+        """Rebuild the accounting of everything ever admitted."""
         with self._reading():
             sizes = {index: entry.size for index, entry in self._entries.items()}
-            return read_books(self._connection, self._next_index, sizes)
+            return read_accounting(self._connection, self._next_index, sizes)
 
     def rollout_counts(self) -> dict[str, int]:
-        """``admitted`` and ``open_now``, counted from disk: the arguments of ``Books.check``."""
+        """Count ``admitted`` and ``open_now`` from disk: the arguments of ``Accounting.check``."""
         with self._reading():
             return read_counts(self._connection)
 
     def length_bias(self, groups_per_step: int) -> LengthBias:
-        """Length-bias statistics of everything ever admitted, ready to be continued."""
+        """Compute the length-bias statistics of everything ever admitted, ready to be continued."""
         with self._reading():
             return read_length_bias(self._connection, groups_per_step)
 
     def audit(self, on_disk: Sequence[str] | None = None) -> list[str]:
-        """Violations of the invariants, on disk (or as `audit_file` found them) and in memory, as text."""
+        """Return violations of the invariants as text: on disk (or those of `audit_file`) and in memory."""
         problems = list(audit_database(self._connection).violations if on_disk is None else on_disk)
         stored = dict(self._connection.execute("SELECT idx, state FROM groups WHERE state <> 'ended'").fetchall())
         stored |= {row[0]: "open" for row in self._admissions}
@@ -412,7 +414,7 @@ class GroupBuffer:
         return problems
 
     def close(self) -> None:
-        """Write what was admitted and close the file; a second call is a no-op."""
+        """Write pending admissions and close the file; a second call is a no-op."""
         try:
             with contextlib.suppress(StorageFailed, EpochLost, sqlite3.ProgrammingError):  # or it is closed already
                 self._write_admissions()
@@ -436,7 +438,7 @@ class GroupBuffer:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Read what was admitted as well; errors as `reading`."""
+        """Write pending admissions before the block's reads; errors as `reading`."""
         self._write_admissions()
         with reading(self.path):
             yield
@@ -461,7 +463,7 @@ class GroupBuffer:
         now_s = self._clock.now()
         rows = execute("SELECT idx, size, task_id, state FROM groups WHERE state <> 'ended' ORDER BY idx").fetchall()
         for index, size, task_id, state in rows:
-            # It may be parked: the disk isn't asked.
+            # A member may be parked: the disk isn't read for that here.
             self._entries[index] = _Entry(size=size, task_id=task_id, state=state, parked=True)
             if state == "buffered":
                 self._buffered_s[index] = now_s
@@ -470,14 +472,14 @@ class GroupBuffer:
         entry = self._entries.get(index)
         if entry is None or entry.state not in states:
             known = "was never admitted" if index >= self._next_index else "has ended"
-            raise BooksUnbalanced(
+            raise AccountingUnbalanced(
                 f"group {index} should be {' or '.join(states)}, but {f'is {entry.state}' if entry else known}"
             )
         return entry
 
     def _require_ending(self, index: int, ending: Ending | None) -> None:
         if ending == "trained" or (ending is not None and ending not in ENDINGS):
-            raise BooksUnbalanced(f"group {index} can't end as {ending!r} here")
+            raise AccountingUnbalanced(f"group {index} can't end as {ending!r} here")
 
     def _insert_rollouts(
         self, connection: sqlite3.Connection, rollouts: Sequence[Rollout], ending: Ending | None
@@ -491,7 +493,7 @@ class GroupBuffer:
             )
 
     def _forget(self, groups: Sequence[int], ending: Ending, reason: str, step: int | None = None) -> None:
-        """Drop groups whose end is committed."""
+        """Drop the in-memory state of groups whose end is committed."""
         for index in groups:
             del self._entries[index]
         if self.recorder is not None:

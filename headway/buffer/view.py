@@ -1,4 +1,4 @@
-"""Reading a run's groups and their counts from outside, also while the run is in progress."""
+"""Reads a run's groups and their counts from another process, also while the run is in progress."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from headway.records.curriculum import DrawnGroup
 from headway.records.rollout import FinishedGroup, Rollout
 
 
-def read_waiting(path: Path, most: int) -> list[FinishedGroup]:
-    """The oldest finished groups of the buffer at ``path`` that no step has completed, at most ``most``. Raises
-    BufferCorrupt, StorageFailed."""
+def read_waiting(path: Path, limit: int) -> list[FinishedGroup]:
+    """Return at most ``limit`` of the oldest finished groups at ``path`` that no completed step has trained.
+
+    Raises BufferCorrupt, StorageFailed."""
     with _opened(path) as connection:
         query = "SELECT idx FROM groups WHERE state IN ('buffered', 'batched') ORDER BY idx LIMIT ?"
-        found = connection.execute(query, (most,)).fetchall()
-        groups = [(read_group(connection, index), read_rollouts(connection, index)) for (index,) in found]
+        indices = connection.execute(query, (limit,)).fetchall()
+        groups = [(read_group(connection, index), read_rollouts(connection, index)) for (index,) in indices]
         return [FinishedGroup(group=group, rollouts=rollouts) for group, rollouts in groups]
 
 
 def read_history(path: Path) -> list[DrawnGroup]:
-    """Every drawn group of the buffer at ``path``, by index. Raises as above."""
+    """Return every drawn group of the buffer at ``path``, by index. Raises BufferCorrupt, StorageFailed."""
     with _opened(path) as connection:
         return read_drawn_groups(connection)
 
 
 def read_rollout_counts(path: Path) -> tuple[int, int, int]:
-    """(waiting for the trainer, ever finished, trained): rollouts of the buffer at ``path``. Raises as above."""
+    """Count rollouts of the buffer at ``path``: (waiting for the trainer, ever finished, trained). Raises likewise."""
     with _opened(path) as connection:
         query = "SELECT sum(finished AND ending IS NULL), sum(finished), sum(ending = 'trained') FROM rollouts"
         waiting, finished, trained = connection.execute(query).fetchone()
@@ -38,8 +39,9 @@ def read_rollout_counts(path: Path) -> tuple[int, int, int]:
 
 
 def read_member(path: Path, group: int, member: int) -> tuple[str, Rollout | None]:
-    """(the state of a member's group ("open", "buffered", "batched") or its ending, the member as it was stored when it
-    had finished); ("", None) where there is no such member. Raises as above."""
+    """Return a member's group state ("open", "buffered", "batched") or ending, and its stored record once it finished.
+
+    The result is ("", None) where there is no such member. Raises BufferCorrupt, StorageFailed."""
     with _opened(path) as connection:
         query = "SELECT coalesce(ending, state) FROM groups WHERE idx = ? AND size > ?"
         row = connection.execute(query, (group, member)).fetchone()
@@ -49,8 +51,9 @@ def read_member(path: Path, group: int, member: int) -> tuple[str, Rollout | Non
 
 
 def read_pixels(path: Path) -> set[str]:
-    """Content hashes of the pixel arrays that groups refer to which may still be generated or trained. Raises as
-    above."""
+    """Return content hashes of the pixel arrays of groups that may still be generated or trained.
+
+    Raises BufferCorrupt, StorageFailed."""
     with _opened(path) as connection:
         query = "SELECT DISTINCT json_extract(CAST(task AS TEXT), '$.pixels') FROM groups WHERE task IS NOT NULL"
         return {digest for (digest,) in connection.execute(query) if digest}
@@ -61,5 +64,5 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
     uri = f"{path.resolve().as_uri()}?mode=ro"
     with reading(path), closing(sqlite3.connect(uri, uri=True, timeout=10.0)) as connection:
         require_readable(connection, path)
-        connection.execute("BEGIN")  # all readings are of one state
+        connection.execute("BEGIN")  # all reads see one snapshot
         yield connection

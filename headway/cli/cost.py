@@ -35,12 +35,13 @@ def tco(
     catalogue: list[str] = CATALOGUE,
     as_json: bool = JSON,
 ) -> None:
-    """Total cost of an hour of an owned device: capital as an annuity, power, colocation, hands, internet."""
+    """Compute the total cost of an hour of an owned device: capital as an annuity, power, colocation, hands,
+    internet."""
     from headway.planner.cost_tables import owned_rows
     from headway.planner.costs import owned_cost
 
-    found = owned_cost(read_catalogue(catalogue), server)
-    print_result(found, as_json, lambda: print_rows(owned_rows(found)))
+    cost = owned_cost(read_catalogue(catalogue), server)
+    print_result(cost, as_json, lambda: print_rows(owned_rows(cost)))
 
 
 def run(
@@ -50,12 +51,13 @@ def run(
     catalogue: list[str] = CATALOGUE,
     as_json: bool = JSON,
 ) -> None:
-    """Dollars of a run's steps, and of a million tokens: all devices are paid for the whole step, whoever waits."""
+    """Compute the dollars of a run's steps and of a million tokens. All devices are paid for whole steps, waits
+    included."""
     from headway.planner.cost_tables import print_steps, run_rows
     from headway.planner.costs import priced_run
 
-    found = priced_run(read_catalogue(catalogue), name, price, service)
-    print_result(found, as_json, lambda: (print_steps(found), print_rows(run_rows(found))))
+    run_cost = priced_run(read_catalogue(catalogue), name, price, service)
+    print_result(run_cost, as_json, lambda: (print_steps(run_cost), print_rows(run_rows(run_cost))))
 
 
 def service(
@@ -70,13 +72,13 @@ def service(
     catalogue: list[str] = CATALOGUE,
     as_json: bool = JSON,
 ) -> None:
-    """Devices of one's own against a service's price list: the rate at which they cost the same."""
+    """Compare one's own devices with a service's price list: the rate at which both cost the same."""
     from headway.control.backfill import TenantLoad
     from headway.planner.cost_tables import service_rows
     from headway.planner.costs import service_comparison
 
     load = TenantLoad(slots=64, rollouts=64, mean_s=1.0, spread=spread, train_s=train, steps=30)
-    found = service_comparison(
+    comparison = service_comparison(
         read_catalogue(catalogue),
         name,
         of_run,
@@ -86,7 +88,7 @@ def service(
         tenant=load if tenants > 1 else None,
         most_tenants=tenants,
     )
-    print_result(found, as_json, lambda: print_rows(service_rows(found)))
+    print_result(comparison, as_json, lambda: print_rows(service_rows(comparison)))
 
 
 def live(
@@ -95,22 +97,22 @@ def live(
     catalogue: list[str] = CATALOGUE,
     as_json: bool = JSON,
 ) -> None:
-    """Dollars of a run so far, and of its waits; while it runs or afterwards."""
+    """Compute the dollars of a run so far, and of its waits, while it runs or afterwards."""
     from headway.planner.costs import price_of
     from headway.report.run_cost import cost_of_run, cost_rows
     from headway.report.run_view import view_run
 
-    found = cost_of_run(view_run(run), price_of(read_catalogue(catalogue), price))
-    print_result(found, as_json, lambda: print_rows(cost_rows(found)))
+    run_cost = cost_of_run(view_run(run), price_of(read_catalogue(catalogue), price))
+    print_result(run_cost, as_json, lambda: print_rows(cost_rows(run_cost)))
 
 
 def read_catalogue(paths: list[str]) -> Catalogue:
-    """The catalogue, with a warning on stderr for each price that is older than a year."""
+    """Read the catalogue; prints a warning on stderr for each price that is older than a year."""
     from datetime import date
 
     from headway.planner.catalogue.read import Catalogue
 
-    found = Catalogue.read(paths)
-    for text in found.old_prices(date.today()):
+    catalogue = Catalogue.read(paths)
+    for text in catalogue.old_prices(date.today()):
         typer.echo(f"warning: {text}", err=True)
-    return found
+    return catalogue

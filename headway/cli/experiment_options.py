@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from headway.config.schema import Experiment
 
-# Options a command doesn't know are overrides of the experiment file.
+# Options that a command doesn't know are overrides of the experiment file.
 _OVERRIDES: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 CONFIG = typer.Argument(..., metavar="CONFIG", help="The experiment file (TOML).", show_default=False)
@@ -21,12 +21,12 @@ def add_command(
     app: typer.Typer, function: Callable[..., None], *examples: str, name: str = "", overridable: bool = True
 ) -> None:
     """Add a command to ``app``, by default under the function's name. ``examples``: command lines at the end of its
-    help; ``overridable``: keys of the experiment file may be given as options."""
-    many = "Examples" if len(examples) > 1 else "Example"
+    help; ``overridable``: the command accepts keys of the experiment file as options."""
+    heading = "Examples" if len(examples) > 1 else "Example"
     app.command(
         name or function.__name__.replace("_", "-"),
         context_settings=_OVERRIDES if overridable else None,
-        epilog=f"{many}: {'; '.join(examples)}" if examples else None,
+        epilog=f"{heading}: {'; '.join(examples)}" if examples else None,
     )(function)
 
 
@@ -52,25 +52,25 @@ def given_overrides(context: typer.Context) -> list[str]:
 def overrides(arguments: Sequence[str], known_options: Sequence[str] = ()) -> list[str]:
     """Extract ``--section.key=value`` overrides, also as ``--section.key value``, from arguments unknown to the
     command. Raises ValueError naming an argument that is neither."""
-    found: list[str] = []
-    rest = list(arguments)
-    while rest:
-        argument = rest.pop(0)
+    assignments: list[str] = []
+    remaining = list(arguments)
+    while remaining:
+        argument = remaining.pop(0)
         name, equals, _ = argument.partition("=")
         if not name.startswith("--") or "." not in name:
             raise ValueError(_explain(argument, known_options))
         if not equals:
-            if not rest or rest[0].startswith("--"):
+            if not remaining or remaining[0].startswith("--"):
                 raise ValueError(f"{name} needs a value: {name}=VALUE")
-            argument = f"{name}={rest.pop(0)}"
-        found.append(argument)
-    return found
+            argument = f"{name}={remaining.pop(0)}"
+        assignments.append(argument)
+    return assignments
 
 
 def _explain(argument: str, known_options: Sequence[str]) -> str:
-    near = difflib.get_close_matches(argument.partition("=")[0], known_options, n=1, cutoff=0.6)
-    if near:
-        return f"no such option: {argument} (did you mean {near[0]}?)"
+    close_matches = difflib.get_close_matches(argument.partition("=")[0], known_options, n=1, cutoff=0.6)
+    if close_matches:
+        return f"no such option: {argument} (did you mean {close_matches[0]}?)"
     if argument.startswith("-"):
         return f"no such option: {argument} (a key of the experiment file is given as --section.key=value)"
     return f"unexpected argument: {argument}"

@@ -98,7 +98,7 @@ def tasks(
 def _read_kernel_tasks(
     kernelbench: Path | None, jsonl: Path | None, backend: str, levels: Sequence[int], *, full_size: bool
 ) -> list[KernelTask]:
-    """Tasks of the source that is given. Raises ConfigurationError."""
+    """Read the tasks of the source that the options name. Raises ConfigurationError for invalid options."""
     import msgspec
 
     from headway.kernels.backends import BACKENDS
@@ -111,19 +111,19 @@ def _read_kernel_tasks(
     if backend and backend not in BACKENDS:
         raise ConfigurationError(f"--backend {backend}: valid: {', '.join(BACKENDS)}")
     if kernelbench is not None:
-        limits, wanted = None if full_size else ScaleLimits(), sorted(set(levels)) or LEVELS
-        found, unscaled = load_kernelbench(kernelbench, levels=wanted, limits=limits)
+        limits, requested_levels = None if full_size else ScaleLimits(), sorted(set(levels)) or LEVELS
+        kernel_tasks, unscaled = load_kernelbench(kernelbench, levels=requested_levels, limits=limits)
         for name, notes in unscaled.items():
             typer.echo(f"{name} is kept, but doesn't fit a CPU: {'; '.join(notes)}", err=True)
     else:
-        found = builtin_tasks() if jsonl is None else load_jsonl(jsonl)
+        kernel_tasks = builtin_tasks() if jsonl is None else load_jsonl(jsonl)
     if backend:
-        found = [msgspec.structs.replace(task, backend=backend) for task in found]
-    there = sorted({task.level for task in found})
+        kernel_tasks = [msgspec.structs.replace(task, backend=backend) for task in kernel_tasks]
+    available_levels = sorted({task.level for task in kernel_tasks})
     for level in levels:
-        if level not in there:
-            raise ConfigurationError(f"--level {level}: valid: {', '.join(map(str, there))}")
-    return [task for task in found if not levels or task.level in levels]
+        if level not in available_levels:
+            raise ConfigurationError(f"--level {level}: valid: {', '.join(map(str, available_levels))}")
+    return [task for task in kernel_tasks if not levels or task.level in levels]
 
 
 def evaluate(
@@ -159,29 +159,29 @@ def evaluate(
     from headway.kernels.jobs.evaluate import JudgeSettings, evaluate_answers, kernel_report, read_answers
     from headway.kernels.jobs.markdown import caveats, leaderboard, markdown_report
     from headway.kernels.jobs.task_files import KernelTaskFile, require_new
-    from headway.runtime.run_directory import write_whole
+    from headway.runtime.run_directory import write_atomically
 
     files = [Path(f"{out}{ending}") for ending in (".json", ".md")]
     for file in files:
         require_new(file, "--out")
-    book = KernelTaskFile(tasks)
-    sources, surplus = read_answers(answers, book, n)
-    most = max(map(len, sources.values()))
-    for one in k:
-        if one > most:
-            raise ConfigurationError(f"-k {one}: no task has more than {most} answers; valid: 1 to {most}")
+    task_file = KernelTaskFile(tasks)
+    sources, surplus = read_answers(answers, task_file, n)
+    limit = max(map(len, sources.values()))
+    for requested_k in k:
+        if requested_k > limit:
+            raise ConfigurationError(f"-k {requested_k}: no task has more than {limit} answers; valid: 1 to {limit}")
     settings = JudgeSettings(correct_trials=trials, timed=not untimed, timeout_s=timeout_s)
 
     async def judged() -> list[JudgedTask]:
-        async with _judging(addresses, key_file, concurrency, local=local) as judge:
-            return await evaluate_answers(judge, book, sources, settings)
+        async with _open_judge(addresses, key_file, concurrency, local=local) as judge:
+            return await evaluate_answers(judge, task_file, sources, settings)
 
     report = kernel_report(asyncio.run(judged()), sorted(set(k)), settings, model, (str(tasks), str(answers)), surplus)
-    whole = msgspec.json.encode({"row": report.row, **msgspec.to_builtins(report)})
-    write_whole(files[0], msgspec.json.format(whole, indent=2) + b"\n")
-    write_whole(files[1], markdown_report(report).encode())
+    report_json = msgspec.json.encode({"row": report.row, **msgspec.to_builtins(report)})
+    write_atomically(files[0], msgspec.json.format(report_json, indent=2) + b"\n")
+    write_atomically(files[1], markdown_report(report).encode())
     if as_json:
-        return typer.echo(whole.decode())
+        return typer.echo(report_json.decode())
     for line in [*leaderboard(report), *caveats(report.scores), f"{files[0]}, {files[1]}"]:
         typer.echo(line)
 
@@ -226,7 +226,7 @@ def sft_data(
 
     from headway.kernels.jobs.sft_data import NEEDS, SftData, SftSettings
     from headway.kernels.jobs.task_files import KernelTaskFile, require_new, write_rows
-    from headway.runtime.run_directory import write_whole
+    from headway.runtime.run_directory import write_atomically
     from headway.tokens.tokenizer import Tokenizer
 
     if need not in NEEDS:
@@ -244,17 +244,17 @@ def sft_data(
     )
 
     async def make() -> tuple[list[dict[str, Any]], SftCounts]:
-        async with _judging(addresses, key_file, concurrency, local=local) as judge:
+        async with _open_judge(addresses, key_file, concurrency, local=local) as judge:
             return await data.make(conversations, judge)
 
     rows, counts = asyncio.run(make())
-    write_whole(counts_file, msgspec.json.format(msgspec.json.encode(counts), indent=2) + b"\n")
+    write_atomically(counts_file, msgspec.json.format(msgspec.json.encode(counts), indent=2) + b"\n")
     if as_json:
         print_json({**msgspec.to_builtins(counts), "missing": data.missing})
     else:
         _print_counts(counts)
-    for task, why in data.missing:
-        typer.echo(f"{task} not evaluated: {why}", err=True)
+    for task, reason in data.missing:
+        typer.echo(f"{task} not evaluated: {reason}", err=True)
     if not rows:
         raise HeadwayError(f"no conversation passed, so {out} isn't written; counts: {counts_file}")
     write_rows(out, rows)
@@ -269,18 +269,18 @@ def _print_counts(counts: SftCounts) -> None:
 
 
 @asynccontextmanager
-async def _judging(
+async def _open_judge(
     addresses: Sequence[str], key_file: str, concurrency: int | None, *, local: bool
 ) -> AsyncIterator[JudgeAll]:
-    """The evaluation of submissions by services, or on this machine, which shows its progress."""
+    """Open the evaluation of submissions, by services or on this machine; it shows its progress."""
     from headway.kernels.jobs.judging import judge_all
 
     if local == bool(addresses):
         raise ConfigurationError("valid: either --addresses http://HOST:PORT, once or more, or --local")
     if local:
-        from headway.services.serve_kernels import KernelServing, make_evaluator
+        from headway.services.serve_kernels import KernelSettings, make_evaluator
 
-        serving = KernelServing(concurrency=concurrency)
+        serving = KernelSettings(concurrency=concurrency)
         opened, concurrent = make_evaluator(serving), serving.limits().concurrency
     else:
         from headway.kernels.client import KernelClient
@@ -297,7 +297,7 @@ async def _judging(
 
 @contextmanager
 def _progress() -> Iterator[OnJudged]:
-    """A bar on a terminal; elsewhere a line every two seconds, and at the end."""
+    """Show progress as a bar on a terminal; elsewhere as a line every two seconds, and at the end."""
     from headway.report.progress import ProgressBar
 
     printed_s = -math.inf
@@ -306,7 +306,7 @@ def _progress() -> Iterator[OnJudged]:
         def show(done: int, total: int) -> None:
             nonlocal printed_s
             bar(done, total)
-            if not bar.shown and (done == total or time.monotonic() - printed_s >= 2.0):
+            if not bar.displayed and (done == total or time.monotonic() - printed_s >= 2.0):
                 printed_s = time.monotonic()
                 typer.echo(f"{done} of {total} evaluated", err=True)
 

@@ -1,4 +1,4 @@
-"""The ``headway`` command: its sub-commands and the one place where errors become messages and exit codes."""
+"""The ``headway`` command: registers the sub-commands, and turns errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ app = typer.Typer(
     name="headway",
     help="Reinforcement-learning post-training for language models, built on queue health.",
     epilog=(
-        "Exit codes: 0 done · 1 failed · 2 bad input or configuration · 3 a worker failed · 4 the books or the "
+        "Exit codes: 0 done · 1 failed · 2 bad input or configuration · 3 a worker failed · 4 the accounting or the "
         "staleness budget don't hold · 130 interrupted (resumable)"
     ),
     no_args_is_help=True,
@@ -48,8 +48,8 @@ sandboxes.add_commands(app)
 nodes.add_commands(app)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"headway {distribution_version('headway')}")
         raise typer.Exit
 
@@ -63,9 +63,9 @@ def _headway(
     pass
 
 
-def documented_in(error: HeadwayError) -> str:
-    """The page that says more about ``error``: its own, or the section of the first configuration key that it names; ""
-    where there is none, or the error names a page itself."""
+def page_about(error: HeadwayError) -> str:
+    """Return the page of documentation for ``error``: its own, or the section of the first configuration key that it
+    names; "" when there is none, or when its message already names a page."""
     if error.page or "docs/" in str(error):
         return error.page if "docs/" not in str(error) else ""
     key = _KEY.search(str(error))
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
     except HeadwayError as error:
         if os.environ.get("HEADWAY_TRACEBACK") == "1":
             raise
-        kind, page = "interrupted" if isinstance(error, Interrupted) else "error", documented_in(error)
+        kind, page = "interrupted" if isinstance(error, Interrupted) else "error", page_about(error)
         print(f"{kind}: {error}" + (f" ({page})" if page else ""), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:

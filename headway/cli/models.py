@@ -52,7 +52,7 @@ def init_model(
     """Write a small, randomly initialised model with its own tokenizer, so that no network is needed."""
     from headway.tasks.rows import read_texts
 
-    corpus = read_texts(texts)  # before torch is loaded: a wrong path shows at once
+    corpus = read_texts(texts)  # before torch is loaded, so that a wrong path fails at once
     from headway.models.initialise import initialise_model
     from headway.models.sizes import sizes_of
 
@@ -99,7 +99,7 @@ def sft(
     from headway.report.progress import SftProgress
     from headway.report.tables import sft_rows
 
-    with SftProgress(quiet=quiet or as_json, time_limit_s=experiment.run.time_limit_s) as progress:
+    with SftProgress(silent=quiet or as_json, time_limit_s=experiment.run.time_limit_s) as progress:
         result = run_sft(experiment, on_progress=progress)
     print_result(result, as_json, lambda: print_rows(sft_rows(result)))
 

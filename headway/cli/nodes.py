@@ -1,4 +1,4 @@
-"""`headway node`: the agent of a machine that serves a run."""
+"""`headway node`: runs the agent of a machine that serves a run."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ def node(
         parse_device(device).check()
     key = checked_key(sys.stdin.readline().strip(), "standard input") if key_stdin else read_key(key_file)
     asyncio.run(
-        run_agent(join, name, key, offers=offers, give_up_s=give_up_s, say=lambda line: print(line, flush=True))
+        run_agent(join, name, key, offers=offers, give_up_s=give_up_s, report=lambda line: print(line, flush=True))
     )

@@ -57,7 +57,7 @@ def simulate(
         if value:
             context.fail(f"{option} is of a run's folder; {scenario} is none")
     described = load_scenario(scenario, overrides)
-    outcome = _simulated(described, Path(scenario).stem, quiet=as_json)
+    outcome = _simulate_with_progress(described, Path(scenario).stem, quiet=as_json)
     print_result(outcome, as_json, lambda: _print_outcome(outcome, described.run.directory))
 
 
@@ -69,15 +69,15 @@ def _simulate_run(
     from headway.telemetry.ledger import read_ledger
 
     recorded = read_run(path)
-    chosen = window(recorded, _asked(context, steps))
+    step_window = window(recorded, _parse_steps(context, steps))
     other = read_run(beside) if beside else None
-    found = scenario_from(recorded, chosen, overrides, beside=None if other is None else (other, window(other)))
+    fitted = scenario_from(recorded, step_window, overrides, beside=None if other is None else (other, window(other)))
     if write:
-        _write(found, write)
-    directory = found.scenario.run.directory
-    name = f"{path}, steps {found.first_step} to {found.last_step}"
-    outcome = _simulated(found.scenario, name, quiet=as_json)
-    compared = agreement(found, read_ledger(directory), overrides)
+        _write(fitted, write)
+    directory = fitted.scenario.run.directory
+    name = f"{path}, steps {fitted.first_step} to {fitted.last_step}"
+    outcome = _simulate_with_progress(fitted.scenario, name, quiet=as_json)
+    compared = agreement(fitted, read_ledger(directory), overrides)
     if as_json:
         print_json({"outcome": outcome, "agreement": compared})
         return
@@ -95,13 +95,13 @@ def _print_outcome(outcome: SimulationOutcome, run_dir: str) -> None:
     typer.echo(f"simulated: headway report {run_dir}   judges the run")
 
 
-def _simulated(scenario: Scenario, name: str, quiet: bool) -> SimulationOutcome:
-    """Run a simulation with a progress bar, on a terminal, that disappears at the end."""
+def _simulate_with_progress(scenario: Scenario, name: str, quiet: bool) -> SimulationOutcome:
+    """Run a simulation with a progress bar, which is shown on a terminal only, and disappears at the end."""
     from headway.planner.simulate import simulate as run
     from headway.records.ledger import LedgerLine, StepRecord
     from headway.report.progress import ProgressBar
 
-    with ProgressBar("simulated steps", quiet=quiet) as bar:
+    with ProgressBar("simulated steps", silent=quiet) as bar:
 
         def show(line: LedgerLine) -> None:
             if isinstance(line, StepRecord):
@@ -110,8 +110,8 @@ def _simulated(scenario: Scenario, name: str, quiet: bool) -> SimulationOutcome:
         return run(scenario, name=name, on_line=show)
 
 
-def _asked(context: typer.Context, steps: str) -> tuple[int | None, int | None] | None:
-    """Parse ``--steps A:B``, either of which may be missing; None: not given."""
+def _parse_steps(context: typer.Context, steps: str) -> tuple[int | None, int | None] | None:
+    """Parse ``--steps A:B``, where either number may be missing; None when the option is absent."""
     if not steps:
         return None
     first, colon, end = steps.partition(":")
@@ -120,17 +120,18 @@ def _asked(context: typer.Context, steps: str) -> tuple[int | None, int | None] 
     return int(first) if first else None, int(end) if end else None
 
 
-def _write(found: RunScenario, path: str) -> None:
+def _write(run_scenario: RunScenario, path: str) -> None:
     from headway.planner.scenario_text import toml_text
     from headway.records.errors import ConfigurationError
 
+    steps = f"steps {run_scenario.first_step} to {run_scenario.last_step}"
     comments = [
-        f"What the ledger of {found.run} says, steps {found.first_step} to {found.last_step}: headway simulate {path}",
-        *(f"{name}: {why}" for name, why in found.unidentified.items()),
+        f"What the ledger of {run_scenario.run} says, {steps}: headway simulate {path}",
+        *(f"{name}: {reason}" for name, reason in run_scenario.unidentified.items()),
     ]
     try:
         with open(path, "x", encoding="utf-8") as file:
-            file.write(toml_text(found.raw, comments))
+            file.write(toml_text(run_scenario.raw, comments))
     except FileExistsError:
         raise ConfigurationError(f"--write {path}: there is such a file already") from None
     except OSError as error:
@@ -169,10 +170,10 @@ def plan(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the plan and its reasons as one JSON object."),
 ) -> None:
-    """Find which devices should generate and which should train, how many of them, and what it comes to: samples/s,
-    waits, dollars. Nothing is started.
+    """Find which devices should generate and which should train, how many of them, and the expected samples/s, waits
+    and dollars. Nothing is started.
 
-    With --graph: where the stages of any workflow belong. docs/planning.md describes the files.
+    With --graph: place the stages of any workflow on devices. docs/planning.md describes the files.
 
     Any key of the experiment file can be given as --section.key=value.
     """
@@ -186,34 +187,34 @@ def plan(
     ways = {"CONFIG with --pool or --profile": bool(config), "--graph": bool(graph), "--compare": bool(compare[0])}
     if sum(ways.values()) != 1 or bool(config) != (bool(pool) != profile):
         context.fail(f"give one of {', '.join(ways)}")
-    wanted: Objective = "time" if objective == "time" else "cost"
+    validated_objective: Objective = "time" if objective == "time" else "cost"
     if profile:
         _profile(config, overrides, calibrate_s, output, as_json)
     elif graph:
-        _place(graph, wanted, tolerance, expansions, as_json)
+        _plan_graph(graph, validated_objective, tolerance, expansions, as_json)
     elif compare[0]:
         _compare(compare, as_json)
     else:
         from headway.cli.cost import read_catalogue
         from headway.config.load import load_experiment
-        from headway.planner.plan_files import PlanOutputs, plan_for, require_places, write_outputs
+        from headway.planner.plan_files import PlanOutputs, plan_for, require_writable, write_outputs
         from headway.report.plans.run_plan import draw_plan, plan_rows
         from headway.report.progress import ProgressBar
-        from headway.runtime.run_directory import write_whole
+        from headway.runtime.run_directory import write_atomically
 
         experiment, outputs = load_experiment(config, overrides), PlanOutputs(output, write, picture)
-        require_places(outputs)  # a plan takes seconds
+        require_writable(outputs)  # a plan takes seconds
         entries = read_catalogue(catalogue)
-        with ProgressBar("simulated steps", quiet=as_json) as bar:
-            found = plan_for(experiment, pool, entries, wanted, simulated=simulated, on_step=bar)
-        write_outputs(experiment, found, outputs)
+        with ProgressBar("simulated steps", silent=as_json) as bar:
+            run_plan = plan_for(experiment, pool, entries, validated_objective, simulated=simulated, on_step=bar)
+        write_outputs(experiment, run_plan, outputs)
         if picture:
-            write_whole(Path(picture), draw_plan(found).encode())
+            write_atomically(Path(picture), draw_plan(run_plan).encode())
         if as_json:
-            print_json(found)
+            print_json(run_plan)
         else:
-            print_rows(plan_rows(found))
-            if output and not found.refused:
+            print_rows(plan_rows(run_plan))
+            if output and not run_plan.refused:
                 typer.echo(f"\nheadway train {config} --plan {output}   runs it")
 
 
@@ -225,19 +226,19 @@ def _profile(config: str, overrides: list[str], seconds: float, output: str, as_
     from headway.records.errors import ConfigurationError
     from headway.report.plans.run_plan import profile_rows
     from headway.report.progress import CalibrationProgress
-    from headway.runtime.run_directory import write_whole
+    from headway.runtime.run_directory import write_atomically
 
     path = Path(output or "profile.json")
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ConfigurationError(f"--output {path}: valid: a file in a folder that exists")
-    with CalibrationProgress(seconds, quiet=as_json) as progress:
-        found = measure_profile(load_experiment(config, overrides), seconds, progress)
-    write_whole(path, msgspec.json.encode(found))
+    with CalibrationProgress(seconds, silent=as_json) as progress:
+        profile = measure_profile(load_experiment(config, overrides), seconds, progress)
+    write_atomically(path, msgspec.json.encode(profile))
     if as_json:
-        print_json(found)
+        print_json(profile)
     else:
-        points = [(point.generators, point.trainers, point.measured) for point in found.points]
-        print_rows(profile_rows(points, found.missed))
+        points = [(point.generators, point.trainers, point.measured) for point in profile.points]
+        print_rows(profile_rows(points, profile.missed))
         typer.echo(f'\n{path} written; in a pool file: profile = "{path}"')
 
 
@@ -249,13 +250,13 @@ def _compare(paths: tuple[str, str], as_json: bool) -> None:
     if as_json:
         print_json({"plans": [first, second], "samples_per_s_ratio": second.samples_per_s / first.samples_per_s})
         return
-    left, right = plan_rows(first), plan_rows(second)
-    both = {key: (left.get(key, "–"), right.get(key, "–")) for key in dict.fromkeys((*left, *right))}
+    rows_a, rows_b = plan_rows(first), plan_rows(second)
+    both = {key: (rows_a.get(key, "–"), rows_b.get(key, "–")) for key in dict.fromkeys((*rows_a, *rows_b))}
     print_rows({key: f"A: {a}\nB: {b}" for key, (a, b) in both.items() if a != b})
     typer.echo(f"B makes {second.samples_per_s / first.samples_per_s:.3f} times the samples/s of A")
 
 
-def _place(graph: str, objective: Objective, tolerance: float, expansions: int, as_json: bool) -> None:
+def _plan_graph(graph: str, objective: Objective, tolerance: float, expansions: int, as_json: bool) -> None:
     from headway.control.placement.options import SearchSettings
     from headway.control.placement.reasons import explain
     from headway.planner.graph_file import read_problem
@@ -263,17 +264,17 @@ def _place(graph: str, objective: Objective, tolerance: float, expansions: int, 
 
     problem = read_problem(graph)
     try:
-        found = explain(problem.workflow, problem.pool, objective, SearchSettings(tolerance, expansions))
+        placement = explain(problem.workflow, problem.pool, objective, SearchSettings(tolerance, expansions))
     except ConfigurationError as error:
         raise ConfigurationError(f"{graph}: {error}") from None
-    print_result(found, as_json, lambda: print_rows(_plan_rows(found)))
+    print_result(placement, as_json, lambda: print_rows(_plan_rows(placement)))
 
 
-def _plan_rows(found: PlacementReport) -> dict[str, str]:
-    """Rows of a plan: its figures, a row per part, then its reasons."""
+def _plan_rows(placement: PlacementReport) -> dict[str, str]:
+    """Return the rows of a plan: its figures, a row per part, then its reasons."""
     from headway.control.placement.written import pipelines_of
 
-    plan = found.plan
+    plan = placement.plan
     unit = "s" if plan.objective == "time" else "$"
     cost = "" if plan.cost_usd is None else f", ${plan.cost_usd:.4g}"
     proof = "proven best" if plan.gap == 0 else f"at most {plan.gap:.1%} above the best"
@@ -286,9 +287,9 @@ def _plan_rows(found: PlacementReport) -> dict[str, str]:
                 devices = ", ".join(f"{name} {first}-{first + n - 1}" for name, (first, n) in part.devices.items())
                 turns = ", ".join(turn.name for turn in part.turns)
                 rows[f"   {number + 1}.{level + 1} {turns}"] = f"{devices}: {part.seconds:.4g} s a chunk"
-    if found.second_best is not None:
-        rows["second best"] = f"{found.second_best.value:.4g} {unit}: {found.second_best.name}"
-    rows["binds"] = "; ".join(found.binds)
-    for other in (*found.relaxations, *found.one_more):
+    if placement.second_best is not None:
+        rows["second best"] = f"{placement.second_best.value:.4g} {unit}: {placement.second_best.name}"
+    rows["binds"] = "; ".join(placement.binds)
+    for other in (*placement.relaxations, *placement.one_more):
         rows[other.name] = "no plan" if other.value is None else f"{other.value:.4g} {unit}"
     return rows

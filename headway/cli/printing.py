@@ -1,4 +1,4 @@
-"""Prints the results of commands."""
+"""Prints the results of commands, as JSON or as rows."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ def print_json(value: Any) -> None:
 
 
 def print_rows(rows: Mapping[str, str], title: str = "", *, gap: int = 3) -> None:
-    """Print ``rows``, each a label and a text, below a ``title`` where there is one; ``gap``: blanks between."""
+    """Print ``rows``, each a label and a text, below an optional ``title``; ``gap``: blanks between the columns."""
     from headway.report import tables
 
     tables.print_rows(rows, title, gap=gap)
 
 
-def print_result(found: Any, as_json: bool, show: Callable[[], object]) -> None:
-    """Print what a command has found: as one JSON object, or for people by ``show``."""
+def print_result(outcome: Any, as_json: bool, show: Callable[[], object]) -> None:
+    """Print a command's outcome: as one JSON object, or for people by ``show``."""
     if as_json:
-        print_json(found)
+        print_json(outcome)
     else:
         show()
 
 
 def price_from(text: str) -> float | None:
-    """Dollars of a device's hour that ``--usd-per-device-hour`` gives; None: none was given."""
+    """Return the dollars per device-hour that ``--usd-per-device-hour`` gives; None when the option is absent."""
     if not text:
         return None
     from headway.planner.catalogue.read import Catalogue

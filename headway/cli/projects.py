@@ -1,4 +1,4 @@
-"""`headway quickstart` and `headway new`: from an installed package to a trained model and a project of your own."""
+"""`headway quickstart` and `headway new`: train a small model, and write a project from a template."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ PROJECTS = {
     "kernel": "C++ kernels, compiled and checked by a kernel service",
     "gym": "a game with reset and step, played by its rewards",
 }
-QUICKSTART = "quickstart"  # the folder of its files
-PLACEHOLDER = "myproject"  # in names and texts of a template's files: the project's name
+QUICKSTART = "quickstart"  # the folder of its template
+PLACEHOLDER = "myproject"  # stands for the project's name in names and texts of a template's files
 _COMPILERS = ("g++", "c++", "clang++")
 
 
@@ -52,22 +52,22 @@ def quickstart(
     Takes 5 to 13 minutes on two cores. Runs each step by the command that you would type, prints it, and skips what an
     earlier run in the folder has done. Any key of the experiment file can be given as --section.key=value.
     """
-    if folder.startswith("--"):  # an override: the parser takes it for the folder where none is given
+    if folder.startswith("--"):  # an override, which the parser takes for a missing folder
         context.args.insert(0, folder)
         folder = ""
     extra = experiments.given_overrides(context)
     if engine not in ("torch", "vllm"):
         raise ConfigurationError(f"--engine {engine!r}: valid: torch, vllm (docs/vllm.md)")
-    place = Path(folder or f"runs/arithmetic-{seed}")
-    if not (place / "make_tasks.py").exists():
-        write_files(QUICKSTART, place)
+    target = Path(folder or f"runs/arithmetic-{seed}")
+    if not (target / "make_tasks.py").exists():
+        write_files(QUICKSTART, target)
     _note_missing_compiler()
-    config, recipe = place / "experiment.toml", Recipe(place, seed, extra)
+    config, recipe = target / "experiment.toml", Recipe(target, seed, extra)
     heads = ("--heads", 3, "--kv-heads", 1) if engine == "vllm" else ()  # of 32 dimensions
     initial = ("--character-level", *heads)
-    model, keys = recipe.cold_start(config, place / "make_tasks.py", initial=initial, sft=extra)
+    model, keys = recipe.cold_start(config, target / "make_tasks.py", initial=initial, sft=extra)
     if not cold_start_only:
-        # vLLM has a fixed cost a step that a model as small as this one does not repay: it gets time for as many steps
+        # vLLM's fixed cost of a step exceeds what it saves for a model this small: more time gives as many steps
         slow = ("--generator.engine=vllm", "--run.time_limit_s=600") if engine == "vllm" else ()
         recipe.train(config, model, *keys, *slow)
 
@@ -83,8 +83,8 @@ def new(
     In its folder `make test` takes seconds, and `make run` trains a small model in minutes on two cores.
     """
     if template not in PROJECTS:
-        near = difflib.get_close_matches(template, PROJECTS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        close_matches = difflib.get_close_matches(template, PROJECTS, n=1)
+        hint = f"did you mean {close_matches[0]}? " if close_matches else ""
         raise ConfigurationError(f"--template {template!r}: {hint}valid: {', '.join(PROJECTS)} (docs/new.md)")
     folder, module = Path(name), _module_name(name, template)
     compiler = _compiler()
@@ -92,10 +92,10 @@ def new(
         raise ConfigurationError(f"--template kernel: {_no_compiler()}")
     on_path = shutil.which("python")
     activated = on_path is not None and os.path.samefile(Path(on_path).parent, Path(sys.executable).parent)
-    # `make` finds this interpreter also where its environment isn't activated, and its path has blanks
+    # lets `make` find this interpreter even if its environment isn't activated, or its path has blanks
     python = "python" if activated else shlex.quote(sys.executable).replace("$", "$$").replace("#", "\\#")
-    words = {PLACEHOLDER: module, "PYTHON ?= python\n": f"PYTHON ?= {python}\n"}
-    write_files(template, folder, words)
+    substitutions = {PLACEHOLDER: module, "PYTHON ?= python\n": f"PYTHON ?= {python}\n"}
+    write_files(template, folder, substitutions)
     typer.echo(
         f"{folder}: {PROJECTS[template]}\n\n  cd {folder}\n  make test   seconds\n  make run    minutes, on two cores"
     )
@@ -104,34 +104,34 @@ def new(
     _note_missing_compiler()
 
 
-def write_files(template: str, folder: Path, words: Mapping[str, str] | None = None) -> None:
-    """Copy a template's files to ``folder``, which must not exist or be empty: all of them, or none.
+def write_files(template: str, folder: Path, substitutions: Mapping[str, str] | None = None) -> None:
+    """Copy a template's files atomically to ``folder``, which must not exist or be empty.
 
-    ``words``: what is replaced in texts and names of files. Raises ConfigurationError: a folder that isn't empty, or
-    can't be written.
+    ``substitutions``: replacements, by the text that they replace, in contents and names of files. Raises
+    ConfigurationError for a folder that isn't empty, or can't be written.
     """
     remedy = "choose a folder that doesn't exist yet, or an empty one"
     scratch: Path | None = None
     try:
         if folder.exists() and not folder.is_dir():
             raise ConfigurationError(f"{folder} is a file; {remedy}")
-        if folder.is_dir() and (held := sorted(os.listdir(folder))):
-            raise ConfigurationError(f"{folder} isn't empty: it holds {', '.join(held[:3])}; {remedy}")
+        if folder.is_dir() and (existing_names := sorted(os.listdir(folder))):
+            raise ConfigurationError(f"{folder} isn't empty: it holds {', '.join(existing_names[:3])}; {remedy}")
         folder.parent.mkdir(parents=True, exist_ok=True)
         beside = folder if folder.is_dir() else folder.parent
         scratch = Path(tempfile.mkdtemp(dir=beside, prefix=f".{folder.name}.", suffix=".partial"))
-        whole = scratch / "files"
-        whole.mkdir()  # with the rights that a new folder has here; those of `scratch` are its owner's alone
+        staged = scratch / "files"
+        staged.mkdir()  # with the rights that a new folder has here; those of `scratch` are its owner's alone
         for file in sorted((TEMPLATES / template).iterdir()):
             if file.is_file():
-                (whole / _replaced(file.name, words)).write_text(
-                    _replaced(file.read_text(encoding="utf-8"), words), encoding="utf-8"
+                (staged / _substitute(file.name, substitutions)).write_text(
+                    _substitute(file.read_text(encoding="utf-8"), substitutions), encoding="utf-8"
                 )
         if folder.is_dir():
-            for file in whole.iterdir():
+            for file in staged.iterdir():
                 file.rename(folder / file.name)
         else:
-            whole.rename(folder)
+            staged.rename(folder)
     except OSError as error:
         raise ConfigurationError(f"{folder} can't be written ({error.strerror}); choose a folder of your own") from None
     finally:
@@ -139,14 +139,15 @@ def write_files(template: str, folder: Path, words: Mapping[str, str] | None = N
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _replaced(text: str, words: Mapping[str, str] | None) -> str:
-    for word, by in (words or {}).items():
-        text = text.replace(word, by)
+def _substitute(text: str, substitutions: Mapping[str, str] | None) -> str:
+    for word, replacement in (substitutions or {}).items():
+        text = text.replace(word, replacement)
     return text
 
 
 def _module_name(name: str, template: str) -> str:
-    """The module that the project ``name`` gets. Raises ConfigurationError for a name that can't be imported."""
+    """Return the module name of the project ``name``. Raises ConfigurationError for a name that can't be imported, or
+    is taken."""
     module = Path(name).name
     if not module.isidentifier() or keyword.iskeyword(module):
         valid = re.sub(r"\W", "_", module)
@@ -154,15 +155,15 @@ def _module_name(name: str, template: str) -> str:
         raise ConfigurationError(
             f"NAME {name!r}: {module!r} is no Python identifier, and the project's module is called so; try {valid}"
         )
-    own = {file.stem for file in (TEMPLATES / template).glob("*.py")}
-    known = importlib.util.find_spec(module) if module not in own else None
-    if module in own or (known is not None and known.origin):
+    template_modules = {file.stem for file in (TEMPLATES / template).glob("*.py")}
+    module_spec = importlib.util.find_spec(module) if module not in template_modules else None
+    if module in template_modules or (module_spec is not None and module_spec.origin):
         raise ConfigurationError(f"NAME {name!r}: there is a module {module!r} already; try my_{module}")
     return module
 
 
 def _compiler() -> str:
-    """The C++ compiler that is used here; "" where there is none."""
+    """Return the C++ compiler that is used on this machine; "" when there is none."""
     return os.environ.get("CXX") or next(filter(shutil.which, _COMPILERS), "")
 
 

@@ -1,4 +1,4 @@
-"""`headway runs`, `report`, `doctor`, `show`, `export`, `trace`, `explain-task`: readers of a run's folder."""
+"""`headway runs`, `report`, `doctor`, `show`, `export`, `trace`, `explain-task`: commands that read a run's folder."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def runs(
     usd_per_device_hour: str = USD_PER_DEVICE_HOUR,
     as_json: bool = typer.Option(False, "--json", help="Print the list as one JSON object."),
 ) -> None:
-    """List runs: state, steps, solve rate, reward, device-hours or cost, disk, start; what is wrong with which.
+    """List runs: state, steps, solve rate, reward, device-hours or cost, disk, start, and problems.
 
-    Those that run come first, then the newest.
+    Active runs come first, then the newest.
     """
     from headway.report.progress import ProgressBar
     from headway.report.several.listing import find_runs, list_runs, print_runs
 
-    found = find_runs(folders or ["runs"])
-    with ProgressBar("runs", quiet=as_json) as bar:
-        listed = list_runs(found, price_from(usd_per_device_hour), on_progress=bar)
+    run_folders = find_runs(folders or ["runs"])
+    with ProgressBar("runs", silent=as_json) as bar:
+        listed = list_runs(run_folders, price_from(usd_per_device_hour), progress=bar)
     if as_json:
         print_json({"runs": listed})
     elif listed:
@@ -111,8 +111,8 @@ def _compare(run_dirs: list[str], price: float | None, html: str, as_json: bool)
     from headway.services.watch.page_file import write_compared_page
 
     left_out = write_compared_page(run_dirs, html, price)
-    for path, why in left_out.items():
-        typer.echo(f"left out: {path}: {why}", err=True)
+    for path, reason in left_out.items():
+        typer.echo(f"left out: {path}: {reason}", err=True)
     typer.echo(f"report: {html}")
 
 
@@ -128,10 +128,10 @@ def doctor(
 
         waits = read_live_waits(run)
         return print_result(waits, as_json, lambda: typer.echo(live_waits_text(waits)))
-    from headway.report.doctor import examine, print_report
+    from headway.report.doctor import diagnose_run, print_report
 
     price = price_from(usd_per_device_hour)
-    report = examine(run, price)
+    report = diagnose_run(run, price)
     print_result(report, as_json, lambda: print_report(report, price))
 
 
@@ -179,20 +179,20 @@ def export(
 def explain_task(
     run: str = RUN,
     task: str = typer.Argument("", metavar="[TASK]", help="A task's id, the start of it, or text of its prompt."),
-    whole: bool = typer.Option(False, "--all", help="Every draw of the task, not only the newest."),
+    full: bool = typer.Option(False, "--all", help="Every draw of the task, not only the newest."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Why a task was drawn, what came of it, and what would be drawn next; without TASK, the whole curriculum."""
+    """Explain why a task was drawn, its outcomes, and what would be drawn next; without TASK, the whole curriculum."""
     from headway.orchestrator.jobs.explain_task import RunHistory
     from headway.planner.simulate import simulated_tasks
     from headway.report.explain import overview_text, task_text
 
     history = RunHistory(run, simulated_tasks(Path(run)))
-    found = history.explain(history.find(task)) if task else history.overview()
+    reason = history.explain(history.find(task)) if task else history.overview()
     if as_json:
-        print_json(found)
+        print_json(reason)
     else:
-        typer.echo(overview_text(found) if isinstance(found, CurriculumExplanation) else task_text(found, whole=whole))
+        typer.echo(overview_text(reason) if isinstance(reason, CurriculumExplanation) else task_text(reason, full=full))
 
 
 def trace(

@@ -1,4 +1,4 @@
-"""Recipes: a small model's way from tasks to a trained model, by commands that a user would type."""
+"""`Recipe`: trains a small model from its tasks to the report, by commands that a user would type."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 
 
 class Recipe:
-    """Tasks, a model, its cold start, RL and a report in one folder, as `headway quickstart` and the examples have.
+    """Makes tasks, a model, its cold start, RL and a report in one folder, for `headway quickstart` and the examples.
 
-    Each step is a command that is printed, and left out where an earlier run in the folder has done it; one that fails
-    ends this process with its exit code.
+    Each step is a command, which is printed and run, or skipped if an earlier run in the folder has done it; a command
+    that fails ends this process with its exit code.
 
     Example::
 
@@ -28,13 +28,14 @@ class Recipe:
     """
 
     def __init__(self, folder: str | Path, seed: int = 0, overrides: Sequence[str] = (), **options: Any) -> None:
-        """``overrides``: keys of the experiment file, as ``--section.key=value``; ``options``: the caller's own."""
+        """``overrides``: keys of the experiment file, as ``--section.key=value``; ``options``: options of the
+        caller."""
         self.folder, self.seed, self.overrides, self.options = Path(folder), seed, list(overrides), options
 
     @classmethod
     def from_arguments(cls, name: str, description: str | None, **options: tuple[Any, str]) -> Recipe:
-        """The recipe that this process's command line asks for, by default in ``runs/NAME-SEED``. ``options``: further
-        ones, each with its default and help; a default of False makes a flag."""
+        """Build the recipe from this process's command line; its folder is by default ``runs/NAME-SEED``. ``options``:
+        further options, each with its default and help; a default of False makes a flag."""
         parser = argparse.ArgumentParser(description=(description or name).splitlines()[0])
         parser.add_argument("--seed", type=int, default=0, help="of tasks, model, cold start and RL")
         parser.add_argument("--directory", help=f"default: runs/{name}-SEED")
@@ -44,13 +45,13 @@ class Recipe:
                 {"action": "store_true"} if default is False else {"type": type(default), "default": default}
             )
             parser.add_argument(f"--{option.replace('_', '-')}", help=text, **kind)
-        given, overrides = parser.parse_known_args()
-        found = vars(given)
-        seed: int = found.pop("seed")
-        return cls(found.pop("directory") or f"runs/{name}-{seed}", seed, overrides, **found)
+        namespace, overrides = parser.parse_known_args()
+        arguments = vars(namespace)
+        seed: int = arguments.pop("seed")
+        return cls(arguments.pop("directory") or f"runs/{name}-{seed}", seed, overrides, **arguments)
 
     def run(self, *words: object, unless: Path | None = None) -> None:
-        """Print and run ``headway ...`` or ``python ...``; no-op where the path ``unless`` exists."""
+        """Print and run ``headway ...`` or ``python ...``; no-op if the path ``unless`` exists."""
         if unless is not None and unless.exists():
             return
         program, *arguments = map(str, words)
@@ -69,9 +70,9 @@ class Recipe:
         template: str = "",
         sft: Sequence[str] = (),
     ) -> tuple[Path, list[str]]:
-        """Tasks, a random model and its cold start on the tasks' ``sft.jsonl``; the model's folder, and the keys of
-        ``config`` that name tasks and seed. ``initial``, ``sft``: further arguments of these commands; ``template``:
-        the model's chat template."""
+        """Make tasks, a random model and its cold start on the tasks' ``sft.jsonl``. Returns the model's folder, and
+        the keys of ``config`` that name tasks and seed. ``initial``, ``sft``: further arguments of init-model and sft;
+        ``template``: the model's chat template."""
         tasks, first, model = (self.folder / name for name in ("tasks", "init", "sft"))
         keys = [*(f"--tasks.{split}.path={tasks}/{split}.jsonl" for split in splits), f"--run.seed={self.seed}"]
         seed = ("--seed", self.seed)
@@ -84,7 +85,7 @@ class Recipe:
         return model, keys
 
     def quickstart(self, template: str) -> tuple[Path, list[str]]:
-        """The cold start of `headway quickstart`, as `cold_start` returns it, in a model with a chat template."""
+        """Run the cold start of `headway quickstart`, and add a chat template to the model. Returns as `cold_start`."""
         self.run("headway", "quickstart", self.folder, "--seed", self.seed, "--cold-start-only")
         model = self.folder / "chat"
         if not model.exists():
@@ -94,7 +95,8 @@ class Recipe:
         return model, [*paths, f"--run.seed={self.seed}"]
 
     def train(self, config: str | Path, model: Path, *keys: str, command: str = "train", name: str = "rl") -> Path:
-        """RL of a model in the folder ``name``, resumed where it was stopped, and a report; the run's folder."""
+        """Train a model by RL in the folder ``name``, or resume that run, and print its report. Returns the run's
+        folder."""
         rl = self.folder / name
         if _finished(rl):
             print(f"\n{rl} holds a finished run; remove {self.folder} to start anew.")

@@ -16,7 +16,7 @@ from headway.records.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from headway.records.sandbox_statistics import Reaped
-    from headway.sandbox.images.store import Store
+    from headway.sandbox.images.store import ImageStore
     from headway.sandbox.leftovers import SandboxRecord
 
 STORE = typer.Option(None, "--store", help="Folder of unpacked images, sandbox.store; default: this user's.")
@@ -32,7 +32,7 @@ def add_commands(app: typer.Typer) -> None:
     group.command("list")(list_)
     group.command("reap")(reap)
     experiments.add_command(group, check)
-    group.command("images")(resolve)
+    group.command("images")(list_images)
     group.command("prune")(prune)
     app.add_typer(group, name="sandboxes")
 
@@ -40,17 +40,17 @@ def add_commands(app: typer.Typer) -> None:
 def list_(state: Path | None = STATE, as_json: bool = JSON) -> None:
     """List this machine's sandboxes, containers included where a Docker daemon answers: id, backend, owner, run, age,
     time to live, labels."""
-    found = _recorded(state)
+    records = _sandbox_records(state)
     if as_json:
-        return print_json({"sandboxes": [{"record": record, "owner_lives": alive} for record, alive in found]})
-    for record, alive in found:
+        return print_json({"sandboxes": [{"record": record, "owner_lives": alive} for record, alive in records]})
+    for record, alive in records:
         owner = f"{record.owner_pid} ({'lives' if alive else 'dead'})"
         labels = " ".join(f"{key}={value}" for key, value in sorted(record.labels.items()))
         age = f"{time.time() - record.created_s:.0f} of {record.ttl_s:.0f} s"
         typer.echo(f"{record.id}  {record.backend}  owner {owner}  run {record.run or '-'}  {age}  {labels}")
-    dead = sum(not alive for _, alive in found)
+    dead = sum(not alive for _, alive in records)
     remedy = ": `headway sandboxes reap` removes those" if dead else ""
-    typer.echo(f"{len(found)} sandboxes, {dead} of dead owners{remedy}")
+    typer.echo(f"{len(records)} sandboxes, {dead} of dead owners{remedy}")
 
 
 def reap(state: Path | None = STATE, backend: str = BACKEND, as_json: bool = JSON) -> None:
@@ -62,10 +62,10 @@ def reap(state: Path | None = STATE, backend: str = BACKEND, as_json: bool = JSO
     with contextlib.suppress(ImportError):  # without aiodocker Docker has nothing of ours
         from headway.sandbox.docker import daemon
 
-        reaped += daemon.where_reachable(daemon.reap)
+        reaped += daemon.query_default_daemon(daemon.reap)
     if backend:
         reaped += asyncio.run(_reap_hosted(backend))
-    living = sum(alive for _, alive in _recorded(state))
+    living = sum(alive for _, alive in _sandbox_records(state))
     if as_json:
         return print_json({"reaped": reaped, "living": living})
     for owner in reaped:
@@ -73,16 +73,16 @@ def reap(state: Path | None = STATE, backend: str = BACKEND, as_json: bool = JSO
     typer.echo(f"{len(reaped)} dead owners cleaned up after; {living} sandboxes of living owners left alone")
 
 
-def _recorded(state: Path | None) -> list[tuple[SandboxRecord, bool]]:
-    """Records of every sandbox of this machine, and whether its owner lives."""
+def _sandbox_records(state: Path | None) -> list[tuple[SandboxRecord, bool]]:
+    """Return the record of every sandbox of this machine, and whether its owner lives."""
     from headway.sandbox import leftovers
 
-    found = list(leftovers.records(state or leftovers.default_state()))
+    records = list(leftovers.records(state or leftovers.default_state()))
     with contextlib.suppress(ImportError):
         from headway.sandbox.docker import daemon
 
-        found += daemon.where_reachable(daemon.records)
-    return found
+        records += daemon.query_default_daemon(daemon.records)
+    return records
 
 
 async def _reap_hosted(name: str) -> list[Reaped]:
@@ -127,7 +127,7 @@ def check(
     elif context.args:
         context.fail(f"unexpected argument: {context.args[0]}")
 
-    async def look() -> list[SandboxFinding]:
+    async def collect_findings() -> list[SandboxFinding]:
         spec = await spec_of(settings)
         backend = LocalBackend(state) if state is not None and settings.backend == "local" else backend_of(settings)
         try:
@@ -135,34 +135,34 @@ def check(
         finally:
             await backend.close()
 
-    found = asyncio.run(look())
+    preflight_findings = asyncio.run(collect_findings())
     if as_json:
-        print_json({"findings": found})
-        if any(finding.fatal for finding in found):
+        print_json({"findings": preflight_findings})
+        if any(finding.fatal for finding in preflight_findings):
             raise typer.Exit(2)
         return
-    for finding in found:
+    for finding in preflight_findings:
         if not finding.fatal:
             typer.echo(f"warning: {finding}")
-    fatal = [str(finding) for finding in found if finding.fatal]
+    fatal = [str(finding) for finding in preflight_findings if finding.fatal]
     if fatal:
         raise ConfigurationError("sandboxes: " + "; ".join(fatal))
     typer.echo("sandboxes work here, with all limits" if not settings.allow_unbounded else "sandboxes work here")
 
 
-def resolve(store: Path | None = STORE, as_json: bool = JSON) -> None:
+def list_images(store: Path | None = STORE, as_json: bool = JSON) -> None:
     """List unpacked images, the longest unused first: size, last use, whether a sandbox uses it, source."""
     opened = _store(store)
-    found = opened.images() if opened is not None else []
+    images = opened.images() if opened is not None else []
     used = opened.used_bytes() if opened is not None else 0
     if as_json:
-        return print_json({"images": found, "used_bytes": used})
-    for one in found:
-        idle_h = max(0.0, time.time() - one.used_s) / 3600
-        use = "in use" if one.in_use else "unused"
-        name, layers = one.record.id[:12], len(one.record.layers)
-        typer.echo(f"{name}  {_size(one.bytes)} in {layers} layers  {idle_h:.1f} h ago  {use}  {one.record.source}")
-    typer.echo(f"{len(found)} images, {_size(used)} on disk: layers that images share are there once")
+        return print_json({"images": images, "used_bytes": used})
+    for image in images:
+        idle_h = max(0.0, time.time() - image.used_s) / 3600
+        use = "in use" if image.in_use else "unused"
+        name, layers = image.record.id[:12], len(image.record.layers)
+        typer.echo(f"{name}  {_size(image.bytes)} in {layers} layers  {idle_h:.1f} h ago  {use}  {image.record.source}")
+    typer.echo(f"{len(images)} images, {_size(used)} on disk: layers that images share are there once")
 
 
 def prune(
@@ -173,21 +173,21 @@ def prune(
     """Remove unused unpacked images, the longest unused first, and layers of no image."""
     opened = _store(store)
     removed: list[str] = []
-    left = 0
+    remaining_bytes = 0
     if opened is not None:
         with opened.changing() as change:
             change.prune(to_bytes)
             removed = change.removed
-        left = opened.used_bytes()
+        remaining_bytes = opened.used_bytes()
     if as_json:
-        return print_json({"removed": removed, "left_bytes": left})
+        return print_json({"removed": removed, "left_bytes": remaining_bytes})
     for line in removed:
         typer.echo(line)
-    typer.echo(f"{len(removed)} images removed, {_size(left)} left")
+    typer.echo(f"{len(removed)} images removed, {_size(remaining_bytes)} left")
 
 
-def _store(folder: Path | None) -> Store | None:
-    """Open the store of images; None: this user has none yet."""
+def _store(folder: Path | None) -> ImageStore | None:
+    """Open the store of images; None when this user has none yet."""
     from headway.sandbox.images import resolve
     from headway.sandbox.images import store as image_store
     from headway.sandbox.images.tree import ImageError
@@ -195,7 +195,7 @@ def _store(folder: Path | None) -> Store | None:
     if folder is None and not resolve.default_store().exists():
         return None
     try:
-        return image_store.Store.existing(folder or resolve.default_store())
+        return image_store.ImageStore.existing(folder or resolve.default_store())
     except ImageError as error:
         raise ConfigurationError(f"--store: {error}") from None
 

@@ -47,18 +47,18 @@ def serve(
     """
     overrides = experiments.given_overrides(context)
     from headway.services.serve import serve as run
-    from headway.services.serve import serving_of
+    from headway.services.serve import serve_settings_from
 
-    wanted = serving_of(model, address, context_tokens, keys, record, overrides, adapters)
-    endpoint, tokens = wanted.experiment.endpoint, wanted.experiment.max_sequence_tokens
+    settings = serve_settings_from(model, address, context_tokens, keys, record, overrides, adapters)
+    endpoint, tokens = settings.experiment.endpoint, settings.experiment.max_sequence_tokens
 
-    def ready(at: str) -> None:
-        names = ", ".join(map(repr, (endpoint.model, *wanted.adapters)))
+    def ready(url: str) -> None:
+        names = ", ".join(map(repr, (endpoint.model, *settings.adapters)))
         typer.echo(f"{model} as {names}, {tokens} tokens of context, on {', '.join(devices)}")
-        typer.echo(f"OPENAI_BASE_URL={at}/v1")
+        typer.echo(f"OPENAI_BASE_URL={url}/v1")
 
-    devices = wanted.experiment.generator.devices
-    asyncio.run(run(wanted, ready, lambda name, detail: typer.echo(f"{name}: {detail}", err=True)))
+    devices = settings.experiment.generator.devices
+    asyncio.run(run(settings, ready, lambda name, detail: typer.echo(f"{name}: {detail}", err=True)))
     typer.echo("stopped")
 
 
@@ -89,14 +89,14 @@ def serve_kernels(
     ),
 ) -> None:
     """Judge kernels for other machines over HTTP: compile, check, time. Ctrl-C stops."""
-    from headway.services.serve_kernels import KernelServing
+    from headway.services.serve_kernels import KernelSettings
     from headway.services.serve_kernels import serve_kernels as run
 
-    settings = KernelServing(**context.params)  # the options are named as the settings are
+    settings = KernelSettings(**context.params)  # the options are named as the settings are
 
-    def ready(at: str, described: str) -> None:
+    def ready(url: str, described: str) -> None:
         typer.echo(f"kernels on {described}")
-        typer.echo(f"HEADWAY_KERNELS={at}")
+        typer.echo(f"HEADWAY_KERNELS={url}")
 
     asyncio.run(run(settings, ready, lambda name, detail: typer.echo(f"{name}: {detail}", err=True)))
     typer.echo("stopped")

@@ -74,7 +74,7 @@ def train(
         from headway.orchestrator.jobs.model_card import write_run_card
 
         write_run_card(best, experiment.run.directory, price)
-    _end(summary, experiment.run.directory, as_json, price)
+    _finish(summary, experiment.run.directory, as_json, price)
 
 
 def serve_buffer(
@@ -93,7 +93,7 @@ def serve_buffer(
     from headway.records.ledger import EventRecord, LedgerLine
     from headway.telemetry.ledger import EVENT_SERVICE
 
-    def say(line: LedgerLine) -> None:
+    def print_service_event(line: LedgerLine) -> None:
         if isinstance(line, EventRecord) and line.event == EVENT_SERVICE:
             typer.echo(line.detail, err=as_json)
 
@@ -101,10 +101,10 @@ def serve_buffer(
     _check(experiment, resume=resume, complete=False, quiet=as_json)
     from headway.orchestrator.train import train as run
 
-    _end(run(experiment, resume=resume, on_line=say), experiment.run.directory, as_json)
+    _finish(run(experiment, resume=resume, on_line=print_service_event), experiment.run.directory, as_json)
 
 
-def _end(summary: RunSummary, directory: str, as_json: bool, price: float | None = None) -> None:
+def _finish(summary: RunSummary, directory: str, as_json: bool, price: float | None = None) -> None:
     """Write RUN/report.html and print the summary."""
     from headway.records.errors import HeadwayError
     from headway.report.tables import print_summary
@@ -112,22 +112,22 @@ def _end(summary: RunSummary, directory: str, as_json: bool, price: float | None
 
     try:
         write_run_page(directory, price=price)
-    except (HeadwayError, OSError) as error:  # the run has ended well all the same
+    except (HeadwayError, OSError) as error:  # doesn't make a finished run fail
         typer.echo(f"no page: {error}", err=True)
     print_result(summary, as_json, lambda: print_summary(summary, directory))
 
 
 def _load_planned(context: typer.Context, config: str, plan: str) -> Experiment:
-    """The experiment with what the plan sets, and the command's overrides over that."""
+    """Load the experiment with the plan's settings, and with the command's overrides, which take precedence."""
     from headway.config.load import load_experiment
     from headway.planner.plan_files import read_plan
     from headway.planner.run_plan import planned_settings
 
-    given = experiments.given_overrides(context)
+    overrides = experiments.given_overrides(context)
     if plan == AUTO:
-        return load_experiment(config, ['control.mode="act"', 'control.devices="move"', *given])
-    settings = planned_settings(load_experiment(config, given), read_plan(plan), plan)
-    return load_experiment(config, [*(f"{key}={value}" for key, value in settings.items()), *given])
+        return load_experiment(config, ['control.mode="act"', 'control.devices="move"', *overrides])
+    settings = planned_settings(load_experiment(config, overrides), read_plan(plan), plan)
+    return load_experiment(config, [*(f"{key}={value}" for key, value in settings.items()), *overrides])
 
 
 def check(
@@ -144,8 +144,8 @@ def check(
 ) -> None:
     """Find what would stop or spoil the run, and predict its memory, rates and staleness.
 
-    Leaves nothing in the run's folder. A model that headway sft will make, and a run that --resume would go on with,
-    are warnings. Looks at the nodes of [cluster] when they join, as they do for a run; agents that you started then
+    Leaves nothing in the run's folder. A model that headway sft will make, and a run that --resume would continue,
+    are warnings. Checks the nodes of [cluster] when they join, as they do for a run; agents that you started then
     wait for the run.
 
     Exit code 2 when there is an error, 3 when a worker fails while the run is calibrated.
@@ -157,7 +157,7 @@ def check(
     from headway.report.preview import print_preview
     from headway.report.progress import CalibrationProgress
 
-    with CalibrationProgress(calibrate_s, quiet=as_json) as progress:
+    with CalibrationProgress(calibrate_s, silent=as_json) as progress:
         report = preview(
             experiment,
             resume=resume,
@@ -204,14 +204,14 @@ def evaluate(
     from headway.report.progress import ProgressBar
 
     path = model or experiment.model.path
-    with ProgressBar("rollouts", quiet=as_json) as bar:
+    with ProgressBar("rollouts", silent=as_json) as bar:
         record = evaluate_model(experiment, model_path=path, adapter_path=adapter, split=split, on_progress=bar)
     print_result(record, as_json, lambda: typer.echo(evaluation_line(record)))
 
 
 def _check(experiment: Experiment, *, resume: bool, complete: bool, quiet: bool) -> None:
-    """Check before training. Raises ConfigurationError for errors. Without ``complete``, the verifier's smoke test is
-    left out: the run starts the verifiers anyway."""
+    """Check before training. Raises ConfigurationError if there are errors. Without ``complete`` the verifier's smoke
+    test is skipped, since the run starts the verifiers anyway."""
     from headway.orchestrator.preflight.check import check as find
     from headway.records.errors import ConfigurationError
 
@@ -226,7 +226,7 @@ def _check(experiment: Experiment, *, resume: bool, complete: bool, quiet: bool)
 
 def _print_findings(findings: list[Finding]) -> None:
     for finding in findings:
-        said = (
+        message = (
             finding.message if finding.message.startswith(f"{finding.key} = ") else f"{finding.key}: {finding.message}"
         )
-        typer.echo(f"{finding.level}: {said}", err=finding.level != "info")
+        typer.echo(f"{finding.level}: {message}", err=finding.level != "info")

@@ -1,4 +1,4 @@
-"""`headway watch`: the page on which runs are watched."""
+"""`headway watch`: serves a web page that shows runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def watch(
     open_page: bool = typer.Option(False, "--open/--no-open", help="Open the page in a browser."),
     usd_per_device_hour: str = USD_PER_DEVICE_HOUR,
 ) -> None:
-    """Watch runs in a browser: live or dead ones, read from what they write, and from that alone. Ctrl-C stops."""
+    """Watch runs in a browser, live or ended ones, read only from the files that they write. Ctrl-C stops."""
     from headway.services.watch.app import PageSettings
     from headway.services.watch.app import watch as serve
 

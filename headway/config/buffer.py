@@ -1,4 +1,4 @@
-"""`[buffer]`: the buffer as a service of outside workers."""
+"""`[buffer]`: the buffer as a service for workers outside the run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from headway.config.section import Seconds, Section
 
 
 class BufferServiceConfig(Section):
-    """Members of groups leased over HTTP to rollout workers of your own, where environment.name = "remote"; they are
-    served at endpoint.address: docs/buffer-service.md."""
+    """The HTTP service that leases members of groups to your own rollout workers, where environment.name = "remote"; it
+    listens at endpoint.address: docs/buffer-service.md."""
 
-    keys: str = ""  # a file of API keys, one a line; required where other machines reach endpoint.address
-    lease_s: Seconds = 60.0  # without a sign of life from its worker a member is offered again
+    keys: str = ""  # a file of API keys, one per line; required where other machines reach endpoint.address
+    lease_s: Seconds = 60.0  # a member is offered again after this time without a heartbeat of its worker
 
 
 class BufferConfig(Section):

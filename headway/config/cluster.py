@@ -1,4 +1,4 @@
-"""`[cluster]`: the machines of a run beside this one."""
+"""`[cluster]`: the further machines of a run."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ def _port_range(value: str) -> str:
 
 
 class ClusterConfig(Section):
-    """The machines of a run beside this one: docs/several_machines.md. Devices there are named NODE/cuda:0."""
+    """The further machines of a run: docs/several_machines.md. Devices there are named NODE/cuda:0."""
 
-    address: Annotated[str, host_port("10.0.0.1:7400", optional=True)] = ""  # of this machine; "": the run has no nodes
-    launcher: Literal["local", "ssh", "slurm", "ray"] = "local"  # what starts the nodes' agents; local: you do
-    nodes: dict[str, str] = {}  # name -> where the launcher finds it; "": at its name
+    address: Annotated[str, host_port("10.0.0.1:7400", optional=True)] = ""  # this machine's; "": the run has no nodes
+    launcher: Literal["local", "ssh", "slurm", "ray"] = "local"  # starts the nodes' agents; local: you start them
+    nodes: dict[str, str] = {}  # name -> address for the launcher; "": the name
     command: Annotated[str, Field(min_length=1)] = "headway"  # command that starts Headway on the nodes (ssh, slurm)
     key_file: str | None = None  # holds the run's key, mode 0600; unset: HEADWAY_CLUSTER_KEY; launchers make one
-    encryption: Literal["none", "tls"] = "none"  # of connections between machines, but not between a trainer's ranks
+    encryption: Literal["none", "tls"] = "none"  # between machines, except between a trainer's ranks
     environment: dict[str, str] = {}  # variables for workers on nodes, beside their agent's
     port_range: Annotated[str, AfterValidator(_port_range)] = "29500-29599"  # for connections between nodes
     join_timeout_s: Seconds = 300.0  # limit for the nodes that the run needs to join
-    # Tune: raise it where the network is away for minutes, and nodes are lost for it
+    # Tune: raise it where nodes are lost because the network fails for minutes
     disconnect_timeout_s: Annotated[float, Field(ge=5)] = 60.0  # shorter outages restart nothing; then a node is lost
     accounting_directory: str | None = None  # folder of buffer.db, on a local disk; unset: run.directory
-    replicate_to: str | None = None  # NODE:PATH of a copy of the books, from which another machine can resume
+    replicate_to: str | None = None  # NODE:PATH of a copy of the accounting, from which another machine can resume
 
     @model_validator(mode="before")
     @classmethod
-    def _named(cls, raw: Any) -> Any:
-        """A list of names is short for a table of them."""
-        given: dict[str, Any] = cast("dict[str, Any]", raw) if isinstance(raw, dict) else {}
-        nodes = given.get("nodes")
+    def _nodes_table(cls, raw: Any) -> Any:
+        """Convert a list of names, which is short for a table of them."""
+        table: dict[str, Any] = cast("dict[str, Any]", raw) if isinstance(raw, dict) else {}
+        nodes = table.get("nodes")
         if not isinstance(nodes, list):
             return cast("Any", raw)
-        return given | {"nodes": {str(name): "" for name in cast("list[object]", nodes)}}
+        return table | {"nodes": {str(name): "" for name in cast("list[object]", nodes)}}
 
     @model_validator(mode="after")
     def _complete(self) -> ClusterConfig:

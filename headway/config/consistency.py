@@ -1,4 +1,4 @@
-"""Checks between the keys of several sections: a function per concern, each raising ValueError."""
+"""Checks of keys against those of other sections, with a function for each concern that raises ValueError."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from headway.config.buffer import BufferConfig
 from headway.config.engines import require_engine
 from headway.config.schema import Experiment
 
-KL_HORIZON = 10_000.0  # samples, of which a step's share weighs its error: Ziegler et al., 2019
-MOST_KL_ERROR = 0.2  # of a step, as a share of algorithm.kl_target: trainer/kl.py
+KL_HORIZON = 10_000.0  # samples; a step's samples divided by it weigh the step's error: Ziegler et al., 2019
+MOST_KL_ERROR = 0.2  # limit of a step's error, as a share of algorithm.kl_target: trainer/kl.py
 BATCH_ADVANTAGES = ("batch_mean_std", "group_mean_batch_std")  # known only once a batch is formed
 
 
 def require_consistent(experiment: Experiment) -> None:
-    """Raise ValueError for keys that contradict each other, with their values and what would be valid."""
+    """Raise ValueError for keys that contradict each other, with their values and valid ones."""
     _require_objective(experiment)
     _require_parts(experiment)
     _require_packing(experiment)
@@ -66,34 +66,34 @@ def _require_objective(experiment: Experiment) -> None:
 
 
 def _require_parts(experiment: Experiment) -> None:
-    """Check that nothing needs the whole batch that is trained on in parts."""
+    """Check that no key needs the whole batch where it is trained in parts."""
     algorithm, parts, steps = experiment.algorithm, experiment.queue.groups_per_part, experiment.trainer
     if parts is None:
         return
-    where = f"queue.groups_per_part = {parts} trains on a batch before all of it is there"
+    cause = f"queue.groups_per_part = {parts} trains on a batch before all of it is there"
     if algorithm.advantage in BATCH_ADVANTAGES:
         raise ValueError(
-            f"{where}; algorithm.advantage = {algorithm.advantage!r} needs all of it: leave one of them out"
+            f"{cause}; algorithm.advantage = {algorithm.advantage!r} needs all of it: leave one of them out"
         )
     if algorithm.second_moment_limit is not None:
-        raise ValueError(f"{where}; algorithm.second_moment_limit bounds a mean over all of it: leave one of them out")
+        raise ValueError(f"{cause}; algorithm.second_moment_limit bounds a mean over all of it: leave one of them out")
     if steps.optimizer_steps_per_batch > 1:
         raise ValueError(
-            f"{where}; trainer.optimizer_steps_per_batch = {steps.optimizer_steps_per_batch} divides all of it: leave "
+            f"{cause}; trainer.optimizer_steps_per_batch = {steps.optimizer_steps_per_batch} divides all of it: leave "
             "one of them out"
         )
     if experiment.run.deterministic and experiment.queue.budget:
         raise ValueError(
-            f"{where}, in the order of finishing, which run.deterministic = true excludes unless queue.budget = 0"
+            f"{cause}, in the order of finishing, which run.deterministic = true excludes unless queue.budget = 0"
         )
 
 
 def _require_packing(experiment: Experiment) -> None:
     trainer = experiment.trainer
     if (trainer.packing == "fixed") != (trainer.micro_batch_samples is not None):
-        wanted = "needs" if trainer.packing == "fixed" else "has no use for"
+        verb = "needs" if trainer.packing == "fixed" else "has no use for"
         raise ValueError(
-            f"trainer.packing = {trainer.packing!r} {wanted} trainer.micro_batch_samples, the samples of a forward "
+            f"trainer.packing = {trainer.packing!r} {verb} trainer.micro_batch_samples, the samples of a forward "
             "pass under 'fixed'"
         )
 
@@ -122,8 +122,8 @@ def _require_optimizer_step_staleness(experiment: Experiment) -> None:
     oldest = queue.budget if masked_after is None else min(queue.budget, masked_after)
     worst = (oldest + 1) * updates - 1
     if limit is not None and worst > limit:
-        most = (limit + 1) // updates - 1
-        valid = f"queue.budget = {most}" if most >= 0 else f"at least {updates - 1}"
+        max_budget = (limit + 1) // updates - 1
+        valid = f"queue.budget = {max_budget}" if max_budget >= 0 else f"at least {updates - 1}"
         raise ValueError(
             f"queue.max_optimizer_step_staleness = {limit}: trainer.optimizer_steps_per_batch = {updates} makes up to "
             f"{worst} of a staleness of {oldest} steps; valid: {valid}, or fewer optimiser steps"
@@ -164,12 +164,12 @@ def _require_determinism(experiment: Experiment) -> None:
     if not experiment.run.deterministic:
         return
     generator = experiment.generator
-    kv, wanted = generator.kv_capacity_tokens, generator.slots * experiment.max_sequence_tokens
-    if kv is not None and kv < wanted:
+    kv_tokens, needed_tokens = generator.kv_capacity_tokens, generator.slots * experiment.max_sequence_tokens
+    if kv_tokens is not None and kv_tokens < needed_tokens:
         raise ValueError(
-            f"generator.kv_capacity_tokens = {kv} makes requests wait for each other, so results would depend on "
-            "when they arrive, which run.deterministic = true excludes: at least generator.slots x "
-            f"(rollout.max_prompt_tokens + rollout.max_response_tokens) = {wanted}, or leave it out"
+            f"generator.kv_capacity_tokens = {kv_tokens} makes requests wait for each other, so results would depend "
+            "on when they arrive, which run.deterministic = true excludes: at least generator.slots x "
+            f"(rollout.max_prompt_tokens + rollout.max_response_tokens) = {needed_tokens}, or leave it out"
         )
     if experiment.control.mode == "act":
         raise ValueError(
@@ -196,7 +196,7 @@ def _require_pruning(experiment: Experiment) -> None:
         group_size=experiment.largest_group,
         deterministic=experiment.run.deterministic,
     )
-    if experiment.pruning.on and experiment.hooks.rollout != "single_turn":
+    if experiment.pruning.kinds and experiment.hooks.rollout != "single_turn":
         raise ValueError(
             f"hooks.rollout = {experiment.hooks.rollout!r} with [pruning]: pruners look at responses of a single turn; "
             "valid: hooks.rollout = 'single_turn', or no pruner"
@@ -214,7 +214,7 @@ def _require_environment(experiment: Experiment) -> None:
         return
     if hook != "single_turn":
         raise ValueError(f"hooks.rollout = {hook!r} with environment.name = {name!r}: leave one of them out")
-    if experiment.pruning.on:
+    if experiment.pruning.kinds:
         raise ValueError(
             f"environment.name = {name!r} with [pruning]: pruners look at responses of a single turn; valid: "
             "environment.name = 'single_turn', or no pruner"
@@ -257,10 +257,10 @@ def _require_group_sizes(experiment: Experiment) -> None:
         raise ValueError(
             f"curriculum.mode = 'adaptive' looks for tasks whose attempts differ: groups need 2 or more, not {smallest}"
         )
-    most = max(largest, experiment.evaluation.samples_per_task)
+    limit = max(largest, experiment.evaluation.samples_per_task)
     for k in experiment.ledger.pass_at:
-        if k > most:
-            raise ValueError(f"ledger.pass_at has {k}, which no group of {most} attempts reaches: valid: 1 to {most}")
+        if k > limit:
+            raise ValueError(f"ledger.pass_at has {k}, which no group of {limit} attempts reaches: valid: 1 to {limit}")
     if experiment.queue.groups_per_step * size < 2:
         raise ValueError(
             f"queue.groups_per_step = {experiment.queue.groups_per_step} times rollout.group_size = {size} "

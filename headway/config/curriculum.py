@@ -12,7 +12,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 _MIN_SIGNAL_RANGE = (0.25, 0.8)
-REPEAT_STEPS = 16  # a task of the band rests for the groups of so many steps
+REPEAT_STEPS = 16  # cool-down of a task of the band: the groups of this number of steps
 
 
 class CurriculumSection(Section):
@@ -35,11 +35,11 @@ class CurriculumSection(Section):
 
 
 class CurriculumConfig(CurriculumSection):
-    """The curriculum's settings: the keys of the file, and values that no file sets."""
+    """The curriculum's settings: the keys of the file, and values that no file can set."""
 
-    cursor_share: Annotated[float, Field(gt=0, le=1)] = 0.1  # of draws: the next task of the plain walk, so all are met
-    replay_share: Share = 0.05  # of draws: an unsolved task again, when one is due
+    cursor_share: Annotated[float, Field(gt=0, le=1)] = 0.1  # share of draws from the cursor, which reaches all tasks
+    replay_share: Share = 0.05  # share of draws that repeat an unsolved task, when one is due
     replay_after_groups: Positive = 256  # groups until an unsolved task is due; doubles each time
-    min_signal_range: tuple[Probability, Probability] = _MIN_SIGNAL_RANGE  # in which min_signal is adjusted ...
-    zero_variance_range: tuple[Share, Probability] = (0.1, 0.4)  # ... to keep the band's share of flat groups in here
+    min_signal_range: tuple[Probability, Probability] = _MIN_SIGNAL_RANGE  # min_signal is adjusted within it ...
+    zero_variance_range: tuple[Share, Probability] = (0.1, 0.4)  # ... to keep the band's share of flat groups in this
     member_gain: Probability = 0.02  # a group grows while another member raises the signal's probability by this much

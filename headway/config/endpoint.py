@@ -1,4 +1,4 @@
-"""The keys of environments and of the endpoint: how rollouts are made, and where agents call the model."""
+"""The keys of environments and of the endpoint, where agents call the model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, field_validator, model_validator
 
-from headway.config.fixed_models import FixedModelConfig
+from headway.config.fixed_models import ExternalModelConfig
 from headway.config.section import Positive, Seconds, Section, host_port
 from headway.config.tool_servers import ToolServerConfig
 from headway.records.conversations import HistoryReasoning, ToolFormat
@@ -28,34 +28,34 @@ ENVIRONMENTS = {  # name of a built-in environment -> module:Class
 
 
 class EnvironmentConfig(Section):
-    """How an attempt at a task is made. "single_turn": one response to the prompt. "agent": a program of yours calls
-    the model through an OpenAI-compatible endpoint, and the recorded answers are the rollout: docs/agents.md.
-    "verifiers": an environment of the package verifiers calls it likewise, and gives the reward. "remote": workers of
-    yours, anywhere, lease the attempts over HTTP: docs/buffer-service.md. Any other name is an environment that
-    replies to the policy turn by turn: docs/environments.md."""
+    """The environment in which tasks are attempted. "single_turn": one response to the prompt. "agent": a program of
+    yours calls the model through an OpenAI-compatible endpoint, and the recorded answers are the rollout:
+    docs/agents.md. "verifiers": an environment of the package verifiers calls it likewise, and gives the reward.
+    "remote": your own workers, on any machine, lease the attempts over HTTP: docs/buffer-service.md. Any other name is
+    an environment that replies to the policy turn by turn: docs/environments.md."""
 
     name: str = "single_turn"  # one of the above, one of docs/environments.md, or your own module:Class
     parameters: dict[str, Any] = {}  # a class's keyword arguments; verifiers: its EnvConfig, taskset = { id = ... }
     # Tune: raise it when one core can't keep up with the environments' own work (report: environment-bound)
     workers: Positive = 1  # processes that run environments
-    nodes: tuple[str, ...] = ()  # of cluster.nodes, assigned in turn; "": this machine; (): all here
+    nodes: tuple[str, ...] = ()  # names of cluster.nodes, assigned in turn; "": this machine; (): all here
     # Tune: lower it when environments exhaust memory or a service that they call
     concurrency: Positive | None = None  # rollouts in environments at once; unset: all that the generator has
-    # Tune: as many as the longest good solution needs: more makes failures dear
+    # Tune: as many as the longest good solution needs: more makes failures expensive
     max_turns: Positive = 16  # most answers in a rollout; then it ends
-    timeout_s: Seconds = 300.0  # of an environment's reply to one answer, its score, a call of a plain function
-    tool_result_characters: Annotated[int, Field(ge=100)] = 8000  # of a tool's result; a longer one loses its middle
+    timeout_s: Seconds = 300.0  # time limit of an environment's reply or score, and of a call of a plain function
+    tool_result_characters: Annotated[int, Field(ge=100)] = 8000  # longer results of tools lose their middle
     mcp: tuple[ToolServerConfig, ...] = ()  # tool servers, in addition to the tools of an environment that is a class
-    models: dict[str, FixedModelConfig] = {}  # by name: models that such an environment calls and that aren't trained
+    models: dict[str, ExternalModelConfig] = {}  # name -> model that isn't trained, for such an environment to call
     agent: str | tuple[str, ...] = ""  # agent: your module:function, or a program and its arguments: docs/agents.md
     variables: dict[str, str] = {}  # agent: further environment variables of its process
-    shows: tuple[str, ...] = ()  # agent, remote: fields of the task beside the prompt: "answer", names of others
+    shows: tuple[str, ...] = ()  # agent, remote: fields of the task it gets beside the prompt: "answer", other names
     posts_reward: bool = False  # agent: it posts its own reward; the key is in its environment, for its children too
     failed_exit: Literal["fail", "verify"] = "fail"  # agent: rollouts whose process ends with an error fail, or count
 
     @field_validator("name")
     @classmethod
-    def _known(cls, value: str) -> str:
+    def _require_known_name(cls, value: str) -> str:
         known = (*BUILT_IN, *ENVIRONMENTS)
         module, colon, path = value.partition(":")
         if value not in known and not (colon and module and path):
@@ -66,7 +66,7 @@ class EnvironmentConfig(Section):
 
     @field_validator("agent")
     @classmethod
-    def _named(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    def _require_agent_form(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
         if isinstance(value, str):
             if value and not all(value.partition(":")[::2]):
                 raise ValueError("valid: module:function, or a list: a program and its arguments")
@@ -75,7 +75,7 @@ class EnvironmentConfig(Section):
         return value
 
     @model_validator(mode="after")
-    def _one_agent(self) -> EnvironmentConfig:
+    def _require_matching_name(self) -> EnvironmentConfig:
         if self.agent and self.name != "agent":
             raise ValueError(f"agent has no effect with name = {self.name!r}: valid: name = 'agent'")
         if self.parameters and self.name in BUILT_IN and self.name != "verifiers":
@@ -94,17 +94,17 @@ class EnvironmentConfig(Section):
 
     @property
     def function(self) -> str:
-        """The agent that is a module:function; "" where it is a program, or there is none."""
+        """The agent where it is a module:function; "" where it is a program, or there is none."""
         return self.agent if isinstance(self.agent, str) else ""
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The agent that is a program, with its arguments; () where it is a function, or there is none."""
+        """The agent's program with its arguments; () where the agent is a function, or there is none."""
         return () if isinstance(self.agent, str) else self.agent
 
     @property
-    def replies(self) -> bool:
-        """Whether the environment is a class that replies to the policy, in workers of its own."""
+    def is_class(self) -> bool:
+        """Whether the environment is a class that replies to the policy; separate workers run it."""
         return self.name not in BUILT_IN
 
     @property
@@ -119,34 +119,34 @@ def _taskset(parameters: dict[str, Any]) -> Any:
 
 
 class EndpointSection(Section):
-    """The OpenAI-compatible server that agents call, and what one rollout may ask of it."""
+    """The OpenAI-compatible server that agents call, and the limits of one rollout there."""
 
-    address: Address = "127.0.0.1:0"  # HOST:PORT it listens at; port 0: any free one
+    address: Address = "127.0.0.1:0"  # HOST:PORT at which it listens; port 0: any free one
     model: str = "headway"  # the model's name in requests; its folder's name is valid as well
     aliases: tuple[str, ...] = ()  # further names of the model; "*": any
-    tools: ToolFormat = "auto"  # how it writes tool calls; auto: by chat template
-    history_reasoning: HistoryReasoning = "as_sent"  # of answers sent back without: docs/recording.md
-    max_body_bytes: Positive = 32_000_000  # of a request; a larger one is refused (413)
-    calls: Positive = 1000  # calls of a rollout
+    tools: ToolFormat = "auto"  # the model's format of tool calls; auto: by chat template
+    history_reasoning: HistoryReasoning = "as_sent"  # for answers sent back without reasoning: docs/recording.md
+    max_body_bytes: Positive = 32_000_000  # size of a request; a larger one is refused (413)
+    calls: Positive = 1000  # limit of a rollout's calls
 
     @field_validator("model")
     @classmethod
-    def _called(cls, value: str) -> str:
+    def _require_model_name(cls, value: str) -> str:
         if not value.strip():
             raise ValueError("a name is needed")
         return value
 
 
 class EndpointConfig(EndpointSection):
-    """Settings of the server: the keys of the file, and limits that no file sets."""
+    """Settings of the server: the keys of the file, and limits that no file can set."""
 
-    max_messages: Positive = 4096  # in a request: the longest conversations of agents have hundreds
-    max_tools: Positive = 256  # in a request: catalogues of tool servers have dozens
-    choices: Positive = 16  # largest n of a call; each is a request of the engine's
-    sampled_tokens: Positive = 1_000_000  # for a rollout, those without loss included: an agent that loops ends
+    max_messages: Positive = 4096  # messages in a request: the longest conversations of agents have hundreds
+    max_tools: Positive = 256  # tools in a request: catalogues of tool servers have dozens
+    choices: Positive = 16  # largest n of a call; each choice is a request to the engine
+    sampled_tokens: Positive = 1_000_000  # tokens sampled for a rollout, with loss or without: ends agents that loop
     open_calls: Positive = 64  # calls of a rollout at the same time: a fork bomb mustn't take all slots
     call_timeout_s: Seconds = 600.0  # a call that takes longer ends unanswered (504); in a run: rollout.timeout_s
     body_timeout_s: Seconds = 60.0  # a request whose head, or then body, isn't whole by then is refused (408)
     keep_alive_s: Annotated[float, Field(ge=5)] = 75.0  # idle connections are closed after this; clients close earlier
-    stream_ping_s: Seconds = 15.0  # between comments in a stream without tokens: proxies cut silent ones after 30 s
-    connections: Positive = 4096  # open at the same time, where the process may open as many files; others are closed
+    stream_ping_s: Seconds = 15.0  # time between comments in a stream without tokens: proxies cut idle ones after 30 s
+    connections: Positive = 4096  # open connections, where the process may open as many files; further ones are closed

@@ -1,4 +1,4 @@
-"""Checks for settings that an engine can't serve, before anything is started. Imports no engine."""
+"""Checks, before a run starts, for settings that an engine can't serve; no engine is imported."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ RESERVED = {
 
 
 def require_engine(experiment: Experiment) -> None:
-    """Raise ValueError for a key that contradicts generator.engine, with its value and what would be valid."""
+    """Raise ValueError for a key that contradicts generator.engine, with its value and valid ones."""
     generator, rollout = experiment.generator, experiment.rollout
-    _require_places(experiment)
+    _require_devices(experiment)
     _require_experts(experiment)
     if experiment.kept_sets and generator.engine != "torch":
         raise ValueError(
@@ -80,19 +80,19 @@ def require_engine(experiment: Experiment) -> None:
 
 
 def _require_experts(experiment: Experiment) -> None:
-    """Check that the engine can return the experts that it chooses, where they must be replayed."""
+    """Check that the engine can return its chosen experts where the trainer must replay them."""
     engine, on_cpu = experiment.generator.engine, any("cpu:" in name for name in experiment.generator.devices)
     if experiment.algorithm.routing_replay != "on" or engine == "torch" or (engine == "vllm" and not on_cpu):
         return
-    where = " on a CPU" if engine == "vllm" else ""
+    device_suffix = " on a CPU" if engine == "vllm" else ""
     raise ValueError(
-        f"algorithm.routing_replay = 'on': generator.engine = {engine!r}{where} doesn't return the experts that it "
-        "chooses; valid: 'auto', 'off', or generator.engine = 'torch', or 'vllm' on GPUs"
+        f"algorithm.routing_replay = 'on': generator.engine = {engine!r}{device_suffix} doesn't return the experts "
+        "that it chooses; valid: 'auto', 'off', or generator.engine = 'torch', or 'vllm' on GPUs"
     )
 
 
 def _require_adapter(experiment: Experiment) -> None:
-    """Check what vLLM can't do with an adapter that is trained."""
+    """Check for settings that vLLM doesn't support with a trained adapter."""
     model, mode = experiment.model, experiment.generator.update_mode
     if model.adapter is None:
         return
@@ -107,12 +107,12 @@ def _require_adapter(experiment: Experiment) -> None:
         f"model.quantization = {model.quantization!r}: vLLM would have the weights whole": model.quantization
         is not None,
     }
-    for what, holds in problems.items():
+    for problem, holds in problems.items():
         if holds:
-            raise ValueError(f"generator.engine = {experiment.generator.engine!r} with {what}; or engine = 'torch'")
+            raise ValueError(f"generator.engine = {experiment.generator.engine!r} with {problem}; or engine = 'torch'")
 
 
-def _require_places(experiment: Experiment) -> None:
+def _require_devices(experiment: Experiment) -> None:
     """Check generator.devices: addresses for servers, devices of this machine for every other engine."""
     generator = experiment.generator
     for key, names in (("generator.devices", generator.devices), ("trainer.devices", experiment.trainer.devices)):
@@ -136,15 +136,15 @@ def _require_places(experiment: Experiment) -> None:
 
 
 def engine_missing(engine: str) -> str:
-    """How to install the package that ``engine`` needs; "" when it is installed. Nothing is imported."""
+    """Describe how to install the package that ``engine`` needs; "" when it is installed. Nothing is imported."""
     if engine != "vllm" or importlib.util.find_spec("vllm") is not None:
         return ""
     return f"{engine!r}: vLLM is not installed; {VLLM_INSTALL}"
 
 
-def foreign_refused(engine: str, adapted: bool) -> str:
-    """Reason why ``engine`` can't sample from a model that runs in transformers, with an adapter where ``adapted``; ""
-    when it can."""
+def transformers_refusal(engine: str, adapted: bool) -> str:
+    """Return the reason why ``engine`` can't sample from a model that runs in transformers, with an adapter where
+    ``adapted``; "" when it can."""
     if engine == "torch" or not adapted:
         return ""
     return (
@@ -153,9 +153,9 @@ def foreign_refused(engine: str, adapted: bool) -> str:
     )
 
 
-def cpu_refused(engine: str, devices: tuple[str, ...], head_dim: int, adapted_mixture: bool) -> str:
-    """Reason why ``engine`` can't compute heads of ``head_dim`` on ``devices``, or an adapter of a mixture of experts
-    where ``adapted_mixture`` says that there is one; "" when it can."""
+def cpu_refusal(engine: str, devices: tuple[str, ...], head_dim: int, adapted_mixture: bool) -> str:
+    """Return the reason why ``engine`` can't compute heads of ``head_dim`` on ``devices``, or (``adapted_mixture``) an
+    adapter of a mixture of experts; "" when it can."""
     if engine != "vllm" or not any("cpu:" in name for name in devices):
         return ""
     if adapted_mixture:

@@ -9,12 +9,12 @@ from pydantic import AfterValidator
 from headway.config.section import Positive, Seconds, Section, require_http
 
 
-class FixedModelConfig(Section):
+class ExternalModelConfig(Section):
     """A model behind an OpenAI-compatible endpoint."""
 
     address: Annotated[str, AfterValidator(require_http)]  # the endpoint's base: https://api.openai.com/v1
-    model: str  # its name at the endpoint
+    model: str  # the model's name at the endpoint
     api_key_env: str = ""  # the environment variable that holds the API key
     body: dict[str, Any] = {}  # further keys of every request: temperature, max_tokens, ...
     concurrency: Positive = 32  # requests at once from each worker
-    timeout_s: Seconds = 60.0  # of one request
+    timeout_s: Seconds = 60.0  # time limit of one request

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from headway.config.consistency import require_consistent
-from headway.config.removed import instead
+from headway.config.removed import replacement_of
 from headway.config.schema import Experiment, is_resumable
 from headway.records.errors import ConfigurationError
 
@@ -28,19 +28,19 @@ def load_file(path: str | Path, overrides: Sequence[str], schema: type[Schema]) 
     """Read and validate the file at ``path`` against ``schema``.
 
     Relative paths inside the file stay relative to the working directory. ``overrides`` are
-    ``section.key=value`` (leading dashes allowed), the value read as TOML, else as a string.
-    Raises ConfigurationError naming key, value and what would be valid.
+    ``section.key=value`` (leading dashes allowed); the value is read as TOML, else as a string.
+    Raises ConfigurationError naming key, value and valid values.
     """
-    return validate(overridden(read_toml(path), overrides, schema), str(path), schema)
+    return validate(apply_overrides(read_toml(path), overrides, schema), str(path), schema)
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """The tables of a TOML file. Raises ConfigurationError."""
+    """Read the tables of a TOML file. Raises ConfigurationError."""
     file = Path(path)
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigurationError(f"no such configuration file: {file}{_elsewhere(file)}") from None
+        raise ConfigurationError(f"no such configuration file: {file}{_search_hint(file)}") from None
     except IsADirectoryError:
         raise ConfigurationError(f"{file} is a folder; a TOML file is needed") from None
     except OSError as error:
@@ -49,8 +49,8 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise ConfigurationError(f"{file} is not valid TOML: {error}") from None
 
 
-def _elsewhere(file: Path) -> str:
-    """Where a relative path was looked for, and a folder below that has such a file."""
+def _search_hint(file: Path) -> str:
+    """Describe where a relative path was searched for, and a folder below that has such a file."""
     if file.is_absolute():
         return ""
     here = Path.cwd()
@@ -58,7 +58,7 @@ def _elsewhere(file: Path) -> str:
     return f", looked for in {here}; cd {near[0] if near else 'to the folder that has it'} first"
 
 
-def overridden(raw: dict[str, Any], overrides: Sequence[str], schema: type[BaseModel]) -> dict[str, Any]:
+def apply_overrides(raw: dict[str, Any], overrides: Sequence[str], schema: type[BaseModel]) -> dict[str, Any]:
     """Apply ``overrides`` to ``raw`` in place, for ``validate`` to check, and return it. Raises ConfigurationError for
     one that isn't ``section.key=value``."""
     for override in overrides:
@@ -67,7 +67,7 @@ def overridden(raw: dict[str, Any], overrides: Sequence[str], schema: type[BaseM
 
 
 def changed_experiment(experiment: Experiment, settings: Mapping[str, str]) -> Experiment:
-    """A copy of ``experiment`` with ``settings`` (``section.key`` -> value, as in an override). Raises
+    """Return a copy of ``experiment`` with ``settings`` (``section.key`` -> value, as in an override). Raises
     ConfigurationError where it is invalid."""
     raw = experiment.model_dump(mode="json")
     for key, value in settings.items():
@@ -84,20 +84,20 @@ def validate(raw: dict[str, Any], origin: str, schema: type[Schema]) -> Schema:
     """Validate a raw mapping against ``schema``, each key by itself and then all together; ``origin`` names it in
     errors. Raises ConfigurationError."""
     try:
-        found = schema.model_validate(raw)
-        if isinstance(found, Experiment):
-            require_consistent(found)
-        return found
+        configuration = schema.model_validate(raw)
+        if isinstance(configuration, Experiment):
+            require_consistent(configuration)
+        return configuration
     except ValidationError as error:
-        lines = [_explain({**item, "loc": _written(raw, item["loc"])}, item["loc"], schema) for item in error.errors()]
+        lines = [_explain({**item, "loc": _in_file(raw, item["loc"])}, item["loc"], schema) for item in error.errors()]
         raise ConfigurationError(f"{origin}: " + "; ".join(lines)) from None
     except ValueError as error:
         raise ConfigurationError(f"{origin}: {error}") from None
 
 
-def _written(raw: object, location: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """``location`` as written in the file: without the index into a list that the file writes as a single table, and
-    without pydantic's names for the alternatives of a value."""
+def _in_file(raw: object, location: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """Convert ``location`` to the file's form: without the index into a list that the file writes as a single table,
+    and without pydantic's names for the alternatives of a value."""
     parts: list[str | int] = []
     node = raw
     for position, part in enumerate(location):
@@ -125,25 +125,25 @@ def _apply_override(raw: dict[str, Any], override: str, schema: type[BaseModel])
     node: Any = raw
     annotation: Any = schema
     for part in parts[:-1]:
-        name = _spelled(part, node, annotation)
+        name = _key_spelling(part, node, annotation)
         if not isinstance(node, list):  # an item is of the type its list is declared with
             annotation = _inside(annotation, name)
         node = _child(node, name, override)
     if isinstance(node, list):
         node[_index(cast("list[Any]", node), parts[-1], override)] = _parse_value(value)
     else:
-        node[_spelled(parts[-1], node, annotation)] = _parse_value(value)
+        node[_key_spelling(parts[-1], node, annotation)] = _parse_value(value)
 
 
-def _spelled(part: str, node: Any, annotation: Any) -> str:
-    """``part`` of an override as spelled in the table ``node``. Options are often typed with dashes, but the schema's
-    own names have none; a name chosen by the user (of a verifier, a parameter) stays as it is."""
-    own = get_origin(annotation) is dict or section_of(annotation) is None
-    return part if own or part in node else part.replace("-", "_")
+def _key_spelling(part: str, node: Any, annotation: Any) -> str:
+    """Return ``part`` of an override as the table ``node`` spells it. Options are often typed with dashes, but the
+    schema's names have none; a name chosen by the user (of a verifier, a parameter) stays as it is."""
+    is_user_name = get_origin(annotation) is dict or section_of(annotation) is None
+    return part if is_user_name or part in node else part.replace("-", "_")
 
 
 def _inside(annotation: Any, name: str) -> Any:
-    """The schema's type of ``name`` in a value of type ``annotation``; None where it declares none."""
+    """Return the schema's type of ``name`` in a value of type ``annotation``; None where it declares none."""
     if get_origin(annotation) is dict:
         return get_args(annotation)[1]
     section = section_of(annotation)
@@ -152,7 +152,7 @@ def _inside(annotation: Any, name: str) -> Any:
 
 
 def _child(node: Any, part: str, override: str) -> Any:
-    """The table or list of tables ``part`` of ``node``; a missing table is created."""
+    """Return the table or list of tables ``part`` of ``node``; a missing table is created."""
     if isinstance(node, list):
         items = cast("list[Any]", node)
         child = items[_index(items, part, override)]
@@ -179,10 +179,11 @@ def _parse_value(text: str) -> Any:
 
 
 def _explain(item: dict[str, Any], validated: tuple[Any, ...], schema: type[BaseModel]) -> str:
-    """The message of a validation error, whose ``loc`` is as written and was ``validated`` as this one."""
+    """Write the message of a validation error. Its ``loc`` is the location in the file, and ``validated`` is pydantic's
+    location."""
     location = tuple(item["loc"])
     key = ".".join(str(part) for part in location) or "experiment"
-    if item["type"] == "extra_forbidden" and (sentence := instead(location)):
+    if item["type"] == "extra_forbidden" and (sentence := replacement_of(location)):
         return f"the key {key!r} is gone: {sentence}"
     if item["type"] == "extra_forbidden":
         valid = _valid_names(validated[:-1], schema)
@@ -195,41 +196,41 @@ def _explain(item: dict[str, Any], validated: tuple[Any, ...], schema: type[Base
     if item["type"] == "value_error" and len(location) < 2:
         return message
     if item["type"] == "value_error" and (isinstance(item["input"], dict) or "{" in str(item["input"])):
-        return f"{key}: {message}"  # of tables, which the message names the keys of
+        return f"{key}: {message}"  # for tables, whose keys the message names
     return f"{key} = {item['input']!r}: {message}"
 
 
 def _valid_names(location: tuple[Any, ...], schema: type[BaseModel]) -> list[str]:
     model: type[BaseModel] = schema
-    kinds: list[type[BaseModel]] = []  # of the table that is looked into, where it may be of several
+    kinds: list[type[BaseModel]] = []  # possible sections of the current table, where there are several
     for part in location:
         if chosen := [kind for kind in kinds if kind.model_fields["kind"].default == part]:
             model, kinds = chosen[0], []
             continue
         field = model.model_fields.get(str(part))
         if field is None:
-            continue  # an item of a list, its kind, or a name of one's own
-        found = sections_of(field.annotation)
-        if not found:
+            continue  # an item of a list, its kind, or a name chosen by the user
+        sections = sections_of(field.annotation)
+        if not sections:
             return []
-        model, kinds = found[0], found if len(found) > 1 else []
+        model, kinds = sections[0], sections if len(sections) > 1 else []
     return sorted(model.model_fields)
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section class that a field holds, once or several times; None for a field of values."""
+    """Return the section class that a field holds, once or several times; None for a field of values."""
     return next(iter(sections_of(annotation)), None)
 
 
 def sections_of(annotation: Any) -> list[type[BaseModel]]:
-    """The section classes that a field holds: several where its tables may be of several kinds."""
+    """Return the section classes that a field holds: several where its tables may be of several kinds."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [found for part in get_args(annotation) for found in sections_of(part)]
+    return [section for part in get_args(annotation) for section in sections_of(part)]
 
 
 def flatten(experiment: Experiment) -> dict[str, Any]:
-    """``section.key`` -> JSON value, nested tables flattened."""
+    """Return a mapping of ``section.key`` to JSON values, with nested tables flattened."""
     return dict(_walk("", json.loads(experiment.model_dump_json())))
 
 
@@ -246,10 +247,10 @@ def _walk(prefix: str, node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _effective(experiment: Experiment) -> dict[str, Any]:
-    """Flatten, with the effective length of the decay in ``trainer.schedule_steps``, so that a resume that trains for
-    longer can't silently change the learning rates of replayed steps."""
+    """Flatten the experiment, with the effective length of the decay in ``trainer.schedule_steps``, so that a resume
+    that trains for longer can't silently change the learning rates of replayed steps."""
     flat = flatten(experiment)
-    del flat["model.dtype"]  # what it comes to stands in both sides' own
+    del flat["model.dtype"]  # generator.dtype and trainer.dtype have its effect
     if experiment.trainer.schedule == "constant":
         flat["trainer.schedule_steps"] = None
     elif experiment.trainer.schedule_steps is None:
@@ -257,9 +258,9 @@ def _effective(experiment: Experiment) -> dict[str, Any]:
     return flat
 
 
-def require_resumable(stored: Experiment, given: Experiment) -> None:
+def require_resumable(stored: Experiment, requested: Experiment) -> None:
     """Raise ConfigurationError naming every key that differs but may not change on resume."""
-    old, new = _effective(stored), _effective(given)
+    old, new = _effective(stored), _effective(requested)
     changed = sorted(
         key
         for key in old.keys() | new.keys()

@@ -1,4 +1,4 @@
-"""`[model]`: the model that is trained, and what runs it."""
+"""`[model]`: the model that is trained, and its implementation."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class ModelConfig(Section):
     template: Literal["raw", "chat"] = "raw"  # how a task's prompt becomes tokens
     chat_template_kwargs: dict[str, Any] = {}  # further arguments of the chat template, say enable_thinking = false
     # Tune: "bfloat16" on GPUs: half the memory, faster; float32 where engine and trainer must agree to rounding
-    dtype: Literal["float32", "bfloat16"] | None = None  # of both sides, unless one has its own; unset: float32
-    reference: str = ""  # folder of the model a KL penalty holds on to; default: path
+    dtype: Literal["float32", "bfloat16"] | None = None  # for generator and trainer, unless set there; unset: float32
+    reference: str = ""  # folder of the KL penalty's reference model; default: path
     # Tune: set it where AdamW's memory doesn't fit, or one base serves many tasks; with ten times the learning rate
     adapter: AdapterConfig | None = None  # trained beside the model's weights, which then stay as they are
-    quantization: Quantization | None = None  # of the weights beside an adapter: NF4 or a dynamic 8-bit type
-    # Tune: leave it unset; "transformers" for a family whose config.json has what Headway's own doesn't compute
+    quantization: Quantization | None = None  # type of the weights beside an adapter: NF4 or a dynamic 8-bit type
+    # Tune: leave it unset; "transformers" for a family whose config.json has options that Headway doesn't compute
     implementation: Implementation | None = None  # unset: Headway's own where it has the family: docs/models.md
-    trust_remote_code: bool = False  # with transformers: code that lies in the model's folder is run, with your rights
+    trust_remote_code: bool = False  # with transformers: run the code in the model's folder, with your rights
 
     @model_validator(mode="after")
-    def _templates_own(self) -> ModelConfig:
+    def _require_template_names(self) -> ModelConfig:
         for name in self.chat_template_kwargs:
             if name in ("messages", "tools", "documents", "add_generation_prompt") or not name.isidentifier():
-                what = "valid are names that only the template knows, say enable_thinking"
-                raise ValueError(f"chat_template_kwargs.{name}: {what}")
+                valid_names = "valid are names that only the template knows, say enable_thinking"
+                raise ValueError(f"chat_template_kwargs.{name}: {valid_names}")
         return self
 
     @model_validator(mode="after")
@@ -42,7 +42,7 @@ class ModelConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _of_implementation(self) -> ModelConfig:
+    def _require_implementation(self) -> ModelConfig:
         if self.quantization is not None and self.implementation == "transformers":
             raise ValueError(
                 f"quantization = {self.quantization!r} with implementation = 'transformers': not supported"
@@ -53,15 +53,15 @@ class ModelConfig(Section):
 
 
 def apply_dtype(raw: Any) -> Any:
-    """The mapping ``raw`` of an experiment file with ``model.dtype`` as that of the sides that have none. Invalid parts
-    are returned as they are, for validation to report."""
+    """Return the mapping ``raw`` of an experiment file with ``model.dtype`` for generator and trainer where they set no
+    dtype. Invalid parts are returned as they are, for validation to report."""
     model = cast("dict[str, Any]", raw).get("model") if isinstance(raw, dict) else None
     dtype = cast("dict[str, Any]", model).get("dtype") if isinstance(model, dict) else None
     if dtype not in ("float32", "bfloat16"):
         return cast("Any", raw)
     sections = dict(cast("dict[str, Any]", raw))
     for side in ("generator", "trainer"):
-        given = sections.get(side, {})
-        if isinstance(given, dict):
-            sections[side] = {"dtype": dtype} | cast("dict[str, Any]", given)
+        section = sections.get(side, {})
+        if isinstance(section, dict):
+            sections[side] = {"dtype": dtype} | cast("dict[str, Any]", section)
     return sections

@@ -10,7 +10,7 @@ from pydantic import Field, PrivateAttr, ValidationInfo, ValidatorFunctionWrapHa
 
 from headway.config.section import Positive, Section
 
-# The losses and advantages that take parameters, and which; the others take none.
+# loss or advantage -> the parameters that it takes; the others take none.
 PARAMETERS: Mapping[str, Sequence[str]] = {
     "ppo_clip": ("dual_clip",),
     "decoupled_ppo": ("dual_clip",),
@@ -25,31 +25,31 @@ PARAMETERS: Mapping[str, Sequence[str]] = {
 class ObjectiveParameters(Section):
     """Parameters of the chosen loss and advantage. A loss of your own takes any, in ``settings.parameters``."""
 
-    dual_clip: Annotated[float, Field(gt=1)] | None = None  # PPO's, GSPO: bound of the ratio where A < 0
+    dual_clip: Annotated[float, Field(gt=1)] | None = None  # PPO losses, gspo: bound of the ratio where A < 0
     temperature_positive: Annotated[float, Field(gt=0)] = 1.0  # sapo: steepness of its gate if A > 0
-    temperature_negative: Annotated[float, Field(gt=0)] = 1.05  # sapo: the same otherwise; higher fades sooner
+    temperature_negative: Annotated[float, Field(gt=0)] = 1.05  # sapo: steepness otherwise; higher fades sooner
     beta: Annotated[float, Field(gt=0)] = 0.05  # dro: weight of half the squared log ratio
-    divergence: Literal["tv", "kl"] = "tv"  # dppo: of a token, |difference in probability| or binary KL in nats
-    divergence_limit: Annotated[float, Field(gt=0, lt=1)] = 0.15  # dppo: most of a token (paper: kl 0.05)
-    k: Positive = 2  # pass_at_k: the best of so many attempts is what counts
-    _own: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])  # of a loss of one's own, as they are given
+    divergence: Literal["tv", "kl"] = "tv"  # dppo: a token's |difference in probability| or binary KL in nats
+    divergence_limit: Annotated[float, Field(gt=0, lt=1)] = 0.15  # dppo: limit for a token (paper: kl 0.05)
+    k: Positive = 2  # pass_at_k: the best of k attempts counts
+    _own: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])  # parameters of a user's loss, as set
 
     @classmethod
-    def of_own_loss(cls, given: Mapping[str, Any], advantage: str) -> ObjectiveParameters:
-        """Parameters for a loss of the user's own, beside the ``advantage``'s. Raises ValueError for a value that isn't
-        JSON's, which couldn't be kept with the run."""
+    def of_own_loss(cls, parameters: Mapping[str, Any], advantage: str) -> ObjectiveParameters:
+        """Make the parameters of a user's loss, with those of the ``advantage``. Raises ValueError for a value that
+        isn't JSON, which couldn't be stored with the run."""
         try:
-            json.dumps(given, allow_nan=False)
+            json.dumps(parameters, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ValueError(f"valid: texts, finite numbers, booleans, lists and tables of them ({error})") from None
         taken = PARAMETERS.get(advantage, ())
-        made = cls(**{name: value for name, value in given.items() if name in taken})
-        made._own.update((name, value) for name, value in given.items() if name not in taken)
+        made = cls(**{name: value for name, value in parameters.items() if name in taken})
+        made._own.update((name, value) for name, value in parameters.items() if name not in taken)
         return made
 
     def taken_by(self, loss: str, advantage: str) -> dict[str, Any]:
-        """The parameters that ``loss`` and ``advantage`` take, by name: the defaults of those that aren't given, too.
-        Raises ValueError where another's is given."""
+        """Return the parameters that ``loss`` and ``advantage`` take, by name, with defaults for those that aren't set.
+        Raises ValueError where a parameter of another loss or advantage is set."""
         taken = [*PARAMETERS.get(loss, ()), *PARAMETERS.get(advantage, ())]
         for name in sorted(self.model_fields_set.difference(taken)):
             others = ", ".join(of for of, names in PARAMETERS.items() if name in names)
@@ -66,4 +66,4 @@ def _checked(value: Any, validated: ValidatorFunctionWrapHandler, info: Validati
     return ObjectiveParameters.of_own_loss(cast("dict[str, Any]", value), info.data.get("advantage", ""))
 
 
-CheckedParameters = Annotated[ObjectiveParameters, WrapValidator(_checked)]  # by the section's loss, which comes first
+CheckedParameters = Annotated[ObjectiveParameters, WrapValidator(_checked)]  # uses the section's loss, validated first

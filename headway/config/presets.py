@@ -1,7 +1,7 @@
-"""Objectives by name: ``algorithm.preset`` stands for the keys below; keys the experiment sets itself win.
+"""Objectives by name: ``algorithm.preset`` sets the keys below; keys that the experiment sets override them.
 
-Each is the published form of a method, with its paper's numbers. Where the paper leaves one open, a common value stands
-in, marked "ours". Keys that only concern a run's size (groups, lengths, learning rate) are left to the experiment.
+Each preset is the published form of a method, with its paper's numbers. Where the paper leaves one open, a common value
+is used, marked "ours". Keys that only concern a run's size (groups, lengths, learning rate) are left to the experiment.
 """
 
 from __future__ import annotations
@@ -69,15 +69,15 @@ PRESETS: dict[str, Preset] = {
 
 
 def apply_preset(raw: Any) -> Any:
-    """The mapping ``raw`` of an experiment file, with the missing keys of its ``algorithm.preset`` filled in. Invalid
-    parts are returned as they are, for validation to report."""
+    """Return the mapping ``raw`` of an experiment file with the missing keys of its ``algorithm.preset``. Invalid parts
+    are returned as they are, for validation to report."""
     if not isinstance(raw, Mapping):
         return raw
     sections = dict(cast("Mapping[str, Any]", raw))
     algorithm = sections.get("algorithm")
     name = cast("Mapping[str, Any]", algorithm).get("preset") if isinstance(algorithm, Mapping) else None
     for section, keys in PRESETS.get(name, {}).items() if isinstance(name, str) else ():
-        given = sections.get(section, {})
-        if isinstance(given, Mapping):
-            sections[section] = {**keys, **cast("Mapping[str, Any]", given)}
+        explicit_keys = sections.get(section, {})
+        if isinstance(explicit_keys, Mapping):
+            sections[section] = {**keys, **cast("Mapping[str, Any]", explicit_keys)}
     return sections

@@ -1,4 +1,4 @@
-"""The keys of early pruning: which rollouts are stopped early, and what happens to them."""
+"""`[pruning]`: the keys of pruners, which stop rollouts early."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Mode = Literal["score", "drop"]
 PRUNERS = ("length", "relative_length", "budget", "repetition", "value", "verifier", "group")
 
 EVERY_TOKENS = 16  # new tokens between two checks of a rollout: a check costs little more than a token does
-JUDGED_EVERY_TOKENS = 64  # new tokens between two calls of a verifier for a rollout: a call costs what a reward does
+VERIFIED_EVERY_TOKENS = 64  # new tokens between two calls of a verifier for a rollout: a call costs as much as a reward
 LEAST_TOKENS = 64  # no shorter response is pruned for its length or its time: there is little to save
-LEAST_OWN_ENDS = 2  # members that came to their own end, before their median makes a cap
+LEAST_OWN_ENDS = 2  # members that must have ended by themselves before their median length makes a cap
 SLACK_STEPS = 1.0  # a group is due this long after the last step that may train it: step times vary by that much
-LONGEST_PERIOD = 64  # tokens in one turn of an exact loop at the response's end: a sentence or two
-LOOP_TOKENS = 64  # of all turns together: shorter repetitions are lists, tables, rows of digits
+LONGEST_PERIOD = 64  # tokens in one period of an exact loop at the response's end: a sentence or two
+LOOP_TOKENS = 64  # least tokens of all periods together: shorter repetitions are lists, tables, rows of digits
 NGRAM = 4  # tokens: shorter runs repeat in any text
 WINDOW_TOKENS = 256  # last tokens of the response in which runs are compared
 PRIOR = 0.5  # of Beta(prior, prior) for a group's solve rate (Jeffreys): expects it near 0 or 1
@@ -31,7 +31,7 @@ class LengthCap(Section):
 
     kind: Literal["length"] = "length"
     tokens: Positive  # a response of this length is pruned
-    mode: Mode = "score"  # score: verified as it stands, and trained; drop: it leaves its group
+    mode: Mode = "score"  # score: verify and train the partial response; drop: remove it from its group
 
 
 class RelativeLengthCap(Section):
@@ -39,7 +39,7 @@ class RelativeLengthCap(Section):
 
     kind: Literal["relative_length"] = "relative_length"
     times_median: Annotated[float, Field(gt=1)] = 4.0  # the cap: a multiple of the finished members' median length
-    mode: Mode = "score"  # score: verified as it stands, and trained; drop: it leaves its group
+    mode: Mode = "score"  # score: verify and train the partial response; drop: remove it from its group
 
 
 class BudgetCap(Section):
@@ -47,16 +47,16 @@ class BudgetCap(Section):
 
     kind: Literal["budget"] = "budget"
     least_chance: Probability = 0.05  # pruned below this probability of ending in time, by the lengths seen so far
-    mode: Mode = "score"  # score: verified as it stands, and trained; drop: it leaves its group
+    mode: Mode = "score"  # score: verify and train the partial response; drop: remove it from its group
 
 
 class RepetitionCap(Section):
     """A cap on repetition: responses that loop are pruned."""
 
     kind: Literal["repetition"] = "repetition"
-    repeats: Annotated[int, Field(ge=2)] = 4  # least turns of an exact loop at the response's end
-    repeated_share: Annotated[float, Field(gt=0, le=1)] = 0.9  # of the last n-grams, repeated ones; 1: only loops count
-    mode: Mode = "score"  # score: verified as it stands, and trained; drop: it leaves its group
+    repeats: Annotated[int, Field(ge=2)] = 4  # least periods of an exact loop at the response's end
+    repeated_share: Annotated[float, Field(gt=0, le=1)] = 0.9  # share of repeats in the last n-grams; 1: only loops
+    mode: Mode = "score"  # score: verify and train the partial response; drop: remove it from its group
 
 
 class ValueBound(Section):
@@ -65,7 +65,7 @@ class ValueBound(Section):
     kind: Literal["value"] = "value"
     verifier: str = ""  # asked about the response so far: NAME of [verifiers.NAME]; "": the group's own solve rate
     below: Probability = 0.02  # pruned when the estimated probability is below this
-    mode: Mode = "drop"  # score: verified as it stands, and trained; drop: it leaves its group
+    mode: Mode = "drop"  # score: verify and train the partial response; drop: remove it from its group
 
 
 class PartialVerifier(Section):
@@ -74,15 +74,15 @@ class PartialVerifier(Section):
     kind: Literal["verifier"] = "verifier"
     verifier: str  # asked about the response so far: NAME of [verifiers.NAME]
     below: float = 0.5  # pruned when the reward is below this
-    mode: Mode = "drop"  # score: verified as it stands, and trained; drop: it leaves its group
+    mode: Mode = "drop"  # score: verify and train the partial response; drop: remove it from its group
 
 
 class GroupBound(Section):
-    """A bound on the group's outcome: once it is decided, the rest of the group is dropped. Half a response would be
-    scored as none, and look like a difference."""
+    """A bound on the group's outcome: once it is decided, the rest of the group is dropped. If scored, a partial
+    response would count as unsolved, and look like a difference."""
 
     kind: Literal["group"] = "group"
-    confidence: Probability = 0.9  # that the rest would get the same reward as all finished members
+    confidence: Probability = 0.9  # probability that the rest would get the same reward as all finished members
 
 
 Pruner = Annotated[
@@ -93,7 +93,7 @@ Kind = TypeVar("Kind", bound=Section)
 
 
 def _require_kinds(value: Any) -> Any:
-    """Check that ``value`` is a list of tables that say their kind, by which they are then validated."""
+    """Check that ``value`` is a list of tables, each with a valid kind, by which pydantic then validates it."""
     if not isinstance(value, (list, tuple)):
         raise ValueError('valid: a list of tables, [[pruning.pruners]], each with a kind, say kind = "repetition"')
     for table in cast("Sequence[Any]", value):
@@ -102,14 +102,14 @@ def _require_kinds(value: Any) -> Any:
     return cast("Any", value)
 
 
-def _once(pruners: tuple[Pruner, ...]) -> tuple[Pruner, ...]:
+def _require_distinct_kinds(pruners: tuple[Pruner, ...]) -> tuple[Pruner, ...]:
     kinds = [pruner.kind for pruner in pruners]
     if len(set(kinds)) < len(kinds):
         raise ValueError(f"two pruners are of kind {max(kinds, key=kinds.count)!r}")
     return pruners
 
 
-Pruners = Annotated[tuple[Pruner, ...], BeforeValidator(_require_kinds), AfterValidator(_once)]
+Pruners = Annotated[tuple[Pruner, ...], BeforeValidator(_require_kinds), AfterValidator(_require_distinct_kinds)]
 
 
 class PruningConfig(Section):
@@ -118,16 +118,16 @@ class PruningConfig(Section):
     audit_share: Annotated[float, Field(ge=0, lt=1)] = 0.05  # share of prunable rollouts left to finish, as an audit
     # Tune: repetition first, where truncated responses loop; read its audits before the next
     pruners: Annotated[
-        tuple[Pruner, ...], BeforeValidator(_require_kinds), AfterValidator(_once)
+        tuple[Pruner, ...], BeforeValidator(_require_kinds), AfterValidator(_require_distinct_kinds)
     ] = ()  # tables { kind = "repetition", ... }, each once
 
     def pruner(self, kind: type[Kind]) -> Kind | None:
-        """The pruner of this kind; None: it is off."""
+        """Return the pruner of this kind; None where it is off."""
         return next((pruner for pruner in self.pruners if isinstance(pruner, kind)), None)
 
     @property
-    def on(self) -> tuple[str, ...]:
-        """Kinds of the configured pruners, in the order they are asked."""
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of the configured pruners, in the order in which they decide."""
         return tuple(sorted((pruner.kind for pruner in self.pruners), key=PRUNERS.index))
 
     def mode_of(self, kind: str) -> Mode:
@@ -136,28 +136,28 @@ class PruningConfig(Section):
 
     @property
     def needs_rewards(self) -> bool:
-        """Whether members are verified as they finish, not with their group: siblings' rewards decide on the others."""
+        """Whether members are verified as they finish, not with their group: their rewards decide on the others."""
         value = self.pruner(ValueBound)
         return self.pruner(GroupBound) is not None or (value is not None and not value.verifier)
 
     @property
-    def judges(self) -> dict[str, ValueBound | PartialVerifier]:
-        """Kind -> pruner, of those that call a verifier with partial responses."""
+    def verifier_pruners(self) -> dict[str, ValueBound | PartialVerifier]:
+        """The pruners that call a verifier with partial responses, by kind."""
         chosen = (self.pruner(ValueBound), self.pruner(PartialVerifier))
         return {judge.kind: judge for judge in chosen if judge is not None and judge.verifier}
 
     def require_possible(self, *, longest_tokens: int, group_size: int, deterministic: bool) -> None:
         """Raise ValueError for pruners that could never prune in an experiment with these limits, or must not."""
-        if deterministic and self.on:
+        if deterministic and self.kinds:
             raise ValueError(
-                f"run.deterministic = true excludes pruning.pruners: {self.on[0]}: when a rollout is stopped depends "
-                "on when its tokens arrive"
+                f"run.deterministic = true excludes pruning.pruners: {self.kinds[0]}: when a rollout is stopped "
+                "depends on when its tokens arrive"
             )
         tokens = {
             "relative_length": LEAST_TOKENS,
             "budget": LEAST_TOKENS,
             "repetition": min(LOOP_TOKENS, WINDOW_TOKENS),
-            **dict.fromkeys(self.judges, JUDGED_EVERY_TOKENS),
+            **dict.fromkeys(self.verifier_pruners, VERIFIED_EVERY_TOKENS),
         }
         if (length := self.pruner(LengthCap)) is not None:
             tokens["length"] = length.tokens
@@ -172,24 +172,24 @@ class PruningConfig(Section):
         """Raise ValueError for bounds that no group reaches, not even with a single member left to finish."""
         value, group, others = self.pruner(ValueBound), self.pruner(GroupBound), group_size - 1
         if value is not None and not value.verifier:
-            least = PRIOR / (2 * PRIOR + others)
-            if least >= value.below:
+            estimate = PRIOR / (2 * PRIOR + others)
+            if estimate >= value.below:
                 raise ValueError(
                     f"pruning.pruners: value with below = {value.below:g} never prunes anything: when {others} of a "
-                    f"group have failed, all but one, its solve rate is estimated as {least:.3g}"
+                    f"group have failed, all but one, its solve rate is estimated as {estimate:.3g}"
                 )
         if group is not None:
-            most = (PRIOR + others) / (2 * PRIOR + others)
-            if most < group.confidence:
+            probability = (PRIOR + others) / (2 * PRIOR + others)
+            if probability < group.confidence:
                 raise ValueError(
                     f"pruning.pruners: group with confidence = {group.confidence:g} never prunes anything: when "
-                    f"{others} of a group agree, all but one, the last one does with probability {most:.3g}"
+                    f"{others} of a group agree, all but one, the last one does with probability {probability:.3g}"
                 )
 
     def _require_below(self, limit_key: str, limit: int, numbers: Mapping[str, int], use: str) -> None:
-        """Raise ValueError for a pruner that is on and whose number, of ``numbers`` by kind, isn't below the limit;
-        ``use``: of the number, in words."""
-        for kind in self.on:
+        """Raise ValueError for a configured pruner whose number, of ``numbers`` by kind, isn't below ``limit``. ``use``
+        is the part of the message that describes the number."""
+        for kind in self.kinds:
             if kind in numbers and numbers[kind] >= limit:
                 raise ValueError(
                     f"pruning.pruners: {kind} {use}, {numbers[kind]}, and never prunes anything: it must be below "

@@ -1,4 +1,4 @@
-"""Keys of earlier experiment files that went, and what stands in their place: for the error that names them."""
+"""Keys that earlier experiment files had, each with its replacement, for the error that names them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 _NAMED_VERIFIER = "set verifier to a NAME of [verifiers.NAME], whose name, parameters and timeout_s it has"
 
-# section -> key of it that went -> what stands in its place; a part that is * stands for one name. A name of a table
-# stands for all keys inside it.
+# section -> its removed key -> the replacement; the part * matches any single name. The name of a table matches all
+# keys inside it.
 REMOVED: Mapping[str, Mapping[str, str]] = {
     "run": {"worker_start_timeout_s": "it is 600 s, and 1 s more for each 50 MB of the model"},
     "model": {"adapter.kind": "an adapter is low-rank (LoRA)"},
@@ -158,12 +158,13 @@ REMOVED: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def instead(location: Sequence[object]) -> str:
-    """Return what stands in the place of the key at ``location``, the end of a sentence; "" for one that never was."""
+def replacement_of(location: Sequence[object]) -> str:
+    """Return the end of a sentence that names the replacement of the removed key at ``location``; "" for a key that
+    never existed."""
     parts = [str(part) for part in location if not isinstance(part, int)]
     for key, sentence in REMOVED.get(parts[0], {}).items() if parts else ():
         pattern = key.split(".")
-        given = parts[1 : 1 + len(pattern)]
-        if len(given) == len(pattern) and all(own in ("*", part) for own, part in zip(pattern, given, strict=True)):
+        tail = parts[1 : 1 + len(pattern)]
+        if len(tail) == len(pattern) and all(glob in ("*", part) for glob, part in zip(pattern, tail, strict=True)):
             return sentence
     return ""

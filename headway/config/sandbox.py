@@ -1,4 +1,4 @@
-"""`[sandbox]`: where untrusted code runs, how many sandboxes there may be, and the limits of each."""
+"""`[sandbox]`: the backend that runs untrusted code, the number of sandboxes, and the limits of each."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from pydantic import Field, model_validator
 from headway.config.section import Positive, Seconds, Section
 from headway.records.errors import ConfigurationError
 from headway.records.network import allow_list
-from headway.records.sandbox import LEAST_MEMORY_BYTES, MIB, ResourceLimits, SandboxSpec
+from headway.records.sandbox import MIN_MEMORY_BYTES, MIB, ResourceLimits, SandboxSpec
 
 BackendName = Literal["local", "bubblewrap", "docker", "modal", "e2b", "prime"]
 
-_BYTES_PER_INODE = 6_700  # of the disk: trees of source files have smaller ones, and take other memory than the disk's
+_BYTES_PER_INODE = 6_700  # of the disk limit: source trees have smaller files, whose inodes take memory outside it
 _LEAST_INODES = 1_000
 
 
 class SandboxLimits(Section):
-    memory_bytes: Annotated[int, Field(ge=LEAST_MEMORY_BYTES)] = 512 * MIB  # processes and files together
-    disk_bytes: Annotated[int, Field(ge=MIB)] = 128 * MIB  # of files, kept in memory: at most 3/4 of memory_bytes
+    memory_bytes: Annotated[int, Field(ge=MIN_MEMORY_BYTES)] = 512 * MIB  # processes and files together
+    disk_bytes: Annotated[int, Field(ge=MIB)] = 128 * MIB  # files, kept in memory: at most 3/4 of memory_bytes
     processes: Annotated[int, Field(ge=4)] = 128  # threads count
     cpus: Annotated[float, Field(ge=0.01, le=4096)] = 1.0  # CPU time, in cores
 
 
 class SandboxConfig(Section):
-    """Where untrusted code runs: docs/sandboxes.md. Sandboxes are made only for environments that need them."""
+    """The sandboxes that run untrusted code: docs/sandboxes.md. They are made only for environments that need them."""
 
     backend: BackendName = "local"  # local, bubblewrap: no root, no daemon; the last three: an account
     image: str = ""  # a directory, tar, OCI archive or layout (FILE#NAME), or a name the backend knows; "": the host's
@@ -36,14 +36,14 @@ class SandboxConfig(Section):
     # Tune: raise it while rollouts queue for sandboxes (sandboxes/queue_p99_s) and memory is left
     live: Positive = 64  # sandboxes at once, starting ones included; environment.workers or more
     starts: Positive = 8  # sandboxes starting at once; at least one for each worker
-    start_timeout_s: Seconds | None = None  # of a start, which is then retried; unset: 30, of a daemon or provider 300
+    start_timeout_s: Seconds | None = None  # a longer start is retried; unset: 30, or 300 for a daemon or provider
     allow_unbounded: bool = False  # run untrusted code where total memory can't be limited: it can exhaust the host's
     store: str = ""  # folder of unpacked images; "": this user's, in ~/.cache/headway or, of root, /var/cache/headway
     store_bytes: Positive = 20 << 30  # limit of the store; the images longest unused are removed first
     settings: dict[str, Any] = {}  # settings of the backend: docs/sandboxes.md
 
     @model_validator(mode="after")
-    def _possible(self) -> SandboxConfig:
+    def _require_possible(self) -> SandboxConfig:
         try:
             self.spec.limits.check()
             allow_list(self.network)
@@ -53,7 +53,7 @@ class SandboxConfig(Section):
 
     @property
     def start_limit_s(self) -> float:
-        """Time limit of a start in seconds: a start that hangs blocks one of the ``starts`` places."""
+        """Time limit of a start in seconds: a start that hangs blocks one of the ``starts`` slots."""
         if self.start_timeout_s is not None:
             return self.start_timeout_s
         return 30.0 if self.backend in ("local", "bubblewrap") else 300.0

@@ -1,4 +1,4 @@
-"""The experiment file: every key, its unit, its default and what is valid.
+"""The experiment file: every key with its unit, its default and its valid values.
 
 One TOML file holds a whole experiment. Unknown keys are errors (``load.py`` names the nearest valid one).
 """
@@ -37,21 +37,21 @@ from headway.config.section import (
     Seconds,
     Section,
     Switch,
+    distinct_names,
     host_port,
-    named_once,
     require_named,
 )
 from headway.config.sources import SftData, TaskSources, VerifierSettings
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
-Bounds = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]  # lowest and highest that pass
+Bounds = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]  # lowest and highest value that pass
 
 # Names that need no import; a user's own is module:function.
 GROUP_ADVANTAGES = ("group_mean", "group_mean_std", "leave_one_out", "length_weighted", "pass_at_k")
 ADVANTAGES = (*GROUP_ADVANTAGES, "batch_mean_std", "group_mean_batch_std")
 LOSSES = ("ppo_clip", "decoupled_ppo", "gspo", "gmpo", "sapo", "cispo", "dppo", "dro", "reinforce")
 
-Trackers = Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], named_once("tracker")]
+Trackers = Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], distinct_names("tracker")]
 Aggregation = Literal["token_mean", "fixed", "seq_mean_token_sum", "seq_mean_token_mean"]
 Address = Annotated[str, host_port("127.0.0.1:9464", optional=True)]
 Preset = Literal[
@@ -71,111 +71,111 @@ Preset = Literal[
 
 
 class RunConfig(Section):
-    directory: str  # everything the run writes; one run at a time may hold it
-    seed: int = 0  # of task order and sampling; rollouts are keyed (seed, group, member, position)
-    # Tune: raise it while the validation solve rate still rises at the end; `--resume` goes on with more
+    directory: str  # folder of all that the run writes; one run at a time may hold it
+    seed: int = 0  # seed of task order and sampling; rollouts are keyed (seed, group, member, position)
+    # Tune: raise it while the validation solve rate still rises at the end; `--resume` continues with more
     steps: Positive = 100  # completed training steps at which the run ends
     # Tune: set it on a machine that is rented by the hour, or where seconds are compared instead of steps
     time_limit_s: Seconds | None = None  # training stops after this many seconds and the run ends in order
-    # Tune: true where both sides share devices and `headway check` says that their memory doesn't suffice
-    offload: bool = False  # a side that doesn't compute on a shared device frees its memory
+    # Tune: true where generator and trainer share devices and `headway check` reports too little memory for both
+    offload: bool = False  # generator or trainer frees the memory of a shared device while the other computes
     # Tune: true where two runs must be equal bit by bit, say to find a fault; it wants budget 0 and costs speed
     deterministic: bool = False  # fixed batch shapes: on CPU and with budget 0, a run is bit-reproducible
     stop_grace_s: Seconds = 120.0  # from Ctrl-C, SIGTERM or SIGUSR1 to the run's end, resumable
-    # Tune: "restart" or "end" for runs that nobody watches
-    on_stall: Literal["warn", "restart", "end"] = "warn"  # what follows a stall: restart the worker, or end resumable
+    # Tune: "restart" or "end" for unattended runs
+    on_stall: Literal["warn", "restart", "end"] = "warn"  # on a stall: warn, restart the worker, or end resumable
 
 
 class TasksConfig(Section):
     train: TaskSources
     validation: TaskSources | None = None  # evaluated during the run; the best checkpoint is chosen by it
-    test: TaskSources | None = None  # evaluated with held weights before and after
+    test: TaskSources | None = None  # evaluated with held weights before and after training
 
 
 class VerifierConfig(VerifierSettings):
-    """Scores the responses to every task that chooses no other."""
+    """The default verifier: it scores the responses to every task that chooses no other one."""
 
     workers: Positive = 1  # processes; each can score with every verifier
-    reasoning: bool = False  # whether all verifiers are given what the chat template marks as reasoning, too
-    nodes: tuple[str, ...] = ()  # of cluster.nodes, assigned in turn; "": this machine; (): all here
+    reasoning: bool = False  # give all verifiers the text that the chat template marks as reasoning, too
+    nodes: tuple[str, ...] = ()  # names of cluster.nodes, assigned in turn; "": this machine; (): all here
 
 
 class RolloutConfig(Section):
     # Tune: raise it while most groups are filtered for equal rewards (zero variance); lower it for more tasks a step
     group_size: Positive = 8  # attempts at one task; advantages compare them: 1 only with batch_mean_std
     # Tune: raise it where `headway check` names longer prompts; the KV cache grows with it
-    max_prompt_tokens: Positive = 512  # longer prompts are refused by `check`, and fail their group
+    max_prompt_tokens: Positive = 512  # `check` refuses longer prompts, and in a run they fail their group
     # Tune: raise it while many responses are truncated; lower it where the longest ones hold up the trainer
     max_response_tokens: Positive = 256  # a longer response is cut, and counted as truncated
     # Tune: leave it at 1 unless the model was made for another; lower means less exploration
-    temperature: Annotated[float, Field(gt=0)] = 1.0  # of sampling; the trainer divides by the same
+    temperature: Annotated[float, Field(gt=0)] = 1.0  # sampling temperature; the trainer divides logits by it, too
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # nucleus mass; below 1 see algorithm.allow_truncated_sampling
-    top_k: NonNegative = 0  # most likely tokens kept; 0 keeps all; else see algorithm.allow_truncated_sampling
+    top_k: NonNegative = 0  # number of most likely tokens kept; 0: all; else see algorithm.allow_truncated_sampling
     stop: tuple[str, ...] = ()  # any of these strings ends a response
-    # Tune: raise it for environments and tools that need minutes; rollouts that hang hold a slot so long
+    # Tune: raise it for environments and tools that need minutes; a rollout that hangs holds its slot for this time
     timeout_s: Seconds = 600.0  # a rollout open for longer ends as failed
-    retries: NonNegative = 2  # of infrastructure failures, of the engine's and of the verifier's
+    retries: NonNegative = 2  # retries after infrastructure failures, those of the engine and those of the verifier
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are sampled among a part of the vocabulary."""
+        """Whether tokens are sampled from a part of the vocabulary."""
         return self.top_p < 1 or self.top_k > 0
 
 
 class GeneratorConfig(Section):
     # Tune: "vllm" for models of a billion weights and more, or several GPUs a replica: docs/vllm.md
     engine: Literal["torch", "vllm", "vllm-server"] = "torch"  # own; vLLM 0.32 in a replica, or served: docs/vllm.md
-    engine_arguments: dict[str, Any] = {}  # of vLLM's EngineArgs, passed on as they are: docs/vllm.md
-    probe_every_updates: NonNegative = 1  # vLLM proves one update in so many; 0: no proof, and no agreement check
+    engine_arguments: dict[str, Any] = {}  # keys of vLLM's EngineArgs, passed on as they are: docs/vllm.md
+    probe_every_updates: NonNegative = 1  # vLLM proves every n-th update; 0: no proof, and no agreement check
     # Tune: more of them while the trainer waits (generation-bound); fewer while the generator waits
-    devices: ReplicaDevices = ("cpu:0",)  # one replica each: [NODE/]cuda:N, cpu:N, cpu:N-M; 4*cuda; http://HOST:PORT
+    devices: ReplicaDevices = ("cpu:0",)  # a replica for each: [NODE/]cuda:N, cpu:N, cpu:N-M; 4*cuda; http://HOST:PORT
     # Tune: "bfloat16" for an engine alone, where the trainer must be float32
-    dtype: Literal["float32", "bfloat16"] = "float32"  # default: model.dtype; of weights and KV
-    prefill_tokens_per_step: Positive = 8192  # of prompts, beside the running requests; longer ones take several steps
+    dtype: Literal["float32", "bfloat16"] = "float32"  # type of weights and KV; default: model.dtype
+    prefill_tokens_per_step: Positive = 8192  # prompt tokens per step, beside running requests; longer: several steps
     # Tune: raise it while tokens/s still rise and KV is left; lower it when KV is full and requests are prefilled again
     slots: Positive = 64  # concurrent requests of one replica
     # Tune: lower it where responses are mostly far shorter than the limit: less memory; raise it at many reprefills
-    kv_capacity_tokens: Positive | None = None  # of a replica; default: slots x (max prompt + max response tokens)
+    kv_capacity_tokens: Positive | None = None  # KV of a replica; default: slots x (max prompt + max response tokens)
     # Tune: raise it while slots are empty though groups may open; lower it for younger samples
-    prefetch_groups: NonNegative = 2  # groups waiting inside the engines so that no slot runs dry
+    prefetch_groups: NonNegative = 2  # groups waiting inside the engines, so that no slot is idle
     # Tune: "recompute" or "abort" if mismatch_k3 grows under "keep"; "finish" for adapters: docs/async.md
-    update_mode: Literal["keep", "recompute", "abort", "finish", "drain"] = "keep"  # of open requests: docs/async.md
+    update_mode: Literal["keep", "recompute", "abort", "finish", "drain"] = "keep"  # for open requests: docs/async.md
 
 
 class QueueConfig(Section):
-    """Admission, staleness and what enters a batch."""
+    """Admission, staleness, and the selection of groups for a batch."""
 
     # Tune: raise it for steadier gradients and fewer updates; lower it for more updates from the same samples
     groups_per_step: Positive = 8  # groups of one batch
     # Tune: set it at a budget of 0 or 1, where the trainer waits for the slowest group of each batch
-    groups_per_part: Positive | None = None  # the trainer computes on so many while the rest finish; default: on all
+    groups_per_part: Positive | None = None  # the trainer computes on parts of this many as they finish; default: all
     # Tune: raise it while a side waits for admission or stragglers; lower it when mismatch_k3 passes 0.03
     budget: NonNegative = 4  # eta: largest trajectory staleness, in versions, that is trained on; 0 is synchronous
     # Tune: "drop" if the longest responses are junk, not thought: it biases lengths; "mask" for very long rollouts
-    overdue: Literal["wait", "drop", "mask"] = "wait"  # what becomes of groups at the budget's edge: docs/async.md
+    overdue: Literal["wait", "drop", "mask"] = "wait"  # treatment of groups at the budget's limit: docs/async.md
     # Tune: raise it when environments keep slots idle; lower it when the machine's memory is short
-    max_concurrent_rollouts: Positive | None = None  # most at once; default: slots + prefetch_groups x group_size
+    max_concurrent_rollouts: Positive | None = None  # rollouts at once; default: slots + prefetch_groups x group_size
     # Tune: 2 or so with surplus = "discard" for on-policy runs that can't wait for the tail; else younger samples
     oversampling: Annotated[float, Field(ge=1)] | None = None  # open groups / those of a batch; default: all admitted
     # Tune: "discard" for budget 0 with a long tail; "park" if the engine must be empty while the trainer works
-    surplus: Literal["continue", "park", "discard"] = "continue"  # of groups that are unfinished when a batch is full
-    max_token_staleness: NonNegative | None = None  # tokens staler than this carry no loss; default: none is
-    max_optimizer_step_staleness: NonNegative | None = None  # in optimiser steps: budget must keep to it; default: any
-    max_environment_staleness: NonNegative | None = None  # of a parked rollout's environment, which else begins anew
+    surplus: Literal["continue", "park", "discard"] = "continue"  # for groups that are unfinished when a batch is full
+    max_token_staleness: NonNegative | None = None  # tokens staler than this carry no loss; default: no limit
+    max_optimizer_step_staleness: NonNegative | None = None  # in optimiser steps: a limit on the budget; default: none
+    max_environment_staleness: NonNegative | None = None  # a parked rollout restarts beyond it; default: no limit
     # Tune: false to train on every group that is generated, at the price of gradients that are 0
     filter_zero_variance: bool = True  # groups whose rewards are all equal are filtered: they have no gradient
     min_advantage: Annotated[float, Field(ge=0)] = 0.0  # a group without an advantage of this size is filtered
     min_valid_group_ratio: Annotated[float, Field(gt=0, le=1)] = 0.5  # a group with fewer members without failure fails
     min_valid_item_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0  # a group with a smaller share left is filtered
-    group_timeout_s: Seconds | None = None  # a group generating (or parked) for longer ends with those finished ...
-    min_timeout_group_ratio: Annotated[float, Field(gt=0, le=1)] = 0.7  # ... if they are this share of it, or fails
+    group_timeout_s: Seconds | None = None  # a group generating (or parked) for longer ends with finished members ...
+    min_timeout_group_ratio: Annotated[float, Field(gt=0, le=1)] = 0.7  # ... if they are this share of it, or it fails
 
 
 class AlgorithmConfig(Section):
-    # Tune: set it to begin from a published method; keys that you give win
-    preset: Preset | None = None  # a published method: fills in keys that aren't given (config/presets.py)
+    # Tune: set it to begin from a published method; your own keys override it
+    preset: Preset | None = None  # a published method: fills in the missing keys (config/presets.py)
     # Tune: "leave_one_out" or "group_mean" if dividing by the deviation favours too easy and too hard tasks
-    advantage: str = "group_mean_std"  # in a group or _batch: algorithms/advantages.py, or your own module:function
+    advantage: str = "group_mean_std"  # per group or batch: algorithms/advantages.py, or your own module:function
     # Tune: "ppo_clip" to begin with; "decoupled_ppo" beyond budget 2, with half the learning rate: docs/learning.md
     loss: str = "decoupled_ppo"  # trainer/losses.py, or your own module:function
     parameters: CheckedParameters = ObjectiveParameters()
@@ -187,98 +187,98 @@ class AlgorithmConfig(Section):
     behaviour_weight_cap: Annotated[float, Field(gt=0)] = 2.0  # truncated importance weight (TIS); 1e9: never truncated
     turn_discount: Annotated[float, Field(ge=0, le=1)] | None = None  # of rewards by turn, to go; unset: outcome alone
     # Tune: to follow a method: "seq_mean_token_mean" is GRPO's, which spares long wrong answers, "fixed" Dr. GRPO's
-    aggregation: Aggregation = "token_mean"  # how losses of tokens become one number: docs/objectives.md
+    aggregation: Aggregation = "token_mean"  # how token losses are reduced to one number: docs/objectives.md
     proximal: Literal["auto", "recompute", "current"] = "auto"  # auto: current when one optimiser step per batch
     # Tune: set it where engine and trainer disagree (mismatch_max), as with mixtures of experts or quantised engines
     token_mask: Bounds | None = None  # tokens whose weight pi_prox / pi_behav is outside carry no loss (IcePop: 0.5, 5)
     sequence_mask: Bounds | None = None  # samples whose weight, by the next key, is outside carry no loss
-    sequence_mask_by: Literal["mean", "sum", "max"] = "mean"  # of log weights: geometric mean, product, any one token
+    sequence_mask_by: Literal["mean", "sum", "max"] = "mean"  # of log weights: geometric mean, product, any token's
     second_moment_limit: Annotated[float, Field(gt=0)] | None = None  # M2PO: mean squared log weight kept (paper: 0.04)
     # Tune: true for a mixture that vLLM samples on GPUs: auto leaves it off there
     routing_replay: Switch = "auto"  # the trainer takes the experts chosen at sampling; auto: with the torch engine
     early_stop_ratio: Annotated[float, Field(gt=0)] | None = None  # mean |ratio - 1| that ends a batch's updates
     # Tune: 0.001 to 0.05 when the policy drifts from language or games its reward; costs a reference pass
-    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0  # of the KL penalty against model.reference; 0: none
-    kl_target: Annotated[float, Field(gt=0)] | None = None  # nats per token that the coefficient adapts to
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0  # coefficient of the KL penalty to model.reference; 0: none
+    kl_target: Annotated[float, Field(gt=0)] | None = None  # nats per token to which the coefficient adapts
     kl_estimator: Literal["k1", "k2", "k3", "k1_unbiased", "k3_unbiased"] = "k3"  # from samples: trainer/kl.py
-    kl_in: Literal["loss", "reward"] = "loss"  # where the penalty is put; in the reward: k1 of each token, to go
+    kl_in: Literal["loss", "reward"] = "loss"  # the penalty's place; in the reward: k1 of each token, to go
     # Tune: "mask" or "penalty" while many responses are cut: a cut answer is no evidence that it was wrong
-    overlong: Literal["score", "mask", "penalty", "filter"] = "score"  # if cut: as it is, unlearnt, costlier, left out
+    overlong: Literal["score", "mask", "penalty", "filter"] = "score"  # cut responses: as is, no loss, penalty, dropped
     # Tune: true for rollout.top_p or top_k, and where agents ask for JSON or a named tool: docs/objectives.md
-    allow_truncated_sampling: bool = False  # train on samples of a part of the vocabulary, which is then replayed
-    # Tune: raise it where rollouts are refused by it, at a high temperature or top_p near 1: 2 or 4 bytes an id
-    truncation_support_tokens: Positive = 1024  # most ids of one token that are stored; with more, its rollout fails
+    allow_truncated_sampling: bool = False  # train on samples from a part of the vocabulary, which is then replayed
+    # Tune: raise it where it makes rollouts fail, at a high temperature or top_p near 1: 2 or 4 bytes an id
+    truncation_support_tokens: Positive = 1024  # most ids stored for one token; a rollout that needs more fails
 
     @field_validator("advantage", "loss")
     @classmethod
-    def _named(cls, value: str, info: ValidationInfo) -> str:
+    def _require_known_name(cls, value: str, info: ValidationInfo) -> str:
         return require_named(value, ADVANTAGES if info.field_name == "advantage" else LOSSES)
 
     @field_validator("token_mask", "sequence_mask")
     @classmethod
-    def _ordered(cls, value: Bounds | None) -> Bounds | None:
+    def _require_ordered(cls, value: Bounds | None) -> Bounds | None:
         if value is not None and value[0] >= value[1]:
             raise ValueError("nothing passes: valid: [lowest, highest], the first below the second")
         return value
 
     @model_validator(mode="after")
-    def _taken(self) -> AlgorithmConfig:
+    def _require_known_parameters(self) -> AlgorithmConfig:
         self.parameters.taken_by(self.loss, self.advantage)
         return self
 
     @field_serializer("parameters")
-    def _those_taken(self, parameters: ObjectiveParameters) -> dict[str, Any]:
+    def _serialize_parameters(self, parameters: ObjectiveParameters) -> dict[str, Any]:
         return parameters.taken_by(self.loss, self.advantage)
 
 
 class TrainerConfig(Section):
     # Tune: more of them while the generator waits (training-bound)
-    devices: RankDevices = ("cpu:1",)  # one rank each; 2*cuda: on one of the cluster's nodes
+    devices: RankDevices = ("cpu:1",)  # a rank for each; 2*cuda: on one of the cluster's nodes
     # Tune: "float32" for a trainer alone, where bfloat16 makes ratios too coarse (mismatch_k3)
     dtype: Literal["float32", "bfloat16"] = "float32"  # default: model.dtype; the optimiser is float32
-    # Tune: halve it when mismatch_k3 passes 0.03 or the solve rate falls; adapters want ten times a full run's
-    learning_rate: Annotated[float, Field(ge=0)] = 1e-5  # peak; 0 changes nothing (a control run)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; the others decay to 0
+    # Tune: halve it when mismatch_k3 passes 0.03 or the solve rate falls; adapters need ten times a full run's
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-5  # peak; 0 changes no weights (a control run)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; linear and cosine decay to 0
     warmup_steps: NonNegative = 0  # steps over which the learning rate rises linearly
     schedule_steps: Positive | None = None  # length of the decay; default: run.steps
     # Tune: the second to 0.99 or 0.999 for long runs of small batches
-    betas: tuple[Decay, Decay] = (0.9, 0.95)  # of AdamW: decay of the means of gradients and of their squares
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0  # of AdamW: times the learning rate, each step
+    betas: tuple[Decay, Decay] = (0.9, 0.95)  # AdamW's decay of the means of gradients and of their squares
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0  # AdamW's decay: times the learning rate, each step
     # Tune: lower it when single steps spoil the run; see grad_norm in the report
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0  # gradients are scaled down to it
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0  # gradients with a larger norm are scaled down to it
     # Tune: as large as memory allows (`headway check`): fewer, fuller passes; lower it when memory runs out
     micro_batch_tokens: Positive = 16384  # most tokens in one forward pass (or a single longer sample)
     packing: Literal["balanced", "areal", "fixed"] = "balanced"  # how samples are spread over micro-batches and ranks
-    micro_batch_samples: Positive | None = None  # fixed: a forward pass has so many (branches count), of any length
-    shared_prefix: bool = True  # what samples of a group begin with is computed once in a micro-batch: same gradient
+    micro_batch_samples: Positive | None = None  # fixed: samples of a forward pass (branches count), of any length
+    shared_prefix: bool = True  # a group's common prefix is computed once in a micro-batch, with the same gradient
     # Tune: true where activations don't fit: a third more work for a fraction of their memory
-    gradient_checkpointing: bool = False  # layers are computed again in the backward: less memory, a third more work
-    # Tune: 2 to 4 on policy or at budgets of 1 or 2, where samples are dear: docs/learning.md
-    optimizer_steps_per_batch: Positive = 1  # a batch is split by group into so many updates
+    gradient_checkpointing: bool = False  # layers are recomputed in the backward: less memory, a third more work
+    # Tune: 2 to 4 on policy or at budgets of 1 or 2, where samples are expensive: docs/learning.md
+    optimizer_steps_per_batch: Positive = 1  # number of updates into which a batch is split, by group
 
 
 class WeightsConfig(Section):
     exchange: str | None = None  # vllm-server: folder that it reads new weights from; unset: /dev/shm
     # Tune: raise it when applying weights costs the generator much (report: apply, pause) and the budget has room
-    steps_per_publish: Positive = 1  # publish one version in so many; queue.budget must be >= this - 1
+    steps_per_publish: Positive = 1  # every n-th version is published; queue.budget must be >= n - 1
 
 
 class CheckpointConfig(Section):
-    # Tune: lower it where machines are taken away: what came after the last one is trained again
-    every_steps: Positive = 50  # from one checkpoint to the next; there is one at the end, too
+    # Tune: lower it where machines are preempted: steps after the last checkpoint are trained again
+    every_steps: Positive = 50  # steps from one checkpoint to the next; the run's end writes one, too
     keep_last: Positive = 2  # older ones are removed
 
 
 class EvaluationConfig(Section):
     # Tune: set it (or every_s) to have the best checkpoint chosen; less often if evaluations hold up the generator
-    every_steps: NonNegative = 0  # validation during the run; 0: never
-    every_s: Seconds | None = None  # validation during the run, by time
+    every_steps: NonNegative = 0  # steps between validations during the run; 0: never
+    every_s: Seconds | None = None  # time between validations during the run
     # Tune: "after" or "never" where the test set takes longer than the training that it is to judge
     test: Literal["both", "before", "after", "never"] = "both"  # when tasks.test is evaluated, with held weights
-    # Tune: raise it when the standard error is larger than the change that you look for
+    # Tune: raise it when the standard error is larger than the change that you want to see
     samples_per_task: Positive = 1  # attempts at each task
     # Tune: 0 to compare with published greedy scores; 1 to see the policy that is trained
-    temperature: Annotated[float, Field(ge=0)] = 1.0  # of sampling; 0 takes the most likely token
+    temperature: Annotated[float, Field(ge=0)] = 1.0  # sampling temperature; 0 takes the most likely token
     stop_at_solve_rate: Annotated[float, Field(gt=0, le=1)] | None = None  # end early once validation reaches it
 
     @property
@@ -292,7 +292,7 @@ class EvaluationConfig(Section):
         return self.test in ("both", "after")
 
 
-Recorded = Literal["all", "none"] | Annotated[float, Field(gt=0, le=1)]
+RecordedShare = Literal["all", "none"] | Annotated[float, Field(gt=0, le=1)]
 
 
 class LedgerConfig(Section):
@@ -302,24 +302,24 @@ class LedgerConfig(Section):
     project: str = "headway"  # trackers: the project (MLflow: the experiment) the run is filed under
     name: str = ""  # trackers: the run's name; default: the last part of run.directory
     tags: tuple[str, ...] = ()  # trackers: labels to find the run by
-    table_every_steps: NonNegative = 10  # trackers: kept rollouts, text and all, as a table; 0: texts stay here
-    prometheus: Address = ""  # HOST:PORT that serves /metrics while the run goes on; port 0: any free one; "": nowhere
-    trace: bool = True  # RUN/trace.jsonl: who ran when, for `headway trace` (at most 128 MB)
-    pass_at: Annotated[tuple[Positive, ...], named_once("k")] = ()  # k of pass@k; (): 1, 2, 4, ... up to a group
+    table_every_steps: NonNegative = 10  # trackers: kept rollouts with their texts, as a table; 0: texts stay here
+    prometheus: Address = ""  # HOST:PORT that serves /metrics during the run; port 0: any free one; "": none
+    trace: bool = True  # RUN/trace.jsonl: when each process worked, for `headway trace` (at most 128 MB)
+    pass_at: Annotated[tuple[Positive, ...], distinct_names("k")] = ()  # k of pass@k; (): 1, 2, 4, ... up to a group
     # Tune: a share, or "none", when disks are small: a token takes 17 bytes
-    rollouts: Recorded = "all"  # in RUN/rollouts with all tokens, for `headway show` and `export`; a number: that share
-    rollouts_max_bytes: Positive | None = 100 * 10**9  # of RUN/rollouts: at that size it ends; None: without limit
+    rollouts: RecordedShare = "all"  # with all tokens in RUN/rollouts, for `headway show` and `export`; number: a share
+    rollouts_max_bytes: Positive | None = 100 * 10**9  # size of RUN/rollouts at which recording ends; None: no limit
 
 
 class SftConfig(Section):
     """Supervised cold start (`headway sft`)."""
 
     data: SftData = None  # a JSONL file, or a table: rows with "prompt" and "solution", or with "messages"
-    train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # whose tokens carry loss: docs/inputs.md
-    output: str = ""  # folder of the trained model: a new or empty one, or one of an earlier `headway sft`
+    train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # messages that carry loss: docs/inputs.md
+    output: str = ""  # folder of the trained model: new, empty, or of an earlier `headway sft`
     device: str = "cpu:0-1"  # cuda:N, cpu:N, cpu:N-M
     epochs: Annotated[float, Field(gt=0)] | None = 3  # passes over the data; fewer if the held-out loss rises
-    steps: Positive | None = None  # optimiser steps at which it ends, in place of sft.epochs; nothing is held out then
+    steps: Positive | None = None  # optimiser steps at which SFT ends, instead of sft.epochs; then no data is held out
     batch_sequences: Positive = 32  # sequences of one step
     # Tune: the default suits models of a million weights; 1e-5 to 5e-5 suits those of billions
     learning_rate: Annotated[float, Field(ge=0)] = 2e-3  # peak
@@ -328,23 +328,23 @@ class SftConfig(Section):
     max_tokens: Positive = 512  # longer sequences (prompt and solution, or conversation) are dropped and counted
     evaluate_every_steps: NonNegative = 0  # sampled solve rate, or shares of kernels, on tasks.validation; 0: never
     # Tune: set it so that RL begins from a model that isn't certain yet: 0.3 to 0.6
-    stop_at_solve_rate: Annotated[float, Field(gt=0, le=1)] | None = None  # ends it: RL needs room above it
+    stop_at_solve_rate: Annotated[float, Field(gt=0, le=1)] | None = None  # ends SFT: RL has to improve on it
 
     @model_validator(mode="before")
     @classmethod
-    def _ended_by_one(cls, raw: Any) -> Any:
+    def _require_one_end(cls, raw: Any) -> Any:
         if not isinstance(raw, dict):
             return raw
-        given = cast("dict[str, Any]", raw)
-        epochs, steps = given.get("epochs"), given.get("steps")
+        table = cast("dict[str, Any]", raw)
+        epochs, steps = table.get("epochs"), table.get("steps")
         if steps is None:
-            return given
+            return table
         if epochs is not None:
             raise ValueError(f"sft.epochs = {epochs} and sft.steps = {steps} both say when it ends; valid: one of them")
-        return given | {"epochs": None}
+        return table | {"epochs": None}
 
     def total_steps(self, sequences: int) -> int:
-        """Optimiser steps of the whole training on so many sequences."""
+        """Return the optimiser steps of the whole training on this number of sequences."""
         return self.steps or math.ceil((self.epochs or 3) * sequences / self.batch_sequences)
 
 
@@ -380,24 +380,24 @@ class Experiment(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _filled(cls, raw: Any) -> Any:
+    def _apply_presets(cls, raw: Any) -> Any:
         return apply_dtype(apply_preset(raw))
 
     @property
     def surplus_groups(self) -> int:
         """Groups that may be open beyond what admission allows, because surplus is discarded."""
-        queue, most = self.queue, self.open_groups
-        return most - queue.groups_per_step if queue.surplus == "discard" and most is not None else 0
+        queue, limit = self.queue, self.open_groups
+        return limit - queue.groups_per_step if queue.surplus == "discard" and limit is not None else 0
 
     @property
     def open_groups(self) -> int | None:
-        """Most groups open at once, as queue.oversampling says; None: all that admission allows."""
+        """Largest number of open groups by queue.oversampling; None: all that admission allows."""
         queue = self.queue
         return None if queue.oversampling is None else math.ceil(queue.oversampling * queue.groups_per_step)
 
     @property
     def token_budget(self) -> int | None:
-        """Staleness beyond which tokens carry no loss; None: all do."""
+        """Staleness beyond which tokens carry no loss; None: all tokens carry loss."""
         queue = self.queue
         limits = [queue.budget] if queue.overdue == "mask" else []
         if queue.max_token_staleness is not None:
@@ -405,14 +405,14 @@ class Experiment(Section):
         return min(limits, default=None)
 
     @property
-    def chats(self) -> bool:
+    def uses_chat(self) -> bool:
         """Whether responses are turns of the chat template."""
         return self.model.template == "chat" or self.environment.name != "single_turn"
 
     @property
     def kept_sets(self) -> int:
-        """`SamplingParameters.kept_sets` of what is trained on, where top_p, top_k or a grammar truncate it; 0: they
-        mayn't."""
+        """The value of `SamplingParameters.kept_sets` for samples that are trained on, where top_p, top_k or a grammar
+        may truncate sampling; 0: they mayn't."""
         return self.algorithm.truncation_support_tokens if self.algorithm.allow_truncated_sampling else 0
 
     @property
@@ -421,35 +421,35 @@ class Experiment(Section):
 
     @property
     def smallest_group(self) -> int:
-        """Fewest rollouts that a group is opened with."""
+        """Smallest number of rollouts that a group is opened with."""
         adaptive = self.curriculum.mode == "adaptive"
         return (self.curriculum.min_group_size if adaptive else None) or self.rollout.group_size
 
     @property
     def largest_group(self) -> int:
-        """Most rollouts of a group."""
+        """Largest number of rollouts of a group."""
         adaptive = self.curriculum.mode == "adaptive"
         return (self.curriculum.max_group_size if adaptive else None) or self.rollout.group_size
 
     @property
-    def task_rest_groups(self) -> tuple[int, int]:
-        """Groups for which the curriculum doesn't draw a task of its band again: at least (all that may be open, so
-        that a task seldom has two groups open) and where it has a choice."""
+    def task_cooldown_groups(self) -> tuple[int, int]:
+        """Groups for which the curriculum doesn't draw a task of its band again: the minimum (all that may be open, so
+        that a task seldom has two groups open), and the number that it keeps where it has a choice."""
         queue = self.queue
         least = queue.groups_per_step * (queue.budget + 1)
         return least, max(least, REPEAT_STEPS * queue.groups_per_step)
 
     @property
     def concurrent_rollouts(self) -> int:
-        """Most rollouts that may hold a slot or wait for one at once (at least one group)."""
+        """Largest number of rollouts that may hold a slot or wait for one at once (at least one group)."""
         if self.queue.max_concurrent_rollouts is not None:
             return max(self.queue.max_concurrent_rollouts, self.largest_group)
         slots = self.generator.slots * len(self.generator.devices)
         return max(slots, self.largest_group) + self.generator.prefetch_groups * self.rollout.group_size
 
 
-# Keys that may differ from the run's stored configuration when it is resumed; all others must be equal. A part that is
-# * stands for one name.
+# Keys that may differ from the run's stored configuration when it is resumed; all others must be equal. The part *
+# matches any single name.
 RESUMABLE_KEYS = {
     "run": "steps time_limit_s directory stop_grace_s on_stall",
     "generator": "devices engine_arguments engine_arguments.* probe_every_updates slots kv_capacity_tokens "
@@ -483,6 +483,6 @@ def is_resumable(key: str) -> bool:
     """Whether ``section.key`` may differ when a run is resumed."""
     parts = key.split(".")
     return any(
-        len(pattern) == len(parts) and all(wanted in ("*", part) for wanted, part in zip(pattern, parts, strict=True))
+        len(pattern) == len(parts) and all(glob in ("*", part) for glob, part in zip(pattern, parts, strict=True))
         for pattern in _RESUMABLE_PARTS
     )

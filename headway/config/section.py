@@ -14,7 +14,7 @@ Seconds = Annotated[float, Field(gt=0)]
 Rate = Annotated[float, Field(gt=0)]
 Probability = Annotated[float, Field(gt=0, lt=1)]
 
-ANY_NODE = "*"  # begins the node's name of a device that has no node yet
+ANY_NODE = "*"  # first character of a device's node name while no node is assigned
 
 
 class Section(BaseModel):
@@ -22,20 +22,20 @@ class Section(BaseModel):
 
     @classmethod
     def of(cls, section: Section, **values: Any) -> Self:
-        """The keys of ``section``, of which this class is an extension, and its own values, which no file sets: their
-        defaults, or ``values``."""
+        """Make an instance from the keys of ``section``, which this class extends, and from ``values`` for its further
+        fields, which no file can set; the others have their defaults."""
         return cls(**section.model_dump(), **values)
 
 
 def require_named(value: str, known: Collection[str]) -> str:
-    """Return ``value``, one of the names ``known`` or the user's own module:function. Raises ValueError."""
+    """Return ``value``, one of the ``known`` names or a user's module:function. Raises ValueError for any other."""
     if value not in known and ":" not in value:
         raise ValueError(f"valid: {', '.join(known)} or module:function")
     return value
 
 
 def require_http(value: str) -> str:
-    """Return ``value``, an address that HTTP requests can go to. Raises ValueError."""
+    """Return ``value``, an HTTP or HTTPS address. Raises ValueError for any other text."""
     if not value.startswith(("http://", "https://")):
         raise ValueError("valid: http://... or https://...")
     return value
@@ -53,39 +53,39 @@ def host_port(example: str, *, optional: bool = False) -> BeforeValidator:
     return BeforeValidator(validated)
 
 
-def _switched(value: Any) -> Any:
+def _switch_value(value: Any) -> Any:
     return ("on" if value else "off") if isinstance(value, bool) else value
 
 
-Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switched)]  # true and false are on and off
+Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch_value)]  # true and false are on and off
 
 
-def named_once(what: str) -> AfterValidator:
-    """Make the validator of a list of names that names no ``what`` twice."""
+def distinct_names(kind: str) -> AfterValidator:
+    """Make the validator of a list of names that names no ``kind`` twice."""
 
     def validated(value: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(value)) < len(value):
-            raise ValueError(f"a {what} is named twice")
+            raise ValueError(f"a {kind} is named twice")
         return value
 
     return AfterValidator(validated)
 
 
 def counted_devices(component: str) -> AfterValidator:
-    """Make the validator of a list of devices: ``N*cuda`` or ``N*cpu`` stands for N devices of any of the cluster's
+    """Make the validator of a list of devices: it expands ``N*cuda`` or ``N*cpu`` to N devices on any of the cluster's
     nodes, named ``*COMPONENT/cuda:0`` and so on until the nodes are known."""
 
     def expanded(names: tuple[str, ...]) -> tuple[str, ...]:
-        found: list[str] = []
+        devices: list[str] = []
         for name in names:
             match = re.fullmatch(r"([1-9]\d{0,3})\*(cuda|cpu)", name)
-            given = len(found)
-            found += (
+            first_index = len(devices)
+            devices += (
                 [name]
                 if match is None
-                else [f"{ANY_NODE}{component}/{match[2]}:{given + index}" for index in range(int(match[1]))]
+                else [f"{ANY_NODE}{component}/{match[2]}:{first_index + index}" for index in range(int(match[1]))]
             )
-        return tuple(found)
+        return tuple(devices)
 
     return AfterValidator(expanded)
 

@@ -11,8 +11,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from headway.config.section import Positive, Seconds, Section
 
 _OTHER_FORMATS = (".parquet", ".arrow", ".csv")  # files that only source = "datasets" reads
-# key -> the sources it means something to; a key that isn't here means something to all
-_MEANT_FOR: Mapping[str, tuple[str, ...]] = {
+# key -> the sources in which it has an effect; the other keys have one in all sources
+_SOURCES_OF_KEY: Mapping[str, tuple[str, ...]] = {
     "path": ("jsonl", "datasets"),
     "name": ("datasets", "reasoning-gym", "function"),
     "subset": ("datasets",),
@@ -40,8 +40,8 @@ def _require_name(value: Any) -> Any:
 
 class TaskColumns(Section):
     prompt: str = "prompt"  # a text, or a conversation: a list of {role, content} (needs model.template = "chat")
-    answer: str | None = None  # default: "answer" where there is one; "" takes none
-    images: str | None = None  # pictures before a prompt's text; default: "images" where there is one; "" takes none
+    answer: str | None = None  # default: "answer" where there is one; "" reads none
+    images: str | None = None  # pictures before a prompt's text; default: "images" where there is one; "" reads none
 
 
 class SftColumns(Section):
@@ -52,17 +52,17 @@ class SftColumns(Section):
 
 
 class TaskSource(Section):
-    source: Literal["jsonl", "datasets", "reasoning-gym", "function"] = "jsonl"  # what rows come from: docs/inputs.md
+    source: Literal["jsonl", "datasets", "reasoning-gym", "function"] = "jsonl"  # kind of the source: docs/inputs.md
     path: str = ""  # jsonl: the file; datasets: a file or folder on this machine
-    name: str = ""  # datasets: on the Hugging Face hub; reasoning-gym: the generator's; function: module:function
+    name: str = ""  # datasets: name on the Hugging Face hub; reasoning-gym: the generator; function: module:function
     subset: str = ""  # datasets: the configuration, where there are several
     split: str = ""  # datasets: train, test, ...; default: the only one, or else train
     revision: str = ""  # datasets from the hub: a commit or tag, so that the data can't change during the run
     columns: TaskColumns = TaskColumns()  # names of the columns
     convert: str = ""  # module:function from a row to {"prompt", "answer", ...}, or to None to leave it out
     parameters: dict[str, Any] = {}  # reasoning-gym: the generator's, size and seed; function: its arguments
-    limit: Positive | None = None  # number of tasks used, the first after shuffling by run.seed
-    weight: Annotated[float, Field(gt=0)] = 1.0  # share of training tasks drawn from it, relative to other weights
+    limit: Positive | None = None  # number of tasks used: the first ones after shuffling by run.seed
+    weight: Annotated[float, Field(gt=0)] = 1.0  # share of the training tasks, relative to other sources' weights
     label: str = ""  # name under which its solve rate is reported; default: its path or name
     verifier: Annotated[str, BeforeValidator(_require_name)] = ""  # one of [verifiers.NAME]; default: [verifier]
 
@@ -72,24 +72,24 @@ class TaskSource(Section):
         return self
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         """The source's name in errors: its label, or else its path or name."""
         return self.label or self.path or (f"{self.source}:{self.name}" if self.source != "datasets" else self.name)
 
     @property
-    def generated(self) -> dict[str, Any]:
-        """The parameters of a reasoning-gym generator, with how many tasks it makes and from which seed."""
+    def generator_parameters(self) -> dict[str, Any]:
+        """The parameters of a reasoning-gym generator, with the number of its tasks and its seed."""
         return {"size": 1000, "seed": 0, **self.parameters}
 
 
 class SftSource(Section):
-    source: Literal["jsonl", "datasets"] = "jsonl"  # what rows come from: docs/inputs.md
+    source: Literal["jsonl", "datasets"] = "jsonl"  # kind of the source: docs/inputs.md
     path: str = ""  # jsonl: the file; datasets: a file or folder on this machine
-    name: str = ""  # datasets: its name on the Hugging Face hub
-    subset: str = ""  # datasets: which configuration of it, where there are several
+    name: str = ""  # datasets: name on the Hugging Face hub
+    subset: str = ""  # datasets: the configuration, where there are several
     split: str = ""  # datasets: train, test, ...; default: the only one, or else train
     revision: str = ""  # datasets from the hub: a commit or tag
-    columns: SftColumns = SftColumns()  # which column is what
+    columns: SftColumns = SftColumns()  # names of the columns
     convert: str = ""  # module:function from a row to one with the keys above, or to None
 
     @model_validator(mode="after")
@@ -98,14 +98,14 @@ class SftSource(Section):
         return self
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         """The source's name in errors."""
         return self.path or self.name
 
 
 def require_complete(section: TaskSource | SftSource, source: str) -> None:
     """Raise ValueError for a key that ``source`` needs but lacks, or that has no effect with it."""
-    for key, sources in _MEANT_FOR.items():
+    for key, sources in _SOURCES_OF_KEY.items():
         field = type(section).model_fields.get(key)
         if field is not None and source not in sources and getattr(section, key) != field.default:
             valid = " or ".join(f"'{name}'" for name in sources)
@@ -120,7 +120,7 @@ def require_complete(section: TaskSource | SftSource, source: str) -> None:
     if source == "reasoning-gym" and not section.name:
         raise ValueError("source 'reasoning-gym' needs 'name'")
     if isinstance(section, TaskSource) and source == "reasoning-gym":
-        size, seed = section.generated["size"], section.generated["seed"]
+        size, seed = section.generator_parameters["size"], section.generator_parameters["seed"]
         if type(size) is not int or size < 1:
             raise ValueError(f"parameters.size = {size!r}: valid: 1 or more, the number of tasks")
         if type(seed) is not int:
@@ -136,28 +136,28 @@ def require_complete(section: TaskSource | SftSource, source: str) -> None:
 
 
 def _path_or_table(value: Any) -> Any:
-    """The path of a JSONL file stands for the table that names it."""
+    """Convert the path of a JSONL file to the table that it is short for."""
     return {"path": value} if isinstance(value, str) else value
 
 
 def _listed(value: Any) -> Any:
-    """A list of sources, from one source or several."""
+    """Convert one source, or a list of several, to a list of tables."""
     items = cast("list[Any]", value) if isinstance(value, (list, tuple)) else [value]
     return [_path_or_table(item) for item in items]
 
 
-def _told_apart(sources: tuple[TaskSource, ...]) -> tuple[TaskSource, ...]:
+def _require_distinct_names(sources: tuple[TaskSource, ...]) -> tuple[TaskSource, ...]:
     seen: set[str] = set()
     for source in sources:
-        if source.called in seen:
-            raise ValueError(f"two sources are called {source.called!r}: give them a 'label' each")
-        seen.add(source.called)
+        if source.display_name in seen:
+            raise ValueError(f"two sources are called {source.display_name!r}: give them a 'label' each")
+        seen.add(source.display_name)
     return sources
 
 
 # One source, as a table (or the path of a JSONL file), or a list of several.
 TaskSources = Annotated[
-    tuple[TaskSource, ...], BeforeValidator(_listed), Field(min_length=1), AfterValidator(_told_apart)
+    tuple[TaskSource, ...], BeforeValidator(_listed), Field(min_length=1), AfterValidator(_require_distinct_names)
 ]
 
 

@@ -1,4 +1,4 @@
-"""`environment.mcp`: servers of tools that the Model Context Protocol reaches."""
+"""`environment.mcp`: servers of tools, which speak the Model Context Protocol."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from headway.config.section import Seconds, Section, require_http
 
 
 class ToolServerConfig(Section):
-    """A server whose tools the policy may call, beside its environment's own."""
+    """A server whose tools the policy may call, in addition to its environment's."""
 
-    name: str  # what errors and logs call it
-    command: tuple[
-        str, ...
-    ] = ()  # a program, started here as whoever runs Headway, that speaks over its stdin and stdout
-    url: str = ""  # or the address of one that runs: https://HOST/mcp
+    name: str  # name in errors and logs
+    command: tuple[str, ...] = ()  # a program, run here as the user of Headway, that speaks over its stdin and stdout
+    url: str = ""  # or the address of a running server: https://HOST/mcp
     per: Literal["worker", "episode"] = "worker"  # one for all rollouts of a worker; or for each, with its state
-    tools: tuple[str, ...] = ()  # that may be called; (): all it has
-    variables: dict[str, str] = {}  # environment variables of the program; but for PATH it has nothing of the run's
-    passes: tuple[str, ...] = ()  # names of the run's own environment variables that the program gets
+    tools: tuple[str, ...] = ()  # tools that may be called; (): all that the server has
+    variables: dict[str, str] = {}  # environment variables of the program; of the run's own it gets only PATH
+    passes: tuple[str, ...] = ()  # names of the run's own environment variables that the program gets, too
     api_key_env: str = ""  # url: the environment variable with its bearer token
-    timeout_s: Seconds = 60.0  # of a call
+    timeout_s: Seconds = 60.0  # time limit of a call
 
     @field_validator("url")
     @classmethod
@@ -30,11 +28,11 @@ class ToolServerConfig(Section):
         return value and require_http(value)
 
     @model_validator(mode="after")
-    def _one_way(self) -> ToolServerConfig:
+    def _require_one_transport(self) -> ToolServerConfig:
         if bool(self.command) == bool(self.url):
             raise ValueError("either command = ['program', ...] or url = 'https://...' is needed")
-        given = [key for key in ("variables", "passes") if getattr(self, key)] if self.url else []
-        given += ["api_key_env"] if self.command and self.api_key_env else []
-        if given:
-            raise ValueError(f"{given[0]} has no effect with {'url' if self.url else 'command'}")
+        ineffective_keys = [key for key in ("variables", "passes") if getattr(self, key)] if self.url else []
+        ineffective_keys += ["api_key_env"] if self.command and self.api_key_env else []
+        if ineffective_keys:
+            raise ValueError(f"{ineffective_keys[0]} has no effect with {'url' if self.url else 'command'}")
         return self

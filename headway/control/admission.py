@@ -1,4 +1,4 @@
-"""Admission (DESIGN rule 1): how many groups may be open so that none can grow staler than the budget.
+"""Admission: computes how many groups may open so that none can exceed the staleness budget (design.md, rule 1).
 
 AReaL's Eq. 3 in groups: a group may open while ``floor((N - 1) / groups_per_step) <= v + budget``, with v the
 lowest version applied by any live replica and N = groups_per_step x completed steps + open groups, the new one
@@ -6,9 +6,9 @@ included. Solved for the number of open groups this is
 
     open <= groups_per_step x (v + budget + 1 - completed steps)
 
-and that is why it is enough: the new group's first token has version >= v, so it may be trained up to step
-v + budget, and from now to that step there are exactly ``v + budget + 1 - completed steps`` batches: all that is
-open, the new group included, fits into them. ``staleness.OpenGroups.select`` keeps that so from step to step.
+The bound is sufficient: the new group's first token has version >= v, so it may be trained up to step
+v + budget, and from now to that step there are exactly ``v + budget + 1 - completed steps`` batches: all open
+groups, the new one included, fit into them. ``staleness.OpenGroups.select`` preserves this from step to step.
 """
 
 from __future__ import annotations
@@ -39,5 +39,5 @@ def credit(
         raise ValueError(f"groups_per_step {groups_per_step} must be >= 1; {counts} must be >= 0")
     if not 0 <= applied_version <= completed_steps:
         raise ValueError(f"applied version {applied_version} is not within 0..{completed_steps} (completed steps)")
-    room = groups_per_step * (applied_version + budget + 1 - completed_steps)
-    return max(0, room + surplus_groups - open_groups)
+    capacity = groups_per_step * (applied_version + budget + 1 - completed_steps)
+    return max(0, capacity + surplus_groups - open_groups)

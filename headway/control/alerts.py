@@ -1,6 +1,6 @@
-"""Rules that call for a person's attention: pure functions over a run's last steps, and what of them is reported when.
+"""Alert rules, pure functions over a run's last steps, and the tracker that decides which findings are reported.
 
-A rule returns what it has found as a sentence, or "". It asks for a change that is large and lasts: a person is called.
+A rule returns its finding as a sentence, or "". It requires a large and lasting change, as it calls a person.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from headway.records.ledger import EvaluationRecord, LedgerLine, StepRecord
 
 RULES: tuple[AlertRule, ...] = get_args(AlertRule)
 FIRST, WINDOW = 16, 512  # steps kept from the run's beginning, and last ones
-MIN_INTERVAL_S = 900.0  # between two alerts of one rule: whoever is called needs that long to look
-RECENT = 8  # steps that stand for "now": a batch or two of odd tasks are no trend
-SKIPPED = 3  # in a row: one is the guard at work; MOST_SKIPPED_IN_A_ROW end the run
+MIN_INTERVAL_S = 900.0  # between two alerts of one rule: the person who is called needs that long to react
+RECENT = 8  # steps that represent "now": a batch or two of odd tasks are no trend
+SKIPPED = 3  # in a row: a single one is the guard's; MAX_CONSECUTIVE_SKIPS end the run
 _FINITE = ("loss", "grad_norm", "entropy", "kl")  # metrics of the trainer that are numbers while training is sound
 
 # Nats per token, the median of half the recent steps. kl and mismatch_k3: between the weights that sampled and those
@@ -29,17 +29,17 @@ _DIVERGENCE = {"kl": 0.15, "mismatch_k3": 0.15, "kl_reference": 2.0}
 _ENTROPY_SHARE = 0.1  # of the first steps': GRPO without safeguards falls so far within 200 steps (DAPO, figure 2)
 _ENTROPY_LEAST = 0.02  # nats per token at the start, below which there was nothing to collapse
 _SOLVED = 0.9  # solve rate from which low entropy, or an evaluation that doesn't rise, is as it should be
-EVALUATIONS, _LEAST_EVALUATIONS = 8, 4  # last ones looked at, in two halves, and the fewest that are
+EVALUATIONS, _LEAST_EVALUATIONS = 8, 4  # last ones compared, in two halves, and the fewest that are
 _REWARD_RISE = 0.5  # of training, in standard deviations of a reward ...
-_FLAT_SHARE = 0.25  # ... of which the evaluation's rise, at most, is at most so much
+_FLAT_SHARE = 0.25  # ... of which the upper bound of the evaluation's rise is at most this share
 _LENGTH_START = 4  # steps at the start that lengths are compared with
-_LENGTH_RATIO, _TRUNCATED = 1.5, 0.3  # of responses, where so many more of them are cut as well
-_LENGTH_RATIO_ALONE, _LENGTH_BEFORE = 3.0, 64  # ... of cut ones or not, in so many steps: learning to think brings 1.3
+_LENGTH_RATIO, _TRUNCATED = 1.5, 0.3  # growth of responses, with a rise of the share of cut ones
+_LENGTH_RATIO_ALONE, _LENGTH_BEFORE = 3.0, 64  # growth alone, within these steps: learning to reason brings 1.3
 
 
 @dataclass
 class AlertHistory:
-    """The steps and evaluations that the rules look at."""
+    """The steps and evaluations that the rules read."""
 
     first: list[StepRecord] = field(default_factory=list[StepRecord])
     steps: deque[StepRecord] = field(default_factory=lambda: deque[StepRecord](maxlen=WINDOW))
@@ -64,14 +64,14 @@ def _metric(name: str, steps: Iterable[StepRecord]) -> list[float]:
 
 
 def skipped_steps(history: AlertHistory) -> str:
-    """Steps in a row whose gradient, loss or divergence wasn't finite."""
+    """Find consecutive steps whose gradient, loss or divergence wasn't finite."""
     last = history.recent[-SKIPPED:]
     bad = (step.skipped or not all(math.isfinite(step.metrics.get(name, 0.0)) for name in _FINITE) for step in last)
     return f"{SKIPPED} steps in a row were skipped or not finite" if len(last) == SKIPPED and all(bad) else ""
 
 
 def divergence(history: AlertHistory) -> str:
-    """KL between the weights that sampled and those that train, or from the reference model."""
+    """Find a large KL between sampling and training weights, or from the reference model."""
     for name, limit in _DIVERGENCE.items():
         values = [abs(value) for value in _metric(name, history.recent)][-RECENT // 2 :]
         if len(values) == RECENT // 2 and median(values) > limit:
@@ -80,7 +80,7 @@ def divergence(history: AlertHistory) -> str:
 
 
 def entropy_collapse(history: AlertHistory) -> str:
-    """Entropy that has fallen to a small share of the first steps', though tasks are left to solve."""
+    """Find entropy that has fallen to a small share of the first steps' while tasks remain unsolved."""
     then, now = _metric("entropy", history.first)[:RECENT], _metric("entropy", history.recent)
     if len(history.steps) < 2 * RECENT or min(len(then), len(now)) < RECENT:
         return ""
@@ -91,58 +91,58 @@ def entropy_collapse(history: AlertHistory) -> str:
 
 
 def reward_hacking(history: AlertHistory) -> str:
-    """Training reward that rises while the evaluation on validation tasks doesn't.
+    """Find a training reward that rises while the evaluation on validation tasks doesn't.
 
-    Of the last evaluations and the steps since the first of them, two halves are compared. Both changes are in standard
-    deviations of one attempt (of the reward; of solved or not), and the evaluation's is taken at the upper end of its
-    95 % interval: too few tasks raise no alarm.
+    Two halves of the last evaluations, and of the steps since the first of them, are compared. Both changes are in
+    standard deviations of one attempt (of the reward; of solved or not), and the evaluation's is taken at the upper end
+    of its 95 % interval: too few tasks raise no alarm.
     """
-    seen = [one for one in history.evaluations if history.steps and one.step >= history.steps[0].step]
-    if len(seen) < _LEAST_EVALUATIONS:
+    evals = [record for record in history.evaluations if history.steps and record.step >= history.steps[0].step]
+    if len(evals) < _LEAST_EVALUATIONS:
         return ""
-    halves = seen[: len(seen) // 2], seen[len(seen) // 2 :]
-    measured = [(s.step, s.rewards) for s in history.steps if s.step >= seen[0].step and s.rewards]
+    halves = evals[: len(evals) // 2], evals[len(evals) // 2 :]
+    measured = [(s.step, s.rewards) for s in history.steps if s.step >= evals[0].step and s.rewards]
     then = [rewards.mean for step, rewards in measured if step < halves[1][0].step]
     now = [rewards.mean for _, rewards in measured[len(then) :]]
     if min(len(then), len(now)) < RECENT or (spread := fmean(rewards.std for _, rewards in measured)) <= 0:
         return ""
     rise, error = fmean(now) - fmean(then), math.hypot(*(pstdev(part) / math.sqrt(len(part)) for part in (then, now)))
-    before, after = (fmean(one.solve_rate for one in half) for half in halves)
-    errors = [one.standard_error / len(half) for half in halves for one in half]
-    attempt = max(0.1, math.sqrt(max(0.0, before * (1 - before))))
-    most = (after - before + 2 * math.hypot(*errors)) / attempt
-    if after >= _SOLVED or rise < max(_REWARD_RISE * spread, 3 * error) or most > _FLAT_SHARE * rise / spread:
+    rate_then, rate_now = (fmean(record.solve_rate for record in half) for half in halves)
+    errors = [record.standard_error / len(half) for half in halves for record in half]
+    attempt = max(0.1, math.sqrt(max(0.0, rate_then * (1 - rate_then))))
+    eval_rise = (rate_now - rate_then + 2 * math.hypot(*errors)) / attempt
+    if rate_now >= _SOLVED or rise < max(_REWARD_RISE * spread, 3 * error) or eval_rise > _FLAT_SHARE * rise / spread:
         return ""
     return (
-        f"training reward rose from {fmean(then):.3g} to {fmean(now):.3g} while the solve rate on validation tasks "
-        f"went from {before:.3f} to {after:.3f}"
+        f"training reward rose from {fmean(then):.3g} to {fmean(now):.3g} while the solve rate on "
+        f"validation tasks went from {rate_then:.3f} to {rate_now:.3f}"
     )
 
 
-def lengths_running_away(history: AlertHistory) -> str:
-    """Response lengths that have grown since the run's start until many are cut, or faster than learning makes them."""
+def runaway_lengths(history: AlertHistory) -> str:
+    """Find response lengths that have grown until many are cut, or faster than learning explains."""
     start = [step.lengths for step in history.first if step.lengths][:_LENGTH_START]
     measured = [step.lengths for step in history.steps if step.lengths][-RECENT - _LENGTH_BEFORE :]
-    before, now = measured[:-RECENT], measured[-RECENT:]
-    if min(len(before), len(start)) < _LENGTH_START:
+    earlier, recent = measured[:-RECENT], measured[-RECENT:]
+    if min(len(earlier), len(start)) < _LENGTH_START:
         return ""
-    cut_then, cut = (fmean(lengths.truncated_share for lengths in part) for part in (start, now))
-    then, lately, length = (median(lengths.mean for lengths in part) for part in (start, before, now))
-    if length >= _LENGTH_RATIO * then and min(cut, cut - cut_then) >= _TRUNCATED:
-        return f"responses grew from {then:.0f} to {length:.0f} tokens; {cut:.0%} are cut, at the start {cut_then:.0%}"
-    if length >= _LENGTH_RATIO_ALONE * lately:
-        return f"responses grew from {lately:.0f} to {length:.0f} tokens within {len(before)} steps"
+    cut_then, cut = (fmean(lengths.truncated_share for lengths in part) for part in (start, recent))
+    first, earlier_tokens, last = (median(lengths.mean for lengths in part) for part in (start, earlier, recent))
+    if last >= _LENGTH_RATIO * first and min(cut, cut - cut_then) >= _TRUNCATED:
+        return f"responses grew from {first:.0f} to {last:.0f} tokens; {cut:.0%} are cut, at the start {cut_then:.0%}"
+    if last >= _LENGTH_RATIO_ALONE * earlier_tokens:
+        return f"responses grew from {earlier_tokens:.0f} to {last:.0f} tokens within {len(earlier)} steps"
     return ""
 
 
-def full_disk(free_bytes: int, needed_bytes: int, place: str) -> str:
-    """A file system without room for what the run writes next."""
-    text = f"{place} has {free_bytes / (1 << 30):.2f} GiB left; the run may need {needed_bytes / (1 << 30):.2f}"
+def full_disk(free_bytes: int, needed_bytes: int, location: str) -> str:
+    """Find a file system without space for the run's next writes."""
+    text = f"{location} has {free_bytes / (1 << 30):.2f} GiB left; the run may need {needed_bytes / (1 << 30):.2f}"
     return text if free_bytes < needed_bytes else ""
 
 
 def no_step(since_s: float, gaps_s: Sequence[float], times: float, least_s: float) -> str:
-    """No step for many times as long as the longest of the last ones took; "" while fewer than three are known."""
+    """Find a step overdue by a multiple of the longest of the last ones; "" while fewer than three are known."""
     if len(gaps_s) < 3 or not since_s >= max(least_s, times * max(gaps_s)):  # NaN: none in this process
         return ""
     return f"no step for {since_s:.0f} s; the last {len(gaps_s)} took {max(gaps_s):.3g} s at most"
@@ -153,7 +153,7 @@ STEP_RULES: dict[AlertRule, Callable[[AlertHistory], str]] = {
     "kl": divergence,
     "entropy": entropy_collapse,
     "reward_hacking": reward_hacking,
-    "length": lengths_running_away,
+    "length": runaway_lengths,
 }
 
 
@@ -163,37 +163,38 @@ Change = Literal["", "raised", "cleared"]
 class AlertTracker:
     """Decides which findings are reported.
 
-    Lifecycle of a rule: *quiet* -> found: *raised*, reported once -> not found so many times in a row: *cleared*, quiet
-    again. Invariant: two alerts of one rule are at least ``min_interval_s`` apart; one that returns sooner and stays is
-    raised then.
+    Lifecycle of a rule: *idle* -> a finding: *raised*, reported once -> no finding several times in a row: *cleared*,
+    idle again. Invariant: two alerts of one rule are at least ``min_interval_s`` apart; one that returns sooner and
+    stays is raised then.
     """
 
     def __init__(self, rules: Iterable[str], min_interval_s: float) -> None:
-        """``rules``: names, or "all"."""
-        wanted = set(rules)
-        self.rules = [rule for rule in RULES if wanted & {rule, "all"}]
+        """Track ``rules``, given by name or as "all"."""
+        names = set(rules)
+        self.rules = [rule for rule in RULES if names & {rule, "all"}]
         self.history = AlertHistory()
-        self.raised: dict[AlertRule, str] = {}  # rule -> what it found
+        self.raised: dict[AlertRule, str] = {}  # rule -> its finding
         self._min_interval_s = min_interval_s
         self._raised_s: dict[AlertRule, float] = {}
         self._missed: dict[AlertRule, int] = {}
 
     def take(self, line: LedgerLine) -> list[tuple[AlertRule, Change]]:
-        """Take in a step or an evaluation and return the rules that change by it."""
+        """Add a step or an evaluation and return the rules whose state changes."""
         self.history.take(line)
         if not isinstance(line, StepRecord):
             return []
-        looks: list[tuple[AlertRule, str]] = [(rule, look(self.history)) for rule, look in STEP_RULES.items()]
-        return [(rule, change) for rule, found in looks if (change := self.update(rule, found, line.time_s, RECENT))]
+        texts: list[tuple[AlertRule, str]] = [(rule, check(self.history)) for rule, check in STEP_RULES.items()]
+        return [(rule, change) for rule, text in texts if (change := self.update(rule, text, line.time_s, RECENT))]
 
-    def update(self, rule: AlertRule, found: str, now_s: float, misses: int = 1) -> Change:
-        """Take in what ``rule`` has ``found`` now ("": nothing), and return what changes by it. ``misses``: times in a
-        row without a finding after which it is over."""
+    def update(self, rule: AlertRule, finding: str, now_s: float, misses: int = 1) -> Change:
+        """Enter the current ``finding`` of ``rule`` ("": none) and return its change of state.
+
+        ``misses``: consecutive calls without a finding after which the alert is cleared."""
         if rule not in self.rules:
             return ""
-        self._missed[rule] = 0 if found else self._missed.get(rule, 0) + 1
-        if found and rule not in self.raised and now_s - self._raised_s.get(rule, -math.inf) >= self._min_interval_s:
-            self.raised[rule], self._raised_s[rule] = found, now_s
+        self._missed[rule] = 0 if finding else self._missed.get(rule, 0) + 1
+        if finding and rule not in self.raised and now_s - self._raised_s.get(rule, -math.inf) >= self._min_interval_s:
+            self.raised[rule], self._raised_s[rule] = finding, now_s
             return "raised"
         if rule in self.raised and self._missed[rule] >= misses:
             del self.raised[rule]

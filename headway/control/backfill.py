@@ -1,4 +1,4 @@
-"""Saving of tenants that share a pool: slots that one's stragglers idle are filled with another's rollouts. Pure."""
+"""Simulates tenants that share a pool: slots idle behind one's stragglers are filled with another's rollouts. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 
 class SharedPool(msgspec.Struct, frozen=True, kw_only=True):
-    """Outcome of tenants on one pool, against each alone on a pool of that size, one after the other."""
+    """Outcome of tenants on one pool, relative to each running alone on that pool, one after the other."""
 
     tenants: int
     busy_share: float  # of the slots' time
@@ -33,13 +33,13 @@ class TenantLoad(msgspec.Struct, frozen=True, kw_only=True):
 def shared_pool(load: TenantLoad, tenants: int, seed: int = 0) -> SharedPool:
     """Simulate ``tenants`` with ``load`` each.
 
-    A rollout takes as long beside others as alone: the saving is that of idle slots, without what fuller batches or
-    shared base weights bring or cost. Tenants differ in the order of their rollouts' lengths alone.
+    A rollout takes as long beside others as alone: the saving is that of idle slots, without the effects of fuller
+    batches or shared base weights. Tenants differ only in the order of their rollouts' lengths.
     """
     lengths = [_lengths(load, random.Random(seed + tenant)) for tenant in range(tenants)]
     together = _finish_s(load, lengths)
-    alone = [_finish_s(load, [own]) for own in lengths]
-    work = sum(sum(map(sum, own)) for own in lengths)
+    alone = [_finish_s(load, [tenant_lengths]) for tenant_lengths in lengths]
+    work = sum(sum(map(sum, tenant_lengths)) for tenant_lengths in lengths)
     return SharedPool(
         tenants=tenants,
         busy_share=work / (load.slots * together),
@@ -49,15 +49,16 @@ def shared_pool(load: TenantLoad, tenants: int, seed: int = 0) -> SharedPool:
 
 
 def _lengths(load: TenantLoad, chance: random.Random) -> list[list[float]]:
-    """Seconds of each rollout, step by step."""
+    """Draw the seconds of each rollout, step by step."""
     sigma = math.log(load.spread) / 2.3263  # the standard normal's quantile at 0.99
     middle = load.mean_s * math.exp(-(sigma**2) / 2)
     return [[middle * chance.lognormvariate(0, sigma) for _ in range(load.rollouts)] for _ in range(load.steps)]
 
 
 def _finish_s(load: TenantLoad, lengths: Sequence[list[list[float]]]) -> float:
-    """Seconds until every tenant has done its steps: slots are given to waiting rollouts in the order they came, the
-    trainer to batches in the order they were complete."""
+    """Return the seconds until every tenant has done its steps.
+
+    Slots go to waiting rollouts in order of arrival, the trainer to batches in order of completion."""
     free = [0.0] * load.slots
     trainer_s = 0.0
     events = [(0.0, tenant, 0, False) for tenant in range(len(lengths))]  # (time, tenant, step, all of it generated)

@@ -1,15 +1,15 @@
-"""The books (DESIGN rule 7): every rollout is open, left at the end, or ended exactly once, with a reason."""
+"""The accounting of rollouts: each is open, left at the end, or ended once, with a reason (design.md, rule 7)."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from headway.records.errors import BooksUnbalanced
+from headway.records.errors import AccountingUnbalanced
 from headway.records.rollout import BOUNDARIES, ENDINGS, Boundary, Ending
 
 
-class Books:
+class Accounting:
     """Counts of rollouts by ending, reason and failure boundary, and which members of which group are open.
 
     Lifecycle of an entry: ``admit`` -> open -> ``end`` (once). A rollout still open when a run stops was *left
@@ -44,32 +44,32 @@ class Books:
 
     @property
     def data(self) -> dict[str, int]:
-        """Data of a ledger event: rollouts under each ending's name, failures as ``failed_at_BOUNDARY``."""
+        """Counts for a ledger event: rollouts by ending, and failures as ``failed_at_BOUNDARY``."""
         failures = {f"failed_at_{boundary}": self.failures[boundary] for boundary in BOUNDARIES}
         return {ending: self.endings[ending] for ending in ENDINGS} | failures
 
     def admit(self, group: int, size: int) -> None:
-        """Open the ``size`` rollouts of a group. Raises BooksUnbalanced when its index was used before."""
+        """Open the ``size`` rollouts of a group. Raises AccountingUnbalanced when its index was used before."""
         if group < self._next_index:
-            raise BooksUnbalanced(f"group {group} is admitted again (next index is {self._next_index})")
+            raise AccountingUnbalanced(f"group {group} is admitted again (next index is {self._next_index})")
         if size < 1:
-            raise BooksUnbalanced(f"group {group} is admitted with {size} rollouts")
+            raise AccountingUnbalanced(f"group {group} is admitted with {size} rollouts")
         self._next_index = group + 1
         self._open[group] = set(range(size))
         self._open_rollouts += size
         self.admitted += size
 
     def end(self, group: int, member: int, ending: Ending, reason: str, boundary: Boundary | None = None) -> None:
-        """End one rollout. ``boundary``: where it failed itself, if it did. Raises BooksUnbalanced if not open."""
+        """End one rollout. ``boundary``: where it failed, if it did. Raises AccountingUnbalanced if it isn't open."""
         members = self._open.get(group)
         if members is None or member not in members:
             known = group < self._next_index
-            raise BooksUnbalanced(
+            raise AccountingUnbalanced(
                 f"rollout {group}-{member} ends as {ending} ({reason}) but "
                 + ("has ended before" if known else "was never admitted")
             )
         if ending not in ENDINGS:
-            raise BooksUnbalanced(f"rollout {group}-{member}: {ending!r} is none of {', '.join(ENDINGS)}")
+            raise AccountingUnbalanced(f"rollout {group}-{member}: {ending!r} is none of {', '.join(ENDINGS)}")
         members.discard(member)
         if not members:
             del self._open[group]
@@ -80,10 +80,10 @@ class Books:
             self.failures[boundary] += 1
 
     def end_group(self, group: int, ending: Ending, reason: str, boundary: Boundary | None = None) -> int:
-        """End every member of a group that is still open; returns how many. Raises BooksUnbalanced for none."""
+        """End every open member of a group; return their number. Raises AccountingUnbalanced for none."""
         members = sorted(self._open.get(group, ()))
         if not members:
-            raise BooksUnbalanced(f"group {group} ends as {ending} ({reason}) but has no open rollout")
+            raise AccountingUnbalanced(f"group {group} ends as {ending} ({reason}) but has no open rollout")
         for member in members:
             self.end(group, member, ending, reason, boundary)
         return len(members)
@@ -96,10 +96,12 @@ class Books:
         ended: Mapping[tuple[Ending, str], int],
         failures: Mapping[str, int],
     ) -> None:
-        """Enter the rollouts of a buffer when a run is resumed. Raises BooksUnbalanced unless the books are empty."""
+        """Enter the rollouts of a buffer when a run is resumed. Raises AccountingUnbalanced if any were admitted."""
         if self.admitted:
-            raise BooksUnbalanced("books that are in use can't be restored")
-        self._open = {group: left for group, members in sorted(open_members.items()) if (left := set(members))}
+            raise AccountingUnbalanced("an accounting that is in use can't be restored")
+        self._open = {
+            group: remaining for group, members in sorted(open_members.items()) if (remaining := set(members))
+        }
         self._open_rollouts = sum(len(members) for members in self._open.values())
         self._next_index = next_index
         for (ending, reason), count in ended.items():
@@ -110,7 +112,7 @@ class Books:
         self._taken = self._counts()
 
     def take_recent(self) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-        """(endings, failures by boundary, filtered ones by reason) since the last call."""
+        """Return the counts (endings, failures by boundary, filtered ones by reason) since the last call."""
         now = self._counts()
         endings, failures, filtered = (dict(count - taken) for count, taken in zip(now, self._taken, strict=True))
         self._taken = now
@@ -121,13 +123,13 @@ class Books:
         return self.endings.copy(), self.failures.copy(), Counter(filtered)
 
     def check(self, *, admitted: int, open_now: int) -> None:
-        """Compare with an independent count of rollouts admitted and open. Raises BooksUnbalanced."""
+        """Compare with an independent count of rollouts admitted and open. Raises AccountingUnbalanced."""
         ended = self.endings.total()
         problems: list[str] = []
         if self.admitted != admitted:
             problems.append(f"{self.admitted} rollouts were entered, {admitted} admitted")
         if self._open_rollouts != open_now:
-            problems.append(f"{self._open_rollouts} rollouts are open in the books, {open_now} in the system")
+            problems.append(f"{self._open_rollouts} rollouts are open in the accounting, {open_now} in the system")
         if self.admitted != self._open_rollouts + ended:
             problems.append(f"{self.admitted} entered != {self._open_rollouts} open + {ended} ended")
         if self._open_rollouts != sum(len(members) for members in self._open.values()):
@@ -135,4 +137,4 @@ class Books:
         if self.failures.total() > self.endings["failed"]:
             problems.append(f"{self.failures.total()} failures by boundary, but {self.endings['failed']} failed")
         if problems:
-            raise BooksUnbalanced("the books do not balance: " + "; ".join(problems))
+            raise AccountingUnbalanced("the accounting doesn't balance: " + "; ".join(problems))

@@ -1,4 +1,4 @@
-"""State of a channel between workers: its items, who gets which, and those that a dead consumer had. Pure."""
+"""State of a channel between workers: its items, their consumers, and redelivery after a consumer's death. Pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 import msgspec
 
-Chooses = Callable[[float, Mapping[str, float]], str]
-Balance = Literal["round_robin", "weight"] | Chooses
-"""How items are assigned to consumers: in turn, to the one with the least weight so far, or as a function says, given
-an item's weight and the consumers' weights so far."""
+ConsumerChoice = Callable[[float, Mapping[str, float]], str]
+ConsumerBalance = Literal["round_robin", "weight"] | ConsumerChoice
+"""The assignment of items to consumers: in turn, to the one of least weight so far, or by a function of an item's
+weight and the consumers' weights so far."""
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True):
-    """An item in a channel; what it stands for lies with its producer."""
+    """An item in a channel; its content stays with its producer."""
 
     number: int  # in the order of arrival; kept when it is delivered again
     producer: str
@@ -27,21 +27,21 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChannelStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """The present state of a channel, and what went through it."""
+    """Current state of a channel, and its totals."""
 
     name: str
-    used: int  # items that nobody has got
+    used: int  # items that no consumer has got
     capacity: int
     used_bytes: int
     capacity_bytes: int
     peak: int  # most items at once
     getters: int  # consumers that wait for items
-    putters: int  # producers that wait for a place
+    putters: int  # producers that wait for capacity
     oldest_age_s: float  # how long its oldest item has been in it; 0.0 when empty
-    unacknowledged: int  # got by calls that haven't ended
+    unacknowledged: int  # items got by calls that haven't ended
     put: int  # items, in all
     redelivered: int  # items that came back from dead consumers
-    weights: dict[str, float]  # got, or assigned, by consumer
+    weights: dict[str, float]  # weight got, or assigned, by consumer
     closed: bool = False
 
 
@@ -66,10 +66,10 @@ class Get:
 
 
 class ChannelState:
-    """The items of a channel, first in, first out, and those who wait at its two ends.
+    """The items of a channel, first in, first out, and the producers and consumers that wait.
 
-    An item is *waiting* with its producer while there is no place, then *in* the channel, then *got* by a consumer,
-    until that one's call ends (`acknowledge`) or it dies (`bring_back`: the item is the channel's first again). Items
+    An item is *waiting* with its producer while there is no capacity, then *in* the channel, then *got* by a consumer,
+    until its call ends (`acknowledge`) or it dies (`bring_back`: the item is the channel's first again). Items
     go to the oldest request, or with ``balance`` to the consumer they are assigned to when they come in. A request for
     a weight collects items as they come, so any capacity of at least one item will do.
 
@@ -82,10 +82,10 @@ class ChannelState:
         name: str,
         capacity: int,
         capacity_bytes: int,
-        balance: Balance | None = None,
+        balance: ConsumerBalance | None = None,
         consumers: Sequence[str] = (),
     ) -> None:
-        """``consumers``: needed with ``balance``."""
+        """Create an open channel. ``consumers``: required with ``balance``."""
         if capacity < 1 or capacity_bytes < 1:
             raise ValueError(f"channel {name}: capacity {capacity} items, {capacity_bytes} bytes: must be at least 1")
         if balance is not None and not consumers:
@@ -94,20 +94,21 @@ class ChannelState:
         self.capacity = capacity
         self.capacity_bytes = capacity_bytes
         self.closed = False
-        self.readers: set[str] = set()  # that have ever asked
+        self.readers: set[str] = set()  # consumers with at least one request
         self._balance = balance
         self._weights = dict.fromkeys(consumers, 0.0)
         self._turn = 0
-        self._in: deque[tuple[float, str, Item]] = deque()  # (time it came in, consumer it is assigned to or "", item)
+        self._in: deque[tuple[float, str, Item]] = deque()  # (arrival time, assigned consumer or "", item)
         self._bytes = self._peak = self._count = self._redelivered = 0
-        self._looked_s = 0.0  # when items moved last
+        self._advanced_s = 0.0  # when items moved last
         self._puts: deque[Put] = deque()
         self._gets: deque[Get] = deque()
         self._got: dict[str, list[Item]] = {}
 
     def put(self, producer: str, payloads: Sequence[tuple[Any, float, int]]) -> Put:
-        """Put items, each a payload with its weight and bytes; they are in when the `Put` has none left. Raises
-        ValueError for one that can't ever be."""
+        """Put items, each a payload with its weight and bytes; all are in once the `Put` has no items.
+
+        Raises ValueError for an item that never fits."""
         if self.closed:
             raise ValueError(f"channel {self.name} is closed")
         for _, weight, size in payloads:
@@ -126,8 +127,9 @@ class ChannelState:
         return put
 
     def get(self, consumer: str, weight: float | None = None) -> Get:
-        """Ask for an item, or for items of at least ``weight`` together; served when it is `full`, or when the channel
-        is closed and has no more for it."""
+        """Request an item, or items of at least ``weight`` together.
+
+        The request is served when it is `full`, or when the channel is closed and has no more items for it."""
         if self._balance is not None and consumer not in self._weights:
             valid = ", ".join(self._weights)
             raise ValueError(f"channel {self.name}: {consumer} is not one of its consumers ({valid})")
@@ -138,14 +140,15 @@ class ChannelState:
         return get
 
     def close(self) -> None:
-        """Let nothing more be put; what is in can still be got. Items that wait for a place still come in."""
+        """Refuse further puts. Items in the channel can still be got, and waiting ones still come in."""
         self.closed = True
 
     def advance(self, now: float) -> list[Put | Get]:
-        """Move items as far as they can go; returns the puts that are in, and the gets that are served: with fewer
-        items than they asked for, or none, at the end of a closed channel."""
+        """Move items as far as possible; return the completed puts and the served gets.
+
+        At the end of a closed channel a get has fewer items than requested, or none."""
         settled: list[Put | Get] = []
-        self._looked_s = now
+        self._advanced_s = now
         moved = True
         while moved:
             moved = self._admit(now, settled)
@@ -157,8 +160,9 @@ class ChannelState:
         return settled
 
     def withdraw(self, waiting: Put | Get) -> list[Item]:
-        """Forget a put or a get that waits no more: items that a get has collected come back; those of a put that
-        aren't in are dropped, and returned."""
+        """Remove a put or a get that no longer waits.
+
+        Items that a get has collected return to the channel; items of a put that aren't in are dropped and returned."""
         if isinstance(waiting, Put):
             if waiting in self._puts:
                 self._puts.remove(waiting)
@@ -169,22 +173,22 @@ class ChannelState:
         return []
 
     def give_back(self, consumer: str, payloads: Sequence[Any]) -> None:
-        """``consumer`` got these in vain: they are in the channel again."""
+        """Return items that ``consumer`` got but didn't use to the channel."""
         got = self._got.get(consumer, [])
         items = [item for item in got if item.payload in payloads]
         self._got[consumer] = [item for item in got if item.payload not in payloads]
         self._return(consumer, items)
 
     def acknowledge(self, consumer: str, payloads: Sequence[Any] | None = None) -> list[Item]:
-        """Forget what ``consumer`` got, all of it or these payloads: it is done with. Returns those items."""
+        """Remove the items that ``consumer`` got and has processed, all or those of ``payloads``. Returns them."""
         got = self._got.pop(consumer, [])
         if payloads is None:
             return got
         self._got[consumer] = [item for item in got if item.payload not in payloads]
         return [item for item in got if item.payload in payloads]
 
-    def bring_back(self, consumer: str) -> int:
-        """``consumer`` has died: what it got, or was collecting, is in the channel again. Returns the number."""
+    def redeliver(self, consumer: str) -> int:
+        """Return the items that a dead ``consumer`` got or was collecting to the channel. Returns the number."""
         for get in [get for get in self._gets if get.consumer == consumer]:
             self.withdraw(get)
         items = self._got.pop(consumer, [])
@@ -193,10 +197,10 @@ class ChannelState:
         return len(items)
 
     def lose(self, producer: str, kept: Callable[[Item], bool]) -> list[Item]:
-        """``producer`` has died: drop its items that went with it, those not ``kept``. Returns them."""
+        """Drop the items of a dead ``producer`` that died with it, those not ``kept``. Returns them."""
         self._puts = deque(put for put in self._puts if not put.items or put.items[0].producer != producer)
         lost = [item for _, _, item in self._in if item.producer == producer and not kept(item)]
-        self._in = deque(one for one in self._in if one[2] not in lost)
+        self._in = deque(queued for queued in self._in if queued[2] not in lost)
         self._bytes -= sum(item.bytes for item in lost)
         return lost
 
@@ -219,11 +223,11 @@ class ChannelState:
         )
 
     def _admit(self, now: float, settled: list[Put | Get]) -> bool:
-        """Let items in while there is room, the oldest first."""
+        """Move waiting items in while there is capacity, the oldest first."""
         moved = False
         while self._puts:
             put = self._puts[0]
-            while put.items and self._room(put.items[0]):
+            while put.items and self._fits(put.items[0]):
                 item = put.items[0]
                 self._in.append((now, self._assign(item), item))
                 put.items.popleft()
@@ -235,16 +239,16 @@ class ChannelState:
         self._peak = max(self._peak, len(self._in))
         return moved
 
-    def _room(self, item: Item) -> bool:
+    def _fits(self, item: Item) -> bool:
         return len(self._in) < self.capacity and (not self._in or self._bytes + item.bytes <= self.capacity_bytes)
 
     def _serve(self, settled: list[Put | Get]) -> bool:
-        """Give items to those who wait, the oldest first."""
+        """Give items to waiting requests, the oldest first."""
         moved = False
         for get in list(self._gets):
-            while not get.full and (place := self._first_for(get.consumer)) is not None:
-                _, _, item = self._in[place]
-                del self._in[place]
+            while not get.full and (position := self._first_for(get.consumer)) is not None:
+                _, _, item = self._in[position]
+                del self._in[position]
                 self._bytes -= item.bytes
                 get.items.append(item)
                 moved = True
@@ -255,7 +259,7 @@ class ChannelState:
 
     def _settle(self, get: Get) -> None:
         self._gets.remove(get)
-        get.items.sort(key=lambda item: item.number)  # what came back while it collected belongs first
+        get.items.sort(key=lambda item: item.number)  # items returned while it collected come first
         self._got.setdefault(get.consumer, []).extend(get.items)
         if self._balance is None:
             self._weights[get.consumer] = self._weights.get(get.consumer, 0.0) + sum(item.weight for item in get.items)
@@ -263,10 +267,10 @@ class ChannelState:
     def _first_for(self, consumer: str) -> int | None:
         if self._balance is None:
             return 0 if self._in else None
-        return next((place for place, (_, owner, _) in enumerate(self._in) if owner == consumer), None)
+        return next((position for position, (_, owner, _) in enumerate(self._in) if owner == consumer), None)
 
     def _assign(self, item: Item) -> str:
-        """The consumer that is to get an item that comes in."""
+        """Choose the consumer of an item that comes in; "" without a balance."""
         balance, names = self._balance, list(self._weights)
         if balance is None:
             return ""
@@ -283,8 +287,8 @@ class ChannelState:
         return chosen
 
     def _return(self, consumer: str, items: Sequence[Item]) -> None:
-        """Put items in front, in their order."""
+        """Return items to the front of the channel, in their order."""
         owner = consumer if self._balance is not None else ""
-        together = [(self._in[0][0] if self._in else self._looked_s, owner, item) for item in items]
-        self._in = deque(sorted([*together, *self._in], key=lambda one: one[2].number))
+        together = [(self._in[0][0] if self._in else self._advanced_s, owner, item) for item in items]
+        self._in = deque(sorted([*together, *self._in], key=lambda queued: queued[2].number))
         self._bytes += sum(item.bytes for item in items)

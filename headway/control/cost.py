@@ -1,4 +1,4 @@
-"""Arithmetic of costs: an hour of an owned device, a step of a run, tokens of a service, work that is done again.
+"""Computes costs: an hour of an owned device, a step of a run, tokens of a service, repeated work.
 
 Pure: prices come as arguments (`planner/catalogue` holds them, each with its source). The model and its numbers are
 those of SemiAnalysis, "RL Systems Mind the Gap" (2026), section "RL Training Run TCO". US dollars throughout.
@@ -21,7 +21,7 @@ Tokens = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class ServerCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Price lines of one owned server, and what running it takes."""
+    """Price lines and running costs of one owned server."""
 
     devices: Count
     server_usd: Usd
@@ -43,7 +43,7 @@ class ServerCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class DeviceHourCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Cost of one hour of an owned device, and the sums on the way there."""
+    """Cost of one hour of an owned device, and the intermediate sums."""
 
     capital_usd: float  # of a server
     capital_usd_per_device: float
@@ -58,15 +58,18 @@ class DeviceHourCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def annuity_per_month(principal: float, rate_per_year: float, years: float) -> float:
-    """Payment at the end of each month that pays ``principal`` back over ``years``: P·i / (1 - (1 + i)^-n) with
-    i = rate / 12 and n = 12 · years."""
+    """Return the payment at the end of each month that pays ``principal`` back over ``years``.
+
+    It is P·i / (1 - (1 + i)^-n) with i = rate / 12 and n = 12 · years."""
     months, rate = 12 * years, rate_per_year / 12
     return principal / months if rate == 0 else principal * rate / (1 - (1 + rate) ** -months)
 
 
 def device_hour_cost(server: ServerCosts) -> DeviceHourCost:
-    """Cost of an hour of one of the server's devices. Example, the published H200 server: 6,738.18 a month of capital
-    and 2,559.20 to run it, over 8 x 730 device-hours: $1.59."""
+    """Compute the cost of an hour of one of the server's devices.
+
+    Example, the published H200 server: 6,738.18 a month of capital and 2,559.20 to run it, over 8 x 730 device-hours:
+    $1.59."""
     capital = server.server_usd + server.service_usd + server.networking_usd
     capital += server.storage_usd + server.software_usd + server.installation_usd
     monthly = annuity_per_month(capital, server.capital_cost_per_year, server.life_years)
@@ -126,12 +129,13 @@ class ServiceCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step_usd(seconds: float, devices: int, usd_per_device_hour: float) -> float:
-    """Dollars of ``seconds`` of all ``devices``: generators and trainers are paid for the whole step, whoever waits."""
+    """Return the dollars of ``seconds`` of all ``devices``, which are paid for the whole step, idle or not."""
     return seconds / 3600 * devices * usd_per_device_hour
 
 
 def service_cost(load: StepLoad, prices: TokenPrices) -> ServiceCost:
-    """Dollars of a step at a service: its prompts prefilled, its responses sampled, its sequences trained, each once.
+    """Compute the dollars of a step at a service: prompts prefilled, responses sampled, sequences trained, each once.
+
     Raises ValueError where the list has no price of training."""
     if prices.train_usd_per_mtok is None:
         raise ValueError("train_usd_per_mtok is not known")
@@ -154,7 +158,7 @@ class RunCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_cost(dollars: Sequence[float], loads: Sequence[StepLoad]) -> RunCost:
-    """Put steps of ``dollars`` together, however they were priced."""
+    """Summarise steps that cost ``dollars`` each."""
     ratios = tuple(_MILLION * usd / load.tokens for usd, load in zip(dollars, loads, strict=True))
     return RunCost(
         usd=tuple(dollars),
@@ -169,17 +173,19 @@ def run_cost(dollars: Sequence[float], loads: Sequence[StepLoad]) -> RunCost:
 
 
 def break_even_tokens_per_s(devices: int, usd_per_device_hour: float, service_usd_per_mtok: float) -> float:
-    """Rate, over all hours that are paid, at which ``devices`` of one's own cost what the service costs: above it they
-    are cheaper. Infinite at a service that costs nothing."""
+    """Return the tokens/s, over all paid hours, at which own ``devices`` cost as much as the service.
+
+    Above it they are cheaper. Infinite for a free service."""
     if service_usd_per_mtok == 0:
         return float("inf")
     return _MILLION * devices * usd_per_device_hour / 3600 / service_usd_per_mtok
 
 
 def replay_factor(failures_per_hour: float, lost_hours: float) -> float:
-    """Factor on a price for work that is done again: every failure or preemption costs ``lost_hours`` of all devices
-    (back to the last checkpoint or batch, and the start), so an hour of work takes 1 / (1 - rate · lost) hours. Raises
-    ValueError where nothing would ever be done."""
+    """Return the factor on a price for repeated work.
+
+    Every failure or preemption costs ``lost_hours`` of all devices (back to the last checkpoint or batch, and the
+    start), so an hour of work takes 1 / (1 - rate · lost) hours. Raises ValueError where no work would be done."""
     lost = failures_per_hour * lost_hours
     if not 0 <= lost < 1:
         raise ValueError(

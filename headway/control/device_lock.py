@@ -1,22 +1,22 @@
-"""The device lock: which party of a workflow computes on which devices, and who must make room first.
+"""The device lock, which grants devices to the participants of a workflow and recalls them.
 
-Parties ask with their input at hand, get all of their devices at once or none, and give them up when they are recalled.
-So nobody holds a device while it waits: for data, for room or for another device; hence there is no deadlock.
+A participant asks once its input is ready, receives all of its devices at once or none, and releases them when it is
+recalled. So no participant holds a device while it waits for data, capacity or another device: there is no deadlock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from headway.records.execution import LockChanges, LockGrant, LockStatistics, Party
+from headway.records.execution import LockChanges, LockGrant, LockStatistics, Participant
 
-OVERTAKES = 2  # later asks that an ask lets go first
+OVERTAKES = 2  # later asks that may be granted before an ask
 
 
-class _Ask:
-    def __init__(self, party: Party, number: int) -> None:
-        self.party, self.number = party, number
-        self.overtaken = 0  # by later asks, on devices that this one wants
+class _Request:
+    def __init__(self, participant: Participant, number: int) -> None:
+        self.participant, self.number = participant, number
+        self.overtaken = 0  # by later asks for a device of this one
 
 
 class _Hold:
@@ -26,16 +26,18 @@ class _Hold:
 
 
 class DeviceLock:
-    """Grants devices to parties. A party's life: *added* -> (`ask` -> *granted* -> `release`)*, and after a death
-    `dead` -> `memory_free`, from which it may begin anew.
+    """Grants devices to participants.
 
-    Order: of those who ask for a device the one furthest downstream comes first, then the oldest ask. A device that is
-    free is kept for the first of those who want it, though it still waits for another device. An ask that `overtakes`
-    later ones were granted before, on devices that it wants, comes before every later ask: so it waits for older asks
-    and for that many later ones, never longer.
+    Lifecycle of a participant: *added* -> (`ask` -> *granted* -> `release`)*, and after its process has ended
+    `mark_dead` -> `memory_free`, from which it may ask again.
 
-    A party that has released stays *loaded* until another is granted one of its devices; if it asks again before,
-    nothing is loaded.
+    Order: of the asks for a device the one furthest downstream comes first, then the oldest. A free device is reserved
+    for the first of its asks, even while that ask still waits for another device. An ask that was overtaken
+    ``overtakes`` times on its devices precedes every later ask: so it waits for older asks and for that many later
+    ones, never longer.
+
+    A participant that has released stays *loaded* until another is granted one of its devices; if it asks again
+    before, nothing is loaded.
 
     Example: a replica and a trainer of one device::
 
@@ -45,67 +47,70 @@ class DeviceLock:
     """
 
     def __init__(self, now: float = 0.0, overtakes: int = OVERTAKES) -> None:
-        self.parties: dict[str, Party] = {}
+        self.participants: dict[str, Participant] = {}
         self._overtakes = overtakes
-        self._asks: dict[str, _Ask] = {}
+        self._asks: dict[str, _Request] = {}
         self._held: dict[str, _Hold] = {}
         self._loaded: set[str] = set()
         self._dead: set[str] = set()
         self._asked = self._grants = self._switches = 0
-        self._idle_wanted_s, self._looked_s = 0.0, now
+        self._idle_wanted_s, self._advanced_s = 0.0, now
 
-    def add(self, party: Party, *, loaded: bool = False) -> None:
-        """Take in a party. ``loaded``: it is on its devices already. Raises ValueError for a name that is taken, and
-        for a party without devices."""
-        if party.name in self.parties:
-            raise ValueError(f"there is a party {party.name!r} of the device lock already")
-        if not party.devices:
-            raise ValueError(f"party {party.name!r} of the device lock has no devices")
-        self.parties[party.name] = party
+    def add(self, participant: Participant, *, loaded: bool = False) -> None:
+        """Add a participant. ``loaded``: it is on its devices already.
+
+        Raises ValueError for a name that is taken, and for a participant without devices."""
+        if participant.name in self.participants:
+            raise ValueError(f"there is a party {participant.name!r} of the device lock already")
+        if not participant.devices:
+            raise ValueError(f"party {participant.name!r} of the device lock has no devices")
+        self.participants[participant.name] = participant
         if loaded:
-            self._loaded.add(party.name)
+            self._loaded.add(participant.name)
 
     def remove(self, name: str, now: float) -> LockChanges:
-        """Forget a party that has left its devices. Unknown names: no-op."""
+        """Remove a participant that has left its devices. Unknown names: no-op."""
         self._advance(now)
-        for known in (self._asks, self._held, self.parties):
+        for known in (self._asks, self._held, self.participants):
             known.pop(name, None)
         self._loaded.discard(name)
         self._dead.discard(name)
         return self._settle(now)
 
     def ask(self, name: str, now: float) -> LockChanges:
-        """Ask for a party's devices: only with its input at hand. Raises ValueError for a party that asks or holds."""
-        party = self.parties[name]
+        """Ask for a participant's devices once its input is ready. Raises ValueError if it asks or holds already."""
+        participant = self.participants[name]
         if name in self._asks or name in self._held:
             raise ValueError(f"party {name!r} {'holds its devices' if name in self._held else 'asks'} already")
         self._advance(now)
         self._asked += 1
-        self._asks[name] = _Ask(party, self._asked)
+        self._asks[name] = _Request(participant, self._asked)
         return self._settle(now)
 
     def withdraw(self, name: str, now: float) -> LockChanges:
-        """End a party's ask ungranted; no-op without one."""
+        """Withdraw a participant's ask; no-op without one."""
         self._advance(now)
         self._asks.pop(name, None)
         return self._settle(now)
 
     def release(self, name: str, now: float) -> LockChanges:
-        """Give a party's devices up; it stays loaded. No-op for one that doesn't hold. A dead one's stay taken."""
+        """Release a participant's devices; it stays loaded. No-op for one that doesn't hold.
+
+        The devices of a dead one stay taken."""
         self._advance(now)
         self._held.pop(name, None)
         return self._settle(now)
 
     def loaded(self, name: str) -> bool:
-        """Whether a party is on its devices, computing or not."""
+        """Return whether a participant is on its devices, computing or not."""
         return name in self._loaded
 
-    def stays(self, name: str) -> None:
-        """Note that a party which was to leave its devices couldn't: it is still loaded."""
+    def mark_loaded(self, name: str) -> None:
+        """Note that a participant could not be offloaded: it is still loaded."""
         self._loaded.add(name)
 
-    def dead(self, name: str, now: float) -> LockChanges:
-        """Note that a party's process has ended. Its devices stay taken until `memory_free`."""
+    def mark_dead(self, name: str, now: float) -> LockChanges:
+        """Note that a participant's process has ended. Its devices stay taken until `memory_free`."""
         self._advance(now)
         self._asks.pop(name, None)
         if name in self._held or name in self._loaded:
@@ -113,7 +118,7 @@ class DeviceLock:
         return self._settle(now)
 
     def memory_free(self, name: str, now: float) -> LockChanges:
-        """Free what a dead party held: its memory is known to be free. No-op for one that isn't dead."""
+        """Free the devices of a dead participant, whose memory is known to be free. No-op for one that isn't dead."""
         self._advance(now)
         if name in self._dead:
             self._dead.discard(name)
@@ -122,27 +127,27 @@ class DeviceLock:
         return self._settle(now)
 
     def holds(self, name: str) -> bool:
-        """Whether a party holds its devices, and lives."""
+        """Return whether a participant holds its devices and is alive."""
         return name in self._held and name not in self._dead
 
-    def wanted(self, name: str) -> bool:
-        """Whether a party holds and is recalled."""
+    def recalled(self, name: str) -> bool:
+        """Return whether a participant holds its devices and is recalled."""
         return name in self._held and self._held[name].recalled_at_s is not None
 
-    def in_the_way(self, name: str, now: float) -> dict[str, str]:
-        """Return who keeps a party from its devices, the longest holder first, and in words: of which, since when."""
-        wanted, found = self.parties[name].devices, list[tuple[float, str, str]]()
+    def blockers(self, name: str, now: float) -> dict[str, str]:
+        """Return the holders of a participant's devices, the longest first, each with a sentence: which, since when."""
+        devices, obstacles = self.participants[name].devices, list[tuple[float, str, str]]()
         for other in self._taking(without=name):
-            party, hold = self.parties[other], self._held.get(other)
-            if shared := party.devices & wanted:
+            participant, hold = self.participants[other], self._held.get(other)
+            if shared := participant.devices & devices:
                 held_s = 0.0 if hold is None else now - hold.since_s
-                said = f"{other} (stage {party.stage}) has {', '.join(sorted(shared))} for {held_s:.1f} s"
+                description = f"{other} (stage {participant.stage}) has {', '.join(sorted(shared))} for {held_s:.1f} s"
                 if other in self._dead:
-                    said += ", dead, its memory not known to be free"
+                    description += ", dead, its memory not known to be free"
                 if hold is not None and hold.recalled_at_s is not None:
-                    said += f", recalled {now - hold.recalled_at_s:.1f} s ago"
-                found.append((-held_s, other, said))
-        return {other: said for _, other, said in sorted(found)}
+                    description += f", recalled {now - hold.recalled_at_s:.1f} s ago"
+                obstacles.append((-held_s, other, description))
+        return {other: description for _, other, description in sorted(obstacles)}
 
     def statistics(self, now: float) -> LockStatistics:
         """Return the counts up to ``now``."""
@@ -152,55 +157,57 @@ class DeviceLock:
     # --- inside ---------------------------------------------------------------------------------------------
 
     def _taking(self, without: str = "") -> Iterable[str]:
-        """Parties whose devices nobody else can have: holders, and the dead whose memory may not be free."""
+        """Return participants whose devices can't be granted: holders, and the dead whose memory may not be free."""
         return [name for name in {**self._held, **dict.fromkeys(sorted(self._dead))} if name != without]
 
     def _advance(self, now: float) -> None:
-        """Count the time since the last call."""
-        if self._asks and now > self._looked_s:
-            wanted = frozenset[str]().union(*(asked.party.devices for asked in self._asks.values()))
-            taken = frozenset[str]().union(*(self.parties[name].devices for name in self._taking()))
-            self._idle_wanted_s += len(wanted - taken) * (now - self._looked_s)
-        self._looked_s = max(self._looked_s, now)
+        """Add the time since the last call to the statistics."""
+        if self._asks and now > self._advanced_s:
+            requested = frozenset[str]().union(*(asked.participant.devices for asked in self._asks.values()))
+            taken = frozenset[str]().union(*(self.participants[name].devices for name in self._taking()))
+            self._idle_wanted_s += len(requested - taken) * (now - self._advanced_s)
+        self._advanced_s = max(self._advanced_s, now)
 
-    def _rank(self, asked: _Ask) -> tuple[int, int, int]:
+    def _rank(self, asked: _Request) -> tuple[int, int, int]:
         if asked.overtaken >= self._overtakes:
             return 0, 0, asked.number
-        return 1, -asked.party.order, asked.number
+        return 1, -asked.participant.order, asked.number
 
     def _settle(self, now: float) -> LockChanges:
-        """Grant what can be granted, and recall the holders that are in somebody's way."""
+        """Grant every ask that can be granted, and recall the holders that block others."""
         grants = list[LockGrant]()
-        while (asked := self._next()) is not None:  # each grant may change who comes first
+        while (asked := self._next()) is not None:  # each grant may change the order
             grants.append(self._grant(asked, now))
         recalls = list[str]()
         for name, hold in self._held.items():
-            mine = self.parties[name].devices
-            if hold.recalled_at_s is None and any(asked.party.devices & mine for asked in self._asks.values()):
+            mine = self.participants[name].devices
+            if hold.recalled_at_s is None and any(asked.participant.devices & mine for asked in self._asks.values()):
                 hold.recalled_at_s = now
                 if name not in self._dead:
                     recalls.append(name)
         return LockChanges(grants=tuple(grants), recalls=tuple(recalls))
 
-    def _next(self) -> _Ask | None:
-        """The first ask whose devices are free, and not kept for one before it."""
-        taken = set[str]().union(*(self.parties[name].devices for name in self._taking()))
+    def _next(self) -> _Request | None:
+        """Return the first ask whose devices are free and not reserved for an earlier one."""
+        taken = set[str]().union(*(self.participants[name].devices for name in self._taking()))
         for asked in sorted(self._asks.values(), key=self._rank):
-            if not asked.party.devices & taken:
+            if not asked.participant.devices & taken:
                 return asked
-            taken |= asked.party.devices
+            taken |= asked.participant.devices
         return None
 
-    def _grant(self, asked: _Ask, now: float) -> LockGrant:
-        party = asked.party
-        del self._asks[party.name]
+    def _grant(self, asked: _Request, now: float) -> LockGrant:
+        grantee = asked.participant
+        del self._asks[grantee.name]
         for other in self._asks.values():
-            other.overtaken += other.number < asked.number and bool(other.party.devices & party.devices)
-        leaving = sorted(name for name in self._loaded - {party.name} if self.parties[name].devices & party.devices)
-        onload = party.name not in self._loaded
-        self._loaded -= set(leaving)
-        self._loaded.add(party.name)
-        self._held[party.name] = _Hold(now)
+            other.overtaken += other.number < asked.number and bool(other.participant.devices & grantee.devices)
+        evicted = sorted(
+            name for name in self._loaded - {grantee.name} if self.participants[name].devices & grantee.devices
+        )
+        onload = grantee.name not in self._loaded
+        self._loaded -= set(evicted)
+        self._loaded.add(grantee.name)
+        self._held[grantee.name] = _Hold(now)
         self._grants += 1
-        self._switches += bool(leaving)
-        return LockGrant(party=party.name, offload=tuple(leaving), onload=onload)
+        self._switches += bool(evicted)
+        return LockGrant(party=grantee.name, offload=tuple(evicted), onload=onload)

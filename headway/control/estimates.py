@@ -1,4 +1,4 @@
-"""Unbiased estimates over groups of attempts at tasks: pass@k, standard errors that count tasks."""
+"""Estimates over groups of attempts at tasks: unbiased pass@k, and standard errors clustered by task."""
 
 from __future__ import annotations
 
@@ -10,31 +10,34 @@ from headway.records.ledger import PassAt
 
 
 def pass_share(solved: int, valid: int, k: int) -> float:
-    """``1 - C(n - c, k) / C(n, k)`` of c solved among n >= k valid attempts at one task: the share of the subsets of k
-    that hold a solved one. Example: of (1, 4), with k = 2, 1 - 3 / 6 = 0.5."""
+    """Return ``1 - C(n - c, k) / C(n, k)`` for c solved among n >= k valid attempts at one task.
+
+    It is the share of the subsets of k that contain a solved one. Example: of (1, 4), with k = 2, 1 - 3 / 6 = 0.5."""
     return 1.0 - math.comb(valid - solved, k) / math.comb(valid, k)
 
 
 def pass_at(groups: Iterable[tuple[int, int]], ks: Sequence[int] = ()) -> dict[str, PassAt]:
-    """pass@k by k, from (solved, valid) attempts of each group: the mean over groups of ``1 - C(n - c, k) / C(n, k)``,
-    the share of a group's subsets of k that hold a solved one (Chen et al., 2021, arXiv:2107.03374, Eq. 1).
-    Unbiased for each group of k attempts or more; smaller ones are left out, and a k without any group.
+    """Estimate pass@k by k, from (solved, valid) attempts of each group (Chen et al., 2021, arXiv:2107.03374, Eq. 1).
+
+    The estimate is the mean over groups of `pass_share`. It is unbiased for each group of k attempts or more; smaller
+    groups are left out, and a k without any group.
 
     ``ks``: default 1, 2, 4, ... up to the largest group. Example: of (1, 4), pass@2 is 1 - 3 / 6 = 0.5."""
     counts = list(groups)
     largest = max((valid for _, valid in counts), default=0)
-    found: dict[str, PassAt] = {}
+    estimates: dict[str, PassAt] = {}
     for k in ks or [1 << power for power in range(largest.bit_length())]:
         shares = [pass_share(c, n, k) for c, n in counts if n >= k]
         if shares:
             error = statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else 0.0
-            found[str(k)] = PassAt(groups=len(shares), value=statistics.fmean(shares), standard_error=error)
-    return found
+            estimates[str(k)] = PassAt(groups=len(shares), value=statistics.fmean(shares), standard_error=error)
+    return estimates
 
 
 def clustered_standard_error(observations: Sequence[tuple[int, float]]) -> float:
-    """Standard error of the mean of (task, value) pairs: attempts at one task are alike, so tasks count, not attempts
-    (the cluster-robust estimate, Liang & Zeger, 1986). 0 for fewer than two tasks."""
+    """Return the cluster-robust standard error of the mean of (task, value) pairs (Liang & Zeger, 1986).
+
+    Attempts at one task are correlated, so tasks count, not attempts. 0 for fewer than two tasks."""
     if not observations:
         return 0.0
     mean = sum(value for _, value in observations) / len(observations)

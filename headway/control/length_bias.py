@@ -1,6 +1,6 @@
-"""Length bias by cause (DESIGN rule 3): are the trained responses as long as the generated ones?
+"""Measures length bias by cause: whether trained responses are as long as generated ones (design.md, rule 3).
 
-Short rollouts finish first, so a snapshot of what was trained so far is always biased to short ones. Only
+Short rollouts finish first, so the responses trained so far are always biased towards short ones. Only
 admission cohorts (``groups_per_step`` consecutive admissions) whose every rollout has ended are compared.
 """
 
@@ -15,7 +15,7 @@ from headway.records.rollout import Ending
 
 Cause = Literal["scheduling", "filter", "pruning"]
 
-# Which cause keeps a rollout with this ending out of training; failures are none of the queue's.
+# The cause that keeps a rollout with this ending out of training; failures aren't caused by the queue.
 CAUSE_OF: dict[Ending, Cause] = {
     "overdue": "scheduling",
     "discarded": "scheduling",
@@ -47,7 +47,7 @@ _Histograms = defaultdict[tuple[Ending, bool], Counter[int]]
 
 
 class _Cohort:
-    """A cohort that is not closed: admitted groups, open rollouts, lengths so far."""
+    """An open cohort: admitted groups, open rollouts, lengths so far."""
 
     def __init__(self) -> None:
         self.groups = 0
@@ -76,10 +76,10 @@ class LengthBias:
     groups with equal ``index // groups_per_step``; it closes, and is counted, when all of them are admitted
     and all their rollouts have ended.
 
-    ``ks`` compares complete lengths, as the rule says; a rollout that was cut (an overdue one cancelled while
+    ``ks`` compares complete lengths, as the rule defines; a rollout that was cut (an overdue one cancelled while
     it ran, a pruned one) has none. The statistics by cause therefore compare lengths *reached*, complete or
-    not, with and without the rollouts that the cause took: a policy that cancels long rollouts shows there.
-    A rollout that was pruned and trained as it stood is trained, but not in its length: pruning took that.
+    not, with and without the rollouts that the cause removed: a policy that cancels long rollouts shows there.
+    A rollout that was pruned and then trained counts as trained, but its complete length is lost to pruning.
 
     Invariant: under ``wait``, with no filter, pruning or failure, the trained and the completed multisets
     of closed cohorts are equal and every statistic is 0.
@@ -106,7 +106,7 @@ class LengthBias:
     def end(self, group: int, ending: Ending, length: int, *, complete: bool, count: int = 1) -> None:
         """Enter ``count`` ended rollouts of a group.
 
-        length: response tokens reached. complete: generation came to its own end (stop or length limit).
+        length: response tokens reached. complete: generation ended by a stop token or the length limit.
         Raises KeyError when the group's cohort is closed or unknown.
         """
         number = group // self._groups_per_step
@@ -139,7 +139,7 @@ class LengthBias:
         )
 
     def lengths(self) -> tuple[dict[int, int], dict[int, int]]:
-        """(trained, completed) length histograms of the closed cohorts."""
+        """Return the (trained, completed) length histograms of the closed cohorts."""
         trained, completed = self._trained_and_completed()
         return dict(trained), dict(completed)
 

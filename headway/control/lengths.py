@@ -1,4 +1,4 @@
-"""Estimates response lengths from a censored sample: responses still growing count as "longer than this".
+"""Estimates response lengths from a censored sample: a response still growing counts as longer than its length.
 
 The product-limit estimator of Kaplan and Meier (1958): with d(t) responses that ended at t tokens and n(t) that had
 reached t, P(L > t) = product over s <= t of (1 - d(s) / n(s)).
@@ -35,7 +35,7 @@ class LengthDistribution(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tail_share(self) -> float:
-        """P(L > last), the share of responses about which the sample has no more information."""
+        """P(L > last), the share of responses beyond the longest observation."""
         return 0.0 if self.last_tokens >= self.limit_tokens else (self.survival[-1] if self.survival else 1.0)
 
     @property
@@ -45,7 +45,7 @@ class LengthDistribution(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mean_least_tokens(self) -> float:
-        """Restricted mean: E[min(L, last)]."""
+        """Restricted mean E[min(L, last)]."""
         edges = [0, *self.tokens, self.last_tokens]
         levels = [1.0, *self.survival]
         return sum((end - start) * level for (start, end), level in zip(pairwise(edges), levels, strict=True))
@@ -56,22 +56,23 @@ class LengthDistribution(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mean_tokens(self) -> float:
-        """E[L], with the tail."""
-        hazard, room = self._hazard, self.limit_tokens - self.last_tokens
+        """Mean E[L], with the tail."""
+        hazard, tail_tokens = self._hazard, self.limit_tokens - self.last_tokens
         if not hazard:
             return self.mean_most_tokens
-        return self.mean_least_tokens + self.tail_share * -math.expm1(-hazard * room) / hazard
+        return self.mean_least_tokens + self.tail_share * -math.expm1(-hazard * tail_tokens) / hazard
 
-    def at(self, q: float) -> int:
+    def quantile(self, q: float) -> int:
         """The q-quantile, 0 <= q < 1: the smallest t with P(L <= t) >= q; at least 1 token."""
-        left = 1.0 - q + 1e-12  # rounding must not push an exact share to the next length
-        index = bisect_left(self.survival, -left, key=lambda level: -level)  # the first level <= left
+        remaining_share = 1.0 - q + 1e-12  # rounding must not push an exact share to the next length
+        # The first level <= remaining_share.
+        index = bisect_left(self.survival, -remaining_share, key=lambda level: -level)
         if index < len(self.survival):
             return max(1, self.tokens[index])
         if self.last_tokens >= self.limit_tokens:
             return max(1, self.limit_tokens)
         hazard = self._hazard
-        beyond = math.log(self.tail_share / left) / hazard if hazard and left > 0 else math.inf
+        beyond = math.log(self.tail_share / remaining_share) / hazard if hazard and remaining_share > 0 else math.inf
         return max(1, int(min(self.limit_tokens, self.last_tokens + max(0.0, beyond))))
 
     def beyond(self, tokens: float) -> float:
@@ -84,7 +85,9 @@ class LengthDistribution(msgspec.Struct, frozen=True, kw_only=True):
         return self.survival[ended - 1] if ended else 1.0
 
     def mean_remaining_tokens(self, tokens: int) -> float:
-        """E[L - tokens | L > tokens], the expected further growth of a response with ``tokens`` tokens. 0.0 where all
+        """Return E[L - tokens | L > tokens], the expected further growth at ``tokens`` tokens.
+
+        It is 0.0 where all
         observed responses had ended by then: nothing is known of longer ones."""
         share = self.beyond(tokens)
         if share <= 0:
@@ -93,12 +96,12 @@ class LengthDistribution(msgspec.Struct, frozen=True, kw_only=True):
         edges = [tokens, *ends, max(tokens, self.last_tokens)]
         seen = sum((end - start) * self.beyond(start) for start, end in pairwise(edges))
         start, hazard = edges[-1], self._hazard
-        room = max(0, self.limit_tokens - start)
-        unseen = self.beyond(start) * (-math.expm1(-hazard * room) / hazard if hazard else room)
+        tail_tokens = max(0, self.limit_tokens - start)
+        unseen = self.beyond(start) * (-math.expm1(-hazard * tail_tokens) / hazard if hazard else tail_tokens)
         return (seen + unseen) / share
 
     def capped(self, limit_tokens: int) -> LengthDistribution:
-        """The distribution under a smaller limit: responses beyond it end at it."""
+        """Return the distribution under a smaller limit: responses beyond it end at it."""
         limit = min(limit_tokens, self.limit_tokens)
         if limit > self.last_tokens:
             return msgspec.structs.replace(self, limit_tokens=limit)
@@ -112,7 +115,7 @@ class LengthDistribution(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def summary(self, group_correlation: float) -> LengthSummary:
-        p99 = self.at(0.99)
+        p99 = self.quantile(0.99)
         return LengthSummary(
             finished=self.finished,
             truncated=self.truncated,
@@ -121,7 +124,7 @@ class LengthDistribution(msgspec.Struct, frozen=True, kw_only=True):
             mean_tokens=self.mean_tokens,
             mean_least_tokens=self.mean_least_tokens,
             mean_most_tokens=self.mean_most_tokens,
-            p50_tokens=self.at(0.5),
+            p50_tokens=self.quantile(0.5),
             p99_tokens=p99,
             p99_seen=p99 <= self.last_tokens,
             group_correlation=group_correlation,
@@ -129,8 +132,9 @@ class LengthDistribution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def length_distribution(observations: Iterable[tuple[int, bool]], limit_tokens: int) -> LengthDistribution:
-    """Estimate a distribution from (tokens, ended) pairs; not ended: censored with that many tokens so far. Lengths
-    beyond the limit count as ended at it.
+    """Estimate a distribution from (tokens, ended) pairs; a response that hasn't ended is censored at its tokens.
+
+    Lengths beyond the limit count as ended at it.
 
     Example: (2, True), (3, False), (5, True): of three one ends at 2, so P(L > 2) = 2/3; the one censored at 3 has no
     information about later tokens; the only one that reached 5 ends there, so P(L > 5) = 0, and the mean is
@@ -165,8 +169,10 @@ def length_distribution(observations: Iterable[tuple[int, bool]], limit_tokens: 
 
 
 def group_correlation(groups: Sequence[Sequence[int]]) -> float:
-    """Correlation of the lengths inside a group, 0 to 1: the intraclass correlation of a one-way analysis of variance,
-    on normal scores of the lengths' ranks (so that one very long response doesn't dominate it).
+    """Compute the intraclass correlation of the lengths inside a group, 0 to 1.
+
+    It is that of a one-way analysis of variance on normal scores of the lengths' ranks, so that a single very long
+    response doesn't dominate it.
 
     ``groups``: lengths of the members, groups of at least two. 0.0 where there are fewer than two groups.
     """
@@ -181,8 +187,9 @@ def group_correlation(groups: Sequence[Sequence[int]]) -> float:
 
 
 def mean_squares(groups: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Mean squares between groups and within them, of a one-way analysis of variance. Groups of one are left out;
-    (0, 0) for fewer than two others."""
+    """Return mean squares between groups and within them, of a one-way analysis of variance.
+
+    Groups of one are left out; (0, 0) for fewer than two others."""
     usable = [group for group in groups if len(group) > 1]
     count = sum(map(len, usable))
     if len(usable) < 2:
@@ -195,13 +202,13 @@ def mean_squares(groups: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 
 def intraclass_correlation(between: float, within: float, size: float) -> float:
-    """Intraclass correlation, 0 to 1, of groups of ``size`` with these mean squares."""
+    """Return the intraclass correlation, 0 to 1, of groups of ``size`` with these mean squares."""
     spread = between + (size - 1) * within
     return min(1.0, max(0.0, (between - within) / spread)) if spread > 0 else 0.0
 
 
 def _normal_scores(lengths: Sequence[int]) -> dict[int, float]:
-    """Length -> standard normal quantile of its mid-rank."""
+    """Return the standard normal quantile of each length's mid-rank, by length."""
     counts = Counter(lengths)
     normal, below = NormalDist(), 0
     scores: dict[int, float] = {}

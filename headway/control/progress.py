@@ -1,5 +1,4 @@
-"""Whether a run whose rollouts fail, or whose groups end untrained, will ever train, and what its rewards say about its
-tasks."""
+"""Detects runs that can't train: rollouts with one common failure, or groups that all end untrained."""
 
 from __future__ import annotations
 
@@ -13,90 +12,93 @@ import msgspec
 from headway.records.rollout import Failure
 from headway.records.task import Task
 
-FAILED_SHARE = 0.9  # of a window's rollouts that fail alike, from which on a run comes to nothing
-_OWN_CHARACTERS = 4  # of a task's texts that are looked for in causes: shorter ones are words of any message
+FAILED_SHARE = 0.9  # of a window's rollouts with the same failure, from which on a run can't train
+_MIN_TEXT_CHARACTERS = 4  # of a task's texts that are replaced in causes: shorter ones are words of any message
 _VARIABLE = re.compile(r"""(?<!\w)'[^']*'(?!\w)|"[^"]*"|`[^`]*`|[\w.+-]*\d[\w.+-]*""")  # quoted; with a digit
 
 
 def failure_kind(failure: Failure, task: Task | None = None) -> str:
-    """The place in the user's code that raised a failure, or else its cause without what may be its ``task``'s own:
-    quoted texts, words with digits, the task's id, prompt, answer and further columns. Failures of one kind are
-    alike."""
+    """Return the kind of a failure: the location in the user's code that raised it, else its normalised cause.
+
+    Parts of the cause that may be specific to ``task`` are removed: quoted texts, words with digits, the task's id,
+    prompt, answer and further columns."""
     if failure.place:
         return failure.place
     cause = failure.cause
-    for text in () if task is None else _own_texts(task):
+    for text in () if task is None else _task_texts(task):
         if text in cause:
             cause = re.sub(rf"(?<!\w){re.escape(text)}(?!\w)", "…", cause)
     return _VARIABLE.sub("…", cause)
 
 
-def _own_texts(task: Task) -> list[str]:
+def _task_texts(task: Task) -> list[str]:
     values: tuple[Any, ...] = (task.task_id, task.prompt, task.answer, *task.metadata.values())
-    texts = {value for value in values if isinstance(value, str) and len(value) >= _OWN_CHARACTERS}
-    return sorted(texts, key=len, reverse=True)  # the longest first: one may hold another
+    texts = {value for value in values if isinstance(value, str) and len(value) >= _MIN_TEXT_CHARACTERS}
+    return sorted(texts, key=len, reverse=True)  # the longest first: one may contain another
 
 
-class FailedAlike(msgspec.Struct, frozen=True, kw_only=True):
-    """Failures of a run's last rollouts, to find out soon that nearly all meet one defect.
+class CommonFailureDetector(msgspec.Struct, frozen=True, kw_only=True):
+    """Failures of a run's last rollouts, from which a defect that nearly all of them meet is found early.
 
-    Over a window of two steps' worth of groups, 16 at least. A failure for want of infrastructure, which may come back,
-    counts as none. Once a step's worth of groups was accepted nothing is looked for any more: what has worked may be
-    out for a while, which `GIVE_UP_AFTER_BATCHES` of the orchestrator is for.
+    The window is two steps' worth of groups, 16 at least. A failure of the infrastructure, which may recover, isn't
+    counted. Once a step's worth of groups was accepted the detector stops: a later outage is the concern of
+    `GIVE_UP_AFTER_BATCHES` of the orchestrator.
     """
 
     groups_per_step: int
-    # of each group, its rollouts' failures: kind ("": none that counts) and cause
+    # for each group its rollouts' failures: kind ("": none that counts) and cause
     window: tuple[tuple[tuple[str, str], ...], ...] = ()
     accepted: int = 0  # groups
 
     def after(
         self, failures: Iterable[Failure | None], task: Task | None = None, *, accepted: bool = False
-    ) -> FailedAlike:
-        """Take in another group of ``task``, of whose rollouts these are the failures; None: one that didn't fail."""
+    ) -> CommonFailureDetector:
+        """Return the detector after another group of ``task`` with these ``failures``, None for each that succeeded."""
         count = min(self.accepted + accepted, self.groups_per_step)
         if count == self.groups_per_step:
-            return FailedAlike(groups_per_step=self.groups_per_step, accepted=count)
-        counted = (None if one is None or one.infrastructure else one for one in failures)
-        group = tuple(("", "") if one is None else (failure_kind(one, task), one.cause) for one in counted)
+            return CommonFailureDetector(groups_per_step=self.groups_per_step, accepted=count)
+        counted = (None if error is None or error.infrastructure else error for error in failures)
+        group = tuple(("", "") if error is None else (failure_kind(error, task), error.cause) for error in counted)
         window = (*self.window, group)[-self._size :]
-        return FailedAlike(groups_per_step=self.groups_per_step, window=window, accepted=count)
+        return CommonFailureDetector(groups_per_step=self.groups_per_step, window=window, accepted=count)
 
     @property
     def _size(self) -> int:
         return max(2 * self.groups_per_step, 16)
 
     @property
-    def hopeless(self) -> str:
-        """How many rollouts of the window failed alike, and the last one's cause, in words; "" while the window isn't
-        full, or they are less than FAILED_SHARE of it."""
-        every = [one for group in self.window for one in group]
-        most = Counter(kind for kind, _ in every if kind).most_common(1)
-        if len(self.window) < self._size or not most or most[0][1] < FAILED_SHARE * len(every):
+    def unrecoverable(self) -> str:
+        """Sentence with the number of rollouts that have the same failure, and the last one's cause.
+
+        It is "" while the window isn't full, or they are less than FAILED_SHARE of it."""
+        every = [failure for group in self.window for failure in group]
+        ranking = Counter(kind for kind, _ in every if kind).most_common(1)
+        if len(self.window) < self._size or not ranking or ranking[0][1] < FAILED_SHARE * len(every):
             return ""
-        kind, count = most[0]
+        kind, count = ranking[0]
         cause = next(cause for other, cause in reversed(every) if other == kind)
         return f"{count:,} of the {len(every):,} rollouts of the last {len(self.window)} groups failed alike: {cause}"
 
 
-def mostly_solved(alike: Mapping[tuple[float, bool], int]) -> bool:
-    """Whether most groups whose attempts got one reward were solved. ``alike``: how many groups by that reward, and
-    whether it counts as solved."""
-    return 2 * sum(groups for (_, solved), groups in alike.items() if solved) > sum(alike.values())
+def mostly_solved(group_counts: Mapping[tuple[float, bool], int]) -> bool:
+    """Return whether most groups in which all attempts got one reward were solved.
+
+    ``group_counts``: number of groups by that reward and whether it counts as solved."""
+    return 2 * sum(groups for (_, solved), groups in group_counts.items() if solved) > sum(group_counts.values())
 
 
-def same_reward(alike: Mapping[tuple[float, bool], int]) -> str:
-    """Which reward all attempts at each task got, and what that says, in a phrase. ``alike`` as of `mostly_solved`."""
-    if len(alike) == 1:
-        ((reward, _),) = alike
+def same_reward(group_counts: Mapping[tuple[float, bool], int]) -> str:
+    """Return a phrase on the common reward of all attempts at each task, and advice. ``group_counts`` as above."""
+    if len(group_counts) == 1:
+        ((reward, _),) = group_counts
         which = f"{reward:g}"
     else:
-        counts = sorted(alike.items(), key=lambda one: -one[1])[:3]
+        counts = sorted(group_counts.items(), key=lambda pair: -pair[1])[:3]
         which = ", ".join(f"{reward:g} in {groups} groups" for (reward, _), groups in counts)
-    if mostly_solved(alike):
-        says = "most are solved already: harder tasks teach more"
-    elif any(solved for _, solved in alike):
-        says = "some always solved, the others never: tasks between"
+    if mostly_solved(group_counts):
+        advice = "most are solved already: harder tasks teach more"
+    elif any(solved for _, solved in group_counts):
+        advice = "some always solved, the others never: tasks between"
     else:
-        says = "never solved: `headway sft` first, easier tasks, partial rewards"
-    return f"all attempts at each task got the same reward, {which} ({says})"
+        advice = "never solved: `headway sft` first, easier tasks, partial rewards"
+    return f"all attempts at each task got the same reward, {which} ({advice})"

@@ -1,15 +1,15 @@
-"""Batch selection under the staleness budget (DESIGN rule 2).
+"""Selects batches under the staleness budget (design.md, rule 2).
 
 A group whose first token has version f may be trained at steps f .. f + budget; f + budget is its deadline.
-It is not enough to have every group that is due at step s in batch s: with two groups per step and budget 2,
+It isn't sufficient that batch s contains every group due at step s: with two groups per step and budget 2,
 six groups opened at version 0, and steps 0 and 1 that take newer finished groups, four old groups are due at
-step 2, which has room for two. So a batch chosen at step s must leave, for every deadline d >= s,
+step 2, whose batch takes two. So a batch chosen at step s must leave, for every deadline d >= s,
 
     open groups with deadline <= d  <=  groups_per_step x (d - s)
 
-(the feasibility test of earliest-deadline-first scheduling; d = s says that all that is due is in the batch).
-A batch may be committed in parts, each of the oldest groups that have finished by then: the places that step s has
-left are added to the right side, and groups in a committed part are no longer open.
+(the feasibility test of earliest-deadline-first scheduling; for d = s it means that all due groups are in the batch).
+A batch may be committed in parts, each of the oldest groups that have finished by then: the remaining slots of step s
+are added to the right side, and groups in a committed part are no longer open.
 Taking the oldest finished groups makes the left side smallest for every d at once, so if that choice
 fails the test, every choice does, and only waiting for older unfinished groups helps. Admission (rule 1) makes
 the test hold for each group that opens, so under ``wait`` waiting always ends: no deadlock.
@@ -42,22 +42,22 @@ class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
 class NextPart(msgspec.Struct, frozen=True, kw_only=True):
     """The next part of a batch that is committed in several."""
 
-    groups: int  # it takes so many
-    left: int = 0  # places that the batch has for further parts
+    groups: int  # size of the part
+    left: int = 0  # slots of the batch for further parts
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
-    """The decision of ``select_batch``: a batch, or the groups to wait for; and the groups that end as overdue."""
+    """Decision of ``select_batch``: a batch or the groups to wait for, and the groups that end as overdue."""
 
     groups: tuple[int, ...] = ()  # the batch: admission indices, ascending; empty: wait
     waiting_for: tuple[int, ...] = ()  # unfinished groups, ascending; parked ones among them should resume first
-    missing: int = 0  # how many of waiting_for have to finish (or leave) first, at least
+    missing: int = 0  # least number of waiting_for that have to finish (or leave) first
     reason: str = ""  # why there is no batch, one line
     overdue: tuple[int, ...] = ()  # policy drop: end these now, ascending (running ones are cancelled)
 
 
 def check_budget(step: int, first_versions: Iterable[tuple[int, int]], budget: int) -> int:
-    """Largest trajectory staleness of ``(group index, first version)`` pairs trained at ``step``.
+    """Return the largest trajectory staleness of ``(group index, first version)`` pairs trained at ``step``.
 
     Raises BudgetExceeded when it is above the budget.
     """
@@ -83,12 +83,12 @@ def select_batch(
 ) -> Selection:
     """Choose the batch of ``step`` (trainer version before it) among all open groups not yet in a batch.
 
-    A batch has exactly ``groups_per_step`` finished groups, the oldest first (by first version, then index); ``part``:
-    its next part is chosen, of so many.
+    A batch has exactly ``groups_per_step`` finished groups, the oldest first (by first version, then index). With
+    ``part`` only the batch's next part is chosen.
     ``wait``: no group is ever overdue; the batch waits for unfinished groups as long as the feasibility test
-    says so. ``drop``: the batch never waits for an old group; groups that can no longer be trained in time
-    are listed as overdue (also when there is no batch yet). ``mask``: the budget binds tokens, so no group is due; one
-    whose every token is over the budget has nothing left to train and is overdue.
+    fails. ``drop``: the batch never waits for an old group; groups that can no longer be trained in time
+    are listed as overdue (also when there is no batch yet). ``mask``: the budget binds tokens, so no group is due; a
+    group whose every token is over the budget has no token to train and is overdue.
 
     Raises BudgetExceeded under ``wait`` when finished groups alone can't meet their deadlines: the groups were
     not admitted under rule 1.
@@ -100,12 +100,13 @@ def select_batch(
 
 
 def resumption(environment_version: int, version: int, limit: int | None) -> Literal["continue", "restart"]:
-    """Decide how a parked member resumes at trainer version ``version``: in its kept environment, whose oldest effect
-    is from ``environment_version`` (-1: it has none), unless that is staler than ``limit`` versions (None: never);
-    then it begins anew.
+    """Decide whether a parked member continues in its kept environment or restarts, at trainer version ``version``.
 
-    Environment-state staleness has a budget of its own: the tokens of a resumed rollout can be corrected for, but a
-    situation that an old policy made can't be.
+    It restarts when the environment's oldest effect, from ``environment_version`` (-1: there is none), is staler than
+    ``limit`` versions (None: never).
+
+    Environment-state staleness has a budget of its own: the tokens of a resumed rollout can be corrected for, but an
+    environment state that an old policy produced can't be.
     """
     if limit is None or environment_version < 0 or version - environment_version <= limit:
         return "continue"
@@ -117,17 +118,18 @@ def _check_all(step: int, version: int, groups: Iterable[int], budget: int) -> N
 
 
 class OpenGroups:
-    """All open groups that are in no batch, by the version of their first token.
+    """Index of all open groups that are in no batch, by the version of their first token.
 
-    Kept up to date as groups open, finish and leave (``add``, ``remove``: O(log n)), so that ``select`` looks at
-    versions, of which a budget allows few, and at the groups it takes, never at all that are open.
+    It is updated as groups open, finish and leave (``add``, ``remove``: O(log n)), so that ``select`` visits versions,
+    of which a budget allows few, and the groups that it takes, never all open groups.
 
     Invariant: ``select`` depends only on the groups that are open, not on their history.
     """
 
     def __init__(self, groups_per_step: int, budget: int, policy: OverduePolicy, *, in_order: bool = False) -> None:
-        """``in_order``: under ``wait`` a part waits for unfinished groups that are older than one of its own, so that
-        parts don't depend on who finishes first."""
+        """Create an empty index. ``in_order``: under ``wait`` a part waits for unfinished groups older than its own.
+
+        So parts don't depend on the order in which groups finish."""
         self._in_order = in_order
         self._per_step = groups_per_step
         self._budget = budget
@@ -145,7 +147,7 @@ class OpenGroups:
         return self._finished_count
 
     def add(self, group: OpenGroup) -> None:
-        """Enter a group; replaces its earlier entry, as when it has finished."""
+        """Add a group, or replace its earlier entry, as when it has finished."""
         index, version = group.index, group.first_version
         if index in self._version_of:
             self.remove(index)
@@ -162,7 +164,7 @@ class OpenGroups:
             heappush(self._newest, (group.last_version, index))
 
     def remove(self, index: int) -> None:
-        """Forget a group that has ended; no-op for an unknown one."""
+        """Remove a group that has ended; no-op for an unknown one."""
         version = self._version_of.pop(index, None)
         if version is None:
             return
@@ -177,62 +179,63 @@ class OpenGroups:
             self._versions.remove(version)
 
     def due(self, step: int, part: NextPart | None = None) -> bool:
-        """Whether ``select`` could do more than wait: a batch has finished, or a group is over the budget. O(1)."""
+        """Return whether ``select`` could do more than wait: a batch has finished, or a group is overdue. O(1)."""
         return self._finished_count >= (part.groups if part else self._per_step) or (
             bool(self._versions) and self._versions[0] + self._budget < step
         )
 
     def select(self, step: int, part: NextPart | None = None, *, named: bool = False) -> Selection:
-        """Choose the batch of ``step``: see ``select_batch``. ``part``: choose only this part of it; the groups of
-        those before it have been removed. ``named``: fill ``waiting_for``, O(unfinished groups)."""
+        """Choose the batch of ``step``, see ``select_batch``; with ``part`` only this part of it.
+
+        The groups of earlier parts have been removed. ``named``: fill ``waiting_for``, O(unfinished groups)."""
         selection, versions = self._select(step, part or NextPart(groups=self._per_step))
         return msgspec.structs.replace(selection, waiting_for=self.unfinished(versions)) if named else selection
 
     def unfinished(self, versions: Iterable[int]) -> tuple[int, ...]:
-        """Unfinished groups whose first tokens have these versions, ascending."""
+        """Return unfinished groups whose first tokens have these versions, ascending."""
         return tuple(sorted(index for version in versions for index in self._unfinished[version]))
 
     def _select(self, step: int, part: NextPart) -> tuple[Selection, list[int]]:
-        """The selection, and the versions whose unfinished groups it waits for."""
+        """Return the selection, and the versions whose unfinished groups it waits for."""
         if self._policy == "drop":
             return self._select_dropping(step, part)
         if self._policy == "mask":
             return self._select_masking(step, part)
         return self._select_waiting(step, part)
 
-    def _oldest(self, versions: Iterable[int], room: int, without: Collection[int] = ()) -> dict[int, list[int]]:
-        """The oldest finished groups of these versions, at most ``room`` of them, by version."""
+    def _oldest(self, versions: Iterable[int], limit: int, without: Collection[int] = ()) -> dict[int, list[int]]:
+        """Return at most ``limit`` of the oldest finished groups of these versions, by version."""
         chosen: dict[int, list[int]] = {}
         for version in versions:
-            if not room:
+            if not limit:
                 break
-            found = self._finished[version]
-            usable = [index for index in found if index not in without] if without else found
+            finished = self._finished[version]
+            usable = [index for index in finished if index not in without] if without else finished
             if usable:
-                chosen[version] = usable[:room]
-                room -= len(chosen[version])
+                chosen[version] = usable[:limit]
+                limit -= len(chosen[version])
         return chosen
 
     def _unfinished_first(self, count: int) -> int:
-        """How many of the ``count`` oldest open groups are unfinished."""
-        found = 0
+        """Count the unfinished groups among the ``count`` oldest open ones."""
+        unfinished_count = 0
         for version in self._versions:
             ordered = sorted([*self._unfinished[version], *self._finished[version]])[:count]
-            found += len(self._unfinished[version].intersection(ordered))
+            unfinished_count += len(self._unfinished[version].intersection(ordered))
             count -= len(ordered)
-        return found
+        return unfinished_count
 
     def _select_waiting(self, step: int, part: NextPart) -> tuple[Selection, list[int]]:
         if self._in_order and (older := self._unfinished_first(part.groups)):
             reason = f"{older} of the {part.groups} oldest groups are unfinished, and parts keep the order of admission"
             return Selection(missing=older, reason=reason), self._versions
         chosen = self._oldest(self._versions, part.groups)
-        left = missing = 0
+        remaining = missing = 0
         due: list[int] = []
         for number, version in enumerate(self._versions, start=1):
             taken = len(chosen.get(version, ()))
-            left += len(self._unfinished[version]) + len(self._finished[version]) - taken
-            excess = left - self._per_step * (version + self._budget - step) - part.left
+            remaining += len(self._unfinished[version]) + len(self._finished[version]) - taken
+            excess = remaining - self._per_step * (version + self._budget - step) - part.left
             if excess > 0:
                 missing, due = max(missing, excess), self._versions[:number]
         if due:
@@ -240,8 +243,9 @@ class OpenGroups:
         return self._selection(step, part, chosen, self._versions)
 
     def _wait_for(self, step: int, due: list[int], missing: int) -> Selection:
-        """Return a selection that waits; raise BudgetExceeded where waiting can't help. ``due``: the versions up to the
-        last deadline that the best choice would overrun."""
+        """Return a selection that waits; raise BudgetExceeded where waiting can't help.
+
+        ``due``: the versions up to the last deadline that the best choice would miss."""
         unfinished = sum(len(self._unfinished[version]) for version in due)
         deadline = due[-1] + self._budget
         if unfinished < missing:
@@ -267,8 +271,9 @@ class OpenGroups:
         *,
         checked: bool = True,
     ) -> tuple[Selection, list[int]]:
-        """Make the selection of ``chosen``, or one that waits while it is short of a batch. ``usable``: versions whose
-        groups may be waited for; ``checked``: check that the batch keeps to the budget."""
+        """Make the selection of ``chosen``, or one that waits while these are fewer than a batch.
+
+        ``usable``: versions whose groups may be waited for; ``checked``: check the batch against the budget."""
         ended, count = tuple(sorted(overdue)), sum(map(len, chosen.values()))
         if count < part.groups:
             waiting = Selection(
@@ -291,11 +296,11 @@ class OpenGroups:
             kept = 0
             for version in usable:
                 # A group that is kept is trained behind the older finished ones, from the next step on.
-                room = self._per_step * (version + self._budget - step) + part.left
-                if not room:  # due at this very step, but not in its batch: there is no later step for them
+                capacity = self._per_step * (version + self._budget - step) + part.left
+                if not capacity:  # due at this step, but not in its batch: no later step may train them
                     overdue += self._unfinished[version]
                 rest = self._finished[version][len(chosen.get(version, ())) :]
-                fitting = max(0, min(len(rest), room - kept))
+                fitting = max(0, min(len(rest), capacity - kept))
                 overdue += rest[fitting:]
                 kept += fitting
         return self._selection(step, part, chosen, usable, overdue)

@@ -1,4 +1,4 @@
-"""Which waits are stalls, and what they wait for: expected times from a run's own history, and facts about workers."""
+"""Decides which waits are stalls, and on what they wait, from a run's own durations and facts about workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from headway.records.stalls import Stack, Stall, Wait, WorkerStatus
 
-LOOPS = "orchestrator"  # owner of waits that end when something else in the orchestrator does
+LOOPS = "orchestrator"  # owner of waits for other parts of the orchestrator
 _IDLE = (
     "<library>/threading.py",
     "<library>/queue.py",
@@ -21,25 +21,25 @@ _IDLE = (
 
 
 class StallLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits by which waits are judged."""
+    """Limits on waits, beyond which they are stalls."""
 
     floor_s: float = 20.0  # no wait is overdue sooner
     unknown_s: float = 600.0  # expected of a kind of wait of which fewer than ``enough`` have ended
     enough: int = 3
     window: int = 512  # durations kept of each kind
-    factor: float = 4.0  # the expected time is at least so many times the 0.99 quantile
-    fact_s: float = 8.0  # a fact is reported after so long
-    confirmations: int = 2  # a stall is seen so often in a row before it is reported, and missed before it is over
-    quiet_s: float = 30.0  # after a stall's end, waits of the loops are not judged: they were its consequences
+    factor: float = 4.0  # the expected time is at least this many times the 0.99 quantile
+    fact_s: float = 8.0  # seconds after which a fact is reported
+    confirmations: int = 2  # consecutive checks with a stall before it is reported, and without it before it is over
+    grace_s: float = 30.0  # after a stall's end, waits of the loops are not judged: they were its consequences
 
 
 class Expectations:
     """The longest time that a wait of a kind should take, learned from those that ended well.
 
-    With q50 and q99, the quantiles of the last ``window`` durations: q99 x max(``factor``, q99 / q50), and no less
-    than ``floor_s``. On a logarithmic scale that is as far above q99 as q99 is above the median, so that a kind with
-    a long tail gets room for it. Example: score takes 0.2 s, in one of a hundred cases 6 s: 6 x 30 = 180 s. More than
-    ``unknown_s`` it is only up to q99 x ``factor`` squared: of a run's first steps one may take a thousand medians.
+    With q50 and q99, the quantiles of the last ``window`` durations: q99 x max(``factor``, q99 / q50), and no less than
+    ``floor_s``. On a logarithmic scale that is as far above q99 as q99 is above the median, so that a kind with a long
+    tail has a higher limit. Example: score takes 0.2 s, in one of a hundred cases 6 s: 6 x 30 = 180 s. It exceeds
+    ``unknown_s`` only up to q99 x ``factor`` squared: one of a run's first steps may take a thousand medians.
     """
 
     def __init__(self, limits: StallLimits) -> None:
@@ -48,13 +48,13 @@ class Expectations:
         self._known: dict[str, float] = {}  # expectations computed since the last duration of the kind
 
     def learn(self, durations: Iterable[tuple[str, float]]) -> None:
-        """Take in (kind, seconds) of waits that ended."""
+        """Add (kind, seconds) of waits that ended."""
         for kind, seconds in durations:
             self._durations[kind].append(seconds)
             self._known.pop(kind, None)
 
     def expected_s(self, kind: str) -> float:
-        """The longest time that a wait of this kind should take."""
+        """Return the longest time that a wait of this kind should take."""
         if kind not in self._known:
             self._known[kind] = self._computed(sorted(self._durations.get(kind, ())))
         return self._known[kind]
@@ -65,20 +65,22 @@ class Expectations:
             return max(limits.unknown_s, limits.floor_s)
         middle, high = ordered[len(ordered) // 2], ordered[math.ceil(0.99 * len(ordered)) - 1]
         spread = high / middle if middle > 0 else 1.0
-        most_s = max(limits.unknown_s, high * limits.factor**2)
-        return max(limits.floor_s, min(high * max(limits.factor, spread), most_s))
+        limit_s = max(limits.unknown_s, high * limits.factor**2)
+        return max(limits.floor_s, min(high * max(limits.factor, spread), limit_s))
 
 
 def role_of(worker: str) -> str:
-    """ "trainer" of "trainer-0": workers of a role do the same work."""
+    """Return the role of a worker ("trainer" for "trainer-0"): workers of a role do the same work."""
     return worker.rstrip("-0123456789")
 
 
 def workers_to_inspect(
     waits: Sequence[Wait], silent_s: Mapping[str, float], expectations: Expectations, now_s: float, limits: StallLimits
 ) -> set[str]:
-    """Names of the workers, keys of ``silent_s``, whose state matters: silent, waited for too long, or ranks of a group
-    in which one is waited for, which may be missing in the others' collective; all while a loop waits for too long."""
+    """Return the workers, keys of ``silent_s``, to inspect: silent ones, and those waited for too long.
+
+    With one trainer rank all ranks are inspected, as another may be missing in its collective; while a loop waits for
+    too long, all workers are."""
     if _first_overdue([wait for wait in waits if wait.owner == LOOPS], expectations, now_s) is not None:
         return set(silent_s)
     chosen = {name for name, silence_s in silent_s.items() if silence_s >= limits.fact_s / 2}
@@ -98,10 +100,11 @@ def find_stalls(
     now_s: float,
     limits: StallLimits,
 ) -> list[Stall]:
-    """The stalls that explain the others, not their consequences: facts about workers; without one of the same worker,
-    calls and requests beyond their expected time; without any of these, loops that wait for too long.
+    """Find the stalls that explain the others, not their consequences.
 
-    ``waits``: oldest first. ``silent_since_s``: clock at the last sign of life of workers that give none."""
+    These are facts about workers; for a worker without one, calls and requests beyond their expected time; and without
+    any of these, loops that wait for too long. ``waits``: oldest first. ``silent_since_s``: clock at the last sign of
+    life of silent workers."""
     oldest: dict[str, Wait] = {}
     for wait in waits:
         oldest.setdefault(wait.owner, wait)
@@ -114,34 +117,35 @@ def find_stalls(
     for owner, wait in oldest.items():
         if owner in explained or owner == LOOPS:
             continue
-        overdue = _first_overdue([one for one in waits if one.owner == owner], expectations, now_s)
-        # Later calls wait behind the first: where that isn't overdue, neither are they.
+        overdue = _first_overdue([candidate for candidate in waits if candidate.owner == owner], expectations, now_s)
+        # Later calls queue behind the first: where that isn't overdue, neither are they.
         if overdue is not None and (overdue is wait or overdue.kind.startswith("environment.")):
             stalls.append(_overdue(overdue, statuses.get(owner), expectations))
     if not stalls:
-        overdue = _first_overdue([one for one in waits if one.owner == LOOPS], expectations, now_s)
+        overdue = _first_overdue([candidate for candidate in waits if candidate.owner == LOOPS], expectations, now_s)
         troubled = next((status for status in statuses.values() if status.trouble), None)
         stalls += [] if overdue is None else [_overdue(overdue, troubled, expectations)]
     return stalls
 
 
-def place_of(status: WorkerStatus) -> tuple[str, tuple[Stack, ...]]:
-    """Where a worker is: the innermost frame that isn't a library's, of the thread or task that does the work; and the
-    stacks that show it, most telling first. "" where nothing is known."""
+def current_frame(status: WorkerStatus) -> tuple[str, tuple[Stack, ...]]:
+    """Return a worker's innermost frame outside libraries, and the stacks behind it, the most informative first.
+
+    The frame is that of the thread or task that does the work; "" where nothing is known."""
     main = [stack for stack in status.stacks if stack.of == "main"]
     tasks = [stack for stack in status.stacks if stack.of.startswith("task ") and stack.frames]
     threads = [stack for stack in status.stacks if stack not in main and stack not in tasks and not _idle(stack)]
     working = [stack for stack in main if status.call not in ("", "tick") or not _idle(stack)]
-    tasks.sort(key=lambda stack: _own(stack).startswith(("headway/", "<")))  # the user's own code first
-    # A thread of an event loop that turns is busy for moments: what its tasks await says more.
+    tasks.sort(key=lambda stack: _user_frame(stack).startswith(("headway/", "<")))  # the user's own code first
+    # The thread of a running event loop is busy only briefly: its tasks' awaits are more informative.
     ordered = [*working, *threads, *tasks, *(stack for stack in main if stack not in working)]
-    return (_own(ordered[0]) if ordered else ""), tuple(ordered[:4])
+    return (_user_frame(ordered[0]) if ordered else ""), tuple(ordered[:4])
 
 
-def _own(stack: Stack) -> str:
-    """The innermost frame that isn't a library's."""
-    own = [frame for frame in stack.frames if not frame.startswith("<library>")]
-    return own[-1] if own else stack.frames[-1] if stack.frames else ""
+def _user_frame(stack: Stack) -> str:
+    """Return the innermost frame outside libraries."""
+    frames = [frame for frame in stack.frames if not frame.startswith("<library>")]
+    return frames[-1] if frames else stack.frames[-1] if stack.frames else ""
 
 
 def _idle(stack: Stack) -> bool:
@@ -156,24 +160,24 @@ def _stall_of(
     now_s: float,
     limits: StallLimits,
 ) -> Stall | None:
-    """A stall that one worker's status proves."""
+    """Return the stall that one worker's status proves, if any."""
     wait = oldest.get(status.worker)
     since_s = silent_since_s.get(status.worker, now_s)
     if status.condition == "answers" or now_s - since_s < limits.fact_s / 2:
         return None
-    place, stacks = place_of(status)
+    location, stacks = current_frame(status)
     if status.condition == "stopped":
         cause, kind = "is stopped by a signal or a debugger", "stopped"
-    elif place:
-        cause, kind = f"holds the interpreter's lock in {place}", "lock held"
+    elif location:
+        cause, kind = f"holds the interpreter's lock in {location}", "lock held"
     else:
         cause, kind = "gives no sign of life", "silent"
-    what = f"{_waiting(wait)} for {status.worker}, which {cause}" if wait is not None else f"{status.worker} {cause}"
+    text = f"{_waiting(wait)} for {status.worker}, which {cause}" if wait is not None else f"{status.worker} {cause}"
     return Stall(
         owner=status.worker,
         kind=kind,
         since_s=since_s,
-        what=what,
+        what=text,
         expected_s=limits.fact_s if wait is None else expectations.expected_s(wait.kind),
         hard=True,
         stacks=tuple((status.worker, stack) for stack in stacks),
@@ -187,10 +191,12 @@ def _missing_ranks(
     now_s: float,
     limits: StallLimits,
 ) -> list[Stall]:
-    """The rank that others wait for in a collective: a fact where it has ended its call or is in another collective;
-    where it is still computing, a stall once that takes longer than expected."""
-    ranks = [one for one in statuses.values() if role_of(one.worker) == "trainer" and one.condition == "answers"]
-    waiting = [one for one in ranks if one.in_collective_s is not None and one.in_collective_s >= limits.fact_s]
+    """Find the rank that others wait for in a collective.
+
+    It is a fact where the rank has ended its call or is in another collective; while it still computes, it is a stall
+    once that takes longer than expected."""
+    ranks = [rank for rank in statuses.values() if role_of(rank.worker) == "trainer" and rank.condition == "answers"]
+    waiting = [rank for rank in ranks if rank.in_collective_s is not None and rank.in_collective_s >= limits.fact_s]
     if not waiting:
         return []
     ahead = max(waiting, key=lambda status: (status.collectives, status.in_collective_s or 0.0))
@@ -203,25 +209,25 @@ def _missing_ranks(
         hard = not status.call or (status.in_collective_s or 0.0) >= limits.fact_s
         if not hard and not overdue:
             continue
-        place, stacks = place_of(status)
+        location, stacks = current_frame(status)
         if status.in_collective_s is not None:
-            where = f"is in {status.collective} {status.collectives}, at {place}"
+            activity = f"is in {status.collective} {status.collectives}, at {location}"
         elif not status.call:
-            where = f"has ended its call after {status.collectives} collectives"
+            activity = f"has ended its call after {status.collectives} collectives"
         else:
-            where = f"is in {place}"
+            activity = f"is in {location}"
         waits_in = f"{ahead.worker} waits in {ahead.collective} {ahead.collectives}"
         return [
             Stall(
                 owner=status.worker,
                 kind="missing rank",
                 since_s=now_s - (ahead.in_collective_s or 0.0),
-                what=f"{waits_in} for {status.worker}, which {where}",
+                what=f"{waits_in} for {status.worker}, which {activity}",
                 expected_s=limits.fact_s if wait is None else expectations.expected_s(wait.kind),
                 hard=hard,
                 stacks=(
                     *((status.worker, stack) for stack in stacks),
-                    *((ahead.worker, stack) for stack in place_of(ahead)[1]),
+                    *((ahead.worker, stack) for stack in current_frame(ahead)[1]),
                 ),
             )
         ]
@@ -233,7 +239,7 @@ def _first_overdue(waits: Sequence[Wait], expectations: Expectations, now_s: flo
 
 
 def _overdue(wait: Wait, status: WorkerStatus | None, expectations: Expectations) -> Stall:
-    place, stacks = ("", ()) if status is None else place_of(status)
+    frame, stacks = ("", ()) if status is None else current_frame(status)
     owner = wait.owner
     if status is not None and status.trouble:
         cause = f"{f'while {status.worker}' if owner == LOOPS else 'which'} reports: {status.trouble}"
@@ -242,7 +248,7 @@ def _overdue(wait: Wait, status: WorkerStatus | None, expectations: Expectations
         cause = "which waits until its events are read here"
     else:
         cause = (
-            f"which is in {place}" if place else f"longer than the {expectations.expected_s(wait.kind):.0f} s expected"
+            f"which is in {frame}" if frame else f"longer than the {expectations.expected_s(wait.kind):.0f} s expected"
         )
     for_whom = "" if wait.owner == LOOPS else f" for {wait.owner}"
     return Stall(
@@ -263,21 +269,21 @@ def _waiting(wait: Wait | None) -> str:
 
 
 class StallTracker:
-    """Decides when a stall is reported and when it is over: found or missed ``confirmations`` times in a row."""
+    """Decides when a stall is reported and when it is over: after ``confirmations`` checks with or without it."""
 
     def __init__(self, limits: StallLimits) -> None:
         self._limits = limits
         self._seen: dict[tuple[str, str], int] = {}
         self._missed: dict[tuple[str, str], int] = {}
         self.open: dict[tuple[str, str], Stall] = {}  # reported, not over
-        self.quiet_until_s = -math.inf  # waits of the loops are not judged before
+        self.grace_until_s = -math.inf  # waits of the loops are not judged before
 
-    def update(self, found: Iterable[Stall], now_s: float) -> tuple[list[Stall], list[Stall]]:
-        """Take in the stalls found now. Returns those to report now, and those that are over."""
+    def update(self, stalls: Iterable[Stall], now_s: float) -> tuple[list[Stall], list[Stall]]:
+        """Enter the stalls of a check. Returns those to report now, and those that are over."""
         present = {
             (stall.owner, stall.kind): stall
-            for stall in found
-            if stall.owner != LOOPS or now_s >= self.quiet_until_s or (stall.owner, stall.kind) in self.open
+            for stall in stalls
+            if stall.owner != LOOPS or now_s >= self.grace_until_s or (stall.owner, stall.kind) in self.open
         }
         begun: list[Stall] = []
         self._seen = {key: self._seen.get(key, 0) + 1 for key in present}
@@ -293,5 +299,5 @@ class StallTracker:
                 over.append(self.open.pop(key))
                 del self._missed[key]
         if self.open or over:
-            self.quiet_until_s = now_s + self._limits.quiet_s
+            self.grace_until_s = now_s + self._limits.grace_s
         return begun, over

@@ -1,4 +1,4 @@
-"""Summaries of one quantity over the samples of a step."""
+"""Summarises a quantity over the samples of a step: quantiles, histograms, means."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Record = TypeVar("Record")
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """The q-quantile (0 <= q <= 1) by linear interpolation between order statistics; 0.0 of nothing.
+    """Return the q-quantile (0 <= q <= 1) by linear interpolation between order statistics; 0.0 of no values.
 
-    The same as ``numpy.quantile`` with its default method.
+    Equal to ``numpy.quantile`` with its default method.
     """
     if not 0.0 <= q <= 1.0:
         raise ValueError(f"quantile {q} is not within 0..1")
@@ -30,7 +30,7 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def histogram_in_tenths(values: Iterable[float]) -> dict[str, int]:
-    """Counts of values, each rounded down to tenths ("0.3")."""
+    """Count values by tenth, each rounded down ("0.3")."""
     counts = Counter(math.floor(10 * value + 1e-9) for value in values)
     return {f"{tenths / 10:.1f}": count for tenths, count in sorted(counts.items())}
 
@@ -38,7 +38,7 @@ def histogram_in_tenths(values: Iterable[float]) -> dict[str, int]:
 def weighted_mean(
     records: Iterable[Record], value: Callable[[Record], float], weight: Callable[[Record], float]
 ) -> float:
-    """Mean of the finite values of ``records``; 0.0 where they weigh nothing."""
+    """Return the weighted mean of the finite values of ``records``; 0.0 where their weight is 0."""
     pairs = [(value(record), weight(record)) for record in records]
     pairs = [(x, w) for x, w in pairs if math.isfinite(x) and w > 0]
     total = sum(w for _, w in pairs)
@@ -46,8 +46,9 @@ def weighted_mean(
 
 
 def distribution(weighted: Iterable[tuple[int, int]]) -> Distribution:
-    """Mean, maximum and histogram of integers, from (value, count) pairs (staleness of trajectories: count 1
-    each; of tokens: the spans' token counts)."""
+    """Compute mean, maximum and histogram of integers from (value, count) pairs.
+
+    For the staleness of trajectories each count is 1, for that of tokens it is a span's number of tokens."""
     counts: Counter[int] = Counter()
     for value, count in weighted:
         counts[value] += count
@@ -59,7 +60,7 @@ def distribution(weighted: Iterable[tuple[int, int]]) -> Distribution:
 
 
 def pooled(histograms: Iterable[Mapping[str, int] | Mapping[int, int]]) -> Counter[int]:
-    """Sum histograms (value -> count; values may be text, as a ledger has them); by value, ascending."""
+    """Sum histograms (value -> count, values possibly as text from a ledger); the result ascends by value."""
     total: Counter[int] = Counter()
     for histogram in histograms:
         total.update({int(value): count for value, count in histogram.items()})
@@ -67,19 +68,21 @@ def pooled(histograms: Iterable[Mapping[str, int] | Mapping[int, int]]) -> Count
 
 
 def length_histogram(lengths: Iterable[int]) -> dict[str, int]:
-    """Count lengths by bucket: upper bound -> number of lengths; four buckets for every doubling (exact up to 8), so a
-    bucket is at most a quarter as wide as its lower bound."""
+    """Count lengths by bucket: upper bound -> number of lengths.
+
+    There are four buckets for every doubling (exact up to 8), so a bucket is at most a quarter as wide as its lower
+    bound."""
     counts = Counter(_bucket_end(length) for length in lengths)
     return {str(end): counts[end] for end in sorted(counts)}
 
 
 def bucket_width(length: int) -> int:
-    """Width of the bucket of ``length_histogram`` that contains ``length``."""
+    """Return the width of the bucket of ``length_histogram`` that contains ``length``."""
     return 1 << max(0, (length - 1).bit_length() - 3)
 
 
 def bucket_middle(end: int) -> float:
-    """Middle of the bucket of ``length_histogram`` that ends with ``end``."""
+    """Return the middle of the bucket of ``length_histogram`` that ends with ``end``."""
     return end - (bucket_width(end) - 1) / 2
 
 
@@ -89,9 +92,9 @@ def _bucket_end(length: int) -> int:
 
 
 def solve_rate_bin(solved: int, valid: int) -> int:
-    """Bin of one group: 0 for none solved, 10 for all, else ceil(10 x rate) capped at 9.
+    """Return the bin of one group: 0 for none solved, 10 for all, else ceil(10 x rate) capped at 9.
 
-    So the bins are 0, (0, .1], (.1, .2], ... (.7, .8], (.8, 1), 1. Raises ValueError for counts out of range.
+    The bins are 0, (0, .1], (.1, .2], ... (.7, .8], (.8, 1), 1. Raises ValueError for counts out of range.
     """
     if valid < 1 or not 0 <= solved <= valid:
         raise ValueError(f"{solved} solved of {valid}")
@@ -101,7 +104,7 @@ def solve_rate_bin(solved: int, valid: int) -> int:
 
 
 def solve_rate_histogram(groups: Iterable[tuple[int, int]]) -> list[int]:
-    """[11] groups by share solved, from (solved, valid) pairs; groups without a valid member are left out."""
+    """Count groups by share solved, [11], from (solved, valid) pairs; groups without a valid member are left out."""
     histogram = [0] * SOLVE_RATE_BINS
     for solved, valid in groups:
         if valid:

@@ -1,4 +1,4 @@
-"""Plans of workflows out of their own first steps: from what turns took to the fastest plan on given devices."""
+"""Plans a workflow from the turn times of its own first steps: the fastest plan on given devices."""
 
 from __future__ import annotations
 
@@ -27,116 +27,119 @@ from headway.records.plan import (
     WorkflowStage,
 )
 
-_DEVICE = "device"  # the one class: a workflow's devices are taken to be alike
+_DEVICE = "device"  # the only class: a workflow's devices are assumed to be identical
 _SEARCH = SearchSettings(tolerance=0.01, expansions=200_000)
 
 
-WARM_UP, PROFILE = 1, 3  # steps that aren't counted, and after which the plan is made
-_DRIFTED = 0.25  # relative, of a step's time against the expected one ...
-_STEPS = 3  # ... in so many steps in a row: then the plan is made anew
-_GAIN = 0.10  # of a step's time, that another plan must bring
+WARM_UP, PROFILE = 1, 3  # steps that aren't measured; steps after which the plan is made
+_DRIFT = 0.25  # relative deviation of a step's time from the expected one ...
+_DRIFT_STEPS = 3  # ... in this many consecutive steps, after which the plan is made again
+_MIN_GAIN = 0.10  # share of a step's time that another plan must save
 
 
 class AutoPlanner:
-    """Plans a workflow out of its own steps.
+    """Plans a workflow from measurements of its own steps.
 
-    Steps 0 and 1 take all items at once, step 2 a quarter, on all devices in turns; from what their turns took, but for
-    the first's, the plan is made. Later, when steps take longer or shorter than expected, the curves are scaled by
-    what turns take now, and the plan is made anew.
+    In steps 0 and 1 a turn takes all items, in step 2 a quarter, on all devices in turns. The plan is made from the
+    turn times of steps 1 and 2. Later, when steps take longer or shorter than expected, the curves are scaled by the
+    present turn times, and the plan is made again.
     """
 
     def __init__(self, devices: Sequence[str], items: int) -> None:
         self._devices = devices
         self._items = items
-        self._most: dict[str, int | None] = {}
+        self._max_workers: dict[str, int | None] = {}
         self._turns: dict[str, list[tuple[int, float]]] = {}
         self._switches: dict[str, tuple[float, int]] = {}  # seconds, turns
         self._edges: set[tuple[str, str]] = set()
         self._movable: set[str] = set()
         self._curves: dict[str, Curve] = {}
-        self._planned_at = 0  # step
+        self._planned_step = 0  # step
 
-    def with_stage(self, plan: ExecutionPlan, stage: str, most: int | None) -> ExecutionPlan:
-        """The plan when a stage is declared, which may have ``most`` workers: it is on all devices that it can use."""
-        self._most[stage] = most
-        placed = StagePlacement(devices=tuple(self._devices[:most]))
+    def with_stage(self, plan: ExecutionPlan, stage: str, max_workers: int | None) -> ExecutionPlan:
+        """Return the plan with a newly declared stage of at most ``max_workers``, on all devices that it can use."""
+        self._max_workers[stage] = max_workers
+        placed = StagePlacement(devices=tuple(self._devices[:max_workers]))
         return msgspec.structs.replace(plan, stages={**plan.stages, stage: placed})
 
-    def take(
+    def add_step(
         self,
         step: FlowStep,
         turns: Mapping[str, Sequence[tuple[int, float]]],
         edges: Iterable[tuple[str, str]],
         movable: Iterable[str],
     ) -> None:
-        """Take a step's measurements: ``turns``, (items, seconds) of single ones by stage; ``edges``, from which stage
-        to which items have gone; ``movable``, stages that can be moved."""
+        """Add a step's measurements. ``turns``: (items, seconds) of single turns, by stage; ``edges``: (from stage, to
+        stage) of items so far; ``movable``: stages that can be moved."""
         self._edges, self._movable = set(edges), set(movable)
         if step.step < WARM_UP:
             return
-        for stage, found in turns.items():
-            self._turns.setdefault(stage, []).extend(found)
+        for stage, stage_turns in turns.items():
+            self._turns.setdefault(stage, []).extend(stage_turns)
             seconds, count = self._switches.get(stage, (0.0, 0))
             self._switches[stage] = (seconds + step.stages[stage].switch_s, count + step.stages[stage].turns)
 
     def plan_for(self, step: int, plan: ExecutionPlan, history: Sequence[FlowStep]) -> ExecutionPlan | None:
-        """The plan from this step on; None: as before. Raises ConfigurationError for a stage that can't be planned."""
+        """Return the plan from this step on; None: no change. Raises ConfigurationError for a stage without turns that
+        took items."""
         if step == PROFILE - 1:
             quarter = max(1, self._items // 4)
             stages = {name: msgspec.structs.replace(placed, chunk=quarter) for name, placed in plan.stages.items()}
             return msgspec.structs.replace(plan, stages=stages)
         if step == PROFILE:
             self._curves = {stage: Curve(stage, turns) for stage, turns in self._turns.items()}
-            return self._planned(step, plan)
-        if step < PROFILE + _STEPS or step - self._planned_at < _STEPS or plan.expected_s is None:
+            return self._make_plan(step, plan)
+        if step < PROFILE + _DRIFT_STEPS or step - self._planned_step < _DRIFT_STEPS or plan.expected_s is None:
             return None
-        last = history[-_STEPS:]
-        ratios = [one.seconds / plan.expected_s for one in last]
-        if min(ratios) < 1 + _DRIFTED and max(ratios) > 1 / (1 + _DRIFTED):
+        recent_steps = history[-_DRIFT_STEPS:]
+        ratios = [measured_step.seconds / plan.expected_s for measured_step in recent_steps]
+        if min(ratios) < 1 + _DRIFT and max(ratios) > 1 / (1 + _DRIFT):
             self._turns.clear()
             return None
         self._curves = {stage: curve.scaled(self._turns.get(stage, ())) for stage, curve in self._curves.items()}
-        better = self._planned(step, plan)
-        took_s = median(one.seconds for one in last)
-        if better.expected_s is None or better.expected_s > took_s * (1 - _GAIN):
+        better = self._make_plan(step, plan)
+        took_s = median(measured_step.seconds for measured_step in recent_steps)
+        if better.expected_s is None or better.expected_s > took_s * (1 - _MIN_GAIN):
             return msgspec.structs.replace(plan, expected_s=took_s)
         return better
 
-    def _planned(self, step: int, plan: ExecutionPlan) -> ExecutionPlan:
-        self._planned_at = step
+    def _make_plan(self, step: int, plan: ExecutionPlan) -> ExecutionPlan:
+        self._planned_step = step
         self._turns.clear()
         measured = {
-            stage: MeasuredStage(curve=self._curves[stage], switch_s=seconds / max(1, count), most=self._most[stage])
+            stage: MeasuredStage(
+                curve=self._curves[stage], switch_s=seconds / max(1, count), max_workers=self._max_workers[stage]
+            )
             for stage, (seconds, count) in ((name, self._switches.get(name, (0.0, 0))) for name in plan.stages)
         }
-        found = fastest_plan(measured, self._edges, self._items, self._devices)
-        kept = {  # it would lose what it holds
+        fastest = fastest_plan(measured, self._edges, self._items, self._devices)
+        kept = {  # elsewhere they would lose their state
             name: msgspec.structs.replace(placed, devices=plan.stages[name].devices)
-            for name, placed in found.stages.items()
+            for name, placed in fastest.stages.items()
             if name not in self._movable
         }
-        return msgspec.structs.replace(found, stages=found.stages | kept)
+        return msgspec.structs.replace(fastest, stages=fastest.stages | kept)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStage:
-    """A stage as measured: how long a worker's turns took, and what it costs to begin one on shared devices."""
+    """A stage as measured: the times of a worker's turns, and the cost of a turn's start on shared devices."""
 
     curve: Curve
-    switch_s: float = 0.0  # load before and offload after a turn
-    most: int | None = None  # workers that it can have
+    switch_s: float = 0.0  # onload before and offload after a turn
+    max_workers: int | None = None  # workers that it can have
 
 
 def fastest_plan(
     measured: Mapping[str, MeasuredStage], edges: Iterable[tuple[str, str]], items: int, devices: Sequence[str]
 ) -> ExecutionPlan:
-    """The plan whose steps of ``items`` items are expected to be fastest. ``measured``: stages, upstream first;
-    ``edges``: from which stage to which items go. Raises ConfigurationError for a stage of which nothing is known."""
+    """Search the plan whose steps of ``items`` items are expected to be fastest. ``measured``: stages, upstream first;
+    ``edges``: (from stage, to stage) of items. Raises ConfigurationError when there is no plan."""
     chunks = tuple(sorted({math.gcd(items, size) for size in (1, 2, 4, 8, 16, items // 2, items) if size}))
-    stages = tuple(_stage(name, found, chunks, items, len(devices)) for name, found in measured.items())
+    stages = tuple(_stage(name, stage, chunks, items, len(devices)) for name, stage in measured.items())
     order = list(measured)
     forward = {(a, b) for a, b in edges if a in order and b in order and order.index(a) < order.index(b)}
-    found = place(
+    placement = place(
         Workflow(
             items=items,
             granularities=chunks,
@@ -146,11 +149,11 @@ def fastest_plan(
         DevicePool(classes=(PoolDevices(device=_DEVICE, devices=len(devices), memory_bytes=0.0),)),
         settings=_SEARCH,
     )
-    return execution_of(found, order, items, devices)
+    return execution_of(placement, order, items, devices)
 
 
 def execution_of(plan: PlacementPlan, order: Sequence[str], items: int, devices: Sequence[str]) -> ExecutionPlan:
-    """A plan of the search, with the devices' names. ``order``: stages, upstream first."""
+    """Convert a plan of the search to one with the devices' names. ``order``: stages, upstream first."""
     placed: dict[str, StagePlacement] = {}
     for pipeline in pipelines_of(plan.phases):
         for part in (part for level in pipeline.levels for part in level):
@@ -166,24 +169,25 @@ def execution_of(plan: PlacementPlan, order: Sequence[str], items: int, devices:
     return ExecutionPlan(stages={stage: placed[stage] for stage in order}, items=items, expected_s=plan.seconds)
 
 
-def _stage(name: str, found: MeasuredStage, chunks: Sequence[int], items: int, devices: int) -> WorkflowStage:
-    """A stage's times on every number of devices. Its workers take shares of chunks as these come, whoever is free, so
-    that a step takes as many rounds as all its shares need, and the last one waits for the slowest worker; a chunk is
-    charged its part of that."""
+def _stage(name: str, measured: MeasuredStage, chunks: Sequence[int], items: int, devices: int) -> WorkflowStage:
+    """Estimate a stage's times on every number of devices. Free workers take shares of chunks as these come, so that a
+    step takes as many rounds as all its shares need, and the last round waits for the slowest worker; a chunk is
+    charged its part of that time."""
     points: list[TimePoint] = []
-    for count in range(1, min(devices, found.most or devices) + 1):
+    for count in range(1, min(devices, measured.max_workers or devices) + 1):
         for chunk in chunks:
             share = math.ceil(chunk / count)
-            mean_s, slowest_s = found.curve.seconds(share, count)
+            mean_s, slowest_s = measured.curve.seconds(share, count)
             rounds = math.ceil(math.ceil(items / share) / count)
             seconds = (mean_s * rounds + slowest_s - mean_s) * chunk / items
             points.append(TimePoint(device=_DEVICE, devices=count, items=chunk, seconds=seconds))
-    return WorkflowStage(name=name, times=tuple(points), switch_s=found.switch_s)
+    return WorkflowStage(name=name, times=tuple(points), switch_s=measured.switch_s)
 
 
 class Curve:
-    """Seconds of a worker's turn by its items: between the sizes that were measured on straight lines, beyond them by
-    proportion; and how much longer the slowest of several workers takes than the mean."""
+    """Seconds of a worker's turn as a function of its items: linear between measured sizes, beyond them along the
+    nearest line (below the smallest at least by proportion); and the ratio of the slowest of several workers to the
+    mean."""
 
     def __init__(self, stage: str, turns: Sequence[tuple[int, float]]) -> None:
         by_size: defaultdict[int, list[float]] = defaultdict(list)
@@ -197,39 +201,39 @@ class Curve:
             )
         self._points = sorted((items, mean(seconds)) for items, seconds in by_size.items())
         self._spread = {
-            items: sorted(one / mean(seconds) for one in seconds)
+            items: sorted(turn_s / mean(seconds) for turn_s in seconds)
             for items, seconds in by_size.items()
             if mean(seconds) > 0
         }
 
     def scaled(self, turns: Sequence[tuple[int, float]]) -> Curve:
-        """The curve, scaled by what turns took since."""
+        """Return the curve scaled by the mean ratio of new turn times to its own."""
         ratios = [seconds / self.seconds(items)[0] for items, seconds in turns if items > 0 and self.seconds(items)[0]]
         factor, scaled = (mean(ratios) if ratios else 1.0), copy(self)
         scaled._points = [(items, seconds * factor) for items, seconds in self._points]
         return scaled
 
     def seconds(self, items: int, workers: int = 1) -> tuple[float, float]:
-        """Expected seconds of a turn with ``items`` items, and of the slowest of ``workers`` such turns."""
+        """Return the expected seconds of a turn of ``items`` items, and of the slowest of ``workers`` such turns."""
         expected = self._mean(items)
         nearest = min(self._spread, key=lambda size: abs(size - items), default=None)
-        return expected, expected * (1.0 if nearest is None else _largest(self._spread[nearest], workers))
+        return expected, expected * (1.0 if nearest is None else _expected_largest(self._spread[nearest], workers))
 
     def _mean(self, items: int) -> float:
         sizes = [size for size, _ in self._points]
         if len(sizes) == 1:
             return self._points[0][1] * items / sizes[0]
-        at = min(max(bisect_left(sizes, items), 1), len(sizes) - 1)
-        (left, left_s), (right, right_s) = self._points[at - 1], self._points[at]
-        slope = max(0.0, (right_s - left_s) / (right - left))
-        line = left_s + slope * (items - left)
-        return max(line, left_s * items / left) if items < left else line
+        index = min(max(bisect_left(sizes, items), 1), len(sizes) - 1)
+        (lower, lower_s), (upper, upper_s) = self._points[index - 1], self._points[index]
+        slope = max(0.0, (upper_s - lower_s) / (upper - lower))
+        line = lower_s + slope * (items - lower)
+        return max(line, lower_s * items / lower) if items < lower else line
 
 
-def _largest(ratios: Sequence[float], count: int) -> float:
-    """The expectation of the largest of ``count`` draws from sorted values."""
+def _expected_largest(ratios: Sequence[float], count: int) -> float:
+    """Return the expected maximum of ``count`` draws with replacement from ``ratios``, which are sorted."""
     number = len(ratios)
     return sum(
-        value * ((place / number) ** count - ((place - 1) / number) ** count)
-        for place, value in enumerate(ratios, start=1)
+        value * ((rank / number) ** count - ((rank - 1) / number) ** count)
+        for rank, value in enumerate(ratios, start=1)
     )

@@ -6,7 +6,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headway.flow.process import here
+from headway.flow.process import current_process
 from headway.records.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -16,11 +16,11 @@ ITEMS, BYTES = 1024, 1 << 30  # a channel's default bounds
 
 
 class Channel:
-    """A handle of a channel, in the workflow or in a worker it was given to.
+    """A handle of a channel, in the workflow or in a worker that received it as an argument.
 
-    First in, first out; any number of producers and consumers, on any machine of the run. Items stay with their
-    producer until a consumer fetches them (the workflow's process sees their number, weight and size alone). An item
-    is done with when the call that got it ends: if the consumer dies before, the item is delivered again, first.
+    The channel is first in, first out, with any number of producers and consumers on any machine of the run. Items stay
+    with their producer until a consumer fetches them (the workflow's process sees only their number, weight and size).
+    An item is acknowledged when the call that got it ends: if the consumer dies before, it is delivered again, first.
     """
 
     def __init__(self, name: str, number: int) -> None:
@@ -31,44 +31,44 @@ class Channel:
         return f"Channel({self.name!r})"
 
     async def put(self, item: Any, weight: float = 1.0) -> None:
-        """Put an item, waiting for a place. Raises ChannelClosed; ConfigurationError for an item that is larger
-        than the channel, or can't be pickled."""
+        """Put an item, waiting while the channel is full. Raises ChannelClosed; ConfigurationError for an item that is
+        larger than the channel, or can't be pickled."""
         await self.put_all([item], [weight])
 
     async def put_all(self, items: Iterable[Any], weights: Sequence[float] = ()) -> None:
-        """Put several items, in order; returns when all are in."""
+        """Put several items, in order; returns when all are in the channel."""
         items = list(items)
         if weights and len(weights) != len(items):
             raise ConfigurationError(f"channel {self.name}: {len(weights)} weights for {len(items)} items")
         if items:
-            await here().put(self._number, self.name, items, weights or [1.0] * len(items))
+            await current_process().put(self._number, self.name, items, weights or [1.0] * len(items))
 
     async def get(self, weight: float | None = None) -> Any:
-        """Get the oldest item; with ``weight`` a list of the oldest items whose weights come to at least that, or those
-        that are left. Raises ChannelClosed when it is closed and empty."""
-        items = await here().get(self._number, self.name, weight)
+        """Get the oldest item; with ``weight`` a list of the oldest items whose weights sum to at least that, or all
+        remaining items of a closed channel. Raises ChannelClosed when it is closed and empty."""
+        items = await current_process().get(self._number, self.name, weight)
         if not items:
             raise ChannelClosed(f"channel {self.name} is closed")
         return items[0] if weight is None else items
 
     async def __aiter__(self) -> AsyncIterator[Any]:
-        """Items one by one, until it is closed and empty."""
-        while items := await here().get(self._number, self.name, None):
+        """Yield items one by one, until the channel is closed and empty."""
+        while items := await current_process().get(self._number, self.name, None):
             yield items[0]
 
     async def chunks(
         self, weight: float | None = None, *, order: Callable[[Any], int] | None = None, start: int = 0
     ) -> AsyncIterator[list[Any]]:
-        """Lists of items until it is closed and empty: in a worker of the size that the plan gives its stage (all at
-        once where the plan says so), or of at least ``weight``.
+        """Yield lists of items until the channel is closed and empty. A list has at least ``weight``, or in a worker by
+        default the chunk size that the plan gives its stage, which may be all items.
 
-        With ``order`` items come in the order of these numbers, from ``start`` on, whatever order they arrive in: the
-        same lists under every plan of that size, for a single consumer. What follows a number that is missing comes
-        when the channel is closed.
+        ``order`` maps an item to its number: items then come in the order of these numbers from ``start`` on, however
+        they arrive, so that a single consumer gets the same lists under every plan of that chunk size. Items after a
+        missing number come when the channel is closed.
         """
-        size = weight if weight is not None else here().portion(self.name)
+        size = weight if weight is not None else current_process().chunk_size(self.name)
         if order is None:
-            while items := await here().get(self._number, self.name, size):
+            while items := await current_process().get(self._number, self.name, size):
                 yield items
             return
         early: dict[int, Any] = {}
@@ -88,14 +88,14 @@ class Channel:
             chunk = chunk[now:]
 
     def close(self) -> None:
-        """Let nothing more be put; what is in can still be got. In the workflow only: it knows when all producers are
-        done."""
-        here().close_channel(self._number, self.name)
+        """Reject further puts; items in the channel can still be got. Valid in the workflow only, which knows when all
+        producers are done."""
+        current_process().close_channel(self._number, self.name)
 
     async def statistics(self) -> ChannelStatistics:
-        """Its present state, and what went through it."""
-        return await here().statistics_of(self._number)
+        """Return the channel's present state, and its totals so far."""
+        return await current_process().statistics_of(self._number)
 
 
 class ChannelClosed(Exception):
-    """A channel is closed, and all that was put has been got."""
+    """A channel is closed: a put is rejected, or a get finds it empty."""

@@ -1,4 +1,4 @@
-"""The channels of a workflow, in the workflow's own process: who waits for what, and what goes where."""
+"""The channels of a workflow, in the workflow's own process: their state, and the waits of producers and consumers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from headway.control.channel_state import Balance, ChannelState, ChannelStatistics, Get, Item, Put
+from headway.control.channel_state import ChannelState, ChannelStatistics, ConsumerBalance, Get, Item, Put
 from headway.flow.channel import Channel, ChannelClosed
 from headway.flow.paths import PayloadRef
 from headway.flow.process import put_in_parts
@@ -17,11 +17,11 @@ from headway.runtime.stalls.waits import Waits
 from headway.runtime.workers import EventCallback
 
 if TYPE_CHECKING:
-    from headway.flow.peers import Hub
+    from headway.flow.peers import PeerNetwork
 
-WORKFLOW = "the workflow"  # as a producer and a consumer
+WORKFLOW = "the workflow"  # name of the workflow itself as a producer and consumer
 
-_KEPT = 100  # channels: a workflow that counts no steps may make one after the other
+_MAX_CHANNELS = 100  # above it closed channels are dropped; a workflow without steps may make many
 
 
 class Channels:
@@ -31,17 +31,19 @@ class Channels:
     """
 
     def __init__(self, clock: Clock, waits: Waits) -> None:
-        self.hub: Hub  # set once
+        self.network: PeerNetwork  # set once
         self.on_lost: EventCallback = lambda name, detail, /, **fields: None
         self._clock = clock
         self._waits = waits
         self._states: dict[int, ChannelState] = {}
-        self._made = 0
+        self._channel_count = 0
         self._open: dict[int, asyncio.Future[None]] = {}  # by identity of the put or get that waits
-        self.edges: set[tuple[str, str]] = set()  # from which stage to which items went
+        self.edges: set[tuple[str, str]] = set()  # (from stage, to stage) of delivered items
         self.changes = 0  # puts and gets that were settled
 
-    def make(self, name: str, items: int, size: int, balance: Balance | None, consumers: Sequence[str]) -> Channel:
+    def make(
+        self, name: str, items: int, size: int, balance: ConsumerBalance | None, consumers: Sequence[str]
+    ) -> Channel:
         """Make a channel. Raises ConfigurationError."""
         for state in self._states.values():
             if state.name == name and not state.closed:
@@ -50,14 +52,14 @@ class Channels:
             state = ChannelState(name, items, size, balance, consumers)
         except ValueError as error:
             raise ConfigurationError(str(error)) from None
-        if len(self._states) >= _KEPT:
+        if len(self._states) >= _MAX_CHANNELS:
             self.forget_closed()
-        self._made += 1
-        self._states[self._made] = state
-        return Channel(name, self._made)
+        self._channel_count += 1
+        self._states[self._channel_count] = state
+        return Channel(name, self._channel_count)
 
     async def put_refs(self, producer: str, number: int, refs: Sequence[PayloadRef], weights: Sequence[float]) -> bool:
-        """Put a producer's items; False: the channel is closed. Raises ConfigurationError for one that is too large."""
+        """Put a producer's items; False when the channel is closed. Raises ConfigurationError for a too large item."""
         state = self._states.get(number)
         if state is None or state.closed:
             self._release(refs)
@@ -69,11 +71,11 @@ class Channels:
         except ValueError as error:
             self._release(refs)
             raise ConfigurationError(f"{error}; put by {producer}") from None
-        await self._settled(state, put, f"a place in channel {state.name}", producer)
+        await self._wait_until_settled(state, put, f"a place in channel {state.name}", producer)
         return True
 
     async def get_refs(self, consumer: str, number: int, weight: float | None) -> list[PayloadRef]:
-        """Get items; none: the channel is closed and empty."""
+        """Get items for a consumer; empty when the channel is closed and empty."""
         state = self._states.get(number)
         if state is None:
             return []
@@ -81,27 +83,28 @@ class Channels:
             get = state.get(consumer, weight)
         except ValueError as error:
             raise ConfigurationError(str(error)) from None
-        await self._settled(state, get, f"items of channel {state.name}", consumer)
+        await self._wait_until_settled(state, get, f"items of channel {state.name}", consumer)
         to = consumer.rpartition("-")[0]
         self.edges |= {(item.producer.rpartition("-")[0], to) for item in get.items}
         return [item.payload for item in get.items]
 
     def give_back(self, consumer: str, number: int, refs: Sequence[PayloadRef]) -> None:
-        """``consumer`` was cancelled while it got these."""
+        """Return items to the channel whose consumer was cancelled while it got them."""
         if (state := self._states.get(number)) is not None:
             state.give_back(consumer, refs)
             self._advance(state)
 
     def acknowledge(self, consumer: str) -> None:
-        """A call of ``consumer`` has ended: what it got can go."""
+        """Release the items that ``consumer`` got, since its call has ended."""
         for state in self._states.values():
             self._release([item.payload for item in state.acknowledge(consumer)])
 
-    def bring_back(self, worker: str) -> int:
-        """``worker`` has died: what it had got is delivered again. Returns the number of items."""
+    def redeliver(self, worker: str) -> int:
+        """Make the items that a dead worker had got available again, and drop those that died with it. Returns the
+        number of items that are delivered again."""
         returned = 0
         for state in self._states.values():
-            returned += state.bring_back(worker)
+            returned += state.redeliver(worker)
             lost = state.lose(worker, kept=self._outlives_owner)
             if lost:
                 self.on_lost(
@@ -111,19 +114,19 @@ class Channels:
         return returned
 
     def forget_closed(self) -> None:
-        """Forget closed channels from which nothing more can be got."""
+        """Drop closed channels from which nothing more can be got."""
         for number, state in list(self._states.items()):
             statistics = state.statistics(self._clock.now())
             if state.closed and not (statistics.used or statistics.putters or statistics.unacknowledged):
                 del self._states[number]
 
     def unread(self) -> list[str]:
-        """Names of channels that nobody has asked, though something is in."""
+        """Return the names of channels that have items, and that no consumer has ever read."""
         return [s.name for s in self._states.values() if not s.readers and s.statistics(self._clock.now()).used]
 
-    def waits_of(self, who: str) -> list[str]:
+    def waits_of(self, waiter: str) -> list[str]:
         """List what a process waits for in channels."""
-        return [wait.kind for wait in self._waits.open() if wait.waiter == who]
+        return [wait.kind for wait in self._waits.open() if wait.waiter == waiter]
 
     # The workflow's own end: `FlowProcess`.
 
@@ -133,12 +136,12 @@ class Channels:
                 raise ChannelClosed(f"channel {name} is closed")
 
         label = f"channel {name}, put by {WORKFLOW}"
-        await put_in_parts(items, weights, lambda item: self.hub.hold(item, label), put)
+        await put_in_parts(items, weights, lambda item: self.network.hold(item, label), put)
 
     async def get(self, number: int, name: str, weight: float | None) -> list[Any]:
         refs = await self.get_refs(WORKFLOW, number, weight)
         try:
-            items = [await self.hub.fetch(ref) for ref in refs]
+            items = [await self.network.fetch(ref) for ref in refs]
         except asyncio.CancelledError:
             self.give_back(WORKFLOW, number, refs)
             raise
@@ -146,7 +149,7 @@ class Channels:
             self._release([item.payload for item in self._states[number].acknowledge(WORKFLOW, refs)])
         return items
 
-    def portion(self, name: str) -> float:
+    def chunk_size(self, name: str) -> float:
         return math.inf
 
     def close_channel(self, number: int, name: str) -> None:
@@ -159,12 +162,12 @@ class Channels:
             raise ConfigurationError("the channel is closed and forgotten")
         return self._states[number].statistics(self._clock.now())
 
-    async def _settled(self, state: ChannelState, waiting: Put | Get, what: str, who: str) -> None:
-        """Wait until a put is in, or a get served."""
+    async def _wait_until_settled(self, state: ChannelState, waiting: Put | Get, reason: str, participant: str) -> None:
+        """Wait until a put is accepted, or a get is served."""
         settled = self._open[id(waiting)] = asyncio.get_running_loop().create_future()
         try:
             self._advance(state)
-            with self._waits.on(what, f"channel {state.name}", who):
+            with self._waits.on(reason, f"channel {state.name}", participant):
                 await settled
         except (asyncio.CancelledError, ConfigurationError):
             if settled.done() and isinstance(waiting, Get):
@@ -177,20 +180,20 @@ class Channels:
 
     def _advance(self, state: ChannelState) -> None:
         try:
-            moved = state.advance(self._clock.now())
-        except ValueError as error:  # of the user's balance
+            settled_operations = state.advance(self._clock.now())
+        except ValueError as error:  # raised by the user's balance
             raise ConfigurationError(str(error)) from None
-        for one in moved:
+        for operation in settled_operations:
             self.changes += 1
-            if (settled := self._open.get(id(one))) is not None and not settled.done():
+            if (settled := self._open.get(id(operation))) is not None and not settled.done():
                 settled.set_result(None)
 
     def _outlives_owner(self, item: Item) -> bool:
         """Whether an item can be fetched though its producer is dead."""
         ref: PayloadRef = item.payload
-        return ref.content is not None or (bool(ref.segment) and ref.machine == self.hub.address.machine)
+        return ref.content is not None or (bool(ref.segment) and ref.machine == self.network.address.machine)
 
     def _release(self, refs: Sequence[PayloadRef]) -> None:
-        """Nobody needs these payloads any more."""
+        """Release payloads that no consumer needs any more."""
         for ref in refs:
-            self.hub.release(ref)
+            self.network.release(ref)

@@ -1,4 +1,4 @@
-"""`WorkerGroup`: the workers of a stage, called together, one by one, or with an argument shared out among them."""
+"""`WorkerGroup`: the workers of a stage, called together, one by one, or with an argument sharded among them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from typing import Any
 from headway.flow.host import CallReport
 from headway.flow.packing import Arguments, pack
 from headway.records.errors import ConfigurationError, HeadwayError, RemoteError, WorkerDied
-from headway.runtime.worker_slots import WorkerSlot, own_cause
+from headway.runtime.worker_slots import WorkerSlot, typed_cause
 
 
 class GroupCall:
-    """A call of a group under way. ``await`` it (or `wait`), which is the only barrier there is.
+    """A call of a group under way. To ``await`` it (or `wait`) is the only barrier.
 
-    Its result is the list of the workers' results by rank; of a call of one worker, that one's; of a sharded call, the
-    list of all results where each worker returned a list. A call that fails while nobody awaits it ends the workflow.
+    Its result is the list of the workers' results by rank; for a call of one worker, that worker's result; for a
+    sharded call, one list of all results if each worker returned a list. A call that fails while it isn't awaited ends
+    the workflow.
     """
 
     def __init__(
@@ -32,12 +33,12 @@ class GroupCall:
         self._calls = list(calls)
         self._waiters = 0
         self._fail = fail
-        self._all = asyncio.ensure_future(self._gathered(finish))
+        self._all = asyncio.ensure_future(self._gather(finish))
         self._all.add_done_callback(self._on_done)
 
     @property
     def durations(self) -> list[float]:
-        """Seconds of each worker's call that has ended, by rank; nan while it runs."""
+        """Seconds of each worker's call, by rank; nan for one that is running or has failed."""
         return [call.result().seconds if _ended(call) else float("nan") for call in self._calls]
 
     def done(self) -> bool:
@@ -58,7 +59,7 @@ class GroupCall:
         """Stop waiting; the methods still run to their end."""
         self._all.cancel()
 
-    async def _gathered(self, finish: Callable[[list[Any]], Any]) -> Any:
+    async def _gather(self, finish: Callable[[list[Any]], Any]) -> Any:
         try:
             return finish([report.value for report in await asyncio.gather(*self._calls)])
         finally:
@@ -73,12 +74,12 @@ class GroupCall:
 class WorkerGroup:
     """The workers of a stage, one for each of its devices.
 
-    A public method of their class is called as the group's own, in all workers at once; `on` and `sharded` choose
-    otherwise. Calls of one worker run one at a time, in their order::
+    A public method of their class is called as a method of the group, in all workers at once; `on` selects one worker,
+    `sharded` splits an argument. Calls of one worker run one at a time, in their order::
 
         scoring = judge.score(answers, scores)            # in all, with the same arguments
         total = await judge.on(0).count()                 # in one
-        scores = await judge.sharded("texts").rate(texts=texts)   # a share of ``texts`` each
+        scores = await judge.sharded("texts").rate(texts=texts)   # in all, each with a share of ``texts``
     """
 
     def __init__(
@@ -89,17 +90,17 @@ class WorkerGroup:
         fail: Callable[[BaseException], None],
         acknowledge: Callable[[str], None],
     ) -> None:
-        """``died(name)``: wait until a worker's death has been dealt with. ``acknowledge(name)``: its call is over."""
+        """``died(name)``: waits until a worker's death has been handled. ``acknowledge(name)``: its call has ended."""
         self._acknowledge = acknowledge
         self.stage = stage
         self.slots: list[WorkerSlot] = []
         self.busy: Counter[str] = Counter()  # calls of each worker that has one
         self.ended = 0  # calls
-        self.abandoned: set[str] = set()  # workers whose call nobody waits for any more: it still runs
+        self.abandoned: set[str] = set()  # workers whose cancelled call still runs
         self._kind = kind
         self._died = died
         self._fail = fail
-        self._ranks: tuple[int] | None = None  # of the one worker that is meant
+        self._ranks: tuple[int] | None = None  # rank of the worker selected by `on`
         self._shard: tuple[str, int, str | None] | None = None
         self._base = self
 
@@ -108,11 +109,11 @@ class WorkerGroup:
 
     @property
     def names(self) -> list[str]:
-        """Names of its workers, by rank: as `Worker.send` and a channel's ``consumers`` take them."""
+        """Names of the workers by rank, as accepted by `Worker.send` and a channel's ``consumers``."""
         return [slot.name for slot in self._base.slots]
 
     def on(self, rank: int) -> WorkerGroup:
-        """The worker of this rank alone: its result comes without a list."""
+        """Return a view of the worker of this rank alone, whose results come without a list."""
         if not 0 <= rank < len(self):
             raise ConfigurationError(f"stage {self.stage}: there is no rank {rank}; it has {len(self)} worker(s)")
         chosen = self._view()
@@ -120,9 +121,9 @@ class WorkerGroup:
         return chosen
 
     def sharded(self, argument: str, axis: int = 0, key: str | None = None) -> WorkerGroup:
-        """The group for a call whose keyword ``argument`` is shared out, in order and as evenly as possible: a list, or
-        an array along ``axis``. Results that are lists come back as one; with ``key``, an attribute or key of items and
-        results, they must then be in the items' order."""
+        """Return a view of the group whose calls split the keyword ``argument`` in order and as evenly as possible: a
+        list, or an array along ``axis``. Results that are lists are concatenated; with ``key``, an attribute or key of
+        items and results, they must be in the items' order."""
         chosen = self._view()
         chosen._shard = (argument, axis, key)
         return chosen
@@ -131,41 +132,43 @@ class WorkerGroup:
         if method.startswith("_") or not callable(getattr(self._kind, method, None)):
             valid = ", ".join(name for name, _ in inspect.getmembers(self._kind, callable) if not name.startswith("_"))
             raise AttributeError(f"stage {self.stage}: {self._kind.__name__} has no method {method!r}; valid: {valid}")
-        return lambda *positional, **named: self._begin(method, positional, named)
+        return lambda *positional, **named: self._start_call(method, positional, named)
 
     def _view(self) -> WorkerGroup:
         view = WorkerGroup(self.stage, self._kind, self._died, self._fail, self._acknowledge)
         view._ranks, view._shard, view._base = self._ranks, self._shard, self._base
         return view
 
-    def _begin(self, method: str, positional: tuple[Any, ...], named: dict[str, Any]) -> GroupCall:
+    def _start_call(self, method: str, positional: tuple[Any, ...], named: dict[str, Any]) -> GroupCall:
         ranks = self._ranks if self._ranks is not None else tuple(range(len(self)))
-        where = f"stage {self.stage}, {self._kind.__name__}.{method}"
-        each = [named] * len(ranks)
+        call_name = f"stage {self.stage}, {self._kind.__name__}.{method}"
+        kwargs_by_rank = [named] * len(ranks)
         if self._shard is not None:
             argument, axis, _ = self._shard
             if argument not in named:
-                raise ConfigurationError(f"{where}: the sharded argument {argument!r} must be given by name")
-            each = [named | {argument: share} for share in _shares(named[argument], axis, len(ranks))]
+                raise ConfigurationError(f"{call_name}: the sharded argument {argument!r} must be given by name")
+            kwargs_by_rank = [named | {argument: share} for share in _split(named[argument], axis, len(ranks))]
         calls = [
-            asyncio.create_task(self._base._call(rank, method, positional, own), name=f"{self.stage}-{rank}.{method}")
-            for rank, own in zip(ranks, each, strict=True)
+            asyncio.create_task(
+                self._base._call(rank, method, positional, kwargs), name=f"{self.stage}-{rank}.{method}"
+            )
+            for rank, kwargs in zip(ranks, kwargs_by_rank, strict=True)
         ]
 
         def finish(values: list[Any]) -> Any:
             if self._shard is None:
                 return values if self._ranks is None else values[0]
-            return self._joined(where, method, values, [own[self._shard[0]] for own in each])
+            return self._merge_results(call_name, method, values, [kwargs[self._shard[0]] for kwargs in kwargs_by_rank])
 
         return GroupCall(calls, finish, self._fail)
 
     async def _call(self, rank: int, method: str, positional: tuple[Any, ...], named: dict[str, Any]) -> CallReport:
-        """Call one worker; again in its successor, while its stage may restart it."""
+        """Call one worker, and repeat the call in its successor while the stage may restart it."""
         slot = self.slots[rank]
         self.busy[slot.name] += 1
         try:
             while True:
-                if (worker := slot.live) is None and (worker := await self.revived(slot)) is None:
+                if (worker := slot.live) is None and (worker := await self.restarted_worker(slot)) is None:
                     continue
                 try:
                     report = await worker.call("call", method, positional, named)
@@ -187,18 +190,20 @@ class WorkerGroup:
             self.ended += 1
             self.busy -= Counter([slot.name])
 
-    async def revived(self, slot: WorkerSlot) -> Any:
-        """A successor of a worker that has died. Raises WorkerDied when it may have none."""
+    async def restarted_worker(self, slot: WorkerSlot) -> Any:
+        """Return the successor of a dead worker; None: try again. Raises WorkerDied, or the error of its start, when no
+        restart is left."""
         if slot.exhausted:
             assert slot.fault is not None
             if isinstance(slot.fault, WorkerDied):
                 slot.fault.add_note(f"flow.workers({self.stage!r}, ..., restarts=N) would start it anew")
                 raise slot.fault
-            raise own_cause(slot.fault) if isinstance(slot.fault, HeadwayError) else slot.fault
+            raise typed_cause(slot.fault) if isinstance(slot.fault, HeadwayError) else slot.fault
         return await slot.restart()
 
-    def _joined(self, where: str, method: str, values: list[Any], shares: list[Any]) -> Any:
-        """The results of a sharded call. Raises ConfigurationError for items that are missing, or in another order."""
+    def _merge_results(self, call_name: str, method: str, values: list[Any], shares: list[Any]) -> Any:
+        """Merge the results of a sharded call. Raises ConfigurationError for items that are missing, or in another
+        order."""
         if not all(isinstance(value, list) for value in values):
             return values
         assert self._shard is not None
@@ -207,13 +212,13 @@ class WorkerGroup:
         for rank, (value, share) in enumerate(zip(values, shares, strict=True)):
             if len(value) != len(share):
                 raise ConfigurationError(
-                    f"{where} ({line}): rank {rank} returned {len(value)} results for {len(share)} items"
+                    f"{call_name} ({line}): rank {rank} returned {len(value)} results for {len(share)} items"
                 )
-            for place, (result, item) in enumerate(zip(value, share, strict=True) if key is not None else ()):
+            for index, (result, item) in enumerate(zip(value, share, strict=True) if key is not None else ()):
                 if _key(result, key) != _key(item, key):
                     raise ConfigurationError(
-                        f"{where} ({line}): rank {rank} returned another order of samples: result {place} has {key} "
-                        f"{_key(result, key)!r}, its item {_key(item, key)!r}"
+                        f"{call_name} ({line}): rank {rank} returned another order of samples: result {index} has "
+                        f"{key} {_key(result, key)!r}, its item {_key(item, key)!r}"
                     )
         return [result for value in values for result in value]
 
@@ -222,14 +227,14 @@ def _ended(call: asyncio.Task[CallReport]) -> bool:
     return call.done() and not call.cancelled() and call.exception() is None
 
 
-def _shares(whole: Any, axis: int, count: int) -> list[Any]:
-    """``whole`` in ``count`` parts, in order, whose lengths differ by one at most."""
-    length = whole.shape[axis] if hasattr(whole, "shape") else len(whole)
+def _split(sequence: Any, axis: int, count: int) -> list[Any]:
+    """Split ``sequence`` into ``count`` parts, in order, whose lengths differ by at most one."""
+    length = sequence.shape[axis] if hasattr(sequence, "shape") else len(sequence)
     ends = [length * part // count for part in range(count + 1)]
     cut = (slice(None),) * axis
-    if hasattr(whole, "shape"):
-        return [whole[(*cut, slice(first, last))] for first, last in pairwise(ends)]
-    return [whole[first:last] for first, last in pairwise(ends)]
+    if hasattr(sequence, "shape"):
+        return [sequence[(*cut, slice(first, last))] for first, last in pairwise(ends)]
+    return [sequence[first:last] for first, last in pairwise(ends)]
 
 
 def _key(item: Any, key: Any) -> Any:

@@ -1,8 +1,8 @@
-"""The process of a workflow's worker: builds the user's object, runs its methods, connects it to the others.
+"""The process of a workflow's worker: builds the user's object, runs its methods, connects it to the other processes.
 
-The process has four threads: the main one takes calls (`runtime/child.py`), one runs the user's methods in an event
-loop that is always there, so that the devices can be given up between and inside calls, one serves the links to other
-processes, so that a worker that computes keeps nobody waiting, and one answers health checks.
+The process has four threads: the main one receives calls (`runtime/child.py`), one runs the user's methods in a
+permanent event loop, so that the devices can be released between and inside calls, one serves the links to other
+processes, so that a worker that computes blocks no other process, and one answers health checks.
 """
 
 from __future__ import annotations
@@ -23,54 +23,54 @@ import msgspec
 from headway.control.channel_state import ChannelStatistics
 from headway.flow.channel import ChannelClosed
 from headway.flow.paths import PayloadRef, PeerAddress, PeerSettings
-from headway.flow.peers import Hub
-from headway.flow.process import enter, put_in_parts
-from headway.flow.worker import StageTimes, Turns, Worker, WorkerPlace
+from headway.flow.peers import PeerNetwork
+from headway.flow.process import put_in_parts, set_current_process
+from headway.flow.worker import DeviceTurns, StageTimes, Worker, WorkerPlacement
 from headway.records.errors import ConfigurationError, RemoteError
 from headway.runtime.child import WorkerContext, resolve
-from headway.runtime.worker_slots import own_cause
+from headway.runtime.worker_slots import typed_cause
 
 T = TypeVar("T")
-_FREED_BYTES = 1 << 20  # an offload that frees less frees nothing
+_MIN_FREED_BYTES = 1 << 20  # an offload that frees less counts as freeing nothing
 
 
 class CallReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A call's result."""
+    """The result of a call of the user's method, and its duration."""
 
     value: Any
     seconds: float
 
 
 class WorkerHost:
-    """The worker object of a flow worker's process: see the module's text."""
+    """The worker object of a flow worker's process, which holds the user's object: see the module's docstring."""
 
     def __init__(
         self,
         context: WorkerContext,
         *,
-        place: WorkerPlace,
+        placement: WorkerPlacement,
         driver: PeerAddress,
         peers: PeerSettings,
         factory: str,
         arguments: tuple[Any, dict[str, Any]],
         script: str = "",
     ) -> None:
-        """``factory``: the user's class, as ``module:Class``; ``arguments``: positional and by name; ``script``: module
-        that the workflow was started as."""
-        self.context, self.place, self.name = context, place, place.name
-        self.turns = Turns(self)
+        """``factory``: the user's class, as ``module:Class``; ``arguments``: positional and keyword; ``script``: the
+        module that was started as the workflow's script, if the class is defined there."""
+        self.context, self.placement, self.name = context, placement, placement.name
+        self.turns = DeviceTurns(self)
         self.ending = False
-        self._returns: set[asyncio.Task[Any]] = set()  # of items that nobody wants any more
-        self.loop = asyncio.new_event_loop()  # of the user's methods; its tasks show in stalls
+        self._returns: set[asyncio.Task[Any]] = set()  # of items that a cancelled get received
+        self.loop = asyncio.new_event_loop()  # loop of the user's methods; its tasks are listed in stall reports
         self._links = asyncio.new_event_loop()
         for name, loop in ((f"{self.name} methods", self.loop), (f"{self.name} links", self._links)):
             threading.Thread(target=loop.run_forever, name=name, daemon=True).start()
-        self.hub = self._on_links(self._connected(driver, peers)).result()
-        enter(self)
-        if script:  # classes of the script that was started are the same here
+        self.network = self._on_links(self._connect_network(driver, peers)).result()
+        set_current_process(self)
+        if script:  # makes classes of the started script identical here
             sys.modules["__main__"] = importlib.import_module(script)
         self.worker: Worker | None = None
-        self.worker = self._on_loop(self._built(factory, *arguments)).result()
+        self.worker = self._on_loop(self._build_worker(factory, *arguments)).result()
 
     def call(self, method: str, positional: tuple[Any, ...], named: dict[str, Any]) -> CallReport:
         """Run a method of the user's object."""
@@ -78,23 +78,23 @@ class WorkerHost:
         value = self._on_loop(self._run(method, positional, named)).result()
         return CallReport(value=value, seconds=time.perf_counter() - started)
 
-    def move_to(self, place: WorkerPlace) -> None:
-        """Take another part of the plan: its devices stay."""
-        self.place = place
-        self.turns.has = False  # the lock begins anew with every plan
+    def move_to(self, placement: WorkerPlacement) -> None:
+        """Take another placement on the same devices."""
+        self.placement = placement
+        self.turns.holds_devices = False  # every plan starts with new locks
 
     def close(self) -> None:
-        """End: the user's ``close``, if there is one, then the links."""
+        """Run the user's ``close``, if there is one, then close the links."""
         self.ending = True
-        self._on_loop(self.switch("close")).result()
-        self._on_links(self.hub.close()).result()
+        self._on_loop(self.run_hook("close")).result()
+        self._on_links(self.network.close()).result()
 
-    # What channels and messages need: `FlowProcess`, in the loop of the user's methods.
+    # `FlowProcess`, for channels and messages, in the loop of the user's methods.
 
     async def put(self, number: int, name: str, items: Sequence[Any], weights: Sequence[float]) -> None:
         async def hold(item: Any) -> PayloadRef:
             with self.turns.transferring():
-                return await self._linked(self.hub.hold(item, f"channel {name}, put by {self.name}"))
+                return await self._await_on_links(self.network.hold(item, f"channel {name}, put by {self.name}"))
 
         async def put(refs: Sequence[PayloadRef], weights: Sequence[float]) -> None:
             async with self.turns.waiting(f"a place in channel {name}"):
@@ -109,28 +109,28 @@ class WorkerHost:
             async with self.turns.waiting(f"items of channel {name}"):
                 refs: list[PayloadRef] = await asyncio.shield(asking)
             with self.turns.transferring():
-                items = [await self._linked(self.hub.fetch(ref)) for ref in refs]
-        except asyncio.CancelledError:  # what the channel gave, or gives later, is for another
-            asking.add_done_callback(lambda done: self._give_back(done, number))
+                items = [await self._await_on_links(self.network.fetch(ref)) for ref in refs]
+        except asyncio.CancelledError:  # items that arrived, or arrive later, go back to the channel
+            asking.add_done_callback(lambda done: self._return_items(done, number))
             raise
         self.turns.times.items += len(items)
         return items
 
-    def _give_back(self, got: asyncio.Future[list[PayloadRef]], number: int) -> None:
+    def _return_items(self, got: asyncio.Future[list[PayloadRef]], number: int) -> None:
         if not got.cancelled() and got.exception() is None and got.result():
             self._returns.add(
                 task := self.loop.create_task(self.ask_driver("give_back", self.name, number, got.result()))
             )
             task.add_done_callback(self._returns.discard)
 
-    def portion(self, name: str) -> float:
-        place = self.place
-        if place.chunk is None and place.world_size > 1:
+    def chunk_size(self, name: str) -> float:
+        placement = self.placement
+        if placement.chunk is None and placement.world_size > 1:
             raise ConfigurationError(
-                f"stage {place.stage}: its {place.world_size} workers share all of a step's items in channel {name}; "
-                "the plan must say how many these are: items = N, or a chunk for the stage"
+                f"stage {placement.stage}: its {placement.world_size} workers share all of a step's items in channel "
+                f"{name}; the plan must say how many these are: items = N, or a chunk for the stage"
             )
-        return math.inf if place.chunk is None else place.chunk
+        return math.inf if placement.chunk is None else placement.chunk
 
     def close_channel(self, number: int, name: str) -> None:
         raise ConfigurationError(f"channel {name}: {self.name} can't close it; the workflow does, when all are done")
@@ -141,49 +141,51 @@ class WorkerHost:
     async def send(self, message: Any, to: str, tag: str) -> None:
         """See `Worker.send`."""
         async with self.turns.waiting(f"room for a message at {to}"):
-            await self._linked(self.hub.send(to, message, tag))
+            await self._await_on_links(self.network.send(to, message, tag))
 
     async def recv(self, source: str, tag: str) -> Any:
         """See `Worker.recv`."""
         async with self.turns.waiting(f"a message of {source}"):
-            return await self._linked(self.hub.recv(source, tag))
+            return await self._await_on_links(self.network.recv(source, tag))
 
     async def ask_driver(self, method: str, *arguments: Any) -> Any:
-        """Call the workflow's process."""
+        """Call a method of the workflow's process. Raises the error's own type where it is Headway's."""
         try:
-            return await self._linked(self.hub.call("driver", method, *arguments))
+            return await self._await_on_links(self.network.call("driver", method, *arguments))
         except RemoteError as error:
-            raise own_cause(error) from None
+            raise typed_cause(error) from None
 
     # Inside.
 
-    async def _connected(self, driver: PeerAddress, peers: PeerSettings) -> Hub:
-        hub = Hub(self.name, peers, driver=driver, services=_Services(self), device=self.place.device)
-        await hub.start()
-        return hub
+    async def _connect_network(self, driver: PeerAddress, peers: PeerSettings) -> PeerNetwork:
+        network = PeerNetwork(self.name, peers, driver=driver, services=_Services(self), device=self.placement.device)
+        await network.start()
+        return network
 
-    async def _built(self, factory: str, positional: tuple[Any, ...], named: dict[str, Any]) -> Worker:
+    async def _build_worker(self, factory: str, positional: tuple[Any, ...], named: dict[str, Any]) -> Worker:
         chosen = resolve(factory)
         if not (isinstance(chosen, type) and issubclass(chosen, Worker)):
-            raise ConfigurationError(f"stage {self.place.stage}: {factory} must be a class that extends flow.Worker")
+            raise ConfigurationError(
+                f"stage {self.placement.stage}: {factory} must be a class that extends flow.Worker"
+            )
         worker: Worker = chosen.__new__(chosen)
         worker._host = self
         async with self.turns.turn():
             worker.__init__(*positional, **named)
-        self.turns.take()
+        self.turns.take_times()
         return worker
 
     async def _run(self, method: str, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        found = getattr(self.worker, method)
-        if inspect.iscoroutinefunction(found):
-            return await found(*positional, **named)
+        bound_method = getattr(self.worker, method)
+        if inspect.iscoroutinefunction(bound_method):
+            return await bound_method(*positional, **named)
         async with self.turns.turn():
-            return found(*positional, **named)
+            return bound_method(*positional, **named)
 
-    async def switch(self, what: str) -> float:
-        """Run the user's ``onload``, ``offload`` or ``close``, if there is one; returns the seconds that took."""
+    async def run_hook(self, hook: str) -> float:
+        """Run the user's ``onload``, ``offload`` or ``close``, if there is one; returns its duration in seconds."""
         started = time.monotonic()
-        if (run := getattr(self.worker, what, None)) is not None:
+        if (run := getattr(self.worker, hook, None)) is not None:
             await _awaited(run())
         seconds = time.monotonic() - started
         self.turns.times.switch_s += seconds
@@ -195,42 +197,43 @@ class WorkerHost:
     def _on_links(self, coroutine: Coroutine[Any, Any, T]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._links)
 
-    async def _linked(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    async def _await_on_links(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(self._on_links(coroutine))
 
     async def on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the loop of the user's methods, from another one."""
+        """Run a coroutine in the loop of the user's methods, from another loop."""
         return await asyncio.wrap_future(self._on_loop(coroutine))
 
 
 class _Services:
-    """Methods of a worker's process that others of the workflow call."""
+    """The methods of a worker's process that other processes of the workflow call."""
 
     def __init__(self, host: WorkerHost) -> None:
         self._host = host
 
     async def recall(self) -> None:
-        """Give the devices up at the next wait: another stage wants them."""
+        """Release the devices at the next wait, since another stage requests them."""
         await self._host.on_loop(self._host.turns.recall())
 
     async def times(self) -> StageTimes:
-        """The seconds since the last reading, also amid a call."""
-        return await self._host.on_loop(self._host.turns.taken())
+        """Return the worker's times since the last reading, also during a call."""
+        return await self._host.on_loop(self._host.turns.take_times_threadsafe())
 
     def waits_for(self) -> str:
-        """Say what the worker's call waits for; empty: it computes."""
+        """Return what the worker's call waits for; empty when it computes."""
         return self._host.turns.waits_for
 
     async def onload(self) -> float:
-        """Bring the worker's memory back to its devices; returns the seconds that took."""
-        return await self._host.on_loop(self._host.switch("onload"))
+        """Restore the worker's memory on its devices; returns the duration in seconds."""
+        return await self._host.on_loop(self._host.run_hook("onload"))
 
     async def offload(self) -> tuple[float, bool]:
-        """Free the memory of its devices; returns the seconds that took, and whether anything was freed."""
-        before = _held_bytes()
-        seconds = await self._host.on_loop(self._host.switch("offload"))
+        """Free the memory of the worker's devices; returns the duration in seconds, and whether memory was freed (True
+        also for a class without ``offload``)."""
+        held_before_bytes = _held_bytes()
+        seconds = await self._host.on_loop(self._host.run_hook("offload"))
         has_one = hasattr(self._host.worker, "offload")
-        return seconds, not has_one or before - _held_bytes() >= _FREED_BYTES
+        return seconds, not has_one or held_before_bytes - _held_bytes() >= _MIN_FREED_BYTES
 
 
 async def _awaited(result: Any) -> Any:
@@ -238,7 +241,7 @@ async def _awaited(result: Any) -> Any:
 
 
 def _held_bytes() -> int:
-    """Memory of this process: resident, and of its GPUs."""
+    """Return the memory of this process in bytes: resident, and allocated on its GPUs."""
     with open("/proc/self/statm", encoding="ascii") as file:
         held = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     torch = sys.modules.get("torch")

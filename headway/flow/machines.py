@@ -1,4 +1,4 @@
-"""The machines of a workflow: this one alone, or with the nodes that have joined."""
+"""The machines of a workflow: this machine, and the nodes that have joined."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from headway.runtime.workers import EventCallback, Launcher, LocalLauncher
 
 @dataclass(frozen=True, kw_only=True)
 class FlowMachines:
-    """The machines of a workflow: what starts its workers there, and how they find and trust each other."""
+    """The machines of a workflow: the launcher of its workers, and how its processes find and trust each other."""
 
     launcher: Launcher
-    settings: PeerSettings  # but for the host
+    settings: PeerSettings  # all but the host
     nodes: Nodes | None = None
 
-    def settings_at(self, device: str) -> PeerSettings:
-        """The settings of a process on a device; "": of the workflow's own process."""
+    def settings_for(self, device: str) -> PeerSettings:
+        """Return the settings of a process on ``device``; "" stands for the workflow's own process."""
         host = "" if self.nodes is None else self.nodes.host_of(split_node(device)[0])
         return msgspec.structs.replace(self.settings, host=host)
 
@@ -37,7 +37,8 @@ class FlowMachines:
 async def open_machines(
     cluster: ClusterConfig | None, local: Launcher, clock: Clock, on_event: EventCallback
 ) -> AsyncIterator[FlowMachines]:
-    """The machines, when all nodes of ``cluster`` have joined. Raises ConfigurationError (key, address), NodeLost."""
+    """Yield the machines once all nodes of ``cluster`` have joined. Raises ConfigurationError (key, address),
+    NodeLost."""
     if cluster is None:
         yield FlowMachines(launcher=local, settings=PeerSettings(key=make_key(), folder=new_folder()))
         return

@@ -1,8 +1,8 @@
-"""Messages as a pickle and buffers: nested structures of arrays and tensors, whose bytes stay outside of the pickle.
+"""Packs messages (nested structures of arrays and tensors) as a pickle, and buffers whose bytes stay outside of it.
 
-They are copied once: into shared memory, or into a frame of a link (`runtime/framing.py`). Between two processes of one
-GPU its tensors aren't copied: the pickle has handles of their memory (CUDA IPC). torch is used where it is loaded, and
-never imported by packing.
+The buffers are copied once: into shared memory, or into a frame of a link (`runtime/framing.py`). Between two processes
+of one GPU, tensors aren't copied: the pickle has handles of their memory (CUDA IPC). Packing uses torch where it is
+loaded, and never imports it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy as np
 from headway.records.errors import ConfigurationError
 from headway.runtime.framing import ALIGNMENT
 
-_HEAD = struct.Struct("<QQ")  # of a flat message: bytes of its pickle, number of its buffers
-_DEEPEST = 32  # levels down to which an unpicklable part is looked for
+_HEADER = struct.Struct("<QQ")  # header of a flat message: bytes of its pickle, number of its buffers
+_MAX_DEPTH = 32  # levels of nesting that are searched for an unpicklable part
 
 
 class Arguments(NamedTuple):
@@ -33,7 +33,7 @@ class Arguments(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A message as its pickle and the buffers outside of it, which are the message's own memory until it is copied."""
+    """A message as its pickle and out-of-band buffers, which share the message's memory until they are copied."""
 
     pickled: bytes
     buffers: Sequence[Any]
@@ -44,25 +44,25 @@ class Packed(NamedTuple):
     @property
     def size_bytes(self) -> int:
         """Bytes that ``write`` fills."""
-        return self._first + sum([_aligned(len(buffer)) for buffer in self.buffers])
+        return self._first_offset + sum([_aligned(len(buffer)) for buffer in self.buffers])
 
     @property
-    def _first(self) -> int:
-        """Place of the first buffer in a flat message."""
-        return _aligned(_HEAD.size + 8 * len(self.buffers) + len(self.pickled))
+    def _first_offset(self) -> int:
+        """The offset of the first buffer in a flat message."""
+        return _aligned(_HEADER.size + 8 * len(self.buffers) + len(self.pickled))
 
     def write(self, target: memoryview) -> None:
-        """Write the message into ``target``, as `flat` reads it."""
+        """Write the message into ``target``, in the format that `packed_from` reads."""
         sizes = np.fromiter(map(len, self.buffers), np.uint64).tobytes()
-        head = _HEAD.pack(len(self.pickled), len(self.buffers)) + sizes + self.pickled
+        head = _HEADER.pack(len(self.pickled), len(self.buffers)) + sizes + self.pickled
         target[: len(head)] = head
-        at, whole = self._first, np.asarray(target)
+        offset, array = self._first_offset, np.asarray(target)
         for buffer in self.buffers:
-            np.copyto(whole[at : at + len(buffer)], np.asarray(buffer))  # releases the interpreter's lock
-            at += _aligned(len(buffer))
+            np.copyto(array[offset : offset + len(buffer)], np.asarray(buffer))  # releases the interpreter's lock
+            offset += _aligned(len(buffer))
 
     def written(self) -> bytearray:
-        """Write the message into memory of its own, as `flat` reads it."""
+        """Return a copy of the message in new memory, in the format that `packed_from` reads."""
         block = bytearray(self.size_bytes)
         self.write(memoryview(block))
         return block
@@ -72,15 +72,15 @@ class Packed(NamedTuple):
         return pickle.loads(self.pickled, buffers=self.buffers)
 
 
-def flat(content: memoryview) -> Packed:
-    """The message that ``Packed.write`` has written."""
-    pickle_bytes, count = _HEAD.unpack_from(content)
-    first = _HEAD.size + 8 * count
-    sizes = np.frombuffer(content[_HEAD.size : first], np.uint64).tolist()
-    buffers, at = list[memoryview](), _aligned(first + pickle_bytes)
+def packed_from(content: memoryview) -> Packed:
+    """Read the message that ``Packed.write`` has written, without a copy of its buffers."""
+    pickle_bytes, count = _HEADER.unpack_from(content)
+    first = _HEADER.size + 8 * count
+    sizes = np.frombuffer(content[_HEADER.size : first], np.uint64).tolist()
+    buffers, offset = list[memoryview](), _aligned(first + pickle_bytes)
     for size in sizes:
-        buffers.append(content[at : at + size])
-        at += _aligned(size)
+        buffers.append(content[offset : offset + size])
+        offset += _aligned(size)
     return Packed(bytes(content[first : first + pickle_bytes]), buffers)
 
 
@@ -89,17 +89,17 @@ def _aligned(size: int) -> int:
 
 
 def pack(message: Any, label: str = "", *, one_gpu: bool = False) -> Packed:
-    """Pack ``message``, for a reader on this process's GPU or for any. Raises ConfigurationError that names what can't
-    be pickled in it; ``label`` says of which call or channel."""
+    """Pack ``message``, for any reader or, with ``one_gpu``, for one on this process's GPU. Raises ConfigurationError
+    that names the part that can't be pickled, and ``label``, the call or channel."""
     file = io.BytesIO()
     pickler = _Pickler(file, one_gpu)
     try:
         pickler.dump(message)
     except Exception as error:  # the boundary of pickling, which runs the objects' own code
-        where, value = _culprit(message, "")
-        where = where.removeprefix(".") if where.startswith(".") else f"message{where}"
+        path, part = _unpicklable_part(message, "")
+        path = path.removeprefix(".") if path.startswith(".") else f"message{path}"
         raise ConfigurationError(
-            f"{label or 'message'}: {where} = {_short(value)} can't be sent to another process "
+            f"{label or 'message'}: {path} = {_short_repr(part)} can't be sent to another process "
             f"({type(error).__name__}: {error}); valid is what pickle takes: data, and functions and classes of modules"
         ) from error
     return Packed(file.getvalue(), [buffer.raw() for buffer in pickler.buffers])
@@ -128,15 +128,15 @@ class _Pickler(pickle.Pickler):
             content: Any = (ctypes.c_char * part.nbytes).from_address(part.data_ptr())  # quicker than by NumPy
             content.owner = part
             gpu = obj.get_device() if obj.is_cuda else None
-            return _tensor, (pickle.PickleBuffer(content), obj.dtype, tuple(obj.shape), obj.requires_grad, gpu)
+            return _rebuild_tensor, (pickle.PickleBuffer(content), obj.dtype, tuple(obj.shape), obj.requires_grad, gpu)
         if kind is np.ndarray and not obj.flags.forc and not obj.dtype.hasobject:
             return np.ascontiguousarray(obj).__reduce_ex__(5)  # else NumPy copies it into the pickle
         return NotImplemented
 
 
-def _tensor(content: Any, dtype: Any, shape: tuple[int, ...], grad: bool, gpu: int | None) -> Any:
-    """A tensor that shares the memory of ``content``, but for one of a GPU: it is on that of its number here, if there
-    is one."""
+def _rebuild_tensor(content: Any, dtype: Any, shape: tuple[int, ...], grad: bool, gpu: int | None) -> Any:
+    """Rebuild a tensor on the memory of ``content``; a GPU's tensor is copied to this machine's GPU of that number, if
+    there is one."""
     torch: Any = sys.modules.get("torch") or importlib.import_module("torch")
     made = torch.frombuffer(content, dtype=dtype) if len(content) else torch.empty(shape, dtype=dtype)
     made = made if len(shape) == 1 else made.view(shape)
@@ -144,12 +144,12 @@ def _tensor(content: Any, dtype: Any, shape: tuple[int, ...], grad: bool, gpu: i
     return made.requires_grad_() if grad else made
 
 
-def _culprit(value: Any, path: str, depth: int = 0) -> tuple[str, Any]:
-    """The innermost part of ``value`` that can't be pickled, and where it is."""
-    if depth < _DEEPEST:
+def _unpicklable_part(value: Any, path: str, depth: int = 0) -> tuple[str, Any]:
+    """Return the path and the innermost part of ``value`` that can't be pickled."""
+    if depth < _MAX_DEPTH:
         for step, child in _children(value):
-            if not _pickles(child):
-                return _culprit(child, path + step, depth + 1)
+            if not _is_picklable(child):
+                return _unpicklable_part(child, path + step, depth + 1)
     return path, value
 
 
@@ -164,7 +164,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", getattr(value, name, None)) for name in names)
 
 
-def _pickles(value: Any) -> bool:
+def _is_picklable(value: Any) -> bool:
     try:
         _Pickler(io.BytesIO()).dump(value)
     except Exception:  # the boundary of pickling, which runs the objects' own code
@@ -172,6 +172,6 @@ def _pickles(value: Any) -> bool:
     return True
 
 
-def _short(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     text = f"{type(value).__name__} {value!r}" if not isinstance(value, Callable) else repr(value)
     return text if len(text) <= 120 else f"{text[:117]}..."

@@ -19,16 +19,16 @@ machines."""
 class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
     """The address of a process of a workflow, and what its paths depend on."""
 
-    name: str  # unique in the workflow; a restarted process has its predecessor's
-    incarnation: str  # unique: of this start of the process
+    name: str  # unique in the workflow; a restarted process keeps its predecessor's name
+    incarnation: str  # unique identifier of this start of the process
     machine: str  # processes of one machine share its /dev/shm
     unix: str  # path of its socket, for processes of its machine
-    tcp: str = ""  # HOST:PORT for the others; empty: the workflow has one machine
+    tcp: str = ""  # HOST:PORT for processes of other machines; empty: the workflow has one machine
     device: str = "cpu:0"
 
     @property
     def gpu(self) -> str:
-        """Its GPU's name on its machine; empty: it has none."""
+        """The name of the process's GPU on its machine; empty when it has none."""
         name = split_node(self.device)[1]
         return name if name.startswith("cuda") else ""
 
@@ -37,30 +37,30 @@ class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How the processes of a workflow find and trust each other."""
 
     key: str
-    epoch: int = 1  # a workflow keeps no books that an older process of it could write to
+    epoch: int = 1  # constant: a workflow keeps no accounting that one of its older processes could write to
     folder: Path  # of sockets and shared memory, the same on all of its machines
     host: str = ""  # address of this process's machine for others; "": the workflow has one machine
-    ports: tuple[int, ...] = (0,)  # it listens there on the first that is free
-    certificate: str = ""  # of encrypted connections
+    ports: tuple[int, ...] = (0,)  # the process listens on the first of these that is free
+    certificate: str = ""  # for encrypted connections
     orphan_s: float = 60.0  # outages of the network that connections outlast
-    machine: str = ""  # in the place of the machine's identity
+    machine: str = ""  # replaces the machine's identity, unless it is empty
 
 
 class PayloadRef(msgspec.Struct, frozen=True, kw_only=True):
-    """A payload that its owner holds until it is released; picklable, and good in every process."""
+    """A reference to a payload that its owner holds until it is released; picklable, valid in every process."""
 
     owner: str  # name of the process that holds it
     incarnation: str  # of that process
     machine: str  # of that process
     id: int  # number of the payload in that process
-    path: PayloadPath  # that it takes to a process of that machine
+    path: PayloadPath  # path that the payload takes to a process of that machine
     reader: str = ""  # incarnation of the only process that may fetch it; empty: any may
     size_bytes: int
-    segment: str = ""  # path of the shared memory that it is in
-    content: bytes | Packed | None = None  # a small one's, written; one's for another machine; nobody holds it
+    segment: str = ""  # path of the shared-memory segment that holds the payload
+    content: bytes | Packed | None = None  # the payload itself, if small (bytes) or for another machine; then not held
 
 
 def machine_identity() -> str:
-    """Identity of this machine as shared memory sees it: containers with a /dev/shm of their own are others."""
+    """The identity of this machine for shared memory: a container with its own /dev/shm is another machine."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}:{os.stat('/dev/shm').st_dev}"

@@ -1,4 +1,4 @@
-"""Another process as this one knows it: its present incarnation, what waits for it, and its messages."""
+"""The state of a peer as this process knows it: its present incarnation, waits for it, and its messages."""
 
 from __future__ import annotations
 
@@ -12,80 +12,81 @@ from headway.flow.paths import PeerAddress
 from headway.records.errors import WorkerDied
 from headway.runtime.link import Link
 
-MOST_UNRECEIVED = 64  # messages of one peer and tag
-MOST_UNRECEIVED_BYTES = 1 << 30
+MAX_UNRECEIVED = 64  # messages of one peer and tag
+MAX_UNRECEIVED_BYTES = 1 << 30
 
 
 class Inbox:
-    """Messages of one peer and tag that nobody has received yet: in order, at most ``most`` and ``most_bytes``, or one
-    that is larger alone."""
+    """Unreceived messages of one peer and tag, in order: at most ``max_messages`` and ``max_bytes``, or one larger
+    message alone."""
 
-    def __init__(self, most: int = MOST_UNRECEIVED, most_bytes: int = MOST_UNRECEIVED_BYTES) -> None:
-        self._most, self._most_bytes = most, most_bytes
+    def __init__(self, max_messages: int = MAX_UNRECEIVED, max_bytes: int = MAX_UNRECEIVED_BYTES) -> None:
+        self._max_messages, self._max_bytes = max_messages, max_bytes
         self._messages: deque[tuple[int, Any]] = deque()  # with their bytes
         self._changed = asyncio.Event()
-        self._accepting = asyncio.Lock()  # messages are taken one by one
+        self._accepting = asyncio.Lock()  # messages are accepted one by one
         self.receiving = asyncio.Lock()  # receivers take turns
-        self.sending = asyncio.Lock()  # of messages to the peer: they leave in the order of their calls
+        self.sending = asyncio.Lock()  # messages to the peer are sent in the order of their calls
 
     async def accept(self, size_bytes: int, fetch: Callable[[], Awaitable[Any]]) -> None:
-        """Take a message in its turn; returns when it can be received."""
+        """Fetch a message once there is space for it; returns when it can be received."""
         async with self._accepting:
-            while self._messages and not self._has_room(size_bytes):
+            while self._messages and not self._has_capacity(size_bytes):
                 await self.changed()
             self._messages.append((size_bytes, await fetch()))
-            self._change()
+            self._notify()
 
     def pop(self) -> tuple[Any] | None:
-        """The next message; None when there is none yet."""
+        """Remove and return the next message, as a tuple of one; None when there is none yet."""
         if not self._messages:
             return None
-        self._change()
+        self._notify()
         return (self._messages.popleft()[1],)
 
     def changed(self) -> Coroutine[Any, Any, Any]:
-        """Wait until a message is there, or is received, after this call."""
+        """Wait for the next change after this call: a message that arrives or is received."""
         return self._changed.wait()
 
-    def _has_room(self, size_bytes: int) -> bool:
+    def _has_capacity(self, size_bytes: int) -> bool:
         used_bytes = sum(size for size, _ in self._messages)
-        return len(self._messages) < self._most and used_bytes + size_bytes <= self._most_bytes
+        return len(self._messages) < self._max_messages and used_bytes + size_bytes <= self._max_bytes
 
-    def _change(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
 
 class PeerState:
-    """Another process as this one knows it: its present incarnation, and what waits for it."""
+    """A peer as this process knows it: its present incarnation, and the waits for it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.address: PeerAddress | None = None  # of its last incarnation that isn't known to be dead
+        self.address: PeerAddress | None = None  # address of its last incarnation that isn't known to be dead
         self.link: Link | None = None
-        self.gone: dict[str, str] = {}  # cause of the end, by incarnation
+        self.end_causes: dict[str, str] = {}  # cause of death, by incarnation
         self.connecting = asyncio.Lock()
-        self._joined = asyncio.Event()  # set when it is there, or there again
+        self._joined = asyncio.Event()  # set when the peer connects, also after a restart
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # at the end of an incarnation
         self._inboxes: dict[str, Inbox] = {}
 
     def inbox(self, tag: str) -> Inbox:
-        """Messages of this tag from it, and the order of those to it."""
+        """Return the inbox of the peer's messages of this tag; its ``sending`` orders the messages to the peer."""
         return self._inboxes.setdefault(tag, Inbox())
 
     def died(self) -> WorkerDied:
-        """The last death as an error."""
-        return WorkerDied(self.name, next(reversed(self.gone.values()), "isn't there"))
+        """Return the peer's last death as an error."""
+        return WorkerDied(self.name, next(reversed(self.end_causes.values()), "isn't there"))
 
     def join(self, address: PeerAddress, link: Link) -> None:
-        """Take notice that it is there."""
-        self.gone.pop(address.incarnation, None)  # it was given up too early
+        """Record a connection to the peer at this address."""
+        self.end_causes.pop(address.incarnation, None)  # it was assumed dead too early
         self.address, self.link = address, self.link or link
         self._joined.set()
         self._joined = asyncio.Event()
 
     async def find(self, besides: Sequence[str], timeout_s: float) -> PeerAddress | None:
-        """Its address when it is there, and none of these incarnations; None when that takes too long."""
+        """Wait for an incarnation of the peer that isn't among ``besides``, and return its address; None after
+        ``timeout_s``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.address is None or self.address.incarnation in besides:
@@ -94,13 +95,13 @@ class PeerState:
         return None
 
     def fail(self) -> None:
-        """End all that waits for the incarnation that has just ended."""
+        """Fail all waits for the incarnation that has just ended."""
         self.address = self.link = None
         self._lost.set_result(None)
         self._lost = asyncio.get_running_loop().create_future()
 
-    async def unless_lost(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """The result of ``work``, unless the process at its other end ends meanwhile. Raises WorkerDied."""
+    async def result_unless_lost(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Return the result of ``work``. Raises WorkerDied when the peer ends meanwhile."""
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait((task, self._lost), return_when=asyncio.FIRST_COMPLETED)

@@ -15,7 +15,7 @@ import msgspec
 
 from headway.flow.packing import Arguments, Packed
 from headway.flow.paths import PayloadPath, PayloadRef, PeerAddress, PeerSettings, machine_identity
-from headway.flow.payloads import Payloads
+from headway.flow.payloads import PayloadStore
 from headway.flow.peer_state import PeerState
 from headway.flow.segments import WorkflowFolder
 from headway.records.errors import RemoteError, WorkerDied
@@ -27,63 +27,63 @@ from headway.runtime.nodes.listener import Listener, listen_on_first
 from headway.runtime.stalls.waits import Waits
 from headway.runtime.supervision import cancel_all
 
-FIND_S = 60.0  # that a process may take to be there, or there again
+FIND_S = 60.0  # time that a process may take to start or restart
 
 
 class _Connection:
-    """A connection: what its other end can call. Other names than these are those of the user's services."""
+    """A connection to a peer. Its public methods are those that the peer can call; `run` calls the user's services."""
 
-    def __init__(self, hub: Hub, sock: socket.socket, name: str) -> None:
-        self._hub = hub
-        self.peer: PeerAddress | None = None  # once it has introduced itself
+    def __init__(self, network: PeerNetwork, sock: socket.socket, name: str) -> None:
+        self._network = network
+        self.peer: PeerAddress | None = None  # set once the peer has introduced itself
         events: BoundedQueue[Any] = BoundedQueue(1)
-        self.link = Link(name, sock, events, self.end, self.end, serves=self, waits=hub._waits)
-        hub._connections.add(self)
+        self.link = Link(name, sock, events, self.end, self.end, serves=self, waits=network._waits)
+        network._connections.add(self)
 
     def end(self, reason: str) -> None:
-        """Close the connection: it has ended, or must."""
+        """Close the connection, which has ended or must end, and record the peer's death."""
         if self.peer is None:
-            self._hub._connections.discard(self)
+            self._network._connections.discard(self)
             self.link.close(WorkerDied(self.link.name, reason))
         else:
-            self._hub._lose(self.peer.name, self.peer.incarnation, reason)
+            self._network._mark_lost(self.peer.name, self.peer.incarnation, reason)
 
     async def introduce(self, theirs: PeerAddress) -> PeerAddress:
-        """Exchange addresses: the first call on a connection. The driver knows by it that a process is there."""
-        self._hub._join(self, theirs)
-        return self._hub.address
+        """Exchange addresses, in the first call on a connection. By this call the driver learns that a process runs."""
+        self._network._register(self, theirs)
+        return self._network.address
 
     async def find(self, name: str, besides: list[str], timeout_s: float) -> PeerAddress | None:
-        """See `PeerState.find`; for the driver."""
-        return await self._hub._peer(name).find(besides, timeout_s)
+        """Run `PeerState.find`; called in the driver."""
+        return await self._network._peer(name).find(besides, timeout_s)
 
     async def lost(self, name: str, incarnation: str, cause: str) -> None:
-        """Take notice of the end of another process, as the driver says."""
-        self._hub._lose(name, incarnation, cause)
-        self._hub._folder.forget(incarnation)
+        """Record the death of another process; called by the driver."""
+        self._network._mark_lost(name, incarnation, cause)
+        self._network._folder.forget(incarnation)
 
     async def path(self, sender: str, receiver: str, path: PayloadPath) -> None:
-        """Take notice of a path between two processes; for the driver."""
-        self._hub._on_path(sender, receiver, path)
+        """Record the path of payloads between two processes; called in the driver."""
+        self._network._on_path(sender, receiver, path)
 
     async def run(self, method: str, ref: PayloadRef) -> PayloadRef:
         """Run a method of the user's services."""
-        hub = self._hub
-        result = await hub._run(method, await hub.fetch(ref))
-        return await hub._payloads.hold(result, f"result of {hub.name}.{method}", self._other)
+        network = self._network
+        result = await network._run(method, await network.fetch(ref))
+        return await network._payloads.hold(result, f"result of {network.name}.{method}", self._other)
 
     async def deliver(self, tag: str, ref: PayloadRef) -> None:
-        """Take a message; returns when there is room for it."""
-        inbox = self._hub._peer(self._other.name).inbox(tag)
-        await inbox.accept(ref.size_bytes, lambda: self._hub.fetch(ref))
+        """Accept a message; returns when the inbox has it."""
+        inbox = self._network._peer(self._other.name).inbox(tag)
+        await inbox.accept(ref.size_bytes, lambda: self._network.fetch(ref))
 
     async def payload(self, number: int) -> Packed:
-        """A payload that is held here."""
-        return self._hub._payloads.content(number)
+        """Return a payload that this process holds."""
+        return self._network._payloads.content(number)
 
     async def release(self, number: int) -> None:
-        """Release a payload that is held here."""
-        self._hub._payloads.release(number)
+        """Release a payload that this process holds."""
+        self._network._payloads.release(number)
 
     @property
     def _other(self) -> PeerAddress:
@@ -92,19 +92,19 @@ class _Connection:
         return self.peer
 
 
-class Hub:
+class PeerNetwork:
     """A process's end of all connections to the other processes of a workflow.
 
     Lifecycle: *made* -> *started* (it listens, and the driver knows it) -> *closed*. It belongs to the event loop that
-    it is started in. Connections are made with the first message, and anew after the other process's restart. Within a
-    machine they are Unix sockets in a folder that only this user can enter; between machines TCP, after the handshake
-    with the run's key and epoch, encrypted where the run is.
+    it is started in. A connection is made with the first message, and again after a restart of the peer. Within a
+    machine it is a Unix socket in a folder that only this user can enter; between machines it is TCP, after the
+    handshake with the run's key and epoch, encrypted if the run is.
 
-    A dead process is an error, never a hang: what waits for it raises WorkerDied; what is begun afterwards waits for
-    its successor, at most `FIND_S`.
+    A dead process causes an error, never a hang: waits for it raise WorkerDied; later operations wait for its
+    successor, at most `FIND_S`.
 
-    Example: in process "a" ``await hub.send("b", {"x": tensor})``, in process "b" ``await hub.recv("a")``;
-    ``await hub.call("b", "score", texts)`` runs ``await services.score(texts)`` in "b".
+    Example: in process "a" ``await network.send("b", {"x": tensor})``, in process "b" ``await network.recv("a")``;
+    ``await network.call("b", "score", texts)`` runs ``await services.score(texts)`` in "b".
     """
 
     def __init__(
@@ -118,9 +118,9 @@ class Hub:
         waits: Waits | None = None,
         on_path: Callable[[str, str, PayloadPath], object] = lambda sender, receiver, path: None,
     ) -> None:
-        """``driver``: None: this process is, and knows who is there. ``services``: whose methods others can call.
-        ``on_path(sender, receiver, path)``: called in the driver, once for each pair in the workflow and each path that
-        its payloads take."""
+        """``driver``: address of the driver, which knows all processes; None: this process is the driver. ``services``:
+        object whose methods others can call. ``on_path(sender, receiver, path)``: called in the driver, once for each
+        pair of processes and each path that its payloads take."""
         self.name, self._settings, self._driver = name, settings, driver
         self._services, self._waits, self._on_path = services, waits, on_path
         incarnation = secrets.token_hex(8)
@@ -133,7 +133,7 @@ class Hub:
         )
         self._peers: dict[str, PeerState] = {}
         self._connections: set[_Connection] = set()
-        self._noted: set[tuple[str, PayloadPath]] = set()  # by the sender's incarnation
+        self._reported_paths: set[tuple[str, PayloadPath]] = set()  # by the sender's incarnation
         self._tasks: set[asyncio.Task[Any]] = set()
         self._listener: Listener | None = None
         self._closing = False
@@ -141,18 +141,19 @@ class Hub:
     # --- start and end --------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Listen, and connect to the driver. Raises ConfigurationError (port), ConnectionRefused (by the driver)."""
+        """Listen, and connect to the driver. Raises ConfigurationError (no free port), ConnectionRefused (by the
+        driver)."""
         settings = self._settings
         self._folder = WorkflowFolder(settings.folder)
-        self._payloads = Payloads(self.address, self._folder.path)
+        self._payloads = PayloadStore(self.address, self._folder.path)
         self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._unix.setblocking(False)
             self._unix.bind(self.address.unix)
             self._unix.listen()
-            self._spawn(self._accept())
+            self._spawn(self._accept_local())
             if settings.host:
-                listening = (settings.host, settings.ports, settings.key, settings.epoch, self._take)
+                listening = (settings.host, settings.ports, settings.key, settings.epoch, self._accept_remote)
                 self._listener = await listen_on_first(*listening, certificate=settings.certificate)
                 self.address = msgspec.structs.replace(self.address, tcp=self._listener.address)
             if self._driver is not None:
@@ -162,7 +163,7 @@ class Hub:
             raise
 
     async def close(self) -> None:
-        """Close all connections and release all payloads; what others have fetched they keep."""
+        """Close all connections and release all payloads; fetched payloads stay with those that fetched them."""
         if self._closing:
             return
         self._closing = True
@@ -171,7 +172,7 @@ class Hub:
         for connection in list(self._connections):
             connection.link.close(WorkerDied(connection.link.name, "this process closed its connections"))
         for state in self._peers.values():
-            state.gone.setdefault("", "this process closed its connections")
+            state.end_causes.setdefault("", "this process closed its connections")
             state.fail()
         await cancel_all(*self._tasks)
         self._unix.close()
@@ -179,57 +180,58 @@ class Hub:
         self._folder.forget(self.address.incarnation)
         self._folder.close()
 
-    async def _take(self, sock: socket.socket, hello: Hello, source: str) -> None:
-        """Take a process of another machine: see `OnClient`."""
+    async def _accept_remote(self, sock: socket.socket, hello: Hello, source: str) -> None:
+        """Accept a connection from a process of another machine: see `OnClient`."""
         if hello.purpose != "peer":
             raise NotAdmitted(f"connections of a {hello.purpose} aren't accepted here")
         outlast(sock, self._settings.orphan_s)
         await admit(sock, Admission(epoch=self._settings.epoch, orphan_s=self._settings.orphan_s))
         _Connection(self, sock, hello.subject)
 
-    async def _accept(self) -> None:
-        """Take processes of this machine."""
+    async def _accept_local(self) -> None:
+        """Accept connections from processes of this machine."""
         while True:
             sock, _ = await asyncio.get_running_loop().sock_accept(self._unix)
             _Connection(self, sock, "a process of this machine")
 
-    # --- who is there ---------------------------------------------------------------------------------------
+    # --- peers ----------------------------------------------------------------------------------------------
 
     def _peer(self, name: str) -> PeerState:
         if name not in self._peers:
             self._peers[name] = PeerState(name)
         return self._peers[name]
 
-    async def _find(self, name: str, timeout_s: float) -> PeerAddress:
-        """The address of a process, waiting until it is there, again where it has ended. Raises WorkerDied."""
+    async def _find_address(self, name: str, timeout_s: float) -> PeerAddress:
+        """Return the address of a process, after waiting for its start, or restart if it has died. Raises
+        WorkerDied."""
         state = self._peer(name)
         if self._closing:
             raise WorkerDied(name, "this process closed its connections")
         if self._driver is None:
-            address = await state.find(list(state.gone), timeout_s)
+            address = await state.find(list(state.end_causes), timeout_s)
         elif name == self._driver.name:
-            address = None if self._driver.incarnation in state.gone else self._driver
+            address = None if self._driver.incarnation in state.end_causes else self._driver
         else:
             link, _ = await self._link(self._driver.name)
-            address = await _ask(link, "find", name, list(state.gone), timeout_s)
+            address = await _call_link(link, "find", name, list(state.end_causes), timeout_s)
         if address is None:
-            if state.gone:
+            if state.end_causes:
                 raise state.died()
             raise WorkerDied(name, f"isn't there: no process of this name has started within {timeout_s:g} s")
-        if state.address is None and address.incarnation not in state.gone:
+        if state.address is None and address.incarnation not in state.end_causes:
             state.address = address
         return address
 
     async def _link(self, name: str) -> tuple[Link, PeerAddress]:
-        """The connection to a process, made now where there is none. Raises WorkerDied as `_find` does."""
+        """Return the connection to a process, made if there is none. Raises WorkerDied as `_find_address` does."""
         state = self._peer(name)
         async with state.connecting:
             while state.link is None or state.address is None:
-                address = state.address or await self._find(name, FIND_S)
+                address = state.address or await self._find_address(name, FIND_S)
                 try:
                     await self._connect(address)
                 except (OSError, ConnectionRefused, WorkerDied) as error:
-                    self._lose(name, address.incarnation, f"can't be connected to: {error}")
+                    self._mark_lost(name, address.incarnation, f"can't be connected to: {error}")
             return state.link, state.address
 
     async def _connect(self, address: PeerAddress) -> None:
@@ -237,9 +239,11 @@ class Hub:
         if address.machine == self.address.machine:
             sock = await _connect_unix(address.unix)
         elif address.tcp:
-            own = self._settings
-            hello = Hello(purpose="peer", subject=self.name, epoch=own.epoch)
-            sock, _ = await dial(address.tcp, own.key, hello, own.orphan_s, encrypted=bool(own.certificate))
+            settings = self._settings
+            hello = Hello(purpose="peer", subject=self.name, epoch=settings.epoch)
+            sock, _ = await dial(
+                address.tcp, settings.key, hello, settings.orphan_s, encrypted=bool(settings.certificate)
+            )
         else:
             raise ConnectionRefused(f"{address.name} is on another machine and listens on no port")
         connection = _Connection(self, sock, address.name)
@@ -250,28 +254,28 @@ class Hub:
         except BaseException as error:
             connection.end(f"refused: {error}")
             raise
-        self._join(connection, theirs)
+        self._register(connection, theirs)
 
-    def _join(self, connection: _Connection, theirs: PeerAddress) -> None:
-        """Take notice of the process at the other end of a connection."""
+    def _register(self, connection: _Connection, theirs: PeerAddress) -> None:
+        """Record the process at the other end of a connection."""
         state = self._peer(theirs.name)
         if state.address is not None and state.address.incarnation != theirs.incarnation:
-            self._lose(theirs.name, state.address.incarnation, "another process of its name has started")
+            self._mark_lost(theirs.name, state.address.incarnation, "another process of its name has started")
         connection.peer, connection.link.name = theirs, theirs.name
         state.join(theirs, connection.link)
 
-    def _lose(self, name: str, incarnation: str, cause: str) -> None:
-        """Take notice of the end of a process: fail what waits for it. The driver tells the others."""
+    def _mark_lost(self, name: str, incarnation: str, cause: str) -> None:
+        """Record the death of a process and fail all waits for it. The driver notifies the others."""
         state = self._peer(name)
-        if self._closing or incarnation in state.gone:
+        if self._closing or incarnation in state.end_causes:
             return
-        state.gone[incarnation] = cause
+        state.end_causes[incarnation] = cause
         for connection in [c for c in self._connections if c.peer and c.peer.incarnation == incarnation]:
             self._connections.discard(connection)
             connection.link.close(WorkerDied(name, cause))
         if state.address is None or state.address.incarnation == incarnation:
             state.fail()
-        self._payloads.release_of(incarnation)
+        self._payloads.release_for_reader(incarnation)
         if self._driver is None:
             self._folder.forget(incarnation)
             for other in self._peers.values():
@@ -311,43 +315,43 @@ class Hub:
 
     async def hold(self, message: Any, label: str = "") -> PayloadRef:
         """Hold a message until it is released, for any number of fetches by any process: in shared memory, where it
-        outlasts this process. Raises ConfigurationError that names what can't be pickled; ``label``: of which call or
-        channel."""
+        outlives this process. Raises ConfigurationError that names the part that can't be pickled, and ``label``, the
+        call or channel."""
         return await self._payloads.hold(message, label)
 
     async def fetch(self, ref: PayloadRef) -> Any:
-        """The message of a payload, whose arrays are this process's own. Raises PayloadReleased, WorkerDied when it was
-        with its owner alone, and that has ended."""
-        await self._note(ref, ref.path if ref.machine == self.address.machine else "link")
-        if (found := self._payloads.read(ref)) is None:
+        """Fetch the message of a payload; its arrays belong to this process. Raises PayloadReleased, and WorkerDied
+        when only its owner had it, and the owner has died."""
+        await self._report_path(ref, ref.path if ref.machine == self.address.machine else "link")
+        if (packed := self._payloads.read(ref)) is None:
             link, address = await self._link(ref.owner)
             if address.incarnation != ref.incarnation:
                 raise WorkerDied(ref.owner, "ended before a payload of its was fetched")
-            found = await _ask(link, "payload", ref.id)
-        return found.load()
+            packed = await _call_link(link, "payload", ref.id)
+        return packed.load()
 
-    async def _note(self, ref: PayloadRef, path: PayloadPath) -> None:
-        """Report the path that a payload takes to here, the first time."""
-        if ref.incarnation == self.address.incarnation or (ref.incarnation, path) in self._noted:
+    async def _report_path(self, ref: PayloadRef, path: PayloadPath) -> None:
+        """Report the path of a payload to this process, once for each sender and path."""
+        if ref.incarnation == self.address.incarnation or (ref.incarnation, path) in self._reported_paths:
             return
-        self._noted.add((ref.incarnation, path))
+        self._reported_paths.add((ref.incarnation, path))
         if self._driver is None:
             self._on_path(ref.owner, self.name, path)
         elif (link := self._peer(self._driver.name).link) is not None:
             self._spawn(link.call("path", ref.owner, self.name, path))
-            await asyncio.sleep(0)  # it is sent, so known before anything that the payload leads to
+            await asyncio.sleep(0)  # sends the report, so that it precedes anything that the payload leads to
 
     def release(self, ref: PayloadRef) -> None:
-        """Release a payload, whosever it is; who has fetched it keeps it. No-op for one that is released already."""
+        """Release a payload of any process; fetched copies stay valid. No-op for one that is released already."""
         if ref.incarnation == self.address.incarnation:
             self._payloads.release(ref.id)
         elif ref.content is None:
             self._spawn(self._release(ref))
 
     async def _release(self, ref: PayloadRef) -> None:
-        """Release another process's payload: it does, or where it is dead its segment is removed here."""
+        """Have another process release its payload, or remove its segment if that process is dead."""
         with suppress(WorkerDied):
-            if ref.incarnation not in self._peer(ref.owner).gone:
+            if ref.incarnation not in self._peer(ref.owner).end_causes:
                 link, address = await self._link(ref.owner)
                 if address.incarnation == ref.incarnation:
                     return await link.call("release", ref.id)
@@ -358,36 +362,36 @@ class Hub:
     # --- point to point -------------------------------------------------------------------------------------
 
     async def send(self, peer: str, message: Any, tag: str = "") -> None:
-        """Send a message to a process, in order with those of the same tag before. Returns when it is there; waits
-        while too much is there that hasn't been received. The message may be changed afterwards. Raises WorkerDied,
-        ConfigurationError for what can't be sent."""
+        """Send a message to a process, in order with earlier ones of the same tag. Returns when it has arrived; waits
+        while the peer's inbox of unreceived messages is full. The message may be changed afterwards. Raises WorkerDied,
+        and ConfigurationError for a message that can't be pickled."""
         inbox = self._peer(peer).inbox(tag)
         if peer == self.name:
-            return await inbox.accept(0, lambda: _as_is(message))
+            return await inbox.accept(0, lambda: _return_message(message))
         async with inbox.sending:
             link, address = await self._link(peer)
             ref = await self._payloads.hold(message, f"send to {peer}{f' ({tag})' if tag else ''}", address)
             try:
-                await _ask(link, "deliver", tag, ref)
+                await _call_link(link, "deliver", tag, ref)
             finally:
                 self._payloads.release(ref.id)
 
     async def recv(self, peer: str, tag: str = "") -> Any:
-        """Receive the next message of a process with this tag, in the order in which it sent them. Raises WorkerDied
-        when the process ends meanwhile, or isn't there; later calls receive from its successor."""
+        """Receive the next message of a process with this tag, in sending order. Raises WorkerDied when the process
+        dies meanwhile, or doesn't start in time; later calls receive from its successor."""
         state = self._peer(peer)
         inbox = state.inbox(tag)
         async with inbox.receiving:
-            while (found := inbox.pop()) is None:
+            while (received := inbox.pop()) is None:
                 if state.address is None and peer != self.name:
-                    # After a death a successor has to be there already: nobody else says when to give up.
-                    await self._find(peer, 0.0 if state.gone else FIND_S)
+                    # After a death a successor must have started already: nothing else bounds this wait.
+                    await self._find_address(peer, 0.0 if state.end_causes else FIND_S)
                 else:
-                    await state.unless_lost(inbox.changed())
-        return found[0]
+                    await state.result_unless_lost(inbox.changed())
+        return received[0]
 
     def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Run a coroutine of the hub's own; that a process has ended, or refuses it, is noticed elsewhere."""
+        """Run an internal coroutine in the background. Its errors are dropped: other paths notice a peer's death."""
         task = asyncio.get_running_loop().create_task(coroutine, name=f"{self.name}: {coroutine.__name__}")
         self._tasks.add(task)
 
@@ -399,7 +403,7 @@ class Hub:
         task.add_done_callback(done)
 
 
-async def _ask(link: Link, method: str, *args: Any) -> Any:
+async def _call_link(link: Link, method: str, *args: Any) -> Any:
     """Call a method of the other end's `_Connection`. Raises what it raises, WorkerDied."""
     try:
         return await link.call(method, *args)
@@ -419,5 +423,5 @@ async def _connect_unix(path: str) -> socket.socket:
     return sock
 
 
-async def _as_is(message: Any) -> Any:
+async def _return_message(message: Any) -> Any:
     return message

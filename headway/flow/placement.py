@@ -1,4 +1,4 @@
-"""Stages of a plan that share devices, its mode, and the plan in words."""
+"""Properties of an execution plan: which stages share devices, its mode, its text, equality of placements."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from headway.records.plan import Mode
 from headway.runtime.devices import parse_device
 
 
-def shares(plan: ExecutionPlan, stage: str, device: str) -> bool:
-    """Whether another stage has a device of ``stage``'s too, or a core of it."""
+def shares_device(plan: ExecutionPlan, stage: str, device: str) -> bool:
+    """Whether another stage of the plan also uses ``device`` of ``stage``, or a core of it."""
     mine = parse_device(device).units()
     others = (placed.devices for name, placed in plan.stages.items() if name != stage)
     return any(mine & parse_device(other).units() for devices in others for other in devices)
 
 
 def mode_of(plan: ExecutionPlan) -> Mode:
-    """Temporal: all stages have the same devices. Spatial: no two share any. Else hybrid."""
+    """Classify a plan: temporal when all stages have the same devices, spatial when no two share any, else hybrid."""
     sets = {frozenset[str]().union(*(parse_device(d).units() for d in p.devices)) for p in plan.stages.values()}
     if len(plan.stages) > 1 and len(sets) == 1:
         return "temporal"
-    shared = (shares(plan, stage, device) for stage, placed in plan.stages.items() for device in placed.devices)
+    shared = (shares_device(plan, stage, device) for stage, placed in plan.stages.items() for device in placed.devices)
     return "hybrid" if any(shared) else "spatial"
 
 
 def text_of(plan: ExecutionPlan) -> str:
-    """The plan in words."""
+    """Return the plan as text."""
     stages = (
         f"{name} on {', '.join(placed.devices)}" + ("" if placed.chunk is None else f" by {placed.chunk}")
         for name, placed in plan.stages.items()
@@ -32,7 +32,7 @@ def text_of(plan: ExecutionPlan) -> str:
     return f"{mode_of(plan)}: {'; '.join(stages)}"
 
 
-def same_places(one: ExecutionPlan, other: ExecutionPlan) -> bool:
-    """Whether two plans differ in what they expect alone."""
-    places = ({name: (p.devices, p.chunk) for name, p in plan.stages.items()} for plan in (one, other))
+def same_placement(first: ExecutionPlan, second: ExecutionPlan) -> bool:
+    """Whether two plans have the same devices and chunks for all stages; their expected times may differ."""
+    places = ({name: (p.devices, p.chunk) for name, p in plan.stages.items()} for plan in (first, second))
     return next(places) == next(places)

@@ -1,4 +1,4 @@
-"""The end of channels in a process of a workflow: in its own process, or in a worker's."""
+"""The channel interface of a process of a workflow: of the workflow's own process, or of a worker's."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from headway.control.channel_state import ChannelStatistics
     from headway.flow.paths import PayloadRef
 
-_present: FlowProcess | None = None
+_current: FlowProcess | None = None
 
 
 class FlowProcess(Protocol):
-    """The side of a channel that is in this process."""
+    """The operations on channels that a process of a workflow offers to `Channel`."""
 
-    def portion(self, name: str) -> float:
-        """Items of channel ``name`` that the plan has this process take at once; inf: all. Raises ConfigurationError
-        where all are several workers', and nobody said how many there are."""
+    def chunk_size(self, name: str) -> float:
+        """Items of channel ``name`` that this process takes at once under the plan; inf: all. Raises ConfigurationError
+        where several workers share all items, and the plan doesn't give the number of items."""
         ...
 
     async def put(self, number: int, name: str, items: Sequence[Any], weights: Sequence[float]) -> None: ...
@@ -31,7 +31,7 @@ class FlowProcess(Protocol):
     async def statistics_of(self, number: int) -> ChannelStatistics: ...
 
 
-PART_BYTES = 8 << 20  # of items that are held before a place for them is asked for
+PART_BYTES = 8 << 20  # bytes of items that are held before space in the channel is requested
 
 
 async def put_in_parts(
@@ -40,7 +40,7 @@ async def put_in_parts(
     hold: Callable[[Any], Awaitable[PayloadRef]],
     put: Callable[[Sequence[PayloadRef], Sequence[float]], Awaitable[None]],
 ) -> None:
-    """Put items so that only a few of them are in memory twice while a full channel makes their producer wait."""
+    """Put items in parts, so that few of them are in memory twice while their producer waits for a full channel."""
     refs: list[PayloadRef] = []
     first = 0
     for index, item in enumerate(items):
@@ -50,14 +50,14 @@ async def put_in_parts(
             refs, first = [], index + 1
 
 
-def enter(process: FlowProcess | None) -> None:
-    """Make ``process`` this process's part of its workflow; None: it is none."""
-    global _present
-    _present = process
+def set_current_process(process: FlowProcess | None) -> None:
+    """Set this process's part of its workflow; None: it has none."""
+    global _current
+    _current = process
 
 
-def here() -> FlowProcess:
-    """This process's part of its workflow. Raises ConfigurationError outside of one."""
-    if _present is None:
+def current_process() -> FlowProcess:
+    """Return this process's part of its workflow. Raises ConfigurationError outside a workflow."""
+    if _current is None:
         raise ConfigurationError("a channel can be used inside a running workflow only (headway.flow.run)")
-    return _present
+    return _current

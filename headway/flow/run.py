@@ -1,4 +1,4 @@
-"""`run`: executes a workflow, a plain procedure over workers and channels, as a plan says."""
+"""`run`: executes a workflow, a plain procedure over workers and channels, by an execution plan."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 from headway.config.cluster import ClusterConfig
-from headway.control.channel_state import Balance
+from headway.control.channel_state import ConsumerBalance
 from headway.flow.auto import AutoPlanner
 from headway.flow.channel import BYTES, ITEMS, Channel
 from headway.flow.channels import Channels
 from headway.flow.device_locks import DeviceLocks
 from headway.flow.group import WorkerGroup
 from headway.flow.machines import open_machines
-from headway.flow.peers import Hub
-from headway.flow.placement import same_places, text_of
-from headway.flow.process import enter
-from headway.flow.stage import STOP_GRACE_S, Stage, Surroundings
-from headway.flow.steps import StepBook
+from headway.flow.peers import PeerNetwork
+from headway.flow.placement import same_placement, text_of
+from headway.flow.process import set_current_process
+from headway.flow.stage import STOP_GRACE_S, Stage, StageContext
+from headway.flow.steps import StepRecorder
 from headway.flow.watch import FlowWatch
 from headway.flow.worker import StageTimes, Worker
 from headway.records.errors import ConfigurationError
@@ -43,7 +43,7 @@ STALL_S = 120.0
 
 
 class FlowOptions(NamedTuple):
-    """How a workflow is run: see `run`."""
+    """The options of `run`, which documents them."""
 
     devices: Sequence[str] = ()
     items: int | None = None
@@ -56,14 +56,14 @@ class FlowOptions(NamedTuple):
 def run(workflow: Callable[..., Awaitable[Result]], plan: PlanLike, *arguments: Any, **options: Any) -> Result:
     """Run ``workflow(flow, *arguments)`` to its end and return its result.
 
-    ``plan``: an `ExecutionPlan`, or a mapping of its form; or ``{"generate": "cpu:0", "train": ["cpu:1"]}``; or
-    "auto": the first steps measure the stages on all ``devices``, the following ones run as is expected to be fastest.
-    Options: ``devices``; ``items`` of a step, which "auto" needs, as do several workers that share all of them;
-    ``directory``, where logs, events and steps are written; ``stall_s``: when nothing has moved for so long and all
-    workers wait, the workflow ends with what they wait for; ``launcher``: what starts processes, by default this
-    machine; ``cluster``: the other machines, whose agents (`headway node`) somebody starts.
+    ``plan``: an `ExecutionPlan`, or a mapping of its form; or ``{"generate": "cpu:0", "train": ["cpu:1"]}``; or "auto":
+    the first steps measure the stages on all ``devices``, later ones run by the plan expected to be fastest. Options:
+    ``devices``; ``items`` of a step, required by "auto", and by a stage whose several workers share all of them;
+    ``directory`` for logs, events and steps; ``stall_s``: after this time without progress while all workers wait, the
+    workflow ends with an error that lists the waits; ``launcher``: starts the processes, by default on this machine;
+    ``cluster``: the other machines, whose agents (`headway node`) are started separately.
 
-    Raises what the workflow raises; ConfigurationError for a plan that doesn't fit it; RemoteError with the traceback
+    Raises any error of the workflow; ConfigurationError for a plan that doesn't fit it; RemoteError with the traceback
     of a worker's method; WorkerDied.
     """
     if unknown := options.keys() - set(FlowOptions._fields):
@@ -73,15 +73,15 @@ def run(workflow: Callable[..., Awaitable[Result]], plan: PlanLike, *arguments: 
     first, planner = _first_plan(plan, chosen)
     _require_possible(first, chosen)
 
-    async def play() -> Result:
+    async def execute() -> Result:
         async with Flow(first, chosen, planner) as flow:
-            return await flow.play(workflow, arguments)
+            return await flow.execute(workflow, arguments)
 
-    return asyncio.run(play())
+    return asyncio.run(execute())
 
 
 def _first_plan(plan: PlanLike, options: FlowOptions) -> tuple[ExecutionPlan, AutoPlanner | None]:
-    """The plan to begin with, and what changes it."""
+    """Return the initial plan, and the planner that changes it, if there is one."""
     if isinstance(plan, ExecutionPlan):
         return msgspec.structs.replace(plan, items=plan.items or options.items), None
     if isinstance(plan, AutoPlanner):
@@ -103,7 +103,7 @@ def _first_plan(plan: PlanLike, options: FlowOptions) -> tuple[ExecutionPlan, Au
 
 
 def _require_possible(plan: ExecutionPlan, options: FlowOptions) -> None:
-    """Raise ConfigurationError for a plan, or options, that no workflow can be run by."""
+    """Raise ConfigurationError for a plan, or options, that are invalid for every workflow."""
     if options.cluster is not None and options.launcher is not None:
         raise ConfigurationError(
             "run: launcher and cluster exclude each other: a cluster's workers are started by its nodes"
@@ -122,33 +122,33 @@ def _require_possible(plan: ExecutionPlan, options: FlowOptions) -> None:
 
 
 class Flow:
-    """A running workflow: starts its workers where the plan puts them, makes its channels, counts its steps."""
+    """A running workflow: starts its workers on the plan's devices, makes its channels, counts its steps."""
 
     def __init__(self, plan: ExecutionPlan, options: FlowOptions, planner: AutoPlanner | None) -> None:
         self.plan = plan
-        self.history: list[FlowStep] = []  # of the steps that have ended
+        self.history: list[FlowStep] = []  # records of the steps that have ended
         self._options = options
         self._planner = planner
         self._clock = RealClock()
         self._waits = Waits(self._clock.now)
-        self._book = StepBook(options.directory, self._clock)
-        self._locks = DeviceLocks(self._clock, self._waits, on_event=self._book.event, on_span=self._book.span)
+        self._recorder = StepRecorder(options.directory, self._clock)
+        self._locks = DeviceLocks(self._clock, self._waits, on_event=self._recorder.event, on_span=self._recorder.span)
         self._channels = Channels(self._clock, self._waits)
         self._stages: dict[str, Stage] = {}
         self._stack = AsyncExitStack()
         self._failure: BaseException | None = None
         self._failed = False
-        self._playing: asyncio.Task[Any] | None = None
+        self._workflow_task: asyncio.Task[Any] | None = None
 
     async def __aenter__(self) -> Flow:
         options = self._options
-        local = (options.launcher or _local)(self._clock, self._book.event, self._waits)
-        opened = open_machines(options.cluster, local, self._clock, self._book.event)
+        local = (options.launcher or _make_local_launcher)(self._clock, self._recorder.event, self._waits)
+        opened = open_machines(options.cluster, local, self._clock, self._recorder.event)
         machines = await self._stack.enter_async_context(opened)
-        self._around = Surroundings(
-            hub=Hub(
+        self._context = StageContext(
+            network=PeerNetwork(
                 "driver",
-                machines.settings_at(""),
+                machines.settings_for(""),
                 driver=None,
                 services=self._services(),
                 waits=self._waits,
@@ -157,45 +157,47 @@ class Flow:
             clock=self._clock,
             channels=self._channels,
             locks=self._locks,
-            book=self._book,
+            recorder=self._recorder,
             fail=self._fail,
             logs=None if options.directory is None else Path(options.directory) / "logs",
             machines=machines,
         )
-        self._channels.hub, self._channels.on_lost = self._around.hub, self._book.event
-        await self._around.hub.start()
-        enter(self._channels)
+        self._channels.network, self._channels.on_lost = self._context.network, self._recorder.event
+        await self._context.network.start()
+        set_current_process(self._channels)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         for name in self._channels.unread():
-            self._book.event("channel_unread", f"channel {name} has items; nobody has ever asked it for any")
+            self._recorder.event("channel_unread", f"channel {name} has items; nobody has ever asked it for any")
         grace_s = 0.0 if self._failed else STOP_GRACE_S
         await asyncio.gather(*(stage.stop(grace_s) for stage in self._stages.values()))
-        await self._around.hub.close()
-        enter(None)
+        await self._context.network.close()
+        set_current_process(None)
         await self._stack.aclose()
-        self._book.close()
+        self._recorder.close()
 
-    async def play(self, workflow: Callable[..., Awaitable[Result]], arguments: Sequence[Any]) -> Result:
-        """Run the workflow; what fails outside of it ends it."""
-        self._playing = asyncio.ensure_future(workflow(self, *arguments))
-        hub, stall_s = self._around.hub, self._options.stall_s
-        watch = FlowWatch(self._groups, self._channels, hub, self._clock, stall_s, self._fail)
+    async def execute(self, workflow: Callable[..., Awaitable[Result]], arguments: Sequence[Any]) -> Result:
+        """Run the workflow's function to its end; a failure outside it cancels it."""
+        self._workflow_task = asyncio.ensure_future(workflow(self, *arguments))
+        network, stall_s = self._context.network, self._options.stall_s
+        watch = FlowWatch(self._groups, self._channels, network, self._clock, stall_s, self._fail)
         watching = asyncio.create_task(watch.loop(), name="watch")
-        self._failed = True  # until it has ended well: then workers are given time to end
+        self._failed = True  # until success, which gives workers time to end
         try:
-            result = await self._playing
+            result = await self._workflow_task
             if self._failure is not None:
                 raise self._failure
             for name in [name for group in self._groups().values() for name in group.busy]:
-                self._book.event("call_not_awaited", f"the workflow has ended; {name} still has a call", worker=name)
+                self._recorder.event(
+                    "call_not_awaited", f"the workflow has ended; {name} still has a call", worker=name
+                )
             self._failed = False
             return result
         except asyncio.CancelledError:
             if self._failure is not None:
                 raise self._failure from None
-            self._playing.cancel()
+            self._workflow_task.cancel()
             raise
         finally:
             watching.cancel()
@@ -212,28 +214,28 @@ class Flow:
         """Start the workers of a stage, one on each of its devices, each built as ``kind(*positional, **named)``.
         Declare stages upstream first.
 
-        ``restarts``: deaths in a row after which a worker is started anew, with its ``state()`` of the end of the last
-        step; its call is then made again, and what it had got from channels is delivered again. ``most_workers``: a
-        plan may give it so many devices.
+        ``restarts``: consecutive deaths after which a worker is still restarted, with its ``state()`` of the end of the
+        last step; its call is then repeated, and items that it had got from channels are delivered again.
+        ``most_workers``: the largest number of devices that a plan may give the stage.
         """
-        where = _line()
+        site = _caller_line()
         if stage in self._stages:
-            raise ConfigurationError(f"stage {stage!r} ({where}): it has its workers already")
+            raise ConfigurationError(f"stage {stage!r} ({site}): it has its workers already")
         if self._planner is not None:
-            before, self.plan = self.plan, self._planner.with_stage(self.plan, stage, most_workers)
-            for other in self._stages.values():  # it may share their devices
-                await other.move(before, self.plan)
+            previous_plan, self.plan = self.plan, self._planner.with_stage(self.plan, stage, most_workers)
+            for other in self._stages.values():  # the new stage may share their devices
+                await other.move(previous_plan, self.plan)
         if stage not in self.plan.stages:
             valid = ", ".join(self.plan.stages)
-            raise ConfigurationError(f"stage {stage!r} ({where}): the plan has no devices for it; it has: {valid}")
+            raise ConfigurationError(f"stage {stage!r} ({site}): the plan has no devices for it; it has: {valid}")
         arguments = (positional, named)
         order = len(self._stages)
-        made = Stage(
-            stage, kind, arguments, self._around, order=order, restarts=restarts, most=most_workers, where=where
+        new_stage = Stage(
+            stage, kind, arguments, self._context, order=order, restarts=restarts, max_workers=most_workers, site=site
         )
-        self._stages[stage] = made
-        await made.start(self.plan)
-        return made.group
+        self._stages[stage] = new_stage
+        await new_stage.start(self.plan)
+        return new_stage.group
 
     def channel(
         self,
@@ -241,18 +243,18 @@ class Flow:
         *,
         items: int = ITEMS,
         bytes: int = BYTES,
-        balance: Balance | None = None,
+        balance: ConsumerBalance | None = None,
         consumers: WorkerGroup | None = None,
     ) -> Channel:
         """Make a channel of at most ``items`` items and ``bytes`` bytes. ``balance``: how ``consumers`` share its
-        items; by default whoever asks first gets the oldest."""
+        items; by default the first consumer to ask gets the oldest item."""
         return self._channels.make(name, items, bytes, balance, [] if consumers is None else consumers.names)
 
     async def pipeline(self, items: Iterable[Any], *groups: WorkerGroup) -> list[Any]:
-        """Send items through a chain of stages, all at work at once: each group's ``run(source, result)``, the last
-        one's ``run(source)``. Returns what the last one's workers return."""
+        """Send items through a chain of stages that run concurrently: calls each group's ``run(source, result)``, and
+        the last one's ``run(source)``. Returns the results of the last group's workers."""
         channels, results = [self.channel(f"to {group.stage}") for group in groups], list[Any]()
-        calls = [group.run(*channels[place : place + 2]) for place, group in enumerate(groups)]
+        calls = [group.run(*channels[index : index + 2]) for index, group in enumerate(groups)]
         await channels[0].put_all(items)
         for channel, call in zip(channels, calls, strict=True):
             channel.close()
@@ -260,27 +262,28 @@ class Flow:
         return results
 
     async def steps(self, count: int) -> AsyncIterator[int]:
-        """Number the steps from 0; between two of them they are counted, and the plan may change."""
+        """Yield the numbers of the steps from 0; between two steps the last one is recorded, and the plan may
+        change."""
         for step in range(count):
             self._require_all_declared()
             better = self._planner and self._planner.plan_for(step, self.plan, self.history)
             if better is not None:
                 await self._move(better)
-            self._book.begin(step, self._locks.statistics().idle_wanted_s)
+            self._recorder.begin_step(step, self._locks.statistics().idle_wanted_s)
             yield step
             idle_s = self._locks.statistics().idle_wanted_s
-            ended, turns = await self._book.end(self.plan, self._groups(), self._times, idle_s)
+            ended, turns = await self._recorder.end_step(self.plan, self._groups(), self._times, idle_s)
             self.history.append(ended)
             if self._planner is not None:
-                movable = {name for name, stage in self._stages.items() if stage.keeps_state}
-                self._planner.take(ended, turns, self._channels.edges, movable)
+                movable = {name for name, stage in self._stages.items() if stage.is_movable}
+                self._planner.add_step(ended, turns, self._channels.edges, movable)
             self._channels.forget_closed()
-            await asyncio.gather(*(stage.remember() for stage in self._stages.values()))
+            await asyncio.gather(*(stage.save_states() for stage in self._stages.values()))
 
     async def _move(self, plan: ExecutionPlan) -> None:
-        """Change the plan between two steps: what moves has nothing in hand."""
-        before, started = self.plan, time.monotonic()
-        if same_places(before, plan):  # other expectations alone
+        """Change the plan between two steps, when no stage has a call."""
+        previous, started = self.plan, time.monotonic()
+        if same_placement(previous, plan):  # only the expected times differ
             self.plan = plan
             return
         if busy := [name for name, stage in self._stages.items() if stage.group.busy]:
@@ -289,22 +292,22 @@ class Flow:
                 "all calls inside their step"
             )
         for stage in self._stages.values():
-            stage.require_movable(before, plan)
+            stage.require_movable(previous, plan)
         self.plan = plan
         for stage in self._stages.values():  # upstream first: weights are gone with the trainer that published them
-            await stage.move(before, plan)
+            await stage.move(previous, plan)
         seconds = time.monotonic() - started
-        self._book.moved(seconds)
+        self._recorder.add_move_time(seconds)
         expected = "" if plan.expected_s is None else f", expected {plan.expected_s:.3g} s a step"
-        self._book.event(
-            "plan_changed", f"{text_of(before)} -> {text_of(plan)}{expected}; took {seconds:.1f} s", seconds=seconds
+        self._recorder.event(
+            "plan_changed", f"{text_of(previous)} -> {text_of(plan)}{expected}; took {seconds:.1f} s", seconds=seconds
         )
 
     async def _times(self, worker: str) -> StageTimes:
-        return await self._around.hub.call(worker, "times")
+        return await self._context.network.call(worker, "times")
 
     def _services(self) -> SimpleNamespace:
-        """Methods that the workers call in this process."""
+        """Return the methods of this process that the workers call."""
         channels, locks = self._channels, self._locks
         return SimpleNamespace(
             put=channels.put_refs,
@@ -316,7 +319,7 @@ class Flow:
         )
 
     def _on_path(self, sender: str, receiver: str, path: str) -> None:
-        self._book.event("path", f"{sender} -> {receiver}: {path}", worker=receiver)
+        self._recorder.event("path", f"{sender} -> {receiver}: {path}", worker=receiver)
 
     def _groups(self) -> Mapping[str, WorkerGroup]:
         return {name: stage.group for name, stage in self._stages.items()}
@@ -330,19 +333,19 @@ class Flow:
             )
 
     def _fail(self, error: BaseException) -> None:
-        """End the workflow: a call of it failed and nobody was waiting for it."""
+        """End the workflow with an error that nothing in it awaits: of an unawaited call, or of the watch."""
         if self._failure is None:
             self._failure = error
-            if self._playing is not None:
-                self._playing.cancel()
+            if self._workflow_task is not None:
+                self._workflow_task.cancel()
 
 
-def _local(clock: Clock, on_event: EventCallback, waits: Waits) -> Launcher:
+def _make_local_launcher(clock: Clock, on_event: EventCallback, waits: Waits) -> Launcher:
     return LocalLauncher(clock, on_event=on_event, waits=waits)
 
 
-def _line() -> str:
-    """File and line of the user's code that called us."""
+def _caller_line() -> str:
+    """Return the file and line of the user's code that called this package."""
     package = os.path.dirname(__file__) + os.sep
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):

@@ -1,9 +1,9 @@
 """Shared memory for payloads: segments that a process makes, and any process of its machine can read.
 
-A segment is a file in the workflow's folder in /dev/shm, named after the process that made it. It is used again and
-again, since the first touch of new memory is slow in virtual machines. Locks of the kernel (`flock`) say who uses it:
-its maker and every reader lock it shared, a reader for as long as an array of its message lives; the maker writes it
-anew only when it gets it exclusively. So nobody has to report that a message is done with, and the dead hold nothing.
+A segment is a file in the workflow's folder in /dev/shm, named after the process that made it. It is reused, since the
+first touch of new memory is slow in virtual machines. Kernel locks (`flock`) track its users: its maker and every
+reader hold a shared lock, a reader for as long as an array of its message lives; the maker overwrites it only under an
+exclusive lock. So readers needn't report the end of their use, and dead processes hold no lock.
 """
 
 from __future__ import annotations
@@ -19,64 +19,65 @@ from pathlib import Path
 
 import numpy as np
 
-from headway.flow.packing import Packed, flat
+from headway.flow.packing import Packed, packed_from
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.runtime.framing import ALIGNMENT
 from headway.runtime.scratch import remove_unlocked
 
 SHARED_MEMORY = Path("/dev/shm")
 _FOLDER_PREFIX = "headway-flow-"
-_MAPPED = 8  # segments of others that a reader keeps mapped
-_STATE = struct.Struct("<Q?")  # at the start of a segment: number of its payload, whether that outlives its owner
+_MAPPED = 8  # segments of other processes that a reader keeps mapped
+_STATE = struct.Struct("<Q?")  # header of a segment: number of its payload, whether the payload outlives its owner
 
 
 class PayloadReleased(HeadwayError):
-    """A payload was fetched after its owner had released it, or was forgotten."""
+    """A payload was fetched after its owner had released it, or after it was dropped."""
 
 
 def new_folder() -> Path:
-    """A path for the folder of a new workflow, the same on all of its machines."""
+    """Return a path for the folder of a new workflow, the same on all of its machines."""
     return SHARED_MEMORY / f"{_FOLDER_PREFIX}{secrets.token_hex(8)}"
 
 
 class WorkflowFolder:
-    """A workflow's folder on this machine, for sockets and segments: locked by each of its processes, removed by the
-    last of them, or after kills by the next workflow that starts here."""
+    """A workflow's folder on this machine, for sockets and segments. Each of its processes locks it; the last one
+    removes it, or after kills the next workflow that starts on this machine."""
 
     def __init__(self, path: str | Path) -> None:
-        """Make it, where it isn't there. Raises ConfigurationError for one that other users can enter."""
+        """Make and lock the folder, if it doesn't exist. Raises ConfigurationError for one that other users can
+        enter."""
         self.path = Path(path)
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = self.path.stat()
-        if found.st_uid != os.getuid() or found.st_mode & 0o077:  # for its sockets and segments have no other guard
+        status = self.path.stat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:  # its sockets and segments have no other guard
             raise ConfigurationError(f"{self.path} is open to other users; valid is a folder of mode 0700 of one's own")
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
         remove_unlocked(self.path.parent, f"{_FOLDER_PREFIX}*")
 
     def forget(self, incarnation: str) -> None:
-        """Remove what a dead process left, but for payloads that outlive it."""
+        """Remove the files of a dead process, except payloads that outlive it."""
         for file in self.path.glob(f"{incarnation}*"):
-            if file.suffix != ".segment" or not _outlives(file):
+            if file.suffix != ".segment" or not _outlives_owner(file):
                 file.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Unlock the folder; remove it if this was its last process."""
+        """Unlock the folder, and remove it if this was its last process."""
         os.close(self._lock)
         remove_unlocked(self.path.parent, self.path.name)
 
 
-def _outlives(segment: Path) -> bool:
+def _outlives_owner(segment: Path) -> bool:
     with suppress(FileNotFoundError, struct.error), segment.open("rb") as file:  # removed, or its maker died making it
         return _STATE.unpack(file.read(_STATE.size))[1]
     return False
 
 
 class Segment:
-    """A segment, for its maker."""
+    """A shared-memory segment, as its maker uses it."""
 
     def __init__(self, path: Path, size: int) -> None:
-        """Make it, locked exclusively. Raises OSError where there is no room, with nothing left."""
+        """Make the segment, locked exclusively. Raises OSError when shared memory is full, and then leaves no file."""
         self.path, self.size = path, size
         self._file = path.open("x+b")
         try:
@@ -89,13 +90,13 @@ class Segment:
 
     @staticmethod
     def size_for(packed: Packed) -> int:
-        """Bytes of a segment for a payload: at least a little more than needed, as the next one may be larger."""
+        """Return the bytes of a segment for a payload, rounded up since the next payload may be larger."""
         needed = ALIGNMENT + packed.size_bytes
         step = max(mmap.PAGESIZE, 1 << (needed.bit_length() - 3))
         return -(-needed // step) * step
 
     def claim(self) -> bool:
-        """Lock it exclusively, unless somebody reads it."""
+        """Lock the segment exclusively; False when a reader still uses it."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -103,19 +104,19 @@ class Segment:
         return True
 
     def write(self, number: int, packed: Packed, *, outlives: bool) -> None:
-        """Write a payload while it is claimed; readable afterwards under ``number``. ``outlives``: until it is
-        released, also when its owner is dead."""
+        """Write a payload into the claimed segment; afterwards it is readable under ``number``. ``outlives``: the
+        payload stays until it is released, even if its owner dies."""
         _STATE.pack_into(self._map, 0, number, False)
         packed.write(memoryview(self._map)[ALIGNMENT:])
         _STATE.pack_into(self._map, 0, number, outlives)
         fcntl.flock(self._file, fcntl.LOCK_SH)
 
     def release(self) -> None:
-        """Let it go with its owner: its payload is released."""
+        """Release the payload, so that the segment doesn't outlive its owner."""
         _STATE.pack_into(self._map, 0, 0, False)
 
     def remove(self) -> None:
-        """Remove it; who has read it keeps what was in it."""
+        """Remove the segment's file; readers keep its content."""
         self.path.unlink(missing_ok=True)
         self._file.close()
 
@@ -124,25 +125,26 @@ class SegmentReader:
     """Reads the segments of this machine's processes."""
 
     def __init__(self) -> None:
-        self._mapped: dict[str, mmap.mmap] = {}  # of segments that were read by this process alone, and come again
+        self._mapped: dict[str, mmap.mmap] = {}  # segments that only this process reads, which are reused
 
     def read(self, path: str, number: int, *, alone: bool) -> Packed:
-        """A payload, whose segment isn't used again while a part of it lives. It is this process's own: where it reads
-        ``alone`` the segment itself, else memory that is copied where it is written to. Raises PayloadReleased."""
-        with suppress(FileNotFoundError, BlockingIOError), open(path, "r+b") as file:  # removed, or written anew
+        """Read a payload, whose segment isn't reused while a part of the payload lives. Its memory is private to this
+        process: the segment itself for the only reader (``alone``), otherwise copied on write. Raises
+        PayloadReleased."""
+        with suppress(FileNotFoundError, BlockingIOError), open(path, "r+b") as file:  # removed, or being overwritten
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            mapped = self._kept(path) if alone else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            mapped = self._mapping_of(path) if alone else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             if _STATE.unpack_from(mapped)[0] == number:
                 content = np.frombuffer(mapped, np.uint8)
-                weakref.finalize(content, os.close, os.dup(file.fileno())).atexit = False  # with it goes the lock
-                return flat(content.data[ALIGNMENT:])
+                weakref.finalize(content, os.close, os.dup(file.fileno())).atexit = False  # which ends the lock
+                return packed_from(content.data[ALIGNMENT:])
         raise PayloadReleased(f"payload {number} of {Path(path).name} was released before it was fetched")
 
-    def _kept(self, path: str) -> mmap.mmap:
-        """The mapping of a segment, made once: to map 100 MB anew costs as much as to copy them."""
+    def _mapping_of(self, path: str) -> mmap.mmap:
+        """Return the cached mapping of a segment, since mapping 100 MB costs as much as copying them."""
         if path not in self._mapped:
-            there = [known for known in self._mapped if Path(known).exists()][1 - _MAPPED :]
+            existing = [known for known in self._mapped if Path(known).exists()][1 - _MAPPED :]
             with open(path, "r+b") as file:  # without the lock, which ends with the message
-                kept = {known: self._mapped[known] for known in there}
+                kept = {known: self._mapped[known] for known in existing}
                 self._mapped = {**kept, path: mmap.mmap(file.fileno(), 0)}
         return self._mapped[path]

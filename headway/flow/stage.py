@@ -1,4 +1,4 @@
-"""A stage of a workflow on the devices of its plan: its workers are started there, moved, and replaced."""
+"""A stage of a workflow: starts its workers on the plan's devices, moves them, and replaces dead ones."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from headway.flow.device_locks import DeviceLocks
 from headway.flow.group import WorkerGroup
 from headway.flow.machines import FlowMachines
 from headway.flow.packing import pack
-from headway.flow.peers import Hub
-from headway.flow.placement import shares
-from headway.flow.steps import StepBook
-from headway.flow.worker import Worker, WorkerPlace
+from headway.flow.peers import PeerNetwork
+from headway.flow.placement import shares_device
+from headway.flow.steps import StepRecorder
+from headway.flow.worker import Worker, WorkerPlacement
 from headway.records.errors import ConfigurationError, RemoteError, WorkerDied
-from headway.records.execution import ExecutionPlan, Party
+from headway.records.execution import ExecutionPlan, Participant
 from headway.runtime.clock import Clock
 from headway.runtime.devices import parse_device
-from headway.runtime.fork_server import TENSORS
-from headway.runtime.worker_slots import WorkerSlot, own_cause, start_all
+from headway.runtime.fork_server import TORCH_CODE
+from headway.runtime.worker_slots import WorkerSlot, start_all, typed_cause
 from headway.runtime.workers import Launcher, WorkerHandle, WorkerSpec
 
 _FACTORY = "headway.flow.host:WorkerHost"
@@ -33,14 +33,14 @@ STOP_GRACE_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """The surroundings that the stages of a workflow have in common."""
+class StageContext:
+    """The services of a workflow that all of its stages use."""
 
-    hub: Hub
+    network: PeerNetwork
     clock: Clock
     channels: Channels
     locks: DeviceLocks
-    book: StepBook
+    recorder: StepRecorder
     fail: Callable[[BaseException], None]
     logs: Path | None
     machines: FlowMachines
@@ -57,74 +57,74 @@ class Stage:
         name: str,
         kind: type[Worker],
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
-        around: Surroundings,
+        context: StageContext,
         *,
         order: int = 0,
         restarts: int = 0,
-        most: int | None = None,
-        where: str = "",
+        max_workers: int | None = None,
+        site: str = "",
     ) -> None:
-        """``order``: its place in the workflow, upstream first. ``most``: workers that it can have. ``where``: file and
-        line of its declaration."""
+        """``order``: its position in the workflow, upstream first. ``max_workers``: None: unlimited. ``site``:
+        file and line of its declaration."""
         self._order = order
         self.name = name
         self.kind = kind
-        self.most = most
-        self.group = WorkerGroup(name, kind, self._dealt_with, around.fail, around.channels.acknowledge)
-        self._factory, self._script = _factory_of(kind, where)
+        self.max_workers = max_workers
+        self.group = WorkerGroup(name, kind, self._death_handled, context.fail, context.channels.acknowledge)
+        self._factory, self._script = _factory_of(kind, site)
         self._arguments = arguments
-        self._around = around
+        self._context = context
         self._restarts = restarts
-        self._where = where
-        if restarts and not self.keeps_state:
+        self._site = site
+        if restarts and not self.is_movable:
             raise ConfigurationError(
-                f"stage {name!r} ({where}): restarts = {restarts}: a new worker would have nothing of what the dead "
-                "one held; valid for a class with state() and restore(), or stateless = True"
+                f"stage {name!r} ({site}): restarts = {restarts}: a new worker would have nothing of what the "
+                "dead one held; valid for a class with state() and restore(), or stateless = True"
             )
         self._deaths: dict[str, asyncio.Task[None]] = {}
-        self._states: dict[str, Any] = {}  # of workers that may be replaced, at the end of the last step
-        self._idle_offloads: set[str] = set()  # workers whose offload frees nothing, which was reported
+        self._states: dict[str, Any] = {}  # states of replaceable workers at the end of the last step
+        self._reported_offloads: set[str] = set()  # workers whose offload was reported to free nothing
 
     @property
-    def keeps_state(self) -> bool:
-        """Whether its workers can be moved: they keep nothing, or hand it on."""
+    def is_movable(self) -> bool:
+        """Whether the workers can be moved or restarted: they are stateless, or have ``state`` and ``restore``."""
         return self.kind.stateless or (hasattr(self.kind, "state") and hasattr(self.kind, "restore"))
 
     async def start(self, plan: ExecutionPlan) -> None:
-        """Start one worker on each of the plan's devices. Raises ConfigurationError, and what building them raises."""
+        """Start one worker on each of the plan's devices. Raises ConfigurationError, and any error of their start."""
         devices = plan.stages[self.name].devices
-        if self.most is not None and len(devices) > self.most:
+        if self.max_workers is not None and len(devices) > self.max_workers:
             raise ConfigurationError(
-                f"stage {self.name!r} ({self._where}): the plan gives it {len(devices)} devices; it can have "
-                f"{self.most} worker(s), one on each"
+                f"stage {self.name!r} ({self._site}): the plan gives it {len(devices)} devices; it can have "
+                f"{self.max_workers} worker(s), one on each"
             )
-        slots = [self._slot(self._place(plan, rank)) for rank in range(len(devices))]
+        slots = [self._slot(self._placement(plan, rank)) for rank in range(len(devices))]
         self.group.slots[:] = slots
         try:
             await start_all(slots)
         except (AttributeError, TypeError, pickle.PicklingError):
-            pack(self._arguments, f"arguments of stage {self.name!r} ({self._where})")  # says what can't be pickled
+            pack(self._arguments, f"arguments of stage {self.name!r} ({self._site})")  # says what can't be pickled
             raise
 
-    async def remember(self) -> None:
-        """Ask the workers for what their successors will need, where they may have any."""
+    async def save_states(self) -> None:
+        """Save the workers' states for their successors, if the stage has restarts."""
         for slot in self.group.slots if self._restarts and not self.kind.stateless else []:
             if slot.live and slot.name not in self.group.busy:
-                with contextlib.suppress(WorkerDied):  # then the last one stands
+                with contextlib.suppress(WorkerDied):  # then the previous state stays
                     self._states[slot.name] = await self._ask(slot, "state")
 
-    def require_movable(self, before: ExecutionPlan, plan: ExecutionPlan) -> None:
-        """Raise ConfigurationError where another plan gives it other devices, and its workers can't hand on what they
-        have."""
-        if plan.stages[self.name].devices != before.stages[self.name].devices and not self.keeps_state:
+    def require_movable(self, previous_plan: ExecutionPlan, plan: ExecutionPlan) -> None:
+        """Raise ConfigurationError if ``plan`` changes the stage's devices, and its workers can't pass on their
+        state."""
+        if plan.stages[self.name].devices != previous_plan.stages[self.name].devices and not self.is_movable:
             raise ConfigurationError(
-                f"stage {self.name!r} ({self._where}) can't be moved: its class has no state() and restore(), and "
-                "isn't stateless"
+                f"stage {self.name!r} ({self._site}) can't be moved: its class has no state() and restore(), "
+                "and isn't stateless"
             )
 
-    async def move(self, before: ExecutionPlan, plan: ExecutionPlan) -> None:
-        """Take another plan's part: on other devices new workers take over the old ones' states."""
-        if plan.stages[self.name].devices != before.stages[self.name].devices:
+    async def move(self, previous_plan: ExecutionPlan, plan: ExecutionPlan) -> None:
+        """Follow another plan: on other devices, new workers take over the states of the old ones."""
+        if plan.stages[self.name].devices != previous_plan.stages[self.name].devices:
             self._states.clear()
             states = [] if self.kind.stateless else [await self._ask(slot, "state") for slot in self.group.slots]
             await self.stop()
@@ -135,110 +135,112 @@ class Stage:
                 self._states[slot.name] = state
             return
         for rank, slot in enumerate(self.group.slots):
-            slot.spec.arguments["place"] = place = self._place(plan, rank)
-            loaded = self._around.locks.loaded(slot.name)
-            self._around.locks.remove(slot.name)
-            self._add_party(place, loaded=loaded)
+            slot.spec.arguments["placement"] = placement = self._placement(plan, rank)
+            loaded = self._context.locks.is_loaded(slot.name)
+            self._context.locks.remove(slot.name)
+            self._add_participant(placement, loaded=loaded)
             if slot.live is not None:
-                await slot.live.call("move_to", place)
-                if not loaded and not place.shares:
-                    await self._around.hub.call(slot.name, "onload")
+                await slot.live.call("move_to", placement)
+                if not loaded and not placement.shares:
+                    await self._context.network.call(slot.name, "onload")
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Stop all workers; those whose call nobody waits for at once."""
+        """Stop all workers; those with an abandoned call without a grace period."""
         slots = self.group.slots
         await asyncio.gather(*(slot.stop(0.0 if slot.name in self.group.abandoned else grace_s) for slot in slots))
         for slot in slots:
             if (death := self._deaths.pop(slot.name, None)) is not None:
                 await asyncio.wait((death,), timeout=STOP_GRACE_S)
-            self._around.locks.remove(slot.name)
+            self._context.locks.remove(slot.name)
 
     async def _ask(self, slot: WorkerSlot, method: str, *arguments: Any) -> Any:
-        while (worker := slot.live or await self.group.revived(slot)) is None:
+        while (worker := slot.live or await self.group.restarted_worker(slot)) is None:
             pass
         return (await worker.call("call", method, arguments, {})).value
 
-    def _place(self, plan: ExecutionPlan, rank: int) -> WorkerPlace:
+    def _placement(self, plan: ExecutionPlan, rank: int) -> WorkerPlacement:
         devices = plan.stages[self.name].devices
-        return WorkerPlace(
+        return WorkerPlacement(
             stage=self.name,
             rank=rank,
             world_size=len(devices),
             device=devices[rank],
             chunk=plan.worker_chunk(self.name),
-            shares=shares(plan, self.name, devices[rank]),
+            shares=shares_device(plan, self.name, devices[rank]),
         )
 
-    def _slot(self, place: WorkerPlace) -> WorkerSlot:
-        around, name = self._around, place.name
+    def _slot(self, placement: WorkerPlacement) -> WorkerSlot:
+        context, name = self._context, placement.name
         arguments: dict[str, Any] = {
-            "place": place,
-            "driver": around.hub.address,
-            "peers": around.machines.settings_at(place.device),
+            "placement": placement,
+            "driver": context.network.address,
+            "peers": context.machines.settings_for(placement.device),
             "factory": self._factory,
             "arguments": self._arguments,
             "script": self._script,
         }
-        log = None if around.logs is None else around.logs / f"{name}.log"
+        log = None if context.logs is None else context.logs / f"{name}.log"
         spec = WorkerSpec(
             name=name,
             factory=_FACTORY,
             arguments=arguments,
-            device=place.device,
-            preload=TENSORS if "torch" in sys.modules else (),
+            device=placement.device,
+            preload=TORCH_CODE if "torch" in sys.modules else (),
             log_path=log,
         )
-        self._add_party(place, loaded=False)
+        self._add_participant(placement, loaded=False)
 
         async def watch(worker: WorkerHandle) -> None:
             self._deaths[name] = asyncio.create_task(self._on_death(name, worker), name=f"{name}'s death")
             if name in self._states:
                 await worker.call("call", "restore", (self._states[name],), {})
 
-        launcher = _Launcher(around.machines.launcher, around.locks)
-        return WorkerSlot(spec, launcher, around.clock, around.book.event, limit=self._restarts, prepare=watch)
+        launcher = _Launcher(context.machines.launcher, context.locks)
+        return WorkerSlot(spec, launcher, context.clock, context.recorder.event, limit=self._restarts, prepare=watch)
 
-    def _add_party(self, place: WorkerPlace, *, loaded: bool) -> None:
-        """Have a worker whose devices are others' too take turns on them."""
-        if not place.shares:
+    def _add_participant(self, placement: WorkerPlacement, *, loaded: bool) -> None:
+        """Add a worker to the device locks, if other stages share its devices."""
+        if not placement.shares:
             return
-        name, hub = place.name, self._around.hub
+        name, network = placement.name, self._context.network
 
         async def recall() -> None:
-            with contextlib.suppress(WorkerDied):  # which frees its devices
-                await hub.call(name, "recall")
+            with contextlib.suppress(WorkerDied):  # its death frees its devices
+                await network.call(name, "recall")
 
         async def offload() -> None:
             try:
-                seconds, freed = await hub.call(name, "offload")
+                seconds, freed = await network.call(name, "offload")
             except RemoteError as error:
-                raise own_cause(error) from None
-            if not freed and name not in self._idle_offloads:
-                self._idle_offloads.add(name)
-                self._around.book.event("offload_frees_nothing", f"{name}: after {seconds:.3g} s", worker=name)
+                raise typed_cause(error) from None
+            if not freed and name not in self._reported_offloads:
+                self._reported_offloads.add(name)
+                self._context.recorder.event("offload_frees_nothing", f"{name}: after {seconds:.3g} s", worker=name)
 
-        self._around.locks.add(
-            Party(name=name, stage=place.stage, devices=parse_device(place.device).units(), order=self._order),
-            wanted=recall,
-            onload=lambda: hub.call(name, "onload"),
+        self._context.locks.add(
+            Participant(
+                name=name, stage=placement.stage, devices=parse_device(placement.device).units(), order=self._order
+            ),
+            on_requested=recall,
+            onload=lambda: network.call(name, "onload"),
             offload=offload,
             loaded=loaded,
         )
 
     async def _on_death(self, name: str, worker: WorkerHandle) -> None:
-        """Deal with a worker's death: its devices are free, what it had got is delivered again."""
+        """Wait for a worker's death, then free its devices and deliver its unacknowledged items again."""
         await worker.died
-        self._around.locks.died(name)
-        if returned := self._around.channels.bring_back(name):
-            what = f"{returned} items that {name} had got are delivered again"
-            self._around.book.event("items_returned", what, worker=name)
+        self._context.locks.died(name)
+        if returned := self._context.channels.redeliver(name):
+            detail = f"{returned} items that {name} had got are delivered again"
+            self._context.recorder.event("items_returned", detail, worker=name)
 
-    async def _dealt_with(self, name: str) -> None:
+    async def _death_handled(self, name: str) -> None:
         await asyncio.shield(self._deaths[name])
 
 
 class _Launcher:
-    """A launcher that frees the devices of a worker that can't be built."""
+    """A launcher that frees the devices of a worker whose start fails."""
 
     def __init__(self, launcher: Launcher, locks: DeviceLocks) -> None:
         self._launcher, self._locks = launcher, locks
@@ -252,16 +254,17 @@ class _Launcher:
             raise
 
 
-def _factory_of(kind: type[Worker], where: str) -> tuple[str, str]:
-    """A class as a worker's process finds it, and the module of the script that was started, if it is defined there."""
+def _factory_of(kind: type[Worker], site: str) -> tuple[str, str]:
+    """Return a class as ``module:Class`` for a worker's process, and the module of the started script if that defines
+    the class, else ""."""
     if not (isinstance(kind, type) and issubclass(kind, Worker)):
-        raise ConfigurationError(f"{kind!r} ({where}): must be a class that extends headway.flow.Worker")
+        raise ConfigurationError(f"{kind!r} ({site}): must be a class that extends headway.flow.Worker")
     if "<locals>" in kind.__qualname__:
-        raise ConfigurationError(f"{kind.__qualname__} ({where}): must be defined at the top level of a module")
+        raise ConfigurationError(f"{kind.__qualname__} ({site}): must be defined at the top level of a module")
     module, script = kind.__module__, ""
     if module == "__main__":
         main = sys.modules["__main__"]
         spec = getattr(main, "__spec__", None)
         module = script = spec.name if spec is not None else Path(str(main.__file__)).stem
-        sys.modules.setdefault(module, main)  # what comes back from workers is of these classes
+        sys.modules.setdefault(module, main)  # objects that workers return have these classes
     return f"{module}:{kind.__qualname__}", script

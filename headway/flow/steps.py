@@ -1,4 +1,4 @@
-"""The book of a workflow: its steps, stage by stage, beside what the plan expected; its events; its trace."""
+"""Records a workflow: the times of its steps by stage, beside the plan's expectation, its events, and its trace."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from headway.telemetry.trace_file import TraceFile
 if TYPE_CHECKING:
     from headway.flow.group import WorkerGroup
 
-Turns = dict[str, list[tuple[int, float]]]  # stage -> (items, busy seconds) of single turns of its workers
+TurnTimes = dict[str, list[tuple[int, float]]]  # stage -> (items, busy seconds) of single turns of its workers
 
 
-class StepBook:
-    """Counts the steps of a workflow, and writes them and its events into its folder, if it has one."""
+class StepRecorder:
+    """Counts the steps of a workflow, and writes them and the events into the workflow's folder, if it has one."""
 
     def __init__(self, directory: str | Path | None, clock: Clock) -> None:
         self._clock = clock
         self._opened_s = self._began_s = clock.now()
         self._step = -1
-        self._idle_s = 0.0  # of the locks, when the step began
+        self._idle_s = 0.0  # idle time of the device locks when the step began
         self._moved_s = 0.0
         self._file: LineFile | None = None
         self._trace: TraceFile | None = None
@@ -55,37 +55,39 @@ class StepBook:
         record = EventRecord(event=name, detail=detail, step=max(0, self._step), time_s=time_s, data=fields, **known)
         self._write(record)
 
-    def span(self, device: str, party: str, what: str, start_s: float, end_s: float) -> None:
+    def span(self, device: str, participant: str, action: str, start_s: float, end_s: float) -> None:
         """Record that a worker was loaded or offloaded, on the device's track of the trace."""
         if self._trace is not None:
-            self._trace.write(Span(track=device, name=f"{what} {party}", start_s=start_s, end_s=end_s, step=self._step))
+            self._trace.write(
+                Span(track=device, name=f"{action} {participant}", start_s=start_s, end_s=end_s, step=self._step)
+            )
 
-    def moved(self, seconds: float) -> None:
-        """The plan was changed, which took so long, before the next step."""
+    def add_move_time(self, seconds: float) -> None:
+        """Add the duration of a change of plan before the next step."""
         self._moved_s += seconds
 
-    def begin(self, step: int, idle_s: float) -> None:
-        """A step begins; ``idle_s``: of the device locks so far."""
+    def begin_step(self, step: int, idle_s: float) -> None:
+        """Begin a step. ``idle_s``: idle time of the device locks so far."""
         self._step, self._began_s, self._idle_s = step, self._clock.now(), idle_s
 
-    async def end(
+    async def end_step(
         self,
         plan: ExecutionPlan,
         groups: Mapping[str, WorkerGroup],
         times: Callable[[str], Awaitable[StageTimes]],
         idle_s: float,
-    ) -> tuple[FlowStep, Turns]:
-        """The step has ended: ask all workers for their ``times``. Returns it, and what single turns took."""
+    ) -> tuple[FlowStep, TurnTimes]:
+        """End the step: ask all workers for their ``times``. Returns the step's record, and the times of turns."""
         now = self._clock.now()
         stages: dict[str, StageStep] = {}
-        turns: Turns = {}
+        turns: TurnTimes = {}
         for stage, group in groups.items():
-            found = await asyncio.gather(*(_times(slot, times) for slot in group.slots))
-            turns[stage] = [(turn.items, turn.busy_s) for one in found for turn in one.each]
-            for slot, one in zip(group.slots, found, strict=True):
-                self._trace_turns(slot, one)
+            stage_times = await asyncio.gather(*(_times(slot, times) for slot in group.slots))
+            turns[stage] = [(turn.items, turn.busy_s) for worker_times in stage_times for turn in worker_times.each]
+            for slot, worker_times in zip(group.slots, stage_times, strict=True):
+                self._trace_turns(slot, worker_times)
             placed = plan.stages[stage]
-            sums = {name: sum(getattr(one, name) for one in found) for name in _SUMMED}
+            sums = {name: sum(getattr(worker_times, name) for worker_times in stage_times) for name in _SUMMED}
             stages[stage] = StageStep(devices=placed.devices, expected_s=placed.expected_s, **sums)
         record = FlowStep(
             step=self._step,

@@ -1,4 +1,4 @@
-"""`Worker`: the base class of a workflow's stages, and what it can do inside its process."""
+"""`Worker`, the base class of a workflow's stages, and `DeviceTurns`, a worker's side of its device lock."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from headway.runtime.child import WorkerContext
 
 
-_MOST_TURNS = 1024  # that are kept between two readings
+_MAX_TURN_RECORDS = 1024  # turns that are kept between two readings
 
 
-class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a worker stands in its workflow."""
+class WorkerPlacement(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's position in its workflow's plan: its stage, rank, device and chunk size."""
 
     stage: str
     rank: int
     world_size: int
     device: str
-    chunk: int | None = None  # items that the plan has it take at once; None: all
-    shares: bool = False  # its devices are other stages' too
+    chunk: int | None = None  # items that the worker takes at once under the plan; None: all
+    shares: bool = False  # other stages use its devices too
 
     @property
     def name(self) -> str:
@@ -40,8 +40,8 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
 class Host(Protocol):
     """The process of a worker, as the worker sees it."""
 
-    place: WorkerPlace
-    turns: Turns
+    placement: WorkerPlacement
+    turns: DeviceTurns
     ending: bool
 
     @property
@@ -54,41 +54,42 @@ class Host(Protocol):
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """A turn of a worker. Times are of its machine's monotonic clock."""
+    """A turn of a worker. Times are readings of its machine's monotonic clock."""
 
-    items: int  # got since the turn before
+    items: int  # items that the worker got since its previous turn
     busy_s: float
     start_s: float
     end_s: float
 
 
 class StageTimes(msgspec.Struct, kw_only=True):
-    """Seconds of one worker, since the last reading."""
+    """Times of one worker since the last reading, in seconds, and counts of its items and turns."""
 
-    busy_s: float = 0.0  # in its turns, and in plain methods, without what it waited there
-    data_wait_s: float = 0.0  # for items, messages, or places in a channel
-    device_wait_s: float = 0.0  # for its devices, their on- and offloading left out
-    switch_s: float = 0.0  # on- and offloading, its own
-    transfer_s: float = 0.0  # of what it got and put
-    items: int = 0  # got
+    busy_s: float = 0.0  # in its turns and in plain methods, without its waits there
+    data_wait_s: float = 0.0  # waits for items, messages, or space in a channel
+    device_wait_s: float = 0.0  # waits for its devices, without onloading and offloading
+    switch_s: float = 0.0  # onloading and offloading of the worker itself
+    transfer_s: float = 0.0  # transfer of the items that it got and put
+    items: int = 0  # items that it got
     turns: int = 0
-    each: list[Turn] = []  # turns, up to a limit
+    each: list[Turn] = []  # single turns, up to a limit
 
 
 class Worker:
-    """A stage's worker: one object in a process of its own, on the devices that the plan gives it.
+    """A stage's worker: one object in its own process, on the devices that the plan gives it.
 
     Its methods are called through a `WorkerGroup`, one call at a time. An ``async`` method may wait for channels and
-    messages, and computes inside ``async with self.turn()``; a plain one has its devices throughout.
+    messages, and computes inside ``async with self.turn()``; a plain method holds its devices throughout.
 
-    Where the plan gives its devices to other stages too, they take turns: a worker has the devices inside ``turn()``,
-    gives them up when another stage that has its input wants them and this one waits (for an item, a place in a
-    channel, a message, or at the turn's end), and has them back before it goes on. ``offload`` then frees the devices'
-    memory, if the class has it, and ``onload`` brings it back; both may be ``async``.
+    Stages that share devices under the plan take turns: a worker holds the devices inside ``turn()``, releases them
+    when another stage that has its input requests them while this one waits (for an item, for space in a channel, for a
+    message, or at the turn's end), and gets them back before it continues. ``offload``, if the class has it, then frees
+    the devices' memory, and ``onload`` restores it; both may be ``async``.
 
-    A plan that changes during the run moves a stage to other devices by building new workers there. They are given what
-    the old ones' ``state()`` returned by ``restore(state)``; a class without these two is left where it is, unless it
-    says that it keeps nothing: ``stateless = True``. A worker that replaces a dead one is given the last step's state.
+    A plan that changes during the run moves a stage to other devices by building new workers there. Their
+    ``restore(state)`` is called with what the old workers' ``state()`` returned; a class without these two methods
+    isn't moved, unless it declares ``stateless = True``. A worker that replaces a dead one is given the last step's
+    state.
 
     Example::
 
@@ -109,41 +110,41 @@ class Worker:
 
     @property
     def name(self) -> str:
-        """STAGE-RANK: unique in the workflow; names its log and every error."""
+        """The worker's name, STAGE-RANK: unique in the workflow; its log and every error have it."""
         return self._host.name
 
     @property
     def stage(self) -> str:
-        return self._host.place.stage
+        return self._host.placement.stage
 
     @property
     def rank(self) -> int:
-        """Its number in its group, from 0."""
-        return self._host.place.rank
+        """The worker's number in its group, from 0."""
+        return self._host.placement.rank
 
     @property
     def world_size(self) -> int:
         """The number of workers in its group."""
-        return self._host.place.world_size
+        return self._host.placement.world_size
 
     @property
     def context(self) -> WorkerContext:
-        """Its process: name, device, log; what Headway's own services take as their first argument."""
+        """The worker's process (name, device, log), which Headway's own services take as their first argument."""
         return self._host.context
 
     @property
     def device(self) -> str:
         """The device, as the plan names it: ``cpu:0``, ``cuda:1``, ``NODE/cuda:0``."""
-        return str(self._host.place.device)
+        return str(self._host.placement.device)
 
     @property
     def chunk(self) -> int | None:
-        """Items that the plan has it take at once; None: all of them."""
-        return self._host.place.chunk
+        """Items that the worker takes at once under the plan; None: all of them."""
+        return self._host.placement.chunk
 
     @property
     def run_id(self) -> str:
-        """A name that no other process of this machine has: for what a trainer publishes."""
+        """A name that is unique among the processes of this machine, for weights that a trainer publishes."""
         return f"flow-{self.name}-{os.getpid()}"
 
     @property
@@ -151,11 +152,12 @@ class Worker:
         return self._host.context.log
 
     def turn(self) -> AbstractAsyncContextManager[None]:
-        """Have the devices inside the block. Where nobody shares them that costs nothing."""
+        """Hold the devices inside the block. This costs nothing when no other stage shares them."""
         return self._host.turns.turn()
 
     async def send(self, message: Any, to: str, tag: str = "") -> None:
-        """Send a message to another worker (STAGE-RANK), directly; returns when there is room. Raises WorkerDied."""
+        """Send a message directly to the worker ``to`` (STAGE-RANK); waits while its inbox is full. Raises
+        WorkerDied."""
         await self._host.send(message, to, tag)
 
     async def recv(self, source: str, tag: str = "") -> Any:
@@ -163,30 +165,30 @@ class Worker:
         return await self._host.recv(source, tag)
 
 
-class Turns:
-    """A worker's side of the lock of its devices, and its clock of busy and waiting time.
+class DeviceTurns:
+    """A worker's side of its device lock, and its measurement of busy and waiting time.
 
-    Lifecycle: *without* the devices -> *asks* -> *has* them, and keeps them between turns -> *recalled* by another
-    stage that wants them -> *without*, as soon as it waits. All methods run in the event loop of the worker.
+    Lifecycle: *without* the devices -> *requesting* -> *holding* them, also between turns -> *recalled* by another
+    stage that requests them -> *without*, as soon as it waits. All methods run in the event loop of the worker.
     """
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self.has = False  # the devices are its own until it gives them up
+        self.holds_devices = False  # the worker holds its devices until it releases them
         self.times = StageTimes()
-        self._one = asyncio.Lock()  # turns of several tasks come one after the other
-        self._task: asyncio.Task[Any] | None = None  # that is in its turn
-        self._waits: dict[asyncio.Task[Any], str] = {}  # what tasks wait for
-        self._asking: asyncio.Task[None] | None = None  # for the devices
-        self._releasing: asyncio.Task[None] | None = None  # what a cancelled task had asked for
+        self._turn_lock = asyncio.Lock()  # turns of several tasks run one after the other
+        self._task: asyncio.Task[Any] | None = None  # the task that is in its turn
+        self._waits: dict[asyncio.Task[Any], str] = {}  # reason of each task's wait
+        self._acquiring: asyncio.Task[None] | None = None  # request for the devices
+        self._releasing: asyncio.Task[None] | None = None  # releases devices that a cancelled task had requested
         self._recalled = False
-        self._computes_s = 0.0  # since when the task in its turn computes
-        self._data_waits, self._data_wait_since_s = 0, 0.0  # tasks that wait for data, and since when there is any
-        self._before = (0, 0.0)  # items and busy seconds at the end of the turn before
+        self._computing_since_s = 0.0  # time since which the task in its turn computes
+        self._data_waits, self._data_wait_since_s = 0, 0.0  # tasks that wait for data; time since which there is one
+        self._last_totals = (0, 0.0)  # items and busy seconds at the end of the previous turn
 
     @property
     def waits_for(self) -> str:
-        """The waits of the worker, in words; empty: it computes, or has nothing to do."""
+        """The reasons of the worker's waits, as text; empty when it computes, or has nothing to do."""
         if self._task is not None and self._task not in self._waits:
             return ""
         return " and ".join(dict.fromkeys(self._waits.values()))
@@ -197,27 +199,27 @@ class Turns:
         task = _current_task()
         if self._task is task:
             raise ConfigurationError(f"{self._host.name}: a turn inside a turn; the outer one has the devices already")
-        async with self._one:
+        async with self._turn_lock:
             await self._acquire(task)
             self._task = task
             self.times.turns += 1
-            self._computes_s = began_s = time.monotonic()
+            self._computing_since_s = began_s = time.monotonic()
             try:
                 yield
             finally:
                 self._stop_computing()
                 self._task = None
-                if len(self.times.each) < _MOST_TURNS:
-                    items, busy_s = self.times.items - self._before[0], self.times.busy_s - self._before[1]
+                if len(self.times.each) < _MAX_TURN_RECORDS:
+                    items, busy_s = self.times.items - self._last_totals[0], self.times.busy_s - self._last_totals[1]
                     end_s = time.monotonic()
                     self.times.each.append(Turn(items=items, busy_s=busy_s, start_s=began_s, end_s=end_s))
-                self._before = (self.times.items, self.times.busy_s)
-                await self._give_up_if_wanted()
+                self._last_totals = (self.times.items, self.times.busy_s)
+                await self._release_if_recalled()
 
     @asynccontextmanager
-    async def waiting(self, what: str) -> AsyncIterator[None]:
-        """Register the block as a wait for ``what``. If it is the task in its turn that waits, the devices may go
-        meanwhile, and are back at the block's end."""
+    async def waiting(self, reason: str) -> AsyncIterator[None]:
+        """Register the block as a wait for ``reason``. If the task in its turn waits, the devices may be released
+        meanwhile, and are held again at the block's end."""
         task = _current_task()
         mine = self._task is task
         if mine:
@@ -225,9 +227,9 @@ class Turns:
         if not self._data_waits:
             self._data_wait_since_s = time.monotonic()
         self._data_waits += 1
-        self._waits[task] = what
+        self._waits[task] = reason
         try:
-            await self._give_up_if_wanted()
+            await self._release_if_recalled()
             yield
         finally:
             self._waits.pop(task, None)
@@ -237,7 +239,7 @@ class Turns:
             if mine:
                 with contextlib.suppress(BaseException) if self._host.ending else contextlib.nullcontext():
                     await self._acquire(task)
-                self._computes_s = time.monotonic()
+                self._computing_since_s = time.monotonic()
 
     @contextmanager
     def transferring(self) -> Iterator[None]:
@@ -250,58 +252,58 @@ class Turns:
         finally:
             self.times.transfer_s += time.monotonic() - started
             if mine:
-                self._computes_s = time.monotonic()
+                self._computing_since_s = time.monotonic()
 
     async def recall(self) -> None:
-        """Somebody wants the devices."""
+        """Release the devices now, or at the next wait: another stage requests them."""
         self._recalled = True
-        await self._give_up_if_wanted()
+        await self._release_if_recalled()
 
-    async def taken(self) -> StageTimes:
-        """`take`, for another thread's loop."""
-        return self.take()
+    async def take_times_threadsafe(self) -> StageTimes:
+        """Run `take_times`, for a caller in another thread's loop."""
+        return self.take_times()
 
-    def take(self) -> StageTimes:
-        """The times since the last call."""
-        taken, self.times, self._before = self.times, StageTimes(), (0, 0.0)
+    def take_times(self) -> StageTimes:
+        """Return the times since the last call, and reset them."""
+        taken, self.times, self._last_totals = self.times, StageTimes(), (0, 0.0)
         return taken
 
     def _stop_computing(self) -> None:
-        self.times.busy_s += time.monotonic() - self._computes_s
+        self.times.busy_s += time.monotonic() - self._computing_since_s
 
     async def _acquire(self, task: asyncio.Task[Any]) -> None:
-        """Return with the devices. A task that is cancelled meanwhile leaves them to the next turn, or to another stage
-        that wants them."""
+        """Wait for the devices. A task that is cancelled meanwhile leaves them to the next turn, or to another stage
+        that requests them."""
         started, switched_s = time.monotonic(), self.times.switch_s
         while (
-            not self.has and self._host.place.shares
+            not self.holds_devices and self._host.placement.shares
         ):  # a recall may come between the grant and this task's resumption
-            if self._asking is None or self._asking.done():
-                self._asking = asyncio.create_task(self._ask(), name="asks for its devices")
-            self._waits[task] = f"its devices ({self._host.place.device})"
+            if self._acquiring is None or self._acquiring.done():
+                self._acquiring = asyncio.create_task(self._request_devices(), name="asks for its devices")
+            self._waits[task] = f"its devices ({self._host.placement.device})"
             try:
-                await asyncio.shield(self._asking)
+                await asyncio.shield(self._acquiring)
             except asyncio.CancelledError:
-                self._asking.add_done_callback(self._unused)
+                self._acquiring.add_done_callback(self._release_unused)
                 raise
             finally:
                 self._waits.pop(task, None)
         self.times.device_wait_s += time.monotonic() - started - (self.times.switch_s - switched_s)
 
-    async def _ask(self) -> None:
+    async def _request_devices(self) -> None:
         self._recalled = False  # a recall that comes before the answer stays
         await self._host.ask_driver("acquire", self._host.name)
-        self.has = True
+        self.holds_devices = True
 
-    def _unused(self, asked: asyncio.Task[None]) -> None:
-        """Release what a cancelled task asked for, if it is wanted by now."""
+    def _release_unused(self, asked: asyncio.Task[None]) -> None:
+        """Release the devices that a cancelled task requested, if they were recalled meanwhile."""
         if not asked.cancelled() and asked.exception() is None:
-            self._releasing = asyncio.create_task(self._give_up_if_wanted(), name="releases its devices")
+            self._releasing = asyncio.create_task(self._release_if_recalled(), name="releases its devices")
 
-    async def _give_up_if_wanted(self) -> None:
+    async def _release_if_recalled(self) -> None:
         computes = self._task is not None and self._task not in self._waits
-        if self._recalled and self.has and not computes:
-            self.has = self._recalled = False
+        if self._recalled and self.holds_devices and not computes:
+            self.holds_devices = self._recalled = False
             await self._host.ask_driver("release", self._host.name)
 
 

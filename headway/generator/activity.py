@@ -1,4 +1,4 @@
-"""The activity of one replica: its states over time (busy, idle, lent, update), its engine's steps, added up."""
+"""Records the activity of one replica: its states over time (busy, idle, yielded, update) and its engine's steps."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from headway.records.trace import EngineStep
 
 ActivitySpan = tuple[str, float, float]  # state, start and end, seconds of the machine's monotonic clock
 
-STEPS_S = 0.1  # of a row of steps, at least
+STEPS_S = 0.1  # shortest duration of a row of steps
 _KEPT = 512  # spans, or rows, between two calls of `take`; older ones are dropped
 
 
 class Activity:
     """Records a replica's state changes as spans; repeating the current state changes nothing.
 
-    Example: be("busy"); be("busy"); be("idle"); take() gives [("busy", 0.0, 2.0), ("idle", 2.0, 3.0)].
+    Example: enter("busy"); enter("busy"); enter("idle"); take() gives [("busy", 0.0, 2.0), ("idle", 2.0, 3.0)].
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -28,7 +28,7 @@ class Activity:
         self._since_s = now()
         self._ended: deque[ActivitySpan] = deque(maxlen=_KEPT)
 
-    def be(self, state: str) -> None:
+    def enter(self, state: str) -> None:
         """Enter ``state`` now; a new span begins if it differs from the current one."""
         if state != self._state:
             self._end()
@@ -36,13 +36,13 @@ class Activity:
 
     @contextmanager
     def during(self, state: str) -> Iterator[None]:
-        """Be in ``state`` inside the block, and in the previous state after it."""
-        before = self._state
-        self.be(state)
+        """Hold ``state`` inside the block, and return to the previous state after it."""
+        previous = self._state
+        self.enter(state)
         try:
             yield
         finally:
-            self.be(before)
+            self.enter(previous)
 
     def take(self) -> list[ActivitySpan]:
         """Return the spans since the last call, oldest first; the current state's span is cut at this moment."""
@@ -58,19 +58,19 @@ class Activity:
 
 
 class StepLog:
-    """Adds an engine's steps up to rows, of STEPS_S or, where a step takes longer, of one step each. Reading the
-    engine's counters takes at most a hundredth of the time, however slow they are."""
+    """Sums an engine's steps into rows that cover at least STEPS_S seconds; a longer step has a row of its own.
+    Reading the engine's counters takes at most 1% of the time, however slow it is."""
 
     def __init__(self, statistics: Callable[[], EngineStatistics], now: Callable[[], float] = time.monotonic) -> None:
         self._statistics = statistics
         self._now = now
-        self._before = EngineStatistics()
+        self._previous = EngineStatistics()
         self._rows: deque[EngineStep] = deque(maxlen=_KEPT)
-        self._worked_s: float | None = None  # end of the last step that is in no row; None: there is none
+        self._worked_s: float | None = None  # end of the last step outside all rows; None: every step is in a row
         self._due_s = now()
 
     def note(self, worked: bool, now_s: float) -> None:
-        """Note that a step has ended now, or (not ``worked``) that there was none to do."""
+        """Note that a step has ended at ``now_s``, or (``worked`` False) that there was no step to do."""
         if worked:
             self._worked_s = now_s
         if self._worked_s is not None and now_s >= self._due_s:
@@ -85,12 +85,12 @@ class StepLog:
         return rows
 
     def _add(self, worked_s: float) -> None:
-        asked_s, before = self._now(), self._before
-        self._before = seen = self._statistics()
+        read_start_s, old = self._now(), self._previous
+        self._previous = new = self._statistics()
         self._rows.append(EngineStep(
-            end_s=round(worked_s, 4), busy_s=round(seen.busy_s - before.busy_s, 4),
-            steps=seen.decode_steps - before.decode_steps, tokens=seen.generated_tokens - before.generated_tokens,
-            running=seen.running, kv_used_tokens=seen.kv_used_tokens, version=seen.version,
+            end_s=round(worked_s, 4), busy_s=round(new.busy_s - old.busy_s, 4),
+            steps=new.decode_steps - old.decode_steps, tokens=new.generated_tokens - old.generated_tokens,
+            running=new.running, kv_used_tokens=new.kv_used_tokens, version=new.version,
         ))  # fmt: skip
         self._worked_s, now_s = None, self._now()
-        self._due_s = now_s + max(STEPS_S, 100 * (now_s - asked_s))
+        self._due_s = now_s + max(STEPS_S, 100 * (now_s - read_start_s))

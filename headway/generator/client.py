@@ -1,4 +1,4 @@
-"""Generator replicas behind one torch-free handle (records.clients.Generator)."""
+"""The generator pool: replicas behind one torch-free handle (records.clients.Generator)."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from headway.records.generation import (
 )
 from headway.records.trace import EngineSteps, Span, WorkerState
 from headway.runtime.clock import Clock
-from headway.runtime.worker_slots import WorkerSlot, live_pids, own_cause, start_all, stop_all
+from headway.runtime.worker_slots import WorkerSlot, live_pids, start_all, stop_all, typed_cause
 from headway.runtime.workers import EventCallback, Launcher, WorkerHandle
 
-_FORGIVEN_AFTER_S = 300.0  # a death no longer counts once its replica has been live this long
+_FAILURE_EXPIRY_S = 300.0  # a death no longer counts once its replica has been live this long
 _STOP_GRACE_S = 1.0
-_PATIENCE_S = 60.0  # of a new process, until the weights that it can't read are published again
-_HOPELESS = (WeightsMismatch, ConfigurationError)  # a restarted process would raise these again
+_PATIENCE_S = 60.0  # longest wait of a new process until weights that it can't read are published again
+_UNRECOVERABLE = (WeightsMismatch, ConfigurationError)  # a restarted process would raise these again
 
 
 class GeneratorPool:
-    """Replicas that share the requests. A replica's death costs a restart and a prefill, never a request.
+    """A pool of replicas that share the requests. A replica's death costs a restart and a prefill, never a request.
 
     The router assigns requests to replicas; the pool keeps the replicas alive, updated and health-checked. A restarted
     replica, and one that ``join``s during the run, applies the newest published weights before its first request. A
@@ -58,7 +58,7 @@ class GeneratorPool:
     behind on versions, because an update failed there or takes too long, takes no requests until it has caught up. The
     next health check repeats the update; if that fails too, the replica is restarted.
 
-    Rollouts of the run call ``generate`` and wait. Foreign callers acquire a place from ``limiter`` first.
+    Rollouts of the run call ``generate`` and wait. Foreign callers acquire a permit from ``limiter`` first.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class GeneratorPool:
         router: RouterConfig | None = None,
     ) -> None:
         """``on_event(name, detail)`` reports deaths, restarts, losses, breaker changes and replicas that are behind.
-        ``bring_to(weights, node)``: the weights as a node's replicas can read them. ``adapters``: beside the run's.
-        ``router``: in place of the experiment's."""
+        ``bring_to(weights, node)`` returns the weights in a form that the node's replicas can read. ``adapters`` are
+        served beside the run's. ``router`` replaces the experiment's settings."""
         self._launcher = launcher
         self._experiment = experiment
         self._clock = clock
@@ -102,11 +102,11 @@ class GeneratorPool:
             on_event=self._on_event,
         )
         self._newest: PublishedWeights | None = None
-        self._updates = 0  # announced so far; versions may go back
+        self._updates = 0  # announced so far: never decreases, though versions may
         self._updating = asyncio.Lock()
-        self._keepers: dict[str, asyncio.Task[None]] = {}  # by replica
+        self._supervisors: dict[str, asyncio.Task[None]] = {}  # by replica
         self._stopping = False
-        self._hopeless: HeadwayError | None = None  # what no restart mends
+        self._unrecoverable: HeadwayError | None = None  # an error that no restart repairs
 
     async def start(self) -> None:
         """Start all replicas. If one fails, stop the others and raise the first failure, as its own typed error."""
@@ -150,38 +150,39 @@ class GeneratorPool:
             outcomes = await asyncio.gather(*applying, return_exceptions=True)
         self._health.note_versions()
         for outcome in outcomes:
-            if isinstance(outcome, _HOPELESS):
+            if isinstance(outcome, _UNRECOVERABLE):
                 self._give_up(outcome)
         raise_but_deaths(outcomes)
         return [outcome for outcome in outcomes if isinstance(outcome, AppliedWeights)]
 
     async def applied_version(self) -> int:
-        """Return the lowest version applied by a live replica; while none is live, the next one's."""
+        """Return the lowest version applied by a live replica; while none is live, the newest announced one."""
         self._require_running()
         versions = [replica.version for replica in self._replicas if replica.live]
         return min(versions, default=self._newest.version if self._newest is not None else 0)
 
     async def score(self, probe: Probe) -> list[ProbeScores]:
         """See :class:`headway.records.clients.Generator`."""
-        return await Replica.score_all((one for one in self._replicas if one.update == self._updates), probe)
+        current = (replica for replica in self._replicas if replica.update == self._updates)
+        return await Replica.score_all(current, probe)
 
     async def pause_replicas(self, indices: Collection[int]) -> None:
-        """See :class:`headway.records.clients.Generator`. A replica that dies while it is paused stays so."""
-        await self._set_lent(indices, lent=True)
+        """See :class:`headway.records.clients.Generator`. A replica that dies while paused stays paused."""
+        await self._set_yielded(indices, yielded=True)
 
     async def resume_replicas(self, indices: Collection[int]) -> None:
         """See :class:`headway.records.clients.Generator`."""
-        await self._set_lent(indices, lent=False)
+        await self._set_yielded(indices, yielded=False)
 
     async def offload(self, index: int) -> list[MemoryMove]:
-        """Free the memory of a paused replica; returns its moves since the last call of this or `onload`."""
+        """Free the memory of a paused replica; returns its memory moves since the last `offload` or `onload`."""
         return await self._replicas[index].offload()
 
     async def onload(self, index: int) -> list[MemoryMove]:
-        """Have a replica that was offloaded compute again; it loads when it has something to."""
+        """Let an offloaded replica compute again; it loads its memory once it has something to compute."""
         return await self._replicas[index].onload()
 
-    async def rest_replicas(self, resting: Collection[int]) -> None:
+    async def idle_replicas(self, resting: Collection[int]) -> None:
         """See :class:`headway.records.clients.Generator`."""
         for replica in self._replicas:
             replica.resting = replica.index in resting
@@ -197,39 +198,41 @@ class GeneratorPool:
         live = [replica for replica in self._replicas if replica.live]
         raise_but_deaths(await asyncio.gather(*(self._refresh(replica) for replica in live), return_exceptions=True))
         return [
-            msgspec.structs.replace(accumulated(replica.past, replica.present), resting=replica.resting or replica.left)
+            msgspec.structs.replace(
+                accumulated(replica.past, replica.present), resting=replica.resting or replica.removed
+            )
             for replica in self._replicas
         ]
 
     def routing(self) -> RouterStatistics:
         """See :class:`headway.records.clients.Generator`."""
-        found = self._router.statistics()
+        statistics = self._router.statistics()
         return msgspec.structs.replace(
-            found,
-            waiters=found.waiters + self.limiter.waiting,
-            oldest_age_s=max(found.oldest_age_s, self.limiter.oldest_age_s()),
+            statistics,
+            waiters=statistics.waiters + self.limiter.waiting,
+            oldest_age_s=max(statistics.oldest_age_s, self.limiter.oldest_age_s()),
             refusals=self.limiter.refusals,
         )
 
     async def activity(self) -> list[Span | EngineSteps]:
         """Return the spans and steps of live replicas since the last call, each on a track of its replica's name."""
         live = [(replica.name, replica.worker) for replica in self._replicas if replica.live and replica.worker]
-        found = await asyncio.gather(*(activity_of(name, worker) for name, worker in live))
-        return [line for lines in found for line in lines]
+        lines_by_replica = await asyncio.gather(*(activity_of(name, worker) for name, worker in live))
+        return [line for lines in lines_by_replica for line in lines]
 
     @property
     def worker_states(self) -> list[WorkerState]:
-        """Health and restarts of every replica that hasn't left."""
-        slots = [(replica.slot, replica.live) for replica in self._replicas if not replica.left]
+        """Health and restarts of every replica that wasn't removed."""
+        slots = [(replica.slot, replica.live) for replica in self._replicas if not replica.removed]
         return [WorkerState(name=s.name, up=up, restarts=s.restarts, device=s.spec.device) for s, up in slots]
 
     async def stop(self) -> None:
         """Stop all replicas; calls that still wait raise HeadwayError."""
         self._stopping = True
         self.limiter.stop()
-        for keeper in self._keepers.values():
-            keeper.cancel()
-        await asyncio.gather(*self._keepers.values(), self._router.stop(), return_exceptions=True)
+        for supervisor in self._supervisors.values():
+            supervisor.cancel()
+        await asyncio.gather(*self._supervisors.values(), self._router.stop(), return_exceptions=True)
         for replica in self._replicas:
             replica.live = False
         await stop_all([replica.slot for replica in self._replicas], _STOP_GRACE_S)
@@ -250,8 +253,8 @@ class GeneratorPool:
 
     async def join(self, device: str) -> str:
         """Start one more replica on ``device``; returns its name. The replica applies the newest version before its
-        first request. Raises the typed error of a failed start, after cleaning up. A node that comes back has its
-        replica already, which is restarting: that one's name is returned."""
+        first request. Raises the typed error of a failed start, after cleaning up. For a node that
+        comes back, whose replica is restarting already, returns that replica's name."""
         self._require_running()
         for replica in self._replicas:
             if replica.node and replica.slot.spec.device == device and not replica.gone:
@@ -261,50 +264,50 @@ class GeneratorPool:
             worker = await replica.slot.start()
             self._require_running()
         except BaseException as error:
-            replica.left = True
+            replica.removed = True
             await replica.slot.stop(0.0)
             self._fail_without_replicas()
-            raise own_cause(error) from None
+            raise typed_cause(error) from None
         self._go_live(replica, worker)
         self._settle()
         self._on_event("generator_joined", f"{replica.name} on {device}: version {replica.version}")
         return replica.name
 
     async def leave(self, name: str, *, move: bool = False) -> None:
-        """Drain a replica and stop it: it takes no more requests and finishes those it has (``move``: they move to
-        other replicas with their tokens so far). Returns once its process has ended; one that restarts just then is
-        no exception. Raises ValueError for a replica that isn't there, and for the last one."""
-        staying = {replica.name: replica for replica in self._replicas if not replica.gone and not replica.leaving}
+        """Drain a replica and stop it. It takes no more requests and finishes its own; with ``move`` they move to
+        other replicas with their tokens so far. Returns once its process has ended, even if it was restarting.
+        Raises ValueError for an unknown replica, and for the last one."""
+        staying = {replica.name: replica for replica in self._replicas if not replica.gone and not replica.draining}
         if name not in staying:
             raise ValueError(f"{name!r} is no live replica: valid: {', '.join(staying)}")
         if len(staying) == 1:
             raise ValueError(f"{name} is the last live replica: another must join before it can leave")
         replica = staying[name]
-        replica.leaving = True
+        replica.draining = True
         if move:
             self._router.clear(replica)
         try:
             if replica.calls:
                 await replica.emptied.wait()
             await replica.slot.stop(_STOP_GRACE_S)
-            await asyncio.wait((self._keepers[name],))  # the keeper absorbs the events still in the pipe
+            await asyncio.wait((self._supervisors[name],))  # the supervisor absorbs the events still in the pipe
         finally:  # a cancelled caller ends the draining at once
             replica.slot.kill("it was told to leave")
-            replica.left = True
+            replica.removed = True
             self._fail_without_replicas()
             self._on_event("generator_left", name)
 
-    async def _keep(self, replica: Replica, worker: WorkerHandle) -> None:
-        """Keep a replica up until it is lost. An error in keeping it loses it too, so that its calls fail."""
+    async def _supervise(self, replica: Replica, worker: WorkerHandle) -> None:
+        """Keep a replica running until it is lost. An error here loses the replica too, so that its calls fail."""
         try:
             await self._serve_and_revive(replica, worker)
-        except Exception as error:  # the keeper's one capture point: without it, calls would be held for ever
+        except Exception as error:  # the supervisor's one capture point: without it, calls would be held forever
             self._mark_dead(replica)
             replica.slot.kill()
             self._mark_lost(replica, f"its keeper failed: {type(error).__name__}: {error}")
 
     async def _serve_and_revive(self, replica: Replica, first: WorkerHandle) -> None:
-        """Loop: consumes a replica's events, waits for its death, restarts it; ends when it is lost or has left."""
+        """Consume a replica's events, wait for its death and restart it, until it is lost or removed."""
         worker: WorkerHandle | None = first
         while worker is not None:
             watch = asyncio.create_task(self._health.watch(replica), name=f"{replica.name}-health")
@@ -319,14 +322,14 @@ class GeneratorPool:
             if self._stopping:
                 return
             self._mark_dead(replica)
-            if replica.leaving:
+            if replica.draining:
                 return
             self._router.report()
             worker = await self._revive(replica)
 
     def _go_live(self, replica: Replica, worker: WorkerHandle) -> None:
         replica.live = True
-        self._keepers[replica.name] = asyncio.create_task(self._keep(replica, worker), name=replica.name)
+        self._supervisors[replica.name] = asyncio.create_task(self._supervise(replica, worker), name=replica.name)
 
     def _mark_dead(self, replica: Replica) -> None:
         """Mark a replica dead and move its calls to live replicas, with their tokens so far."""
@@ -336,13 +339,13 @@ class GeneratorPool:
         self._router.reassign(replica)
 
     async def _bring_up(self, replica: Replica) -> None:
-        """Apply the newest weights on a replica that failed to. If it fails again, kill it: a new process may succeed,
-        and requests that need newer weights would otherwise wait forever."""
+        """Apply the newest weights on a replica that failed to apply them. If it fails again, kill it: a new process
+        may succeed, and requests that need newer weights would otherwise wait forever."""
         async with self._updating:
             worker = replica.worker
             try:
                 await self._catch_up(replica)
-            except _HOPELESS as error:
+            except _UNRECOVERABLE as error:
                 self._give_up(error)
             except (WeightsCorrupt, RemoteError) as error:
                 if worker is not None:
@@ -351,24 +354,24 @@ class GeneratorPool:
     def _settle(self) -> None:
         """Assign held requests and admit waiting callers: a replica may take requests again."""
         self._router.settle()
-        self.limiter.go_on()
+        self.limiter.admit_waiting()
 
     async def _revive(self, replica: Replica) -> WorkerHandle | None:
         """Restart a dead replica until it is live with the newest weights; returns None once it is lost."""
         slot = replica.slot
-        while not slot.exhausted and not replica.leaving:
+        while not slot.exhausted and not replica.draining:
             if (worker := await slot.restart()) is not None:
-                await self._tell_lent(replica)
+                await self._notify_yielded(replica)
                 self._settle()
                 return worker
             assert slot.fault is not None
             if not isinstance(slot.fault, HeadwayError):
                 raise slot.fault
-            own = own_cause(slot.fault)
-            if isinstance(own, _HOPELESS):
-                self._give_up(own)
+            cause = typed_cause(slot.fault)
+            if isinstance(cause, _UNRECOVERABLE):
+                self._give_up(cause)
                 return None
-        if not replica.leaving:
+        if not replica.draining:
             self._mark_lost(replica, f"gave up after {self._restart_limit} restarts; last: {slot.fault}")
         return None
 
@@ -382,7 +385,7 @@ class GeneratorPool:
             limit=self._restart_limit,
             prepare=lambda worker: self._prepare(replica),
             restart_arguments={"restarted": True},
-            forgiven_after_s=_FORGIVEN_AFTER_S,
+            failure_expiry_s=_FAILURE_EXPIRY_S,
             held=lambda: len(replica.calls),
         )
         replica = Replica(len(self._replicas), slot, self._experiment, self._router_settings)
@@ -391,18 +394,18 @@ class GeneratorPool:
 
     async def _prepare(self, replica: Replica) -> None:
         """Prepare a replica's new process: apply the newest weights, and close its breaker after a restart."""
-        replica.version, replica.update, replica.told_behind = 0, 0, False
+        replica.version, replica.update, replica.reported_behind = 0, 0, False
         restarted = replica.slot.has_died
         if restarted:
             await self._refresh(replica)  # the probe that closes its breaker
         await self._catch_up(replica, _PATIENCE_S)
         if restarted:
-            self._router.renewed(replica)
+            self._router.note_restarted(replica)
             replica.live = True
 
     async def _catch_up(self, replica: Replica, patience_s: float = 0.0) -> None:
-        """Apply the newest published weights; repeats until no newer update has been announced. Those that can't be
-        read are waited for: has their publisher died too, its successor announces them again."""
+        """Apply the newest published weights, until no newer update has been announced. Waits up to ``patience_s``
+        for weights that can't be read: if their publisher died too, its successor announces them again."""
         while (newest := self._newest) is not None and replica.update != self._updates:
             try:
                 await self._apply(replica, newest)
@@ -415,8 +418,8 @@ class GeneratorPool:
 
     def _give_up(self, cause: HeadwayError) -> None:
         """Fail every call with ``cause``, now and later, which ends the run: no restart would help."""
-        if self._hopeless is None:
-            self._hopeless = cause
+        if self._unrecoverable is None:
+            self._unrecoverable = cause
             self._router.fail_all(cause)
 
     def _mark_lost(self, replica: Replica, cause: str) -> None:
@@ -433,12 +436,12 @@ class GeneratorPool:
             self._router.fail_all(cause or end)
 
     def _end(self) -> HeadwayError | None:
-        """The error that ends the pool: no replica will be live again. None while one may be."""
-        if self._hopeless is not None:
-            return self._hopeless
+        """Return the error that ended the pool, if no replica will be live again; None while one may be."""
+        if self._unrecoverable is not None:
+            return self._unrecoverable
         if not all(replica.gone for replica in self._replicas):
             return None
-        return next(one.slot.lost for one in self._replicas if one.slot.lost is not None)  # the last can't leave
+        return next(replica.slot.lost for replica in self._replicas if replica.slot.lost is not None)
 
     def _require_running(self) -> None:
         if self._stopping:
@@ -449,7 +452,7 @@ class GeneratorPool:
     async def _apply(self, replica: Replica, weights: PublishedWeights) -> AppliedWeights:
         """Apply ``weights`` on one replica. Raises WeightsCorrupt, WorkerDied or RemoteError."""
         if replica.live:
-            await replica.returned.wait()
+            await replica.onloaded.wait()
         if (worker := replica.worker) is None:
             raise WorkerDied(replica.name, "not running")
         number, mode = self._updates, self._experiment.generator.update_mode
@@ -460,7 +463,7 @@ class GeneratorPool:
                 weights = await self._bring_to(weights, replica.node)
             applied: AppliedWeights = await call_replica(worker, "update_weights", weights, mode)
         except RemoteError as error:
-            raise own_cause(error) from None
+            raise typed_cause(error) from None
         except WeightsCorrupt:
             if worker.died.done():  # with its node
                 raise worker.died.result() from None
@@ -473,18 +476,18 @@ class GeneratorPool:
         self._settle()  # it may have been behind
         return applied
 
-    async def _set_lent(self, indices: Collection[int], *, lent: bool) -> None:
+    async def _set_yielded(self, indices: Collection[int], *, yielded: bool) -> None:
         chosen = [replica for replica in self._replicas if replica.index in indices]
         for replica in chosen:
-            replica.lent = lent
-        await asyncio.gather(*(self._tell_lent(replica) for replica in chosen if replica.live))
+            replica.yielded = yielded
+        await asyncio.gather(*(self._notify_yielded(replica) for replica in chosen if replica.live))
         self._settle()
 
-    async def _tell_lent(self, replica: Replica) -> None:
+    async def _notify_yielded(self, replica: Replica) -> None:
         if replica.worker is not None:
             with contextlib.suppress(WorkerDied):  # its successor is notified when it is live
-                await call_replica(replica.worker, "lend", replica.lent)
-                if not replica.returned.is_set():
+                await call_replica(replica.worker, "yield_device", replica.yielded)
+                if not replica.onloaded.is_set():
                     await replica.offload()
 
     async def _refresh(self, replica: Replica) -> None:

@@ -34,8 +34,9 @@ class FakeGenerator:
     In each of ``replicas``, all running requests advance together, one token each per decode step:
     ``token_s`` (a number, or a function of how many run) plus ``kv_token_s`` for every token in their KV. A prefill
     pauses decoding for ``prefill_token_s`` a token; a prompt in a running sibling's KV isn't prefilled again.
-    ``prefill_s(request)`` instead: a prefill elsewhere, which only delays its request. When ``kv_capacity_tokens`` are
-    full, the youngest request is preempted: it waits, and is prefilled again. ``slots`` bounds the running requests.
+    ``prefill_s(request)`` describes a prefill elsewhere instead, which only delays its request. When
+    ``kv_capacity_tokens`` are full, the youngest request is preempted: it waits, and is prefilled again. ``slots``
+    bounds the running requests.
 
     ``length_of(request)``: response tokens; a length above ``max_tokens`` ends with "length". ``update_s``: pause of
     every replica in an update; ``recompute`` then prefills the running requests again, ``abort`` ends them, ``drain``
@@ -79,7 +80,7 @@ class FakeGenerator:
         self._update_s = update_s
         self._drains = update_mode == "drain"
         self._mode: UpdateMode = "keep" if update_mode == "drain" else update_mode
-        self._emptied = asyncio.Event()  # nothing is under way
+        self._emptied = asyncio.Event()  # set while no request is in flight
         self._error_of = error_of
         costs = ReplicaCosts(
             token_s=token_s,
@@ -106,14 +107,14 @@ class FakeGenerator:
             replica.advance()
 
     async def generate(self, request: GenerationRequest, watch: Watch | None = None) -> GenerationResult:
-        """See :class:`headway.records.clients.Generator`. A replica keeps a session's KV between turns while there
-        is room."""
+        """See :class:`headway.records.clients.Generator`. A replica keeps a session's KV between turns while
+        its capacity allows."""
         if self._stopped:
             raise HeadwayError("the generator is stopped")
         if request.request_id in self._open:
             raise ValueError(f"request {request.request_id!r} is already open")
-        wanted, most = max(1, self._length_of(request)), request.sampling.max_tokens
-        entry = FakeRequest(request, self._serial, min(wanted, most), "stop" if wanted <= most else "length", watch)
+        length, limit = max(1, self._length_of(request)), request.sampling.max_tokens
+        entry = FakeRequest(request, self._serial, min(length, limit), "stop" if length <= limit else "length", watch)
         self._serial += 1
         if self._error_of is not None and self._error_of(request):
             entry.reason = "error"
@@ -128,8 +129,8 @@ class FakeGenerator:
         try:
             return await future
         finally:
-            found = self._open.get(request.request_id)
-            if found is not None and found[0] is entry:  # the caller was cancelled
+            record = self._open.get(request.request_id)
+            if record is not None and record[0] is entry:  # the caller was cancelled
                 del self._open[request.request_id]
                 replica.advance()
                 replica.core.withdraw(entry)
@@ -173,7 +174,7 @@ class FakeGenerator:
         ]
 
     async def score(self, probe: Probe) -> list[ProbeScores]:
-        """See :class:`headway.records.clients.Generator`: there is no model."""
+        """See :class:`headway.records.clients.Generator`. The fake has no model, so it returns no scores."""
         return []
 
     async def applied_version(self) -> int:
@@ -183,11 +184,11 @@ class FakeGenerator:
         """See :class:`headway.records.clients.Generator`."""
         if self._pause_s:
             await self._clock.sleep(self._pause_s)
-        self._set(indices, lent=True)
+        self._set_yielded(indices, yielded=True)
 
     async def resume_replicas(self, indices: Collection[int]) -> None:
         """See :class:`headway.records.clients.Generator`."""
-        self._set(indices, lent=False)
+        self._set_yielded(indices, yielded=False)
 
     def trainer_computes(self, computes: bool) -> None:
         """Note whether the trainer computes beside the replicas."""
@@ -199,7 +200,7 @@ class FakeGenerator:
                 core.beside = slowed
                 replica.settle()
 
-    async def rest_replicas(self, resting: Collection[int]) -> None:
+    async def idle_replicas(self, resting: Collection[int]) -> None:
         """See :class:`headway.records.clients.Generator`."""
         for index, replica in enumerate(self._replicas):
             replica.resting = index in resting
@@ -279,18 +280,18 @@ class FakeGenerator:
                 if replica.core.holds(entry.session) and not replica.resting:
                     return replica
         prompt = entry.request.prompt_ids
-        last, everyone = self._last_route, all(one.resting for one in self._replicas)
+        last, all_resting = self._last_route, all(candidate.resting for candidate in self._replicas)
         known = last[1] if last is not None and last[0] == prompt else None
         for replica in self._replicas:
             replica.advance()
         chosen = choose_replica(
             [
                 ReplicaLoad(
-                    standing="serving" if everyone or not one.resting else "resting",
-                    outstanding_tokens=one.core.outstanding_tokens,
+                    standing="serving" if all_resting or not candidate.resting else "resting",
+                    outstanding_tokens=candidate.core.outstanding_tokens,
                     saved_tokens=len(prompt) if index == known else 0,
                 )
-                for index, one in enumerate(self._replicas)
+                for index, candidate in enumerate(self._replicas)
             ]
         )
         assert chosen is not None  # all are live
@@ -312,10 +313,10 @@ class FakeGenerator:
         ):
             self._emptied.set()
 
-    def _set(self, indices: Collection[int], *, lent: bool) -> None:
+    def _set_yielded(self, indices: Collection[int], *, yielded: bool) -> None:
         for replica in (self._replicas[index] for index in indices):
             replica.advance()
-            replica.core.lent = lent
+            replica.core.yielded = yielded
             replica.settle()
 
     def _end(self, entry: FakeRequest, reason: FinishReason | None = None) -> None:
@@ -396,7 +397,7 @@ def replica_statistics(core: FakeReplica, *, resting: bool) -> EngineStatistics:
         busy_s=core.busy_s,
         idle_s=core.idle_s,
         paused_s=core.paused_s,
-        lent_s=core.lent_s,
+        yielded_s=core.yielded_s,
         decode_steps=int(core.decode_steps),
     )
 

@@ -15,7 +15,7 @@ from headway.records.generation import FinishReason, GenerationRequest, PartialR
 LOGPROB = -0.5  # of every token
 _ROUNDING = 1e-6  # tokens: rounding of summed times
 _ROUNDING_S = 1e-9
-_FREE_SHARE = 0.01  # of the KV capacity must stay free behind a new request, lest it is preempted at once
+_FREE_SHARE = 0.01  # of the KV capacity that a new request must leave free, or it would be preempted at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class ReplicaCosts:
     kv_token_s: float = 0.0  # added to it for every KV token of the running requests
     prefill_token_s: float = 0.0  # of each token to prefill; decoding stands still meanwhile
     prefill_s: Callable[[GenerationRequest], float] | None = None  # delay before decoding, beside everything else
-    beside: float = 1.0  # a decode step takes so much longer while the trainer computes
+    beside: float = 1.0  # factor on a decode step's duration while the trainer computes
     slots: int = 64
     kv_capacity_tokens: int | None = None
     counted: bool = False  # responses are counted, not stored
@@ -47,7 +47,7 @@ class FakeRequest:
     ) -> None:
         self.request = request
         self.watch = watch
-        self.told = len(request.partial.ids)  # response tokens when its watch was last notified
+        self.notified_tokens = len(request.partial.ids)  # response tokens when its watch was last notified
         self.serial = serial
         self.length = length  # response tokens at its end
         self.reason: FinishReason = reason
@@ -98,7 +98,7 @@ class FakeReplica:
         self.waiting: list[tuple[int, int, int, FakeRequest]] = []  # (priority, serial, stretch, request)
         self.open = 0
         self._held: list[tuple[int, int, int, FakeRequest]] | None = None  # those that wait while others finish
-        self.paused = self.lent = False
+        self.paused = self.yielded = False
         self._finishing = False  # requests end on the version they began with
         self.beside = False  # the trainer computes, on devices of its own
         self._due: list[tuple[float, int, int, FakeRequest]] = []  # (work at its end, serial, stretch, request)
@@ -114,7 +114,7 @@ class FakeReplica:
         self._session_tokens = 0
         self._prompts: Counter[tuple[Sequence[int], int]] = Counter()  # running requests by prompt
         self.generated = self.prefilled = self.finished = self.preemptions = 0
-        self.busy_s = self.idle_s = self.paused_s = self.lent_s = self.decode_steps = 0.0
+        self.busy_s = self.idle_s = self.paused_s = self.yielded_s = self.decode_steps = 0.0
 
     # --- present state --------------------------------------------------------------------------------------
 
@@ -143,19 +143,19 @@ class FakeReplica:
         return session in self._sessions
 
     def produced(self, entry: FakeRequest) -> int:
-        """Count of tokens that a request has gained in its present stretch."""
+        """Count the tokens that a request has gained in its present stretch."""
         if not entry.decoding or entry.reason == "error":
             return 0
-        left = entry.length - entry.resumed_tokens - entry.done
-        return max(0, min(left, math.floor(self.work - entry.base + _ROUNDING)))
+        remaining = entry.length - entry.resumed_tokens - entry.done
+        return max(0, min(remaining, math.floor(self.work - entry.base + _ROUNDING)))
 
     # --- time -----------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
         """Advance time and work to ``now``, which must not be after the next event."""
         elapsed_s, self._now = now - self._now, now
-        if self.lent:
-            self.lent_s += elapsed_s
+        if self.yielded:
+            self.yielded_s += elapsed_s
         elif self.paused:
             self.paused_s += elapsed_s
         elif self._prefills:
@@ -173,7 +173,7 @@ class FakeReplica:
     def next_event_s(self) -> float:
         """Time of the next event: an end, a beginning, a notification or full KV; inf when none is due."""
         due_s = self._delayed[0][0] if self._delayed else math.inf
-        if self.paused or self.lent:
+        if self.paused or self.yielded:
             return due_s
         if self._prefills:
             return min(due_s, self._now + max(0.0, self._prefill_left_s[0]))
@@ -187,7 +187,7 @@ class FakeReplica:
         return min(due_s, self._now + self._seconds_of(max(0.0, tokens)))
 
     def _step_and_growth_s(self) -> tuple[float, float]:
-        """(a, b): d more tokens of each take a d + b d² seconds."""
+        """Return (a, b): d more tokens of each request take a d + b d² seconds."""
         running = self._decoding
         factor = self.costs.beside if self.beside else 1.0
         kv_s = self.costs.kv_token_s * factor
@@ -210,8 +210,8 @@ class FakeReplica:
         """Process due events: notifications, ends of prefills and delays, finished requests, preemptions, new requests.
 
         Call `advance` before."""
-        self._let_sessions_go()  # first, since KV only grows between two events
-        self._tell_watches()
+        self._evict_sessions()  # first, since KV only grows between two events
+        self._notify_watches()
         while self._delayed and self._delayed[0][0] <= self._now + _ROUNDING_S:
             _, _, stretch, entry = heapq.heappop(self._delayed)
             if entry.begun and entry.stretch == stretch:
@@ -226,48 +226,48 @@ class FakeReplica:
             if valid:
                 self._on_end(entry)
         if self.costs.kv_capacity_tokens is not None:
-            self._make_room(self.costs.kv_capacity_tokens)
+            self._preempt_to_fit(self.costs.kv_capacity_tokens)
         self._fill()
 
-    def _tell_watches(self) -> None:
+    def _notify_watches(self) -> None:
         """Notify due watches. A watch may cancel requests, which calls `settle` again."""
         while self._watched and self._watched[0][0] <= self.work + _ROUNDING:
             _, _, stretch, entry = heapq.heappop(self._watched)
             if entry.decoding and entry.stretch == stretch and entry.watch is not None:
-                entry.told += entry.watch.every_tokens
+                entry.notified_tokens += entry.watch.every_tokens
                 self._watch(entry)
-                entry.watch.told(self.response(entry)[0])
+                entry.watch.on_tokens(self.response(entry)[0])
 
     def _watch(self, entry: FakeRequest) -> None:
         """Schedule the next notification of a request's watch, if one is due before its end."""
-        if entry.watch is not None and entry.told + entry.watch.every_tokens < entry.length:
-            at = entry.base + entry.told + entry.watch.every_tokens - entry.resumed_tokens - entry.done
-            heapq.heappush(self._watched, (at, entry.serial, entry.stretch, entry))
+        if entry.watch is not None and entry.notified_tokens + entry.watch.every_tokens < entry.length:
+            due_work = entry.base + entry.notified_tokens + entry.watch.every_tokens - entry.resumed_tokens - entry.done
+            heapq.heappush(self._watched, (due_work, entry.serial, entry.stretch, entry))
 
-    def _let_sessions_go(self) -> None:
+    def _evict_sessions(self) -> None:
         """Evict the KV of finished turns, oldest first, until the running requests' KV fits."""
         capacity = self.costs.kv_capacity_tokens
         while capacity is not None and self._sessions and self.kv_tokens + self._session_tokens > capacity:
             self._session_tokens -= self._sessions.popitem(last=False)[1]
 
-    def _make_room(self, capacity: int) -> None:
-        """Preempt the youngest requests until the rest fits."""
+    def _preempt_to_fit(self, capacity: int) -> None:
+        """Preempt the youngest requests until the KV of the others fits."""
         while len(self.running) > 1 and self.kv_tokens >= capacity - _ROUNDING:
-            entry = max(self.running.values(), key=lambda one: (one.request.priority, one.serial))
+            entry = max(self.running.values(), key=lambda candidate: (candidate.request.priority, candidate.serial))
             self.interrupt(entry)
             self.preemptions += 1
             self.enter(entry)
 
     def _fill(self) -> None:
         costs = self.costs
-        while self.waiting and len(self.running) < costs.slots and not self.paused and not self.lent:
+        while self.waiting and len(self.running) < costs.slots and not self.paused and not self.yielded:
             _, _, stretch, entry = self.waiting[0]
             if entry.stretch != stretch or entry.length < 0:  # moved elsewhere or cancelled
                 heapq.heappop(self.waiting)
                 continue
             if costs.kv_capacity_tokens is not None and self.running:
-                room = costs.kv_capacity_tokens * (1 - _FREE_SHARE) - self.kv_tokens
-                if entry.context_tokens > room:
+                free_tokens = costs.kv_capacity_tokens * (1 - _FREE_SHARE) - self.kv_tokens
+                if entry.context_tokens > free_tokens:
                     return
             heapq.heappop(self.waiting)
             self._begin(entry)
@@ -367,7 +367,7 @@ class FakeReplica:
         entry.reprefills += begun
 
     def keep_session(self, session: str, tokens: int) -> None:
-        """Keep the KV of a finished turn until room is needed."""
+        """Keep the KV of a finished turn until its capacity is needed."""
         self._sessions[session] = tokens
         self._session_tokens += tokens
 
@@ -375,9 +375,9 @@ class FakeReplica:
         self._session_tokens -= self._sessions.pop(session, 0)
 
     def begin_drain(self) -> None:
-        """Let only requests that have begun go on, preempted ones too, until the next update is applied."""
-        self._held = [one for one in self.waiting if not one[-1].reprefills]
-        self.waiting = [one for one in self.waiting if one[-1].reprefills]
+        """Continue only requests that have begun, preempted ones too, until the next update is applied."""
+        self._held = [queued for queued in self.waiting if not queued[-1].reprefills]
+        self.waiting = [queued for queued in self.waiting if queued[-1].reprefills]
         heapq.heapify(self.waiting)
 
     def begin_update(self, mode: UpdateMode) -> tuple[list[FakeRequest], int]:
@@ -408,7 +408,7 @@ class FakeReplica:
     # --- results --------------------------------------------------------------------------------------------
 
     def spans(self, entry: FakeRequest) -> list[list[int]]:
-        """Version spans of a request's response, [version, tokens] each, present stretch included."""
+        """Return the version spans of a request's response, [version, tokens] each, present stretch included."""
         produced, spans, counted = self.produced(entry), [[*span] for span in entry.spans], 0
         if not produced:
             return spans
@@ -427,30 +427,30 @@ class FakeReplica:
 
     def response(self, entry: FakeRequest, ended: FinishReason | None = None) -> tuple[PartialResponse, int]:
         """Return (response so far, count of tokens gained here). ``ended``: the finish reason, if it has ended."""
-        produced, before = entry.done + self.produced(entry), entry.request.partial
+        produced, partial = entry.done + self.produced(entry), entry.request.partial
         versions = tuple(VersionSpan(version=version, tokens=tokens) for version, tokens in self.spans(entry))
         if not produced:
-            return PartialResponse(ids=before.ids, logprobs=before.logprobs, versions=versions), 0
+            return PartialResponse(ids=partial.ids, logprobs=partial.logprobs, versions=versions), 0
         new: Sequence[int]
         logprobs: Sequence[float]
         if self.costs.counted:
             new = CountedTokens.of(produced, entry.request.sampling.seed, last=_last_id(entry, ended))
             logprobs = Repeated.of(LOGPROB, produced)
         else:
-            new, logprobs = made_up(entry, entry.resumed_tokens, entry.resumed_tokens + produced, ended)
-        ids, logprobs = joined(before.ids, new), joined(before.logprobs, logprobs)
+            new, logprobs = synthetic_tokens(entry, entry.resumed_tokens, entry.resumed_tokens + produced, ended)
+        ids, logprobs = joined(partial.ids, new), joined(partial.logprobs, logprobs)
         return PartialResponse(ids=ids, logprobs=logprobs, versions=versions), produced
 
 
-def made_up(
+def synthetic_tokens(
     entry: FakeRequest, first: int, end: int, ended: FinishReason | None = None
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Response tokens ``first`` to ``end`` and their log-probabilities. ``ended``: the finish reason, at the end."""
+    """Make response tokens ``first`` to ``end``, and log-probabilities. ``ended``: the finish reason, at the end."""
     ids, last = tokens_from(entry.request.sampling.seed, first, end - first), _last_id(entry, ended)
     return ids if last < 0 else (*ids[:-1], last), (LOGPROB,) * (end - first)
 
 
 def _last_id(entry: FakeRequest, ended: FinishReason | None) -> int:
-    """Id of a response's last token: a stop token after "stop", else -1 for an ordinary token."""
+    """Return the id of a response's last token: a stop token after "stop", else -1 for an ordinary token."""
     stops = entry.request.sampling.stop_token_ids
     return stops[0] if ended == "stop" and stops else -1

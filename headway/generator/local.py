@@ -20,15 +20,15 @@ from headway.runtime.child import WorkerContext
 class LocalGenerator:
     """Samples responses by the engine that an experiment's ``[generator]`` names, as one replica of it would.
 
-    Decodes while there are requests, one step of the event loop for each step of the engine; between them the others of
-    the loop get their turn. ``generate`` is what `TurnSampler` takes.
+    Decodes while there are requests, with one engine step in each pass of the event loop, so that other tasks run in
+    between. `TurnSampler` takes ``generate`` as its sampler.
     """
 
     def __init__(self, experiment: Experiment, context: WorkerContext) -> None:
         """``context``: the worker's. Raises ConfigurationError when the engine can't be built."""
         arguments: dict[str, Any] = replica_spec(0, str(context.device), experiment, None).arguments
         self.engine = build_engine(EngineSettings(**arguments), context)
-        self._newest: PublishedWeights | None = None  # which came while the engine was away
+        self._newest: PublishedWeights | None = None  # received while the engine was offloaded
         self._open: dict[str, OpenRequest] = {}
         self._numbers = itertools.count()
         self._decoding: asyncio.Task[None] | None = None
@@ -56,21 +56,21 @@ class LocalGenerator:
         return next((call.tokens for call in self._open.values() if call.request.request_id == request_id), 0)
 
     def update_weights(self, published: PublishedWeights) -> AppliedWeights | None:
-        """Sample with other weights from now on; None: from `onload` on. Raises WeightsCorrupt, with nothing
-        changed."""
-        if self.engine.memory is not None and self.engine.memory.away:
+        """Sample with other weights from now on; returns None while offloaded: then `onload` applies them. Raises
+        WeightsCorrupt, with nothing changed."""
+        if self.engine.memory is not None and self.engine.memory.offloaded:
             self._newest = published
             return None
         return self.engine.apply(published, "keep")
 
     def offload(self) -> None:
-        """Free weights and KV, while nobody samples; no-op for a server's. Raises StorageFailed, with nothing
+        """Free weights and KV while no request is open; no-op for a vLLM server. Raises StorageFailed, with nothing
         changed."""
         if self.engine.memory is not None:
             self.engine.memory.offload()
 
     def onload(self) -> None:
-        """Undo `offload`, and apply the newest weights that came meanwhile."""
+        """Undo `offload`, and apply the newest weights received meanwhile."""
         if self.engine.memory is not None:
             self.engine.memory.onload()
         newest, self._newest = self._newest, None
@@ -92,7 +92,7 @@ class LocalGenerator:
                         del self._open[delta.request_id]
                         call.finish(delta.finish_reason, delta.error, refused=delta.refused)
                 await asyncio.sleep(0)
-        except Exception as error:  # the boundary of the engine: whoever waits for it must hear
+        except Exception as error:  # the boundary of the engine: every waiting caller gets the error
             for call in self._open.values():
                 call.fail(HeadwayError(f"the engine failed: {type(error).__name__}: {error}"))
             self._open.clear()

@@ -1,4 +1,4 @@
-"""The process of one generator replica: one decode step each tick; streams token deltas as events."""
+"""The process of one generator replica: it runs one engine step in each tick and streams token deltas as events."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class GeneratorService:
         self._encoder = encoder()
         self._requests = decoder(list[GenerationRequest])
         self._moved: list[MemoryMove] = []  # not yet reported
-        self._lent_since_s: float | None = None
-        self._lent_s = self._lent_idle_s = self._idle_before_s = 0.0
+        self._yielded_since_s: float | None = None
+        self._yielded_s = self._yielded_idle_s = self._idle_before_s = 0.0
         self._streamed_s = time.monotonic()
         self._ready_since_s: float | None = None
 
@@ -71,19 +71,19 @@ class GeneratorService:
         self._load()
         return self._engine.score(probe)
 
-    def lend(self, lent: bool) -> None:
-        """Lend the device to the trainer, or reclaim it; requests keep their KV meanwhile."""
+    def yield_device(self, yielded: bool) -> None:
+        """Yield the device to the trainer, or (``yielded`` False) reclaim it; requests keep their KV meanwhile."""
         now = time.monotonic()
-        if lent and self._lent_since_s is None:
-            self._lent_since_s, self._idle_before_s = now, self._engine.statistics().idle_s
-        elif not lent and self._lent_since_s is not None:
-            self._lent_s += now - self._lent_since_s
-            self._lent_idle_s += self._engine.statistics().idle_s - self._idle_before_s
-            self._lent_since_s = None
+        if yielded and self._yielded_since_s is None:
+            self._yielded_since_s, self._idle_before_s = now, self._engine.statistics().idle_s
+        elif not yielded and self._yielded_since_s is not None:
+            self._yielded_s += now - self._yielded_since_s
+            self._yielded_idle_s += self._engine.statistics().idle_s - self._idle_before_s
+            self._yielded_since_s = None
 
     def offload(self) -> list[MemoryMove]:
-        """Free weights and KV while the device is lent; requests stay. Returns the moves since the last call of this
-        or `onload`. Raises StorageFailed, with nothing changed, and ConfigurationError for an engine that can't."""
+        """Free weights and KV while the device is yielded; requests stay. Returns the moves since the last `offload` or
+        `onload`. Raises StorageFailed, with nothing changed, and ConfigurationError for an engine that can't do it."""
         if (memory := self._engine.memory) is None:
             raise ConfigurationError(f"{type(self._engine).__name__} can't leave its device: run.offload = false")
         with self._activity.during("offload"):
@@ -98,7 +98,7 @@ class GeneratorService:
 
     def _load(self) -> None:
         memory = self._engine.memory
-        if memory is not None and memory.away:
+        if memory is not None and memory.offloaded:
             with self._activity.during("onload"):
                 self._moved.append(memory.onload())
 
@@ -107,13 +107,13 @@ class GeneratorService:
         return moved
 
     def statistics(self) -> EngineStatistics:
-        """Return the engine's counters; lent time is counted as lent, not as idle."""
+        """Return the engine's counters; time in which the device is yielded counts as ``yielded_s``, not as idle."""
         engine = self._engine.statistics()
-        lent_s, lent_idle_s = self._lent_s, self._lent_idle_s
-        if self._lent_since_s is not None:
-            lent_s += time.monotonic() - self._lent_since_s
-            lent_idle_s += engine.idle_s - self._idle_before_s
-        return msgspec.structs.replace(engine, idle_s=engine.idle_s - lent_idle_s, lent_s=lent_s)
+        yielded_s, yielded_idle_s = self._yielded_s, self._yielded_idle_s
+        if self._yielded_since_s is not None:
+            yielded_s += time.monotonic() - self._yielded_since_s
+            yielded_idle_s += engine.idle_s - self._idle_before_s
+        return msgspec.structs.replace(engine, idle_s=engine.idle_s - yielded_idle_s, yielded_s=yielded_s)
 
     def activity(self) -> tuple[list[ActivitySpan], list[EngineStep]]:
         """Return the spans of this replica's states and its engine's steps since the last call."""
@@ -121,13 +121,13 @@ class GeneratorService:
 
     def tick(self) -> bool:
         """Run one engine step, and emit an event when due. Returns False when idle until the next call."""
-        lent = self._lent_since_s is not None
-        if self._engine.open_requests and not lent:
+        yielded = self._yielded_since_s is not None
+        if self._engine.open_requests and not yielded:
             self._load()
-            self._activity.be("busy")
-        worked = not lent and self._engine.step()
+            self._activity.enter("busy")
+        worked = not yielded and self._engine.step()
         if not worked:
-            self._activity.be("lent" if lent else "idle")
+            self._activity.enter("yielded" if yielded else "idle")
         now = time.monotonic()
         self._steps.note(worked, now)
         if self._engine.ready_deltas and self._ready_since_s is None:

@@ -1,4 +1,4 @@
-"""Back ends of kernels: which devices each runs on, and what a machine lacks for one."""
+"""Back ends of kernels: the devices that each runs on, and what a machine lacks for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def device_kinds(backend: KernelBackend) -> tuple[DeviceKind, ...]:
 
 
 def missing_for(backend: KernelBackend, *, gpus: bool) -> str:
-    """Say what this machine lacks for a back end, and how to install it; "": nothing. ``gpus``: whether it has one."""
+    """A text on what this machine lacks for a back end, and how to install it; "": nothing. ``gpus``: it has a GPU."""
     if importlib.util.find_spec("torch") is None:
         return "torch isn't installed: pip install torch"
     if backend == "triton" and importlib.util.find_spec("triton") is None:

@@ -20,12 +20,12 @@ from headway.runtime.retries import Breaker, backoff_s
 _CONNECT_S = 10.0
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.2, 10.0
 _PROBE_POLL_S = 0.1  # while another request probes the only machine
-_LONGEST_QUOTE = 300  # characters of an answer in an error
+_MAX_QUOTED_CHARACTERS = 300  # characters of an answer in an error
 _TRANSIENT = (408, 425)  # 4xx after which the same request may pass
 
 
 class KernelRequestRefused(HeadwayError):
-    """A service refuses the request itself: its key, its task, its limits. ``status``: HTTP's; ``param``: the field."""
+    """A service refuses the request: its key, task or limits. ``status``: of HTTP; ``param``: the refused field."""
 
     def __init__(self, address: str, status: int, message: str, param: str | None = None) -> None:
         super().__init__(f"{address} refuses an evaluation (HTTP {status}): {message}")
@@ -34,7 +34,8 @@ class KernelRequestRefused(HeadwayError):
 
 
 class KernelServiceFailed(HeadwayError):
-    """There is no result in time, or after all retries. It says nothing of the candidate: infrastructure, no reward."""
+    """No result arrived in time, or within all retries: an infrastructure failure, which is no evidence on the
+    candidate and gives no reward."""
 
 
 @dataclass(eq=False)
@@ -42,15 +43,16 @@ class _Machine:
     address: str
     breaker: Breaker
     open: int = 0  # requests under way
-    resumes_s: float = 0.0  # no request before: its Retry-After
+    resumes_s: float = 0.0  # no request before this time: its Retry-After
 
 
 class KernelClient:
-    """Has candidates judged by the kernel services of several machines, as an evaluator of its own.
+    """Evaluates candidates through the kernel services of several machines, with a KernelEvaluator's interface.
 
-    A submission goes to the machine with the fewest open ones whose breaker is closed. A failure of the infrastructure
-    (no connection, HTTP 5xx, an answer that is none) is repeated up to ``retries`` times, on another machine where
-    there is one; a full queue (429) is waited for, or avoided. A refusal of the candidate's source is its result.
+    A submission goes to the machine with the fewest open requests whose breaker is closed. A failure of the
+    infrastructure (no connection, HTTP 5xx, a malformed answer) is retried up to ``retries`` times, on another machine
+    if there is one. A machine with a full queue (429) is avoided, or waited for if all queues are full. A refusal of
+    the candidate's source is its result.
     Example: ``async with KernelClient(["http://a:8010"], RealClock()) as client: evaluation = await
     client.evaluate(submission)``.
     """
@@ -65,11 +67,11 @@ class KernelClient:
         retries: int = 2,
         queue_s: float = 600.0,
     ) -> None:
-        """``addresses``: http://HOST:PORT each. ``breaker``: settings of each machine's. ``queue_s``: longest time of a
-        submission beside its own ``timeout_s``: waiting, and repetitions. Raises ConfigurationError."""
-        if not addresses or any(not one.startswith(("http://", "https://")) for one in addresses):
+        """``addresses``: each http://HOST:PORT. ``breaker``: settings of each machine's breaker. ``queue_s``: longest
+        time that a submission waits and is retried, beside its own ``timeout_s``. Raises ConfigurationError."""
+        if not addresses or any(not address.startswith(("http://", "https://")) for address in addresses):
             raise ConfigurationError(f"addresses of kernel services = {list(addresses)}: valid: http://HOST:PORT, ...")
-        self._machines = [_Machine(one.rstrip("/"), Breaker(breaker)) for one in addresses]
+        self._machines = [_Machine(address.rstrip("/"), Breaker(breaker)) for address in addresses]
         self._clock = clock
         self._retries = retries
         self._queue_s = queue_s
@@ -77,7 +79,7 @@ class KernelClient:
         self._http: Any = None
 
     async def __aenter__(self) -> KernelClient:
-        self._opened()
+        self._connection()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -89,10 +91,10 @@ class KernelClient:
             await self._http.aclose()
             self._http = None
 
-    def _opened(self) -> Any:
-        """The connections, which the first request opens."""
+    def _connection(self) -> Any:
+        """The HTTP connections; the first call opens them."""
         if self._http is None:
-            import httpx  # here: whoever asks no service doesn't wait for it
+            import httpx  # here: a process that uses no service doesn't wait for the import
 
             self._transport_error: type[Exception] = httpx.TransportError
             self._http = httpx.AsyncClient(
@@ -105,39 +107,39 @@ class KernelClient:
         return self._http
 
     async def evaluate(self, submission: KernelSubmission) -> KernelEvaluation:
-        """Have a submission judged. Raises KernelRequestRefused, KernelServiceFailed."""
+        """Evaluate a submission. Raises KernelRequestRefused, KernelServiceFailed."""
         body, causes = msgspec.json.encode(request_of(submission)), list[str]()
         limit_s = self._queue_s + submission.timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                return await self._judged(body, causes)
+                return await self._evaluate_with_retries(body, causes)
         except TimeoutError:
             causes.append(f"no result within {limit_s:g} s")
         raise KernelServiceFailed("; then: ".join(causes))
 
     async def require_backends(self, needed: Iterable[str]) -> None:
-        """Raise ConfigurationError unless each of ``needed`` is a back end of a service that answers."""
-        http, found, said = self._opened(), set[str](), list[str]()
+        """Raise ConfigurationError unless each of ``needed`` is a back end of a responding service."""
+        http, available, reports = self._connection(), set[str](), list[str]()
         for machine in self._machines:
             try:
                 response = await http.get(f"{machine.address}/backend_info", timeout=_CONNECT_S)
                 if response.status_code == 200:
-                    there = msgspec.json.decode(response.content, type=_Backends).supported_backends
-                    said.append(f"{machine.address} has {', '.join(there) or 'none'}")
-                    found.update(there)
+                    backends = msgspec.json.decode(response.content, type=_Backends).supported_backends
+                    reports.append(f"{machine.address} has {', '.join(backends) or 'none'}")
+                    available.update(backends)
                 else:
                     message, _ = _error_of(response.content)
-                    said.append(f"{machine.address}: HTTP {response.status_code}: {message}")
+                    reports.append(f"{machine.address}: HTTP {response.status_code}: {message}")
             except (self._transport_error, ValueError) as error:
-                said.append(f"{machine.address}: {type(error).__name__}: {error}")
-        if missing := sorted(set(needed) - found):
-            raise ConfigurationError(f"no kernel service for back end {', '.join(missing)}: {'; '.join(said)}")
+                reports.append(f"{machine.address}: {type(error).__name__}: {error}")
+        if missing := sorted(set(needed) - available):
+            raise ConfigurationError(f"no kernel service for back end {', '.join(missing)}: {'; '.join(reports)}")
 
-    async def _judged(self, body: bytes, causes: list[str]) -> KernelEvaluation:
-        """Try machine after machine; ``causes`` grows with each failure."""
+    async def _evaluate_with_retries(self, body: bytes, causes: list[str]) -> KernelEvaluation:
+        """Try one machine after another; append each failure to ``causes``."""
         failed: set[_Machine] = set()
         while True:
-            machine = await self._admitted(failed)
+            machine = await self._choose_machine(failed)
             try:
                 evaluation = await self._attempt(machine, body)
             except KernelServiceFailed as error:
@@ -153,23 +155,23 @@ class KernelClient:
             if evaluation is not None:
                 return evaluation
 
-    async def _admitted(self, failed: set[_Machine]) -> _Machine:
-        """Wait for a machine that takes requests, and choose the least loaded; one that ``failed`` this submission
-        before only where no other does."""
+    async def _choose_machine(self, failed: set[_Machine]) -> _Machine:
+        """Wait for a machine that takes requests, and choose the least loaded; a machine in ``failed`` is the last
+        choice."""
         while True:
             now = self._clock.now()
-            ready = [one for one in self._machines if one.breaker.allows(now) and now >= one.resumes_s]
+            ready = [machine for machine in self._machines if machine.breaker.allows(now) and now >= machine.resumes_s]
             if ready:
-                return min(ready, key=lambda one: (one in failed, one.open))
-            soonest_s = min(max(one.resumes_s, one.breaker.opens_s() or now) for one in self._machines)
+                return min(ready, key=lambda machine: (machine in failed, machine.open))
+            soonest_s = min(max(machine.resumes_s, machine.breaker.opens_s() or now) for machine in self._machines)
             await self._clock.sleep(max(_PROBE_POLL_S, soonest_s - now))
 
     async def _attempt(self, machine: _Machine, body: bytes) -> KernelEvaluation | None:
         """Send one request; None: the machine's queue is full. Raises KernelServiceFailed, KernelRequestRefused."""
-        http, probe = self._opened(), machine.breaker.send(self._clock.now())
+        http, probe = self._connection(), machine.breaker.send(self._clock.now())
         machine.open += 1
         try:
-            found = self._read(machine, await http.post(f"{machine.address}/eval", content=body))
+            outcome = self._parse_response(machine, await http.post(f"{machine.address}/eval", content=body))
         except (self._transport_error, KernelServiceFailed) as error:
             machine.breaker.fail(self._clock.now(), probe=probe, alone=len(self._machines) == 1)
             named = "" if isinstance(error, KernelServiceFailed) else f"{type(error).__name__}: "
@@ -181,11 +183,11 @@ class KernelClient:
         finally:
             machine.open -= 1
         machine.breaker.succeed(self._clock.now(), probe=probe)
-        if isinstance(found, KernelRequestRefused):
-            raise found
-        return found
+        if isinstance(outcome, KernelRequestRefused):
+            raise outcome
+        return outcome
 
-    def _read(self, machine: _Machine, response: Any) -> KernelEvaluation | KernelRequestRefused | None:
+    def _parse_response(self, machine: _Machine, response: Any) -> KernelEvaluation | KernelRequestRefused | None:
         """The evaluation in a response, or its refusal; None: the machine's queue is full."""
         status: int = response.status_code
         if status == 200:
@@ -213,11 +215,11 @@ def _retry_after_s(response: Any) -> float:
 
 
 def _error_of(body: bytes) -> tuple[str, str | None]:
-    """Message and field of an error's response, which may be that of a proxy in between."""
+    """Message and field of an error's response, which may come from a proxy in between."""
     try:
         error = msgspec.json.decode(body, type=_ErrorBody).error
     except msgspec.DecodeError:
-        return body[:_LONGEST_QUOTE].decode(errors="replace"), None
+        return body[:_MAX_QUOTED_CHARACTERS].decode(errors="replace"), None
     return error.message, error.param
 
 

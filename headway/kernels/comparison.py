@@ -1,4 +1,4 @@
-"""Comparison of a candidate's outputs with those expected, as arrays. Nothing here runs a source."""
+"""Comparison of a candidate's outputs with the expected ones, as arrays. No source runs in this module."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ NUMPY_TYPES: dict[str, Any] = {
     "bfloat16": np.dtype(np.uint16),  # as bits: NumPy has no such type
 }
 FLOATS = ("float64", "float32", "float16", "bfloat16")
-MOST_DIMENSIONS = 16
+MAX_DIMENSIONS = 16
 # Relative; more is a lower precision.
 LEAST_ERROR = {"float64": 1e-12, "float32": 2e-5, "float16": 5e-3, "bfloat16": 3e-2}
-HOLLOW_ERROR = 0.5  # of outputs that have nothing of the expected values
+HOLLOW_ERROR = 0.5  # relative error of outputs that share nothing with the expected values
 
 
 class TensorShape(msgspec.Struct, frozen=True):
-    """Type and shape of a tensor, as a guest tells them: checked."""
+    """Type and shape of a tensor that a guest reports; the constructor validates them."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class TensorShape(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.dtype not in NUMPY_TYPES:
             raise ValueError(f"tensors of {self.dtype} can't be compared; valid: {', '.join(NUMPY_TYPES)}")
-        if len(self.shape) > MOST_DIMENSIONS or any(size < 0 for size in self.shape):
+        if len(self.shape) > MAX_DIMENSIONS or any(size < 0 for size in self.shape):
             raise ValueError(f"no shape: {self.shape}")
 
     @property
@@ -55,67 +55,67 @@ class Tensor:
         return self.shape.dtype in FLOATS
 
     def values(self) -> Array:
-        """As numbers that NumPy can compare: bfloat16 as float32."""
+        """Values as numbers that NumPy can compare: bfloat16 as float32."""
         if self.shape.dtype == "bfloat16":
             return (self.raw.astype(np.uint32) << 16).view(np.float32)
         return self.raw
 
     def scaled(self, factor: Array | float) -> Tensor:
-        """Its product with ``factor``, in its own type."""
+        """The tensor's product with ``factor``, in the tensor's type."""
         values = self.values()
         return self.replaced(values * np.asarray(factor, values.dtype))
 
     def replaced(self, values: Array) -> Tensor:
-        """A tensor of its type and shape with other values, as `values` has them; bfloat16 is rounded towards zero."""
+        """A tensor of the same type and shape with other values, as `values` has them; bfloat16 rounds towards zero."""
         if self.shape.dtype == "bfloat16":
             values = (np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
         return Tensor(self.shape, np.ascontiguousarray(values, self.raw.dtype))
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Result for one tensor. ``text``: where it differs, "" where it is within the tolerance."""
+    """Result for one tensor. ``text``: the first difference; "": the tensor is within the tolerance."""
 
     text: str = ""
     error: float = 0.0  # root mean square, relative to the expected values'
 
 
 def compare(
-    expected: Tensor, found: Tensor, tolerances: Tolerances, *, scaled: bool = False, hollow: bool = False
+    expected: Tensor, actual: Tensor, tolerances: Tolerances, *, scaled: bool = False, hollow: bool = False
 ) -> Comparison:
-    """Compare values. ``tolerances``: absolute and relative, by dtype; 0 for others. ``scaled``: the absolute one grows
-    with the expected values, for inputs that are larger than the task's own. ``hollow``: within it values need have
-    nothing of the expected ones, which may be rounding errors."""
-    if expected.shape != found.shape:
-        return Comparison(text=f"output of {found.shape}, not {expected.shape}")
+    """Compare values. ``tolerances``: absolute and relative, by dtype; 0 for others. ``scaled``: the absolute tolerance
+    grows with the expected values, for inputs that are larger than the task's own. ``hollow``: values within the
+    absolute tolerance pass at any relative error, since the expected values may be rounding errors."""
+    if expected.shape != actual.shape:
+        return Comparison(text=f"output of {actual.shape}, not {expected.shape}")
     if not expected.is_float:
-        same = expected.raw == found.raw
-        return Comparison() if bool(same.all()) else Comparison(text=_where(expected.raw, found.raw, ~same), error=1.0)
+        same = expected.raw == actual.raw
+        return Comparison() if same.all() else Comparison(text=_mismatch(expected.raw, actual.raw, ~same), error=1.0)
     with np.errstate(invalid="ignore"):  # signalling ones
-        wanted, got = expected.values().astype(np.float64), found.values().astype(np.float64)
-    if wanted.size == 0:
+        target, output = expected.values().astype(np.float64), actual.values().astype(np.float64)
+    if target.size == 0:
         return Comparison()
-    finite = np.isfinite(wanted)
-    whole = bool(finite.all())
-    size = float(np.sqrt(np.mean(np.square(wanted if whole else wanted[finite])))) if finite.any() else 0.0
+    finite = np.isfinite(target)
+    all_finite = bool(finite.all())
+    size = float(np.sqrt(np.mean(np.square(target if all_finite else target[finite])))) if finite.any() else 0.0
     absolute, relative = tolerances.get(expected.shape.dtype, (0.0, 0.0))
     with np.errstate(invalid="ignore", over="ignore"):
-        difference = np.abs(got - wanted)
-        bad = ~(difference <= absolute * (max(1.0, size) if scaled else 1.0) + relative * np.abs(wanted))
-    if not whole:  # not a number in the same places, infinite with the same sign
-        same = (np.isnan(wanted) & np.isnan(got)) | (wanted == got)
+        deviation = np.abs(output - target)
+        bad = ~(deviation <= absolute * (max(1.0, size) if scaled else 1.0) + relative * np.abs(target))
+    if not all_finite:  # not a number in the same places, infinite with the same sign
+        same = (np.isnan(target) & np.isnan(output)) | (target == output)
         bad = np.where(finite, bad, ~same)
-    error = float(np.sqrt(np.mean(np.square(difference if whole else difference[finite])))) if finite.any() else 0.0
-    error, text = error / (size or 1.0), _where(wanted, got, bad) if bad.any() else ""
+    error = float(np.sqrt(np.mean(np.square(deviation if all_finite else deviation[finite])))) if finite.any() else 0.0
+    error, text = error / (size or 1.0), _mismatch(target, output, bad) if bad.any() else ""
     if not (text or hollow) and size and error >= HOLLOW_ERROR:
         text = f"within the absolute tolerance, but with a relative error of {error:.2g}"
     return Comparison(text=text, error=error)
 
 
-def _where(wanted: Array, got: Array, bad: Array) -> str:
-    place = np.unravel_index(int(np.argmax(bad)), bad.shape) if bad.shape else ()
-    at = ", ".join(str(int(index)) for index in place)
-    count = int(np.count_nonzero(bad))
-    what = f"{count} of {bad.size} values differ; first at [{at}]: {got[place]:.6g}, expected {wanted[place]:.6g}"
-    if got.dtype.kind == "f" and np.isnan(got).any() and not np.isnan(wanted).any():
-        what += "; some are not a number"
-    return what
+def _mismatch(target: Array, output: Array, bad: Array) -> str:
+    position = np.unravel_index(int(np.argmax(bad)), bad.shape) if bad.shape else ()
+    index = ", ".join(str(int(coordinate)) for coordinate in position)
+    count, actual, expected = int(np.count_nonzero(bad)), output[position], target[position]
+    text = f"{count} of {bad.size} values differ; first at [{index}]: {actual:.6g}, expected {expected:.6g}"
+    if output.dtype.kind == "f" and np.isnan(output).any() and not np.isnan(target).any():
+        text += "; some are not a number"
+    return text

@@ -1,4 +1,4 @@
-"""References compiled by torch.compile, each in a sandbox of its own."""
+"""References compiled by torch.compile, each in its own sandbox."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from headway.records.sandbox import MIB, SandboxSpec
 COMPILE_S = 120.0  # to compile one (40 s on a quiet core), and half of it to time it
 NO_TIME = "no time for torch.compile of the reference"
 _MEMORY_BYTES, _DISK_BYTES = 4096 * MIB, 256 * MIB
-# Behind the reference, in the place of a candidate. Inductor starts Python to try out this CPU's vector instructions:
-# there is none in a sandbox, and a program that always ends well takes the CPU's word for them.
+# Appended to the reference, which takes the candidate's role. Inductor starts Python to test this CPU's vector
+# instructions. A sandbox has none, so /bin/true, which always succeeds, replaces it: the CPU's flags are trusted.
 _SOURCE = """
 
 
@@ -33,14 +33,14 @@ def ModelNew(*arguments, made=[]):
 
 
 def compiled_spec(cores: int) -> SandboxSpec:
-    """The specification of the sandbox of a compiled reference: a guest's, with room for a compiler."""
+    """The sandbox specification of a compiled reference: a guest's, with memory and disk for a compiler."""
     spec = guest_spec(cores, _MEMORY_BYTES)
     return msgspec.structs.replace(spec, limits=msgspec.structs.replace(spec.limits, disk_bytes=_DISK_BYTES))
 
 
 def compile_reference(guest: GuestProcess, task: KernelTask, group: TrialGroup, seed: int) -> None:
-    """Compile a reference as the candidate of its guest, ready to be timed. Raises TaskFault where its values are
-    wrong then, and what a guest's calls raise."""
+    """Compile a reference as the candidate of its guest, ready for timing. Raises TaskFault if the compiled values are
+    wrong, and the exceptions of a guest's calls."""
     guest.load("candidate", task.source + _SOURCE, confined=False)
     trials = CandidateTrials(guest, task, seed)
     trials.make(group.arguments)

@@ -1,4 +1,4 @@
-"""The devices of this machine as its drivers list them: NVIDIA's and AMD's GPUs in one schema, and sets of cores."""
+"""The devices of this machine as its drivers list them: NVIDIA and AMD GPUs in one schema, and sets of cores."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ class KernelDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def default_core_sets() -> tuple[str, ...]:
-    """The cores of timed evaluations by default: the upper half of this machine's, each a device of its own."""
+    """The default cores of timed evaluations: the upper half of this machine's cores, each a separate device."""
     count = len(machine_cores())
     return tuple(f"cpu:{core}" for core in range(count - max(1, count // 2), count))
 
 
 def core_devices(names: Sequence[str]) -> tuple[KernelDevice, ...]:
-    """Sets of cores, cpu:N or cpu:N-M, as devices. Raises ConfigurationError for cores that this machine lacks."""
+    """Devices for sets of cores, cpu:N or cpu:N-M. Raises ConfigurationError for cores that this machine lacks."""
     for name in names:
         parse_device(name).check()
     try:
-        found = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        model = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
-        found = None
-    return tuple(KernelDevice(name=name, vendor="cpu", model=found[1] if found else "") for name in names)
+        model = None
+    return tuple(KernelDevice(name=name, vendor="cpu", model=model[1] if model else "") for name in names)
 
 
 def query_gpus() -> tuple[KernelDevice, ...] | None:
-    """The GPUs that this process may use, as their driver's program lists them; one that the driver has lost isn't
-    among them. None: a driver that is installed doesn't answer. Blocks, for up to some seconds."""
+    """The GPUs that this process may use, as their driver's program lists them, without GPUs that the driver has lost.
+    None: an installed driver doesn't answer. Blocks for up to some seconds."""
     silent = False
     for driver in _DRIVERS:
         printed = driver.ask()
@@ -68,14 +68,14 @@ def query_gpus() -> tuple[KernelDevice, ...] | None:
 
 
 def _visible(listed: Sequence[KernelDevice], limits: str | None) -> tuple[KernelDevice, ...]:
-    """The GPUs under the names that torch has for them. ``limits``: the indices or UUIDs that a process is limited to,
-    in the order in which it counts them; None: all."""
+    """The GPUs under torch's names for them. ``limits``: comma-separated indices or UUIDs, in torch's order, to which
+    the process is limited; None: all GPUs."""
     if limits is None:
         return tuple(listed)
-    wanted = [part.strip() for part in limits.split(",") if part.strip()]
+    visible = [part.strip() for part in limits.split(",") if part.strip()]
     return tuple(
-        msgspec.structs.replace(gpu, name=f"cuda:{place}")
-        for place, part in enumerate(wanted)
+        msgspec.structs.replace(gpu, name=f"cuda:{index}")
+        for index, part in enumerate(visible)
         for gpu in listed
         if gpu.name == f"cuda:{part}" or (not part.isdecimal() and gpu.uuid.startswith(part))
     )

@@ -1,4 +1,4 @@
-"""The table of a machine's devices: which are leased, lost or set aside, and the faults counted on each."""
+"""The table of a machine's devices: their states (free, leased, lost, set aside) and the faults counted on each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headway.records.kernels import KernelEvaluation
 
 DeviceState = Literal["free", "leased", "set_aside", "lost"]
 MEMORY_FAULTS = ("illegal_memory_access", "memory_fault")
-_SHOWN = ("vendor", "architecture", "memory_bytes", "memory_used_bytes", "busy_ratio")
+_DESCRIBED = ("vendor", "architecture", "memory_bytes", "memory_used_bytes", "busy_ratio")
 OnDeviceEvent = Callable[[str, str], object]  # name, detail
 
 
@@ -48,11 +48,12 @@ class _Entry:
 
 
 class DeviceTable:
-    """Leases devices, one holder each.
+    """Leases devices, each to one holder at a time.
 
-    A device is *free* -> *leased* -> *free*. A GPU that its driver no longer lists is *lost* until it does again; one
-    with ``memory_faults`` evaluations in a row that ended in a memory fault is *set aside* until `reset`: its driver
-    may be in a bad state. Neither is leased. Cores are never set aside: a process's faults end with it.
+    A device is *free* -> *leased* -> *free*. A GPU that its driver no longer lists is *lost* until the driver lists it
+    again. A GPU is *set aside* until `reset` after ``memory_faults`` evaluations in a row that ended in a memory fault:
+    its driver may be in a bad state. Lost devices and those set aside aren't leased. Cores are never set aside, since a
+    process's faults end with it.
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class DeviceTable:
         on_event: OnDeviceEvent,
         memory_faults: int = 5,
     ) -> None:
-        """``query``: lists the GPUs, None: no answer (blocking; `query_gpus`). They precede the ``cores`` in the table,
-        so that a GPU's place is its index."""
+        """``query``: lists the GPUs, None: no answer (blocking; `query_gpus`). GPUs precede the ``cores`` in the table,
+        so that a GPU's position is its index."""
         self._cores = {device.name: _Entry(device) for device in cores}
         self._gpus: dict[str, _Entry] = {}
         self._query = query
@@ -73,7 +74,7 @@ class DeviceTable:
 
     @classmethod
     def of_cores(cls, names: Sequence[str]) -> DeviceTable:
-        """A table of sets of cores alone. Raises ConfigurationError for cores that this machine lacks."""
+        """A table of sets of cores, without GPUs. Raises ConfigurationError for cores that this machine lacks."""
         return cls(core_devices(names), tuple, lambda name, detail: None)
 
     @property
@@ -89,7 +90,7 @@ class DeviceTable:
         return self._entries[name].device.kind
 
     def usable(self, kind: DeviceKind) -> int:
-        """How many devices of a kind are neither lost nor set aside."""
+        """The number of devices of a kind that are neither lost nor set aside."""
         return sum(entry.usable for entry in self._entries.values() if entry.device.kind == kind)
 
     def lost(self, name: str) -> bool:
@@ -97,7 +98,7 @@ class DeviceTable:
         return self._entries[name].lost
 
     async def refresh(self) -> None:
-        """Ask the driver for its GPUs, once for all callers of the moment."""
+        """Query the driver for its GPUs; concurrent callers share one query."""
         if self._querying is None:
             self._querying = asyncio.create_task(asyncio.to_thread(self._query), name="devices")
             self._querying.add_done_callback(self._note_listed)
@@ -109,20 +110,20 @@ class DeviceTable:
         if listed is None:
             self._on_event("devices_unknown", "the GPUs' driver doesn't answer; they count as before")
             return
-        found = {device.name: device for device in listed}
-        for name, device in found.items():
+        device_by_name = {device.name: device for device in listed}
+        for name, device in device_by_name.items():
             entry = self._gpus.setdefault(name, _Entry(device))
             if entry.lost:
                 self._on_event("device_returned", name)
             entry.device, entry.lost = device, False
-        for name in self._gpus.keys() - found.keys():
+        for name in self._gpus.keys() - device_by_name.keys():
             if not self._gpus[name].lost:
                 self._gpus[name].lost = True
-                self._on_event("device_lost", f"{name}: its driver lists {', '.join(found) or 'none'}")
+                self._on_event("device_lost", f"{name}: its driver lists {', '.join(device_by_name) or 'none'}")
 
     @contextmanager
     def lease(self, kind: DeviceKind, preferred: str = "") -> Iterator[str]:
-        """Lease a free device of a kind for the block, the ``preferred`` one if it is free; yields its name. Raises
+        """Lease a free device of a kind for the block, the ``preferred`` one if it is free, and yield its name. Raises
         DeviceUnavailable."""
         free = [name for name, entry in self._entries.items() if entry.device.kind == kind and entry.state == "free"]
         if not free:
@@ -137,7 +138,7 @@ class DeviceTable:
             entry.leased = False
 
     def note(self, name: str, evaluation: KernelEvaluation) -> None:
-        """Count an evaluation on a device, and its fault; sets the device aside when the limit is reached."""
+        """Count an evaluation on a device, and its fault; set the device aside when the limit is reached."""
         entry = self._entries[name]
         entry.evaluations += 1
         if evaluation.fault is not None:
@@ -149,8 +150,8 @@ class DeviceTable:
             self._on_event("device_set_aside", f"{name}: {entry.memory_faults} memory faults in a row; reset it")
 
     def reset(self, names: Iterable[str]) -> list[str]:
-        """Take devices into use again that were set aside, and clear their fault counts; returns those that are usable
-        now. What runs on them goes on. Raises KeyError."""
+        """Take devices that were set aside into use again, clear their fault counts, and return all usable devices.
+        Evaluations that run on them continue. Raises KeyError."""
         for name in names:
             entry = self._entries[name]
             entry.set_aside, entry.memory_faults = False, 0
@@ -158,13 +159,13 @@ class DeviceTable:
         return [name for name, entry in self._entries.items() if entry.usable]
 
     def describe(self) -> list[dict[str, Any]]:
-        """The devices and their states, alike for cores and for every vendor's GPUs."""
+        """The devices and their states, in one schema for cores and for all vendors' GPUs."""
         return [
             {
                 "device_id": index,
                 "device": name,
                 "name": entry.device.model,
-                **{key: getattr(entry.device, key) for key in _SHOWN},
+                **{key: getattr(entry.device, key) for key in _DESCRIBED},
                 "state": entry.state,
                 "available": entry.state == "free",
                 "evaluations": entry.evaluations,

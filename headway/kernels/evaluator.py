@@ -21,31 +21,31 @@ from headway.kernels.compiled_reference import COMPILE_S, NO_TIME, compile_refer
 from headway.kernels.devices import DeviceTable
 from headway.kernels.faults import fault_of
 from headway.kernels.isolation import (
-    Deception,
     GuestEnded,
     GuestError,
     GuestFailure,
     GuestProcess,
+    TamperingDetected,
     guest_process,
     guest_spec,
     preload_settings,
 )
 from headway.kernels.operators import called_operator
 from headway.kernels.tasks import resized_source
-from headway.kernels.timing import NoTimeLeft, PairTimer, TimingResult, TimingSettings, measure_crossing
+from headway.kernels.timing import NoTimeLeft, PairTimer, TimingResult, TimingSettings, measure_call_overhead
 from headway.kernels.trials import CandidateTrials, ReferenceMaker, TaskFault, TrialGroup, has_bfloat16, tensor_bytes
 from headway.kernels.triton_targets import NOT_TIMED, judge_compilation
 from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelEvaluation, KernelSubmission, KernelTask
 from headway.records.sandbox import MIB, SandboxError
 from headway.runtime.devices import machine_cores, parse_device
-from headway.runtime.supervision import cancel_all, to_its_end
+from headway.runtime.supervision import cancel_all, run_to_completion
 from headway.sandbox.local.backend import LocalBackend
 
 T = TypeVar("T")
 SOURCE_BYTES = MIB
 PRINTED_RESULT = re.compile(rb"(?i)[\"']?(correct\w*|passed|speed_?up|runtime|compiled)[\"']?\s*[:=]")
-SourceCheck = Callable[[KernelSubmission], str]  # the deception that a source shows before it runs, or ""
+SourceCheck = Callable[[KernelSubmission], str]  # the tampering that a source shows before it runs, or ""
 
 
 class EvaluatorSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,8 +53,8 @@ class EvaluatorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     concurrent: int = 4  # evaluations at once, timed or not
     memory_bytes: int = 2048 * MIB  # of a sandbox
-    remembered: int = 4096  # results of evaluations
-    values_bytes: int = 512 * MIB  # inputs and expected outputs of tasks that are kept
+    remembered: int = 4096  # cached evaluations
+    values_bytes: int = 512 * MIB  # of cached trials: inputs and expected outputs
     timing: TimingSettings = TimingSettings()
     compare_compiled: bool = False  # whether a submission asks for it or not
 
@@ -62,8 +62,9 @@ class EvaluatorSettings(msgspec.Struct, frozen=True, kw_only=True):
 class KernelEvaluator:
     """Evaluates submissions, several at once.
 
-    Lifecycle: made -> *started* -> *closed*. Invariants: neither source runs in this process; what is expected is
-    nowhere else; an evaluation has ended its sandboxes when it returns. Equal submissions are evaluated once.
+    Lifecycle: made -> *started* -> *closed*. Invariants: neither source runs in this process; the expected outputs
+    exist in this process alone; an evaluation has ended its sandboxes when it returns. Equal submissions are evaluated
+    once.
     """
 
     def __init__(
@@ -78,19 +79,19 @@ class KernelEvaluator:
         self._settings = settings or EvaluatorSettings()
         self._backend = LocalBackend(state, run="kernels", settings=preload_settings())
         self._check = check
-        self._places = asyncio.Semaphore(self._settings.concurrent)
+        self._evaluation_slots = asyncio.Semaphore(self._settings.concurrent)
         self._executor = ThreadPoolExecutor(2 * self._settings.concurrent + 2, "kernels")
         self._done: OrderedDict[bytes, KernelEvaluation] = OrderedDict()
         self._running: dict[bytes, asyncio.Task[KernelEvaluation]] = {}
         self._waiters = Counter[bytes]()  # for those
-        self._values: OrderedDict[bytes, list[TrialGroup]] = OrderedDict()
-        self._making: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
-        # Compiled references' times against the eager ones', or why there is none.
+        self._cached: OrderedDict[bytes, list[TrialGroup]] = OrderedDict()  # trials by a hash of their task
+        self._trial_locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
+        # The time of each compiled reference against its eager one, or the reason why there is none.
         self._compiled: dict[tuple[bytes, tuple[int, ...]], TimingResult | str] = {}
         self._compiling = asyncio.Lock()  # a compiler at a time: two would disturb each other's times
-        self._crossing_s: dict[tuple[int, ...], float] = {}
+        self._overhead_s: dict[tuple[int, ...], float] = {}
         self._devices = devices or DeviceTable.of_cores([f"cpu:{len(machine_cores()) - 1}"])
-        self._free = asyncio.Semaphore(self._devices.usable("cpu"))
+        self._free_cores = asyncio.Semaphore(self._devices.usable("cpu"))
 
     async def start(self) -> None:
         """Start the process that sandboxes come from: it imports torch. Raises SandboxError."""
@@ -112,10 +113,10 @@ class KernelEvaluator:
     # One evaluation for equal submissions.
 
     async def evaluate(self, submission: KernelSubmission) -> KernelEvaluation:
-        """Evaluate a submission. Raises ConfigurationError for one that no evaluation can begin with, and for a task
-        whose reference fails. When all who wait for an evaluation have left, it ends."""
+        """Evaluate a submission. Raises ConfigurationError for a submission that can't be evaluated, and for a task
+        whose reference fails. An evaluation is cancelled when all its waiting callers are."""
         _require_valid(submission)
-        if why := _unreadable(submission.source):
+        if why := _source_defect(submission.source):
             return KernelEvaluation(fault="syntax_error", text=f"the source {why}")
         key = hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(submission, device=""))).digest()
         if key in self._done:
@@ -127,34 +128,34 @@ class KernelEvaluator:
         running = self._running[key]
         self._waiters[key] += 1
         try:
-            found = await asyncio.shield(running)
+            evaluation = await asyncio.shield(running)
         finally:
             self._waiters[key] -= 1
             if not self._waiters[key]:
-                del self._waiters[key], self._running[key]  # whoever asks next gets an evaluation of its own
+                del self._waiters[key], self._running[key]  # the next caller gets a new evaluation
                 running.cancel()  # if it isn't done
-                await to_its_end(asyncio.wait({running}))
-        passes = found.refused.startswith(("noise", "no time")) or found.compiled_note.startswith(NO_TIME)
-        if not (found.infrastructure or passes):  # else it may come to something else another time
-            self._done[key] = found
+                await run_to_completion(asyncio.wait({running}))
+        may_change = evaluation.refused.startswith(("noise", "no time")) or evaluation.compiled_note.startswith(NO_TIME)
+        if not (evaluation.infrastructure or may_change):  # else a repetition may give another result
+            self._done[key] = evaluation
             if len(self._done) > self._settings.remembered:
                 self._done.popitem(last=False)
-        return msgspec.structs.replace(found, repeated=repeated)
+        return msgspec.structs.replace(evaluation, repeated=repeated)
 
     async def _evaluate(self, submission: KernelSubmission) -> KernelEvaluation:
         began_s = time.monotonic()
-        async with self._places:
+        async with self._evaluation_slots:
             waited_s = time.monotonic() - began_s
             try:
                 cheat = self._check(submission)
-                found = KernelEvaluation(cheat=cheat, text=cheat) if cheat else await self._judge(submission)
+                evaluation = KernelEvaluation(cheat=cheat, text=cheat) if cheat else await self._judge(submission)
             except TaskFault as error:
                 raise ConfigurationError(f"task {submission.task.name!r}: {error}") from error
             except SandboxError as error:
-                found = KernelEvaluation(infrastructure=str(error))
+                evaluation = KernelEvaluation(infrastructure=str(error))
             except OSError as error:
-                found = KernelEvaluation(infrastructure=f"evaluator: {error}")
-            return msgspec.structs.replace(found, seconds={"wait": waited_s, **found.seconds})
+                evaluation = KernelEvaluation(infrastructure=f"evaluator: {error}")
+            return msgspec.structs.replace(evaluation, seconds={"wait": waited_s, **evaluation.seconds})
 
     # The steps.
 
@@ -162,36 +163,36 @@ class KernelEvaluator:
         groups, interpreted = await self._trials(submission), submission.task.backend == "triton"
         if interpreted and any(map(has_bfloat16, groups)):
             raise TaskFault("back end 'triton' on a CPU: Triton's interpreter computes bfloat16 wrongly: use a GPU")
-        until_s = time.monotonic() + submission.timeout_s  # the candidate's: the reference has had its own
-        # Cores are given back behind the guest's end: until then it may run on them.
+        until_s = time.monotonic() + submission.timeout_s  # the candidate's: the reference's trials don't count
+        # The cores' lease ends after the guest, which may run on them until then.
         async with contextlib.AsyncExitStack() as leases:
             async with self._guest(until_s) as guest:
-                found = await self._in_thread(judge_candidate, guest, submission, groups)
-                if submission.timed and found.correct and not interpreted:
-                    found = await self._time(guest, submission, groups[0], found, leases)
-            if found.speedup is not None and (submission.compare_compiled or self._settings.compare_compiled):
-                found = await self._compare_compiled(submission, groups[0], found, guest.until_s)
+                verdict = await self._in_thread(judge_candidate, guest, submission, groups)
+                if submission.timed and verdict.correct and not interpreted:
+                    verdict = await self._time(guest, submission, groups[0], verdict, leases)
+            if verdict.speedup is not None and (submission.compare_compiled or self._settings.compare_compiled):
+                verdict = await self._compare_compiled(submission, groups[0], verdict, guest.until_s)
         if not interpreted:
-            return found
+            return verdict
         since_s = time.monotonic()
         limits, left_s = guest_spec(1, self._settings.memory_bytes).limits, max(1.0, until_s - since_s)
-        found = await judge_compilation(self._backend, limits, submission.source, guest.launches, found, left_s)
-        refused = NOT_TIMED if submission.timed and found.correct else ""
-        seconds = {**found.seconds, "compile": time.monotonic() - since_s}
-        return msgspec.structs.replace(found, refused=refused, seconds=seconds)
+        verdict = await judge_compilation(self._backend, limits, submission.source, guest.launches, verdict, left_s)
+        refused = NOT_TIMED if submission.timed and verdict.correct else ""
+        seconds = {**verdict.seconds, "compile": time.monotonic() - since_s}
+        return msgspec.structs.replace(verdict, refused=refused, seconds=seconds)
 
     async def _trials(self, submission: KernelSubmission) -> list[TrialGroup]:
-        """The task's trials, made once. Raises TaskFault."""
+        """The task's trials, made by the first caller and cached. Raises TaskFault."""
         task, seed, count = submission.task, submission.seed, submission.correct_trials
         key = hashlib.sha256(msgspec.json.encode([task.source, task.shapes, seed, count])).digest()
-        async with self._making.setdefault(key, asyncio.Lock()):
-            if key not in self._values:
+        async with self._trial_locks.setdefault(key, asyncio.Lock()):
+            if key not in self._cached:
                 async with self._guest(time.monotonic() + submission.timeout_s) as guest:
-                    self._values[key] = await self._in_thread(_make_trials, guest, task, seed, count)
-        self._values.move_to_end(key)
-        groups = self._values[key]
-        while len(self._values) > 1 and sum(map(_bytes, self._values.values())) > self._settings.values_bytes:
-            self._values.popitem(last=False)
+                    self._cached[key] = await self._in_thread(_make_trials, guest, task, seed, count)
+        self._cached.move_to_end(key)
+        groups = self._cached[key]
+        while len(self._cached) > 1 and sum(map(_trials_bytes, self._cached.values())) > self._settings.values_bytes:
+            self._cached.popitem(last=False)
         return groups
 
     async def _time(
@@ -199,56 +200,56 @@ class KernelEvaluator:
         guest: GuestProcess,
         submission: KernelSubmission,
         group: TrialGroup,
-        found: KernelEvaluation,
+        verdict: KernelEvaluation,
         leases: contextlib.AsyncExitStack,
     ) -> KernelEvaluation:
         since_s = time.monotonic()
-        await leases.enter_async_context(self._free)
+        await leases.enter_async_context(self._free_cores)
         device = leases.enter_context(self._devices.lease("cpu", submission.device))
         leased_s = time.monotonic()
         guest.until_s += leased_s - since_s  # waiting for a device doesn't count
         try:
             result = await self._measure(guest, submission, group, parse_device(device).core_ids())
-        except Deception as error:
-            return msgspec.structs.replace(found, cheat=str(error), text=str(error))
+        except TamperingDetected as error:
+            return msgspec.structs.replace(verdict, cheat=str(error), text=str(error))
         except NoTimeLeft as error:
-            return msgspec.structs.replace(found, device=device, refused=str(error))
+            return msgspec.structs.replace(verdict, device=device, refused=str(error))
         except (GuestError, GuestEnded) as error:
             fault, text, log = await self._in_thread(fault_of, error, guest)
-            return msgspec.structs.replace(found, fault=fault, text=text, log=log)
-        seconds = {**found.seconds, "lease": leased_s - since_s, "time": time.monotonic() - leased_s}
-        return msgspec.structs.replace(found, device=device, seconds=seconds, **msgspec.structs.asdict(result))
+            return msgspec.structs.replace(verdict, fault=fault, text=text, log=log)
+        seconds = {**verdict.seconds, "lease": leased_s - since_s, "time": time.monotonic() - leased_s}
+        return msgspec.structs.replace(verdict, device=device, seconds=seconds, **msgspec.structs.asdict(result))
 
     async def _compare_compiled(
-        self, submission: KernelSubmission, group: TrialGroup, found: KernelEvaluation, until_s: float
+        self, submission: KernelSubmission, group: TrialGroup, verdict: KernelEvaluation, until_s: float
     ) -> KernelEvaluation:
-        """A timed evaluation that tells the speed-up over the compiled reference too, or why it can't: whatever fails
-        there changes nothing else. Who asks first waits for the compiler, if there is time until ``until_s``."""
-        cores, since_s = parse_device(found.device).core_ids(), time.monotonic()
+        """Add the speed-up over the compiled reference to a timed evaluation, or a note why there is none; a failure
+        changes no other field. The first caller waits for the compiler if ``until_s`` leaves time for it."""
+        cores, since_s = parse_device(verdict.device).core_ids(), time.monotonic()
         key = (hashlib.sha256(submission.task.source.encode()).digest(), cores)
         async with self._compiling:
             left_s = until_s - time.monotonic()
             if key not in self._compiled:
                 if left_s < 1.5 * COMPILE_S:
                     note = f"{NO_TIME}: it needs {1.5 * COMPILE_S:g} s, {max(left_s, 0):.0f} s were left"
-                    return msgspec.structs.replace(found, compiled_note=note)
+                    return msgspec.structs.replace(verdict, compiled_note=note)
                 self._compiled[key] = await self._time_compiled(submission, group, cores)
             compiled = self._compiled[key]
-        found = msgspec.structs.replace(found, seconds={**found.seconds, "reference": time.monotonic() - since_s})
+        verdict = msgspec.structs.replace(verdict, seconds={**verdict.seconds, "reference": time.monotonic() - since_s})
         if isinstance(compiled, str):
-            return msgspec.structs.replace(found, compiled_note=f"torch.compile of the reference: {compiled}"[:300])
-        speedup = (found.speedup or 0.0) / (compiled.speedup or 1.0)
-        return msgspec.structs.replace(found, reference_compiled=compiled.timing, speedup_compiled=speedup)
+            return msgspec.structs.replace(verdict, compiled_note=f"torch.compile of the reference: {compiled}"[:300])
+        speedup = (verdict.speedup or 0.0) / (compiled.speedup or 1.0)
+        return msgspec.structs.replace(verdict, reference_compiled=compiled.timing, speedup_compiled=speedup)
 
     async def _time_compiled(
         self, submission: KernelSubmission, group: TrialGroup, cores: tuple[int, ...]
     ) -> TimingResult | str:
-        """The compiled reference's time against the eager one's, each in a sandbox of its own; or why there is none."""
+        """The compiled reference's time against the eager one's, in separate sandboxes; or the reason of a failure."""
         try:
             async with guest_process(self._backend, compiled_spec(self._cores), self._in_thread, COMPILE_S) as compiled:
                 await self._in_thread(compile_reference, compiled, submission.task, group, submission.seed)
                 compiled.until_s = time.monotonic() + COMPILE_S / 2
-                # It does call the task's operators, and torch.compile replaces functions of torch.
+                # Not judged: it calls the task's operators, and torch.compile replaces functions of torch.
                 result = await self._measure(compiled, submission, group, cores, is_judged=False)
         except (GuestFailure, TaskFault, SandboxError, OSError) as error:
             return str(error)
@@ -263,16 +264,16 @@ class KernelEvaluator:
         is_judged: bool = True,
     ) -> TimingResult:
         async with self._guest(candidate.until_s) as reference:
-            crossing_s, settings = await self._crossing(cores), self._settings.timing
-            given = (candidate, reference, submission, group, cores, crossing_s, settings, is_judged)
-            return await self._in_thread((await self._in_thread(PairTimer, *given)).measure)
+            overhead_s, settings = await self._measure_overhead(cores), self._settings.timing
+            timer_arguments = (candidate, reference, submission, group, cores, overhead_s, settings, is_judged)
+            return await self._in_thread((await self._in_thread(PairTimer, *timer_arguments)).measure)
 
-    async def _crossing(self, cores: tuple[int, ...]) -> float:
-        """Time of an interval beside the calls, measured once for each set of cores."""
-        if cores not in self._crossing_s:
+    async def _measure_overhead(self, cores: tuple[int, ...]) -> float:
+        """The time of an interval's requests and answers, without calls; measured once for each set of cores."""
+        if cores not in self._overhead_s:
             async with self._guest(time.monotonic() + 60.0) as guest:
-                self._crossing_s[cores] = await self._in_thread(measure_crossing, guest, cores)
-        return self._crossing_s[cores]
+                self._overhead_s[cores] = await self._in_thread(measure_call_overhead, guest, cores)
+        return self._overhead_s[cores]
 
     @contextlib.asynccontextmanager
     async def _guest(self, until_s: float) -> AsyncIterator[GuestProcess]:
@@ -282,7 +283,7 @@ class KernelEvaluator:
 
     @property
     def _cores(self) -> int:
-        """Cores that a candidate has."""
+        """The number of cores that a candidate has."""
         return max(len(parse_device(name).core_ids()) for name in self._devices.names(("cpu",)))
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -292,7 +293,7 @@ class KernelEvaluator:
 def judge_candidate(
     guest: GuestProcess, submission: KernelSubmission, groups: Sequence[TrialGroup]
 ) -> KernelEvaluation:
-    """Compile a candidate and run its trials, to the first fault or deception. Blocks."""
+    """Compile a candidate and run its trials up to the first fault or tampering. Blocks."""
     began_s = time.monotonic()
     trials = CandidateTrials(guest, submission.task, submission.seed)
     compiled, fault, text, log = False, None, "", ""
@@ -303,11 +304,11 @@ def judge_candidate(
             compiled = True
             trials.run(group)
         if called := called_operator(submission.task, sorted(trials.operators)):
-            raise Deception(f"it calls {called}")
+            raise TamperingDetected(f"it calls {called}")
         trials.watch_idle()
         if trials.text and not trials.cheat and PRINTED_RESULT.search(guest.end()):
-            raise Deception("it prints what looks like a result")
-    except Deception as error:
+            raise TamperingDetected("it prints what looks like a result")
+    except TamperingDetected as error:
         trials.cheat = str(error)
     except (GuestError, GuestEnded) as error:
         fault, text, log = fault_of(error, guest)
@@ -345,11 +346,11 @@ def _require_valid(submission: KernelSubmission) -> None:
             raise ConfigurationError(f"{name} = {getattr(submission, name)}: valid: 1 to 10000")
     if submission.timeout_s <= 0:
         raise ConfigurationError(f"timeout_s = {submission.timeout_s}: valid: above 0")
-    if why := _unreadable(submission.task.source):
+    if why := _source_defect(submission.task.source):
         raise ConfigurationError(f"task {submission.task.name!r}: its source {why}")
 
 
-def _unreadable(source: str) -> str:
+def _source_defect(source: str) -> str:
     try:
         count = len(source.encode())
     except UnicodeEncodeError:
@@ -357,5 +358,5 @@ def _unreadable(source: str) -> str:
     return f"has {count} bytes: at most {SOURCE_BYTES}" if count > SOURCE_BYTES else ""
 
 
-def _bytes(groups: list[TrialGroup]) -> int:
-    return sum(tensor_bytes(one.inputs) + tensor_bytes(one.expected) for group in groups for one in group.trials)
+def _trials_bytes(groups: list[TrialGroup]) -> int:
+    return sum(tensor_bytes(trial.inputs) + tensor_bytes(trial.expected) for group in groups for trial in group.trials)

@@ -1,4 +1,4 @@
-"""Classes of faults, from what a device's driver, a compiler or an interpreter says and from how a process ended.
+"""Classification of faults, by messages of drivers, compilers and interpreters and by how a process ended.
 
 The eleven classes and their order are TritonForge's (its fault detector); drivers' texts are those of CUDA and ROCm.
 """
@@ -43,7 +43,7 @@ _NOISE = re.compile(
 
 
 def fault_in(text: str) -> KernelFault | None:
-    """The class that a text names, None if it names none."""
+    """The fault class that a text names; None: it names none."""
     for fault, pattern in _TEXTS:
         if re.search(pattern, text, re.IGNORECASE):
             return fault
@@ -51,8 +51,8 @@ def fault_in(text: str) -> KernelFault | None:
 
 
 def fault_of(error: GuestError | GuestEnded, guest: GuestProcess) -> tuple[KernelFault, str, str]:
-    """The class of what has ended a candidate's run, its first useful line, and more of it. Blocks. Raises SandboxError
-    where its sandbox has failed."""
+    """The fault class of an error that ended a candidate's run, its first useful line, and its log. Blocks. Raises
+    SandboxError if its sandbox has failed."""
     if isinstance(error, GuestError):
         text = first_line(str(error)) or str(error)
         return fault_of_error(error), text, (error.log or str(error))[:LOG_CHARACTERS]
@@ -62,7 +62,7 @@ def fault_of(error: GuestError | GuestEnded, guest: GuestProcess) -> tuple[Kerne
 
 
 def fault_of_error(error: GuestError) -> KernelFault:
-    """The class of what a candidate's source raised, or its compiler said."""
+    """The fault class of an exception of a candidate's source, or of its compiler's message."""
     if error.kind in ("syntax", "compile"):
         return fault_in(str(error)) or "syntax_error"
     named = fault_in(f"{error}\n{error.log}")
@@ -70,7 +70,7 @@ def fault_of_error(error: GuestError) -> KernelFault:
 
 
 def fault_of_end(ended: GuestEnded, result: ExecResult | None) -> tuple[KernelFault, str]:
-    """The class and a line of how a candidate's process ended."""
+    """The fault class of a candidate's process that ended, and a line on its end."""
     if ended.late or (result is not None and result.timed_out):
         return "timeout", "not done in time"
     if result is None:
@@ -85,11 +85,11 @@ def fault_of_end(ended: GuestEnded, result: ExecResult | None) -> tuple[KernelFa
 
 
 def first_line(text: str) -> str:
-    """The first line of use: the compiler's first error, else the first that isn't a frame or a caret."""
+    """The first useful line: the compiler's first error, else the first line that isn't a frame or a caret."""
     lines = text.splitlines()
-    for wanted in (r"\berror:|Error\b", r"warning:|undefined reference|fault"):
+    for pattern in (r"\berror:|Error\b", r"warning:|undefined reference|fault"):
         for line in lines:
-            if re.search(wanted, line):
+            if re.search(pattern, line):
                 return line.strip()[:TEXT_CHARACTERS]
     return next((line.strip()[:TEXT_CHARACTERS] for line in lines if not _NOISE.match(line)), "")
 

@@ -1,7 +1,8 @@
-"""A reference or a candidate in a sandbox of its own, as the evaluator sees it: requests, and looks from outside.
+"""The evaluator's handle of a guest, which runs a reference or a candidate in its own sandbox: requests to it, and
+inspection from outside.
 
-Everything that comes from there is treated as hostile. What counts is read out of the process's memory while it is
-stopped, and timed by this process's clock. Calls block: the evaluator makes them in threads of its own.
+Everything that a guest sends is treated as hostile. Outputs are read out of the process's memory while it is stopped,
+and timed by this process's clock. Calls block; the evaluator makes them in its own threads.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from headway.records.sandbox import MIB, Command, ExecResult, ResourceLimits, SandboxError, SandboxSpec
-from headway.runtime.supervision import to_its_end
+from headway.runtime.supervision import run_to_completion
 from headway.sandbox.guest import wire
 from headway.sandbox.local.backend import LocalBackend
 from headway.sandbox.local.sandbox import LocalSandbox
@@ -40,14 +41,14 @@ LOG_CHARACTERS = 4000
 STOPPED, ENDED = "T", "ZX"  # states of a process
 GONE = (FileNotFoundError, ProcessLookupError)
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of this process or its machine
-SPARE_S = 3600.0  # beyond its own time that a guest may live, as while it waits for a core
-STILL_S = WORD_S = 2.0  # until a stopped process stands still; until a sandbox's word on its end
+EXTRA_LIFETIME_S = 3600.0  # that a guest may live beyond its own time, as while it waits for a core
+STOP_S = END_REPORT_S = 2.0  # until a signalled process is stopped; until a sandbox reports its end
 COMPILER = ["g++", "-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wl,-z,defs"]
 # Memory that is freed stays with the process: else every output of a megabyte costs page faults in each interval.
 ALLOCATION = {"MALLOC_MMAP_THRESHOLD_": str(32 * MIB), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 INTERPRETED = {"TRITON_INTERPRET": "1"}
-Compile = Callable[[str], dict[str, Any]]  # a library's path, or the compiler's words
+Compile = Callable[[str], dict[str, Any]]  # a library's path, or the compiler's message
 
 
 class GuestFailure(Exception):
@@ -57,17 +58,17 @@ class GuestFailure(Exception):
 class GuestEnded(GuestFailure):
     """The process has ended, or hasn't answered in time (``late``)."""
 
-    def __init__(self, what: str, *, late: bool = False) -> None:
-        super().__init__(what)
+    def __init__(self, message: str, *, late: bool = False) -> None:
+        super().__init__(message)
         self.late = late
 
 
-class Deception(GuestFailure):
-    """A guest did what only a source does that means to deceive; the message says what."""
+class TamperingDetected(GuestFailure):
+    """A guest did something that only a source with an intention to cheat does; the message names it."""
 
 
 class GuestError(GuestFailure):
-    """A request failed in the guest: ``kind`` is syntax, compile or raised, as it says itself."""
+    """A request failed in the guest; ``kind``, as the guest reports it: syntax, compile or raised."""
 
     def __init__(self, text: str, kind: str, log: str) -> None:
         super().__init__(text)
@@ -77,8 +78,8 @@ class GuestError(GuestFailure):
 
 @contextlib.contextmanager
 def _while_alive() -> Iterator[None]:
-    """Raise GuestEnded where the system says that a process is gone, or that its time is over; OSError where this
-    process lacks what the call needs."""
+    """Raise GuestEnded for a system error that means that the process has ended, or its time is over; OSError if this
+    process lacks a resource that the call needs."""
     try:
         yield
     except TimeoutError:
@@ -90,7 +91,7 @@ def _while_alive() -> Iterator[None]:
 
 
 def preload_settings() -> LocalSettings:
-    """Settings of a backend whose sandboxes have imported torch, and triton's interpreter where triton is installed."""
+    """Settings of a backend whose sandboxes have imported torch, and Triton's interpreter if triton is installed."""
     paths = [sysconfig.get_path(name) for name in ("purelib", "platlib", "include")]  # the last: for torch.compile
     folders = [path for path in paths if os.path.isdir(path)]
     modules = ["numpy", "torch"]
@@ -119,7 +120,7 @@ def _encodable(head: dict[str, Any]) -> dict[str, Any]:
 
 
 def delay_ns(file: str = "/proc/thread-self/schedstat") -> int:
-    """Time that a thread, this one by default, was ready to run and had no core; 0 where the kernel doesn't say."""
+    """Time that a thread, by default this one, was ready to run and had no core; 0 if the kernel doesn't report it."""
     try:
         with open(file, "rb") as opened:
             return int(opened.read().split()[1])
@@ -128,10 +129,10 @@ def delay_ns(file: str = "/proc/thread-self/schedstat") -> int:
 
 
 class GuestProcess:
-    """A guest that is ready.
+    """The handle of a guest that is ready for requests.
 
-    Lifecycle: *running* <-> *stopped* (`freeze`, `thaw`), then *ended*: by `guest_process`, or by itself, after which
-    calls raise GuestEnded. Not for two threads at once.
+    Lifecycle: *running* <-> *stopped* (`freeze`, `thaw`), then *ended*, by `guest_process` or by itself; then calls
+    raise GuestEnded. Not thread-safe.
     """
 
     def __init__(
@@ -141,26 +142,26 @@ class GuestProcess:
         self._channel = channel
         self._running = running
         self._compile = compile_
-        self._frames = wire.Frames()
+        self._frames = wire.FrameAssembler()
         self._received: list[tuple[dict[str, Any], bytes]] = []
         self.until_s = until_s  # time.monotonic() at which calls give up
         self._compiles = 0
         self.compile_s = 0.0
-        self.launches: list[Any] = []  # signatures of Triton launches, as the guest tells them
+        self.launches: list[Any] = []  # signatures of Triton launches, as the guest reports them
         channel.settimeout(60.0)
-        data, found, _, _ = channel.recvmsg(4096, socket.CMSG_SPACE(12))
-        if not data or not found:
+        data, ancillary, _, _ = channel.recvmsg(4096, socket.CMSG_SPACE(12))
+        if not data or not ancillary:
             raise OSError("the guest's process didn't start")
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
-        self.pid: int = struct.unpack("3i", found[0][2])[0]
+        self.pid: int = struct.unpack("3i", ancillary[0][2])[0]
         self._handle = io.FileIO(os.pidfd_open(self.pid))
         self._memory = io.FileIO(f"/proc/{self.pid}/mem")
         self._clock = (~self.pid << 3) | 2  # the CPU time of all its threads
 
     def wait_ended(self) -> ExecResult | None:
-        """Wait for the sandbox's word on an end that is certain; None: it doesn't come. Raises SandboxError where the
-        sandbox itself has failed."""
-        until_s = time.monotonic() + WORD_S
+        """Wait for the sandbox's report on the end of its process; None: no report within END_REPORT_S. Raises
+        SandboxError if the sandbox itself has failed."""
+        until_s = time.monotonic() + END_REPORT_S
         while not self._running.done():
             if time.monotonic() > until_s:
                 return None
@@ -173,7 +174,7 @@ class GuestProcess:
             return ExecResult(exit_code=None, oom=bool(error.failure.evidence.get("oom_kills")), failure=error.failure)
 
     def end(self) -> bytes:
-        """Have it end by itself; the start of what it has printed."""
+        """Make the guest exit by itself, and return the beginning of its output."""
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
         result = self.wait_ended()
@@ -188,15 +189,15 @@ class GuestProcess:
     def call(
         self, do: str, body: bytes = b"", descriptors: Sequence[int] = (), **more: Any
     ) -> tuple[dict[str, Any], bytes]:
-        """Ask, and wait for the answer. Raises GuestError, GuestEnded, Deception."""
+        """Send a request and wait for its answer. Raises GuestError, GuestEnded, TamperingDetected."""
         return self.answer(self.ask(do, body, descriptors, **more))
 
     def load(self, module: str, source: str, *, confined: bool) -> dict[str, Any]:
-        """Have it run a source as a module, ``confined``: without other processes."""
+        """Run a source as a module in the guest. ``confined``: the guest can no longer start processes."""
         return self.call("load", source.encode(), module=module, confined=confined)[0]
 
     def make(self, module: str, kind: str, arguments: Sequence[Any] | None, seed: int) -> dict[str, Any]:
-        """Have it make a model of class ``kind`` of a module that is loaded; by default with ``get_init_inputs()``."""
+        """Make a model of class ``kind`` of a loaded module; ``arguments`` None: those of ``get_init_inputs()``."""
         return self.call("make", module=module, kind=kind, arguments=arguments, seed=seed)[0]
 
     def ask(self, do: str, body: bytes = b"", descriptors: Sequence[int] = (), **more: Any) -> int:
@@ -211,7 +212,7 @@ class GuestProcess:
         self._channel.sendall(data[sent:])
 
     def answer(self, number: int) -> tuple[dict[str, Any], bytes]:
-        """The answer to a request. Anything else on the channel means that the source writes to it."""
+        """Receive the answer to a request. Anything else on the channel means that the source writes to it."""
         while True:
             head, body = self._next()
             if head.get("ask") == "compile":
@@ -221,17 +222,17 @@ class GuestProcess:
                 if len(self.launches) > LAUNCHES:
                     raise GuestError(f"Triton kernels launched with more than {LAUNCHES} signatures", "raised", "")
             elif head.get("number") != number or self._received:
-                raise Deception("it wrote to the evaluator's channel")
+                raise TamperingDetected("it wrote to the evaluator's channel")
             elif head.get("kind") == "output":  # an odd one, whose values could come later
-                raise Deception(str(head.get("error"))[:1000])
+                raise TamperingDetected(str(head.get("error"))[:1000])
             elif "error" in head:
                 raise GuestError(str(head["error"])[:1000], str(head.get("kind")), str(head.get("log", ""))[:8000])
             else:
                 return head, body
 
     def run_calls(self, module: str, calls: int) -> tuple[int, bytes]:
-        """Let a stopped guest make prepared calls, and stop it when it answers; ns until then, and the addresses of the
-        outputs."""
+        """Run prepared calls in a stopped guest, and stop it when it answers. Returns the time until its answer in ns,
+        and the addresses of the outputs."""
         number = self.ask("go", module=module, calls=calls, record=False, brief=True)
         since_ns = time.perf_counter_ns()
         self.thaw()
@@ -259,7 +260,7 @@ class GuestProcess:
                     raise GuestEnded("its process has ended")
                 self._received += ((_encodable(head), body) for head, body in self._frames.feed(data))
         except (wire.Malformed, RecursionError):
-            raise Deception("it wrote to the evaluator's channel") from None
+            raise TamperingDetected("it wrote to the evaluator's channel") from None
         return self._received.pop(0)
 
     def _left_s(self) -> float:
@@ -268,20 +269,20 @@ class GuestProcess:
             raise TimeoutError
         return left_s
 
-    # Looks from outside.
+    # Inspection from outside.
 
     def freeze(self) -> None:
-        """Stop the process; it stands still when this returns. Raises GuestEnded, and OSError where the machine doesn't
-        come to stopping it."""
+        """Stop the process; all its threads are stopped when this returns. Raises GuestEnded, and OSError if they
+        aren't within STOP_S."""
         self._signal(signal.SIGSTOP)
-        until_s = time.monotonic() + STILL_S
+        until_s = time.monotonic() + STOP_S
         while time.monotonic() < until_s:
             states = self._states()
             if states[:1] in ENDED:  # or there is none
                 raise GuestEnded("its process has ended")
             if set(states) == {STOPPED}:
                 return
-        raise OSError(f"a process isn't stopped within {STILL_S:g} s")
+        raise OSError(f"a process isn't stopped within {STOP_S:g} s")
 
     def thaw(self) -> None:
         self._signal(signal.SIGCONT)
@@ -290,12 +291,12 @@ class GuestProcess:
     def _signal(self, number: int) -> None:
         signal.pidfd_send_signal(self._handle.fileno(), number)
 
-    def computes_beside(self) -> bool:
-        """Whether a thread beside the first runs or waits for a core."""
+    def has_busy_threads(self) -> bool:
+        """Whether a thread other than the first runs or waits for a core."""
         return "R" in self._states(beside=str(self.pid))
 
     def _states(self, beside: str = "") -> str:
-        """A letter for each thread but ``beside``."""
+        """The state letters of all threads but ``beside``."""
         states = ""
         for thread in self.threads():
             if thread == beside:
@@ -309,37 +310,37 @@ class GuestProcess:
         return os.listdir(f"/proc/{self.pid}/task")
 
     def read(self, address: int, count: int) -> np.ndarray[Any, Any]:
-        """``count`` bytes of the process's memory. Raises Deception where there is no such memory."""
-        found = np.empty(count, np.uint8)
-        at = 0
+        """Read ``count`` bytes of the process's memory. Raises TamperingDetected if there is no such memory."""
+        memory = np.empty(count, np.uint8)
+        offset = 0
         with contextlib.suppress(OSError, OverflowError, ValueError):
-            while at < count:
-                got = os.preadv(self._memory.fileno(), [memoryview(found.data)[at:]], address + at)
-                if got == 0:
+            while offset < count:
+                count_read = os.preadv(self._memory.fileno(), [memoryview(memory.data)[offset:]], address + offset)
+                if count_read == 0:
                     break
-                at += got
-        if at < count:
+                offset += count_read
+        if offset < count:
             if self._states()[:1] in ENDED:
                 raise GuestEnded("its process has ended")
-            raise Deception("its outputs lie nowhere")
-        return found
+            raise TamperingDetected("its outputs lie nowhere")
+        return memory
 
     @_while_alive()
     def cpu_ns(self) -> int:
-        """CPU time of the process so far."""
+        """The CPU time of the process so far."""
         return time.clock_gettime_ns(self._clock)
 
     def delay_ns(self) -> int:
-        """Time its first thread has waited for a core so far."""
+        """The time that its first thread has waited for a core so far."""
         return delay_ns(f"/proc/{self.pid}/schedstat")
 
     @_while_alive()
-    def others(self) -> int:
-        """Processes in its sandbox beside it and the sandbox's first."""
+    def extra_processes(self) -> int:
+        """The number of processes in its sandbox beside itself and the sandbox's first process."""
         return sum(name.isdigit() for name in os.listdir(f"/proc/{self.pid}/root/proc")) - 2
 
-    def strays(self, cores: Sequence[int]) -> bool:
-        """Whether a thread of it may run elsewhere than on ``cores``."""
+    def runs_outside(self, cores: Sequence[int]) -> bool:
+        """Whether a thread of the guest may run on cores other than ``cores``."""
         allowed = set(cores)
         for thread in self.threads():
             with contextlib.suppress(OSError):
@@ -348,7 +349,7 @@ class GuestProcess:
         return False
 
     def pin(self, cores: Sequence[int]) -> None:
-        """Have all its threads run on ``cores``, at ordinary priority where that is allowed."""
+        """Pin all threads of the guest to ``cores``, at ordinary priority where that is allowed."""
         for thread in self.threads():
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(int(thread), cores)
@@ -359,8 +360,8 @@ class GuestProcess:
 async def guest_process(
     backend: LocalBackend, spec: SandboxSpec, run: Callable[..., Any], timeout_s: float
 ) -> AsyncIterator[GuestProcess]:
-    """A guest for as long as the block runs, whose calls have ``timeout_s`` together. ``run`` awaits a blocking
-    function in a thread. Raises SandboxError, OSError."""
+    """Start a guest for the duration of the block; ``timeout_s`` limits all its calls together. ``run`` awaits a
+    blocking function in a thread. Raises SandboxError, OSError."""
     box = await backend.create(spec)
     loop, channel = asyncio.get_running_loop(), box.channel
     assert channel is not None
@@ -369,26 +370,26 @@ async def guest_process(
     def compile_(source: str) -> dict[str, Any]:
         return asyncio.run_coroutine_threadsafe(_compile(box, source), loop).result()
 
-    limit_s = timeout_s + SPARE_S
+    limit_s = timeout_s + EXTRA_LIFETIME_S
     running = asyncio.create_task(box.run_function(FUNCTION, timeout_s=limit_s, max_output_bytes=LOG_BYTES))
 
     async def end() -> None:
         with contextlib.suppress(OSError):
-            channel.shutdown(socket.SHUT_RDWR)  # whoever waits for an answer gets its end
+            channel.shutdown(socket.SHUT_RDWR)  # ends a thread's wait for an answer
         await box.terminate()
         await asyncio.gather(running, return_exceptions=True)
 
-    with contextlib.ExitStack() as opened:  # closed behind the end: after a cancellation a thread still looks there
+    with contextlib.ExitStack() as opened:  # closed after the end: a thread may still read there after a cancellation
         try:
             guest: GuestProcess = await run(GuestProcess, channel, running, compile_, time.monotonic() + timeout_s)
             yield opened.enter_context(contextlib.closing(guest))
         finally:
-            await to_its_end(end())
+            await run_to_completion(end())
 
 
 async def _compile(box: LocalSandbox, source: str) -> dict[str, Any]:
-    """Compile in the sandbox of who asks: its library's path there, or the compiler's words. Raises SandboxError for a
-    failure of the infrastructure."""
+    """Compile C++ in the requesting guest's sandbox. Returns the library's path there, or the compiler's message.
+    Raises SandboxError for an infrastructure failure."""
     name = f"/work/library-{secrets.token_hex(4)}"
     try:
         await box.write(f"{name}.cpp", source.encode(errors="replace"))
@@ -402,5 +403,5 @@ async def _compile(box: LocalSandbox, source: str) -> dict[str, Any]:
         return {"library": f"{name}.so"}
     if done.exit_code is None:
         return {"error": f"the compiler ended by a limit: {done.failure.what if done.failure else ''}"}
-    said = done.stderr.decode(errors="replace").replace(f"{name}.cpp", "kernel.cpp")
-    return {"error": said[:LOG_CHARACTERS]}
+    message = done.stderr.decode(errors="replace").replace(f"{name}.cpp", "kernel.cpp")
+    return {"error": message[:LOG_CHARACTERS]}

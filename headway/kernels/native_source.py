@@ -1,4 +1,4 @@
-"""C++ and CUDA sources of a candidate: libraries that would compute in its place."""
+"""Check of a candidate's C++ and CUDA sources for libraries that would compute in its place."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _METHODS = re.compile(
 
 
 def native_findings(text: str, allowed: Collection[str]) -> list[str]:
-    """Calls in C++ or CUDA text that aren't kernels of the candidate's own. ``allowed``: operators of torch without
-    underscores; a linker that refuses undefined symbols finds the rest."""
-    found = [f"an include of {match[1]}" for match in _INCLUDES.finditer(text)]
-    found += [f"a call of {match[1]}" for match in _CALLS.finditer(text)]
-    called = [match[1] for match in _TORCH.finditer(text)]
-    found += [f"an operator of torch in C++: {name}" for name in called if name.replace("_", "").lower() not in allowed]
-    if called or _HEADERS.search(text):
-        found += [f"a tensor computes in C++: .{match[1]}" for match in _METHODS.finditer(text)]
-    return found
+    """Calls in C++ or CUDA text that leave the computation to a library. ``allowed``: operators of torch without
+    underscores. A linker that refuses undefined symbols finds the rest."""
+    findings = [f"an include of {match[1]}" for match in _INCLUDES.finditer(text)]
+    findings += [f"a call of {match[1]}" for match in _CALLS.finditer(text)]
+    ops = [match[1] for match in _TORCH.finditer(text)]
+    findings += [f"an operator of torch in C++: {name}" for name in ops if name.replace("_", "").lower() not in allowed]
+    if ops or _HEADERS.search(text):
+        findings += [f"a tensor computes in C++: .{match[1]}" for match in _METHODS.finditer(text)]
+    return findings

@@ -12,7 +12,7 @@ PREFIXES = ("native_", "special_", "linalg_", "cudnn_", "mkldnn_")
 
 
 def canonical(name: str) -> str:
-    """Operator's name without underscores, case, prefixes and overload: ``aten::_softmax.int`` is "softmax"."""
+    """An operator's name without underscores, case, prefixes and overload: ``aten::_softmax.int`` is "softmax"."""
     name = packet_name(name).lower().strip("_")
     for prefix in PREFIXES:
         name = name.removeprefix(prefix)
@@ -20,13 +20,13 @@ def canonical(name: str) -> str:
 
 
 def packet_name(name: str) -> str:
-    """Name that torch.ops.aten has ``aten::add.Tensor`` and ``aten.add`` by: "add"."""
+    """An operator's name in torch.ops.aten: "add" for ``aten::add.Tensor`` and ``aten.add``."""
     return name.removeprefix("aten::").removeprefix("aten.").split(".")[0]
 
 
 def with_relatives(names: tuple[str, ...]) -> frozenset[str]:
-    """The operators ``names`` and those that do their work."""
-    own = {packet_name(name) for name in names}
-    wanted = {canonical(name) for name in own}
-    families = (of + also for of, also in FAMILIES if wanted & {canonical(name) for name in of})
-    return frozenset(own.union(*families))
+    """The operators ``names``, and operators that compute the same (operators.toml's families)."""
+    packets = {packet_name(name) for name in names}
+    canonical_names = {canonical(name) for name in packets}
+    families = (of + also for of, also in FAMILIES if canonical_names & {canonical(name) for name in of})
+    return frozenset(packets.union(*families))

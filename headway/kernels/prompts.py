@@ -19,10 +19,10 @@ values, for any inputs of these kinds{sizes}. Tolerances, absolute and relative:
 {backend}
 
 Answer with one ```python block that holds the whole source: imports, kernels and ModelNew."""
-_OWN_KERNELS = " Beside your kernels, torch may only allocate, view and copy tensors."
+_TORCH_RULE = " Beside your kernels, torch may only allocate, view and copy tensors."
 _BACKENDS: dict[KernelBackend, str] = {
     "cpp": "It computes on a CPU, in C++ that load_cpp compiles; load_cpp is defined already and returns a ctypes.CDLL."
-    + _OWN_KERNELS
+    + _TORCH_RULE
     + ''' For example, a forward pass that doubles a float32 tensor:
 
 ```python
@@ -47,8 +47,8 @@ class ModelNew(nn.Module):
         return out
 ```''',
     "triton": "It computes in Triton kernels: functions under @triton.jit at the module's top level. Inputs may lie on "
-    "a CPU, where Triton's interpreter runs the kernels: outputs go to the inputs' device." + _OWN_KERNELS,
-    "cuda": "It computes in CUDA kernels, which torch.utils.cpp_extension.load_inline compiles." + _OWN_KERNELS,
+    "a CPU, where Triton's interpreter runs the kernels: outputs go to the inputs' device." + _TORCH_RULE,
+    "cuda": "It computes in CUDA kernels, which torch.utils.cpp_extension.load_inline compiles." + _TORCH_RULE,
     "torch": "It computes with other operators of torch than the reference; torch.compile may not be used.",
 }
 _BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
@@ -75,31 +75,31 @@ def kernel_prompt(task: KernelTask) -> str:
 
 
 def source_in(text: str) -> str:
-    """The candidate in a model's answer: its last code block with ModelNew, or the whole answer where that defines it;
-    "": there is none. What the model thinks, between <think> tags, is left out."""
-    said = _THOUGHT_END.sub("", _THOUGHT.sub("", text))
-    blocks = [found[2] for found in _BLOCK.finditer(said)]
+    """The candidate in a model's answer: the last code block with ModelNew, or the whole answer if that defines it;
+    "": there is none. The reasoning between <think> tags is ignored."""
+    answer = _THOUGHT_END.sub("", _THOUGHT.sub("", text))
+    blocks = [match[2] for match in _BLOCK.finditer(answer)]
     defining = [block for block in blocks if _CLASS.search(block)]
     if defining:
         return defining[-1].rstrip() + "\n"
-    return said.strip() + "\n" if not blocks and _CLASS.search(said) else ""
+    return answer.strip() + "\n" if not blocks and _CLASS.search(answer) else ""
 
 
 def feedback(evaluation: KernelEvaluation) -> str:
-    """The reply to a model's answer, by its evaluation, before its next turn. Raises ValueError for a failure of the
-    evaluator's own."""
+    """The environment's reply to a model's answer, from its evaluation. Raises ValueError for an infrastructure
+    failure of the evaluation."""
     if evaluation.infrastructure:
         raise ValueError(f"the evaluation failed, so it says nothing: {evaluation.infrastructure}")
     detail = (evaluation.text or evaluation.log)[:_QUOTED_CHARACTERS]
     if evaluation.cheat:
-        said = f"This isn't allowed: {evaluation.cheat}."
+        verdict = f"This isn't allowed: {evaluation.cheat}."
     elif not evaluation.compiled:
         more = evaluation.log[:_QUOTED_CHARACTERS]
-        said = f"It doesn't compile: {detail}" + (f"\n\n```text\n{more}\n```" if more and more != detail else "")
+        verdict = f"It doesn't compile: {detail}" + (f"\n\n```text\n{more}\n```" if more and more != detail else "")
     elif evaluation.fault is not None:
-        said = f"It compiles, and ends with {evaluation.fault.replace('_', ' ')}: {detail}"
+        verdict = f"It compiles, and ends with {evaluation.fault.replace('_', ' ')}: {detail}"
     elif not evaluation.correct:
-        said = f"It compiles, but is right in {evaluation.passed} of {evaluation.trials} trials: {detail}"
+        verdict = f"It compiles, but is right in {evaluation.passed} of {evaluation.trials} trials: {detail}"
     elif evaluation.speedup is None:
         return "It compiles and is right. Make it faster. Answer with the whole source."
     else:
@@ -110,4 +110,4 @@ def feedback(evaluation: KernelEvaluation) -> str:
             f"It compiles and is right, at {evaluation.speedup:.2f} times the reference's speed{times}. "
             "Make it faster. Answer with the whole source."
         )
-    return f"{said}\n\nCorrect it. Answer with the whole source."
+    return f"{verdict}\n\nCorrect it. Answer with the whole source."

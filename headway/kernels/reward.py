@@ -10,9 +10,9 @@ MOST_GAIN = 2.0  # of the speed-up, above 1
 
 
 def kernel_reward(evaluation: KernelEvaluation) -> float:
-    """TritonForge's ladder: 0; 0.1 for a candidate that compiles; for a correct one 0.3 + clip(speed-up - 1, 0, 2),
-    without a speed-up 0.3. A cheat gets 0. Raises ValueError for a failure of the evaluator's own, which is no reward.
-    """
+    """TritonForge's reward: 0.1 for a candidate that compiles, 0.3 + clip(speed-up - 1, 0, 2) for a correct one, 0.3
+    for a correct one without a speed-up, else 0, which a cheat gets too. Raises ValueError for an infrastructure
+    failure, which gives no reward."""
     if evaluation.infrastructure:
         raise ValueError(f"the evaluation failed, so there is no reward: {evaluation.infrastructure}")
     if evaluation.cheat or not evaluation.compiled:

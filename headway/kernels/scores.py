@@ -1,4 +1,4 @@
-"""Scores of a set of answers to kernel tasks: pass@k, fast_p, outcomes, speed-ups, each with its interval."""
+"""Scores of a set of answers to kernel tasks: pass@k and fast_p with intervals, outcomes, speed-ups."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class JudgedTask(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def valid(self) -> list[KernelEvaluation]:
-        return [one for one in self.evaluations if not one.infrastructure]
+        return [evaluation for evaluation in self.evaluations if not evaluation.infrastructure]
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,10 +51,12 @@ class SpeedupSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CandidateScores(msgspec.Struct, frozen=True, kw_only=True):
-    """Scores of a set of tasks' candidates. Only evaluated ones count; ``missing`` and ``unanswered`` say what doesn't.
+    """Scores of the candidates of a set of tasks. Only evaluated candidates count; ``missing`` and ``unanswered`` count
+    the others.
 
     ``fast``: the mean over tasks of the share of a task's candidates that are correct and have a speed-up above p; with
-    one candidate a task it is KernelBench's fast_p. A correct one without a speed-up (``untimed``) counts as no faster.
+    one candidate per task it is KernelBench's fast_p. A correct candidate without a speed-up (``untimed``) counts as no
+    faster.
     """
 
     tasks: int
@@ -70,21 +72,21 @@ class CandidateScores(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def score_tasks(judged: Sequence[JudgedTask], ks: Sequence[int], *, timed: bool = True) -> CandidateScores:
-    """Score a set of tasks. A task with fewer than k evaluated candidates is left out of pass@k, and a k that none
-    reaches too: see `Share.tasks`. ``timed``: candidates were to be timed."""
+    """Score a set of tasks. pass@k leaves out tasks with fewer than k evaluated candidates (see `Share.tasks`), and any
+    k that no task reaches. ``timed``: whether timing was requested."""
     valid = [task.valid for task in judged]
-    every = [one for ones in valid for one in ones]
-    logs = [math.log(one.speedup) for one in every if one.correct and one.speedup]
+    every = [evaluation for evaluations in valid for evaluation in evaluations]
+    logs = [math.log(evaluation.speedup) for evaluation in every if evaluation.correct and evaluation.speedup]
     return CandidateScores(
         tasks=len(judged),
         candidates=len(every),
         missing=sum(len(task.evaluations) for task in judged) - len(every),
         unanswered=sum(not task.evaluations for task in judged),
-        untimed=sum(one.correct and one.speedup is None for one in every),
+        untimed=sum(evaluation.correct and evaluation.speedup is None for evaluation in every),
         compiled=_pass_at(valid, ks, compiles),
-        correct=_pass_at(valid, ks, lambda one: one.correct),
+        correct=_pass_at(valid, ks, lambda evaluation: evaluation.correct),
         fast={f"{p:g}": share for p in FASTER_THAN if (share := _fast(valid, p))} if timed else {},
-        outcomes=dict(Counter(one.outcome for one in every).most_common()),
+        outcomes=dict(Counter(evaluation.outcome for evaluation in every).most_common()),
         speedups=_summary(logs) if logs else None,
     )
 
@@ -100,13 +102,13 @@ def scores_by_level(
 
 
 def compiles(evaluation: KernelEvaluation) -> bool:
-    """Whether a candidate compiles, and is no cheat."""
+    """Whether a candidate compiles and is no cheat."""
     return evaluation.compiled and not evaluation.cheat
 
 
 def mean_over_tasks(values: Sequence[float]) -> Share | None:
-    """Mean of a value in 0..1 of each task; None: no task. The interval is the bootstrap's over tasks, with a fixed
-    seed. Where all values are 0, or all 1, which resampling can't vary, it is Wilson's."""
+    """Mean over tasks of a value in 0..1; None: no task. The interval is a bootstrap over tasks with a fixed seed, or
+    Wilson's if all values are 0 or all are 1, which resampling can't vary."""
     if not values:
         return None
     count, mean = len(values), math.fsum(values) / len(values)
@@ -122,7 +124,7 @@ def mean_over_tasks(values: Sequence[float]) -> Share | None:
 
 @cache
 def _weights(count: int) -> NDArray[np.float64]:
-    """Weight of each of ``count`` tasks in each resample: (resamples, count)."""
+    """Bootstrap weights of ``count`` tasks: (resamples, count)."""
     random = np.random.default_rng([_SEED, count])
     return random.multinomial(count, np.full(count, 1.0 / count), size=_RESAMPLES) / count
 
@@ -130,14 +132,14 @@ def _weights(count: int) -> NDArray[np.float64]:
 def _pass_at(
     valid: Sequence[Sequence[KernelEvaluation]], ks: Sequence[int], passes: Callable[[KernelEvaluation], bool]
 ) -> dict[str, Share]:
-    counts = [(sum(map(passes, ones)), len(ones)) for ones in valid]
+    counts = [(sum(map(passes, evaluations)), len(evaluations)) for evaluations in valid]
     shares = {str(k): mean_over_tasks([pass_share(c, n, k) for c, n in counts if n >= k]) for k in ks}
     return {k: share for k, share in shares.items() if share is not None}
 
 
 def _fast(valid: Sequence[Sequence[KernelEvaluation]], p: float) -> Share | None:
     return mean_over_tasks(
-        [sum(one.correct and (one.speedup or 0.0) > p for one in ones) / len(ones) for ones in valid if ones]
+        [sum(e.correct and (e.speedup or 0.0) > p for e in group) / len(group) for group in valid if group]
     )
 
 

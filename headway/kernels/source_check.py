@@ -1,8 +1,8 @@
-"""Check of a candidate's source by names: operators of torch that its back end doesn't allow, and ways around the check
-of what it calls when it runs.
+"""Static check of a candidate's source by names: operators of torch that its back end doesn't allow, and ways around
+the check at run time.
 
-Arithmetic on tensors and layers that are called by another name show when the candidate runs. So the names matter that
-would undo or avoid that: modules, private parts, frames, threads, code made of text, names that are computed.
+The check at run time finds arithmetic on tensors and layers that are called by another name. This one finds names that
+would undo or avoid it: modules, private parts, frames, threads, code made of text, names that are computed.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _COMPUTING = {canonical(name) for of, also in FAMILIES for name in of + also} | 
 
 
 class OperatorFinding(NamedTuple):
-    """Use of an operator that the back end doesn't allow, or of a way around the check."""
+    """A use of an operator that the back end doesn't allow, or of a way around the check."""
 
     line: int
     text: str
 
 
 class SourceCheck:
-    """Looks at each name of a module, the bodies of its Triton kernels apart.
+    """Checks each name of a module, except in the bodies of its Triton kernels.
 
-    ``allowed`` and ``forbidden``: operators of torch by name; the second are those of back end "torch".
+    ``allowed`` and ``forbidden``: operators of torch by name; ``forbidden`` applies to back end "torch".
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class SourceCheck:
     ) -> None:
         self._tree = tree
         self._backend = backend
-        self._own = backend != "torch"  # kernels of its own are asked for
+        self._needs_kernels = backend != "torch"  # kernels of its own are asked for
         self._allowed = {canonical(name) for name in allowed}
         self._forbidden = {canonical(name) for name in forbidden}
         self._names = SourceNames(tree)
@@ -66,8 +66,8 @@ class SourceCheck:
     def findings(self) -> list[OperatorFinding]:
         """All findings of the module, by line."""
         nodes = self._nodes()
-        found = {OperatorFinding(getattr(node, "lineno", 1), text) for node in nodes for text in self._look(node)}
-        return sorted(found.union(self._native()) if self._own else found)
+        findings = {OperatorFinding(getattr(node, "lineno", 1), text) for node in nodes for text in self._check(node)}
+        return sorted(findings.union(self._native_findings()) if self._needs_kernels else findings)
 
     def _nodes(self) -> Iterator[ast.AST]:
         """All nodes, outer ones first, without the bodies of Triton kernels, which compute on their own."""
@@ -80,12 +80,12 @@ class SourceCheck:
             else:
                 pending += ast.iter_child_nodes(node)
 
-    def _native(self) -> Iterator[OperatorFinding]:
+    def _native_findings(self) -> Iterator[OperatorFinding]:
         nodes = list(ast.walk(self._tree))
         strings = [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-        found = {text: node.lineno for node in strings for text in native_findings(str(node.value), self._allowed)}
+        lines = {text: node.lineno for node in strings for text in native_findings(str(node.value), self._allowed)}
         joined = native_findings("".join(str(node.value) for node in strings), self._allowed)
-        yield from (OperatorFinding(found.get(text, 1), text) for text in {*found, *joined})
+        yield from (OperatorFinding(lines.get(text, 1), text) for text in {*lines, *joined})
         paths = [*self._names.modules.values(), *(self._names.path(node) or "" for node in nodes)]
         made = {
             "cpp": any(isinstance(node, ast.Name) and node.id == "load_cpp" for node in nodes),
@@ -95,7 +95,7 @@ class SourceCheck:
         if not made[self._backend]:
             yield OperatorFinding(1, f"no kernel of its own for back end {self._backend!r}")
 
-    def _look(self, node: ast.AST) -> Iterator[str]:
+    def _check(self, node: ast.AST) -> Iterator[str]:
         """Findings at a node itself."""
         path = None if id(node) in self._parts else self._names.path(node)
         if path is not None:
@@ -133,7 +133,7 @@ class SourceCheck:
                 if name.startswith("__") or self._names.path(value) is not None:
                     yield f"assignment to {ast.unparse(node)}"
             case ast.BinOp(op=ast.MatMult()) | ast.AugAssign(op=ast.MatMult()):
-                if self._own or "matmul" in self._forbidden:
+                if self._needs_kernels or "matmul" in self._forbidden:
                     yield "a product of matrices by @"
             case ast.Call(func=ast.Name(id="getattr" | "setattr" | "hasattr"), args=[value, part, *_]):
                 name = folded(part)
@@ -143,7 +143,7 @@ class SourceCheck:
                     yield from self._attribute(value, name)
             case ast.Call(func=called):
                 yield from self._call(called)
-        if self._own and isinstance(node, _LOOPS):
+        if self._needs_kernels and isinstance(node, _LOOPS):
             yield from ("a tensor's values are read in a loop" for part in ast.walk(node) if _is_reading(part))
 
     def _binding(self, node: ast.AST, name: str) -> Iterator[str]:
@@ -153,23 +153,23 @@ class SourceCheck:
 
     def _import(self, path: str) -> Iterator[str]:
         root = path.split(".")[0]
-        if root not in WORDS["imports"] or path.endswith(".*") or (root == "ctypes" and not self._own):
+        if root not in WORDS["imports"] or path.endswith(".*") or (root == "ctypes" and not self._needs_kernels):
             yield f"import of {path}"
         elif not _MODULES.fullmatch(path):
             yield from self._reference(path)
 
     def _call(self, called: ast.expr) -> Iterator[str]:
-        """Calls of what is made a layer of torch at once, or where its name is bound."""
+        """Findings at the call of a layer of torch that is made in the call, or bound to the called name."""
         if isinstance(called, ast.Attribute) and called.attr == "forward":
             called = called.value
         made = self._names.path(called.func) if isinstance(called, ast.Call) else None
         layer = self._names.layers.get(ast.unparse(called), "") if self._names.layers else ""
         layer = made if made and LAYER.fullmatch(made) else layer
-        if layer and (self._own or canonical(layer.rpartition(".")[2]) in self._forbidden):
+        if layer and (self._needs_kernels or canonical(layer.rpartition(".")[2]) in self._forbidden):
             yield f"a layer of torch is called: {ast.unparse(called)}"
 
     def _attribute(self, value: ast.expr, name: str) -> Iterator[str]:
-        """Findings at an attribute of something that no import begins."""
+        """Findings at an attribute whose path doesn't begin at an import."""
         is_dunder = name.startswith("__") and name.endswith("__") and name not in WORDS["dunders"]
         if is_dunder or name in WORDS["frames"]:
             yield f"use of .{name}"
@@ -177,18 +177,18 @@ class SourceCheck:
             yield f"a Triton kernel's .{name}"
         elif (isinstance(value, ast.Name) and value.id == "self") or name in self._names.own:
             return
-        elif not self._own:
+        elif not self._needs_kernels:
             if canonical(name) in self._forbidden:
                 yield f"the task's own operator: .{name}"
         elif canonical(name) not in self._allowed and (canonical(name) in _COMPUTING or _is_in_place(name)):
             yield f"a tensor computes: .{name}"
 
     def _reference(self, path: str) -> Iterator[str]:
-        """Findings at a name that begins at an import."""
+        """Findings at a dotted path that begins at an import."""
         name, root = path.rpartition(".")[2], path.partition(".")[0]
         if _MODULES.fullmatch(path):
             yield f"the module {path} as a value"
-        elif root == "torch" and self._own:
+        elif root == "torch" and self._needs_kernels:
             if not self._is_allowed(path, name):
                 yield f"an operator of torch: {path}"
         elif root == "torch":

@@ -16,7 +16,7 @@ _CALLED = re.compile(r"\b([A-Za-z]\w*)\s*\(")
 
 
 class SourceNames:
-    """Imports, Triton kernels and other names of a module, wherever they stand in it."""
+    """Imports, Triton kernels and other names of a module, at any depth."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.modules: dict[str, str] = {}  # local name -> dotted path
@@ -53,7 +53,7 @@ class SourceNames:
         return self.path(decorator.func if isinstance(decorator, ast.Call) else decorator) == "triton.jit"
 
     def path(self, node: ast.AST) -> str | None:
-        """Dotted path of an expression that begins at an import: "torch.nn.functional.relu" for ``F.relu``."""
+        """The dotted path of an expression that begins at an import: "torch.nn.functional.relu" for ``F.relu``."""
         match node:
             case ast.Name(id=name):
                 return self.modules.get(name)
@@ -67,7 +67,7 @@ class SourceNames:
 
 
 def folded(node: ast.AST) -> str | None:
-    """Text of an expression of string literals joined by +; None where it isn't known."""
+    """The text of string literals joined by +; None: another expression."""
     match node:
         case ast.Constant(value=str() as text):
             return text

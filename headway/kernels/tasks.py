@@ -23,7 +23,7 @@ KERNEL = "kernel"  # key of a task's metadata
 LEVELS = (1, 2, 3, 4)
 SMALLEST_DIMENSION = 16  # the dimension limit isn't halved below this one
 _FUNCTIONS = ("get_inputs", "get_init_inputs")
-_SHAPED = frozenset(("rand", "randn", "randint", "ones", "zeros", "empty", "full", "normal", "sample"))
+_TENSOR_MAKERS = frozenset(("rand", "randn", "randint", "ones", "zeros", "empty", "full", "normal", "sample"))
 _FOLDED: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -35,7 +35,7 @@ _FOLDED: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 class ScaleLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits that the sizes of a problem are capped by, each at least 1."""
+    """Caps of a problem's sizes, each at least 1."""
 
     dimension: int = 1024
     batch: int = 256
@@ -43,15 +43,15 @@ class ScaleLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScaledSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Problem whose sizes fit the limits: the source that model and checker see."""
+    """A problem whose sizes fit the limits, with the source that model and checker see."""
 
     source: str
     changed: dict[str, tuple[int, int]]  # constant -> size before, size now; NAME[0] within a tuple
-    unscaled: tuple[str, ...]  # what doesn't fit, or may not go with the changed sizes: line and reason
+    unscaled: tuple[str, ...]  # sizes that don't fit, or may not agree with the changed ones: line and reason
 
 
 class _Size(msgspec.Struct, frozen=True, kw_only=True):
-    """Integer constant at module level. ``span``: bytes of the source that spell it."""
+    """An integer constant at module level. ``span``: the bytes of the source that spell it."""
 
     name: str
     value: int
@@ -76,9 +76,9 @@ def load_kernelbench(
     limits: ScaleLimits | None = ScaleLimits(),
     backend: KernelBackend = "cpp",
 ) -> tuple[list[KernelTask], dict[str, tuple[str, ...]]]:
-    """Tasks of a KernelBench checkout, scaled to ``limits`` unless None; and, by name, what couldn't be scaled.
+    """Tasks of a KernelBench checkout, scaled to ``limits`` unless None, and notes by name on sizes that don't scale.
 
-    Tasks are named ``level1/19_ReLU``. Where a problem names its batch size, one further shape has another.
+    Tasks are named ``level1/19_ReLU``. A problem that names its batch size gets a second shape with another one.
     Raises ConfigurationError: a folder without ``KernelBench/level1``, a file that isn't a problem.
     """
     root = next((root for root in (folder / "KernelBench", folder) if (root / "level1").is_dir()), None)
@@ -89,10 +89,10 @@ def load_kernelbench(
         )
     tasks, unscaled = [], {}
     for level in levels:
-        found = sorted((root / f"level{level}").glob("*.py"), key=lambda file: _ordered(file.stem))
-        if not found:
+        paths = sorted((root / f"level{level}").glob("*.py"), key=lambda file: _numeric_key(file.stem))
+        if not paths:
             raise ConfigurationError(f"{root / f'level{level}'}: no problems; valid levels: those with *.py files")
-        for file in found:
+        for file in paths:
             source, name = _read_text(file), f"level{level}/{file.stem}"
             require_problem(source, str(file))
             if limits is not None:
@@ -106,66 +106,66 @@ def load_kernelbench(
 
 
 def load_jsonl(path: Path) -> list[KernelTask]:
-    """Tasks of a file with one JSON object a line, its keys the fields of KernelTask: ``name`` and ``source`` at least.
+    """Tasks of a file with one JSON object per line, whose keys are KernelTask's fields: at least ``name``, ``source``.
 
     Raises ConfigurationError with file and line: bad JSON, unknown keys, a second task of one name, no problem.
     """
-    tasks: dict[str, KernelTask] = {}
-    for where, fields in read_objects(path):
-        for key in fields.keys() - set(KernelTask.__struct_fields__):
-            raise ConfigurationError(f"{where}: unknown key {key!r}; valid: {', '.join(KernelTask.__struct_fields__)}")
+    tasks, known = dict[str, KernelTask](), KernelTask.__struct_fields__
+    for location, fields in read_objects(path):
+        for key in fields.keys() - set(known):
+            raise ConfigurationError(f"{location}: unknown key {key!r}; valid: {', '.join(known)}")
         try:
             task = msgspec.convert(fields, KernelTask)
         except msgspec.ValidationError as error:
-            raise ConfigurationError(f"{where}: not a kernel task: {error}") from error
+            raise ConfigurationError(f"{location}: not a kernel task: {error}") from error
         if task.name in tasks:
-            raise ConfigurationError(f"{where}: name = {task.name!r} is another task's; valid: names that differ")
-        require_problem(task.source, where)
+            raise ConfigurationError(f"{location}: name = {task.name!r} is another task's; valid: names that differ")
+        require_problem(task.source, location)
         for shape in task.shapes:
-            resized_source(task.source, shape, where)
+            resized_source(task.source, shape, location)
         tasks[task.name] = task
     if not tasks:
         raise ConfigurationError(f"{path}: no tasks; valid: one JSON object a line")
     return list(tasks.values())
 
 
-def kernel_task(task: Task, backend: str = "", where: str = "") -> KernelTask:
-    """The kernel task in a task's metadata; with ``backend`` instead of its own. ``where``: it stands, for errors.
-    Raises ConfigurationError."""
+def kernel_task(task: Task, backend: str = "", location: str = "") -> KernelTask:
+    """The kernel task in a task's metadata; ``backend``, if given, replaces its back end. ``location``: the task's, for
+    errors. Raises ConfigurationError."""
     try:
-        found = msgspec.convert(task.metadata.get(KERNEL), KernelTask)
+        kernel = msgspec.convert(task.metadata.get(KERNEL), KernelTask)
     except msgspec.ValidationError as error:
         raise ConfigurationError(
-            f"{where or f'task {task.task_id}'}: metadata.{KERNEL} is no kernel task: {error}; write tasks by `headway "
-            "kernels tasks`"
+            f"{location or f'task {task.task_id}'}: metadata.{KERNEL} is no kernel task: {error}; write tasks by "
+            "`headway kernels tasks`"
         ) from None
-    return msgspec.structs.replace(found, backend=backend) if backend else found
+    return msgspec.structs.replace(kernel, backend=backend) if backend else kernel
 
 
-def require_problem(source: str, where: str) -> None:
+def require_problem(source: str, location: str) -> None:
     """Raise ConfigurationError unless ``source`` is Python with ``Model``, ``get_inputs`` and ``get_init_inputs``."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # as ast.parse says that it may
-        raise ConfigurationError(f"{where}: not Python: {error}") from error
+        raise ConfigurationError(f"{location}: not Python: {error}") from error
     defined = {node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
     missing = [name for name in ("Model", *_FUNCTIONS) if name not in defined]
     if missing:
         raise ConfigurationError(
-            f"{where}: {', '.join(missing)} not defined; valid: a source with class Model, get_inputs() and "
+            f"{location}: {', '.join(missing)} not defined; valid: a source with class Model, get_inputs() and "
             "get_init_inputs()"
         )
 
 
-def resized_source(source: str, sizes: Mapping[str, int], where: str = "source") -> str:
-    """The source with other values of its integer constants at module level, and of all that is derived from them.
+def resized_source(source: str, sizes: Mapping[str, int], location: str = "source") -> str:
+    """The source with other values of its integer constants at module level, and of everything derived from them.
 
     Raises ConfigurationError for a name that isn't such a constant.
     """
     known = {size.name: size for size in _sizes(source)}
     for name in sizes:
         if name not in known:
-            raise ConfigurationError(f"{where}: no integer constant {name!r}; valid: {', '.join(known) or 'none'}")
+            raise ConfigurationError(f"{location}: no integer constant {name!r}; valid: {', '.join(known) or 'none'}")
     return _with_values(source, {known[name]: value for name, value in sizes.items()})
 
 
@@ -222,7 +222,7 @@ def _sizes(source: str) -> list[_Size]:
     starts = [0]
     for line in source.encode().splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    found: dict[tuple[int, int], _Size] = {}
+    sizes: dict[tuple[int, int], _Size] = {}
     for name, node in _constants(ast.parse(source)):
         value = _evaluate(node, {})
         if not isinstance(value, int) or value < 0:
@@ -230,8 +230,8 @@ def _sizes(source: str) -> list[_Size]:
         end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
         span = (starts[node.lineno - 1] + node.col_offset, end)
         lowered = name.lower()
-        found[span] = _Size(name=name, value=value, span=span, batch=lowered.startswith("batch") or lowered == "b")
-    return list(found.values())
+        sizes[span] = _Size(name=name, value=value, span=span, batch=lowered.startswith("batch") or lowered == "b")
+    return list(sizes.values())
 
 
 def _constants(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
@@ -248,13 +248,13 @@ def _constants(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
                 pairs = zip(target.elts, value.elts, strict=True)
                 yield from ((part.id, node) for part, node in pairs if isinstance(part, ast.Name))
             elif isinstance(target, ast.Name) and several:
-                yield from ((f"{target.id}[{place}]", node) for place, node in enumerate(value.elts))
+                yield from ((f"{target.id}[{index}]", node) for index, node in enumerate(value.elts))
             elif isinstance(target, ast.Name) and value is not None:
                 yield target.id, value
 
 
 def _evaluate(node: ast.expr, known: Mapping[str, Any]) -> int | tuple[int, ...] | None:
-    """Value of an expression of integers, known names, tuples and their parts; None for anything else."""
+    """The value of an expression of integers, known names and tuples; None for any other expression."""
     match node:
         case ast.Constant(value=int() as value) if not isinstance(value, bool):
             return value
@@ -269,11 +269,11 @@ def _evaluate(node: ast.expr, known: Mapping[str, Any]) -> int | tuple[int, ...]
                 values.extend(value if isinstance(value, tuple) else (value,))
             return tuple(values)
         case ast.BinOp(left=left, op=sign, right=right):
-            one, other = _evaluate(left, known), _evaluate(right, known)
-            if type(sign) in _FOLDED and isinstance(one, int) and isinstance(other, int):
-                small = abs(one) <= 2**40 and 0 <= other <= (64 if isinstance(sign, (ast.Pow, ast.LShift)) else 2**40)
+            first, other = _evaluate(left, known), _evaluate(right, known)
+            if type(sign) in _FOLDED and isinstance(first, int) and isinstance(other, int):
+                small = abs(first) <= 2**40 and 0 <= other <= (64 if isinstance(sign, (ast.Pow, ast.LShift)) else 2**40)
                 if small and (other or not isinstance(sign, ast.FloorDiv)):
-                    return _FOLDED[type(sign)](one, other)
+                    return _FOLDED[type(sign)](first, other)
     return None
 
 
@@ -286,7 +286,7 @@ def _with_values(source: str, values: Mapping[_Size, int]) -> str:
 
 
 def _inputs(source: str) -> Iterator[tuple[str, int]]:
-    """Elements of each tensor that ``get_inputs`` makes with a shape written in constants, with its line."""
+    """A note with the line, and the number of elements, of each tensor of constant shape in ``get_inputs``."""
     tree = ast.parse(source)
     known: dict[str, Any] = {}
     for name, node in _constants(tree):
@@ -294,35 +294,35 @@ def _inputs(source: str) -> Iterator[tuple[str, int]]:
     for name in {name.split("[")[0] for name in known if "[" in name}:
         parts = [value for key, value in known.items() if key.startswith(f"{name}[")]
         known[name] = tuple(parts) if all(isinstance(part, int) for part in parts) else None
-    for call in (node for node in _within(tree, "get_inputs") if isinstance(node, ast.Call)):
-        if not isinstance(call.func, ast.Attribute) or call.func.attr not in _SHAPED:
+    for call in (node for node in _function_nodes(tree, "get_inputs") if isinstance(node, ast.Call)):
+        if not isinstance(call.func, ast.Attribute) or call.func.attr not in _TENSOR_MAKERS:
             continue
         shape = _evaluate(ast.Tuple(elts=call.args), known)
         for argument in call.args:
-            whole = None if isinstance(argument, ast.Starred) else _evaluate(argument, known)
-            shape = whole if isinstance(whole, tuple) else shape
+            argument_shape = None if isinstance(argument, ast.Starred) else _evaluate(argument, known)
+            shape = argument_shape if isinstance(argument_shape, tuple) else shape
         if isinstance(shape, tuple):
             count = math.prod(shape)
             yield f"line {call.lineno}: an input of {count} elements", count
 
 
 def _literals(source: str, changed: Mapping[str, tuple[int, int]], limits: ScaleLimits) -> list[str]:
-    """Sizes written as numbers where constants would be: above the limits, or equal to a constant before its change."""
+    """Notes on sizes written as literals that exceed the limits or equal a constant before its change."""
     tree, notes = ast.parse(source), []
     constants = {id(part) for _, node in _constants(tree) for part in ast.walk(node)}
-    within = {id(node) for name in _FUNCTIONS for node in _within(tree, name)}
-    before = {old: name for name, (old, _) in changed.items()}
+    within = {id(node) for name in _FUNCTIONS for node in _function_nodes(tree, name)}
+    old_names = {old: name for name, (old, _) in changed.items()}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Constant) or type(node.value) is not int or id(node) in constants:
             continue
-        if node.value in before:
-            notes.append(f"line {node.lineno}: {node.value}, which {before[node.value]} was before it was scaled")
+        if node.value in old_names:
+            notes.append(f"line {node.lineno}: {node.value}, which {old_names[node.value]} was before it was scaled")
         elif id(node) in within and node.value > limits.dimension:
             notes.append(f"line {node.lineno}: {node.value} isn't a constant of the module")
     return notes
 
 
-def _within(tree: ast.Module, function: str) -> Iterator[ast.AST]:
+def _function_nodes(tree: ast.Module, function: str) -> Iterator[ast.AST]:
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == function:
             yield from ast.walk(node)
@@ -335,6 +335,6 @@ def _read_text(path: Path) -> str:
         raise ConfigurationError(f"{path}: can't be read as UTF-8 text: {error}") from error
 
 
-def _ordered(stem: str) -> tuple[int, str]:
+def _numeric_key(stem: str) -> tuple[int, str]:
     number = re.match(r"\d+", stem)
     return (int(number[0]) if number else 2**31, stem)

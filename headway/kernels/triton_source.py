@@ -1,5 +1,5 @@
-"""Triton kernels of a candidate's source: what their bodies may not name, and a module of the kernels alone, which a
-compiler may import though the source is hostile."""
+"""Triton kernels of a candidate's source: findings in their bodies, and a module of only the kernels, which a compiler
+may import although the source is hostile."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _CALLED = re.compile(r"triton\.(cdiv|next_power_of_2|language\.constexpr)|math\.
 
 
 def kernel_findings(tree: ast.Module) -> Iterator[OperatorFinding]:
-    """Findings in the kernels of a module: names that no kernel needs. Interpreter and compiler follow attributes
-    of modules, wherever these lead."""
+    """Findings in the kernels of a module: names that no kernel needs. They matter because interpreter and compiler
+    follow any attribute of a module."""
     names = SourceNames(tree)
     for kernel in ast.walk(tree):
         if isinstance(kernel, ast.FunctionDef) and names.is_jit(kernel):
-            yield from _amiss_in(kernel, names)
+            yield from _body_findings(kernel, names)
 
 
-def _amiss_in(kernel: ast.FunctionDef, names: SourceNames) -> Iterator[OperatorFinding]:
+def _body_findings(kernel: ast.FunctionDef, names: SourceNames) -> Iterator[OperatorFinding]:
     for node in (part for statement in kernel.body for part in ast.walk(statement)):
-        if what := _amiss(node, names):
-            yield OperatorFinding(getattr(node, "lineno", kernel.lineno), f"in a kernel: {what}")
+        if finding := _forbidden_use(node, names):
+            yield OperatorFinding(getattr(node, "lineno", kernel.lineno), f"in a kernel: {finding}")
 
 
-def _amiss(node: ast.AST, names: SourceNames) -> str:
+def _forbidden_use(node: ast.AST, names: SourceNames) -> str:
     match node:
         case ast.Import() | ast.ImportFrom():
             return "an import"
@@ -47,8 +47,8 @@ def _amiss(node: ast.AST, names: SourceNames) -> str:
 
 
 def kernel_module(source: str) -> str:
-    """A module with a source's kernels, their imports of triton and the constants at its top: nothing that runs when it
-    is imported, or compiled, but what a kernel may name."""
+    """A module with only a source's kernels, their imports of triton and the constants at its top, so that importing or
+    compiling it runs nothing else of the source."""
     tree = ast.parse(source)
     names, known, kept = SourceNames(tree), set[str](), list[ast.stmt]()
 
@@ -74,11 +74,11 @@ def kernel_module(source: str) -> str:
         match node:
             case ast.Import(names=aliases) | ast.ImportFrom(names=aliases, level=0):
                 begin = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-                node.names = [one for one in aliases if is_fine(begin + one.name)]
+                node.names = [alias for alias in aliases if is_fine(begin + alias.name)]
                 kept += [node] if node.names else []
             case ast.FunctionDef() if names.is_jit(node):
                 defaults = ast.Tuple(elts=[*node.args.defaults, *filter(None, node.args.kw_defaults)])
-                if is_plain(defaults) and not any(_amiss_in(node, names)):
+                if is_plain(defaults) and not any(_body_findings(node, names)):
                     _strip(node, names, is_plain)
                     kept.append(node)
                     known.add(node.name)
@@ -94,11 +94,11 @@ def kernel_module(source: str) -> str:
 
 
 def _strip(node: ast.FunctionDef, names: SourceNames, is_plain: Callable[[ast.AST | None], bool]) -> None:
-    """Leave a kernel no decorator but triton.jit, and plain annotations."""
+    """Remove a kernel's decorators other than triton.jit, and annotations that aren't plain."""
     node.decorator_list = [part for part in node.decorator_list if names.is_triton_jit(part)]
     for part in node.decorator_list:
         if isinstance(part, ast.Call):
-            part.args, part.keywords = [], [one for one in part.keywords if one.arg and is_plain(one.value)]
-    for parameter in (one for one in ast.walk(node.args) if isinstance(one, ast.arg)):
+            part.args, part.keywords = [], [word for word in part.keywords if word.arg and is_plain(word.value)]
+    for parameter in (part for part in ast.walk(node.args) if isinstance(part, ast.arg)):
         parameter.annotation = parameter.annotation if is_plain(parameter.annotation) else None
     node.returns = None

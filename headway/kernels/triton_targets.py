@@ -1,5 +1,5 @@
-"""Compilation of a candidate's Triton kernels for GPUs that this machine lacks, with the launches that the interpreter
-has seen: in a sandbox of its own, which gets the kernels alone."""
+"""Compilation of a candidate's Triton kernels for GPUs that this machine lacks, for the launches that the interpreter
+recorded, in a separate sandbox that receives only the kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ENVIRONMENT = {**ONE_THREAD, "TRITON_CACHE_DIR": "/work/cache", "TRITON_DEFAULT
 
 
 class TritonLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """A kernel's launch, as the guest tells it: `guest/triton_interpreter.py` has its arguments' form."""
+    """A kernel's launch, as the guest reports it; `guest/triton_interpreter.py` defines the arguments' form."""
 
     kernel: str
     arguments: dict[str, Any]
@@ -34,7 +34,7 @@ class TritonLaunch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompileOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The first launch that fails for a target; without ``error`` all compile, and have the memory they need."""
+    """The first launch that fails for a target. Without ``error`` all launches compile and fit into shared memory."""
 
     error: str = ""
     log: str = ""
@@ -46,27 +46,27 @@ async def judge_compilation(
     limits: ResourceLimits,
     source: str,
     launches: list[Any],
-    found: KernelEvaluation,
+    verdict: KernelEvaluation,
     left_s: float,
 ) -> KernelEvaluation:
-    """The evaluation of the trials on the interpreter, with the word of the compiler: ``compiled`` is whether all
-    launches compile for all targets. Raises SandboxError."""
-    if found.cheat or found.fault == "timeout":  # there is no time left
-        return msgspec.structs.replace(found, compiled=False)
+    """Add the compiler's outcome to the ``verdict`` of the interpreter's trials: ``compiled`` is whether all launches
+    compile for all targets. Raises SandboxError."""
+    if verdict.cheat or verdict.fault == "timeout":  # there is no time left
+        return msgspec.structs.replace(verdict, compiled=False)
     if not launches:
-        cheat = "" if found.fault else NOT_LAUNCHED
-        return msgspec.structs.replace(found, compiled=False, cheat=cheat, text=cheat or found.text)
+        cheat = "" if verdict.fault else NOT_LAUNCHED
+        return msgspec.structs.replace(verdict, compiled=False, cheat=cheat, text=cheat or verdict.text)
     try:
-        told, module = msgspec.convert(launches, list[TritonLaunch]), kernel_module(source)
+        parsed_launches, module = msgspec.convert(launches, list[TritonLaunch]), kernel_module(source)
     except msgspec.ValidationError:
-        return msgspec.structs.replace(found, compiled=False, cheat="it forged a launch", text="it forged a launch")
+        return msgspec.structs.replace(verdict, compiled=False, cheat="it forged a launch", text="it forged a launch")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # numbers too long, expressions too deep
-        return msgspec.structs.replace(found, compiled=False, fault="triton_compilation_error", text=str(error))
-    outcome = await _compile(backend, limits, module, told, left_s)
-    found = msgspec.structs.replace(found, compiled=not outcome.error or outcome.fault == "shared_memory_exceeded")
-    if not outcome.error or found.fault not in (None, "triton_jit_error"):
-        return found
-    return msgspec.structs.replace(found, fault=outcome.fault, text=outcome.error, log=outcome.log[:LOG_CHARACTERS])
+        return msgspec.structs.replace(verdict, compiled=False, fault="triton_compilation_error", text=str(error))
+    outcome = await _compile(backend, limits, module, parsed_launches, left_s)
+    verdict = msgspec.structs.replace(verdict, compiled=not outcome.error or outcome.fault == "shared_memory_exceeded")
+    if not outcome.error or verdict.fault not in (None, "triton_jit_error"):
+        return verdict
+    return msgspec.structs.replace(verdict, fault=outcome.fault, text=outcome.error, log=outcome.log[:LOG_CHARACTERS])
 
 
 async def _compile(
@@ -77,13 +77,13 @@ async def _compile(
         await box.write("/work/kernels.py", module.encode())
         await box.write("/work/launches.json", msgspec.json.encode({"launches": launches, "targets": TARGETS}))
         done = await box.run_function(FUNCTION, timeout_s=timeout_s, max_output_bytes=LOG_BYTES)
-        said = (done.stderr or done.stdout).decode(errors="replace")
+        log = (done.stderr or done.stdout).decode(errors="replace")
         if done.timed_out:
             return CompileOutcome(error="not compiled in time", fault="timeout")
         if done.oom or done.signal is not None:  # a compiler that fails on a source
-            return CompileOutcome(error=f"the compiler {'is out of memory' if done.oom else 'crashed'}", log=said)
+            return CompileOutcome(error=f"the compiler {'is out of memory' if done.oom else 'crashed'}", log=log)
         if done.exit_code:
-            raise SandboxError(infrastructure_failure(f"the sandbox that compiles Triton kernels: {said[-1000:]}"))
+            raise SandboxError(infrastructure_failure(f"the sandbox that compiles Triton kernels: {log[-1000:]}"))
         return msgspec.json.decode(await box.read("/work/outcome.json"), type=CompileOutcome)
     finally:
         await asyncio.shield(box.terminate())

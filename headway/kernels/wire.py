@@ -1,4 +1,5 @@
-"""Submissions and evaluations as JSON of the kernel service: TritonForge's names, its article's, the whole record."""
+"""Submissions and evaluations as JSON of the kernel service, with TritonForge's names, those of its article, and the
+complete record."""
 
 from __future__ import annotations
 
@@ -27,21 +28,21 @@ def request_of(submission: KernelSubmission) -> dict[str, Any]:
         "original_model_src": task.source,
         "custom_model_src": submission.source,
         "preferred_device": submission.device or None,
-        **{name: getattr(submission, own) for name, own in SUBMISSION_FIELDS.items()},
+        **{name: getattr(submission, field) for name, field in SUBMISSION_FIELDS.items()},
         **{name: getattr(task, name) for name in TASK_FIELDS},
     }
 
 
 def answer_of(evaluation: KernelEvaluation, hardware: str) -> dict[str, Any]:
-    """The body of ``/eval``'s answer. Times are in ms. ``hardware``: the model of the device."""
-    timing, where = evaluation.timing, {"hardware": hardware, "device": evaluation.device}
+    """The body of the answer of ``/eval``. Times are in ms. ``hardware``: the model of the device."""
+    timing, device = evaluation.timing, {"hardware": hardware, "device": evaluation.device}
     more = ("cheat", "precision", "refused", "repeated", "compiled_note")
     return {
         "compiled": evaluation.compiled,
         "correctness": evaluation.correct,
-        "metadata": {**where, "message": evaluation.text, **{name: getattr(evaluation, name) for name in more}},
+        "metadata": {**device, "message": evaluation.text, **{name: getattr(evaluation, name) for name in more}},
         "runtime": -1.0 if timing is None else timing.mean,
-        "runtime_stats": {} if timing is None else {**_statistics(timing), **where},
+        "runtime_stats": {} if timing is None else {**_statistics(timing), **device},
         "compile_ok": evaluation.compiled,
         "pass_rate": evaluation.passed / evaluation.trials if evaluation.trials else 0.0,
         "perf_stats": {

@@ -1,4 +1,4 @@
-"""Adapters on disk in PEFT's format, both ways: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+"""Loading and saving of adapters in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from headway.models.quantization import load_sampled
 from headway.records.errors import ConfigurationError
 
 _PREFIX = "base_model.model."
-_QUANTIZATION = "base_quantization"  # that the adapter was trained with, in the metadata of the weights' file
+_QUANTIZATION = "base_quantization"  # key of the base's quantization in training, in the metadata of the weights' file
 
 
 def open_adapter(
@@ -43,7 +43,7 @@ def open_adapter(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Lora:
-    """The adapter of a run on the model folder ``model`` as it is before the first step: a new one, or that in
+    """The adapter of a run on the model folder ``model`` before the first step: a new one, or the adapter in
     ``settings.path``. Raises ConfigurationError."""
     targets = adapted_targets(config, settings)
     if settings.path:
@@ -61,24 +61,24 @@ def load_adapter(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Lora:
-    """The adapter in ``folder``. Raises ConfigurationError, naming file and key or tensor, for one that was trained on
-    another base than the folder ``model``, and for parts that aren't supported."""
+    """Load the adapter in ``folder``. Raises ConfigurationError, which names file and key or tensor, for an adapter
+    that was trained on another base than the folder ``model``, and for unsupported parts."""
     folder = Path(folder)
     targets = stored_targets(folder, config)
     file = folder / WEIGHTS_FILE
     metadata = stored_metadata(folder, model)
     lora = Lora(targets, device, dtype)
     lora.base, lora.quantization = metadata.get(BASE) or base_digest(model), metadata.get(_QUANTIZATION)
-    lora.copy_weights(_ours(file, targets, load_file(file)))
+    lora.copy_weights(_from_peft(file, targets, load_file(file)))
     return lora
 
 
 def save_adapter(lora: Lora, folder: str | Path, model: str | Path) -> None:
     """Write the adapter of the model folder ``model`` so that PEFT and `load_adapter` can read it. Not atomic: callers
-    write into a folder of their own, and rename that."""
+    write into a scratch folder and rename it."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: one.cpu().contiguous() for name, one in _theirs(lora).items()}
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in _peft_tensors(lora).items()}
     metadata = {"format": "pt", BASE: lora.base or base_digest(model)}
     if lora.quantization is not None:
         metadata[_QUANTIZATION] = lora.quantization
@@ -88,17 +88,17 @@ def save_adapter(lora: Lora, folder: str | Path, model: str | Path) -> None:
 
 
 def merge_decoder(model: str | Path, adapter: str | Path, dtype: torch.dtype) -> Decoder:
-    """The decoder in the folder ``model``, in ``dtype``, with the adapter in a folder merged. Raises
-    ConfigurationError when it isn't one of this model."""
+    """The decoder in the folder ``model``, in ``dtype``, with the adapter in the folder ``adapter`` merged. Raises
+    ConfigurationError for an adapter of another model."""
     lora = load_adapter(adapter, model, DecoderConfig.from_pretrained(Path(model)))
     merged = load_sampled(model, lora.quantization, torch.float32 if lora.quantization else dtype, torch.device("cpu"))
     merge(merged, lora)
     return merged.to(dtype)
 
 
-def _theirs(lora: Lora) -> dict[str, Tensor]:
-    """The adapter's matrices under PEFT's names, in its order of rows."""
-    found: dict[str, Tensor] = {}
+def _peft_tensors(lora: Lora) -> dict[str, Tensor]:
+    """The adapter's matrices under PEFT's names, with rows in PEFT's order."""
+    tensors: dict[str, Tensor] = {}
     prefixes = _prefixes(lora.targets)
     for pair in lora.pairs():
         prefix, (a, b) = prefixes[pair.target.name], (pair.a.detach(), pair.b.detach())
@@ -106,13 +106,13 @@ def _theirs(lora: Lora) -> dict[str, Tensor]:
             a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
         elif (rotary := pair.target.rotary_dim) is not None:
             b = b.unflatten(0, (-1, rotary // 2, 2)).transpose(1, 2).reshape(b.shape)
-        found |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
-    return found
+        tensors |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
+    return tensors
 
 
-def _ours(file: Path, targets: tuple[AdaptedTarget, ...], stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Inverse of `_theirs`. Raises ConfigurationError for a missing, unexpected or misshapen tensor."""
-    found: dict[str, Tensor] = {}
+def _from_peft(file: Path, targets: tuple[AdaptedTarget, ...], stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Inverse of `_peft_tensors`. Raises ConfigurationError for a missing, unexpected or misshapen tensor."""
+    tensors: dict[str, Tensor] = {}
     known: set[str] = set()
     prefixes = _prefixes(targets)
     for adapted in targets:
@@ -133,23 +133,23 @@ def _ours(file: Path, targets: tuple[AdaptedTarget, ...], stored: Mapping[str, T
             a, b = a.unflatten(0, (target.experts, -1)), b.unflatten(1, (-1, target.experts)).permute(2, 0, 1)
         elif target.rotary_dim is not None:
             b = b.unflatten(0, (-1, 2, target.rotary_dim // 2)).transpose(1, 2).reshape(b.shape)
-        found |= {f"{target.name}.lora_A": a, f"{target.name}.lora_B": b}
+        tensors |= {f"{target.name}.lora_A": a, f"{target.name}.lora_B": b}
     if extra := sorted(stored.keys() - known):
         raise ConfigurationError(f"{file}: tensors that {CONFIG_FILE} doesn't explain: {', '.join(extra[:4])}")
-    return found
+    return tensors
 
 
 def _prefixes(targets: Sequence[AdaptedTarget]) -> dict[str, str]:
-    """PEFT's names of the targets, by ours. A parameter of a mixture has its module's; of two it wraps the first in the
-    second."""
-    found: dict[str, str] = {}
-    wrapped: dict[str, str] = {}  # a mixture's module -> the target that has its name so far
+    """PEFT's names of the targets, by ours. A parameter of a mixture has the name of its module; PEFT wraps the first
+    of a module's two parameters in the second."""
+    prefixes: dict[str, str] = {}
+    wrapped: dict[str, str] = {}  # a mixture's module -> the target that has its name at this point
     for target in (adapted.target for adapted in targets):
         module = target.name.rpartition(".")[0] if target.experts else target.name
         if module in wrapped:
-            found[wrapped[module]] += ".base_layer"
-        found[target.name], wrapped[module] = _PREFIX + module, target.name
-    return found
+            prefixes[wrapped[module]] += ".base_layer"
+        prefixes[target.name], wrapped[module] = _PREFIX + module, target.name
+    return prefixes
 
 
 def _peft_config(lora: Lora, model: str | Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The matrices of a decoder that an adapter can be put beside, under Hugging Face's names; torch-free."""
+"""The matrices of a decoder that an adapter can adapt, under Hugging Face's names; torch-free."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALL_LINEAR = "all-linear"
 CONFIG_FILE = "adapter_config.json"  # of an adapter's folder
 WEIGHTS_FILE = "adapter_model.safetensors"
 BASE = "base_digest"  # of the base's files, in the metadata of the weights' file
-# Keys of a LoraConfig that change what is computed, with the value that means they don't.
+# Keys of a LoraConfig that change the computation, with the value at which they don't.
 _PLAIN: dict[str, Any] = {
     "bias": "none",
     "fan_in_fan_out": False,
@@ -42,18 +42,18 @@ _PLAIN: dict[str, Any] = {
     "use_qalora": False,
     "velora_config": None,
 }
-# Values of init_lora_weights with which PEFT changes the base too, when it begins and again when it loads.
+# Values of init_lora_weights with which PEFT changes the base too, at the start of training and at each load.
 _CHANGED_BASE = ("corda", "loftq", "lora_ga", "olora", "pissa")
-_NO_LAYER = ("embed_tokens", "lm_head")  # modules that PEFT has adapters of, too
+_NOT_ADAPTED = ("embed_tokens", "lm_head")  # modules that PEFT can adapt, and Headway can't
 
 
 @dataclass(frozen=True)
 class AdapterTarget:
-    """A matrix, or the matrices of all experts of a layer in one parameter."""
+    """A matrix, or one parameter that holds the matrices of all experts of a layer."""
 
     layer: int
     module: str  # in the layer: self_attn.q_proj
-    product: str  # the decoder's product that it is a part of: qkv, output, gate_up, down, router
+    product: str  # the decoder's product that contains it: qkv, output, gate_up, down, router
     first: int  # its first row in that product's matrix
     rows: int  # output features
     columns: int  # input features
@@ -62,18 +62,18 @@ class AdapterTarget:
 
     @property
     def name(self) -> str:
-        """Such as model.layers.0.self_attn.q_proj."""
+        """The target's name, such as model.layers.0.self_attn.q_proj."""
         return f"model.layers.{self.layer}.{self.module}"
 
     @property
     def parts(self) -> int:
-        """How many matrices it holds."""
+        """The number of matrices that it holds."""
         return max(1, self.experts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptedTarget:
-    """A target with the adapter's rank and alpha there: its product gains scale * B A x."""
+    """A target with its adapter's rank and alpha: scale * B A x is added to its product."""
 
     target: AdapterTarget
     rank: int
@@ -82,17 +82,17 @@ class AdaptedTarget:
 
     @property
     def scale(self) -> float:
-        """alpha / rank, or alpha / sqrt(rank) by ``rslora`` (Kalajdzievski 2023, Eq. 7)."""
+        """alpha / rank, or alpha / sqrt(rank) with ``rslora`` (Kalajdzievski 2023, Eq. 7)."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @property
     def size(self) -> int:
-        """Count of the adapter's weights there."""
+        """The number of the adapter's weights for this target."""
         return self.target.parts * self.rank * (self.target.rows + self.target.columns)
 
 
 def targets_of(config: DecoderConfig) -> Iterator[AdapterTarget]:
-    """Every target of a decoder, layer by layer."""
+    """Yield every target of a decoder, layer by layer."""
     query, key, width = config.heads * config.head_dim, config.kv_heads * config.head_dim, config.width
     rotary, names = config.head_dim, config.family.experts
     for layer in range(config.layers):
@@ -116,52 +116,52 @@ def targets_of(config: DecoderConfig) -> Iterator[AdapterTarget]:
 def chosen_targets(
     config: DecoderConfig, targets: Sequence[str] | str, target_parameters: Sequence[str] = (), file: Path | None = None
 ) -> list[AdapterTarget]:
-    """The targets that PEFT would choose: names that equal one of ``targets`` or end with ``.`` and it, those that
-    match it wholly where it is one regular expression, or ``all-linear``, which leaves out mixtures (their routers and
-    experts; PEFT 0.21 takes them in for some models); by ``target_parameters`` the experts' parameters, and matrices
-    as ``NAME.weight``.
+    """The targets that PEFT would choose. A list ``targets`` selects names that equal an entry or end with ``.`` and
+    the entry; a string selects names that it matches completely as a regular expression; ``all-linear`` selects all
+    but mixtures (routers and experts, which PEFT 0.21 includes for some models). ``target_parameters`` selects the
+    experts' parameters, and matrices as ``NAME.weight``.
 
-    Raises ConfigurationError for an entry that no layer has, with the nearest names. ``file``: PEFT's that has the
-    names, where one may be of no layer if others are: PEFT reads lists for several architectures so.
+    Raises ConfigurationError for an entry that no layer has, with the nearest names. ``file``: PEFT's file with the
+    names; an entry in it may have no layer if others do, because PEFT reads lists for several architectures.
     """
     known = list(targets_of(config))
-    matrices = {one.name: one for one in known if not one.experts}
-    parameters = {one.name if one.experts else f"{one.name}.weight": one for one in known}
+    matrices = {target.name: target for target in known if not target.experts}
+    parameters = {target.name if target.experts else f"{target.name}.weight": target for target in known}
     keys = ("model.adapter.targets", "model.adapter.target_parameters")
     if file is not None:
         keys = (f"{file}: target_modules", f"{file}: target_parameters")
-    found = _found(matrices, targets, keys[0], file is not None)
-    found |= _found(parameters, target_parameters, keys[1], file is not None)
-    return [one for one in known if one.name in found]
+    names = _matches(matrices, targets, keys[0], file is not None)
+    names |= _matches(parameters, target_parameters, keys[1], file is not None)
+    return [target for target in known if target.name in names]
 
 
-def _found(known: Mapping[str, AdapterTarget], wanted: Sequence[str] | str, key: str, lenient: bool) -> set[str]:
-    """Names of the targets that ``wanted`` means; ``known``: by the names that it may use."""
-    if isinstance(wanted, str) and wanted != ALL_LINEAR:
-        found = {one.name for name, one in known.items() if re.fullmatch(wanted, name)}
-        if not found:
-            raise ConfigurationError(f"{key} = {wanted!r} matches no layer of the model")
-        return found
-    found, absent = set[str](), list[str]()
-    for entry in (wanted,) if isinstance(wanted, str) else wanted:
+def _matches(known: Mapping[str, AdapterTarget], requested: Sequence[str] | str, key: str, lenient: bool) -> set[str]:
+    """Names of the targets that ``requested`` selects. ``known``: the targets by the names that entries may use."""
+    if isinstance(requested, str) and requested != ALL_LINEAR:
+        names = {target.name for name, target in known.items() if re.fullmatch(requested, name)}
+        if not names:
+            raise ConfigurationError(f"{key} = {requested!r} matches no layer of the model")
+        return names
+    names, absent = set[str](), list[str]()
+    for entry in (requested,) if isinstance(requested, str) else requested:
         if entry == ALL_LINEAR:
-            found |= {one.name for one in known.values() if one.product != "router"}
+            names |= {target.name for target in known.values() if target.product != "router"}
             continue
-        matching = {one.name for name, one in known.items() if name == entry or name.endswith("." + entry)}
-        found |= matching
+        matching = {target.name for name, target in known.items() if name == entry or name.endswith("." + entry)}
+        names |= matching
         absent += () if matching else (entry,)
     for entry in absent:
-        if not (lenient and found) or entry.endswith(_NO_LAYER):
+        if not (lenient and names) or entry.endswith(_NOT_ADAPTED):
             ends = sorted({name.partition("layers.")[2].partition(".")[2] for name in known})
             ends += sorted({end.rpartition(".")[2] for end in ends})
             nearest = get_close_matches(entry, ends, 3, 0.3) or ends[-7:]
             raise ConfigurationError(f"{key}: no layer has {entry!r}; nearest: {', '.join(nearest)}")
-    return found
+    return names
 
 
 def adapted_targets(config: DecoderConfig, settings: AdapterConfig) -> tuple[AdaptedTarget, ...]:
-    """The targets of a run's adapter, new or that of ``settings.path``, with their rank and scale. Raises
-    ConfigurationError as `chosen_targets` and `stored_targets`."""
+    """The targets of a run's adapter, new or in ``settings.path``, with rank and scale. Raises ConfigurationError as
+    `chosen_targets` and `stored_targets` do."""
     if settings.path:
         stored = stored_targets(Path(settings.path), config)
         if settings.dropout and any(adapted.target.experts for adapted in stored):
@@ -180,33 +180,33 @@ def adapted_targets(config: DecoderConfig, settings: AdapterConfig) -> tuple[Ada
 
 def stored_targets(folder: Path, config: DecoderConfig) -> tuple[AdaptedTarget, ...]:
     """The targets of the adapter in ``folder``, with rank and scale, from its ``adapter_config.json``. Raises
-    ConfigurationError, naming file and key, for what isn't supported."""
+    ConfigurationError, which names file and key, for unsupported settings."""
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise ConfigurationError(f"{folder}: no {CONFIG_FILE}: not an adapter in PEFT's format")
-    given = read_json(file)
-    if given.get("peft_type") != "LORA":
-        raise ConfigurationError(f"{file}: peft_type = {given.get('peft_type')!r}: valid: 'LORA'")
+    raw = read_json(file)
+    if raw.get("peft_type") != "LORA":
+        raise ConfigurationError(f"{file}: peft_type = {raw.get('peft_type')!r}: valid: 'LORA'")
     for key, plain in _PLAIN.items():
-        if given.get(key) and given[key] != plain:
-            raise ConfigurationError(f"{file}: {key} = {given[key]!r} is not supported; valid: {plain!r}")
-    if (began := str(given.get("init_lora_weights"))).startswith(_CHANGED_BASE):
+        if raw.get(key) and raw[key] != plain:
+            raise ConfigurationError(f"{file}: {key} = {raw[key]!r} is not supported; valid: {plain!r}")
+    if (began := str(raw.get("init_lora_weights"))).startswith(_CHANGED_BASE):
         raise ConfigurationError(
             f"{file}: init_lora_weights = {began!r}: the adapter belongs to a base that PEFT has changed; convert it "
             "with save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
-    wanted, parameters = given.get("target_modules") or (), tuple(given.get("target_parameters") or ())
-    found: list[AdaptedTarget] = []
-    for target in chosen_targets(config, wanted if isinstance(wanted, str) else tuple(wanted), parameters, file):
-        rank = int(_by_pattern(file, given, "r", "rank_pattern", target.name))
-        alpha = _by_pattern(file, given, "lora_alpha", "alpha_pattern", target.name)
-        found.append(AdaptedTarget(target=target, rank=rank, alpha=alpha, rslora=bool(given.get("use_rslora"))))
-    return tuple(found)
+    modules, parameters = raw.get("target_modules") or (), tuple(raw.get("target_parameters") or ())
+    targets: list[AdaptedTarget] = []
+    for target in chosen_targets(config, modules if isinstance(modules, str) else tuple(modules), parameters, file):
+        rank = int(_by_pattern(file, raw, "r", "rank_pattern", target.name))
+        alpha = _by_pattern(file, raw, "lora_alpha", "alpha_pattern", target.name)
+        targets.append(AdaptedTarget(target=target, rank=rank, alpha=alpha, rslora=bool(raw.get("use_rslora"))))
+    return tuple(targets)
 
 
 def stored_metadata(folder: Path, model: str | Path) -> dict[str, Any]:
-    """The metadata of the adapter's weights in ``folder``. Raises ConfigurationError for a file that can't be read,
-    where it says that they were trained on another base than the folder ``model``, and for NaN in them."""
+    """The metadata of the adapter's weights in ``folder``. Raises ConfigurationError for an unreadable file, weights
+    that were trained on another base than the folder ``model``, and weights that aren't finite."""
     file = folder / WEIGHTS_FILE
     try:
         with safe_open(file, framework="np") as content:
@@ -220,19 +220,19 @@ def stored_metadata(folder: Path, model: str | Path) -> dict[str, Any]:
 
 
 def base_digest(model: str | Path) -> str:
-    """Digest that tells a model folder's weights from others: of its config.json and of sizes, headers and samples of
-    its *.safetensors. What else lies there, a generation_config.json say, may change."""
-    found = file_digests(Path(model))
+    """A digest that identifies a model folder's weights: of its config.json, and of sizes, headers and samples of its
+    *.safetensors. Other files, such as generation_config.json, may change."""
+    digests = file_digests(Path(model))
     return folder_digest(
-        {name: one for name, one in found.items() if re.fullmatch(r"config\.json|[^/]+\.safetensors", name)}
+        {name: digest for name, digest in digests.items() if re.fullmatch(r"config\.json|[^/]+\.safetensors", name)}
     )
 
 
-def _by_pattern(file: Path, given: Mapping[str, Any], key: str, patterns: str, name: str) -> float:
-    """The value of ``key`` for a target: that of the first of ``patterns`` that its name ends with, as PEFT reads them.
-    Raises ConfigurationError."""
-    own = next((one for one in given.get(patterns) or () if re.match(rf"(.*\.)?({one})$", name)), None)
-    where, value = (key, given.get(key)) if own is None else (f"{patterns}[{own!r}]", given[patterns][own])
+def _by_pattern(file: Path, raw: Mapping[str, Any], key: str, patterns: str, name: str) -> float:
+    """The value of ``key`` for a target: that of the first of ``patterns`` that matches the end of its name, as in
+    PEFT. Raises ConfigurationError."""
+    matched = next((pattern for pattern in raw.get(patterns) or () if re.match(rf"(.*\.)?({pattern})$", name)), None)
+    location, value = (key, raw.get(key)) if matched is None else (f"{patterns}[{matched!r}]", raw[patterns][matched])
     if not isinstance(value, int | float) or value <= 0:
-        raise ConfigurationError(f"{file}: {where} = {value!r}: valid: a number above 0")
+        raise ConfigurationError(f"{file}: {location} = {value!r}: valid: a number above 0")
     return value

@@ -1,4 +1,4 @@
-"""Causal attention over packed documents: documents of similar length share one padded call, and documents with a
+"""Causal attention over packed documents. Documents of similar length share one padded call, and documents with a
 common prefix share that prefix's rows.
 
 `attention_plan.py` defines the *pieces* of a packed micro-batch.
@@ -27,7 +27,7 @@ def packed_attention(
 ) -> Tensor:
     """Causal attention of each document to itself, from the joint projection [N, (Hq+2Hkv)*Dh] to [N, Hq*Dh].
 
-    A window at least as long as every document hides nothing: such a layer is computed without one.
+    A window at least as long as every document hides no key, so such a layer is computed without a window.
     """
     if scores.window is not None and scores.window >= plan.longest:
         scores = replace(scores, window=None)
@@ -39,11 +39,11 @@ def packed_attention(
 def padded_attention(
     qkv: Tensor, heads: int, kv_heads: int, head_dim: int, plan: AttentionPlan, scores: Scores
 ) -> Tensor:
-    """As `packed_attention`, by PyTorch's own attention on whole documents: each document attends from its own copy of
-    a shared prefix, the rest of the layer still computes it once. Padding follows a document, so causality hides it.
+    """`packed_attention` by PyTorch's attention on complete documents. Each document attends with its own copy of a
+    shared prefix, which the rest of the layer computes once. Padding follows a document, so causality hides it.
 
-    Copies would take many times the memory of the packed rows. So they are made for a part of the documents at a time,
-    of no more rows than are packed, and the backward, for which only ``qkv`` is kept, makes them again.
+    All copies together would take many times the memory of the packed rows. They are therefore made for a part of the
+    documents at a time, with no more rows than are packed. The backward keeps only ``qkv`` and makes them again.
     """
     sizes = (heads, kv_heads, head_dim)
     if plan.shared:
@@ -65,7 +65,7 @@ def _attend(block: Tensor, sizes: tuple[int, int, int], bucket: Bucket, scores: 
 
 
 class _AttendCopies(torch.autograd.Function):
-    """Attention of documents that share rows, [N, w] to [N, h*e], bucket by bucket of `AttentionPlan.copies`."""
+    """Attention of documents that share rows, [N, w] to [N, h*e], for each bucket of `AttentionPlan.copies` in turn."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, sizes: tuple[int, int, int], plan: AttentionPlan, scores: Scores) -> Tensor:
@@ -74,19 +74,19 @@ class _AttendCopies(torch.autograd.Function):
         ctx.save_for_backward(qkv)
         ctx.how = sizes, plan, scores
         copies = plan.copies
-        rows = (_attend(qkv.index_select(0, one.gather_bl), sizes, one, scores).flatten(0, 1) for one in copies)
-        kept = torch.cat([part[one.outputs[1]] for one, part in zip(copies, rows, strict=True)])
-        return torch.empty_like(kept).index_copy_(0, torch.cat([one.outputs[0] for one in copies]), kept)
+        rows = (_attend(qkv.index_select(0, copy.gather_bl), sizes, copy, scores).flatten(0, 1) for copy in copies)
+        kept = torch.cat([part[copy.outputs[1]] for copy, part in zip(copies, rows, strict=True)])
+        return torch.empty_like(kept).index_copy_(0, torch.cat([copy.outputs[0] for copy in copies]), kept)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (qkv,) = ctx.saved_tensors
         sizes, plan, scores = ctx.how
-        found = torch.zeros_like(qkv, dtype=torch.promote_types(qkv.dtype, torch.float32))
+        grad_qkv = torch.zeros_like(qkv, dtype=torch.promote_types(qkv.dtype, torch.float32))
         for bucket in plan.copies:
             with torch.enable_grad(), torch.autocast(*ctx.autocast):
                 block = qkv.detach().index_select(0, bucket.gather_bl).requires_grad_()
                 out = _attend(block, sizes, bucket, scores)
             (part,) = torch.autograd.grad(out, block, bucket.take_zeroed(grads[0]))
-            found.index_add_(0, bucket.gather_bl, part.to(found.dtype))
-        return found.to(qkv.dtype), None, None, None
+            grad_qkv.index_add_(0, bucket.gather_bl, part.to(grad_qkv.dtype))
+        return grad_qkv.to(qkv.dtype), None, None, None

@@ -1,8 +1,8 @@
 """The grouping of a packed micro-batch's pieces into few padded attention calls (`attention.py` runs them).
 
-A packed micro-batch is a row of *pieces* laid end to end, the nodes of trees: a piece may continue another, which may
-continue a third. A document is a piece that none continues, behind all that it continues, its *prefix*. A piece attends
-causally to itself and to all of its prefix.
+A packed micro-batch is a row of concatenated *pieces*, which are the nodes of trees: a piece may continue another,
+which may continue a third. The pieces that a piece continues are its *prefix*. A document is a piece that no other
+continues, after its prefix. A piece attends causally to itself and to all of its prefix.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from headway.models.configuration import prefix_lengths
 
 PADDING_RATIO = 1.25  # a bucket holds documents at least 1/1.25 as long as its longest
-NOTHING = -1  # stands for a piece's index: the piece continues no other
+NOTHING = -1  # in the place of a piece's index: the piece continues no other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,18 +29,18 @@ class Bucket:
     documents: int
     length: int
     gather_bl: Tensor  # [b*l] packed index of each position; padding points at the document's last token
-    outputs: tuple[Tensor, Tensor]  # (packed index, index into b*l) of each row whose result is kept: no padding
-    first: int | None  # packed index of the first token where the documents lie end to end and nothing is padded
+    outputs: tuple[Tensor, Tensor]  # (packed index, index into b*l) of each row whose result is kept; no padding
+    first: int | None  # packed index of the first token if the documents are contiguous without padding
 
     def take(self, rows: Tensor) -> Tensor:
-        """Packed rows [N, x] as [b, l, x]: a view where nothing has to be moved. Padding repeats the last token."""
+        """Packed rows [N, x] as [b, l, x], a view if the documents are contiguous. Padding repeats the last token."""
         size = (self.documents, self.length, rows.shape[1])
         if self.first is not None:
             return rows[self.first : self.first + self.documents * self.length].view(size)
         return rows.index_select(0, self.gather_bl).view(size)
 
     def take_zeroed(self, rows: Tensor) -> Tensor:
-        """Packed rows [N, x] as [b, l, x] with zeros for padding: the gradient of unused outputs."""
+        """Packed rows [N, x] as [b, l, x] with zeros for padding, the gradient of unused outputs."""
         if self.first is not None:
             return self.take(rows)
         padded = rows.new_zeros(self.documents * self.length, rows.shape[1])
@@ -48,7 +48,7 @@ class Bucket:
         return padded.view(self.documents, self.length, -1)
 
     def put(self, rows: Tensor, values: Tensor) -> None:
-        """Write [b, l, x] to packed rows [N, x] (any strides), padding dropped."""
+        """Write [b, l, x] without padding to packed rows [N, x] (any strides)."""
         flat = values.reshape(self.documents * self.length, -1)
         if self.first is not None:
             rows[self.first : self.first + len(flat)] = flat
@@ -58,7 +58,7 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedPrefix:
-    """A prefix and the pieces that follow it, as packed rows."""
+    """A prefix and the pieces that continue it, as packed rows."""
 
     keys: tuple[slice, ...]  # rows of the prefix, piece by piece
     queries: slice  # rows of the pieces that continue its last piece, one after another
@@ -82,23 +82,23 @@ class AttentionPlan:
     ) -> AttentionPlan:
         """Group pieces of ``lengths`` (each >= 1) into few buckets of nearly equal length.
 
-        ``continues``: for each piece the index of the piece it continues, or NOTHING (default: all are whole
-        documents). Pieces that continue nothing come first, every piece after the one it continues, and those that
-        continue the same one side by side; ValueError otherwise.
+        ``continues``: for each piece the index of the piece it continues, or NOTHING (default: all pieces are complete
+        documents). Pieces that continue nothing come first, every piece comes after the piece it continues, and pieces
+        that continue the same one are neighbours. Raises ValueError otherwise.
         """
         if not lengths or min(lengths) < 1:
             raise ValueError(f"every document needs at least one token; lengths = {list(lengths)}")
         chosen = (NOTHING,) * len(lengths) if continues is None else tuple(continues)
         sizes, starts = _sizes_and_starts(lengths)
         shared = _shared_prefixes(sizes.tolist(), starts.tolist(), chosen)
-        before = torch.tensor(prefix_lengths(lengths, chosen))
+        prefixes = torch.tensor(prefix_lengths(lengths, chosen))
         rows = torch.arange(int(sizes.sum()))
         buckets, scatter = _buckets(rows, torch.ones_like(rows, dtype=torch.bool), sizes, device)
         return cls(
             lengths=tuple(lengths),
             continues=chosen,
             tokens=len(rows),
-            positions_n=(rows + torch.repeat_interleave(before - starts, sizes)).to(device),
+            positions_n=(rows + torch.repeat_interleave(prefixes - starts, sizes)).to(device),
             buckets=buckets,
             scatter_n=scatter,
             shared=shared,
@@ -106,21 +106,21 @@ class AttentionPlan:
 
     @property
     def first_continued(self) -> int:
-        """Packed index of the first token that continues a prefix; ``tokens`` when there is none."""
+        """Packed index of the first token that continues a prefix; ``tokens`` if no token does."""
         return self.shared[0].queries.start if self.shared else self.tokens
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest document, its prefix included."""
+        """The number of tokens of the longest document, including its prefix."""
         return max(map(sum, zip(self.lengths, prefix_lengths(self.lengths, self.continues), strict=True)))
 
     @cached_property
     def copies(self) -> tuple[Bucket, ...]:
-        """Buckets of whole documents, each with its own copy of its prefix, for attention kernels that can't merge two
-        parts. No bucket has more rows, padding included, than are packed."""
+        """Buckets of complete documents, each with its own copy of its prefix, for attention kernels that can't merge
+        parts. No bucket has more rows, including padding, than are packed."""
         continued, copied = set(self.continues), set[int]()
         pieces: list[int] = []  # of all documents, one after another
-        first: list[bool] = []  # of the documents with a piece, one keeps its results
+        first: list[bool] = []  # whether this document is the first with the piece, which keeps its results
         documents: list[int] = []  # tokens of each
         for last in range(len(self.lengths)):
             if last not in continued:
@@ -141,7 +141,7 @@ def _sizes_and_starts(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def _path(continues: Sequence[int], piece: int) -> list[int]:
-    """The pieces of ``piece``'s prefix in their order, and ``piece``."""
+    """The pieces of ``piece``'s prefix in order, followed by ``piece``."""
     path = [piece]
     while (piece := continues[piece]) != NOTHING:
         path.append(piece)
@@ -149,10 +149,10 @@ def _path(continues: Sequence[int], piece: int) -> list[int]:
 
 
 def _shared_prefixes(sizes: list[int], starts: list[int], continues: tuple[int, ...]) -> tuple[SharedPrefix, ...]:
-    """The shared prefixes. Raises ValueError where the pieces are in another order than `AttentionPlan.build` says."""
+    """The shared prefixes. Raises ValueError for pieces in another order than `AttentionPlan.build` requires."""
     if len(continues) != len(sizes):
         raise ValueError(f"{len(sizes)} pieces, but {len(continues)} say what they continue")
-    found: list[SharedPrefix] = []
+    prefixes: list[SharedPrefix] = []
     seen: set[int] = set()
     for prefix, run in itertools.groupby(range(len(continues)), key=continues.__getitem__):
         members = list(run)
@@ -166,34 +166,34 @@ def _shared_prefixes(sizes: list[int], starts: list[int], continues: tuple[int, 
         seen.add(prefix)
         keys = tuple(slice(starts[piece], starts[piece] + sizes[piece]) for piece in _path(continues, prefix))
         queries = slice(starts[members[0]], starts[members[-1]] + sizes[members[-1]])
-        found.append(SharedPrefix(keys=keys, queries=queries))
-    return tuple(found)
+        prefixes.append(SharedPrefix(keys=keys, queries=queries))
+    return tuple(prefixes)
 
 
 def _buckets(
-    rows: Tensor, kept: Tensor, documents: Tensor, device: torch.device | str, most: float = math.inf
+    rows: Tensor, kept: Tensor, documents: Tensor, device: torch.device | str, max_rows: float = math.inf
 ) -> tuple[tuple[Bucket, ...], Tensor]:
     """Buckets of documents, and each packed row's index in their concatenation. ``documents``: the tokens of each;
-    ``rows``: their packed rows, document after document; ``kept``: whether the result at that place is the row's;
-    ``most``: rows of a bucket with several documents."""
+    ``rows``: their packed rows, document after document; ``kept``: whether the result at that index is the row's;
+    ``max_rows``: limit of a bucket with several documents."""
     firsts = documents.cumsum(0) - documents
     scatter = torch.empty(int(kept.sum()), dtype=torch.int64)
     buckets: list[Bucket] = []
     offset = 0
-    for members in _split(documents, torch.argsort(documents, stable=True, descending=True), most):
+    for members in _split(documents, torch.argsort(documents, stable=True, descending=True), max_rows):
         length = int(documents[members[0]])
         columns, total = torch.arange(length), documents[members, None]
-        at = firsts[members, None] + torch.minimum(columns, total - 1)
-        gather = rows[at].flatten()
-        own = ((columns < total) & kept[at]).flatten().nonzero().squeeze(1)
-        scatter[gather[own]] = offset + own
-        end_to_end = len(own) == len(gather) and bool((gather.diff() == 1).all())
+        indices = firsts[members, None] + torch.minimum(columns, total - 1)
+        gather = rows[indices].flatten()
+        used = ((columns < total) & kept[indices]).flatten().nonzero().squeeze(1)
+        scatter[gather[used]] = offset + used
+        end_to_end = len(used) == len(gather) and bool((gather.diff() == 1).all())
         buckets.append(
             Bucket(
                 documents=len(members),
                 length=length,
                 gather_bl=gather.to(device),
-                outputs=(gather[own].to(device), own.to(device)),
+                outputs=(gather[used].to(device), used.to(device)),
                 first=int(gather[0]) if end_to_end else None,
             )
         )
@@ -201,14 +201,14 @@ def _buckets(
     return tuple(buckets), scatter.to(device)
 
 
-def _split(sizes: Tensor, order: Tensor, most: float) -> list[Tensor]:
-    """Cut the documents, longest first, where the padding to the bucket's longest would exceed the ratio, or its rows
-    ``most``."""
+def _split(sizes: Tensor, order: Tensor, max_rows: float) -> list[Tensor]:
+    """Split the documents, longest first, where the padding to the bucket's longest would exceed PADDING_RATIO, or the
+    bucket's rows ``max_rows``."""
     ordered = sizes[order].tolist()
     cuts = [0]
     for i, size in enumerate(ordered):
         longest = ordered[cuts[-1]]
-        if longest > PADDING_RATIO * size + 1 or (i + 1 - cuts[-1]) * longest > most:
+        if longest > PADDING_RATIO * size + 1 or (i + 1 - cuts[-1]) * longest > max_rows:
             cuts.append(i)
     cuts.append(len(ordered))
     return [order[a:b] for a, b in itertools.pairwise(cuts)]

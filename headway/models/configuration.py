@@ -20,7 +20,7 @@ __all__ = ["DecoderConfig", "LayerKind", "ExpertMixture", "RopeScaling", "Scores
 
 @dataclass(frozen=True, kw_only=True)
 class SlidingWindow:
-    """A sliding window: in the layers it covers, a token attends to itself and the ``tokens - 1`` before it."""
+    """A sliding window. In the layers it covers, a token attends to itself and the ``tokens - 1`` tokens before it."""
 
     tokens: int
     layers: tuple[int, ...]
@@ -28,7 +28,7 @@ class SlidingWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertMixture:
-    """A mixture of experts: each token goes through the ``per_token`` experts its router finds likeliest."""
+    """A mixture of experts. Each token goes through the ``per_token`` experts with the highest router probability."""
 
     experts: int
     per_token: int
@@ -39,10 +39,10 @@ class ExpertMixture:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """How a layer's attention scores come from queries and keys."""
+    """The computation of a layer's attention scores from queries and keys."""
 
     scale: float  # factor on the product of query and key
-    window: int | None = None  # tokens a query sees, itself included; None: all before it
+    window: int | None = None  # tokens a query sees, including itself; None: all before it
     softcap: float | None = None  # cap c: a score s becomes c tanh(s / c) (Gemma 2)
 
 
@@ -57,7 +57,7 @@ class LayerKind:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Sizes and switches of one decoder; ``family`` holds what its architecture fixes."""
+    """Sizes and switches of one decoder; ``family`` holds the properties that its architecture fixes."""
 
     vocabulary_size: int
     width: int
@@ -122,7 +122,7 @@ class DecoderConfig:
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
-        """Indices of the layers with experts."""
+        """The indices of the layers with experts."""
         return tuple(index for index in range(self.layers) if self.layer(index).sparse)
 
     @property
@@ -134,7 +134,7 @@ class DecoderConfig:
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> DecoderConfig:
-        """Read ``path/config.json``. Raises ConfigurationError for what this decoder does not compute."""
+        """Read ``path/config.json``. Raises ConfigurationError for settings that this decoder doesn't compute."""
         raw = read_json(Path(path) / "config.json")
         try:
             return cls.from_mapping(raw)
@@ -143,7 +143,7 @@ class DecoderConfig:
 
     @classmethod
     def from_mapping(cls, raw: dict[str, Any]) -> DecoderConfig:
-        """Read the content of a ``config.json``; missing keys take the architecture's own defaults."""
+        """Read the content of a ``config.json``; missing keys take the architecture's defaults."""
         family = family_from(raw)
         refuse_unsupported(raw, family)
         width, heads = _integer(raw, "hidden_size"), _integer(raw, "num_attention_heads")
@@ -179,7 +179,7 @@ class DecoderConfig:
         )
 
     def to_mapping(self, dtype: str) -> dict[str, Any]:
-        """The content of a ``config.json`` that transformers (4 and 5) and `from_mapping` read alike."""
+        """The content of a ``config.json`` that transformers (4 and 5) and `from_mapping` read as the same model."""
         family = self.family
         raw: dict[str, Any] = {
             "architectures": [self.architecture],
@@ -231,7 +231,7 @@ class DecoderConfig:
             raw["use_sliding_window"] = window is not None
         if isinstance(family.windowed, int) or (window is not None and family.windowed == "upper"):
             windows = (self.layer(index).scores.window for index in range(self.layers))
-            raw["layer_types"] = ["full_attention" if one is None else "sliding_attention" for one in windows]
+            raw["layer_types"] = ["full_attention" if tokens is None else "sliding_attention" for tokens in windows]
         if window is not None and family.windowed == "upper":
             raw["max_window_layers"] = window.layers[0]
         return raw
@@ -261,19 +261,19 @@ class DecoderConfig:
         return raw
 
     def rope_frequencies(self) -> list[list[float]]:
-        """Angular frequency of each rotary pair, radians per position: [1 or 2][head_dim / 2], the second for layers
-        with a window where those have an embedding of their own."""
+        """Angular frequency of each rotary pair, in radians per position: [1 or 2][head_dim / 2]. The second row is for
+        layers with a window, if these have a separate embedding."""
         ropes = [frequencies(self.rope_theta, self.head_dim, self.rope_scaling)]
         if self.local_rope_theta is not None:
             ropes.append(frequencies(self.local_rope_theta, self.head_dim, None))
         return ropes
 
     def rope_magnitudes(self) -> list[float]:
-        """Factor on rotated queries and keys, for each embedding of `rope_frequencies`."""
+        """The factor on rotated queries and keys, for each embedding of `rope_frequencies`."""
         return [1.0 if self.rope_scaling is None else self.rope_scaling.magnitude, 1.0][: len(self.rope_frequencies())]
 
     def matmul_parameters(self, index: int, *, active: bool = False) -> int:
-        """Weights of layer ``index`` in matrix products; ``active``: only those one token passes through."""
+        """The number of weights of layer ``index`` in matrix products; ``active``: only those that a token uses."""
         attention = (2 * self.heads + 2 * self.kv_heads) * self.head_dim * self.width
         if (mixture := self.mixture) is None or not self.layer(index).sparse:
             return attention + 3 * self.width * self.intermediate
@@ -282,7 +282,7 @@ class DecoderConfig:
 
     @property
     def cached_values(self) -> int:
-        """Values cached of one token in all layers."""
+        """The number of values cached per token in all layers."""
         return 2 * self.kv_heads * self.head_dim * self.layers
 
     @property
@@ -291,24 +291,24 @@ class DecoderConfig:
 
     def flops(self, lengths: list[int], head_tokens: int | None = None, continues: list[int] | None = None) -> float:
         """Model FLOP of one forward pass over documents of ``lengths`` tokens (causal: half the square; with a
-        window: only the pairs it covers; in a mixture: only a token's own experts).
+        window: only the pairs it covers; in a mixture: only the experts that a token uses).
 
         ``head_tokens``: positions whose logits are computed; default all. ``continues``: for each piece the index of
-        the earlier piece that it continues, or -1: it attends to all rows before it in its document. Backward costs
-        twice as much again.
+        the earlier piece that it continues, or -1; a piece attends to all rows before it in its document. The backward
+        costs twice as much.
         """
         tokens = sum(lengths)
-        before = prefix_lengths(lengths, continues or [-1] * len(lengths))
+        prefixes = prefix_lengths(lengths, continues or [-1] * len(lengths))
         pairs = sum(
             count * (attended_pairs(first + n, window) - attended_pairs(first, window))
             for window, count in self._layers_by_window.items()
-            for first, n in zip(before, lengths, strict=True)
+            for first, n in zip(prefixes, lengths, strict=True)
         )
         products = self.product_flops(tokens, tokens if head_tokens is None else head_tokens)
         return float(4 * self.heads * self.head_dim * pairs + products)
 
     def product_flops(self, tokens: int, head_tokens: int) -> int:
-        """The part of `flops` in products with weights: what their gradients cost as well."""
+        """The part of `flops` in products with weights, which the weights' gradients cost again."""
         return 2 * self._active_parameters * tokens + 2 * self.vocabulary_size * self.width * head_tokens
 
     @cached_property
@@ -321,7 +321,7 @@ class DecoderConfig:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises ConfigurationError when it is missing or not one."""
+    """Read a JSON object. Raises ConfigurationError for a missing file or other content."""
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -335,16 +335,16 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def prefix_lengths(lengths: Sequence[int], continues: Sequence[int]) -> list[int]:
-    """For each piece of ``lengths`` tokens those before it in its document: of the piece it continues, an earlier one
-    or -1, and of all that this one continues."""
-    found: list[int] = []
-    for before in continues:
-        found.append(0 if before < 0 else found[before] + lengths[before])
-    return found
+    """The number of tokens before each piece in its document: those of the piece it continues and of that piece's
+    prefix. ``continues``: the index of an earlier piece, or -1."""
+    prefixes: list[int] = []
+    for parent in continues:
+        prefixes.append(0 if parent < 0 else prefixes[parent] + lengths[parent])
+    return prefixes
 
 
 def attended_pairs(length: int, window: int | None) -> int:
-    """Number of (query, key) pairs in a causal document of ``length`` tokens."""
+    """The number of (query, key) pairs in a causal document of ``length`` tokens."""
     reach = length if window is None else min(length, window)
     return reach * (reach + 1) // 2 + (length - reach) * reach
 
@@ -365,25 +365,25 @@ def _ropes(raw: dict[str, Any], family: Family, max_positions: int, window: Slid
         parameters = parameters.get("full_attention") or {}
     default = float(raw.get("rope_theta") or family.default_theta)
     theta, scaling = read_rope({**(raw.get("rope_scaling") or {}), **parameters}, default, max_positions)
-    found: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
+    fields: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
     if family.local_rope and window is not None:
         local_default = float(raw.get("rope_local_base_freq") or 10000.0)
-        found["local_rope_theta"], local_scaling = read_rope(local, local_default, max_positions)
+        fields["local_rope_theta"], local_scaling = read_rope(local, local_default, max_positions)
         if local_scaling is not None:
             raise ConfigurationError("rope_parameters.sliding_attention: only rope type 'default' is supported there")
-    return found
+    return fields
 
 
 def _scores(raw: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Scale and soft caps of scores and logits; a cap that is left out has Gemma 2's value there and none elsewhere."""
-    found: dict[str, Any] = {}
+    """Scale and soft caps of scores and logits; a missing cap defaults to Gemma 2's value for Gemma 2, else to None."""
+    fields: dict[str, Any] = {}
     if family.query_scale:
-        found["query_scale"] = _positive(raw, "query_pre_attn_scalar", 256.0)
+        fields["query_scale"] = _positive(raw, "query_pre_attn_scalar", 256.0)
     if family.attention_softcap:
-        found["attention_softcap"] = _positive(raw, "attn_logit_softcapping", 50.0)
+        fields["attention_softcap"] = _positive(raw, "attn_logit_softcapping", 50.0)
     if family.final_softcap:
-        found["final_softcap"] = _positive(raw, "final_logit_softcapping", 30.0 if family.attention_softcap else None)
-    return found
+        fields["final_softcap"] = _positive(raw, "final_logit_softcapping", 30.0 if family.attention_softcap else None)
+    return fields
 
 
 def _positive(raw: dict[str, Any], key: str, default: float | None) -> float | None:

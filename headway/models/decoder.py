@@ -1,4 +1,4 @@
-"""The decoder of every family in `families.py`: one class, computed on packed tokens.
+"""The decoder for all families in `families.py`: one class, computed on packed tokens.
 
 Shape suffixes: n packed tokens of all documents, d width, h query heads, g key/value heads, e head dimension,
 v vocabulary.
@@ -25,8 +25,8 @@ __all__ = ["Decoder", "DecoderConfig", "DecoderLayer"]
 
 class DecoderLayer(nn.Module):
     """A transformer block: x + attention(norm(x)), then x + MLP(norm(x)); some families norm each summand as well.
-    Query, key and value share one matrix, so do gate and up, and all experts of a mixture: fewer and larger products.
-    `layout.py` maps them to Hugging Face's names."""
+    Query, key and value share one matrix, as do gate and up, and all experts of a mixture, which makes products fewer
+    and larger. `layout.py` maps them to Hugging Face's names."""
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
@@ -34,8 +34,8 @@ class DecoderLayer(nn.Module):
         self.family = config.family
         self.kind = config.layer(index)
         self.adapter: LayerAdapter | None = None  # adds to the products: see `lora.use`
-        self.fixed_shapes = False  # a mixture's products have the same shapes wherever tokens are sent
-        self.routed: list[Tensor] | None = None  # where a list is put, the experts of each call's tokens are appended
+        self.fixed_shapes = False  # a mixture's products have the same shapes for any routing
+        self.routed: list[Tensor] | None = None  # if it is a list, each call appends the experts of its tokens
         self.input_norm = nn.Parameter(torch.ones(c.width))
         self.qkv_weight = nn.Parameter(torch.empty((c.heads + 2 * c.kv_heads) * c.head_dim, c.width))
         self.output_weight = nn.Parameter(torch.empty(c.width, c.heads * c.head_dim))
@@ -72,8 +72,8 @@ class DecoderLayer(nn.Module):
     def project_qkv(self, x_nd: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query [N, Hq, Dh], key and value [N, Hkv, Dh] of the residual stream x [N, d], norms and rope applied.
 
-        Rotary pairs are neighbours here (Hugging Face's halves are reordered at load): the order of a head's
-        elements is internal, attention doesn't depend on it.
+        Rotary pairs are neighbours here (Hugging Face's halves are reordered at load). The order of a head's elements
+        is internal, since attention doesn't depend on it.
         """
         c = self.config
         qkv = self._project(x_nd, cos, sin).unflatten(-1, (-1, c.head_dim))
@@ -104,7 +104,7 @@ class DecoderLayer(nn.Module):
         return out_nf if self.adapter is None else self.adapter.add(name, out_nf, x_nd)
 
     def _add(self, name: str, x_nd: Tensor, inner: Tensor, norm: Tensor | None) -> Tensor:
-        """Residual stream plus a product, which is normed first where the family has output norms."""
+        """Residual stream plus a product, which is normed first if the family has output norms."""
         if norm is None:
             return self._product(name, inner, add=x_nd)
         out_nd = self._product(name, inner)
@@ -123,7 +123,7 @@ class DecoderLayer(nn.Module):
 class Decoder(PackedModel):
     """A causal language model. Parameters are uninitialised until `loading` or `initialise` fills them.
 
-    A tied head has no parameter of its own: it *is* ``embedding_weight``, so no copy, cast or update can part them.
+    A tied head has no separate parameter: it *is* ``embedding_weight``, so no copy, cast or update can separate them.
     """
 
     _frequencies: Tensor
@@ -162,8 +162,8 @@ class Decoder(PackedModel):
         return x_nd * torch.tensor(self.config.width**0.5, dtype=x_nd.dtype).item()  # rounded as these models expect
 
     def rope(self, positions_n: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, each float32 [N, R, Dh / 2], for positions [N] and the model's R rotary embeddings (1 or 2), of
-        which each layer uses one."""
+        """cos and sin, each float32 [N, R, Dh / 2], for positions [N] and the model's R rotary embeddings (1 or 2);
+        each layer uses one of them."""
         angles = positions_n.to(torch.float32)[:, None, None] * self._frequencies
         cos, sin = angles.cos(), angles.sin()
         magnitudes = self.config.rope_magnitudes()
@@ -186,11 +186,11 @@ class Decoder(PackedModel):
         continues: list[int] | None = None,
         replay: ExpertReplay | None = None,
     ) -> Tensor:
-        """Residual stream [N, d] after the last layer (before `head`) of documents laid end to end.
+        """Residual stream [N, d] after the last layer (before `head`) of concatenated documents.
 
-        ``ids_n``: int64 [N] with N = sum(lengths). Each document attends causally to itself alone and its
-        positions start at 0; nothing is padded in the linear layers. With ``continues`` documents may share a prefix:
-        see `AttentionPlan.build`. ``replay``: experts to choose. Raises ValueError when lengths don't add up.
+        ``ids_n``: int64 [N] with N = sum(lengths). Each document attends causally to itself alone and its positions
+        start at 0; the linear layers have no padding. With ``continues`` documents may share a prefix (see
+        `AttentionPlan.build`). ``replay``: experts to choose. Raises ValueError if the lengths don't add up.
         """
         plan = AttentionPlan.build(lengths, self.device, continues)
         if plan.tokens != ids_n.shape[0]:
@@ -199,9 +199,9 @@ class Decoder(PackedModel):
         x_nd = self.embed(ids_n)
         sparse = {index: number for number, index in enumerate(self.config.sparse_layers)}
         for index, layer in enumerate(self.layers):
-            own = None if replay is None or index not in sparse else replay.layer(sparse[index])
+            replayed = None if replay is None or index not in sparse else replay.layer(sparse[index])
             if self.checkpoints_layers and torch.is_grad_enabled():
-                x_nd = checkpoint(layer, x_nd, cos, sin, plan, own, use_reentrant=False, preserve_rng_state=False)
+                x_nd = checkpoint(layer, x_nd, cos, sin, plan, replayed, use_reentrant=False, preserve_rng_state=False)
             else:
-                x_nd = layer(x_nd, cos, sin, plan, own)
+                x_nd = layer(x_nd, cos, sin, plan, replayed)
         return x_nd

@@ -1,7 +1,7 @@
-"""A mixture of experts on packed tokens: each token goes through the few experts its router finds likeliest.
+"""A mixture of experts on packed tokens: each token goes through the few experts with the highest router probability.
 
-Tokens are sorted by expert and multiplied group by group, so that only chosen experts are computed. Gradients are
-autograd's own, the router's included.
+Tokens are sorted by expert and multiplied group by group, so that only chosen experts are computed. Autograd computes
+all gradients, including the router's.
 
 Shape suffixes: n packed tokens, d width, x experts, k experts of a token, m = n * k (token, expert) pairs,
 f intermediate size of an expert.
@@ -20,7 +20,7 @@ from headway.models.kernels import QuantizedMatrix, frozen_product, product_dtyp
 
 
 class LayerAdapter(Protocol):
-    """Additions to the products of a decoder's layer; see `lora.LayerLora`, where all rows have the same adapter."""
+    """Additions to the products of a decoder's layer. In `lora.LayerLora` all rows have the same adapter."""
 
     def add(self, product: str, out_nf: Tensor, x_nd: Tensor) -> Tensor: ...
 
@@ -28,12 +28,12 @@ class LayerAdapter(Protocol):
 
 
 class ExpertReplay(NamedTuple):
-    """Experts that tokens went through when they were sampled, for their routers to choose again (routing replay, R3,
-    arXiv 2510.11370). Of all layers with experts; ``layer`` gives one's."""
+    """Recorded experts of sampled tokens, which the routers choose again (routing replay, R3, arXiv 2510.11370). It
+    covers all layers with experts; ``layer`` selects one."""
 
-    chosen: Tensor  # integers [N, layers, K]; of a layer [N, K]; -1: unknown, and the router chooses
-    # int64 [layers, 3], written by `route`: routers with a record; of these, those that would have chosen other experts
-    # by their own scores, and those whose tokens did go to others
+    chosen: Tensor  # integers [N, layers, K], of a layer [N, K]; -1: unknown, so that the router chooses
+    # int64 [layers, 3], written by `route`: the number of routers with a record; of these, the number that would have
+    # chosen other experts by their own scores, and the number whose tokens went to other experts
     counts: Tensor
 
     @classmethod
@@ -52,12 +52,12 @@ def route(
     adapter: LayerAdapter | None = None,
     replay: ExpertReplay | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The experts of each token, likeliest first, and their weights: int64 and float [N, K].
+    """The experts of each token by descending probability, and their weights: int64 and float [N, K].
 
-    Weights are probabilities of the softmax over all experts; ``normalised`` makes the chosen ones add up to 1.
-    Computed in float32 (float64 where the hidden states are) under autocast too: a rounding error here is another
-    expert, not another last digit. With ``replay``, of this layer, the experts are the recorded ones where there are
-    any; their weights are these scores' all the same, so that gradients reach the router.
+    Weights are probabilities of the softmax over all experts; ``normalised`` makes those of the chosen experts add up
+    to 1. They are computed in float32 (float64 if the hidden states are) under autocast too, because a rounding error
+    here selects another expert. With ``replay`` of this layer, recorded experts are chosen if there are any; their
+    weights still come from these scores, so that gradients reach the router.
     """
     wide = torch.promote_types(hidden_nd.dtype, torch.float32)
     with torch.autocast(hidden_nd.device.type, enabled=False):
@@ -71,7 +71,7 @@ def route(
             own_nk, recorded_nk = chosen_nk, replay.chosen.long()
             known_n1 = (recorded_nk >= 0).all(-1, keepdim=True)
             chosen_nk = torch.where(known_n1, recorded_nk, own_nk)
-            weights_nk = probabilities_nx.gather(-1, chosen_nk)  # of all experts: those after top-k would be zeros
+            weights_nk = probabilities_nx.gather(-1, chosen_nk)  # of all experts, since top-k may lack recorded ones
             replay.counts.copy_(_disagreement(recorded_nk, known_n1[:, 0], own_nk, chosen_nk))
         if normalised:
             weights_nk = weights_nk / weights_nk.sum(-1, keepdim=True)
@@ -79,9 +79,9 @@ def route(
 
 
 def _disagreement(recorded_nk: Tensor, known_n: Tensor, own_nk: Tensor, chosen_nk: Tensor) -> Tensor:
-    """See `ExpertReplay.counts`; the order of a token's experts doesn't matter."""
+    """The layer's `ExpertReplay.counts`; the order of a token's experts doesn't matter."""
     sorted_nk = recorded_nk.sort(-1).values
-    others = [known_n & (sorted_nk != one.sort(-1).values).any(-1) for one in (own_nk, chosen_nk)]
+    others = [known_n & (sorted_nk != other_nk.sort(-1).values).any(-1) for other_nk in (own_nk, chosen_nk)]
     return torch.stack([known_n, *others]).sum(-1)
 
 
@@ -110,7 +110,7 @@ def mix(
 
     inner_mf = gated(product("gate_up", hidden_nd.index_select(0, row_m), gate_up_xfd))
     out_md = product("down", inner_mf, down_xdf)
-    # Back to the tokens' order first, then summed: the same bits however the pairs were sorted.
+    # Rows return to the tokens' order before the sum, so that the bits don't depend on how the pairs were sorted.
     position_m = torch.empty_like(order_m).scatter_(0, order_m, torch.arange(n * k, device=order_m.device))
     out_nkd = out_md.index_select(0, position_m).view(n, k, -1)
     return (out_nkd * weights_nk[..., None].to(out_nkd.dtype)).sum(1)
@@ -125,8 +125,8 @@ def mix_in_fixed_shapes(
     gated: Callable[[Tensor], Tensor],
     adapter: LayerAdapter | None = None,
 ) -> Tensor:
-    """`mix` in products whose shapes don't depend on the routing: every chosen expert on all rows. Slower; a row's
-    bits don't depend on where its neighbours are sent."""
+    """`mix` with products whose shapes don't depend on the routing, as every chosen expert is computed on all rows. It
+    is slower, but a row's bits don't depend on the routing of other rows."""
     out_nd = torch.zeros_like(hidden_nd)
     weights_nx = weights_nk.new_zeros(len(hidden_nd), len(gate_up_xfd)).scatter_(1, chosen_nk, weights_nk)
     row_n = torch.arange(len(hidden_nd), device=hidden_nd.device)
@@ -144,7 +144,7 @@ def mix_in_fixed_shapes(
 
 
 def grouped_linear(rows_md: Tensor, weights_xfd: Tensor | QuantizedMatrix, ends_x: Tensor) -> Tensor:
-    """Rows [M, d], those before ``ends_x[0]`` through the first matrix and so on, [M, f]."""
+    """Multiply rows [M, d], those before ``ends_x[0]`` by the first matrix and so on, to [M, f]."""
     if isinstance(weights_xfd, QuantizedMatrix):
         return frozen_product(rows_md, weights_xfd, lambda rows, weights: grouped_linear(rows, weights, ends_x))
     dtype = product_dtype(rows_md)
@@ -152,10 +152,10 @@ def grouped_linear(rows_md: Tensor, weights_xfd: Tensor | QuantizedMatrix, ends_
     if _aligned(weights_xfd):
         return functional.grouped_mm(rows_md, weights_xfd.transpose(1, 2), offs=ends_x.to(torch.int32))
     parts = rows_md.tensor_split(ends_x[:-1].tolist())
-    return torch.cat([functional.linear(part, one) for part, one in zip(parts, weights_xfd.unbind(0), strict=True)])
+    return torch.cat([functional.linear(part, w_fd) for part, w_fd in zip(parts, weights_xfd.unbind(0), strict=True)])
 
 
 def _aligned(weights_xfd: Tensor) -> bool:
-    """Whether torch's grouped product takes these weights: rows of whole 16 bytes, at most 4 bytes an element."""
+    """Whether torch's grouped product takes these weights: rows of a multiple of 16 bytes, elements of at most 4."""
     bytes_ = weights_xfd.element_size()
     return bytes_ <= 4 and all(size * bytes_ % 16 == 0 for size in weights_xfd.shape[1:])

@@ -1,6 +1,6 @@
-"""The model families this decoder computes: one row each, with the names used in their ``config.json``; torch-free.
+"""The model families that the decoder computes, with the names used in their ``config.json``; torch-free.
 
-A row holds the properties shared by every model of a family; a model's own (sizes, windows, caps) are in its
+A row holds the properties shared by every model of a family; those of a single model (sizes, windows, caps) are in its
 `DecoderConfig`.
 """
 
@@ -25,7 +25,7 @@ class ExpertNames:
     gate: str
     up: str
     down: str
-    # All experts of a layer in one tensor, as transformers 5 holds them in memory: read where a file has them.
+    # All experts of a layer in one tensor, as transformers 5 holds them in memory; read if a file has them.
     fused_gate_up: str = "mlp.experts.gate_up_proj"  # [experts, 2 * intermediate, width]
     fused_down: str = "mlp.experts.down_proj"  # [experts, width, intermediate]
     fused_router: str = "mlp.gate.weight"
@@ -42,22 +42,22 @@ class Family:
     activation: Activation = "silu"  # activation of the gate
     qk_norm: bool = False  # RMSNorm over each head's query and key
     attention_bias: bool | None = None  # query, key and value have a bias; None: config.json's attention_bias decides
-    output_bias: bool = True  # the attention's output has a bias where query, key and value have one
+    output_bias: bool = True  # the attention's output has a bias if query, key and value have one
     mlp_bias: bool = False  # config.json's mlp_bias decides; else there is none
     norm_offset: float = 0.0  # added to a norm's stored weight
     output_norms: bool = False  # outputs of attention and MLP are normed before they join the residual stream
     scaled_embedding: bool = False  # embeddings times sqrt(width), rounded to the weights' dtype
-    local_rope: bool = False  # layers with a window have a rotary embedding of their own
+    local_rope: bool = False  # layers with a window have a separate rotary embedding
     attention_softcap: bool = False
     final_softcap: bool = False
     query_scale: bool = False  # scores are divided by sqrt(query_pre_attn_scalar), not by sqrt(head_dim)
-    # Which layers a sliding window covers when layer_types doesn't say: all, those from max_window_layers on, or all
-    # but every n-th.
+    # The layers that a sliding window covers without layer_types: all, those from max_window_layers on, or all but
+    # every n-th.
     windowed: Literal["none", "all", "upper"] | int = "none"
     window_switch: bool = False  # sliding_window counts only with use_sliding_window
     experts: ExpertNames | None = None
     expert_size_key: str = "moe_intermediate_size"
-    # --- what config.json leaves out
+    # --- defaults of keys that config.json leaves out
     activation_key: str = "hidden_act"
     other_activations: tuple[str, ...] = ()  # names with which files of this family mean its activation
     default_head_dim: int | None = None  # None: width / heads
@@ -69,11 +69,11 @@ class Family:
 
     @property
     def activation_names(self) -> tuple[str, ...]:
-        """The values of config.json that mean this family's activation; the first is written."""
+        """The names in config.json of this family's activation; the first is written."""
         return _SILU if self.activation == "silu" else (*_GELU_TANH, *self.other_activations)
 
     def norm_names(self) -> dict[str, str]:
-        """The decoder's names for a layer's norms -> Hugging Face's names."""
+        """Map the decoder's names of a layer's norms to Hugging Face's names."""
         if not self.output_norms:
             return {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
         return {
@@ -207,20 +207,20 @@ _INSTEAD = {
 
 
 def family_from(raw: dict[str, Any]) -> Family:
-    """The family that a ``config.json`` names. Raises ConfigurationError with the supported ones when it is none."""
+    """The family that a ``config.json`` names. Raises ConfigurationError, with the supported ones, for any other."""
     named = raw.get("architectures") or []
     if not named:
         named = [row.architecture for row in _ROWS if row.model_type == raw.get("model_type")]
     for name in named:
         if name in FAMILIES:
             return FAMILIES[name]
-    given = raw.get("architectures") or raw.get("model_type")
+    kind = raw.get("architectures") or raw.get("model_type")
     hint = next((f" ({_INSTEAD[name]})" for name in named if name in _INSTEAD), "")
-    raise ConfigurationError(f"architectures = {given!r} is not supported{hint}; supported: {', '.join(FAMILIES)}")
+    raise ConfigurationError(f"architectures = {kind!r} is not supported{hint}; supported: {', '.join(FAMILIES)}")
 
 
 def family_named(name: str) -> Family:
-    """The row of `headway init-model --family`. Raises ConfigurationError for an unknown name."""
+    """The family named by `headway init-model --family`. Raises ConfigurationError for an unknown name."""
     if name not in BY_NAME:
         raise ConfigurationError(f"family = {name!r} is not supported; supported: {', '.join(BY_NAME)}")
     return BY_NAME[name]
@@ -229,11 +229,11 @@ def family_named(name: str) -> Family:
 def refuse_unsupported(raw: dict[str, Any], family: Family) -> None:
     """Raise ConfigurationError (key, value, valid values) for settings that the decoder does not compute."""
     keys = dict.fromkeys((family.activation_key, "hidden_act", "hidden_activation"))
-    given = next(((key, raw[key]) for key in keys if raw.get(key) is not None), None)
-    if given is not None and given[1] not in family.activation_names:
+    activation = next(((key, raw[key]) for key in keys if raw.get(key) is not None), None)
+    if activation is not None and activation[1] not in family.activation_names:
         valid = ", ".join(repr(name) for name in family.activation_names)
         raise ConfigurationError(
-            f"{given[0]} = {given[1]!r} is not supported in {family.architecture}; supported: {valid}"
+            f"{activation[0]} = {activation[1]!r} is not supported in {family.architecture}; supported: {valid}"
         )
     if raw.get("quantization_config"):
         raise ConfigurationError("quantization_config: quantised weights are not supported; supported: float weights")
@@ -249,7 +249,7 @@ def refuse_unsupported(raw: dict[str, Any], family: Family) -> None:
 
 
 def read_window(raw: dict[str, Any], family: Family, layers: int) -> tuple[int | None, tuple[int, ...]]:
-    """The sliding window in tokens, None without one, and the layers it covers."""
+    """The sliding window in tokens (None: no window), and the layers it covers."""
     tokens = raw.get("sliding_window", family.default_window)
     if family.window_switch and not raw.get("use_sliding_window", False):
         tokens = None

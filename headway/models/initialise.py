@@ -1,4 +1,4 @@
-"""A small, randomly initialised model of any family, with its own tokenizer: everything runs without a network."""
+"""Creation of a small, randomly initialised model of any family, with a new tokenizer, without a network."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def initialise_model(
     """Write a complete model folder at ``output`` (config, safetensors, tokenizer); it must not exist yet.
 
     ``vocabulary_size`` bounds the tokenizer trained on ``texts``; the model's vocabulary is the tokenizer's size
-    rounded up to 8. ``character_level``: no merges. ``window``: sliding window in tokens, on the layers where the
-    family has one (default: a quarter of the context for Gemma 2 and 3, none elsewhere). ``experts`` and
+    rounded up to 8. ``character_level``: no merges. ``window``: sliding window in tokens, on the family's layers with
+    windows (default: a quarter of the context for Gemma 2 and 3, none for others). ``experts`` and
     ``experts_per_token`` apply to families with a mixture, where ``intermediate`` is the size of one expert;
     ``rope_theta``: default the family's. Equal arguments give equal files.
     Raises ConfigurationError for inconsistent sizes or an existing output.
@@ -59,7 +59,7 @@ def initialise_model(
         raise ConfigurationError("init-model: no text to train the tokenizer on")
     target.parent.mkdir(parents=True, exist_ok=True)
     with ScratchFolder(f".{target.name}.headway-", ".partial", target.parent) as scratch:
-        folder = scratch / target.name  # with the mode of any new folder, where the scratch one is this user's alone
+        folder = scratch / target.name  # with the mode of any new folder; the scratch folder is private to this user
         folder.mkdir()
         tokenizer = train_byte_fallback_tokenizer(corpus, vocabulary_size, folder, character_level=character_level)
         config = DecoderConfig(
@@ -117,8 +117,8 @@ def _write_generation_config(folder: Path, config: DecoderConfig, tokenizer: Tok
 
 
 def _window(kind: Family, tokens: int | None, layers: int, max_positions: int) -> SlidingWindow | None:
-    """The window, on all layers, or all but every second (Gemma 2) or third (Gemma 3: every sixth in its published
-    models, but small ones have too few layers)."""
+    """The window, on all layers or all but every second (Gemma 2) or third (Gemma 3; its published models have every
+    sixth, but small models have too few layers)."""
     if kind.windowed == "none":
         if tokens is not None:
             raise ConfigurationError(f"window = {tokens}: the family {kind.name!r} has no sliding window")
@@ -140,10 +140,10 @@ def _mixture(kind: Family, experts: int, per_token: int, intermediate: int) -> E
 
 
 def initialise_parameters(model: Decoder, seed: int) -> None:
-    """Fill every parameter in place, determined by ``seed`` alone, whatever the device and dtype.
+    """Fill every parameter in place. The values depend on ``seed`` alone, not on device and dtype.
 
-    Matrices: normal with deviation 1/sqrt(inputs), which keeps activations at unit scale at any width; those that
-    write to the residual stream are divided by sqrt(2 layers) (GPT-2, section 2.3). Norms 1, biases 0.
+    Matrices are normal with deviation 1/sqrt(inputs), which keeps activations at unit scale at any width; those that
+    write to the residual stream are divided by sqrt(2 layers) (GPT-2, section 2.3). Norms are 1, biases 0.
     """
     generator = torch.Generator().manual_seed(seed)
     residual = 1 / math.sqrt(2 * model.config.layers)

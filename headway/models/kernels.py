@@ -1,7 +1,7 @@
-"""The decoder's products, and its element-wise parts with hand-written gradients: fewer passes over memory than
-autograd's own.
+"""The decoder's products, and its element-wise parts with hand-written gradients, which pass over memory less often
+than autograd's.
 
-Each is exact (tests compare with plain autograd). Shape suffixes: n packed tokens, d width, h query heads,
+All are exact (tests compare with plain autograd). Shape suffixes: n packed tokens, d width, h query heads,
 g key/value heads, e head dimension, f intermediate width.
 """
 
@@ -22,13 +22,13 @@ Sizes = tuple[int, int, int, float]  # query heads, key/value heads, head dimens
 
 
 class QuantizedMatrix:
-    """A matrix [f, d], or all experts' [x, f, d], without gradients, as codes and the scale of each block: computed
-    when a product needs it."""
+    """A matrix [f, d], or all experts' [x, f, d], without gradients, stored as codes and the scale of each block.
+    The matrix is computed when a product needs it."""
 
-    def __init__(self, weight: Tensor, how: Quantization) -> None:
-        self.shape, self._how = weight.shape, how
+    def __init__(self, weight: Tensor, quantization: Quantization) -> None:
+        self.shape, self._quantization = weight.shape, quantization
         library, flat = _bitsandbytes(), weight.detach().float().reshape(-1, weight.shape[-1]).contiguous()
-        if how == "4bit":
+        if quantization == "4bit":
             self._codes, self._state = library.quantize_4bit(flat, blocksize=64, quant_type="nf4")
         else:
             self._codes, self._state = library.quantize_blockwise(flat, blocksize=256)
@@ -41,13 +41,13 @@ class QuantizedMatrix:
 
     @property
     def nbytes(self) -> int:
-        """Memory of codes and scales."""
+        """The memory of codes and scales, in bytes."""
         return self._codes.nbytes + self._state.absmax.nbytes
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
-        """The matrix that the codes stand for."""
+        """The dequantised matrix."""
         library = _bitsandbytes()
-        expand = library.dequantize_4bit if self._how == "4bit" else library.dequantize_blockwise
+        expand = library.dequantize_4bit if self._quantization == "4bit" else library.dequantize_blockwise
         return expand(self._codes, self._state).view(self.shape).to(dtype)
 
 
@@ -77,7 +77,7 @@ def _normalise_backward(grad: Tensor, unit: Tensor, inverse: Tensor, weight: Ten
 
 
 def _with_gradients(x: Tensor, weight: Tensor | None = None) -> native.Kernels | None:
-    """The native kernels, where they have gradients: float32 outside autocast; else None."""
+    """The native kernels if they have gradients (float32 outside autocast), else None."""
     fast = native.active(x, weight)
     return fast if fast is not None and fast.dtype == product_dtype(x) == torch.float32 else None
 
@@ -109,8 +109,8 @@ class _RmsNorm(torch.autograd.Function):
 def rms_norm(x_nd: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
     """RMSNorm over the last axis of [N, d], computed in float32 (Zhang & Sennrich 2019, Eq. 4).
 
-    The result has the dtype the following matrix product wants: autocast's, else that of x. ``offset`` is added to
-    the weight (Gemma: 1).
+    The result has the dtype of the following matrix product: autocast's, else that of x. ``offset`` is added to the
+    weight (Gemma: 1).
     """
     if torch.is_grad_enabled():
         return _RmsNorm.apply(x_nd, weight, epsilon, offset)  # pyright: ignore[reportReturnType]
@@ -120,7 +120,7 @@ def rms_norm(x_nd: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) 
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """``product(x, matrix)`` that keeps no matrix for the backward, which computes it again: the gradient of x is
+    """``product(x, matrix)`` that keeps no matrix for the backward, which dequantises it again; the gradient of x is
     ``product(gradient, matrix^T)``."""
 
     @staticmethod
@@ -141,7 +141,7 @@ def frozen_product(x: Tensor, weight: QuantizedMatrix, product: Callable[[Tensor
 def linear(
     x_nd: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None = None, add: Tensor | None = None
 ) -> Tensor:
-    """x @ weight.T (+ bias) (+ add): [N, d] and [V, d] to [N, V]. ``add`` joins inside the product, except under
+    """x @ weight.T (+ bias) (+ add): [N, d] and [V, d] to [N, V]. ``add`` is fused into the product, except under
     autocast, which would round it (the residual stream) to the product's dtype."""
     if isinstance(weight, QuantizedMatrix):
         out = frozen_product(x_nd, weight, functional.linear)
@@ -157,8 +157,8 @@ def linear(
 
 
 def _weighted(unit: Tensor, weight: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
-    """``unit * (weight + offset)``. With an offset rounded once at the end: in bfloat16 1 + weight would lose most of
-    the weight."""
+    """``unit * (weight + offset)``. With an offset the result is rounded once at the end, since in bfloat16 1 + weight
+    would lose most of the weight."""
     if offset:
         return (unit * with_offset(weight, offset)).to(dtype)
     return unit.to(dtype) * weight.to(dtype)
@@ -170,13 +170,13 @@ def with_offset(weight: Tensor, offset: float) -> Tensor:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype matrix products of ``x`` are computed in: autocast's where it is on, else that of x."""
+    """The dtype of matrix products of ``x``: autocast's if it is enabled, else that of x."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _pairs(x: Tensor) -> Tensor:
-    """Neighbouring elements of the last axis as one complex number (a view)."""
+    """View neighbouring elements of the last axis as complex numbers."""
     return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
 
 
@@ -220,19 +220,19 @@ class _NormRotate(torch.autograd.Function):
         unit, inverse, q_norm, k_norm = rest
         parts = ((slice(0, heads), q_norm), (slice(heads, heads + kv_heads), k_norm))
         grads_of_weights: list[Tensor | None] = []
-        for (part, weight), wanted in zip(parts, ctx.needs_input_grad[1:3], strict=True):
+        for (part, weight), needs_grad in zip(parts, ctx.needs_input_grad[1:3], strict=True):
             wide = _wide(weight)
             grad_x, per_weight = _normalise_backward(turned[:, part], unit[:, part], inverse[:, part], wide)
             rotated[:, part].copy_(grad_x)
-            grads_of_weights.append(per_weight.sum((0, 1)).to(weight.dtype) if wanted else None)
+            grads_of_weights.append(per_weight.sum((0, 1)).to(weight.dtype) if needs_grad else None)
         return grad, grads_of_weights[0], grads_of_weights[1], None, None, None
 
 
 def _norm_rotate(
     qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, rotation: Tensor, sizes: Sizes
 ) -> tuple[Tensor, Tensor] | None:
-    """Overwrite the query and key part of ``qkv``; returns the norm's unit vectors and inverse scales for the
-    backward, None without a norm."""
+    """Overwrite the query and key part of ``qkv``. Returns the norm's unit vectors and inverse scales for the
+    backward; None: there is no norm."""
     heads, kv_heads, head_dim, epsilon = sizes
     part = qkv.view(qkv.shape[0], -1, head_dim)[:, : heads + kv_heads]
     if q_norm is None or k_norm is None:
@@ -247,7 +247,7 @@ def _norm_rotate(
 def norm_rotate(
     qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, sizes: Sizes
 ) -> Tensor:
-    """Overwrite and return ``qkv`` [N, (Hq + 2 Hkv) Dh]: query and key normed per head (if weights are given), then
+    """Overwrite and return ``qkv`` [N, (Hq + 2 Hkv) Dh], with query and key normed per head (if weights are given) and
     rotated by position (RoFormer, Eq. 34). Rotated pairs are neighbours; cos and sin are float32 [N, 1, Dh / 2]."""
     if torch.is_grad_enabled():
         return _NormRotate.apply(qkv, q_norm, k_norm, cos, sin, sizes)  # pyright: ignore[reportReturnType]
@@ -305,7 +305,7 @@ def gated_silu(gate_up: Tensor) -> Tensor:
 
 
 def gated_gelu(gate_up: Tensor) -> Tensor:
-    """gelu(gate) * up, gelu by its tanh approximation: [N, 2f] to [N, f] (Shazeer 2020, GEGLU)."""
+    """gelu(gate) * up with the tanh approximation of gelu: [N, 2f] to [N, f] (Shazeer 2020, GEGLU)."""
     if torch.is_grad_enabled():
         return _Gated.apply(gate_up, _gelu, _gelu_gradient)  # pyright: ignore[reportReturnType]
     gate_nf, up_nf = gate_up.chunk(2, dim=-1)
@@ -318,8 +318,8 @@ GATED: dict[str, Callable[[Tensor], Tensor]] = {"silu": gated_silu, "gelu_tanh":
 class PadDocuments(torch.autograd.Function):
     """Packed rows [N, W] to one padded block [b*l, W] per bucket.
 
-    Attention gives padding a gradient of exactly zero, since no document attends to what stands after it and padded
-    outputs are never used. So the gradient of a packed row is that of the one padded row that holds it.
+    Attention gives padding a gradient of exactly zero, since no document attends to later rows and padded outputs are
+    never used. The gradient of a packed row is therefore that of the one padded row that holds it.
     """
 
     @staticmethod

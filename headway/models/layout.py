@@ -1,4 +1,4 @@
-"""Hugging Face's names and shapes of a model's tensors, mapped to the decoder's parameters."""
+"""Mapping of Hugging Face's names and shapes of a model's tensors to the decoder's parameters."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class TensorEntry:
 
     name: str
     shape: tuple[int, ...]
-    view: Tensor  # as many elements, in the same order when flattened; not contiguous where rotary pairs are reordered
+    view: Tensor  # the same elements in the same flat order; not contiguous if rotary pairs are reordered
 
 
 def hugging_face_entries(model: Decoder) -> Iterator[TensorEntry]:
-    """Every tensor of the model under Hugging Face's name. A tied head is not repeated."""
+    """Yield every tensor of the model under Hugging Face's name. A tied head is not repeated."""
     yield _entry("model.embed_tokens.weight", model.embedding_weight)
     for prefix, layer in _layers(model):
         yield from _layer_entries(layer, prefix)
@@ -32,8 +32,8 @@ def hugging_face_entries(model: Decoder) -> Iterator[TensorEntry]:
 
 
 def fused_expert_entries(model: Decoder) -> Iterator[tuple[TensorEntry, list[str]]]:
-    """The tensors of mixtures as transformers 5 holds them in memory, all experts of a layer in one, each with the
-    names of the per-expert tensors on disk that it replaces."""
+    """Yield the tensors of mixtures as transformers 5 holds them in memory, with all experts of a layer in one, each
+    with the names of the per-expert tensors on disk that it replaces."""
     for prefix, layer in _layers(model):
         names = layer.family.experts
         if names is None or not layer.kind.sparse:
@@ -53,8 +53,8 @@ def _layers(model: Decoder) -> Iterator[tuple[str, DecoderLayer]]:
 
 
 def _entry(name: str, parameter: Tensor, rotary_dim: int | None = None) -> TensorEntry:
-    """``rotary_dim``: the head dimension, where the first axis runs over heads whose rotary pairs are neighbours
-    here, and first and second halves in Hugging Face's order."""
+    """``rotary_dim``: the head dimension, if the first axis runs over heads whose rotary pairs are neighbours in the
+    decoder and are in the first and second half of a head in Hugging Face's order."""
     view = parameter.detach()
     shape = tuple(view.shape)
     if rotary_dim is not None:
@@ -65,8 +65,8 @@ def _entry(name: str, parameter: Tensor, rotary_dim: int | None = None) -> Tenso
 def _layer_entries(layer: DecoderLayer, prefix: str) -> Iterator[TensorEntry]:
     config, sparse = layer.config, layer.kind.sparse
     query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    for name, theirs in layer.family.norm_names().items():
-        yield _entry(f"{prefix}{theirs}.weight", getattr(layer, name))
+    for name, hf_name in layer.family.norm_names().items():
+        yield _entry(f"{prefix}{hf_name}.weight", getattr(layer, name))
     for kind, attention, output, gate_up, down in (
         ("weight", layer.qkv_weight, layer.output_weight, layer.gate_up_weight, layer.down_weight),
         ("bias", layer.qkv_bias, layer.output_bias, layer.gate_up_bias, layer.down_bias),

@@ -1,4 +1,4 @@
-"""Model folders in Hugging Face's layout, and the exchange of weights in the decoder's own layout."""
+"""Loading and saving of model folders in Hugging Face's layout, and the exchange of weights in the decoder's layout."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOKENIZER_FILES = (
 
 
 def parse_dtype(name: str | torch.dtype) -> torch.dtype:
-    """A dtype by its configuration name. Raises ConfigurationError for an unknown one."""
+    """The dtype with a configuration name. Raises ConfigurationError for an unknown name."""
     if isinstance(name, torch.dtype):
         return name
     if name not in DTYPES:
@@ -48,21 +48,21 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
 
 
 def load_model(path: str | Path, dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu") -> Decoder:
-    """The decoder in folder ``path`` (config.json, one or several *.safetensors), cast to ``dtype``, on ``device``.
+    """Load the decoder in folder ``path`` (config.json, one or more *.safetensors), cast to ``dtype``, on ``device``.
 
-    Raises ConfigurationError naming the file and tensor for anything missing, unreadable, unexpected or misshapen.
+    Raises ConfigurationError, which names file and tensor, for missing, unreadable, unexpected or misshapen parts.
     """
     folder = Path(path)
     model = build(DecoderConfig.from_pretrained(folder), dtype, device)
     stored = stored_tensors(weight_files(folder))
     if model.config.tied:
         require_tied(folder, stored)
-    where = {name: one.file for name, one in stored.items()}
-    targets = _targets(model, where)
-    _check_names(folder, model.config, set(targets), set(where))
+    file_by_name = {name: tensor.file for name, tensor in stored.items()}
+    targets = _targets(model, file_by_name)
+    _check_names(folder, model.config, set(targets), set(file_by_name))
     by_file: dict[Path, list[str]] = {}
     for name in sorted(targets):
-        by_file.setdefault(where[name], []).append(name)
+        by_file.setdefault(file_by_name[name], []).append(name)
     with torch.no_grad():
         for file, names in by_file.items():
             try:
@@ -74,8 +74,8 @@ def load_model(path: str | Path, dtype: str | torch.dtype = "float32", device: s
 
 
 def load_for_generation(path: str | Path, dtype: str | torch.dtype, device: str | torch.device) -> Decoder:
-    """Load as `load_model` does, but on a CPU without bfloat16 instructions widen bfloat16 weights to float32: products
-    take a tenth of the time there, and no weight changes."""
+    """Load as `load_model` does, but widen bfloat16 weights to float32 on a CPU without bfloat16 instructions, where
+    products then take a tenth of the time and no weight changes."""
     model = load_model(path, dtype, device)
     if torch.device(device).type == "cpu" and model.dtype == torch.bfloat16 and not cpu_multiplies_bfloat16():
         return model.to(torch.float32)
@@ -83,7 +83,7 @@ def load_for_generation(path: str | Path, dtype: str | torch.dtype, device: str 
 
 
 def build(config: DecoderConfig, dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu") -> Decoder:
-    """A decoder of ``config`` whose matrices are still uninitialised memory."""
+    """A decoder of ``config`` with uninitialised matrices."""
     with torch.device(device):
         return Decoder(config).to(parse_dtype(dtype))
 
@@ -100,7 +100,7 @@ def _fill(targets: Mapping[str, TensorEntry], names: list[str], content: Any, fi
 
 
 def _targets(model: Decoder, stored: Mapping[str, Path]) -> dict[str, TensorEntry]:
-    """The tensors to read, by name: mixtures expert by expert, or as one tensor where the files hold them fused."""
+    """The tensors to read, by name; mixtures expert by expert, or as one tensor if the files hold them fused."""
     targets = {entry.name: entry for entry in hugging_face_entries(model)}
     for fused, replaced in fused_expert_entries(model):
         if fused.name in stored:
@@ -110,27 +110,27 @@ def _targets(model: Decoder, stored: Mapping[str, Path]) -> dict[str, TensorEntr
     return targets
 
 
-def _check_names(folder: Path, config: DecoderConfig, wanted: set[str], stored: set[str]) -> None:
-    if missing := sorted(wanted - stored):
-        raise ConfigurationError(f"{folder}: tensors missing: {_some(missing)}")
-    extra = sorted(name for name in stored - wanted if not _ignorable(name, config))
+def _check_names(folder: Path, config: DecoderConfig, expected: set[str], stored: set[str]) -> None:
+    if missing := sorted(expected - stored):
+        raise ConfigurationError(f"{folder}: tensors missing: {_first_names(missing)}")
+    extra = sorted(name for name in stored - expected if not _ignorable(name, config))
     if extra:
-        raise ConfigurationError(f"{folder}: tensors this architecture does not have: {_some(extra)}")
+        raise ConfigurationError(f"{folder}: tensors this architecture does not have: {_first_names(extra)}")
 
 
 def _ignorable(name: str, config: DecoderConfig) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
 
 
-def _some(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def save_model(model: Decoder, path: str | Path, tokenizer_source: str | Path | None = None) -> None:
     """Write ``model`` into the folder ``path`` so that transformers and `load_model` can read it. Not atomic: callers
-    write into a folder of their own, and rename that.
+    write into a scratch folder and rename it.
 
-    ``tokenizer_source``: a model folder whose tokenizer files are copied along.
+    ``tokenizer_source``: a model folder whose tokenizer files are copied too.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -144,7 +144,7 @@ def save_model(model: Decoder, path: str | Path, tokenizer_source: str | Path | 
 
 
 def copy_tokenizer(source: Path, folder: Path, further: Sequence[str] = ()) -> None:
-    """Copy the tokenizer's files of a model folder, its chat templates among them, and ``further`` ones."""
+    """Copy a model folder's tokenizer files, including chat templates, and the files ``further``."""
     named = [file.relative_to(source) for file in source.glob("additional_chat_templates/*.jinja")]
     for name in (*TOKENIZER_FILES, *further, *named):
         if (file := source / name).is_file():
@@ -152,41 +152,41 @@ def copy_tokenizer(source: Path, folder: Path, further: Sequence[str] = ()) -> N
             shutil.copyfile(file, folder / name)
 
 
-def require_finite_tensors(where: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ConfigurationError, naming ``where`` and the tensor, for a NaN or an infinite number."""
+def require_finite_tensors(label: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ConfigurationError, which names ``label`` and the tensor, for a NaN or an infinite number."""
     for name, tensor in tensors.items():
         if tensor.numel() and not all(map(math.isfinite, torch.stack(tensor.detach().aminmax()).tolist())):
             dtype = str(tensor.dtype).removeprefix("torch.")
-            raise ConfigurationError(f"{where}: {name} holds NaN or infinite numbers as {dtype}; valid: finite weights")
+            raise ConfigurationError(f"{label}: {name} holds NaN or infinite numbers as {dtype}; valid: finite weights")
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter once, by the model's own names, without copying: the weights that are published."""
+    """The published weights: every parameter once, by the model's names, without copying."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Overwrite the parameters in place from what `weights_of` gave, casting to the model's dtype and device.
+    """Overwrite the parameters in place with the tensors of `weights_of`, cast to the model's dtype and device.
 
-    All names and shapes are checked before anything is written. Raises ConfigurationError when they differ.
+    All names and shapes are checked before anything is written. Raises ConfigurationError if they differ.
     """
     copy_into(dict(model.named_parameters()), tensors)
 
 
 def copy_into(parameters: dict[str, P], tensors: Mapping[str, Tensor]) -> None:
-    """Overwrite ``parameters``, by name. Raises ConfigurationError as `checked`, with nothing changed."""
+    """Overwrite ``parameters``, by name. Raises ConfigurationError as `checked` does, before any change."""
     with torch.no_grad():
         for name, parameter in checked(parameters, tensors).items():
             parameter.copy_(tensors[name])
 
 
 def adopt_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
-    """Take over ``tensors`` without copying where they have the model's dtype and device, else copy as `copy_weights`.
+    """Take over ``tensors`` without copying if they have the model's dtype and device, else copy as `copy_weights`.
 
-    True: the tensors have become the parameters and must not be changed by the caller.
+    Returns True if the tensors have become the parameters; the caller must not change them then.
     """
     parameters = checked(dict(model.named_parameters()), tensors)
-    if any((one.dtype, one.device) != (tensors[name].dtype, tensors[name].device) for name, one in parameters.items()):
+    if any((old.dtype, old.device) != (tensors[name].dtype, tensors[name].device) for name, old in parameters.items()):
         copy_weights(model, tensors)
         return False
     for name, parameter in parameters.items():
@@ -195,9 +195,9 @@ def adopt_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
 
 
 def checked(parameters: dict[str, P], tensors: Mapping[str, Tensor]) -> dict[str, P]:
-    """``parameters``, by name. Raises ConfigurationError unless ``tensors`` have their names and shapes."""
+    """Return ``parameters``. Raises ConfigurationError unless ``tensors`` have their names and shapes."""
     if parameters.keys() != tensors.keys():
-        raise ConfigurationError(f"weights differ in names: {_some(sorted(parameters.keys() ^ tensors.keys()))}")
+        raise ConfigurationError(f"weights differ in names: {_first_names(sorted(parameters.keys() ^ tensors.keys()))}")
     for name, parameter in parameters.items():
         if parameter.shape != tensors[name].shape:
             raise ConfigurationError(

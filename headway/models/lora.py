@@ -33,15 +33,15 @@ class LoraPair(NamedTuple):
 
 
 class Dropout:
-    """Dropout of an adapter's inputs while ``key`` is set: what is dropped follows from rate, key, target and shape
-    alone, so a layer that is computed again for its gradients drops the same."""
+    """Dropout of an adapter's inputs while ``key`` is set. The mask depends on rate, key, target and shape alone, so
+    that a layer that is recomputed for its gradients has the same mask."""
 
     def __init__(self, rate: float = 0.0) -> None:
         self.rate = rate
         self.key: str | None = None
 
     def applied(self, x_nd: Tensor, target: str) -> Tensor:
-        """``x_nd`` with a share of its elements 0 and the others scaled up, so that the mean stays."""
+        """``x_nd`` with a share ``rate`` of its elements set to 0 and the others scaled up to keep the mean."""
         generator = torch.Generator(x_nd.device).manual_seed(
             xxhash.xxh3_64_intdigest(f"{self.key}/{target}".encode()) >> 1
         )
@@ -50,7 +50,7 @@ class Dropout:
 
 
 class LayerLora:
-    """The part of an adapter in one layer: what a `DecoderLayer` calls."""
+    """The part of an adapter in one layer, which a `DecoderLayer` calls."""
 
     def __init__(self, pairs: Sequence[LoraPair], dropout: Dropout) -> None:
         self._dropout = dropout
@@ -65,13 +65,13 @@ class LayerLora:
             return out_nf
         if self._dropout.key is None:
             return _add_low_rank(out_nf, x_nd, pairs)
-        for pair in pairs:  # each target has a mask of its own, as PEFT's
+        for pair in pairs:  # each target has a separate mask, as in PEFT
             out_nf = _add_low_rank(out_nf, self._dropout.applied(x_nd, pair.target.name), [pair])
         return out_nf
 
     def add_experts(self, product: str, out_mf: Tensor, x_md: Tensor, expert_m: Tensor, row_m: Tensor) -> Tensor:
-        """Add the adapter's part of ``product`` (gate_up, down) of a mixture's experts; ``expert_m`` ascends, ``row_m``
-        are the rows of the layer's input that the pairs come from."""
+        """Add the adapter's part of ``product`` (gate_up, down) of a mixture's experts. ``expert_m`` ascends;
+        ``row_m``: the row of the layer's input of each pair."""
         for pair in self.products.get(product, ()):
             inner_mr = _by_expert(x_md, pair.a, expert_m)
             out_mf = out_mf + _by_expert(inner_mr, pair.b, expert_m) * pair.scale
@@ -79,9 +79,9 @@ class LayerLora:
 
 
 class Lora:
-    """An adapter's weights, float32 unless cast; by name, in the order of the decoder's layers.
+    """An adapter's weights, float32 unless cast, by name, in the order of the decoder's layers.
 
-    `use` lets a decoder compute with them. B is zero at first, so a new adapter changes nothing.
+    `use` makes a decoder compute with them. B is initially zero, so that a new adapter changes nothing.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class Lora:
     ) -> None:
         self.targets = tuple(targets)
         self.dropout = Dropout()
-        self.base = ""  # digest of the model's files that it is trained beside; "": unknown
-        self.quantization: Quantization | None = None  # of the base that it was trained beside
+        self.base = ""  # digest of its base model's files; "": unknown
+        self.quantization: Quantization | None = None  # of its base model in training
         self.parameters: dict[str, nn.Parameter] = {}
         generator = torch.Generator().manual_seed(seed)
         by_layer: dict[int, list[LoraPair]] = {}
@@ -104,37 +104,37 @@ class Lora:
             bound = 1 / math.sqrt(target.columns)  # as torch's linear layers and PEFT
             a = torch.empty(*experts, rank, target.columns).uniform_(-bound, bound, generator=generator)
             b = torch.zeros(*experts, target.rows, rank)
-            pair = LoraPair(target, adapted.scale, *(nn.Parameter(one.to(device, dtype)) for one in (a, b)))
+            pair = LoraPair(target, adapted.scale, *(nn.Parameter(matrix.to(device, dtype)) for matrix in (a, b)))
             self.parameters |= {f"{target.name}.lora_A": pair.a, f"{target.name}.lora_B": pair.b}
             by_layer.setdefault(target.layer, []).append(pair)
         self.layers = {layer: LayerLora(pairs, self.dropout) for layer, pairs in by_layer.items()}
 
     def pairs(self) -> Iterator[LoraPair]:
-        """The two matrices of every target."""
+        """Yield the two matrices of every target."""
         for layer in self.layers.values():
             for pairs in layer.products.values():
                 yield from pairs
 
     def weights(self) -> dict[str, Tensor]:
-        """Every matrix by name, without copying: what is published."""
+        """The published weights: every matrix by name, without copying."""
         return {name: parameter.detach() for name, parameter in self.parameters.items()}
 
     def copy_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrite the matrices. Raises ConfigurationError, with nothing changed, when names or shapes differ."""
+        """Overwrite the matrices. Raises ConfigurationError, before any change, if names or shapes differ."""
         copy_into(self.parameters, tensors)
 
 
 def use(model: Decoder, adapter: Mapping[int, LayerAdapter] | None) -> None:
-    """Let ``model`` compute with ``adapter`` (a `Lora`'s ``layers``, by number); None: with its own weights alone."""
+    """Make ``model`` compute with ``adapter`` (a `Lora`'s ``layers``, by number); None: without an adapter."""
     for number, layer in enumerate(model.layers):
         assert isinstance(layer, DecoderLayer)
         layer.adapter = None if adapter is None else adapter.get(number)
 
 
 def base_of(model: Decoder) -> Decoder:
-    """The decoder without an adapter, whose weights are the same tensors as those of ``model``."""
+    """A decoder without an adapter that shares the weights' tensors with ``model``."""
     base = copy.deepcopy(
-        model, {id(one): one for one in (*model.parameters(), *(layer.adapter for layer in model.layers))}
+        model, {id(shared): shared for shared in (*model.parameters(), *(layer.adapter for layer in model.layers))}
     )
     use(base, None)
     return base
@@ -159,8 +159,8 @@ def _add_low_rank(out_nf: Tensor, x_nd: Tensor, pairs: Sequence[LoraPair]) -> Te
 
 
 class _AddLowRank(torch.autograd.Function):
-    """``out[:, rows] += scale * x A^T B^T`` for several pairs that share an input, in place: no other pass over
-    ``out``, forward or backward."""
+    """``out[:, rows] += scale * x A^T B^T`` in place, for several pairs that share an input, without another pass over
+    ``out`` in forward or backward."""
 
     @staticmethod
     def forward(

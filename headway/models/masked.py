@@ -1,4 +1,4 @@
-"""Causal attention with a sliding window or soft-capped scores; plain where a layer has neither.
+"""Causal attention with a sliding window or soft-capped scores, or plain if a layer has neither.
 
 Shape suffixes: b documents, h query heads, g key/value heads, l queries, t keys, e head dimension, w window.
 """
@@ -15,7 +15,7 @@ from headway.models.configuration import Scores
 def causal_attention(q_bhle: Tensor, k_bgle: Tensor, v_bgle: Tensor, scores: Scores) -> Tensor:
     """Attention of documents of equal length to themselves, [b, h, l, e].
 
-    The cost of a window is linear in the length: documents beyond twice its size are cut into blocks.
+    The cost of a window is linear in the length, because documents beyond twice its size are split into blocks.
     """
     length = q_bhle.shape[2]
     window = scores.window if scores.window is not None and scores.window < length else None
@@ -26,11 +26,11 @@ def causal_attention(q_bhle: Tensor, k_bgle: Tensor, v_bgle: Tensor, scores: Sco
         return functional.scaled_dot_product_attention(
             q_bhle, k_bgle, v_bgle, is_causal=True, scale=scores.scale, enable_gqa=gqa
         )
-    return masked_attention(q_bhle, k_bgle, v_bgle, seen(length, window, q_bhle.device), scores)
+    return masked_attention(q_bhle, k_bgle, v_bgle, visible_mask(length, window, q_bhle.device), scores)
 
 
-def seen(length: int, window: int | None, device: torch.device, first: int = 0) -> Tensor:
-    """Mask of the keys visible to a document's queries from ``first`` on: bool [length - first, length]."""
+def visible_mask(length: int, window: int | None, device: torch.device, first: int = 0) -> Tensor:
+    """A mask of the keys visible to a document's queries from ``first`` on: bool [length - first, length]."""
     key_t = torch.arange(length, device=device)
     query_l1 = key_t[first:, None]
     mask = key_t <= query_l1
@@ -38,9 +38,9 @@ def seen(length: int, window: int | None, device: torch.device, first: int = 0) 
 
 
 def masked_attention(q_bhle: Tensor, k_bgte: Tensor, v_bgte: Tensor, mask: Tensor, scores: Scores) -> Tensor:
-    """Attention under ``mask``, [l, t] or [b, 1, l, t]: bool (True: seen) or added to the scores; [b, h, l, e].
+    """Attention under ``mask``, [l, t] or [b, 1, l, t]: bool (True: visible) or added to the scores; [b, h, l, e].
 
-    The mask holds the window: ``scores`` gives scale and soft cap alone.
+    The mask includes the window; only the scale and soft cap of ``scores`` are used.
     """
     heads, kv_heads = q_bhle.shape[1], k_bgte.shape[1]
     if (cap := scores.softcap) is None:
@@ -48,7 +48,7 @@ def masked_attention(q_bhle: Tensor, k_bgte: Tensor, v_bgte: Tensor, mask: Tenso
             q_bhle, k_bgte, v_bgte, attn_mask=mask, scale=scores.scale, enable_gqa=heads != kv_heads
         )
     b, _, length, e = q_bhle.shape
-    grouped = q_bhle.reshape(b, kv_heads, -1, e)  # the queries of one key head beside each other: keys are not repeated
+    grouped = q_bhle.reshape(b, kv_heads, -1, e)  # the queries of a key head are contiguous: keys are not repeated
     products = grouped @ k_bgte.transpose(2, 3)
     wide = products.to(torch.promote_types(products.dtype, torch.float32))
     capped = (wide * (scores.scale / cap)).tanh() * cap
@@ -71,13 +71,13 @@ def _windowed_in_blocks(q_bhle: Tensor, k_bgle: Tensor, v_bgle: Tensor, scores: 
     key = torch.arange(2 * window, device=q.device)[None, :]
     band = (key > query) & (key <= query + window)  # [w, 2w]
     mask = band.expand(blocks, 1, window, 2 * window).clone()
-    mask[0] &= key >= window  # nothing stands before the first block
+    mask[0] &= key >= window  # the first block has no previous one
     out = masked_attention(q, k, v, mask.repeat(b, 1, 1, 1), scores)
     return out.unflatten(0, (b, blocks)).transpose(1, 2).reshape(b, heads, -1, e)[:, :, :length]
 
 
 def _with_previous(x_bgle: Tensor, blocks: int, window: int, filled: int) -> Tensor:
-    """Each block's keys or values after those of the block before it: [b * blocks, g, 2w, e]."""
+    """Each block's keys or values, preceded by those of the previous block: [b * blocks, g, 2w, e]."""
     padded = functional.pad(x_bgle, (0, 0, window, filled)).unflatten(2, (blocks + 1, window))
     both = torch.cat((padded[:, :, :-1], padded[:, :, 1:]), dim=3)
     return both.transpose(1, 2).flatten(0, 1)

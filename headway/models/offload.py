@@ -1,6 +1,6 @@
-"""Tensors moved off their device for a while: to pinned host memory from a GPU, to a file on disk from a CPU.
+"""Offloading of tensors: from a GPU to pinned host memory, from a CPU to a file on disk.
 
-The tensors stay the objects that they are, as do views and ties: only their storages are emptied, and filled again.
+The tensors stay the same objects, as do views and ties; only their storages are emptied, and filled again later.
 """
 
 from __future__ import annotations
@@ -23,52 +23,52 @@ PREFIX = "headway-offload-"
 
 
 class OffloadedTensors:
-    """Tensors that can leave their device together.
+    """Tensors that can be offloaded together.
 
-    Lifecycle: `offload` -> `onload`, again and again. While they are away the tensors must not be used. The file has
-    no name: it ends with its process, however that ends.
+    Lifecycle: `offload` -> `onload`, repeatedly. Offloaded tensors must not be used. The file has no name, so that the
+    system removes it when its process ends in any way.
     """
 
     def __init__(self, directory: str | Path | None = None) -> None:
-        """``directory``: of the file, by default the machine's temporary folder; memory is not a disk."""
+        """``directory``: of the file, by default the machine's temporary folder; a tmpfs would free no memory."""
         self._directory = directory
         self._file: IO[bytes] | None = None
-        self._away: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []  # storage, bytes, its copy on the host
+        self._offloaded: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []  # storage, bytes, copy on the host
 
     @property
-    def away(self) -> bool:
-        return bool(self._away)
+    def offloaded(self) -> bool:
+        return bool(self._offloaded)
 
     def offload(self, tensors: Iterable[Tensor], drop: Callable[[], None] = lambda: None) -> MemoryMove:
-        """Empty the tensors' storages; no-op while they are away. Raises StorageFailed, with nothing changed, when the
-        disk is full or can't be written. ``drop`` frees what is made of them, once they are safe."""
-        if self._away:
+        """Empty the tensors' storages; no-op while they are offloaded. Raises StorageFailed, before any change, if the
+        disk is full or can't be written. ``drop`` frees objects derived from the tensors, after these are stored."""
+        if self._offloaded:
             return MemoryMove(moved_bytes=0, seconds=0.0)
-        started, before = time.perf_counter(), used_bytes()
-        storages = _own_storages(list(tensors))
+        started, used_before_bytes = time.perf_counter(), used_bytes()
+        storages = _resizable_storages(list(tensors))
         hosts: dict[int, Tensor] = {}
         for storage in storages:
             if storage.device.type != "cpu":
                 host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
                 hosts[storage.data_ptr()] = host.copy_(_bytes_of(storage))
         self._write([storage for storage in storages if storage.device.type == "cpu"])
-        self._away = [(storage, storage.nbytes(), hosts.get(storage.data_ptr())) for storage in storages]
+        self._offloaded = [(storage, storage.nbytes(), hosts.get(storage.data_ptr())) for storage in storages]
         for storage in storages:
             storage.resize_(0)
         drop()
-        _give_back()
-        moved = sum(size for _, size, _ in self._away)
+        _release_freed_memory()
+        moved = sum(size for _, size, _ in self._offloaded)
         seconds = time.perf_counter() - started
-        return MemoryMove(moved_bytes=moved, seconds=seconds, freed_bytes=before - used_bytes())
+        return MemoryMove(moved_bytes=moved, seconds=seconds, freed_bytes=used_before_bytes - used_bytes())
 
     def onload(self) -> MemoryMove:
-        """Fill the storages again, bit by bit as they were; no-op while nothing is away. Raises StorageFailed when the
-        file can't be read."""
+        """Fill the storages again, bit for bit; no-op while nothing is offloaded. Raises StorageFailed if the file
+        can't be read."""
         started, moved = time.perf_counter(), 0
         try:
             if self._file is not None:
                 self._file.seek(0)
-            for storage, size, host in self._away:
+            for storage, size, host in self._offloaded:
                 storage.resize_(size)
                 if host is not None:
                     _bytes_of(storage).copy_(host)
@@ -77,14 +77,14 @@ class OffloadedTensors:
                 moved += size
         except OSError as error:
             raise StorageFailed(f"what was offloaded can't be read back: {error}") from error
-        self._away = []
-        self._forget_file()
+        self._offloaded = []
+        self._close_file()
         return MemoryMove(moved_bytes=moved, seconds=time.perf_counter() - started, onload=True)
 
     def close(self) -> None:
-        """Remove the file; what is away is lost."""
-        self._away = []
-        self._forget_file()
+        """Remove the file; offloaded values are lost."""
+        self._offloaded = []
+        self._close_file()
 
     def _write(self, storages: list[torch.UntypedStorage]) -> None:
         try:
@@ -94,37 +94,37 @@ class OffloadedTensors:
                 while rest:
                     rest = rest[self._file.write(rest) :]
         except OSError as error:
-            self._forget_file()
+            self._close_file()
             size = sum(storage.nbytes() for storage in storages)
             raise StorageFailed(
                 f"offloading {size / 1e6:.1f} MB to {self._directory or 'the temporary folder'}: {error}; what was to "
                 "leave stays in memory"
             ) from error
 
-    def _forget_file(self) -> None:
+    def _close_file(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
-def _own_storages(tensors: list[Tensor]) -> list[torch.UntypedStorage]:
-    """The distinct storages of the tensors, each made one that can be emptied: not those over another's memory (a
-    mapped file, an array)."""
-    found: dict[int, torch.UntypedStorage] = {}
-    made: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # what it was kept: no address comes twice
+def _resizable_storages(tensors: list[Tensor]) -> list[torch.UntypedStorage]:
+    """The distinct storages of the tensors. A storage that can't be emptied, because its memory belongs to a mapped
+    file or an array, is replaced by a copy."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    made: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # old, kept so that no address recurs; new
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if not storage.nbytes():
             continue
         if not storage.resizable():
-            before = storage
-            if before.data_ptr() not in made:
-                made[before.data_ptr()] = before, _bytes_of(before).clone().untyped_storage()
-            storage = made[before.data_ptr()][1]
+            original = storage
+            if original.data_ptr() not in made:
+                made[original.data_ptr()] = original, _bytes_of(original).clone().untyped_storage()
+            storage = made[original.data_ptr()][1]
             with torch.no_grad():
                 tensor.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # pyright: ignore[reportArgumentType]
-        found[storage.data_ptr()] = storage
-    return list(found.values())
+        storages[storage.data_ptr()] = storage
+    return list(storages.values())
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
@@ -132,7 +132,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _view(storage: torch.UntypedStorage) -> memoryview:
-    """A CPU storage's memory. Not by NumPy: a storage that it has seen can't be emptied."""
+    """A CPU storage's memory, without NumPy, which would keep the storage from being emptied."""
     return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
 
 
@@ -143,8 +143,8 @@ def _fill(descriptor: int, target: memoryview) -> None:
         target = target[count:]
 
 
-def _give_back() -> None:
-    """Return freed memory to the machine: the C library keeps it (runtime/devices.py asks it to)."""
+def _release_freed_memory() -> None:
+    """Return freed memory to the system, since the C library is set to keep it (runtime/devices.py)."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -153,7 +153,7 @@ def _give_back() -> None:
 
 
 def used_bytes() -> int:
-    """Resident memory of this process, shared memory included; on a GPU what the allocator has of it."""
+    """The resident memory of this process, including shared memory; with a GPU, the memory of torch's allocator."""
     if torch.cuda.is_initialized():
         return torch.cuda.memory_reserved()
     resident = Path("/proc/self/statm").read_text().split()[1]

@@ -1,4 +1,4 @@
-"""Opens the model of a run, and its adapter, under the implementation that it asks for; writes them back."""
+"""Opening of a run's model and its adapter in the configured implementation, and writing them to folders."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from headway.runtime.imports import import_extra
 from headway.runtime.scratch import ScratchFolder, flush, flush_folder
 
 if TYPE_CHECKING:
-    from headway.models.hub.adapter import HubAdapter
+    from headway.models.hub.adapter import HfAdapter
 
 
 def open_model(
     chosen: ModelConfig, dtype: str | torch.dtype, device: str | torch.device, path: str | Path | None = None
 ) -> PackedModel:
-    """The model in ``path`` (default: that of ``chosen``) as the run's implementation loads it. Raises
+    """Load the model in ``path`` (default: that of ``chosen``) with the run's implementation. Raises
     ConfigurationError."""
     folder = Path(path or chosen.path)
     if implementation_of(folder, chosen.implementation) == "headway":
         return load_model(folder, dtype, device)
-    from headway.models.hub.model import load_hub  # transformers, which the project's own decoder does without
+    from headway.models.hub.model import load_hf  # imports transformers, which the project's decoder doesn't need
 
-    return load_hub(folder, dtype, device, chosen.trust_remote_code)
+    return load_hf(folder, dtype, device, chosen.trust_remote_code)
 
 
-def open_policy(chosen: ModelConfig, device: torch.device, seed: int) -> tuple[PackedModel, Lora | HubAdapter | None]:
-    """The model of a run in float32, or in codes, and the adapter that is trained beside it. ``seed``: of a new
+def open_policy(chosen: ModelConfig, device: torch.device, seed: int) -> tuple[PackedModel, Lora | HfAdapter | None]:
+    """The model of a run in float32, or quantised, and the adapter that is trained with it, if any. ``seed``: of a new
     adapter's weights. Raises ConfigurationError."""
     if chosen.quantization is not None:
         model: PackedModel = load_frozen(chosen.path, chosen.quantization, device)
@@ -49,7 +49,7 @@ def open_policy(chosen: ModelConfig, device: torch.device, seed: int) -> tuple[P
         return model, None
     model.requires_grad_(False)
     if not isinstance(model, Decoder):
-        return model, open_hub_adapter(model, chosen.path, chosen.adapter, seed)
+        return model, open_hf_adapter(model, chosen.path, chosen.adapter, seed)
     lora = open_adapter(chosen.path, model.config, chosen.adapter, seed=seed, device=device)
     lora.quantization = chosen.quantization
     lora.dropout.rate = chosen.adapter.dropout
@@ -57,20 +57,20 @@ def open_policy(chosen: ModelConfig, device: torch.device, seed: int) -> tuple[P
     return model, lora
 
 
-def open_hub_adapter(model: PackedModel, folder: str | Path, settings: AdapterConfig, seed: int) -> HubAdapter:
-    """The adapter beside a model of transformers, of ``folder``: PEFT's modules, which are put into it. Raises
-    ConfigurationError, for a missing PEFT too."""
+def open_hf_adapter(model: PackedModel, folder: str | Path, settings: AdapterConfig, seed: int) -> HfAdapter:
+    """Put PEFT's adapter modules into a transformers model, loaded from ``folder``. Raises ConfigurationError, also if
+    PEFT isn't installed."""
     import_extra("peft", "transformers", "model.adapter beside a model of transformers")
-    from headway.models.hub.adapter import HubAdapter
-    from headway.models.hub.model import HubModel
+    from headway.models.hub.adapter import HfAdapter
+    from headway.models.hub.model import HfModel
 
-    assert isinstance(model, HubModel)
-    return HubAdapter(model, folder, settings, seed)
+    assert isinstance(model, HfModel)
+    return HfAdapter(model, folder, settings, seed)
 
 
 def merge_folders(model: str | Path, adapter: str | Path, output: str | Path) -> None:
     """Write the model folder ``output``: ``model`` with ``adapter`` merged, in the dtype of its config.json, with its
-    tokenizer. Raises ConfigurationError: ``output`` exists, or the adapter isn't one of this model."""
+    tokenizer. Raises ConfigurationError if ``output`` exists or the adapter is of another model."""
     target = Path(output)
     if target.exists():
         raise ConfigurationError(f"{output} exists: a merged model is written into a new folder")
@@ -80,19 +80,19 @@ def merge_folders(model: str | Path, adapter: str | Path, output: str | Path) ->
         merged: PackedModel = merge_decoder(model, adapter, dtype)
     else:
         merged = open_model(ModelConfig(path=str(model)), dtype, "cpu")
-        merged = open_hub_adapter(merged, model, AdapterConfig(path=str(adapter)), 0).merged()
+        merged = open_hf_adapter(merged, model, AdapterConfig(path=str(adapter)), 0).merged()
     require_finite_tensors(f"{model} with {adapter} merged", dict(merged.named_parameters()))
     target.parent.mkdir(parents=True, exist_ok=True)
     with ScratchFolder(f".{target.name}-", directory=target.parent) as folder:
-        save_opened(merged, None, folder, model)
+        save_policy(merged, None, folder, model)
         flush_folder(folder)
         folder.rename(target)
         flush(target.parent)
 
 
-def save_opened(model: PackedModel, adapter: Lora | HubAdapter | None, path: str | Path, source: str | Path) -> None:
+def save_policy(model: PackedModel, adapter: Lora | HfAdapter | None, path: str | Path, source: str | Path) -> None:
     """Write the adapter alone, or ``model`` with the tokenizer of its folder ``source``, into the folder ``path``. Not
-    atomic: callers write into a folder of their own, and rename that."""
+    atomic: callers write into a scratch folder and rename it."""
     if isinstance(adapter, Lora):
         save_adapter(adapter, path, source)
     elif adapter is not None:
@@ -100,32 +100,32 @@ def save_opened(model: PackedModel, adapter: Lora | HubAdapter | None, path: str
     elif isinstance(model, Decoder):
         save_model(model, path, source)
     else:
-        from headway.models.hub.model import HubModel
+        from headway.models.hub.model import HfModel
 
-        assert isinstance(model, HubModel)
+        assert isinstance(model, HfModel)
         model.save(path, source)
 
 
-def load_into(adapter: Lora | HubAdapter, model: PackedModel, path: str | Path, base: str | Path) -> None:
-    """Overwrite ``adapter`` with the one in folder ``path``, of the model folder ``base``. Raises ConfigurationError
-    before anything is changed."""
+def load_into(adapter: Lora | HfAdapter, model: PackedModel, path: str | Path, base: str | Path) -> None:
+    """Overwrite ``adapter`` with the adapter in folder ``path`` of the model folder ``base``. Raises ConfigurationError
+    before any change."""
     if not isinstance(adapter, Lora):
         adapter.load(path)
         return
     assert isinstance(model, Decoder)
-    found = load_adapter(path, base, model.config)
+    stored = load_adapter(path, base, model.config)
     scales = {adapted.target.name: adapted.scale for adapted in adapter.targets}
-    for its in found.targets:
-        if (mine := scales.get(its.target.name, its.scale)) != its.scale:
+    for other in stored.targets:
+        if (scale := scales.get(other.target.name, other.scale)) != other.scale:
             raise ConfigurationError(
-                f"{path}: scaled by {its.scale:g} at {its.target.name}, the run's adapter by {mine:g}"
+                f"{path}: scaled by {other.scale:g} at {other.target.name}, the run's adapter by {scale:g}"
             )
-    adapter.copy_weights(found.weights())
+    adapter.copy_weights(stored.weights())
 
 
-def without_adapter(model: PackedModel, adapter: Lora | HubAdapter) -> PackedModel:
-    """The model without its adapter, whose weights are the same tensors."""
+def without_adapter(model: PackedModel, adapter: Lora | HfAdapter) -> PackedModel:
+    """The model without its adapter, which shares the weights' tensors."""
     if not isinstance(adapter, Lora):
-        return adapter.without()
+        return adapter.base_model()
     assert isinstance(model, Decoder)
     return base_of(model)

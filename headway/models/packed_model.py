@@ -1,4 +1,4 @@
-"""The interface of a model under training: the project's own decoder, or an architecture that transformers runs."""
+"""The interface of a model under training: the project's decoder, or an architecture that transformers runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class PackedConfig(Protocol):
-    """Sizes of a model, as the trainer reads them."""
+    """The sizes of a model that the trainer reads."""
 
     @property
     def vocabulary_size(self) -> int: ...
@@ -34,14 +34,14 @@ class PackedConfig(Protocol):
 
 
 class PackedModel(nn.Module, ABC):
-    """A causal language model that computes documents laid end to end.
+    """A causal language model that computes concatenated documents.
 
-    `forward_packed` gives each token's hidden state, `head` makes logits of those that are wanted.
+    `forward_packed` computes each token's hidden state, `head` the logits of selected hidden states.
     """
 
     config: PackedConfig
-    layers: nn.ModuleList  # those of the decoder, first to last
-    placeholders: Sequence[int] = ()  # ids that pictures and their like stand for, which are never sampled
+    layers: nn.ModuleList  # of the decoder, first to last
+    placeholders: Sequence[int] = ()  # ids that stand for pictures and other media, which are never sampled
     packs = True  # documents are computed as one row, in their order
     shares_prefixes = True  # `forward_packed` takes ``continues``
     checkpoints_layers: bool  # gradient checkpointing: a layer is computed again in the backward
@@ -56,13 +56,13 @@ class PackedModel(nn.Module, ABC):
 
     @abstractmethod
     def forward_packed(self, ids_n: Tensor, lengths: list[int], continues: list[int] | None = None) -> Tensor:
-        """Hidden states [N, d] of token ids [N], what `head` takes; every document begins at position 0 and sees itself
-        alone."""
+        """Hidden states [N, d] of token ids [N], as input of `head`. Every document begins at position 0 and attends to
+        itself alone."""
 
     @abstractmethod
     def head(self, x_nd: Tensor) -> Tensor:
         """Logits [N, V] of hidden states [N, d]."""
 
     def forward(self, ids_n: Tensor, lengths: list[int]) -> Tensor:
-        """Logits [N, V] of documents laid end to end."""
+        """Logits [N, V] of concatenated documents."""
         return self.head(self.forward_packed(ids_n, lengths))

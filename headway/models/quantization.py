@@ -1,8 +1,8 @@
 """A frozen base in 4 or 8 bits, by bitsandbytes: NF4 in blocks of 64 (QLoRA, Dettmers et al. 2023, section 3), or its
 dynamic 8-bit type in blocks of 256 (Dettmers et al. 2022). Embeddings, norms, routers and the head stay as they are.
 
-A trainer keeps the codes and multiplies by the matrix that they stand for; an engine keeps that matrix itself. Both
-come from the same float32 values in the same order, so both compute with the same weights.
+A trainer keeps the codes and dequantises a matrix for each product; an engine keeps the dequantised matrix. Both come
+from the same float32 values in the same order, so that both compute with the same weights.
 """
 
 from __future__ import annotations
@@ -21,27 +21,29 @@ from headway.models.loading import load_for_generation, load_model, parse_dtype
 _MATRICES = ("qkv_weight", "output_weight", "gate_up_weight", "down_weight")
 
 
-def load_frozen(path: str | Path, how: Quantization, device: str | torch.device) -> Decoder:
-    """The model in folder ``path`` with its matrices quantised, for a trainer. Raises ConfigurationError without
-    bitsandbytes. The whole float32 model is in the host's memory meanwhile."""
+def load_frozen(path: str | Path, bits: Quantization, device: str | torch.device) -> Decoder:
+    """Load the model in folder ``path`` with quantised matrices, for a trainer. Raises ConfigurationError without
+    bitsandbytes. While it loads, the complete float32 model is in the host's memory."""
     model = load_model(path)
     for layer, name in _matrices(model):
-        codes = QuantizedMatrix(getattr(layer, name).to(device), how)
+        codes = QuantizedMatrix(getattr(layer, name).to(device), bits)
         delattr(layer, name)
         setattr(layer, name, codes)
     return model.to(device).requires_grad_(False)
 
 
-def load_sampled(path: str | Path, how: Quantization | None, dtype: str | torch.dtype, device: torch.device) -> Decoder:
-    """Load the model in folder ``path`` for an engine: plain matrices of ``dtype``, equal to what the codes stand for.
-    ``how`` None: as in the folder."""
-    if how is None:
+def load_sampled(
+    path: str | Path, bits: Quantization | None, dtype: str | torch.dtype, device: torch.device
+) -> Decoder:
+    """Load the model in folder ``path`` for an engine, with dequantised matrices in ``dtype``. ``bits`` None: the
+    folder's weights, not quantised."""
+    if bits is None:
         return load_for_generation(path, dtype, device)
     model = load_model(path)
     with torch.no_grad():
         for layer, name in _matrices(model):
             weight: nn.Parameter = getattr(layer, name)
-            weight.copy_(QuantizedMatrix(weight, how).matrix(torch.float32))
+            weight.copy_(QuantizedMatrix(weight, bits).matrix(torch.float32))
     return model.to(parse_dtype(dtype)).to(device)
 
 

@@ -1,4 +1,4 @@
-"""Rotary frequencies, and how they are scaled for contexts longer than a model was first trained on; torch-free."""
+"""Rotary frequencies, and their scaling for contexts longer than the original training context; torch-free."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from headway.records.errors import ConfigurationError
 
 
 class RopeScaling(ABC):
-    """A scaling of rotary frequencies. The fields of each are named as in ``config.json``."""
+    """A scaling of rotary frequencies. The fields of subclasses are named as in ``config.json``."""
 
     rope_type: ClassVar[str]
 
     @abstractmethod
     def frequencies(self, theta: float, head_dim: int) -> list[float]:
-        """Angular frequency of each rotary pair, as `unscaled`."""
+        """The scaled angular frequency of each rotary pair (see `unscaled`)."""
 
     @property
     def magnitude(self) -> float:
-        """Factor on rotated queries and keys."""
+        """The factor on rotated queries and keys."""
         return 1.0
 
     def to_mapping(self) -> dict[str, Any]:
@@ -30,7 +30,7 @@ class RopeScaling(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class LinearScaling(RopeScaling):
-    """Position interpolation: every frequency divided by the same factor (Chen et al. 2023)."""
+    """Position interpolation, which divides every frequency by the same factor (Chen et al. 2023)."""
 
     rope_type = "linear"
 
@@ -42,7 +42,7 @@ class LinearScaling(RopeScaling):
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling(RopeScaling):
-    """Llama 3's frequency scaling: long wavelengths are stretched, short ones kept, those between blended."""
+    """Llama 3's frequency scaling, which stretches long wavelengths, keeps short ones and blends those between."""
 
     rope_type = "llama3"
 
@@ -66,9 +66,9 @@ class Llama3Scaling(RopeScaling):
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling(RopeScaling):
-    """YaRN (Peng et al. 2023): pairs that turn more than ``beta_fast`` times within the original context keep their
-    frequency, those that turn less than ``beta_slow`` times are interpolated, those between blended; queries and keys
-    grow by ``attention_factor`` each. Computed as transformers does, whose models it must agree with."""
+    """YaRN (Peng et al. 2023). Pairs that turn more than ``beta_fast`` times within the original context keep their
+    frequency, pairs that turn less than ``beta_slow`` times are interpolated, and those between are blended. Queries
+    and keys are each multiplied by ``attention_factor``. The computation is transformers', to agree with its models."""
 
     rope_type = "yarn"
 
@@ -90,7 +90,7 @@ class YarnScaling(RopeScaling):
         return [f * (1 - blend) + f / self.factor * blend for f, blend in zip(plain, blends, strict=True)]
 
     def _pair_that_turns(self, turns: float, theta: float, head_dim: int) -> float:
-        """Index (fractional) of the rotary pair that turns ``turns`` times within the original context."""
+        """The (fractional) index of the rotary pair that turns ``turns`` times within the original context."""
         original = self.original_max_position_embeddings
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
@@ -162,7 +162,7 @@ def _yarn(raw: dict[str, Any], max_positions: int) -> YarnScaling:
 
 
 def _growth(factor: float, weight: float) -> float:
-    """Factor by which queries and keys grow with the context (YaRN, Eq. 22)."""
+    """The factor by which queries and keys grow with the context (YaRN, Eq. 22)."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

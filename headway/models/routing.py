@@ -1,4 +1,4 @@
-"""Whether a run records the experts of what is sampled and replays them in the trainer; torch-free."""
+"""The decision whether a run records the experts of sampled tokens and replays them in the trainer; torch-free."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from headway.records.tokens import ExpertRouting
 
 
 def without_replay(experiment: Experiment) -> Experiment:
-    """The experiment for engines whose samples nothing trains on."""
+    """The experiment without routing replay, for engines whose samples aren't trained on."""
     return experiment.model_copy(
         update={"algorithm": experiment.algorithm.model_copy(update={"routing_replay": "off"})}
     )
 
 
 def replayed_routing(experiment: Experiment) -> ExpertRouting | None:
-    """The shape of the experts that engines return and the trainer replays, as ``algorithm.routing_replay`` says; None:
-    none are. Raises ConfigurationError where it is on and the model has no experts."""
-    wanted = experiment.algorithm.routing_replay
-    if wanted == "off" or (wanted == "auto" and experiment.generator.engine != "torch"):
+    """The shape of the experts that engines return and the trainer replays by ``algorithm.routing_replay``; None: they
+    are not replayed. Raises ConfigurationError if the key is "on" and the model has no experts."""
+    setting = experiment.algorithm.routing_replay
+    if setting == "off" or (setting == "auto" and experiment.generator.engine != "torch"):
         return None
     path = experiment.model.path
     try:
         if implementation_of(path, experiment.model.implementation) == "transformers":
-            if wanted == "on":
+            if setting == "on":
                 raise ConfigurationError(
                     "algorithm.routing_replay = 'on': a model that runs in transformers can't; valid: 'auto', 'off'"
                 )
             return None
         routing = DecoderConfig.from_pretrained(Path(path)).routing
     except ConfigurationError:
-        if wanted == "on":
+        if setting == "on":
             raise
-        return None  # what is wrong with the model is said where it is loaded
-    if routing is None and wanted == "on":
+        return None  # loading the model reports its error
+    if routing is None and setting == "on":
         raise ConfigurationError(f"algorithm.routing_replay = 'on': {path} has no experts; valid: 'auto', 'off'")
     return routing

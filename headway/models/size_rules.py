@@ -1,7 +1,7 @@
-"""How each architecture makes its layers: one row each, for counting weights and cached values; torch-free.
+"""The layer structure of each architecture, for counting weights and cached values; torch-free.
 
-Wider than `families.FAMILIES`, the architectures that the decoder computes, whose rows are derived from there: what
-can be planned and priced need not be trained by Headway's own trainer.
+`families.FAMILIES` lists the architectures that the decoder computes, and their rows here are derived from it. The
+others can be planned and priced, but not trained by Headway's decoder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headway.models.families import FAMILIES, Family
 class SizeRules:
     """Rules by which a ``config.json`` of one ``model_type`` determines shapes.
 
-    A value of None means that config.json's own key decides. ``defaults``: values of keys that files leave out.
+    A value of None means that config.json's key decides. ``defaults``: values of keys that files leave out.
     """
 
     attention: Literal["grouped", "latent"] = "grouped"  # latent: MLA, which caches one compressed vector
@@ -26,8 +26,8 @@ class SizeRules:
     output_bias: bool | None = None
     mlp_bias: bool | None = False
     output_gate: bool = False  # the query projection makes a gate of the same size
-    sinks: bool = False  # a learnt logit for each head
-    indexer: bool = False  # DeepSeek Sparse Attention: a small key beside the latent, cached as well
+    sinks: bool = False  # a trained logit for each head
+    indexer: bool = False  # DeepSeek Sparse Attention: a small key is cached with the latent
     norms: int = 2  # of each layer, of the model's width
     gated_mlp: bool = True  # three matrices; else two
     expert_bias: bool = False  # experts and router have biases

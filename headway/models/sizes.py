@@ -1,8 +1,8 @@
 """Sizes of a model, read from its ``config.json``: weights, cached values, activations; torch-free.
 
-Dense, grouped-query, latent (MLA) and windowed attention, mixtures of experts with shared ones, and hybrids with
-linear-attention layers, as `size_rules.RULES` describes them. Of an architecture that isn't there, sizes are taken from
-the shapes of its tensors where the folder holds the files.
+It covers dense, grouped-query, latent (MLA) and windowed attention, mixtures with shared experts, and hybrids with
+linear-attention layers, as `size_rules.RULES` describes them. The sizes of other architectures come from the shapes of
+their tensors, if the folder holds the files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headway.models.weight_files import tensor_shapes, weight_files
 from headway.records.errors import ConfigurationError
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-# Keys by their usual name -> what older architectures call them.
+# A key's usual name -> its names in older architectures.
 _OTHER_NAMES = {
     "hidden_size": ("n_embd", "d_model"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
@@ -40,23 +40,23 @@ _KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSizes:
-    """Counts of one layer: weights, values that are cached, values that a token makes on its way through."""
+    """Counts of one layer: weights, cached values, and activations per token."""
 
     parameters: int
     experts: int = 0  # weights of routed experts, which are part of parameters
-    idle: int = 0  # of those, the ones a token doesn't go through
-    cached: int = 0  # values cached of each token
+    idle: int = 0  # of those, the weights that a token doesn't use
+    cached: int = 0  # values cached per token
     window: int | None = None  # tokens whose values are kept; None: all
-    state: int = 0  # values kept of a sequence, whatever its length
+    state: int = 0  # values kept per sequence of any length
     joint: int = 0  # query, key and value of a token together
     output: int = 0  # the attention's output, before it is projected
     normed: int = 0  # query and key
-    intermediate: int = 0  # feed-forward size a token goes through
+    intermediate: int = 0  # feed-forward size that a token uses
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """Sizes of one model. Weights are counted as transformers holds them: tied heads once, no extra prediction heads.
+    """Sizes of one model. Weights are counted as in transformers: tied heads once, without extra prediction heads.
 
     Example, Qwen3-235B-A22B: 235.09 G parameters, 22.19 G of them active, 94 layers of 2 x 4 x 128 cached values, so
     ``kv_bytes_per_token(2)`` == 192,512.
@@ -80,38 +80,38 @@ class ModelSizes:
 
     @cached_property
     def active_parameters(self) -> int:
-        """Weights that one token goes through, the whole embedding included."""
+        """The number of weights that one token uses, including the complete embedding."""
         return self.parameters - sum(layer.idle for layer in self.layers)
 
     @property
     def dense_parameters(self) -> int:
-        """Weights that products of few rows read: no experts, and no embedding that is looked up alone."""
-        looked_up = 0 if self.tied else self.vocabulary_size * self.width
-        return self.parameters - looked_up - sum(layer.experts for layer in self.layers)
+        """The number of weights that products of few rows read: no experts, and no embedding used only for lookup."""
+        embedding = 0 if self.tied else self.vocabulary_size * self.width
+        return self.parameters - embedding - sum(layer.experts for layer in self.layers)
 
     @cached_property
     def cached_values(self) -> int:
-        """Values cached of one token in all layers, windows ignored."""
+        """The number of values cached per token in all layers, ignoring windows."""
         return sum(layer.cached for layer in self.layers)
 
     def kv_bytes_per_token(self, number_bytes: float) -> float:
-        """Bytes that one more token adds to the cache while no window is full."""
+        """The bytes that one more token adds to the cache while no window is full."""
         return self.cached_values * number_bytes
 
     def kv_bytes(self, tokens: int, number_bytes: float) -> float:
-        """Bytes of the cache of a sequence of ``tokens``, when nothing beyond windows is kept; the state of linear
-        layers included."""
+        """The bytes of the cache of a sequence of ``tokens`` that keeps nothing beyond windows, including the state of
+        linear layers."""
         values = sum(layer.cached * min(tokens, layer.window or tokens) + layer.state for layer in self.layers)
         return values * number_bytes
 
     def activation_bytes(self, tokens: int, number_bytes: int, *, checkpointing: bool = False) -> int:
-        """Bytes that the backward of one micro-batch of ``tokens`` needs, without logits and soft-capped scores.
+        """The bytes that the backward of one micro-batch of ``tokens`` needs, without logits and soft-capped scores.
 
-        Kept of each token in each layer of width d, in numbers of ``number_bytes``: the two norms' outputs before and
-        after their weight 4·d, query, key and value, the attention's output o as it leaves, is put together and is
-        projected 3·o, gate and up 2·f, their product f; and the normed query and key in float32. On top the largest of
-        them three times over, for the layer in which the backward is. With gradient ``checkpointing`` each layer keeps
-        its input alone, 4·d bytes a token, and one layer all of the above.
+        Each layer of width d keeps per token, in numbers of ``number_bytes``: both norms' outputs before and after
+        their weight 4·d; query, key and value; the attention's output o computed, joined and projected 3·o; gate and
+        up 2·f; their product f. It also keeps the normed query and key in float32. The layer in its backward adds
+        three times the largest of them. With gradient ``checkpointing`` each layer keeps only its input, 4·d bytes per
+        token, and one layer keeps all of the above.
         """
         kept = [
             number_bytes * (4 * self.width + layer.joint + 3 * layer.output + 3 * layer.intermediate) + 4 * layer.normed
@@ -123,9 +123,9 @@ class ModelSizes:
         return tokens * (layers + passing)
 
     def score_bytes(self, tokens: int, longest_tokens: int, number_bytes: int, *, checkpointing: bool = False) -> int:
-        """Bytes that the backward needs of attention with capped scores, computed in full: for each query of each head
-        and every key it might see, the capped score and its weight in float32, the latter in the products' dtype as
-        well."""
+        """The bytes that the backward needs for attention with capped scores, which is computed in full: for each query
+        of each head and every key it might see, the capped score and its weight in float32, and the weight in the
+        products' dtype too."""
         if self.attention_softcap is None:
             return 0
         number = 8 + (number_bytes if number_bytes < 4 else 0)
@@ -133,26 +133,26 @@ class ModelSizes:
         return max(layers) if checkpointing else sum(layers)
 
     def scored_keys(self, longest_tokens: int) -> list[int]:
-        """Keys that a query's scores are computed for, layer by layer; a window's come in blocks of twice its size."""
+        """The number of keys per query for which scores are computed, by layer; with a window, twice its size."""
         return [min(longest_tokens, 2 * (layer.window or longest_tokens)) for layer in self.layers]
 
 
 def sizes_of(folder: str | Path) -> ModelSizes:
-    """Sizes of the model in ``folder``, by its ``config.json``; of an unknown architecture by the shapes of its
-    ``*.safetensors``. Raises ConfigurationError that names the key that decides."""
+    """The sizes of the model in ``folder``, by its ``config.json``, or for an unknown architecture by the shapes of its
+    ``*.safetensors``. Raises ConfigurationError, which names the deciding key."""
     file = Path(folder) / "config.json"
     raw = read_json(file)
     try:
         if _model_type(raw) in RULES or not any(Path(folder).glob("*.safetensors")):
             return sizes_from(raw)
-        text = {**raw, **raw["text_config"]} if raw.get("text_config") else raw  # the language model in one that sees
+        text = {**raw, **raw["text_config"]} if raw.get("text_config") else raw  # a multimodal model's language model
         return sizes_of_shapes({**text, "model_type": raw.get("model_type")}, tensor_shapes(weight_files(Path(folder))))
     except ConfigurationError as error:
         raise ConfigurationError(f"{file}: {error}") from None
 
 
 def sizes_from(raw: Mapping[str, Any]) -> ModelSizes:
-    """Sizes by the content of a ``config.json``. Raises ConfigurationError for a missing key or an unknown
+    """The sizes by the content of a ``config.json``. Raises ConfigurationError for a missing key or an unknown
     architecture."""
     if raw.get("text_config"):
         raise ConfigurationError(
@@ -185,13 +185,13 @@ def sizes_from(raw: Mapping[str, Any]) -> ModelSizes:
 
 
 def _model_type(raw: Mapping[str, Any]) -> str:
-    """Name in `RULES`: of the architecture, where the decoder computes it, else what model_type says."""
+    """The model's name in `RULES`: its architecture's if the decoder computes it, else model_type."""
     known = [FAMILIES[name].model_type for name in raw.get("architectures") or () if name in FAMILIES]
     return known[0] if known else str(raw.get("model_type"))
 
 
 class _Keys(dict[str, Any]):
-    """Content of a config.json over its architecture's defaults, without keys that are null; ``raw``: with them."""
+    """The content of a config.json over its architecture's defaults, without null keys; ``raw``: including them."""
 
     def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         super().__init__({**defaults, **{key: value for key, value in raw.items() if value is not None}})
@@ -204,7 +204,7 @@ class _Keys(dict[str, Any]):
         return value
 
     def any_of(self, *names: str) -> int:
-        """The first of ``names`` that is there, else 0."""
+        """The count of the first present key of ``names``, else 0."""
         return next((self.count(name, 0) for name in names if name in self), 0)
 
 
@@ -212,20 +212,20 @@ class _Keys(dict[str, Any]):
 
 
 def _kinds(keys: _Keys, rules: SizeRules) -> list[str]:
-    """Kind of each layer: full_attention, sliding_attention, linear_attention; dense or sparse where a layer is a
-    feed-forward alone."""
-    given = keys.get("layer_types") or keys.get("layers_block_type") or keys.get("hybrid_override_pattern")
+    """The kind of each layer: full_attention, sliding_attention or linear_attention; dense or sparse for a feed-forward
+    without attention."""
+    layer_types = keys.get("layer_types") or keys.get("layers_block_type") or keys.get("hybrid_override_pattern")
     if rules.family is not None:
         layers = keys.count("num_hidden_layers")
         tokens, covered = read_window(keys.raw, rules.family, layers)
         keys["sliding_window"] = tokens
         return [_WINDOWED if tokens and index in covered else _FULL for index in range(layers)]
-    if given is not None:
-        if len(given) != (layers := keys.get("num_hidden_layers", len(given))):
-            raise ConfigurationError(f"layer_types has {len(given)} layers, but num_hidden_layers = {layers}")
-        if unknown := sorted(set(given) - set(_KINDS)):
+    if layer_types is not None:
+        if len(layer_types) != (layers := keys.get("num_hidden_layers", len(layer_types))):
+            raise ConfigurationError(f"layer_types has {len(layer_types)} layers, but num_hidden_layers = {layers}")
+        if unknown := sorted(set(layer_types) - set(_KINDS)):
             raise ConfigurationError(f"layer_types has {unknown[0]!r}; known: {', '.join(_KINDS)}")
-        return [_KINDS[kind] for kind in given]
+        return [_KINDS[kind] for kind in layer_types]
     layers = keys.count("num_hidden_layers")
     if rules.linear_every is not None:
         every = keys.any_of("full_attention_interval") or rules.linear_every
@@ -240,15 +240,15 @@ def _kinds(keys: _Keys, rules: SizeRules) -> list[str]:
 
 def _layer(keys: _Keys, rules: SizeRules, index: int, kind: str) -> LayerSizes:
     alone = kind in ("dense", "sparse")  # a feed-forward without attention
-    found = {"parameters": rules.norms * keys.count("hidden_size")}
+    counts = {"parameters": rules.norms * keys.count("hidden_size")}
     if not alone:
         mixer = _linear(keys, rules) if kind == _LINEAR else _attention(keys, rules, index)
-        found = {**mixer, "parameters": found["parameters"] + mixer["parameters"]}
-    if alone or rules.norms > 1:  # with one norm a layer is one or the other
+        counts = {**mixer, "parameters": counts["parameters"] + mixer["parameters"]}
+    if alone or rules.norms > 1:  # with one norm a layer is either a mixer or a feed-forward
         sparse = kind == "sparse" if alone else _is_sparse(keys, index)
         ends = _experts(keys, rules) if sparse else _dense(keys, rules)
-        found = {**found, **ends, "parameters": found["parameters"] + ends["parameters"]}
-    return LayerSizes(window=keys.count("sliding_window") if kind == _WINDOWED else None, **found)
+        counts = {**counts, **ends, "parameters": counts["parameters"] + ends["parameters"]}
+    return LayerSizes(window=keys.count("sliding_window") if kind == _WINDOWED else None, **counts)
 
 
 def _attention(keys: _Keys, rules: SizeRules, index: int) -> dict[str, int]:
@@ -269,7 +269,7 @@ def _attention(keys: _Keys, rules: SizeRules, index: int) -> dict[str, int]:
 
 
 def _latent(keys: _Keys, rules: SizeRules, index: int) -> dict[str, int]:
-    """Multi-head latent attention (DeepSeek V2): a compressed key and value and one rotary key are cached."""
+    """Multi-head latent attention (DeepSeek V2), which caches a compressed key and value and one rotary key."""
     width, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
     biased = bool(keys.get("attention_bias", False))
     latent, rotary = keys.count("kv_lora_rank"), keys.count("qk_rope_head_dim")
@@ -290,7 +290,7 @@ def _latent(keys: _Keys, rules: SizeRules, index: int) -> dict[str, int]:
 
 
 def _is_indexed(keys: _Keys, index: int) -> bool:
-    """Whether the layer selects keys itself; others reuse the selection of the layer before."""
+    """Whether the layer selects keys itself; the others reuse the selection of the previous layer."""
     if "indexer_types" in keys:
         return keys["indexer_types"][index] == "full"
     every, offset = max(1, keys.any_of("index_topk_freq")), int(keys.get("index_skip_topk_offset", 2))
@@ -346,12 +346,12 @@ def _feed_forward(keys: _Keys, rules: SizeRules, size: int, biased: bool, width:
 def _experts(keys: _Keys, rules: SizeRules) -> dict[str, int]:
     width, experts, size = keys.count("hidden_size"), keys.any_of(*_EXPERTS), keys.count(rules.expert_size_key)
     each, latent = keys.count("num_experts_per_tok"), keys.any_of("moe_latent_size")
-    one, biased = _feed_forward(keys, rules, size, rules.expert_bias, latent), _is_biased(keys, rules)
+    per_expert, biased = _feed_forward(keys, rules, size, rules.expert_bias, latent), _is_biased(keys, rules)
     shared = keys.count(rules.shared_size_key, 0) if rules.shared_size_key else keys.any_of("n_shared_experts") * size
-    weights = experts * one + (width + rules.expert_bias) * experts  # and the router
+    weights = experts * per_expert + (width + rules.expert_bias) * experts  # and the router
     weights += _feed_forward(keys, rules, shared, biased) + width * rules.shared_gate if shared else 0
     weights += 2 * latent * width + biased * (latent + width) if latent else 0
-    idle = {"experts": experts * one, "idle": (experts - each) * one}
+    idle = {"experts": experts * per_expert, "idle": (experts - each) * per_expert}
     return {"parameters": weights, **idle, "intermediate": each * size + shared}
 
 
@@ -359,9 +359,9 @@ def _experts(keys: _Keys, rules: SizeRules) -> dict[str, int]:
 
 
 def sizes_of_shapes(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> ModelSizes:
-    """Sizes of any architecture by the ``shapes`` of its tensors (name -> shape), layers being those that names number;
-    what they don't say from config.json: experts of a token, heads. Where no tensor makes keys alone, every layer is
-    taken to cache them; what reads images counts as outside of the layers."""
+    """The sizes of any architecture by the ``shapes`` of its tensors (name -> shape), whose names number the layers.
+    Experts per token and heads come from config.json. If no tensor projects to keys alone, every layer is assumed to
+    cache them. Parts that read images count as outside of the layers."""
     keys = _Keys(raw, {})
     for usual, others in _OTHER_NAMES.items():
         if usual not in keys and (name := next((name for name in others if name in keys), None)):
@@ -385,17 +385,17 @@ def sizes_of_shapes(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]])
         if numbered is None or int(numbered[1]) not in counts or "visual" in name or "vision" in name:
             outside += count
             continue
-        own = counts[int(numbered[1])]
-        own["parameters"] += count
+        layer_counts = counts[int(numbered[1])]
+        layer_counts["parameters"] += count
         if ".experts." in name:
-            own.update(experts=count, idle=count - count * each // experts)
+            layer_counts.update(experts=count, idle=count - count * each // experts)
         if name.endswith(("k_proj.weight", "v_proj.weight", "kv_a_proj_with_mqa.weight")):
-            own["cached"] += shape[0]
+            layer_counts["cached"] += shape[0]
         if name.endswith("conv1d.weight"):  # of a recurrent layer, whose other states shapes don't tell
-            own["state"] += count
-    if not any(own["cached"] for own in counts.values()):
-        for own in counts.values():
-            own["cached"] = 2 * kv_heads * dim
+            layer_counts["state"] += count
+    if not any(layer_counts["cached"] for layer_counts in counts.values()):
+        for layer_counts in counts.values():
+            layer_counts["cached"] = 2 * kv_heads * dim
     return ModelSizes(
         model_type=str(raw.get("model_type")),
         vocabulary_size=vocabulary,
@@ -406,5 +406,5 @@ def sizes_of_shapes(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]])
         tied=sum(list(shape) == [vocabulary, width] for shape in shapes.values()) < 2,
         routed=each if experts else 0,
         outside=outside,
-        layers=tuple(LayerSizes(**own, **made, intermediate=size) for own in counts.values()),
+        layers=tuple(LayerSizes(**layer_counts, **made, intermediate=size) for layer_counts in counts.values()),
     )

@@ -1,4 +1,4 @@
-"""Which files of a model folder are its weights, and whether they mean one thing; torch-free."""
+"""Selection of the files of a model folder that hold its weights, and a check that they are unambiguous; torch-free."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TWICE = (
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file: its type and shape as the header has them, its bytes as a mapping of the file."""
+    """A tensor in a file: its type and shape from the header, and its bytes as a mapping of the file."""
 
     file: Path
     dtype: str  # "F32", "BF16", ...
@@ -32,24 +32,24 @@ class StoredTensor(NamedTuple):
     content: np.ndarray[Any, Any]  # [bytes] uint8
 
     def values(self) -> np.ndarray[Any, Any]:
-        """The numbers, flat; the bytes of a type that isn't a float of two bytes or more."""
+        """The flat numbers; for other types than floats of two bytes or more, the bytes."""
         if self.dtype == "BF16":
             return (self.content.view("<u2").astype("<u4") << 16).view("<f4")
         return self.content.view(_FLOATS.get(self.dtype, "u1"))
 
     def equals(self, other: StoredTensor) -> bool:
-        """Whether both have one shape and the same numbers."""
+        """Whether both have the same shape and numbers."""
         if self.dtype == other.dtype:
             return self.shape == other.shape and np.array_equal(self.content, other.content)
         return self.shape == other.shape and np.array_equal(self.values(), other.values())
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that transformers reads: what transformers_weights of config.json names, else model.safetensors, else
-    those of the index. Without any all *.safetensors.
+    """The files that transformers reads: those named by transformers_weights of config.json, else model.safetensors,
+    else those of the index, else all *.safetensors.
 
-    Raises ConfigurationError where there is none, where one is missing, and where both are there and differ: other
-    programs read the index first.
+    Raises ConfigurationError if there is none, if one is missing, or if model.safetensors and the index's files differ,
+    because other programs read the index first.
     """
     chosen = str(read_json(folder / "config.json").get("transformers_weights") or "")
     if chosen.endswith(".safetensors"):
@@ -63,23 +63,23 @@ def weight_files(folder: Path) -> list[Path]:
     missing = [file.name for file in parts if not file.is_file()]
     if single.is_file() and not chosen:
         if parts not in ([], [single]) and not missing:
-            found = stored_tensors([single, *parts])
+            tensors = stored_tensors([single, *parts])
             if lone := stored_tensors([single]).keys() ^ stored_tensors(parts).keys():
-                raise ConfigurationError(_TWICE.format(folder, _SINGLE, found[min(lone)].file.name, min(lone)))
+                raise ConfigurationError(_TWICE.format(folder, _SINGLE, tensors[min(lone)].file.name, min(lone)))
         return [single]
     if missing:
         raise ConfigurationError(
             f"{folder}: {len(missing)} of {len(parts)} files are missing: {', '.join(missing[:4])}"
         )
-    if not (found := parts or sorted(folder.glob("*.safetensors"))):
+    if not (files := parts or sorted(folder.glob("*.safetensors"))):
         raise ConfigurationError(f"{folder}: no *.safetensors file (other weight formats are not read)")
-    return found
+    return files
 
 
 def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """All tensors of ``files``, by name. Raises ConfigurationError for a file that can't be read, and for two tensors
-    of one name that differ."""
-    found: dict[str, StoredTensor] = {}
+    """All tensors of ``files``, by name. Raises ConfigurationError for an unreadable file, and for different tensors of
+    the same name."""
+    tensors: dict[str, StoredTensor] = {}
     for file in files:
         try:
             raw = np.memmap(file, np.uint8, mode="r")
@@ -90,23 +90,23 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
                 content = raw[start + begin : start + end]
                 if len(content) != end - begin:
                     raise ValueError(f"{name} isn't whole: the file is cut short")
-                one = StoredTensor(file, header[name]["dtype"], header[name]["shape"], content)
-                if (first := found.setdefault(name, one)) is not one and not first.equals(one):
+                tensor = StoredTensor(file, header[name]["dtype"], header[name]["shape"], content)
+                if (first := tensors.setdefault(name, tensor)) is not tensor and not first.equals(tensor):
                     raise ConfigurationError(_TWICE.format(file.parent, first.file.name, file.name, name))
         except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise ConfigurationError(f"{file}: not a readable safetensors file: {error}") from None
-    return found
+    return tensors
 
 
 def tensor_shapes(files: Iterable[Path]) -> dict[str, list[int]]:
-    """Shapes of all tensors in ``files``. Raises as `stored_tensors`."""
-    return {name: one.shape for name, one in stored_tensors(files).items()}
+    """The shapes of all tensors in ``files``, by name. Raises as `stored_tensors` does."""
+    return {name: tensor.shape for name, tensor in stored_tensors(files).items()}
 
 
 def require_tied(folder: Path, stored: Mapping[str, StoredTensor]) -> None:
-    """Raise ConfigurationError where the files of a model whose head is its embedding hold another head."""
+    """Raise ConfigurationError if the files of a model with a tied head hold a head that differs from its embedding."""
     for name, head in stored.items():
-        tables = [one for other, one in stored.items() if _EMBEDDING.search(other) and one.shape == head.shape]
+        tables = [tensor for other, tensor in stored.items() if _EMBEDDING.search(other) and tensor.shape == head.shape]
         if _HEAD.search(name) and tables and not any(head.equals(table) for table in tables):
             raise ConfigurationError(
                 f"{folder}: config.json ties the head to the embedding (tie_word_embeddings = true), and {name} in "
@@ -116,6 +116,6 @@ def require_tied(folder: Path, stored: Mapping[str, StoredTensor]) -> None:
 
 def require_finite(file: Path) -> None:
     """Raise ConfigurationError for a NaN or an infinite number in ``file``."""
-    for name, one in stored_tensors([file]).items():
-        if not np.isfinite(one.values()).all():
+    for name, tensor in stored_tensors([file]).items():
+        if not np.isfinite(tensor.values()).all():
             raise ConfigurationError(f"{file}: {name} holds NaN or infinite numbers; valid: finite weights")

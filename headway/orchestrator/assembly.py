@@ -1,4 +1,4 @@
-"""Puts a run together from its actors, real ones or fakes: the one place that knows how the parts hang together."""
+"""Assembles a run from its actors, real ones or fakes; no other module knows how the parts are connected."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headway.algorithms.advantages import resolve as resolve_advantage
-from headway.buffer.replication import BooksCopy
+from headway.buffer.replication import AccountingReplica
 from headway.buffer.store import GroupBuffer
 from headway.config.schema import Experiment
 from headway.control.staleness import OpenGroups
 from headway.control.tuning.knob_search import first_knobs
-from headway.models.hub.prompts import Pictures, Prompts
+from headway.models.hub.prompts import PictureClient, PromptMaker
 from headway.models.routing import replayed_routing
-from headway.orchestrator.context import Decide, RunContext, Sides, no_copy, no_sandboxes
+from headway.orchestrator.context import Decide, RunContext, WorkerPools, no_copy, no_sandboxes
 from headway.orchestrator.device_turns import RunMemory, open_locks, require_offload
-from headway.orchestrator.meter import Meter
+from headway.orchestrator.meter import StepMetrics
 from headway.orchestrator.parking import Parking
 from headway.orchestrator.pruning import Pruner
 from headway.orchestrator.run import Run
@@ -42,7 +42,7 @@ from headway.telemetry.rollouts.recorder import RolloutRecorder
 
 WrapGenerate = Callable[[Generate], Generate]
 
-_MOST_RESUMES = 2  # a rollout parked so often runs uninterrupted from then on: its tokens get ever older
+_MOST_RESUMES = 2  # after these parkings a rollout runs uninterrupted: its tokens get ever older
 
 
 @dataclass(kw_only=True)
@@ -53,21 +53,21 @@ class Actors:
     trainer: Trainer
     verifier: Verifier
     tokenizer: PromptCodec
-    pictures: Pictures | None = None  # None: no task has any
+    pictures: PictureClient | None = None  # None: no task has any
     train_tasks: Sequence[Task]
     evaluation_tasks: Mapping[str, list[Task]] = field(default_factory=dict)  # split -> tasks
     record: Callable[[LedgerLine], None]  # the ledger
     keep_sample: Callable[[dict[str, object]], None] = lambda line: None  # for trackers' tables
     recorder: RolloutRecorder | None = None  # of all rollouts
-    observe: Callable[[TraceLine], None] | None = None  # told who ran when
+    observe: Callable[[TraceLine], None] | None = None  # receives the trace
     cpu_s: Callable[[], float] = time.process_time  # CPU seconds of this process, for the ledger
-    rollouts: Callable[[TurnSampler], RolloutMaker] | None = None  # None: as the experiment says
-    host: MultiTurnHost | None = None  # of agents, environments or outside workers, as environment.name says
+    rollouts: Callable[[TurnSampler], RolloutMaker] | None = None  # None: as the experiment configures
+    host: MultiTurnHost | None = None  # of agents, environments or outside workers, by environment.name
     wrap_generate: WrapGenerate | None = None  # put between rollouts and generator (a benchmark sets lengths there)
-    look: Decide | None = None  # see RunContext
+    controller: Decide | None = None  # see RunContext
     nodes: Callable[[], Iterable[NodeConditions]] = tuple  # see RunContext
-    sides: Sides | None = None  # see RunContext
-    shared: Collection[int] | None = None  # replicas on devices of the trainer; None: as the experiment says
+    worker_pools: WorkerPools | None = None  # see RunContext
+    shared: Collection[int] | None = None  # replicas on devices of the trainer; None: as the experiment places them
     waits: Waits | None = None  # where calls of the actors are registered
 
 
@@ -78,10 +78,10 @@ def assemble(
     buffer_path: Path,
     stack: ExitStack | AsyncExitStack,
     fence: Callable[[], None] = lambda: None,
-    copy: BooksCopy | None = None,
+    copy: AccountingReplica | None = None,
 ) -> Run:
-    """A run over ``actors`` with its buffer at ``buffer_path``, fenced by ``fence``, and a ``copy`` not yet started;
-    ``stack`` closes it. Raises ConfigurationError for an unknown advantage: the first batch would be too late."""
+    """Assemble a run over ``actors``; ``stack`` closes it. ``fence`` guards the buffer's commits, ``copy`` isn't
+    started yet. Raises ConfigurationError for an unknown advantage: the first batch would be too late."""
     resolve_advantage(experiment.algorithm.advantage)
     queue = experiment.queue
     policy = "drop" if queue.surplus == "discard" else queue.overdue  # no batch waits for surplus that is discarded
@@ -93,7 +93,7 @@ def assemble(
     capacity = queue.groups_per_step * (queue.budget + 1) + experiment.surplus_groups
     buffer = GroupBuffer(buffer_path, capacity, clock, fence, None if copy is None else copy.journal, actors.recorder)
     stack.enter_context(closing(buffer))
-    drawing = make_task_selector(experiment, actors.train_tasks, training_weights(experiment))
+    selector = make_task_selector(experiment, actors.train_tasks, training_weights(experiment))
     parking = Parking(state, buffer, queue, RunDirectory(experiment.run.directory).sandboxes)
 
     def watch_of(group: Group, member: int) -> Watch | None:
@@ -115,10 +115,8 @@ def assemble(
     )
     made = actors.rollouts(sampler) if actors.rollouts else make_rollouts(experiment, sampler, actors.host, buffer.park)
     waits = actors.waits or Waits(clock.now)
-    meter = Meter(experiment, clock, observe=actors.observe, curriculum=drawing.take_step, cpu_s=actors.cpu_s)
-    memory = _memory(
-        experiment, actors.sides, meter, lambda name, detail, /, **data: context.event(name, detail, **data)
-    )
+    meter = StepMetrics(experiment, clock, observe=actors.observe, curriculum=selector.take_step, cpu_s=actors.cpu_s)
+    memory = _memory(experiment, actors, meter, lambda name, detail, /, **data: context.event(name, detail, **data))
     context = RunContext(
         experiment=experiment,
         clock=clock,
@@ -127,9 +125,9 @@ def assemble(
         trainer=actors.trainer,
         verifier=actors.verifier,
         buffer=buffer,
-        drawing=drawing,
+        task_selector=selector,
         tokenizer=actors.tokenizer,
-        prompts=Prompts(actors.tokenizer, experiment.model.template, actors.pictures),
+        prompts=PromptMaker(actors.tokenizer, experiment.model.template, actors.pictures),
         rollouts=made,
         parking=parking,
         waits=waits,
@@ -142,19 +140,20 @@ def assemble(
         tasks=tasks_data(actors.train_tasks),
         evaluation_tasks=dict(actors.evaluation_tasks),
         started_s=clock.now(),
-        look=actors.look,
+        controller=actors.controller,
         replicated=no_copy if copy is None else copy.reached,
         nodes=actors.nodes,
-        sides=actors.sides,
+        worker_pools=actors.worker_pools,
         sandboxes=actors.host.pool.sandboxes if isinstance(actors.host, Environments) else no_sandboxes,
     )
-    if experiment.pruning.on:
+    if experiment.pruning.kinds:
         context.pruning = Pruner(context)
     return Run(context)
 
 
-def _memory(experiment: Experiment, sides: Sides | None, meter: Meter, on_event: EventCallback) -> RunMemory | None:
+def _memory(experiment: Experiment, actors: Actors, meter: StepMetrics, on_event: EventCallback) -> RunMemory | None:
     require_offload(experiment)
-    if sides is None or not experiment.run.offload:
+    pools = actors.worker_pools
+    if pools is None or not experiment.run.offload:
         return None
-    return RunMemory(sides.generator, sides.trainer, meter, on_event)
+    return RunMemory(pools.generator, pools.trainer, meter, on_event)

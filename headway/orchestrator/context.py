@@ -12,9 +12,9 @@ from headway.control.tuning.controller import ControllerState, Decision
 from headway.control.tuning.knob_search import ControlLimits
 from headway.flow.device_locks import DeviceLocks
 from headway.generator.client import GeneratorPool
-from headway.models.hub.prompts import Prompts
+from headway.models.hub.prompts import PromptMaker
 from headway.orchestrator.device_turns import RunMemory
-from headway.orchestrator.meter import Meter
+from headway.orchestrator.meter import StepMetrics
 from headway.orchestrator.parking import Parking
 from headway.orchestrator.state import RunState
 from headway.orchestrator.task_selection import TaskSelector
@@ -42,7 +42,7 @@ async def no_sandboxes() -> SandboxStatistics:
 
 
 async def no_copy() -> None:
-    """Wait for nothing: the books have no copy."""
+    """Return at once: the accounting has no replica."""
 
 
 class EarlyPruning(Protocol):
@@ -56,9 +56,8 @@ class EarlyPruning(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sides:
-    """The two sides of a run whose placement may change, processes on devices, and the placement that its configuration
-    says."""
+class WorkerPools:
+    """The generator and the trainer of a run whose placement may change, and the placement in its configuration."""
 
     generator: GeneratorPool
     trainer: TrainerClient
@@ -76,28 +75,28 @@ class RunContext:
     trainer: Trainer
     verifier: Verifier
     buffer: GroupBuffer
-    drawing: TaskSelector
+    task_selector: TaskSelector
     tokenizer: PromptCodec
-    prompts: Prompts
+    prompts: PromptMaker
     rollouts: RolloutMaker
     parking: Parking
     waits: Waits
     locks: DeviceLocks
-    memory: RunMemory | None  # None: both sides stay in memory
-    meter: Meter
+    memory: RunMemory | None  # None: trainer and replicas stay in memory
+    meter: StepMetrics
     record: Callable[[LedgerLine], None]
     keep_sample: Callable[[dict[str, object]], None]
     directory: str
-    tasks: dict[str, int | str] = field(default_factory=dict)  # count and digest of those that are trained on
+    tasks: dict[str, int | str] = field(default_factory=dict)  # count and digest of the training tasks
     evaluation_tasks: dict[str, list[Task]] = field(default_factory=dict)  # split -> tasks
     pruning: EarlyPruning | None = None  # None: no rollout is ended early
-    look: Decide | None = None  # asks the controller's model elsewhere; None: here, which the loops wait for
+    controller: Decide | None = None  # decides in another process; None: in this one, and the loops wait
     nodes: Callable[[], Iterable[NodeConditions]] = tuple  # conditions of the machines of a run on several
-    sides: Sides | None = None  # None: the placement stays as it is
+    worker_pools: WorkerPools | None = None  # None: the placement stays as it is
     sandboxes: Callable[[], Awaitable[SandboxStatistics]] = no_sandboxes  # all of them, as they are now
-    replicated: Callable[[], Awaitable[None]] = no_copy  # waits until the copy of the books has all that is committed
+    replicated: Callable[[], Awaitable[None]] = no_copy  # waits until the accounting's replica has every commit
     started_s: float = 0.0  # clock when this process began the run
-    start_s: float = 0.0  # that its actors took to start; 0.0: not known
+    start_s: float = 0.0  # seconds that its actors took to start; 0.0: not known
 
     def time_s(self) -> float:
         """Seconds since the run (or its resume) started."""
@@ -106,9 +105,9 @@ class RunContext:
     def event(self, name: str, detail: str = "", /, **fields: Any) -> None:
         """Record an event now; ``fields`` that `EventRecord` doesn't have are its ``data``."""
         data = {key: value for key, value in fields.items() if key not in EventRecord.__struct_fields__}
-        own = {key: value for key, value in fields.items() if key not in data}
-        at = {"step": self.state.version, "time_s": self.time_s()}
-        self.record(EventRecord(event=name, detail=detail, data=data, **at, **own))
+        record_fields = {key: value for key, value in fields.items() if key not in data}
+        stamp = {"step": self.state.version, "time_s": self.time_s()}
+        self.record(EventRecord(event=name, detail=detail, data=data, **stamp, **record_fields))
 
     def died(self, death: WorkerDied) -> None:
         """Record the death of a worker that no pool keeps: the trainer's, the controller's."""

@@ -10,7 +10,7 @@ import msgspec
 
 from headway.config.control import KnobName
 from headway.config.schema import Experiment
-from headway.control.tuning.controller import Action, ControllerState, Decision, decide, found_nothing, set_at
+from headway.control.tuning.controller import Action, ControllerState, Decision, backed_off, decide, effective_at
 from headway.control.tuning.knob_search import ControlLimits, limits_of
 from headway.control.tuning.move_outcome import MoveOutcome
 from headway.orchestrator.actors.moves import planned_move
@@ -21,22 +21,22 @@ from headway.records.errors import WorkerDied
 from headway.records.ledger import StepRecord
 from headway.records.plan import RunPlacement
 from headway.runtime.bounded_queue import BoundedQueue
-from headway.runtime.devices import alike, sharing
+from headway.runtime.devices import interchangeable, sharing
 from headway.telemetry.ledger import EVENT_CONTROL, EVENT_PLAN_OUTCOME
 
-_LOOK_SHARE = 0.02  # of one core's time, at most, goes into looks at the model
-_RECORDS = 40  # kept for the controller: its window, and room for skipped steps
+_QUERY_SHARE = 0.02  # of one core's time, at most, for queries of the controller's model
+_RECORDS = 40  # kept for the controller: its window, and some for skipped steps
 
 
 class ControlLoop:
-    """Writes each step's record; then the controller sets the knobs, or advises, as ``control.mode`` says.
+    """Writes each step's record; then the controller sets the knobs, or advises, according to ``control.mode``.
 
     Consumes: the records of completed steps (train loop's queue); adds the engines' and the sandboxes' statistics.
-    Waits for: the engines' and sandboxes' statistics; never for the controller's model, which is asked elsewhere.
+    Waits for: the engines' and sandboxes' statistics; never for the controller's model, which runs in another process.
     Unblocked by: the train loop.
 
     The knobs change in one assignment between two awaits; dispatch and train read them at their next decision. Rule 1
-    doesn't depend on them: a knob only takes away from what admission allows.
+    doesn't depend on them: a knob only reduces what admission allows.
     """
 
     def __init__(self, run: RunContext, completed: BoundedQueue[StepRecord]) -> None:
@@ -46,10 +46,10 @@ class ControlLoop:
         self._flushed = Signal()
         self._rates = RateControl(run)
 
-    async def go_on_from(self, last: StepRecord | None) -> None:
-        """Set the knobs that were in effect at the last step of the process before, where the controller sets them."""
+    async def restore_knobs(self, last: StepRecord | None) -> None:
+        """Set the knobs of the former process's ``last`` step, where the controller sets them."""
         if last is not None:
-            await self._rates.go_on_from(last)
+            await self._rates.restore_knobs(last)
 
     async def loop(self) -> None:
         """Runs until it is cancelled."""
@@ -60,7 +60,7 @@ class ControlLoop:
                 self._flushed.notify()
                 await self._rates.after(record)
         finally:
-            self._rates.stop_looking()
+            self._rates.cancel_query()
 
     async def flushed(self, steps: int) -> None:
         """Wait until the records of ``steps`` completed steps are written."""
@@ -70,9 +70,9 @@ class ControlLoop:
     async def _write(self, record: StepRecord) -> StepRecord:
         run = self._run
         engines, sandboxes = await asyncio.gather(run.generator.statistics(), run.sandboxes())
-        whole = run.meter.with_engines(record, engines, run.generator.routing(), sandboxes)
-        run.record(msgspec.structs.replace(whole, nodes=tuple(run.nodes())))
-        return whole
+        full_record = run.meter.with_engines(record, engines, run.generator.routing(), sandboxes)
+        run.record(msgspec.structs.replace(full_record, nodes=tuple(run.nodes())))
+        return full_record
 
 
 class RateControl:
@@ -86,13 +86,13 @@ class RateControl:
         self._state: ControllerState | None = None
         self._records: deque[StepRecord] = deque(maxlen=_RECORDS)
         self._advised = run.state.knobs
-        self._looking: asyncio.Task[tuple[Decision, float]] | None = None
-        self._looking_from: ControllerState | None = None  # what it was asked about
-        self._look_from_s = 0.0
+        self._query: asyncio.Task[tuple[Decision, float]] | None = None
+        self._queried_state: ControllerState | None = None  # the query's argument
+        self._next_query_s = 0.0
 
-    async def go_on_from(self, last: StepRecord) -> None:
-        """Set the knobs of the former process's ``last`` step, within today's limits; where the experiment's value has
-        changed since, start from that. Estimates of the queue are lost."""
+    async def restore_knobs(self, last: StepRecord) -> None:
+        """Set the knobs of the former process's ``last`` step, within today's limits. A knob whose value in the
+        experiment has changed since starts from that value. Estimates of the queue are lost."""
         flow = last.flow
         if self._mode != "act" or not flow.concurrent_rollouts:
             return
@@ -103,21 +103,21 @@ class RateControl:
             resting=self._limits.shared[len(self._limits.shared) - flow.resting :],
             verifier_workers=flow.verifier_workers,
         )
-        before: dict[KnobName, int] = {
+        former_configuration: dict[KnobName, int] = {
             "concurrent_rollouts": flow.configured_concurrent_rollouts,
             "steps_per_publish": flow.configured_steps_per_publish,
             "verifier_workers": flow.configured_verifier_workers,
         }
-        await self._set(self._limits.resumed(knobs, self._run.state.knobs, before))
+        await self._set(self._limits.resumed(knobs, self._run.state.knobs, former_configuration))
 
     async def after(self, record: StepRecord) -> None:
-        """Decide after ``record``."""
+        """Decide on the knobs after the step of ``record``."""
         run = self._run
         if self._mode == "off" or run.state.draining:
             return
         self._records.append(record)
         if self._outcome.changes(record, run.state.moved):
-            self.stop_looking()  # the knobs, and what was learnt of them, were of another placement
+            self.cancel_query()  # the knobs and their measurements were of another placement
             self._limits, self._state, self._advised = _limits_in(run.experiment), None, run.state.knobs
         if (outcome := self._outcome.due()) is not None:
             run.event(EVENT_PLAN_OUTCOME, outcome.detail, **outcome.data)
@@ -131,67 +131,68 @@ class RateControl:
                 knobs=run.state.knobs, regime_step=filled, decided_step=filled, recommended=reverted
             )
         limits = self._limits_now()
-        decision = self._seen(record.version) or decide(
-            self._state, tuple(self._records), limits, look=run.look is None
+        decision = self._query_decision(record.version) or decide(
+            self._state, tuple(self._records), limits, ask_model=run.controller is None
         )
-        rested = run.clock.now() >= self._look_from_s
-        if decision.due and rested and self._looking is None and run.look is not None:
-            self._looking_from = decision.state
-            self._looking = asyncio.create_task(run.look(decision.state, tuple(self._records), limits))
+        query_allowed = run.clock.now() >= self._next_query_s
+        if decision.due and query_allowed and self._query is None and run.controller is not None:
+            self._queried_state = decision.state
+            self._query = asyncio.create_task(run.controller(decision.state, tuple(self._records), limits))
         self._state = decision.state
         if self._mode == "advise":
             for action in decision.actions:
                 if action.kind == "recommended":
-                    self._say(action)
+                    self._record_action(action)
             self._advise(decision.actions)
             return
         for action in decision.actions:
-            self._say(action)
+            self._record_action(action)
             if action.kind == "move":
                 cost_s, rate = limits.switch_s["devices"], self._outcome.rate(self._state.regime_step)
-                run.state.wanted_move = planned_move(action.settings, action.predicted, rate, cost_s)
+                run.state.pending_move = planned_move(action.settings, action.predicted, rate, cost_s)
         await self._set(decision.state.knobs)
 
-    def _revert_move(self, before: RunPlacement, found: Mapping[str, float]) -> None:
-        """Go back to the placement before a move that ``found`` shows to be worse."""
-        ratio = found["measured"] / max(found["rate"], 1e-3)  # rounded to so much
-        reason = f"back to {before}: the rate is {ratio:.2f} of what it was before the move"
-        self._say(Action(kind="rollback", reason=reason, measured=ratio, settings=before.settings))
-        planned = planned_move(before.settings, 1 / max(ratio, 1e-3), found["measured"], found["cost_s"])
-        self._run.state.wanted_move = msgspec.structs.replace(planned, reverts=True)
+    def _revert_move(self, previous: RunPlacement, figures: Mapping[str, float]) -> None:
+        """Plan the return to the ``previous`` placement after a move whose ``figures`` show a lower rate."""
+        ratio = figures["measured"] / max(figures["rate"], 1e-3)  # figures are rounded to 0.001
+        reason = f"back to {previous}: the rate is {ratio:.2f} of what it was before the move"
+        self._record_action(Action(kind="rollback", reason=reason, measured=ratio, settings=previous.settings))
+        planned = planned_move(previous.settings, 1 / max(ratio, 1e-3), figures["measured"], figures["cost_s"])
+        self._run.state.pending_move = msgspec.structs.replace(planned, reverts=True)
 
     def _limits_now(self) -> ControlLimits:
-        """The limits with what this machine has room for, and what switches cost, as measured so far: another split
-        needs a checkpoint and all actors' start."""
+        """The limits with the machine's capacity for verifiers, and the costs of switches measured so far. Until one is
+        measured, a change of placement costs a checkpoint and the start of all actors."""
         run, limits = self._run, self._limits
-        room = max(limits.least_verifiers, min(limits.most_verifiers, run.verifier.most_workers()))
+        most_workers = max(limits.least_verifiers, min(limits.most_verifiers, run.verifier.max_workers()))
         restart_s = run.start_s + max(record.checkpoint_s for record in self._records)
         moved_s = run.state.moved.cost_s if run.state.moved else restart_s
         costs = {"verifier_workers": run.verifier.start_s, "devices": moved_s}
-        return msgspec.structs.replace(limits, most_verifiers=room, switch_s=costs)
+        return msgspec.structs.replace(limits, most_verifiers=most_workers, switch_s=costs)
 
-    def stop_looking(self) -> None:
-        """Cancel the look under way."""
-        if self._looking is not None:
-            self._looking.cancel()
-            self._looking = None
+    def cancel_query(self) -> None:
+        """Cancel the query under way."""
+        if self._query is not None:
+            self._query.cancel()
+            self._query = None
 
-    def _seen(self, version: int) -> Decision | None:
-        """The decision of a finished look, to be set at ``version``; None: none finished, or its state is outdated."""
-        if self._looking is None or not self._looking.done():
+    def _query_decision(self, version: int) -> Decision | None:
+        """The decision of a finished query, to be set at ``version``. None: none has finished, or its state is
+        outdated."""
+        if self._query is None or not self._query.done():
             return None
-        ended, self._looking = self._looking, None
+        query, self._query = self._query, None
         try:
-            found, cpu_s = ended.result()
+            decision, cpu_s = query.result()
         except WorkerDied as death:
             self._run.died(death)
             assert self._state is not None
-            return Decision(state=found_nothing(self._state, version))  # asked again, ever later
-        self._look_from_s = self._run.clock.now() + cpu_s / _LOOK_SHARE
-        return set_at(found, version) if self._looking_from is self._state else None
+            return Decision(state=backed_off(self._state, version))  # queried again, at growing intervals
+        self._next_query_s = self._run.clock.now() + cpu_s / _QUERY_SHARE
+        return effective_at(decision, version) if self._queried_state is self._state else None
 
     async def _set(self, knobs: Knobs) -> None:
-        """Make these the run's knobs."""
+        """Set the run's knobs to ``knobs``."""
         state = self._run.state
         if knobs == state.knobs:
             return
@@ -201,22 +202,22 @@ class RateControl:
         state.knobs = knobs
         state.changed.notify()
         if rested:
-            await self._run.generator.rest_replicas(knobs.resting)
+            await self._run.generator.idle_replicas(knobs.resting)
 
     def _advise(self, actions: tuple[Action, ...]) -> None:
-        """Report what would be set, once, and keep the knobs as they are."""
+        """Report the knobs that would be set, once, and keep the present ones."""
         assert self._state is not None
-        wanted, present = self._state.knobs, self._run.state.knobs
-        if wanted == present:
+        advised, current = self._state.knobs, self._run.state.knobs
+        if advised == current:
             return
-        self._state = msgspec.structs.replace(self._state, knobs=present, trial=None, turns={}, directions={})
-        if wanted == self._advised:
+        self._state = msgspec.structs.replace(self._state, knobs=current, trial=None, turns={}, directions={})
+        if advised == self._advised:
             return
-        self._advised = wanted
+        self._advised = advised
         for action in actions:
-            self._say(action)
+            self._record_action(action)
 
-    def _say(self, action: Action) -> None:
+    def _record_action(self, action: Action) -> None:
         data = {"kind": action.kind, "mode": self._mode, "predicted": action.predicted, "measured": action.measured}
         data |= action.settings
         if not action.knob:
@@ -230,4 +231,4 @@ class RateControl:
 
 def _limits_in(experiment: Experiment) -> ControlLimits:
     devices, ranks = experiment.generator.devices, experiment.trainer.devices
-    return limits_of(experiment, sharing(devices, ranks), alike=alike([*devices, *ranks]))
+    return limits_of(experiment, sharing(devices, ranks), same_kind=interchangeable([*devices, *ranks]))

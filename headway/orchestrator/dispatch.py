@@ -15,8 +15,8 @@ from headway.runtime.bounded_queue import BoundedQueue
 Generated = tuple[Group, tuple[Rollout, ...]]
 
 
-class Dispatch:
-    """Opens groups while rule 1 allows and a slot would wait otherwise.
+class DispatchLoop:
+    """Opens groups while admission (rule 1) allows it and generation slots are free.
 
     Consumes: admission credit (control), tasks and group sizes (task selection), concurrency.
     Waits for: a change of the shared state.
@@ -28,7 +28,7 @@ class Dispatch:
         self._run = run
         self._generated = generated
         self._tasks = asyncio.TaskGroup()
-        self._wanted = 1  # rollouts that must be free for the next group
+        self._next_size = 1  # attempts of the next group, which must be free before it opens
 
     async def loop(self) -> None:
         """Runs until cancelled, which also cancels every member's generation."""
@@ -46,14 +46,14 @@ class Dispatch:
                     self._open(applied)
                     opened += 1
                 if not opened and groups > 0 and self._fits() and not self._ready():
-                    await self._run.prompts.prepare(self._run.drawing.peek().task)
+                    await self._run.prompts.prepare(self._run.task_selector.peek().task)
                 elif not opened:
                     await state.changed.wait(mark)
 
     async def drained(self) -> None:
-        """Wait until every running group is verified and committed (admission is closed), or what is left is parked."""
+        """Wait until every running group is verified and committed (admission is closed), or the run is suspended."""
         state = self._run.state
-        while state.running and not state.left:
+        while state.running and not state.suspended:
             await state.changed.wait(state.changed.count)
 
     def _credit(self, applied_version: int) -> int:
@@ -74,15 +74,15 @@ class Dispatch:
         )
         limit = state.knobs.open_groups
         by_limit = by_budget if limit is None else limit - state.open_groups
-        # A group without a step left to train it would be generated in vain.
-        left = experiment.queue.groups_per_step * (experiment.run.steps - state.version)
-        by_steps = left + surplus - state.open_groups
+        # No step would train a group beyond those of the remaining steps.
+        remaining_groups = experiment.queue.groups_per_step * (experiment.run.steps - state.version)
+        by_steps = remaining_groups + surplus - state.open_groups
         return max(0, min(by_budget, by_limit, by_steps))
 
     def _fits(self) -> bool:
-        """Whether the generator's concurrency has room for the next group, whose size its task determines."""
-        self._wanted = self._run.drawing.peek().size
-        return self._free_rollouts() >= self._wanted or not self._run.state.running_rollouts
+        """Whether the next group, whose size its task determines, fits within the concurrency of rollouts."""
+        self._next_size = self._run.task_selector.peek().size
+        return self._free_rollouts() >= self._next_size or not self._run.state.running_rollouts
 
     def _free_rollouts(self) -> int:
         return self._run.state.knobs.concurrent_rollouts - self._run.state.running_rollouts
@@ -90,12 +90,12 @@ class Dispatch:
     def _ready(self) -> bool:
         """Whether the next task's prompt can be made without waiting for a process."""
         prompts = self._run.prompts
-        return prompts.pictures is None or prompts.ready(self._run.drawing.peek().task)
+        return prompts.pictures is None or prompts.ready(self._run.task_selector.peek().task)
 
     def _open(self, applied_version: int) -> None:
         run = self._run
         state = run.state
-        task, size, draw = run.drawing.take()
+        task, size, draw = run.task_selector.take()
         group = Group(
             index=state.admitted,
             **run.prompts.of(task),
@@ -104,7 +104,7 @@ class Dispatch:
             admitted_s=run.clock.now(),
         )
         run.buffer.admit(group, draw=draw)
-        state.books.admit(group.index, group.size)
+        state.accounting.admit(group.index, group.size)
         run.meter.admitted(group)
         state.admitted += 1
         entry = RunningGroup(group=group, unfinished=group.size)
@@ -121,7 +121,7 @@ class Dispatch:
             if (opening := self._run.parking.begin(entry.group.index)) is not None:
                 await opening
             parked = entry.partials.pop(position, None)
-            # without an episode it starts anew, whatever its environment held
+            # without its parked episode the rollout starts from the beginning, in a new environment
             if parked is not None and parked.episode is not None and self._run.parking.resumption(parked) == "restart":
                 parked = None
             rollout = await self._run.rollouts.generate_member(entry.group, position, parked)
@@ -129,12 +129,12 @@ class Dispatch:
             own_end = rollout.finish_reason in ("stop", "length")
             entry.lengths[position] = rollout.response_tokens, own_end
             entry.generated[position] = rollout
-            if self._free_rollouts() >= self._wanted:  # with fewer, no group can start
+            if self._free_rollouts() >= self._next_size:  # with fewer, no group can start
                 self._run.state.changed.notify()
             return rollout if pruning is None else await pruning.finished(entry.group, rollout)
 
-        def stop(position: int, why: Failure) -> None:
-            self._run.rollouts.stop(entry.group.index, position, why)
+        def stop(position: int, failure: Failure) -> None:
+            self._run.rollouts.stop(entry.group.index, position, failure)
 
         pruning = self._run.pruning
         limits, clock = self._run.experiment.queue, self._run.clock

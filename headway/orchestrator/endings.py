@@ -1,4 +1,4 @@
-"""Ending a group's rollouts in the books and the length statistics, as its row in the buffer says."""
+"""Ends a group's rollouts in the accounting and the length statistics, as the buffer's row of the group does."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from headway.orchestrator.state import RunningGroup
 from headway.records.rollout import Ending, FinishedGroup, Rollout
 
 
-def end_leavers(run: RunContext, group: FinishedGroup) -> None:
-    """End the members that left a group that has just finished: failed, filtered or pruned. The buffer ended them as it
+def end_removed_members(run: RunContext, group: FinishedGroup) -> None:
+    """End the failed, filtered and pruned members of a group that has just finished. The buffer ended them when it
     committed the group."""
     for rollout in group.rollouts:
         if rollout.ended is not None:
             ending, reason = rollout.ended
             boundary = rollout.failure.boundary if rollout.failure is not None else None
-            run.state.books.end(group.group.index, rollout.member, ending, reason, boundary)
-            _enter_length(run, rollout, ending)
+            run.state.accounting.end(group.group.index, rollout.member, ending, reason, boundary)
+            _count_length(run, rollout, ending)
 
 
 def end_finished(run: RunContext, group: FinishedGroup, ending: Ending, reason: str) -> None:
-    """End the valid members of a finished group as ``ending``; the others ended when it finished. The caller ends its
-    row in the buffer."""
+    """End the valid members of a finished group as ``ending``; the others ended when it finished. The caller ends the
+    group's row in the buffer."""
     for rollout in group.valid:
-        run.state.books.end(group.group.index, rollout.member, ending, reason)
-        _enter_length(run, rollout, ending)
+        run.state.accounting.end(group.group.index, rollout.member, ending, reason)
+        _count_length(run, rollout, ending)
     run.meter.ended(group.group, ending, run.state.version, finished=True)
 
 
-def _enter_length(run: RunContext, rollout: Rollout, ending: Ending) -> None:
+def _count_length(run: RunContext, rollout: Rollout, ending: Ending) -> None:
     complete = rollout.finish_reason in ("stop", "length")
     run.meter.rollout_ended(rollout.group, ending, rollout.response_tokens, complete=complete)
 
 
 def end_running(run: RunContext, entry: RunningGroup, ending: Ending, reason: str) -> None:
-    """End a group whose members are not all finished; what still runs of it is cancelled. Each counts with the length
-    it has reached, which the generator may have passed by what it has not streamed yet."""
+    """End a group some of whose members still generate, and cancel these. Each member counts with the length that was
+    streamed; the generator may be some tokens further."""
     group = entry.group
     lengths = {m: entry.lengths.get(m) or (run.rollouts.reached(group.index, m), False) for m in range(group.size)}
     if entry.runner is not None:
         entry.runner.cancel()
-    run.state.books.end_group(group.index, ending, reason)
+    run.state.accounting.end_group(group.index, ending, reason)
     for length, own_end in lengths.values():
         run.meter.rollout_ended(group.index, ending, length, complete=own_end)
     run.meter.ended(group, ending, run.state.version, finished=False)

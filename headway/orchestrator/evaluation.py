@@ -13,7 +13,7 @@ from pathlib import Path
 from headway.config.schema import Experiment
 from headway.control.estimates import clustered_standard_error, pass_at
 from headway.control.progress import failure_kind
-from headway.models.hub.prompts import Prompts
+from headway.models.hub.prompts import PromptMaker
 from headway.orchestrator.collect import verify_rollouts
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.recovery import call_with_restart
@@ -29,11 +29,11 @@ from headway.telemetry.ledger import EVENT_BEST, EVENT_LAST_KEPT
 from headway.trainer.checkpoints import CANDIDATE, CARD_FILE, has_own_card
 
 OnAttempt = Callable[[int, int], None]  # attempts generated, of all
-_JUDGEMENT = "evaluation.json"  # beside the weights it judges: their version and validation solve rate
+_EVALUATION_FILE = "evaluation.json"  # beside the weights it judges: their version and validation solve rate
 
 
 def evaluation_prefix(split: str) -> str:
-    """Return the prefix of a split's request ids, which also keeps its random numbers apart from all others."""
+    """Return the prefix of a split's request ids, which also separates its random numbers from all others."""
     return f"evaluation-{split}-"
 
 
@@ -44,19 +44,20 @@ async def attempt_tasks(
     verifier: Verifier,
     scored: ScoredText,
     clock: Clock,
-    prompts: Prompts,
+    prompts: PromptMaker,
     samples_per_task: int,
     version: int,
     concurrent: int,
     on_attempt: OnAttempt = lambda done, total: None,
 ) -> list[Rollout]:
-    """Attempt every task ``samples_per_task`` times and verify, ``concurrent`` rollouts at a time (the time limit of
-    a rollout must not run while it waits for its turn). Served before training rollouts (negative group indices
-    are the lowest priorities), so that few versions pass meanwhile. ``on_attempt`` counts what was generated."""
-    places, ended = asyncio.Semaphore(concurrent), itertools.count(1)
+    """Attempt every task ``samples_per_task`` times and verify the attempts. At most ``concurrent`` rollouts run at
+    once: a rollout's time limit must not run while it waits for a slot. Negative group indices give the attempts
+    precedence over training rollouts, so that few versions pass meanwhile. ``on_attempt`` receives the number of
+    generated attempts and their total."""
+    slots, ended = asyncio.Semaphore(concurrent), itertools.count(1)
 
     async def generate(group: Group, member: int) -> Rollout:
-        async with places:
+        async with slots:
             rollout = await rollouts.generate_member(group, member)
         on_attempt(next(ended), len(tasks) * samples_per_task)
         return rollout
@@ -87,9 +88,9 @@ def evaluation_record(
     time_s: float,
     ks: Sequence[int] = (),
 ) -> EvaluationRecord:
-    """Solve rate with its standard error over the valid rollouts, and the versions they were sampled under; ``ks``: of
-    `pass_at`; ``tasks``: what ``attempt_tasks`` was given. With no valid rollout nothing was measured: ``samples`` is 0
-    and the rates mean nothing."""
+    """Compute an evaluation's record from its rollouts: solve rate, standard error, versions, pass@k. ``ks``: the
+    values of k; ``tasks``: as given to ``attempt_tasks``. Without a valid rollout nothing was measured: ``samples`` is
+    0 and the rates mean nothing."""
     valid = [rollout for rollout in rollouts if rollout.failure is None]
     versions = [span.version for rollout in valid for span in rollout.versions]
     count = max(len(valid), 1)
@@ -125,15 +126,15 @@ def evaluation_record(
 
 def _common_cause(rollouts: Sequence[Rollout], tasks: Sequence[Task]) -> str:
     """The cause of a failure of the most frequent kind; "" where none failed."""
-    failed = [(one.failure, tasks[one.group]) for one in rollouts if one.failure is not None]
+    failed = [(rollout.failure, tasks[rollout.group]) for rollout in rollouts if rollout.failure is not None]
     causes = {failure_kind(failure, task): failure.cause for failure, task in failed}
-    most = Counter(failure_kind(failure, task) for failure, task in failed).most_common(1)
-    return causes[most[0][0]] if most else ""
+    commonest = Counter(failure_kind(failure, task) for failure, task in failed).most_common(1)
+    return causes[commonest[0][0]] if commonest else ""
 
 
-def reached(experiment: Experiment, version: int, solve_rate: float) -> str:
-    """Return why a run ends at ``version`` with this as its best validation ``solve_rate``: all its steps, or its
-    target; "" where it goes on."""
+def end_reason(experiment: Experiment, version: int, solve_rate: float) -> str:
+    """Return the reason for which a run ends at ``version``; "" where it continues. A run ends after all its steps, or
+    when ``solve_rate``, its best validation score, reaches the target."""
     steps, target = experiment.run.steps, experiment.evaluation.stop_at_solve_rate
     if target is not None and solve_rate >= target:
         return f"validation solve rate {solve_rate:.3f} >= evaluation.stop_at_solve_rate {target:g}"
@@ -157,17 +158,17 @@ class Evaluations:
         best, retired = self._folder / "best", self._folder / "best.old"
         if retired.exists() and not best.exists():
             retired.rename(best)
-        if (best / _JUDGEMENT).exists():
-            judgement = json.loads((best / _JUDGEMENT).read_text(encoding="utf-8"))
+        if (best / _EVALUATION_FILE).exists():
+            judgement = json.loads((best / _EVALUATION_FILE).read_text(encoding="utf-8"))
             if judgement["solve_rate"] is not None:
                 self.best_version, self.best_solve_rate = int(judgement["version"]), float(judgement["solve_rate"])
 
-    async def held(self, split: str, phase: str) -> EvaluationRecord | None:
+    async def evaluate_held(self, split: str, phase: str) -> EvaluationRecord | None:
         """Evaluate with nothing else running and no update under way."""
         tasks = self._run.evaluation_tasks.get(split, [])
         return await self._evaluate(split, phase, tasks) if tasks else None
 
-    async def after(self) -> None:
+    async def evaluate_after_training(self) -> None:
         """Judge the last version by validation, then test the better of it and the best one kept. Where validation
         measured nothing there is no best version, and the last one is kept."""
         run = self._run
@@ -176,25 +177,25 @@ class Evaluations:
             weights = await call_with_restart(run, lambda: run.trainer.publish(version), version)
             await run.generator.update_weights(weights)
             run.meter.applied_version = version
-        last = await self.held("validation", "after")
+        last = await self.evaluate_held("validation", "after")
         judged = last is not None and not last.mostly_failed
         rate = last.solve_rate if last is not None and judged else -1.0
         if last is not None and self.best_version is not None and self.best_solve_rate > rate:
             await run.generator.update_weights(await call_with_restart(run, self._publish_best, version))
         else:
             await self._save_candidate(version)
-            self._keep(version, rate if judged else None)
-        await self.held("test", "after")
+            self._keep_as_best(version, rate if judged else None)
+        await self.evaluate_held("test", "after")
 
-    async def without_after(self) -> None:
+    async def keep_last_version(self) -> None:
         """Keep the last version as it is, unjudged, where no validation during the run has found a best one."""
         if self.best_version is None:
             await self._save_candidate(self._run.state.version)
-            self._keep(self._run.state.version, None)
+            self._keep_as_best(self._run.state.version, None)
 
-    def announce(self, recorded: int | None) -> None:
-        """Record the best version again where a kill came between ``best/`` and its event: the ledger has
-        ``recorded``."""
+    def record_best_again(self, recorded: int | None) -> None:
+        """Record the best version's event again where a kill came between ``best/`` and that event. ``recorded``: the
+        best version in the ledger."""
         if self.best_version not in (None, recorded):
             self._run.event(EVENT_BEST, f"solve rate {self.best_solve_rate:.3f}", version=self.best_version)
 
@@ -207,11 +208,11 @@ class Evaluations:
         path = str(self._folder / CANDIDATE)
         await call_with_restart(self._run, lambda: self._run.trainer.save_weights(path), version)
 
-    def _keep(self, version: int, solve_rate: float | None) -> None:
-        """The candidate becomes ``best/``; a kill in between leaves one of the two whole. ``solve_rate`` None: it
-        wasn't judged."""
+    def _keep_as_best(self, version: int, solve_rate: float | None) -> None:
+        """Rename the candidate to ``best/``; a kill meanwhile leaves one of the two complete. ``solve_rate`` None: it
+        wasn't evaluated."""
         candidate, best = self._folder / CANDIDATE, self._folder / "best"
-        (candidate / _JUDGEMENT).write_text(json.dumps({"version": version, "solve_rate": solve_rate}))
+        (candidate / _EVALUATION_FILE).write_text(json.dumps({"version": version, "solve_rate": solve_rate}))
         retired = self._folder / "best.old"
         shutil.rmtree(retired, ignore_errors=True)
         if (best / CARD_FILE).is_file() and not has_own_card(best):
@@ -244,18 +245,18 @@ class Evaluations:
         return True
 
     def start(self, version: int, tasks: asyncio.TaskGroup) -> None:
-        """Evaluate ``version`` (just applied) beside the running rollouts, as one of ``tasks``: should it fail, so
-        does the run, at once."""
+        """Evaluate ``version`` (just applied) beside the running rollouts, as one of ``tasks``. Its failure ends the
+        run at once."""
         self._running = tasks.create_task(self._validate(version), name=f"validate-{version}")
 
     async def finish(self) -> None:
-        """Wait for a validation under way."""
+        """Wait for the validation under way."""
         if self._running is not None:
             await self._running
             self._running = None
 
-    def abandon(self) -> None:
-        """Cancel a validation under way: the run ends before it would."""
+    def cancel(self) -> None:
+        """Cancel the validation under way: the run ends before it would."""
         if self._running is not None:
             self._running.cancel()
             self._running = None
@@ -263,7 +264,7 @@ class Evaluations:
     async def _validate(self, version: int) -> None:
         record = await self._evaluate("validation", "during", self._run.evaluation_tasks["validation"])
         if not record.mostly_failed and record.solve_rate > self.best_solve_rate:
-            self._keep(version, record.solve_rate)
+            self._keep_as_best(version, record.solve_rate)
         self._run.state.changed.notify()  # it may have reached the target
 
     async def _evaluate(self, split: str, phase: str, tasks: Sequence[Task]) -> EvaluationRecord:

@@ -23,7 +23,7 @@ def flow_of(
     device_wait_s: float,
     update_wait_s: float,
 ) -> QueueFlow:
-    """A step's flow, without the engines' part: from its ``finished`` groups and the train loop's measurements."""
+    """Compute a step's flow, without the engines' part, from ``finished`` groups and the train loop's measurements."""
     responses = [r for group in finished for r in group.rollouts if r.failure is None and r.response_ids]
     between, within = log_length_variances(finished)
     timed = [r for r in responses if r.first_token_s > 0]
@@ -60,8 +60,8 @@ def _decode_s(rollout: Rollout) -> float:
 
 
 def log_length_variances(groups: Sequence[FinishedGroup]) -> tuple[float, float]:
-    """Mean squares of the logarithm of response lengths between groups (of about equal size) and within them: of a
-    one-way analysis of variance. (0, 0) for fewer than two groups of two."""
+    """Mean squares of a one-way analysis of variance of log response lengths, between groups and within them. The
+    groups are of about equal size. (0, 0) for fewer than two groups of two."""
     return mean_squares([_log_lengths(group) for group in groups])
 
 

@@ -1,4 +1,4 @@
-"""The members of a group, generated together, and those stopped that keep their group waiting for too long."""
+"""Generates the members of a group together, and stops those that keep the group waiting for too long."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ async def generate_in_time(
     try:
         await asyncio.wait(tasks, timeout=limits.group_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         finished = [m for m, task in enumerate(tasks) if task.done()]
-        # The loop's timer may be a rounding error early: what it waited for is over.
+        # The loop's timer may be a rounding error early: the timeout counts as passed.
         open_s = max(clock.now() - started_s, limits.group_timeout_s or 0.0)
         late = group_timeout(size=group.size, finished=finished, open_s=open_s, timeout_s=limits.group_timeout_s)
         for member in late or ():
             stop(member, why)
         if late:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        rollouts = [task.result() for task in tasks if task.done()]  # raises what one of them raised
+        rollouts = [task.result() for task in tasks if task.done()]  # raises a member's error
     finally:
         if running := [task for task in tasks if not task.done()]:
-            await cancel_all(*running)  # a group that is over leaves nothing running
+            await cancel_all(*running)  # no member of a group that is over keeps running
     return tuple(_discarded(r, clock.now()) if r.failure is why else r for r in rollouts)
 
 

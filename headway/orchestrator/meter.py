@@ -39,7 +39,7 @@ from headway.records.trace import GroupEnd, GroupTrace, RolloutTrace, Span, Step
 from headway.records.training import SKIPPED_MINIBATCHES, StepReport
 from headway.runtime.clock import Clock
 
-_TYPICAL_STEPS = 8  # newest steps whose durations say what a step takes
+_TYPICAL_STEPS = 8  # newest steps whose median duration is typical
 
 
 @dataclass
@@ -49,7 +49,7 @@ class StepInterval:
     started_s: float
     cpu_s: float
     finished: list[FinishedGroup] = field(default_factory=list)
-    metas: list[dict[str, float]] = field(default_factory=list)  # what hooks.group_meta said of them
+    metas: list[dict[str, float]] = field(default_factory=list)  # their statistics by hooks.group_meta
     accepted: int = 0  # rollouts of groups that entered the buffer
     accepted_groups: int = 0
     ended_tokens: Counter[str] = field(default_factory=Counter)  # ending -> response tokens
@@ -66,8 +66,8 @@ class StepInterval:
     offload_freed_bytes: int = 0
 
 
-class Meter:
-    """Measures what the orchestrator itself can, on its injected clock (DESIGN rule 9)."""
+class StepMetrics:
+    """Measures, on an injected clock, what the orchestrator itself observes of a step (DESIGN rule 9)."""
 
     def __init__(
         self,
@@ -91,21 +91,21 @@ class Meter:
         self.peak_flops_per_s = 0.0  # of the trainer's device; 0: not measured
         self.length_bias = LengthBias(experiment.queue.groups_per_step)
         self.applied_version = 0
-        self._interval = self._fresh()
+        self._interval = self._new_interval()
         self._recent_step_s: deque[float] = deque(maxlen=_TYPICAL_STEPS)
         self._engines: list[EngineStatistics] = []
         self._routing = RouterStatistics()
         self._sandboxes = SandboxStatistics()
-        self._engines_s = clock.now()  # when they were asked
+        self._engines_s = clock.now()  # when they were read
 
-    def _fresh(self) -> StepInterval:
+    def _new_interval(self) -> StepInterval:
         return StepInterval(started_s=self._clock.now(), cpu_s=self._cpu_s())
 
     def restart_interval(
         self, engines: Sequence[EngineStatistics], sandboxes: SandboxStatistics = SandboxStatistics()
     ) -> None:
-        """Begin counting now: what came before (start-up, a held evaluation) belongs to no step."""
-        self._interval = self._fresh()
+        """Begin counting now: start-up and a held evaluation belong to no step."""
+        self._interval = self._new_interval()
         self._engines, self._engines_s = list(engines), self._clock.now()
         self._sandboxes = sandboxes
 
@@ -138,8 +138,8 @@ class Meter:
     def ended(self, group: Group, ending: Ending, step: int, *, finished: bool) -> None:
         """Observe a group's end while the trainer was at version ``step``; ``finished``: it had been verified."""
         if self._observe is not None:
-            now_s = _tidy(self._clock.now())
-            admitted_s = _tidy(group.admitted_s)
+            now_s = _rounded(self._clock.now())
+            admitted_s = _rounded(group.admitted_s)
             self._observe(GroupEnd(index=group.index, ending=ending, step=step, time_s=now_s, admitted_s=admitted_s,
                                    finished=finished))  # fmt: skip
 
@@ -162,7 +162,7 @@ class Meter:
         self._interval.straggler_wait_s += seconds
 
     def update_waited(self, seconds: float) -> None:
-        """The trainer waited until the version before was applied everywhere."""
+        """Count the trainer's wait until every replica had applied the previous version."""
         self._interval.update_wait_s += seconds
 
     def published(self, seconds: float) -> None:
@@ -180,14 +180,15 @@ class Meter:
         self._span("trainer-0", "checkpoint", seconds)
 
     def switched(self, seconds: float, freed_bytes: int) -> None:
-        """A side left its devices, or came back."""
+        """Count an offload or onload of the trainer's or a replica's memory."""
         self._interval.switch_s += seconds
         self._interval.offload_freed_bytes += freed_bytes
 
-    def on_device(self, device: str, party: str, what: str, start_s: float, end_s: float) -> None:
+    def on_device(self, device: str, participant: str, activity: str, start_s: float, end_s: float) -> None:
         """See `OnSpan` of flow/device_locks.py."""
         if self._observe is not None:
-            self._observe(Span(track=device, name=f"{party}: {what}", start_s=_tidy(start_s), end_s=_tidy(end_s)))
+            name = f"{participant}: {activity}"
+            self._observe(Span(track=device, name=name, start_s=_rounded(start_s), end_s=_rounded(end_s)))
 
     def moved(self, action: str, seconds: float) -> None:
         self._span("plan", action, seconds)
@@ -196,7 +197,7 @@ class Meter:
         """Observe a span of ``seconds`` that ends now."""
         if self._observe is not None:
             end_s = self._clock.now()
-            self._observe(Span(track=track, name=name, start_s=_tidy(end_s - seconds), end_s=_tidy(end_s)))
+            self._observe(Span(track=track, name=name, start_s=_rounded(end_s - seconds), end_s=_rounded(end_s)))
 
     # -- the step's record ---------------------------------------------------------------------------
 
@@ -209,19 +210,18 @@ class Meter:
         time_s: float,
         useful_samples: int = 0,
     ) -> StepRecord:
-        """Close the interval, the moment a step is completed: everything since the last one was, as one line of
-        the ledger. A step's own publish and checkpoint therefore stand in the next step's record.
-
-        ``trained``: none when the step was skipped. ``useful_samples``: of them, whose advantage isn't 0.
-        What the engines say is missing: ``with_engines``."""
-        interval, self._interval = self._interval, self._fresh()
+        """Close the interval when a step is completed; returns the ledger record of everything since the previous step.
+        A step's own publish and checkpoint are therefore in the next step's record. ``trained``: the step's groups,
+        none when it was skipped. ``useful_samples``: those whose advantage isn't 0. ``with_engines`` adds the engines'
+        statistics."""
+        interval, self._interval = self._interval, self._new_interval()
         step_s = max(self._interval.started_s - interval.started_s, 1e-9)
         self._recent_step_s.append(step_s)
         samples = sum(len(group.valid) for group in trained)
         produced = sum(len(group.rollouts) for group in interval.finished)
         if self._observe is not None:
             self._observe(_step_trace(report, interval.started_s, self._interval.started_s, samples))
-        endings, failures, filtered = state.books.take_recent()
+        endings, failures, filtered = state.accounting.take_recent()
         return StepRecord(
             step=report.step,
             version=report.version,
@@ -282,8 +282,8 @@ class Meter:
         )
 
     def lost_step(self, step: int, trained: Sequence[FinishedGroup], time_s: float) -> StepRecord:
-        """The record of a completed step whose own was lost in a kill: what the batch log knows of it. Times, rates,
-        the groups that were filtered and the trainer's figures are gone."""
+        """Rebuild the record of a completed step that was lost in a kill from the batch log. Times, rates, the filtered
+        groups and the trainer's figures are missing."""
         samples = sum(len(group.valid) for group in trained)
         return StepRecord(
             step=step,
@@ -305,21 +305,21 @@ class Meter:
         routing: RouterStatistics = RouterStatistics(),
         sandboxes: SandboxStatistics = SandboxStatistics(),
     ) -> StepRecord:
-        """Add what the generators, their router and the sandboxes counted. Asking them takes a while, so their interval
-        has an end of its own."""
-        before, self._engines = self._engines, list(engines)
+        """Add the statistics of the generators, their router and the sandboxes. Reading them takes time, so they have
+        an interval of their own."""
+        previous, self._engines = self._engines, list(engines)
         routed, self._routing = self._routing, routing
         asked_s, self._engines_s = self._engines_s, self._clock.now()
         elapsed_s = max(self._engines_s - asked_s, 1e-9)
         flow = msgspec.structs.replace(
             record.flow,
-            generated_tokens=round(_growth(before, engines, "generated_tokens")),
-            generator_busy_s=_growth(before, engines, "busy_s"),
+            generated_tokens=round(_growth(previous, engines, "generated_tokens")),
+            generator_busy_s=_growth(previous, engines, "busy_s"),
             generator_s=elapsed_s * sum(not engine.resting for engine in engines),
-            decode_steps=round(_growth(before, engines, "decode_steps")),
-            preemptions=round(_growth(before, engines, "preemptions")),
+            decode_steps=round(_growth(previous, engines, "decode_steps")),
+            preemptions=round(_growth(previous, engines, "preemptions")),
         )
-        per_s = _growth(before, engines, "generated_tokens") / elapsed_s
+        per_s = _growth(previous, engines, "generated_tokens") / elapsed_s
         return msgspec.structs.replace(
             record,
             flow=flow,
@@ -327,13 +327,13 @@ class Meter:
             router=_since(routed, routing) if routing != RouterStatistics() else None,
             tokens=record.tokens and msgspec.structs.replace(record.tokens, generated_per_s=per_s),
             sandboxes=self._sandboxes_since(sandboxes),
-            generator_wait_ratio=_mean_share(before, engines, "idle_s", elapsed_s),
-            generator_lent_ratio=_mean_share(before, engines, "lent_s", elapsed_s),
+            generator_wait_ratio=_mean_share(previous, engines, "idle_s", elapsed_s),
+            generator_yielded_ratio=_mean_share(previous, engines, "yielded_s", elapsed_s),
         )
 
     def _sandboxes_since(self, now: SandboxStatistics) -> SandboxStatistics | None:
-        before, self._sandboxes = self._sandboxes, now
-        return now.since(before) if now.any else None
+        previous, self._sandboxes = self._sandboxes, now
+        return now.since(previous) if now.any else None
 
 
 def group_trace(finished: FinishedGroup, now_s: float) -> GroupTrace:
@@ -342,16 +342,16 @@ def group_trace(finished: FinishedGroup, now_s: float) -> GroupTrace:
     return GroupTrace(
         index=group.index,
         task=group.task.task_id,
-        admitted_s=_tidy(group.admitted_s),
+        admitted_s=_rounded(group.admitted_s),
         admitted_version=group.admitted_version,
-        finished_s=_tidy(now_s),
+        finished_s=_rounded(now_s),
         rollouts=tuple(
             RolloutTrace(
                 member=r.member,
-                first_token_s=_tidy(r.first_token_s),
-                generated_s=_tidy(r.generated_s),
-                finished_s=_tidy(r.finished_s),
-                verify_s=_tidy(r.verify_s),
+                first_token_s=_rounded(r.first_token_s),
+                generated_s=_rounded(r.generated_s),
+                finished_s=_rounded(r.finished_s),
+                verify_s=_rounded(r.verify_s),
                 tokens=r.response_tokens,
                 first_version=r.first_version,
                 last_version=r.last_version,
@@ -367,11 +367,11 @@ def group_trace(finished: FinishedGroup, now_s: float) -> GroupTrace:
 
 def _step_trace(report: StepReport, start_s: float, end_s: float, samples: int) -> StepTrace:
     ranks = report.rank_compute_s or (report.compute_s,)
-    return StepTrace(step=report.step, version=report.version, start_s=_tidy(start_s), end_s=_tidy(end_s),
-                     rank_compute_s=tuple(map(_tidy, ranks)), samples=samples, skipped=report.skipped)  # fmt: skip
+    return StepTrace(step=report.step, version=report.version, start_s=_rounded(start_s), end_s=_rounded(end_s),
+                     rank_compute_s=tuple(map(_rounded, ranks)), samples=samples, skipped=report.skipped)  # fmt: skip
 
 
-def _tidy(seconds: float) -> float:
+def _rounded(seconds: float) -> float:
     """``seconds`` rounded to the microsecond: more digits only make the file longer."""
     return round(seconds, 6)
 
@@ -385,30 +385,30 @@ def _means(metas: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in named.items()}
 
 
-def _growth(before: Sequence[EngineStatistics], after: Sequence[EngineStatistics], name: str) -> float:
+def _growth(previous: Sequence[EngineStatistics], after: Sequence[EngineStatistics], name: str) -> float:
     """Growth of a counter over replicas; one that restarted in between counts from zero."""
     total = 0.0
     for position, engine in enumerate(after):
         now = float(getattr(engine, name))
-        then = float(getattr(before[position], name)) if position < len(before) else 0.0
+        then = float(getattr(previous[position], name)) if position < len(previous) else 0.0
         total += now - then if now >= then else now
     return total
 
 
 def _mean_share(
-    before: Sequence[EngineStatistics], after: Sequence[EngineStatistics], name: str, step_s: float
+    previous: Sequence[EngineStatistics], after: Sequence[EngineStatistics], name: str, step_s: float
 ) -> float:
     """Share of the time that a counter of seconds grew, mean over the replicas that don't rest."""
     awake = [position for position, engine in enumerate(after) if not engine.resting]
     if not awake:
         return 0.0
-    grown = sum(_growth(before[p : p + 1], after[p : p + 1], name) for p in awake)
+    grown = sum(_growth(previous[p : p + 1], after[p : p + 1], name) for p in awake)
     return min(1.0, grown / (step_s * len(awake)))
 
 
-def _since(before: RouterStatistics, now: RouterStatistics) -> RouterStatistics:
+def _since(previous: RouterStatistics, now: RouterStatistics) -> RouterStatistics:
     """``now`` with the growth of its counters."""
-    grown = {name: getattr(now, name) - getattr(before, name) for name in ROUTER_COUNTERS}
+    grown = {name: getattr(now, name) - getattr(previous, name) for name in ROUTER_COUNTERS}
     return msgspec.structs.replace(now, **grown)
 
 

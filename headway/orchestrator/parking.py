@@ -1,4 +1,4 @@
-"""Partial rollouts: parked in the buffer when a batch is full or weights arrive, resumed from their tokens."""
+"""Parks partial rollouts in the buffer when a batch is full or weights arrive, and resumes them from their tokens."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class Parking:
     async def wait(self, parked: PartialRollout) -> Resumption:
         """Park the member and wait until it may resume; returns how (DESIGN rule 2, environment-state staleness)."""
         entry = self._state.running.get(parked.group)
-        if entry is None:  # an evaluation's, which isn't in the books
-            await self._passed()
+        if entry is None:  # an evaluation's, which isn't in the accounting
+            await self._wait_for_gate()
             return "continue"
         self._buffer.park(parked)
         self._name_snapshot(parked)
         self._state.member_parked(entry, 1)
         self._state.parkings += 1
-        self._state.changed.notify()  # its place is free
+        self._state.changed.notify()  # its slot is free
         try:
-            await self._passed()
+            await self._wait_for_gate()
         finally:
             self._state.member_parked(entry, -1)
         return self.resumption(parked)
@@ -55,8 +55,8 @@ class Parking:
 
     def reopen(self, parked: Iterable[PartialRollout]) -> None:
         """Register the snapshots of rollouts that a former process left parked; remove all other, unused ones."""
-        for one in parked:
-            self._name_snapshot(one)
+        for rollout in parked:
+            self._name_snapshot(rollout)
         named = {name for members in self._snapshots.values() for name in members.values()}
         if self._sandboxes is not None:
             remove_others(self._sandboxes, named)
@@ -81,16 +81,15 @@ class Parking:
 
     @property
     def engine_is_kept_empty(self) -> bool:
-        """Whether all rollouts were parked, for the step that is being trained or because the run ends: none resumes or
-        starts meanwhile."""
-        return self._state.leaving or (self._queue.surplus == "park" and self._state.training)
+        """Whether all rollouts were parked and none resumes or starts: a step is being trained, or the run ends."""
+        return self._state.suspending or (self._queue.surplus == "park" and self._state.training)
 
     def begin(self, group: int) -> Awaitable[None] | None:
-        """The gate to await before a member asks for a turn, its first or a later one, while the engine is kept empty:
-        outside a turn it has nothing to park. None: the member may ask at once; evaluations always may."""
-        return self._passed() if self.engine_is_kept_empty and group in self._state.running else None
+        """Return the gate that a member awaits before it requests a turn while the engine is kept empty. None: it may
+        request at once, as evaluations always may. Outside a turn a member has nothing to park."""
+        return self._wait_for_gate() if self.engine_is_kept_empty and group in self._state.running else None
 
-    async def _passed(self) -> None:
+    async def _wait_for_gate(self) -> None:
         """Wait until the gate is open when checked: it may close again between its opening and the waiter's turn."""
         while not self._state.resume_gate.is_set():
             await self._state.resume_gate.wait()
@@ -107,19 +106,19 @@ class Parking:
             for member in range(entry.group.size):
                 rollouts.stop(index, member, why)
 
-    def leave(self, rollouts: RolloutMaker) -> None:
+    def suspend(self, rollouts: RolloutMaker) -> None:
         """Park every member for a later process: the gate stays closed in this one."""
-        self._state.leaving = True
+        self._state.suspending = True
         self.park_all(rollouts, "leave")
 
-    def keep_generated(self, stop_ids: Sequence[int]) -> int:
-        """Park the responses that are complete but not committed: their group has unfinished members, or its verifier
-        doesn't answer. Returns their number. ``stop_ids``: one of them ends a response that came to its own end."""
+    def park_generated(self, stop_ids: Sequence[int]) -> int:
+        """Park the responses that are complete but not committed, and return their number. Their group has unfinished
+        members, or its verifier doesn't answer. ``stop_ids``: one of them ends a response that came to its own end."""
         kept = 0
         for index, entry in self._state.running.items():
             for member, rollout in entry.generated.items():
-                ids, whole = rollout.response_ids, rollout.finish_reason == "length"
-                if rollout.ended or rollout.pruned or not ids or not (whole or ids[-1] in stop_ids):
+                ids, reached_limit = rollout.response_ids, rollout.finish_reason == "length"
+                if rollout.ended or rollout.pruned or not ids or not (reached_limit or ids[-1] in stop_ids):
                     continue
                 resumes = max(rollout.resumes - 1, 0)
                 parked = PartialRollout(group=index, member=member, response=rollout.response, resumes=resumes)

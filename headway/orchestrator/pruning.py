@@ -1,4 +1,4 @@
-"""Early pruning while members generate: looks at their tokens as they come, decides, and stops them."""
+"""Early pruning while members generate: inspects their tokens as they come, decides, and stops them."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from headway.rollout.verification.scored_text import ScoredText
 from headway.rollout.verification.verdicts import apply_verdict
 
 _LENGTHS = 2048  # newest lengths that estimates are made of
-_FRESH = 32  # ... made again after so many more
-_AUDITS = 64  # newest audits of a pruner that say what it saves
-_NOTHING = PartialResponse()
-_RATE_LOOKS = 8  # newest looks at a member that its tokens/s are measured over
+_REFRESH_AFTER = 32  # new lengths after which the estimates are computed again
+_AUDITS = 64  # newest audits of a pruner that its saving is estimated from
+_NO_RESPONSE = PartialResponse()
+_RATE_READINGS = 8  # newest readings of a member, over which its tokens/s are measured
 
 
 @dataclass
@@ -44,10 +44,10 @@ class _Member:
 
     group: Group
     number: int
-    response: PartialResponse = _NOTHING  # as last seen
-    looks: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RATE_LOOKS))  # (clock, tokens)
+    response: PartialResponse = _NO_RESPONSE  # as last seen
+    readings: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RATE_READINGS))  # (clock, tokens)
     window: NgramWindow | None = None
-    judged_tokens: dict[str, int] = field(default_factory=dict)  # pruner -> tokens it was last shown
+    judged_tokens: dict[str, int] = field(default_factory=dict)  # pruner -> tokens at its last call
     judge: asyncio.Task[None] | None = None
     hit: Pruned | None = None  # being stopped, or audited
 
@@ -61,20 +61,20 @@ class _Siblings:
     """The members of a group while some are generating."""
 
     members: dict[int, _Member] = field(default_factory=dict)  # not finished
-    own_ends: list[int] = field(default_factory=list)  # tokens of those that came to their own end
+    own_ends: list[int] = field(default_factory=list)  # tokens of members whose generation ended by itself
     rewards: list[float] = field(default_factory=list)  # of the valid ones, where members are verified as they finish
     solved: int = 0
-    left: int = 0  # that failed or were dropped: they neither agree nor differ
+    removed: int = 0  # members that failed or were dropped: they neither agree nor differ
     decided: bool = False
 
 
 class Pruner:
-    """Prunes a run's members as ``[pruning]`` says. Evaluations are never pruned.
+    """Prunes a run's members by the rules of ``[pruning]``. Evaluations are never pruned.
 
-    A member is checked (``watch_of``) about every ``EVERY_TOKENS``; the first pruner that hits it decides, in the
-    order of ``PruningConfig.on``. Verifiers of half a response run in the verifier's processes, one call at a time for
-    each member, and block neither it nor the event loop: it generates until the answer arrives. Their failures are
-    recorded once for each pruner, and the member continues.
+    A member is checked (``watch_of``) about every ``EVERY_TOKENS``; the first pruner that hits it decides, in the order
+    of ``PruningConfig.kinds``. Verifiers of half a response run in the verifier's processes, one call at a time for each
+    member, and block neither it nor the event loop: it generates until the answer arrives. Their failures are recorded
+    once for each pruner, and the member continues.
 
     ``finished`` takes every member as it comes back from the generator: it enters the lengths, leaves its group where
     its pruner drops, and is verified at once where siblings' rewards decide on the others. State is kept in memory
@@ -86,19 +86,19 @@ class Pruner:
         self._settings: PruningConfig = run.experiment.pruning
         self._groups: dict[int, _Siblings] = {}
         self._observed: deque[tuple[int, bool]] = deque(maxlen=_LENGTHS)
-        self._fresh = 0
+        self._new_lengths = 0
         self._scored = ScoredText.of(run.experiment, run.tokenizer)
         self._lengths = self._distribution()
-        self._gained: dict[str, deque[int]] = {name: deque(maxlen=_AUDITS) for name in self._settings.on}
+        self._saved_tokens: dict[str, deque[int]] = {name: deque(maxlen=_AUDITS) for name in self._settings.kinds}
         self._failed: set[str] = set()
         asked: dict[str, Callable[[_Member], str]] = {
             "length": self._too_long,
             "relative_length": self._too_long_for_its_group,
-            "budget": self._too_late,
-            "repetition": self._goes_round,
-            "value": self._hopeless,
+            "budget": self._over_deadline,
+            "repetition": self._repetitive,
+            "value": self._low_value,
         }
-        self._rules = [(name, asked[name]) for name in self._settings.on if name in asked]
+        self._rules = [(name, asked[name]) for name in self._settings.kinds if name in asked]
 
     # --- called by the rollouts ---------------------------------------------------------------------------
 
@@ -110,10 +110,10 @@ class Pruner:
             window = NgramWindow(rules.WINDOW_TOKENS, rules.NGRAM)
         entry = _Member(group, member, window=window)
         self._groups.setdefault(group.index, _Siblings()).members[member] = entry
-        return Watch(rules.EVERY_TOKENS, lambda response: self._look(entry, response))
+        return Watch(rules.EVERY_TOKENS, lambda response: self._inspect(entry, response))
 
     async def finished(self, group: Group, rollout: Rollout) -> Rollout:
-        """A rollout that came back from the generator, with its pruning, audit or verdict."""
+        """Return a rollout that came back from the generator, with its pruning, audit or verdict."""
         siblings = self._groups.setdefault(group.index, _Siblings())
         entry = siblings.members.pop(rollout.member, None)
         if entry is not None and entry.judge is not None:
@@ -131,7 +131,7 @@ class Pruner:
             rollout = apply_verdict(rollout, await self._verify(group, rollout.response_ids), self._run.clock.now())
         elif rollout.valid:
             return rollout
-        siblings.left += not rollout.valid
+        siblings.removed += not rollout.valid
         if rollout.valid:
             siblings.rewards.append(rollout.reward)
             siblings.solved += rollout.solved
@@ -145,20 +145,20 @@ class Pruner:
             if entry.judge is not None:
                 entry.judge.cancel()
 
-    # --- who is hit -------------------------------------------------------------------------------------
+    # --- rules ------------------------------------------------------------------------------------------
 
-    def _look(self, entry: _Member, response: PartialResponse) -> None:
+    def _inspect(self, entry: _Member, response: PartialResponse) -> None:
         entry.response = response
         if entry.hit is not None:
             return
-        entry.looks.append((self._run.clock.now(), entry.tokens))
+        entry.readings.append((self._run.clock.now(), entry.tokens))
         if entry.window is not None:
             entry.window.extend(response.ids)
         for pruner, rule in self._rules:
             if why := rule(entry):
                 self._hit(entry, pruner, why)
                 return
-        self._consult(entry)
+        self._start_verifiers(entry)
 
     def _hit(self, entry: _Member, pruner: str, why: str) -> None:
         group, member = entry.group.index, entry.number
@@ -189,10 +189,10 @@ class Pruner:
             return ""
         return f"{entry.tokens} tokens, capped at {cap}: {rule.times_median:g} x the median of {len(own_ends)} siblings"
 
-    def _too_late(self, entry: _Member) -> str:
+    def _over_deadline(self, entry: _Member) -> str:
         rule, run = self._settings.pruner(rules.BudgetCap), self._run
         assert rule is not None
-        (began_s, began_tokens), (now_s, tokens) = entry.looks[0], entry.looks[-1]
+        (began_s, began_tokens), (now_s, tokens) = entry.readings[0], entry.readings[-1]
         step_s = run.meter.typical_step_s
         if not step_s or tokens < rules.LEAST_TOKENS or tokens <= began_tokens or now_s <= began_s:
             return ""
@@ -211,7 +211,7 @@ class Pruner:
         when = f"in {due_s:.1f} s" if due_s >= 0 else f"for {-due_s:.1f} s"
         return f"its group is due {when}; at {rate:.1f} tokens/s it would end in time with probability {chance:.2g}"
 
-    def _goes_round(self, entry: _Member) -> str:
+    def _repetitive(self, entry: _Member) -> str:
         rule = self._settings.pruner(rules.RepetitionCap)
         assert rule is not None
         period = loop_period(
@@ -227,7 +227,7 @@ class Pruner:
             return ""
         return f"{share:.0%} of the {rules.NGRAM}-token runs in the last {rules.WINDOW_TOKENS} tokens are repeated"
 
-    def _hopeless(self, entry: _Member) -> str:
+    def _low_value(self, entry: _Member) -> str:
         rule = self._settings.pruner(rules.ValueBound)
         assert rule is not None
         siblings = self._groups[entry.group.index]
@@ -240,16 +240,16 @@ class Pruner:
 
     # --- verifiers of half a response -------------------------------------------------------------------
 
-    def _consult(self, entry: _Member) -> None:
-        for pruner in self._settings.judges:
+    def _start_verifiers(self, entry: _Member) -> None:
+        for pruner in self._settings.verifier_pruners:
             since = entry.tokens - entry.judged_tokens.get(pruner, 0)
-            if entry.judge is None and since >= rules.JUDGED_EVERY_TOKENS:
+            if entry.judge is None and since >= rules.VERIFIED_EVERY_TOKENS:
                 entry.judged_tokens[pruner] = entry.tokens
                 name = f"prune-{entry.group.index}-{entry.number}"
-                entry.judge = asyncio.create_task(self._ask(entry, pruner, entry.response.ids), name=name)
+                entry.judge = asyncio.create_task(self._judge_partial(entry, pruner, entry.response.ids), name=name)
 
-    async def _ask(self, entry: _Member, pruner: str, ids: Sequence[int]) -> None:
-        judge = self._settings.judges[pruner]
+    async def _judge_partial(self, entry: _Member, pruner: str, ids: Sequence[int]) -> None:
+        judge = self._settings.verifier_pruners[pruner]
         task = msgspec.structs.replace(entry.group.task, verifier=judge.verifier)
         try:
             [verdict] = await self._run.verifier.verify(task, [self._run.tokenizer.decode(ids)])
@@ -263,8 +263,8 @@ class Pruner:
         elif pruner == "value" and not 0 <= verdict.reward <= 1:
             self._record_failure(pruner, f"it returned {verdict.reward:g}, not a probability")
         elif verdict.reward < judge.below and entry.hit is None:
-            what = "probability of solving" if pruner == "value" else "reward"
-            self._hit(entry, pruner, f"{what} {verdict.reward:.3g} below {judge.below:g} at {len(ids)} tokens")
+            quantity = "probability of solving" if pruner == "value" else "reward"
+            self._hit(entry, pruner, f"{quantity} {verdict.reward:.3g} below {judge.below:g} at {len(ids)} tokens")
 
     def _record_failure(self, pruner: str, cause: str) -> None:
         if pruner not in self._failed:
@@ -283,7 +283,7 @@ class Pruner:
         if not rewards_agree(siblings.rewards):
             return
         # members being verified may differ as well as those that generate
-        confidence = agreement(finished, group.size - finished - siblings.left, rules.PRIOR)
+        confidence = agreement(finished, group.size - finished - siblings.removed, rules.PRIOR)
         if confidence < rule.confidence:
             return
         siblings.decided = True
@@ -304,7 +304,7 @@ class Pruner:
             if not audited:
                 run.rollouts.stop(group.index, entry.number, entry.hit)
 
-    # --- what became of them ----------------------------------------------------------------------------
+    # --- outcomes ---------------------------------------------------------------------------------------
 
     def _pruned(self, rollout: Rollout, pruned: Pruned) -> Rollout:
         """A stopped rollout: kept as it is to be scored, or dropped from its group; without a token it is dropped."""
@@ -314,11 +314,12 @@ class Pruner:
         return msgspec.structs.replace(rollout, left="pruned", left_reason=pruned.pruner, finished_s=now)
 
     async def _audited(self, entry: _Member, hit: Pruned, rollout: Rollout) -> Rollout:
-        """An audited rollout, which was hit but not stopped, with the reward of its response at the hit, where pruning
-        would have scored that. If it fails, or its cut response can't be scored, it is no audit."""
+        """Return an audited rollout, which was hit but not stopped, with the audit's result. That is the reward of its
+        response at the hit, where pruning would have scored that. If the rollout fails, or its cut response can't be
+        scored, it is no audit."""
         if rollout.failure is not None:
             return rollout
-        self._gained[hit.pruner].append(len(rollout.response_ids) - hit.at_tokens)
+        self._saved_tokens[hit.pruner].append(len(rollout.response_ids) - hit.at_tokens)
         if hit.pruner != "group" and self._settings.mode_of(hit.pruner) == "score":
             verdict = await self._verify(entry.group, rollout.response_ids[: hit.at_tokens])
             if verdict.failure is not None:
@@ -334,12 +335,12 @@ class Pruner:
 
     def _observe(self, tokens: int, own_end: bool) -> None:
         self._observed.append((tokens, own_end))
-        self._fresh += 1
-        if self._fresh >= min(_FRESH, len(self._observed)):
-            self._lengths, self._fresh = self._distribution(), 0
+        self._new_lengths += 1
+        if self._new_lengths >= min(_REFRESH_AFTER, len(self._observed)):
+            self._lengths, self._new_lengths = self._distribution(), 0
 
     def _saving(self, pruner: str, tokens: int) -> float:
-        return expected_saving_tokens(self._lengths, tokens, self._gained[pruner])
+        return expected_saving_tokens(self._lengths, tokens, self._saved_tokens[pruner])
 
     def _distribution(self) -> LengthDistribution:
         return length_distribution(self._observed, self._run.experiment.rollout.max_response_tokens)

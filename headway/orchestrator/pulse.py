@@ -1,4 +1,4 @@
-"""The pulse of a run: queue and workers, sampled about once a second for people and machines that watch."""
+"""Samples a run's queue and workers about once a second, for live views and exporters."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from headway.orchestrator.context import RunContext
 from headway.records.errors import HeadwayError
 from headway.records.generation import EngineLoad
 from headway.records.node import NodeConditions
-from headway.records.trace import Pulse, TraceLine, WorkerState
+from headway.records.trace import QueueSnapshot, TraceLine, WorkerState
 
-PULSE_S = 1.0
+SNAPSHOT_INTERVAL_S = 1.0
 
 Activity = Callable[[], Awaitable[Iterable[TraceLine]]]
 Workers = Callable[[], Iterable[WorkerState]]
 Conditions = Callable[[], Iterable[NodeConditions]]
 
 
-async def take_pulse(run: RunContext, workers: Workers, nodes: Conditions) -> Pulse:
-    """Queue, engines and workers now. Raises HeadwayError when no engine can be asked."""
+async def take_snapshot(run: RunContext, workers: Workers, nodes: Conditions) -> QueueSnapshot:
+    """Read the state of queue, engines and workers. Raises HeadwayError when no engine answers."""
     state = run.state
     engines = await run.generator.statistics()
-    return Pulse(
+    return QueueSnapshot(
         time_s=round(run.clock.now(), 6),
         version=state.version,
         applied_version=await run.generator.applied_version(),
@@ -39,33 +39,33 @@ async def take_pulse(run: RunContext, workers: Workers, nodes: Conditions) -> Pu
 
 
 @contextlib.asynccontextmanager
-async def pulsing(
+async def recording_snapshots(
     run: RunContext,
     observe: Callable[[TraceLine], None],
     activity: Activity,
     workers: Workers,
     nodes: Conditions = tuple,
 ) -> AsyncIterator[None]:
-    """Pass replicas' spans, their engines' steps and a pulse to ``observe`` every PULSE_S within the block. Not one of
-    the run's loops: nothing waits for it, and after a HeadwayError it tries again."""
+    """Pass replicas' spans, engine steps and a snapshot to ``observe`` every SNAPSHOT_INTERVAL_S within the block. This
+    is none of the run's loops: nothing waits for it, and after a HeadwayError it tries again."""
 
-    async def beat() -> None:
+    async def record_snapshot() -> None:
         with contextlib.suppress(HeadwayError):  # no replica answers: the loops handle that
             for line in await activity():
                 observe(line)
-            observe(await take_pulse(run, workers, nodes))
+            observe(await take_snapshot(run, workers, nodes))
 
-    async def keep_beating() -> None:
+    async def record_snapshots() -> None:
         while True:
-            await beat()
-            await run.clock.sleep(PULSE_S)
+            await record_snapshot()
+            await run.clock.sleep(SNAPSHOT_INTERVAL_S)
 
-    task = asyncio.create_task(keep_beating(), name="pulse")
+    task = asyncio.create_task(record_snapshots(), name="pulse")
     try:
         yield
         with contextlib.suppress(TimeoutError):  # a run that ends in order: the last moments as well
-            async with asyncio.timeout(PULSE_S):
-                await beat()
+            async with asyncio.timeout(SNAPSHOT_INTERVAL_S):
+                await record_snapshot()
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

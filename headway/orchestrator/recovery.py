@@ -1,4 +1,4 @@
-"""Resume: checkpoint c, then the logged batches c, c+1, ... again, without generating (DESIGN rule 8)."""
+"""Resumes a run: loads checkpoint c, then trains on the logged batches c, c+1, ... again (DESIGN rule 8)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from headway.orchestrator.state import RunningGroup
 from headway.records.clients import Trainer
 from headway.records.errors import CheckpointCorrupt, WorkerDied
 from headway.records.training import StepReport, TrainBatch
-from headway.trainer.checkpoints import latest_valid, set_aside
+from headway.trainer.checkpoints import latest_valid, rename_corrupt
 
-RESTARTS = 3  # of a trainer, at one call
-REPLAY_TOLD_EVERY_S = 10.0
+MAX_RESTARTS = 3  # of a trainer, for each call
+REPLAY_REPORT_EVERY_S = 10.0
 
 Result = TypeVar("Result")
 
 
 async def call_with_restart(run: RunContext, call: Callable[[], Awaitable[Result]], version: int) -> Result:
-    """Result of ``call`` to the trainer. When the trainer dies meanwhile, a new one is brought to ``version``, and the
-    call repeated. Raises WorkerDied when it keeps dying (``RESTARTS``)."""
+    """Return the result of a ``call`` to the trainer. When the trainer dies meanwhile, a new one is brought to
+    ``version`` and the call repeated. Raises WorkerDied when it dies more than ``MAX_RESTARTS`` times."""
     turned = call if run.memory is None else lambda: trainer_turn(run, call)
-    for _ in range(RESTARTS):
+    for _ in range(MAX_RESTARTS):
         try:
             return await turned()
         except WorkerDied as death:
@@ -35,12 +35,12 @@ async def call_with_restart(run: RunContext, call: Callable[[], Awaitable[Result
 
 
 async def trainer_turn(run: RunContext, call: Callable[[], Awaitable[Result]]) -> Result:
-    """Result of ``call`` to the trainer, which has its devices to itself meanwhile. With `run.offload` one turn may
-    span several calls: it is the train loop's to end, but for an error."""
-    goes_on = run.memory is not None and run.state.training
+    """Return the result of a ``call`` to the trainer, which has its devices to itself meanwhile. With `run.offload` one
+    turn may span several calls: the train loop ends it, or an error here."""
+    keeps_turn = run.memory is not None and run.state.training
     if run.memory is not None and not run.locks.holds(TRAINER):
-        await run.state.finish_update()  # it may need replicas that are away in the turn
-    # The turn ends before a dead trainer is replaced: an update may wait for what stands still meanwhile.
+        await run.state.finish_update()  # it may need replicas that are offloaded in the turn
+    # The turn ends before a dead trainer is replaced: an update may wait for replicas that are paused meanwhile.
     try:
         if not run.locks.holds(TRAINER):
             asked_s = run.clock.now()
@@ -50,20 +50,21 @@ async def trainer_turn(run: RunContext, call: Callable[[], Awaitable[Result]]) -
     except BaseException:
         await run.locks.end(TRAINER)
         raise
-    if not goes_on:
+    if not keeps_turn:
         await run.locks.end(TRAINER)
     return result
 
 
 async def restart_trainer(run: RunContext, version: int, *, moved: bool = False) -> int:
-    """A new trainer at ``version``, and the generator pointed at what it publishes; returns the replayed steps.
-    ``moved``: none has died. Raises WorkerDied when it dies again and again on the way there."""
+    """Start a new trainer at ``version`` and apply its published weights; returns the number of replayed steps.
+    ``moved``: the old one was stopped for a new placement, it hasn't died. Raises WorkerDied when the new one dies
+    ``MAX_RESTARTS`` times."""
     died_s = run.clock.now()
     await run.state.finish_update()
     if run.memory is not None and run.locks.holds(TRAINER):  # it died between two parts of a batch
         await run.locks.end(TRAINER)
-    for left in reversed(range(RESTARTS)):
-        # Offloading, it starts in a turn of its own: else both sides would be in the devices' memory.
+    for remaining_attempts in reversed(range(MAX_RESTARTS)):
+        # With run.offload it starts in a turn of its own: else trainer and replicas would share the devices' memory.
         turn = nullcontext() if run.memory is None else run.locks.turn(TRAINER, load=False)
         try:
             async with turn:
@@ -72,7 +73,7 @@ async def restart_trainer(run: RunContext, version: int, *, moved: bool = False)
                 weights = await run.trainer.publish(version)
         except WorkerDied as death:
             run.died(death)
-            if not left:
+            if not remaining_attempts:
                 raise
         else:
             await run.generator.update_weights(weights)
@@ -85,8 +86,8 @@ async def restart_trainer(run: RunContext, version: int, *, moved: bool = False)
 
 
 async def accumulate(trainer: Trainer, parts: Sequence[TrainBatch]) -> None:
-    """Have the trainer compute the gradients of those ``parts`` of its next step that it hasn't computed: after a
-    restart all of them."""
+    """Have the trainer compute the gradients of the ``parts`` of its next step that it lacks. After a restart it lacks
+    all."""
     for part in parts[trainer.accumulated_parts :]:
         await trainer.forward_backward(part)
 
@@ -100,15 +101,15 @@ async def train_on(trainer: Trainer, parts: Sequence[TrainBatch]) -> StepReport:
 
 
 async def restore_trainer(run: RunContext, until: int) -> tuple[int, int]:
-    """Bring a fresh trainer to version ``until``: newest valid checkpoint, then replay; returns the numbers
-    of replayed steps and samples. Raises CheckpointCorrupt or BufferCorrupt when they don't lead there."""
+    """Bring a fresh trainer to version ``until``: load the newest valid checkpoint, then replay logged batches. Returns
+    the numbers of replayed steps and samples. Raises CheckpointCorrupt or BufferCorrupt when they don't lead there."""
     checkpoint = latest_valid(run.directory, on_corrupt=lambda error: run.event("checkpoint_corrupt", str(error)))
     version = 0
     if checkpoint is not None:
         version = await run.trainer.load_checkpoint(str(checkpoint))
-        set_aside(run.directory, newer_than=checkpoint)
+        rename_corrupt(run.directory, newer_than=checkpoint)
     replayed = samples = 0
-    started_s = told_s = run.clock.now()
+    started_s = reported_s = run.clock.now()
     for logged in run.buffer.batches_since(version):
         if version >= until:
             break
@@ -119,8 +120,8 @@ async def restore_trainer(run: RunContext, until: int) -> tuple[int, int]:
         version = report.version
         replayed += 1
         samples += sum(len(batch.samples) for batch in batches)
-        if (now_s := run.clock.now()) - told_s >= REPLAY_TOLD_EVERY_S:
-            told_s, left_s = now_s, (now_s - started_s) / replayed * (until - version)
+        if (now_s := run.clock.now()) - reported_s >= REPLAY_REPORT_EVERY_S:
+            reported_s, left_s = now_s, (now_s - started_s) / replayed * (until - version)
             run.event("replaying", f"{replayed} of {replayed + until - version} steps again; {left_s:.0f} s left")
     if version != until:
         raise CheckpointCorrupt(f"checkpoints and batch log lead to version {version}, the run was at {until}")
@@ -128,12 +129,12 @@ async def restore_trainer(run: RunContext, until: int) -> tuple[int, int]:
 
 
 def restore_records(run: RunContext, recorded: int) -> None:
-    """Record the steps from ``recorded`` on, the first whose line the ledger lacks: a kill came between a step's commit
-    and its line, or the ledger was cut or removed. Those whose payloads are released meanwhile stay unrecorded."""
+    """Record the completed steps, from step ``recorded`` on, that the ledger lacks. A kill came between a step's commit
+    and its line, or the ledger was cut or removed. Steps whose payloads have been released stay unrecorded."""
     lost = 0
-    if (gone := min(run.buffer.released_version, run.buffer.completed_steps) - recorded) > 0:
-        what = f"ledger.jsonl lacks the steps from {recorded} on (was it removed, or cut?): the books go on from the "
-        run.event("ledger_incomplete", f"{what}buffer; times and rates of {gone} steps are lost", steps=gone)
+    if (missing := min(run.buffer.released_version, run.buffer.completed_steps) - recorded) > 0:
+        detail = f"ledger.jsonl lacks the steps from {recorded} on (was it removed, or cut?): the accounting continues from the "
+        run.event("ledger_incomplete", f"{detail}buffer; times and rates of {missing} steps are lost", steps=missing)
     for logged in run.buffer.batches_since(max(recorded, run.buffer.released_version)):
         if logged.outcome == "trained":
             run.record(run.meter.lost_step(logged.step, logged.groups, run.time_s()))
@@ -143,8 +144,8 @@ def restore_records(run: RunContext, recorded: int) -> None:
 
 
 def reopen_groups(run: RunContext) -> None:
-    """Put every group that has not ended back where it was: finished ones wait for the trainer, unfinished
-    ones resume from what was parked of them, or are generated again (under the same sampling keys)."""
+    """Restore every group that hasn't ended. Finished groups wait for the trainer; members of the others resume from
+    their parked tokens, or are generated again (under the same sampling keys)."""
     state = run.state
     for record in run.buffer.open_groups():
         finished = record.finished
@@ -153,7 +154,7 @@ def reopen_groups(run: RunContext) -> None:
             entry = RunningGroup(
                 group=record.group,
                 unfinished=record.group.size,
-                # but for what was parked it is generated anew, under what is published next
+                # tokens that weren't parked are generated again, under the version published next
                 oldest_version=min([run.buffer.completed_steps, *begun]),
                 partials={parked.member: parked for parked in record.parked},
             )
@@ -161,7 +162,7 @@ def reopen_groups(run: RunContext) -> None:
         else:
             state.finish_group(finished, run.clock.now())
     run.parking.reopen([parked for entry in state.running.values() for parked in entry.partials.values()])
-    state.books = run.buffer.books()
+    state.accounting = run.buffer.accounting()
     run.meter.length_bias = run.buffer.length_bias(run.experiment.queue.groups_per_step)
     state.admitted = run.buffer.next_index
-    run.drawing.restore(run.buffer)
+    run.task_selector.restore(run.buffer)

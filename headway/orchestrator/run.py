@@ -1,15 +1,15 @@
-"""A run from its first version to its last: the four loops, evaluation around them, an orderly end."""
+"""Drives a run from its first version to its last: the four loops, the evaluations around them, an orderly end."""
 
 from __future__ import annotations
 
 import asyncio
 
 from headway.buffer.audit import audit_file
-from headway.orchestrator.collect import Collect
+from headway.orchestrator.collect import CollectLoop
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.control_loop import ControlLoop
 from headway.orchestrator.device_turns import TRAINER
-from headway.orchestrator.dispatch import Dispatch, Generated
+from headway.orchestrator.dispatch import DispatchLoop, Generated
 from headway.orchestrator.evaluation import Evaluations
 from headway.orchestrator.preflight.agreement import pictured_prompt, require_agreement, trainer_scores
 from headway.orchestrator.recovery import (
@@ -21,23 +21,22 @@ from headway.orchestrator.recovery import (
 )
 from headway.orchestrator.stop_loop import StopLoop
 from headway.orchestrator.train_loop import TrainLoop
-from headway.records.errors import BooksUnbalanced, WorkerDied
+from headway.records.errors import AccountingUnbalanced, WorkerDied
 from headway.records.ledger import StepRecord
 from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.supervision import supervise
-from headway.telemetry.ledger import EVENT_BOOKS, EVENT_COUNTED, EVENT_END, EVENT_RESUME, EVENT_START
+from headway.telemetry.ledger import EVENT_ACCOUNTING, EVENT_COUNTED, EVENT_END, EVENT_RESUME, EVENT_START
 
 
 class Run:
     """Drives the loops over a wired context.
 
-    Lifecycle: ``begin`` (restore what a former process left, held evaluation before) -> ``train`` (the four
-    loops) -> ``conclude`` (checkpoint, held evaluation after, books). An interrupt ends ``train`` early:
-    admission closes, what runs is finished and committed, or parked when the grace is half over, and ``conclude`` only
+    Lifecycle: ``begin`` (restore the state of a former process, held evaluation before) -> ``train`` (the four loops)
+    -> ``conclude`` (checkpoint, held evaluation after, accounting). An interrupt ends ``train`` early: admission
+    closes, running groups are finished and committed, or parked when the grace is half over, and ``conclude`` only
     checkpoints.
 
-    Knows its actors by their Protocols alone, so the planner and the tests drive it with fakes under a
-    virtual clock.
+    Knows its actors by their Protocols alone, so the planner and the tests drive it with fakes under a virtual clock.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -45,8 +44,8 @@ class Run:
         self._generated: BoundedQueue[Generated] = BoundedQueue(capacity=1024, name="generated", clock=context.clock)
         self._completed: BoundedQueue[StepRecord] = BoundedQueue(capacity=64, name="completed", clock=context.clock)
         self._evaluations = Evaluations(context)
-        self._dispatch = Dispatch(context, self._generated)
-        self._collect = Collect(context, self._generated)
+        self._dispatch = DispatchLoop(context, self._generated)
+        self._collect = CollectLoop(context, self._generated)
         self._train = TrainLoop(context, self._completed, self._evaluations)
         self._control = ControlLoop(context, self._completed)
         self._stop = StopLoop(context, self._evaluations)
@@ -62,40 +61,41 @@ class Run:
         """Resume from checkpoint and batch log when there is one; publish; evaluate before the first step.
 
         ``recorded``: steps that the ledger holds; later ones that are completed are recorded now. None: all are.
-        ``last``: the last step there, from whose knobs a controller goes on. ``best``: the best version there."""
+        ``last``: the last step there, from whose knobs the controller continues. ``best``: the best version there.
+        """
         run = self.context
         run.started_s = run.clock.now()
         resumed = run.buffer.next_index > 0
         version = run.state.version = run.buffer.completed_steps
         run.event(EVENT_RESUME if resumed else EVENT_START, run.directory, start_s=round(run.start_s, 3), **run.tasks)
-        self._evaluations.announce(best)
+        self._evaluations.record_best_again(best)
         reopen_groups(run)
         restore_records(run, version if recorded is None else min(recorded, version))
-        if counts := ", ".join(f"{count:,} {ending}" for ending, count in run.state.books.endings.items()):
-            run.event(EVENT_COUNTED, f"until now {counts}", **run.state.books.data)
-        shown = await pictured_prompt(run.experiment, run.prompts.pictures)
+        if counts := ", ".join(f"{count:,} {ending}" for ending, count in run.state.accounting.endings.items()):
+            run.event(EVENT_COUNTED, f"until now {counts}", **run.state.accounting.data)
+        prompt = await pictured_prompt(run.experiment, run.prompts.pictures)
         try:
             replayed, samples = await restore_trainer(run, until=version)
             weights = await run.trainer.publish(version)
-            scores = await trainer_scores(run.experiment, run.trainer, shown)
+            scores = await trainer_scores(run.experiment, run.trainer, prompt)
             if run.memory is not None:
-                await run.locks.vacate(TRAINER)
+                await run.locks.evict(TRAINER)
             await run.generator.update_weights(weights)
             run.state.published_version = version
         except WorkerDied as death:
             run.died(death)
             replayed, samples = await restart_trainer(run, version), 0  # its event has them
-            scores = await call_with_restart(run, lambda: trainer_scores(run.experiment, run.trainer, shown), version)
+            scores = await call_with_restart(run, lambda: trainer_scores(run.experiment, run.trainer, prompt), version)
         await require_agreement(run.experiment, run.generator, scores, version, run.event)
         if replayed:
             lost = {"worker": "trainer", "lost_s": run.time_s(), "lost_samples": samples} if samples else {}
             run.event("restored", f"steps trained again: {replayed}", replayed=replayed, **lost)
         run.meter.applied_version = await run.generator.applied_version()
         run.state.resume_gate.set()
-        await self._control.go_on_from(last)
+        await self._control.restore_knobs(last)
         if run.state.version == 0 and run.experiment.evaluation.before:
             for split in ("validation", "test"):
-                await self._evaluations.held(split, "before")
+                await self._evaluations.evaluate_held(split, "before")
 
     async def train(self) -> None:
         """Run the four loops until the train loop ends."""
@@ -123,35 +123,36 @@ class Run:
         await self._control.flushed(self._train.completed_steps)
 
     async def conclude(self) -> None:
-        """Checkpoint; unless interrupted, evaluate the best weights, held, and see that ``best/`` has some. Close the
-        books."""
+        """Write the last checkpoint and check the accounting at the end. In between, unless interrupted, evaluate the
+        best weights, held, and make sure that ``best/`` has some."""
         run = self.context
         if run.buffer.recorder is not None:
             run.buffer.recorder.flush()  # or the last endings would show as open while it evaluates and stops
         await self._train.checkpoint()
         if not run.state.interrupted:
-            await (self._evaluations.after() if run.experiment.evaluation.after else self._evaluations.without_after())
-        await self._close_books()
+            evaluations, enabled = self._evaluations, run.experiment.evaluation.after
+            await (evaluations.evaluate_after_training() if enabled else evaluations.keep_last_version())
+        await self._check_accounting()
         if not run.state.interrupted:
             run.event(EVENT_END, f"{self._train.ended}, at version {run.state.version}")
 
-    async def _close_books(self) -> None:
+    async def _check_accounting(self) -> None:
         """Check that every rollout is open (left at the end) or ended once, against the buffer's own count.
-        Raises BooksUnbalanced when not, after the ledger has it."""
+        Raises AccountingUnbalanced when not, after the ledger has it."""
         run = self.context
-        books = run.state.books
+        accounting = run.state.accounting
         problems = run.buffer.audit(await asyncio.to_thread(audit_file, run.buffer.path))
         try:
-            books.check(**run.buffer.rollout_counts())
-        except BooksUnbalanced as error:
+            accounting.check(**run.buffer.rollout_counts())
+        except AccountingUnbalanced as error:
             problems.append(str(error))
         run.event(
-            EVENT_BOOKS,
+            EVENT_ACCOUNTING,
             "; ".join(problems) or "balanced",
             balanced=int(not problems),
-            open=books.open_rollouts,
-            admitted=books.admitted,
-            **books.data,
+            open=accounting.open_rollouts,
+            admitted=accounting.admitted,
+            **accounting.data,
         )
         if problems:
-            raise BooksUnbalanced("the books don't balance: " + "; ".join(problems))
+            raise AccountingUnbalanced("the accounting doesn't balance: " + "; ".join(problems))

@@ -1,5 +1,4 @@
-"""How well each task source is solved, with the standard error that attempts at one task being alike calls for;
-the scores of kernels."""
+"""Computes the solve rate of each task source, with standard errors clustered by task, and the scores of kernels."""
 
 from __future__ import annotations
 
@@ -18,29 +17,29 @@ from headway.records.rollout import FinishedGroup, Rollout
 
 
 def source_scores(attempts: Iterable[tuple[str, Rollout]]) -> dict[str, SourceScore]:
-    """Label -> score of the (label of the task's source, rollout) pairs, in the order of their appearance; rollouts
-    that failed don't count. Empty for fewer than two sources: nothing is told apart."""
+    """Compute each source's score from (source label, rollout) pairs, in the order of appearance. Rollouts that failed
+    don't count. {} for fewer than two sources."""
     observed: dict[str, list[tuple[int, float]]] = {}
     for label, rollout in attempts:
-        found = observed.setdefault(label, [])
+        outcomes = observed.setdefault(label, [])
         if rollout.failure is None:
-            found.append((rollout.group, float(rollout.solved)))
+            outcomes.append((rollout.group, float(rollout.solved)))
     if len(observed) < 2:
         return {}
     return {
         label: SourceScore(
-            tasks=len({group for group, _ in found}),
-            samples=len(found),
-            solve_rate=sum(solved for _, solved in found) / max(len(found), 1),
-            standard_error=clustered_standard_error(found),
+            tasks=len({group for group, _ in outcomes}),
+            samples=len(outcomes),
+            solve_rate=sum(solved for _, solved in outcomes) / max(len(outcomes), 1),
+            standard_error=clustered_standard_error(outcomes),
         )
-        for label, found in observed.items()
+        for label, outcomes in observed.items()
     }
 
 
 def kernel_scores(groups: Sequence[FinishedGroup], ks: Sequence[int] = ()) -> KernelScores | None:
-    """Scores of the kernels in finished groups, by what their environment kept of each answer; None without any."""
-    judged = [[answers for one in group.valid if (answers := _answers(one))] for group in groups]
+    """Compute the scores of the kernels in finished groups, from the answers that were kept; None without any."""
+    judged = [[answers for rollout in group.valid if (answers := _answers(rollout))] for group in groups]
     every = [answer for members in judged for answers in members for answer in answers]
     if not every:
         return None
@@ -56,38 +55,39 @@ def kernel_scores(groups: Sequence[FinishedGroup], ks: Sequence[int] = ()) -> Ke
         faults=dict(Counter(answer.fault for answer in every if answer.fault)),
         compiled_at=pass_at(compiled, ks),
         correct_at=pass_at(correct, ks),
-        log_speedups=histogram_in_tenths(math.log(one.speedup) for one in every if one.correct and one.speedup),
+        log_speedups=histogram_in_tenths(math.log(a.speedup) for a in every if a.correct and a.speedup),
         wait_s=spent.pop("wait", 0.0),
         busy_s=sum(spent.values()),
     )
 
 
 _KERNEL_SHARES: dict[str, Callable[[KernelAnswer], bool]] = {
-    "compiles": lambda one: one.compiled and one.fault != "cheat",
-    "correct": lambda one: one.correct,
-    "faster": lambda one: one.correct and (one.speedup or 0.0) > 1.0,
+    "compiles": lambda answer: answer.compiled and answer.fault != "cheat",
+    "correct": lambda answer: answer.correct,
+    "faster": lambda answer: answer.correct and (answer.speedup or 0.0) > 1.0,
 }
 
 
 def kernel_shares(rollouts: Sequence[Rollout]) -> dict[str, KernelShare]:
-    """Shares of an evaluation's rollouts of which an answer compiles, is correct, is faster than the reference: means
-    over tasks with their 95 % intervals (`mean_over_tasks`). Rollouts that failed don't count; one without any answer
-    that was judged counts as none of the three. {} where no rollout has kernels."""
-    judged = [(one.group, _answers(one)) for one in rollouts if one.failure is None]
-    if not any(KERNEL_ANSWERS in one.verdict for one in rollouts if one.failure is None):
+    """Compute the shares of rollouts with a kernel that compiles, is correct, or is faster than the reference. They are
+    means over tasks with their 95 % intervals (`mean_over_tasks`). Rollouts that failed don't count; a rollout without
+    any judged answer counts as none of the three. {} where no rollout has kernels."""
+    valid = [rollout for rollout in rollouts if rollout.failure is None]
+    judged = [(rollout.group, _answers(rollout)) for rollout in valid]
+    if not any(KERNEL_ANSWERS in rollout.verdict for rollout in valid):
         return {}
-    passed = {name: [any(map(passes, ones)) for _, ones in judged] for name, passes in _KERNEL_SHARES.items()}
+    passed = {name: [any(map(passes, answers)) for _, answers in judged] for name, passes in _KERNEL_SHARES.items()}
     shares: dict[str, KernelShare] = {}
-    for name, found in passed.items():
+    for name, flags in passed.items():
         by_task: dict[int, list[bool]] = {}
-        for (task, _), true in zip(judged, found, strict=True):
-            by_task.setdefault(task, []).append(true)
-        mean = mean_over_tasks([sum(ones) / len(ones) for ones in by_task.values()])
+        for (task, _), flag in zip(judged, flags, strict=True):
+            by_task.setdefault(task, []).append(flag)
+        mean = mean_over_tasks([sum(task_flags) / len(task_flags) for task_flags in by_task.values()])
         assert mean is not None
-        shares[name] = KernelShare(value=mean.value, interval=mean.interval, count=sum(found), rollouts=len(found))
+        shares[name] = KernelShare(value=mean.value, interval=mean.interval, count=sum(flags), rollouts=len(flags))
     untimed = sum(
-        not faster and any(one.correct and one.speedup is None for one in ones)
-        for (_, ones), faster in zip(judged, passed["faster"], strict=True)
+        not faster and any(answer.correct and answer.speedup is None for answer in answers)
+        for (_, answers), faster in zip(judged, passed["faster"], strict=True)
     )
     return shares | {"faster": msgspec.structs.replace(shares["faster"], untimed=untimed)}
 
@@ -95,5 +95,5 @@ def kernel_shares(rollouts: Sequence[Rollout]) -> dict[str, KernelShare]:
 def _answers(rollout: Rollout) -> list[KernelAnswer]:
     try:
         return msgspec.convert(rollout.verdict.get(KERNEL_ANSWERS, []), list[KernelAnswer])
-    except msgspec.ValidationError:  # a verifier of the user's own says something else under this name
+    except msgspec.ValidationError:  # a user's verifier uses this name for something else
         return []

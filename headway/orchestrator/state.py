@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from headway.control.books import Books
+from headway.control.books import Accounting
 from headway.control.staleness import OpenGroup, OpenGroups
 from headway.records.control import Knobs
 from headway.records.environment import PartialRollout
@@ -19,9 +19,9 @@ from headway.runtime.clock import Clock
 class Signal:
     """Wakes every waiter when the shared state changes.
 
-    ``wait`` returns at the first ``notify`` after the caller last looked: take ``mark = signal.count``
-    *before* looking, so that a change between the look and the wait is not missed. A waiter that says when it has
-    something to do (``ready``) is left alone until then.
+    ``wait`` returns at the first ``notify`` after the caller read the state: take ``mark = signal.count`` *before*
+    reading it, so that a change between the reading and the wait is not missed. A waiter with a condition (``ready``)
+    is woken only when that holds.
     """
 
     def __init__(self) -> None:
@@ -53,11 +53,10 @@ class RunningGroup:
 
     group: Group
     unfinished: int  # members still generating or parked
-    oldest_version: int = 0  # reopened by a resume: no token of it is older, as none is older than its admission
+    oldest_version: int = 0  # after a resume: lower bound of its tokens' versions, like the version of its admission
     parked: int = 0  # members waiting to be resumed: they hold no slot
-    partials: dict[int, PartialRollout] = field(
-        default_factory=dict
-    )  # what its members had when a former process parked them
+    # member -> its rollout as a former process parked it
+    partials: dict[int, PartialRollout] = field(default_factory=dict)
     # response tokens of the members that are generated, and whether generation came to its own end
     lengths: dict[int, tuple[int, bool]] = field(default_factory=dict)
     generated: dict[int, Rollout] = field(default_factory=dict)  # members that wait for their siblings or the verifier
@@ -68,38 +67,38 @@ class RunningGroup:
 class RunState:
     """Open groups, versions and the stop request. Mutated by the loops, announced through ``changed``.
 
-    Groups enter and leave by methods, which keep the counts: reading one never costs a look at all groups.
+    Groups enter and leave by methods, which maintain the counts: reading a count never iterates over the groups.
     """
 
     clock: Clock
     knobs: Knobs
     selectable: OpenGroups  # every open group, as batch selection sees it
-    books: Books = field(default_factory=Books)
+    accounting: Accounting = field(default_factory=Accounting)
     changed: Signal = field(default_factory=Signal)
     running: dict[int, RunningGroup] = field(default_factory=dict)
     finished: dict[int, FinishedGroup] = field(default_factory=dict)  # buffered: verified, committed, not trained
     finished_at_s: dict[int, float] = field(default_factory=dict)  # oldest first
-    running_rollouts: int = 0  # that hold a slot or wait for one: what concurrency counts
+    running_rollouts: int = 0  # that hold a slot or wait for one; the concurrency limits them
     parked_groups: int = 0
     version: int = 0  # completed training steps
-    published_version: int = 0  # the newest that the generator was pointed at
+    published_version: int = 0  # the newest that was passed to the generator
     admitted: int = 0  # admission index of the next group
     training: bool = False  # a batch is formed and its step not completed
     draining: bool = False  # admission is closed: the run is ending
     update: asyncio.Task[None] | None = None  # the weight update under way
     applying: bool = False  # a version of the weights is being applied
-    fruitless_groups: int = 0  # that ended untrained since a group was last accepted
-    fruitless_rewards: Counter[tuple[float, bool]] = field(default_factory=Counter[tuple[float, bool]])  # ... the same
-    # reward for all attempts, and whether it is solved
-    fruitless_batches_said: int = 0  # the most batches of them that a no_progress event has named
+    untrained_groups: int = 0  # ended untrained since a group was last accepted
+    # of these, groups whose attempts all got one reward: (reward, solved) -> count
+    untrained_rewards: Counter[tuple[float, bool]] = field(default_factory=Counter[tuple[float, bool]])
+    reported_untrained_batches: int = 0  # batches of untrained groups at the last no_progress event
     skipped_steps: int = 0  # in a row
     parkings: int = 0  # members parked since the last step
-    wanted_move: PlannedMove | None = None  # to be made at the next boundary of two steps
+    pending_move: PlannedMove | None = None  # to be made at the next boundary of two steps
     moved: ExecutedMove | None = None  # the last one that this process tried
-    interrupted: bool = False  # the user asked to stop: finish what runs, checkpoint, leave
-    leaving: bool = False  # an interrupted run parks what it can't finish in time: nothing resumes in this process
-    left: bool = False  # all that can be parked is: the run ends without waiting for what still runs
-    resume_gate: asyncio.Event = field(default_factory=asyncio.Event)  # open: parked rollouts may go on
+    interrupted: bool = False  # the user asked to stop: finish running groups, checkpoint, end
+    suspending: bool = False  # an interrupted run parks what it can't finish in time: nothing resumes in this process
+    suspended: bool = False  # all rollouts that can be parked are: the run ends without waiting for the others
+    resume_gate: asyncio.Event = field(default_factory=asyncio.Event)  # set: parked rollouts may resume
 
     async def finish_update(self) -> None:
         """Wait for the update under way: its slot in shared memory must not be overwritten while it is read."""
@@ -132,11 +131,11 @@ class RunState:
 
     def member_parked(self, entry: RunningGroup, change: int) -> None:
         """Count a member that gives up its slot (``change`` 1) or takes one again (-1)."""
-        before, entry.parked = entry.parked, entry.parked + change
-        self._count(entry, -change, before)
+        previous, entry.parked = entry.parked, entry.parked + change
+        self._count(entry, -change, previous)
 
     def _count(self, entry: RunningGroup, rollouts: int, parked_before: int) -> None:
-        if self.running.get(entry.group.index) is entry:  # else it has left the counts already
+        if self.running.get(entry.group.index) is entry:  # else it was subtracted from the counts already
             self.running_rollouts += rollouts
             self.parked_groups += bool(entry.parked) - bool(parked_before)
 
@@ -151,7 +150,7 @@ class RunState:
         )
 
     def batch_group(self, index: int) -> None:
-        """Note that a finished group is in a committed part of a batch: nothing but its step ends it any more."""
+        """Exclude a finished group from selection: it is in a committed part of a batch, and only that step ends it."""
         self.selectable.remove(index)
 
     def close_group(self, index: int) -> RunningGroup | FinishedGroup:
@@ -172,5 +171,5 @@ class RunState:
         return entry
 
     def oldest_age_s(self) -> float:
-        """Seconds the longest-buffered group has waited for the trainer."""
+        """Seconds for which the longest-buffered group has waited for the trainer."""
         return self.clock.now() - next(iter(self.finished_at_s.values())) if self.finished_at_s else 0.0

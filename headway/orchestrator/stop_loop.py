@@ -8,23 +8,23 @@ import contextlib
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.evaluation import Evaluations
 
-_FINISH = 1 / 2  # of the grace: until then what runs is finished
-_PARK = 1 / 8  # of the grace: the longest that parking takes
+_FINISH_SHARE = 1 / 2  # of the grace: running groups may finish until then
+_PARK_SHARE = 1 / 8  # of the grace: the longest that parking takes
 _STOP_WORKERS_S = 20.0  # the end of the grace, in which workers that don't answer are killed; a quarter at most
 
 
 def longest_drain_s(grace_s: float) -> float:
-    """Seconds after an interrupt when the run is stopped at once, so that its workers have ended when ``grace_s`` is
-    over. At least an eighth of the grace is left for the checkpoint after the parking."""
+    """Seconds from an interrupt to the immediate stop, so that all workers have ended when ``grace_s`` is over. At
+    least an eighth of the grace remains for the checkpoint after the parking."""
     return grace_s - min(_STOP_WORKERS_S, grace_s / 4)
 
 
 class StopLoop:
     """Parks what an interrupted run can't finish in time.
 
-    Lifecycle: *finishing* for half of ``run.stop_grace_s`` -> *leaving* for an eighth at most (rollouts are parked with
-    their tokens; a validation is cancelled) -> *left* (complete responses whose group isn't committed are parked as
-    well; the run ends without waiting for more). The resumed run generates again what can't be parked.
+    Lifecycle: *finishing* for half of ``run.stop_grace_s`` -> *suspending* for an eighth at most (rollouts are parked
+    with their tokens; a validation is cancelled) -> *suspended* (complete responses whose group isn't committed are
+    parked as well; the run ends without waiting for more). The resumed run generates the other rollouts again.
 
     Consumes: nothing.
     Waits for: an interrupt, then the clock.
@@ -41,18 +41,18 @@ class StopLoop:
         grace_s = run.experiment.run.stop_grace_s
         while not state.interrupted:
             await state.changed.wait(state.changed.count, lambda: state.interrupted)
-        await run.clock.sleep(_FINISH * grace_s)
-        self._evaluations.abandon()
-        groups, before = len(state.running), state.parkings
-        run.parking.leave(run.rollouts)
+        await run.clock.sleep(_FINISH_SHARE * grace_s)
+        self._evaluations.cancel()
+        groups, earlier_parkings = len(state.running), state.parkings
+        run.parking.suspend(run.rollouts)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_PARK * grace_s):
+            async with asyncio.timeout(_PARK_SHARE * grace_s):
                 while state.running_rollouts:
                     await state.changed.wait(state.changed.count)
         single = run.experiment.environment.name == run.experiment.hooks.rollout == "single_turn"
-        kept = run.parking.keep_generated(run.tokenizer.stop_ids) if single else 0
-        parked = state.parkings - before
+        kept = run.parking.park_generated(run.tokenizer.stop_ids) if single else 0
+        parked = state.parkings - earlier_parkings
         run.event("parked", f"{groups} unfinished groups for the resumed run", rollouts=parked, complete=kept)
-        state.left = True
+        state.suspended = True
         state.changed.notify()
         await asyncio.Event().wait()

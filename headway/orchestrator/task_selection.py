@@ -1,4 +1,4 @@
-"""Which task the next group is of, and how large it is: the plain walk, or the walk with a curriculum over it."""
+"""Selects the task and the size of the next group: a plain walk over the tasks, or that walk under a curriculum."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from headway.control.curriculum.curriculum import Curriculum, TaskChoice
 from headway.records.curriculum import DRAW_REASONS, BandMove, CurriculumStep, Draw, DrawnGroup, TaskEvidence
 from headway.records.rollout import FinishedGroup
 from headway.records.task import Task
-from headway.tasks.cursor import TaskCursor, make_walks
+from headway.tasks.cursor import TaskCursor, make_task_orders
 
-# a draw of the plain walk, as a curriculum sees it in retrospect
+# the draw that stands for a group of the plain walk when a curriculum replays it
 _IN_TURN = Draw(reason="cursor", probability=1.0, alpha=1.0, beta=1.0, signal=0.0, min_signal=0.0, size=0)
 
 
@@ -25,11 +25,11 @@ class SelectedTask(NamedTuple):
 
     task: Task
     size: int  # attempts
-    draw: Draw | None  # why; None: it is its turn
+    draw: Draw | None  # the curriculum's reason; None: the plain walk reached the task
 
 
 class TaskSelector(Protocol):
-    """Hands out tasks for ever. What it hands out next depends on what it handed out and on finished groups alone."""
+    """Hands out tasks without end. The next task depends on the earlier ones and on finished groups alone."""
 
     def peek(self) -> SelectedTask:
         """The task that ``take`` would hand out now."""
@@ -40,7 +40,7 @@ class TaskSelector(Protocol):
         ...
 
     def learn(self, evidence: TaskEvidence) -> BandMove | None:
-        """Take in a finished group's evidence; to be called in the order of commits."""
+        """Update the selection with a finished group's evidence. Calls come in the order of commits."""
         ...
 
     def restore(self, buffer: GroupBuffer) -> None:
@@ -63,7 +63,7 @@ def make_task_selector(
 
 def evidence_of(finished: FinishedGroup) -> TaskEvidence | None:
     """The evidence of a group on its task; None when no member was judged. Members that a filter removed count: without
-    them the task would look easier or harder than it is."""
+    them the task would seem easier or harder than it is."""
     judged = [r for r in finished.rollouts if r.failure is None and r.left in (None, "filtered")]
     if not judged:
         return None
@@ -101,7 +101,7 @@ class UniformSelector:
 
     def restore(self, buffer: GroupBuffer) -> None:
         """See ``TaskSelector``."""
-        self._cursor.seek(buffer.next_index)  # one task a group
+        self._cursor.seek(buffer.next_index)  # each group has taken one task
         self._next = None
 
     def take_step(self) -> None:
@@ -109,34 +109,34 @@ class UniformSelector:
 
 
 class AdaptiveSelector:
-    """A curriculum inside each source; whose turn it is stays with the sources' weights.
+    """Selects tasks by a curriculum within each source. The weights of the sources alone determine their order.
 
-    Its state is a fold over what the buffer keeps: every group's draw, then every finished group's outcome in the order
+    The state is a fold over what the buffer keeps: every group's draw, then every finished group's outcome in the order
     of commits. So a resumed run draws as one that was never killed would, given the same finished groups.
     """
 
     def __init__(self, experiment: Experiment, tasks: Sequence[Task], weights: Mapping[str, float] | None) -> None:
-        self._walks, self._mixture = make_walks(tasks, experiment.run.seed, weights)
-        self._walked = [0] * len(self._walks)  # positions of the walks
-        self._place: dict[str, tuple[int, int]] = {}  # task id -> (source, number); of equal tasks, the first
-        for source, walk in enumerate(self._walks):
+        self._orders, self._mixture = make_task_orders(tasks, experiment.run.seed, weights)
+        self._walk_positions = [0] * len(self._orders)  # positions of the walks
+        self._location_by_task: dict[str, tuple[int, int]] = {}  # id -> (source, number); of equal tasks, the first
+        for source, walk in enumerate(self._orders):
             for number, task in enumerate(walk.tasks):
-                self._place.setdefault(task.task_id, (source, number))
+                self._location_by_task.setdefault(task.task_id, (source, number))
         self.curriculum = Curriculum(
-            [len(walk.tasks) for walk in self._walks],
+            [len(walk.tasks) for walk in self._orders],
             CurriculumConfig.of(experiment.curriculum),
             group_size=experiment.rollout.group_size,
-            rest=experiment.task_rest_groups,
+            rest=experiment.task_cooldown_groups,
             seed=experiment.run.seed,
         )
         self._index = 0
-        self._turn: int | None = None  # the source of the next group, once it was asked for
-        self._of_group: dict[int, tuple[int, int, Draw]] = {}  # open or failed: source, number, draw
+        self._next_source: int | None = None  # the source of the next group, once drawn
+        self._draw_by_group: dict[int, tuple[int, int, Draw]] = {}  # open or failed: source, number, draw
         self._recent: list[Draw] = []
 
-    def place(self, task_id: str) -> tuple[int, int] | None:
-        """(source, number) of a task."""
-        return self._place.get(task_id)
+    def location_of(self, task_id: str) -> tuple[int, int] | None:
+        """The (source, number) of a task; None for an unknown one."""
+        return self._location_by_task.get(task_id)
 
     @property
     def next_index(self) -> int:
@@ -146,20 +146,20 @@ class AdaptiveSelector:
     def peek(self) -> SelectedTask:
         """See ``TaskSelector``."""
         source, choice = self._choose()
-        return SelectedTask(self._walks[source].tasks[choice.task], choice.draw.size, choice.draw)
+        return SelectedTask(self._orders[source].tasks[choice.task], choice.draw.size, choice.draw)
 
     def take(self) -> SelectedTask:
         """See ``TaskSelector``."""
         source, choice = self._choose()
-        self._turn = None
+        self._next_source = None
         self._enter(source, choice.task, choice.draw)
         self._recent.append(choice.draw)
-        return SelectedTask(self._walks[source].tasks[choice.task], choice.draw.size, choice.draw)
+        return SelectedTask(self._orders[source].tasks[choice.task], choice.draw.size, choice.draw)
 
     def learn(self, evidence: TaskEvidence) -> BandMove | None:
         """See ``TaskSelector``."""
-        known = self._of_group.pop(evidence.group, None)
-        if known is None:  # of a task that is no longer there
+        known = self._draw_by_group.pop(evidence.group, None)
+        if known is None:  # the experiment no longer has its task
             return None
         source, number, draw = known
         return self.curriculum.learn(source, number, evidence, draw.reason)
@@ -169,24 +169,24 @@ class AdaptiveSelector:
         self.replay(buffer.drawn_groups())
 
     def replay(self, groups: Sequence[DrawnGroup]) -> None:
-        """Fold over a run's groups, in the order of their indices, as a fresh object."""
-        for group in self.replaying(groups):
-            self.learn_of(group)
+        """Fold over a run's groups, in the order of their indices. The selector must be new."""
+        for group in self.replay_draws(groups):
+            self.learn_group(group)
 
-    def replaying(self, groups: Sequence[DrawnGroup]) -> list[DrawnGroup]:
-        """Make all draws; returns the groups to ``learn_of``, in this order."""
+    def replay_draws(self, groups: Sequence[DrawnGroup]) -> list[DrawnGroup]:
+        """Enter the draws of all ``groups``; returns the finished ones in the order of commits, for ``learn_group``."""
         for group in groups:
             source = self._mixture.next()
-            place = self._place.get(group.task_id)
+            location = self._location_by_task.get(group.task_id)
             self._index = group.index
-            if place is None or place[0] != source:  # the task is no longer there
+            if location is None or location[0] != source:  # the experiment no longer has the task
                 self._index += 1
             else:
-                self._enter(source, place[1], group.draw or _IN_TURN)
+                self._enter(source, location[1], group.draw or _IN_TURN)
         finished = [group for group in groups if group.evidence is not None]
         return sorted(finished, key=lambda group: group.finished_as)
 
-    def learn_of(self, group: DrawnGroup) -> None:
+    def learn_group(self, group: DrawnGroup) -> None:
         if group.evidence is not None:
             self.learn(group.evidence)
 
@@ -205,16 +205,16 @@ class AdaptiveSelector:
         )
 
     def _choose(self) -> tuple[int, TaskChoice]:
-        if self._turn is None:
-            self._turn = self._mixture.next()
-        source = self._turn
-        following = self._walks[source].tasks[self._walks[source].number(self._walked[source])]
-        number = self._place[following.task_id][1]
+        if self._next_source is None:
+            self._next_source = self._mixture.next()
+        source = self._next_source
+        following = self._orders[source].tasks[self._orders[source].number(self._walk_positions[source])]
+        number = self._location_by_task[following.task_id][1]
         return source, self.curriculum.sources[source].choose(self._index, number)
 
     def _enter(self, source: int, number: int, draw: Draw) -> None:
         if TaskChoice(number, draw).walks:
-            self._walked[source] += 1
+            self._walk_positions[source] += 1
         self.curriculum.sources[source].drawn(self._index, number)
-        self._of_group[self._index] = (source, number, draw)
+        self._draw_by_group[self._index] = (source, number, draw)
         self._index += 1

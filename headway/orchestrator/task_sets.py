@@ -1,4 +1,4 @@
-"""The task sets of an experiment, kept apart by content, and the verifiers they ask for."""
+"""Loads the task sets of an experiment, disjoint by content, and resolves the verifiers that tasks name."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ SPLITS = ("train", "validation", "test")
 
 
 def load_task_sets(experiment: Experiment) -> dict[str, list[Task]]:
-    """``train`` and, where given, ``validation`` and ``test``; no prompt is in two of them.
+    """Load the ``train`` set and, where given, ``validation`` and ``test``; no prompt is in two of them.
 
-    Prompts of held-out sets are left out of *generated* training tasks; files must be disjoint already.
-    Raises ConfigurationError for sources that can't be read, overlap, or leave no training task, and for
-    conversations without a chat template, and pictures that the model isn't shown.
+    Prompts of held-out sets are left out of *generated* training tasks; files must be disjoint already. Raises
+    ConfigurationError for sources that can't be read, overlap, or leave no training task, and for conversations without
+    a chat template, and pictures that the model isn't shown.
     """
     sets: dict[str, list[Task]] = {}
     for split in SPLITS:
@@ -39,16 +39,16 @@ def load_task_sets(experiment: Experiment) -> dict[str, list[Task]]:
         if sources is not None:
             sets[split] = load_tasks(sources, experiment.run.seed)
             require_template(experiment, split, sets[split])
-            require_seeing(experiment, split, sets[split])
+            require_pictures(experiment, split, sets[split])
     held_out = [task for split, members in sets.items() if split != "train" for task in members]
-    sets["train"] = generated_apart(experiment.tasks.train, sets["train"], held_out)
+    sets["train"] = without_held_out(experiment.tasks.train, sets["train"], held_out)
     require_disjoint({f"tasks.{split}": members for split, members in sets.items()})
     return sets
 
 
-def generated_apart(sources: Iterable[TaskSource], train: Sequence[Task], held_out: Sequence[Task]) -> list[Task]:
+def without_held_out(sources: Iterable[TaskSource], train: Sequence[Task], held_out: Sequence[Task]) -> list[Task]:
     """``train`` without those *generated* tasks whose prompts are in a held-out set."""
-    generators = {source.called for source in sources if source.source == "reasoning-gym"}
+    generators = {source.display_name for source in sources if source.source == "reasoning-gym"}
     if not generators:
         return list(train)
     kept = {task.task_id for task in without_prompts_of(train, held_out)}
@@ -56,7 +56,7 @@ def generated_apart(sources: Iterable[TaskSource], train: Sequence[Task], held_o
 
 
 def require_template(experiment: Experiment, split: str, tasks: Sequence[Task]) -> None:
-    """Raise ConfigurationError for a conversation that no chat template would be there for."""
+    """Raise ConfigurationError where a task is a conversation and ``model.template`` isn't 'chat'."""
     conversation = next((task for task in tasks if task.messages), None)
     if conversation is not None and experiment.model.template != "chat":
         raise ConfigurationError(
@@ -66,8 +66,8 @@ def require_template(experiment: Experiment, split: str, tasks: Sequence[Task]) 
 
 
 def require_rendered_tasks(tokenizer: Tokenizer, tasks: Sequence[Task]) -> set[str]:
-    """Raise ConfigurationError, naming the task, where the chat template drops what a conversation holds; returns what
-    it drops by design. Those with pictures aren't looked at."""
+    """Return the parts of conversations that the chat template drops by design. Raises ConfigurationError, naming the
+    task, where it drops others. Tasks with pictures aren't checked."""
     dropped = set[str]()
     for task in tasks:
         try:
@@ -78,13 +78,13 @@ def require_rendered_tasks(tokenizer: Tokenizer, tasks: Sequence[Task]) -> set[s
     return dropped
 
 
-def require_seeing(experiment: Experiment, split: str, tasks: Sequence[Task]) -> None:
+def require_pictures(experiment: Experiment, split: str, tasks: Sequence[Task]) -> None:
     """Raise ConfigurationError where the tasks have pictures that this experiment's model is never shown."""
     task = next((task for task in tasks if task.pictures), None)
     if task is None:
         return
-    model, generator, shown_by = experiment.model, experiment.generator, experiment.environment.name
-    shown_by = experiment.hooks.rollout if shown_by == "single_turn" else shown_by
+    model, generator, rollout_source = experiment.model, experiment.generator, experiment.environment.name
+    rollout_source = experiment.hooks.rollout if rollout_source == "single_turn" else rollout_source
     folder, devices = Path(model.path), (*generator.devices, *experiment.trainer.devices)
     why = ""
     if implementation_of(folder, model.implementation) != "transformers" or generator.engine != "torch":
@@ -93,8 +93,8 @@ def require_seeing(experiment: Experiment, split: str, tasks: Sequence[Task]) ->
         why = f"{folder} reads text alone: its config.json has no vision_config"
     elif not any(folder.glob("*processor_config.json")):
         why = f"images without a processor: {folder} has no preprocessor_config.json or processor_config.json"
-    elif shown_by != "single_turn":
-        why = f"{shown_by} can't show them: valid: environment.name = 'single_turn'"
+    elif rollout_source != "single_turn":
+        why = f"{rollout_source} can't show them: valid: environment.name = 'single_turn'"
     elif remote := [device for device in devices if parse_device(device).node]:
         why = f"their pixel arrays lie on this machine: valid: devices of it, not {remote[0]}"
     if why:
@@ -108,8 +108,8 @@ def tasks_data(tasks: Sequence[Task]) -> dict[str, int | str]:
 
 
 def changed_tasks(now: Mapping[str, int | str], lines: Sequence[LedgerLine]) -> str:
-    """How training tasks, as `tasks_data` has them ``now``, differ from those that the run of these ``lines`` last
-    began with, and what to do; "" where they don't, there are none, or it isn't known."""
+    """Describe how the training tasks differ from those of the run's last start in ``lines``, and what to do. ``now``:
+    their `tasks_data`. "" where they are the same, there are none, or it isn't known."""
     began = last_event(lines, EVENT_START, EVENT_RESUME)
     if began is None or not now["tasks"] or began.data.get("tasks_digest", now["tasks_digest"]) == now["tasks_digest"]:
         return ""
@@ -121,21 +121,21 @@ def changed_tasks(now: Mapping[str, int | str], lines: Sequence[LedgerLine]) -> 
 
 def training_weights(experiment: Experiment) -> dict[str, float]:
     """Label -> weight of the training sources."""
-    return {source.called: source.weight for source in experiment.tasks.train}
+    return {source.display_name: source.weight for source in experiment.tasks.train}
 
 
-def may_reward(experiment: Experiment) -> bool:
-    """Whether what makes the rollouts may say what they are worth: then tasks need no answer."""
+def rollouts_may_reward(experiment: Experiment) -> bool:
+    """Whether the environment or rollout function may give the rewards itself: then tasks need no answer."""
     return experiment.environment.name != "single_turn" or experiment.hooks.rollout != "single_turn"
 
 
 def named_verifiers(experiment: Experiment, sets: Mapping[str, Iterable[Task]]) -> dict[str, VerifierSettings]:
-    """``Task.verifier`` -> its settings, for every one that tasks and pruners ask for, the default's "" left out.
+    """Map each verifier name that tasks and pruners use to its settings; the default's name "" is left out.
 
-    A name is one of ``[verifiers.NAME]``, or else of a built-in verifier or a module:function with its defaults.
-    Raises ConfigurationError, naming the source, for one that is neither.
+    A name is one of ``[verifiers.NAME]``, or else of a built-in verifier or a module:function with its defaults. Raises
+    ConfigurationError, naming the source, for one that is neither.
     """
-    asked = {judge.verifier: f"pruning.pruners: {judge.kind}" for judge in experiment.pruning.judges.values()}
+    asked = {judge.verifier: f"pruning.pruners: {judge.kind}" for judge in experiment.pruning.verifier_pruners.values()}
     asked |= {task.verifier: task.source for tasks in sets.values() for task in tasks if task.verifier}
     return {key: _settings_of(key, experiment, source) for key, source in asked.items()}
 

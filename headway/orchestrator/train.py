@@ -1,4 +1,4 @@
-"""`headway train`: wires real processes to a Run and sees it through, whatever happens."""
+"""`headway train`: starts the processes of a run, drives it to its end, and cleans up after any failure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headway.buffer.epoch import HeldEpoch, keeping, take_epoch
-from headway.buffer.replication import BooksCopy
+from headway.buffer.epoch import HeldEpoch, epoch_renewal, take_epoch
+from headway.buffer.replication import AccountingReplica
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
 from headway.models.hub.prompts import open_pictures
@@ -23,13 +23,13 @@ from headway.orchestrator.actors.controller_process import ControllerProcess
 from headway.orchestrator.actors.environments import open_multi_turn_host
 from headway.orchestrator.actors.moves import require_movable
 from headway.orchestrator.assembly import Actors, WrapGenerate, assemble
-from headway.orchestrator.context import RunContext, Sides
+from headway.orchestrator.context import RunContext, WorkerPools
 from headway.orchestrator.device_turns import join_replica
-from headway.orchestrator.evaluation import reached
+from headway.orchestrator.evaluation import end_reason
 from headway.orchestrator.jobs.model_card import write_run_card
 from headway.orchestrator.nodes.machines import open_machines
 from headway.orchestrator.preflight.references import leave_out_unproved
-from headway.orchestrator.pulse import pulsing
+from headway.orchestrator.pulse import recording_snapshots
 from headway.orchestrator.run import Run
 from headway.orchestrator.stalls.alerts import AlertSettings, watching_alerts
 from headway.orchestrator.stalls.watch import WatchSettings, watching_stalls
@@ -37,17 +37,17 @@ from headway.orchestrator.stop_loop import longest_drain_s
 from headway.orchestrator.task_sets import changed_tasks, load_task_sets, named_verifiers
 from headway.records.errors import HeadwayError, Interrupted, RunLocked
 from headway.records.ledger import LedgerLine, RunSummary
-from headway.records.trace import Pulse, TraceLine, WorkerState
+from headway.records.trace import QueueSnapshot, TraceLine, WorkerState
 from headway.rollout.hosting.client import EnvironmentPool
 from headway.rollout.makers.environment import Environments
 from headway.rollout.verification.client import VerifierPool
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.garbage_collection import short_collections
-from headway.runtime.run_directory import RunDirectory, placed_as_before, placement_of
+from headway.runtime.run_directory import RunDirectory, placement_of, with_saved_placement
 from headway.runtime.stalls.waits import Waits
 from headway.runtime.supervision import INTERRUPTS, handled_signals
 from headway.telemetry.exporters.exporters import start_exports
-from headway.telemetry.ledger import EVENT_END, Ledger, read_ledger, read_whole
+from headway.telemetry.ledger import EVENT_END, Ledger, read_ledger, read_ledger_tail
 from headway.telemetry.rollouts.recorder import RolloutRecorder
 from headway.telemetry.summary import best_version, evaluations, is_finished, last_step, recorded_steps, summarise
 from headway.telemetry.trace_file import TraceFile
@@ -59,32 +59,34 @@ from headway.weights.leftovers import reap
 STALLS = WatchSettings()
 ALERTS = AlertSettings()
 OnLine = Callable[[LedgerLine], None]
-_SIGNALS = (*INTERRUPTS, signal.SIGUSR1)  # the last is what Slurm sends before a time limit
+_SIGNALS = (*INTERRUPTS, signal.SIGUSR1)  # Slurm sends the last one before a time limit
 
 
 def train(
     experiment: Experiment, *, resume: bool = False, take_over: bool = False, on_line: OnLine | None = None
 ) -> RunSummary:
-    """Train as ``experiment`` says; returns the summary that RUN/summary.json holds. ``take_over``: the former process
-    of the run has ended, although nothing shows it (see `take_epoch`).
+    """Train the ``experiment``; returns the summary that RUN/summary.json holds. ``take_over``: the former process of
+    the run has ended, although nothing shows it (see `take_epoch`).
 
-    Raises Interrupted after Ctrl-C (once: finish the step and what runs, checkpoint, all within ``run.stop_grace_s``;
-    twice: stop at once); the run can be resumed in both cases. Other HeadwayErrors say what ended it.
+    Raises Interrupted after Ctrl-C (once: finish the step and the running groups, checkpoint, all within
+    ``run.stop_grace_s``; twice: stop at once); the run can be resumed in both cases. Other HeadwayErrors name the cause
+    of the end.
     """
     directory = RunDirectory(experiment.run.directory)
-    before = directory.begin(experiment, resume=resume)
+    previous = directory.begin(experiment, resume=resume)
     try:
         return asyncio.run(_train(experiment, directory, resume, take_over, on_line))
     except RunLocked:  # by an orchestrator elsewhere: its folder stays as it was
-        if before is not None:
-            directory.store(before)
+        if previous is not None:
+            directory.store(previous)
         raise
     finally:
         directory.release()
 
 
 def run_identity(directory: str | Path) -> str:
-    """Names a run's shared memory; the same for every process that ever resumes it, so leftovers are found."""
+    """Compute the name of a run's shared memory. Every process that resumes the run gets the same one, so that it finds
+    leftovers."""
     return hashlib.blake2b(str(Path(directory).resolve()).encode(), digest_size=6).hexdigest()
 
 
@@ -98,26 +100,26 @@ async def _train(
             experiment.cluster.disconnect_timeout_s,
             clock,
             take_over=take_over,
-            say=partial(print, file=sys.stderr),
+            report=partial(print, file=sys.stderr),
         )
-        await stack.enter_async_context(keeping(epoch))
+        await stack.enter_async_context(epoch_renewal(epoch))
         identity = run_identity(directory.path)
-        remove_leftovers(directory.path)  # from here on nobody else uses the folder
+        remove_leftovers(directory.path)  # from here on no other process uses the folder
         reap(identity)
         stack.callback(reap, identity)  # of a trainer that was killed
         ledger = stack.enter_context(Ledger(directory.path, clock))
         if on_line is not None:
             ledger.subscribe(on_line)
         recorded = read_ledger(directory.path)
-        if resume and (why := _reached(experiment, recorded)):
+        if resume and (why := _end_reason(experiment, recorded)):
             ledger.event(EVENT_END, why, step=recorded_steps(recorded))
             return await _summarise(directory, ledger)
         try:
-            observers = observing(experiment, directory, ledger, clock, stack, resume=resume)
+            observers = start_observers(experiment, directory, ledger, clock, stack, resume=resume)
             run = await wire(experiment, directory, ledger, clock, stack, observers=observers, epoch=epoch)
             interrupts.run = run
-        # Raised again: this captures nothing, it only takes the folder back when a verifier can't be imported or a
-        # device is missing, so that the same command starts anew. Not after Ctrl-C, which says that --resume goes on.
+        # Raised again: the folder is only withdrawn when a verifier can't be imported or a device is missing, so that
+        # the same command starts from the beginning. Not after Ctrl-C, whose message names --resume.
         except Exception:
             if not resume:
                 directory.withdraw()
@@ -139,24 +141,24 @@ async def _train(
         return summary
 
 
-def _reached(experiment: Experiment, lines: Sequence[LedgerLine]) -> str:
-    """Why a run that has ended has nothing to do as it is configured now, and how it would; "" where it has."""
-    during = [one for one in evaluations(lines) if one.split == "validation" and one.phase != "before"]
-    judged = [one.solve_rate for one in during if not one.mostly_failed]
-    why = reached(experiment, recorded_steps(lines), max(judged, default=-1.0)) if is_finished(lines) else ""
+def _end_reason(experiment: Experiment, lines: Sequence[LedgerLine]) -> str:
+    """Explain why a finished run has no step left as configured now, and which option continues it. "" where it has."""
+    during = [e for e in evaluations(lines) if e.split == "validation" and e.phase != "before"]
+    judged = [evaluation.solve_rate for evaluation in during if not evaluation.mostly_failed]
+    why = end_reason(experiment, recorded_steps(lines), max(judged, default=-1.0)) if is_finished(lines) else ""
     larger = "--evaluation.stop_at_solve_rate=…, or none," if "stop_at" in why else "--run.steps=…"
     return why and f"{why} already, nothing was trained; a larger {larger} goes on"
 
 
 async def _summarise(directory: RunDirectory, ledger: Ledger) -> RunSummary:
-    """The summary of a run, which its folder and the best model's card get too."""
-    recorded = read_whole(directory.path)
+    """Compute the summary of a run, and write it to the run's folder and the best model's card."""
+    recorded = read_ledger_tail(directory.path)
     summary = summarise(list(recorded.lines.values()), recorded.duration_s)
     directory.write_json(directory.summary, summary)
     if directory.best.is_dir():
         try:
             await asyncio.to_thread(write_run_card, directory.best, directory.path)
-        except HeadwayError as error:  # the weights are there, and are what counts
+        except HeadwayError as error:  # the weights are written, and matter more than their card
             ledger.event("model_card_failed", str(error))
     return summary
 
@@ -168,10 +170,10 @@ class Observers:
     observe: Callable[[TraceLine], None] | None = None  # receives the trace
     sample: Callable[[dict[str, object]], None] = lambda row: None  # receives rollouts for trackers' tables
     recorder: RolloutRecorder | None = None  # of all rollouts
-    announce: Callable[[], None] = lambda: None  # says in the ledger where to look
+    announce: Callable[[], None] = lambda: None  # records the addresses of the views in the ledger
 
 
-def observing(
+def start_observers(
     experiment: Experiment,
     directory: RunDirectory,
     ledger: Ledger,
@@ -194,12 +196,12 @@ def observing(
     def observe(line: TraceLine) -> None:
         if trace is not None:
             trace.write(line)
-        if isinstance(line, Pulse):
-            exports.pulse(line)
+        if isinstance(line, QueueSnapshot):
+            exports.snapshot(line)
 
-    wanted = trace is not None or exports.wants_pulses
+    observed = trace is not None or exports.wants_snapshots
     return Observers(
-        observe=observe if wanted else None, sample=exports.sample, recorder=recorder, announce=exports.announce
+        observe=observe if observed else None, sample=exports.sample, recorder=recorder, announce=exports.announce
     )
 
 
@@ -213,7 +215,7 @@ class _Interrupts:
     stopping: bool = False
     reason: str = ""
 
-    def strike(self) -> None:
+    def on_signal(self) -> None:
         if self.run is None or self.run.context.state.interrupted:
             return self.stop()
         grace_s = self.run.context.experiment.run.stop_grace_s
@@ -238,7 +240,7 @@ async def _interruptible() -> AsyncIterator[_Interrupts]:
     assert task is not None
     interrupts = _Interrupts(task)
     try:
-        with handled_signals(interrupts.strike, _SIGNALS):
+        with handled_signals(interrupts.on_signal, _SIGNALS):
             yield interrupts
     except asyncio.CancelledError:
         if not interrupts.stopping:
@@ -247,8 +249,8 @@ async def _interruptible() -> AsyncIterator[_Interrupts]:
 
 
 class _WorkerEvents:
-    """The `EventCallback` of a run's workers: records events in its ledger; those from before there is a run, when it
-    begins."""
+    """The `EventCallback` of a run's workers, which records events in the run's ledger. Events from before the run are
+    recorded when it begins."""
 
     def __init__(self) -> None:
         self._early: list[Callable[[RunContext], None]] = []
@@ -283,10 +285,9 @@ async def wire(
     observers: Observers = Observers(),
     epoch: HeldEpoch | None = None,
 ) -> Run:
-    """Start every actor of the run; ``stack`` stops them in reverse order. ``wrap_generate`` is put between
-    rollouts and generator (a benchmark sets the lengths there)."""
+    """Start every actor of the run; ``stack`` stops them in reverse order. ``wrap_generate``: see `Actors`."""
     sets = load_task_sets(experiment)
-    await stack.enter_async_context(short_collections(clock))  # rollouts come and go: little of what is old dies
+    await stack.enter_async_context(short_collections(clock))  # rollouts are short-lived: few old objects die
     events = _WorkerEvents()
     identity, waits = run_identity(directory.path), Waits(clock.now)
     number, folder = 1 if epoch is None else epoch.number, directory.path
@@ -295,7 +296,7 @@ async def wire(
     )
     launcher, configured = machines.launcher, machines.experiment
     require_movable(configured)
-    experiment = placed_as_before(configured, directory)
+    experiment = with_saved_placement(configured, directory)
     host = await stack.enter_async_context(open_multi_turn_host(experiment, launcher, clock, events, directory, waits))
     trainer = TrainerClient(launcher, experiment, identity, log_directory=directory.logs, host_of=machines.host_of)
     generator = GeneratorPool(
@@ -315,7 +316,7 @@ async def wire(
     stack.push_async_callback(verifier.stop)
     await verifier.start()
     sets = await leave_out_unproved(experiment, sets, verifier, events, directory.left_out)
-    looking = ControllerProcess(launcher, clock, directory.logs)
+    controller = ControllerProcess(launcher, clock, directory.logs)
     pictures = open_pictures(experiment, sets, launcher, clock, events)
     actors = Actors(
         generator=generator,
@@ -331,17 +332,17 @@ async def wire(
         observe=observe,
         host=host,
         wrap_generate=wrap_generate,
-        look=looking,
+        controller=controller,
         waits=waits,
         nodes=machines.conditions,
-        sides=Sides(generator=generator, trainer=trainer, configured=placement_of(configured)),
+        worker_pools=WorkerPools(generator=generator, trainer=trainer, configured=placement_of(configured)),
     )
     fence = (lambda: None) if epoch is None else epoch.require
-    books, place = directory.buffer, experiment.cluster.replicate_to
-    copies = [BooksCopy(launcher, clock, place, books, events)] if place else []
-    run = assemble(experiment, actors, clock, books, stack, fence, *copies)
+    buffer_path, copy_location = directory.buffer, experiment.cluster.replicate_to
+    copies = [AccountingReplica(launcher, clock, copy_location, buffer_path, events)] if copy_location else []
+    run = assemble(experiment, actors, clock, buffer_path, stack, fence, *copies)
     events.begin(run.context)
-    for actor in (trainer, generator, looking, *([] if pictures is None else [pictures]), *copies):
+    for actor in (trainer, generator, controller, *([] if pictures is None else [pictures]), *copies):
         stack.push_async_callback(actor.stop)
     began_s = clock.now()
     await asyncio.gather(*(actor.start() for actor in (trainer, generator, *copies)))
@@ -351,7 +352,8 @@ async def wire(
     if observe is not None:
         hosted = [host.pool] if isinstance(host, Environments) else []
         states = partial(_worker_states, generator, trainer, verifier, *hosted)
-        await stack.enter_async_context(pulsing(run.context, observe, generator.activity, states, machines.conditions))
+        snapshots = recording_snapshots(run.context, observe, generator.activity, states, machines.conditions)
+        await stack.enter_async_context(snapshots)
     return run
 
 

@@ -13,11 +13,11 @@ from headway.algorithms.groups.batches import build_batch, useful_samples
 from headway.buffer.view import read_pixels
 from headway.control.staleness import NextPart, Selection
 from headway.control.stalls import LOOPS
-from headway.orchestrator.actors.moves import Moves
+from headway.orchestrator.actors.moves import PlacementChanger
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.device_turns import TRAINER
 from headway.orchestrator.endings import end_finished, end_running
-from headway.orchestrator.evaluation import Evaluations, reached
+from headway.orchestrator.evaluation import Evaluations, end_reason
 from headway.orchestrator.preflight.agreement import pictured_prompt, require_agreement, trainer_scores
 from headway.orchestrator.recovery import accumulate, call_with_restart, train_on, trainer_turn
 from headway.orchestrator.state import RunningGroup
@@ -25,13 +25,13 @@ from headway.records.errors import NoProgress
 from headway.records.generation import ProbeScores, PublishedWeights
 from headway.records.ledger import StepRecord
 from headway.records.rollout import Batch, Ending, FinishedGroup, Sample
-from headway.records.training import MOST_SKIPPED_IN_A_ROW, StepReport, TrainBatch
+from headway.records.training import MAX_CONSECUTIVE_SKIPS, StepReport, TrainBatch
 from headway.runtime.bounded_queue import BoundedQueue
 from headway.telemetry.rollouts.recorder import EVENT_ROLLOUTS_ENDED
 from headway.trainer.checkpoints import checkpoint_path, find_checkpoints, version_of
 
 Result = TypeVar("Result")
-_KEPT_SAMPLES = 2  # of a step, for trackers: text takes room, and one reads few
+_KEPT_SAMPLES = 2  # of each step, for trackers: text takes space, and few are read
 _SURPLUS = "surplus: a batch was full"
 
 
@@ -54,7 +54,7 @@ class TrainLoop:
         self._run = run
         self._completed = completed
         self._evaluations = evaluations
-        self._moves = Moves(run, self.checkpoint)
+        self._placement_changer = PlacementChanger(run, self.checkpoint)
         self._updates = asyncio.TaskGroup()
         self._compared = False  # trainer and engines, after an update that changed the weights
         self.ended = ""  # why
@@ -64,19 +64,19 @@ class TrainLoop:
         """Returns after the last step, the time limit, the target solve rate or an interrupt."""
         async with self._updates:
             pending = self._run.buffer.pending_batch()
-            # What was committed before a kill is this step's, unchanged.
+            # Groups committed before a kill form this step, unchanged.
             parts = [] if pending is None else [self._part(list(part)) for part in pending.parts]
             while await self._form_batch(parts):
                 await self._step(parts)
                 parts = []
-                if not self._over():
-                    await self._moves.at_boundary()
-            self.ended = self._over()
+                if not self._end_reason():
+                    await self._placement_changer.apply_planned()
+            self.ended = self._end_reason()
 
-    def _over(self) -> str:
-        """Why the run is over; "" while it isn't."""
+    def _end_reason(self) -> str:
+        """The reason for which the run is over; "" while it isn't."""
         run = self._run
-        if why := reached(run.experiment, run.state.version, self._evaluations.best_solve_rate):
+        if why := end_reason(run.experiment, run.state.version, self._evaluations.best_solve_rate):
             return why
         limit = run.experiment.run.time_limit_s
         if limit is not None and run.time_s() >= limit:
@@ -93,12 +93,12 @@ class TrainLoop:
         run, queue = self._run, self._run.experiment.queue
         for group in (group for part in parts for group in part.groups):
             run.state.batch_group(group.group.index)
-        while (left := queue.groups_per_step - sum(len(part.groups) for part in parts)) > 0:
+        while (remaining_groups := queue.groups_per_step - sum(len(part.groups) for part in parts)) > 0:
             if parts:
                 await self._compute(lambda: accumulate(run.trainer, [part.batch for part in parts]))
-            taken = min(queue.groups_per_part or left, left)
+            taken = min(queue.groups_per_part or remaining_groups, remaining_groups)
             with run.waits.on("a batch", LOOPS, "the train loop"):
-                groups = await self._next_part(NextPart(groups=taken, left=left - taken))
+                groups = await self._next_part(NextPart(groups=taken, left=remaining_groups - taken))
             if groups is None:
                 return False
             # Membership and order are durable before they are trained on (rule 8).
@@ -116,7 +116,7 @@ class TrainLoop:
         queue = run.experiment.queue
         discarding = queue.surplus == "discard" and not part.left
         started = run.clock.now()
-        while not self._over():
+        while not self._end_reason():
             mark = run.state.changed.count
             due = run.state.selectable.due(run.state.version, part)
             selection = run.state.selectable.select(run.state.version, part) if due else Selection()
@@ -129,10 +129,10 @@ class TrainLoop:
                 run.meter.waited(run.clock.now() - started)
                 return [run.state.finished[index] for index in sorted(selection.groups)]
             if not selection.overdue:
-                looked_s, stalled = run.clock.now(), run.state.selectable.finished >= part.groups
+                checked_s, stalled = run.clock.now(), run.state.selectable.finished >= part.groups
                 await self._wait(mark, part)
                 if stalled:
-                    run.meter.straggled(run.clock.now() - looked_s)
+                    run.meter.straggled(run.clock.now() - checked_s)
         return None
 
     def _wake_in_s(self) -> float | None:
@@ -151,8 +151,8 @@ class TrainLoop:
                 await changed.wait(mark)
 
     def _due(self, part: NextPart) -> bool:
-        """Whether there is more to do than to wait."""
-        return bool(self._over()) or self._run.state.selectable.due(self._run.state.version, part)
+        """Whether the run is over or a batch can be formed."""
+        return bool(self._end_reason()) or self._run.state.selectable.due(self._run.state.version, part)
 
     def _end(self, index: int, ending: Ending, reason: str) -> None:
         """End an open group that will not be trained."""
@@ -167,7 +167,7 @@ class TrainLoop:
         run.state.changed.notify()
 
     def _settle_surplus(self) -> None:
-        """Discard or park the groups still generating when a batch is full, as ``queue.surplus`` says."""
+        """Discard or park the groups still generating when a batch is full, as ``queue.surplus`` demands."""
         run = self._run
         if run.experiment.queue.surplus == "discard":
             for index in list(run.state.running):
@@ -216,23 +216,22 @@ class TrainLoop:
         state.changed.notify()
 
     async def _compute(self, call: Callable[[], Awaitable[Result]]) -> Result:
-        """The result of a ``call`` that trains; where the trainer shares devices with the generator, they are its own
-        meanwhile."""
+        """Run a ``call`` that trains, and return its result. The trainer has shared devices to itself meanwhile."""
         run = self._run
         turned = call if run.memory is not None else lambda: trainer_turn(run, call)
         return await call_with_restart(run, turned, run.state.version)
 
     def _require_steps(self, report: StepReport) -> None:
-        """Raise NoProgress after ``MOST_SKIPPED_IN_A_ROW`` skipped steps in a row."""
+        """Raise NoProgress after ``MAX_CONSECUTIVE_SKIPS`` skipped steps in a row."""
         run, state = self._run, self._run.state
         if not report.skipped:
             state.skipped_steps = 0
             return
         run.event("step_skipped", report.reason)
         state.skipped_steps += 1
-        if state.skipped_steps >= MOST_SKIPPED_IN_A_ROW:
+        if state.skipped_steps >= MAX_CONSECUTIVE_SKIPS:
             raise NoProgress(
-                f"{MOST_SKIPPED_IN_A_ROW} steps in a row were skipped, the last one because: {report.reason}"
+                f"{MAX_CONSECUTIVE_SKIPS} steps in a row were skipped, the last one because: {report.reason}"
             )
 
     def _keep_samples(self, step: int, samples: Sequence[Sample], ending: Ending) -> None:
@@ -259,7 +258,7 @@ class TrainLoop:
             await self._applied()
 
     async def _applied(self) -> None:
-        """Wait for the version just published where nothing is generated before it is in place."""
+        """With ``queue.budget = 0``, wait until the version just published is applied: nothing is generated before."""
         run, published_s = self._run, self._run.clock.now()
         if run.experiment.queue.budget == 0:
             await run.state.finish_update()
@@ -267,8 +266,8 @@ class TrainLoop:
 
     async def _scores(self) -> list[ProbeScores]:
         run = self._run
-        shown = await pictured_prompt(run.experiment, run.prompts.pictures)  # held since the run's begin
-        return await trainer_scores(run.experiment, run.trainer, shown)
+        probe_prompt = await pictured_prompt(run.experiment, run.prompts.pictures)  # held since the run's begin
+        return await trainer_scores(run.experiment, run.trainer, probe_prompt)
 
     async def _apply(self, weights: PublishedWeights, candidate: bool, scores: list[ProbeScores]) -> None:
         """Apply a version on every replica, in flight; parked rollouts resume once it is in place. ``scores``: of the
@@ -295,7 +294,7 @@ class TrainLoop:
             await self.checkpoint()
 
     async def checkpoint(self) -> None:
-        """Write a checkpoint of the present version, then let go of what the oldest kept one covers."""
+        """Write a checkpoint of the present version, then release the payloads that the oldest kept one covers."""
         run = self._run
         version, started = run.state.version, run.clock.now()
         path = str(checkpoint_path(run.directory, version))
@@ -306,7 +305,7 @@ class TrainLoop:
         if kept:
             run.buffer.release_covered(version_of(kept[0]))
             if run.prompts.pictures is not None:
-                run.prompts.pictures.keep(read_pixels(run.buffer.path))
+                run.prompts.pictures.remove_unneeded(read_pixels(run.buffer.path))
         elapsed_s = run.clock.now() - started
         run.meter.checkpointed(elapsed_s)
         run.event("checkpoint", f"version {version}", seconds=round(elapsed_s, 3))

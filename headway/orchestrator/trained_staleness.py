@@ -1,4 +1,4 @@
-"""How stale the groups of a training step were: by trajectory, by token, by environment, by optimiser step."""
+"""Measures the staleness of a training step's groups by trajectory, token, environment and optimiser step."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from headway.records.rollout import FinishedGroup, Rollout
 def staleness_fields(
     trained: Sequence[FinishedGroup], step: int, updates: int, token_budget: int | None = None, skipped: int = 0
 ) -> dict[str, Any]:
-    """The record's fields on the staleness of the groups ``trained`` at ``step``, in ``updates`` optimiser steps of
-    which the last ``skipped`` were left out; but for that of tokens."""
+    """The record's fields on staleness, except that of tokens, of the groups ``trained`` at ``step``. They were trained
+    in ``updates`` optimiser steps, of which the last ``skipped`` were left out."""
     return {
         "trajectory_staleness": trajectory_staleness(trained, step, token_budget),
         "environment_staleness": environment_staleness(trained, step),
@@ -25,8 +25,8 @@ def staleness_fields(
 
 
 def trajectory_staleness(groups: Sequence[FinishedGroup], step: int, token_budget: int | None = None) -> Distribution:
-    """Staleness at ``step`` of every trained rollout's first token that carries loss: tokens staler than
-    ``token_budget`` are masked."""
+    """Staleness at ``step`` of the first token with loss of every trained rollout. Tokens staler than ``token_budget``
+    are masked."""
     return distribution(
         (max(ages), 1)
         for group in groups
@@ -51,9 +51,9 @@ def environment_staleness(groups: Sequence[FinishedGroup], step: int) -> Distrib
 def optimizer_step_staleness(
     groups: Sequence[FinishedGroup], step: int, updates: int, skipped: int = 0, token_budget: int | None = None
 ) -> Distribution:
-    """Trajectory staleness at ``step`` in optimiser steps, where each step takes ``updates``: of the rollouts in the
-    i-th minibatch (from 0) it is i more than ``updates`` times that in steps. ``skipped``: minibatches left out at the
-    end. A step that left some out, or skipped one, counts as whole.
+    """Trajectory staleness at ``step`` in optimiser steps. Where each step takes ``updates``, the rollouts in the i-th
+    minibatch (from 0) have ``updates`` times their staleness in steps, and i more. ``skipped``: minibatches left out at
+    the end. A step that left some out, or skipped one, counts as a full step.
 
     Example: two updates a step, four groups that are one step old: 2 for the first two groups, 3 for the others.
     """
@@ -61,8 +61,8 @@ def optimizer_step_staleness(
     return distribution(
         (updates * int(age) + number, count)
         for number, minibatch in enumerate(minibatches[: len(minibatches) - skipped])
-        for found in [trajectory_staleness([groups[at] for at in minibatch], step, token_budget)]
-        for age, count in found.histogram.items()
+        for staleness in [trajectory_staleness([groups[index] for index in minibatch], step, token_budget)]
+        for age, count in staleness.histogram.items()
     )
 
 

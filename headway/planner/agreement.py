@@ -1,4 +1,4 @@
-"""A live run's figures beside those of its simulation."""
+"""Comparison of a live run's figures with those of its simulation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from headway.control.tuning.measured import Figures, figures, steady
+from headway.control.tuning.measured import RunFigures, figures, steady
 from headway.planner.from_run import RunScenario
 from headway.records.errors import HeadwayError
 from headway.records.ledger import LedgerLine, StepRecord
@@ -22,39 +22,39 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     first_step: int  # first live step of the comparison
     last_step: int
-    live: Figures
-    simulated: Figures
+    live: RunFigures
+    simulated: RunFigures
     changed: list[str]  # overrides: with any, the two needn't agree
-    unidentified: dict[str, str]  # parameter -> why, and what is taken instead
+    unidentified: dict[str, str]  # parameter -> why, and what is assumed instead
 
 
-def agreement(found: RunScenario, simulated: Sequence[LedgerLine], overrides: Sequence[str]) -> Agreement:
-    """``found`` beside the ledger of its simulation. Raises HeadwayError where that trained nothing."""
-    scenario = found.scenario
+def agreement(run: RunScenario, simulated: Sequence[LedgerLine], overrides: Sequence[str]) -> Agreement:
+    """Compare ``run`` with the ledger of its simulation. Raises HeadwayError where the simulation trained nothing."""
+    scenario = run.scenario
     records = [line for line in simulated if isinstance(line, StepRecord)]
     chosen = steady(records, scenario.queue.budget, scenario.run.steps) or records
-    then = figures(chosen)
-    if then is None:
+    simulated_figures = figures(chosen)
+    if simulated_figures is None:
         raise HeadwayError("the simulated run trained nothing")
     return Agreement(
-        run=found.run,
-        first_step=found.first_step,
-        last_step=found.last_step,
-        live=found.live,
-        simulated=then,
+        run=run.run,
+        first_step=run.first_step,
+        last_step=run.last_step,
+        live=run.live,
+        simulated=simulated_figures,
         changed=[override for override in overrides if not override.lstrip("-").startswith(_NO_CHANGE)],
-        unidentified=found.unidentified,
+        unidentified=run.unidentified,
     )
 
 
-def print_agreement(found: Agreement) -> None:
+def print_agreement(comparison: Agreement) -> None:
     """Print the table of live and simulated figures."""
     console = Console(highlight=False)
-    live, simulated = found.live, found.simulated
+    live, simulated = comparison.live, comparison.simulated
     console.print()
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold underline")
-    table.add_column(f"steps {found.first_step} to {found.last_step} of {found.run}")
-    for name in ("live", "changed" if found.changed else "simulated", "ratio"):
+    table.add_column(f"steps {comparison.first_step} to {comparison.last_step} of {comparison.run}")
+    for name in ("live", "changed" if comparison.changed else "simulated", "ratio"):
         table.add_column(name, justify="right")
     for label, form, a, b in (
         ("trained samples/s", "{:.4g}", live.samples_per_s, simulated.samples_per_s),
@@ -66,5 +66,5 @@ def print_agreement(found: Agreement) -> None:
     ):
         table.add_row(label, form.format(a), form.format(b), f"{b / a:.2f}" if a >= 0.05 else "")
     console.print(table)
-    if found.changed:
-        console.print(f"changed: {' '.join(found.changed)}", soft_wrap=True)
+    if comparison.changed:
+        console.print(f"changed: {' '.join(comparison.changed)}", soft_wrap=True)

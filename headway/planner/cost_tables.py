@@ -8,9 +8,9 @@ from rich.table import Table
 from headway.planner.costs import OwnedCost, PricedRun, ServiceComparison
 
 
-def owned_rows(found: OwnedCost) -> dict[str, str]:
+def owned_rows(owned: OwnedCost) -> dict[str, str]:
     """Label -> text, in the order they are printed."""
-    lines, cost = found.lines, found.cost
+    lines, cost = owned.lines, owned.cost
     bought = ("server", "service", "networking", "storage", "software", "installation")
     per_kw = cost.electricity_usd_per_kw_month + lines.colocation_usd_per_kw_month
     return {
@@ -33,79 +33,79 @@ def owned_rows(found: OwnedCost) -> dict[str, str]:
             f"internet ${lines.internet_usd_per_month:g}; ${cost.operating_usd_per_device_hour:.4f} a device-hour"
         ),
         "device-hour": f"${cost.usd_per_device_hour:.2f}, {cost.capital_percent:.1f} % of it capital",
-        **_notes(found),
+        **_notes(owned),
     }
 
 
-def print_steps(found: PricedRun, console: Console | None = None) -> None:
-    """Print a row for each step: own and the service's dollars, and those of a million tokens."""
-    table = Table(title=f"{found.name}: {found.run.description}", title_justify="left")
+def print_steps(priced: PricedRun, console: Console | None = None) -> None:
+    """Print a row for each step: dollars on owned devices and at the service, in all and for a million tokens."""
+    table = Table(title=f"{priced.name}: {priced.run.description}", title_justify="left")
     for name in ("step", "s", "M tok", "$", "$/M"):
         table.add_column(name, justify="right")
-    if found.service is not None:
+    if priced.service is not None:
         for name in ("prefill $", "sample", "train", "service", "$/M"):
             table.add_column(name, justify="right")
     for index, (step, usd, ratio) in enumerate(
-        zip(found.run.steps, found.own.usd, found.own.usd_per_mtok, strict=True)
+        zip(priced.run.steps, priced.own.usd, priced.own.usd_per_mtok, strict=True)
     ):
-        tokens = found.run.batch * step.sequence_tokens / 1e6
+        tokens = priced.run.batch * step.sequence_tokens / 1e6
         cells = [str(index), f"{step.seconds:g}", f"{tokens:.3f}", f"{usd:.2f}", f"{ratio:.2f}"]
-        if found.service is not None:
-            part = found.service_parts[index]
-            dollars = (part.prefill_usd, part.sample_usd, part.train_usd, part.usd, found.service.usd_per_mtok[index])
+        if priced.service is not None:
+            part = priced.service_parts[index]
+            dollars = (part.prefill_usd, part.sample_usd, part.train_usd, part.usd, priced.service.usd_per_mtok[index])
             cells += [f"{value:.2f}" for value in dollars]
         table.add_row(*cells)
     (console or Console(highlight=False)).print(table)
 
 
-def run_rows(found: PricedRun) -> dict[str, str]:
+def run_rows(priced: PricedRun) -> dict[str, str]:
     """Label -> text, in the order they are printed."""
-    own, theirs, steps = found.own, found.service, len(found.own.usd)
+    owned, service, steps = priced.own, priced.service, len(priced.own.usd)
     rows = {
-        "own": f"{found.devices} devices at ${found.usd_per_device_hour:g}: "
-        f"${found.devices * found.usd_per_device_hour:,.2f} an hour",
-        "a step": f"${own.total_usd / steps:,.2f}, ${own.total_usd:,.2f} for {steps} steps",
-        "a million tokens": f"${own.mean_of_ratios:.2f} mean of ratios, ${own.ratio_of_means:.2f} ratio of means",
+        "own": f"{priced.devices} devices at ${priced.usd_per_device_hour:g}: "
+        f"${priced.devices * priced.usd_per_device_hour:,.2f} an hour",
+        "a step": f"${owned.total_usd / steps:,.2f}, ${owned.total_usd:,.2f} for {steps} steps",
+        "a million tokens": f"${owned.mean_of_ratios:.2f} mean of ratios, ${owned.ratio_of_means:.2f} ratio of means",
     }
-    if theirs is not None and found.own_over_service is not None:
-        rows[found.service_name] = (
-            f"${theirs.total_usd / steps:,.2f} a step; a million tokens ${theirs.mean_of_ratios:.2f} mean of ratios, "
-            f"${theirs.ratio_of_means:.2f} ratio of means"
+    if service is not None and priced.own_over_service is not None:
+        rows[priced.service_name] = (
+            f"${service.total_usd / steps:,.2f} a step; a million tokens ${service.mean_of_ratios:.2f} mean of ratios, "
+            f"${service.ratio_of_means:.2f} ratio of means"
         )
         rows["own / service"] = (
-            f"{found.own_over_service[0]:.2f} x by means of ratios, "
-            f"{found.own_over_service[1]:.2f} x by ratios of means"
+            f"{priced.own_over_service[0]:.2f} x by means of ratios, "
+            f"{priced.own_over_service[1]:.2f} x by ratios of means"
         )
-    return rows | _notes(found)
+    return rows | _notes(priced)
 
 
-def service_rows(found: ServiceComparison) -> dict[str, str]:
+def service_rows(costs: ServiceComparison) -> dict[str, str]:
     """Label -> text, in the order they are printed."""
     rows = {
-        "service": f"${found.service_usd_per_mtok:.2f} a million trained tokens, for the mix of {found.run_name}",
+        "service": f"${costs.service_usd_per_mtok:.2f} a million trained tokens, for the mix of {costs.run_name}",
         "own": (
-            f"${found.own_usd_per_mtok:.2f}: {found.devices} devices at ${found.usd_per_device_hour:.4g}, "
-            f"{found.tokens_per_s:,.0f} tokens/s"
+            f"${costs.own_usd_per_mtok:.2f}: {costs.devices} devices at ${costs.usd_per_device_hour:.4g}, "
+            f"{costs.tokens_per_s:,.0f} tokens/s"
         ),
-        "break-even": f"{found.break_even_tokens_per_s:,.0f} tokens/s over all hours that are paid",
+        "break-even": f"{costs.break_even_tokens_per_s:,.0f} tokens/s over all hours that are paid",
         "utilisation": (
-            f"{found.utilization:.0%} of the paid time at this rate costs as much as the service"
-            if found.utilization <= 1
-            else f"none is enough: the rate would have to be {found.utilization:.2f} x as high"
+            f"{costs.utilization:.0%} of the paid time at this rate costs as much as the service"
+            if costs.utilization <= 1
+            else f"none is enough: the rate would have to be {costs.utilization:.2f} x as high"
         ),
     }
-    if found.replay_factor > 1:
-        rows["done again"] = f"{1 - 1 / found.replay_factor:.1%} of the time: x {found.replay_factor:.3f} on the price"
-    for pool in found.pools:
+    if costs.replay_factor > 1:
+        rows["done again"] = f"{1 - 1 / costs.replay_factor:.1%} of the time: x {costs.replay_factor:.3f} on the price"
+    for pool in costs.pools:
         rows[f"{pool.tenants} tenant" + "s" * (pool.tenants > 1)] = (
             f"slots busy {pool.busy_share:.0%}, a sample costs {pool.saving:.0%} less, "
             f"a tenant's steps take {pool.slowdown:.2f} x as long"
         )
-    return rows | _notes(found)
+    return rows | _notes(costs)
 
 
-def _notes(found: OwnedCost | PricedRun | ServiceComparison) -> dict[str, str]:
-    """Contradictions in the source, and the source."""
-    texts = [] if isinstance(found, ServiceComparison) else found.contradictions
+def _notes(costs: OwnedCost | PricedRun | ServiceComparison) -> dict[str, str]:
+    """Rows of the contradictions in the source, and of the source."""
+    texts = [] if isinstance(costs, ServiceComparison) else costs.contradictions
     rows = {"in the source" + f" {number}" * (number > 1): text for number, text in enumerate(texts, 1)}
-    return rows | {"source": f"{found.source.source} ({found.source.date})"}
+    return rows | {"source": f"{costs.source.source} ({costs.source.date})"}

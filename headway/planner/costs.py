@@ -14,7 +14,7 @@ from headway.records.errors import ConfigurationError
 
 
 class OwnedCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Cost of an hour of a device that one owns, beside what its source printed."""
+    """Cost of an hour of an owned device, with the figures that its source printed."""
 
     name: str
     source: Source
@@ -37,9 +37,9 @@ def owned_cost(catalogue: Catalogue, name: str) -> OwnedCost:
 
 def _contradictions(lines: ServerCosts, cost: DeviceHourCost) -> list[str]:
     printed = lines.published
-    found = {key for key, value in printed.items() if not agrees(getattr(cost, key), value)}
+    mismatched = {key for key, value in printed.items() if not agrees(getattr(cost, key), value)}
     texts: list[str] = []
-    if "power_and_colocation_usd_per_month" in found:
+    if "power_and_colocation_usd_per_month" in mismatched:
         value = printed["power_and_colocation_usd_per_month"]
         per_kw = round(cost.electricity_usd_per_kw_month + lines.colocation_usd_per_kw_month, 2)
         text = (
@@ -49,12 +49,12 @@ def _contradictions(lines: ServerCosts, cost: DeviceHourCost) -> list[str]:
         if agrees(value / per_kw, lines.kilowatts):
             text += ": the kilowatts are printed rounded"
         others = lines.remote_hands_usd_per_month + lines.internet_usd_per_month
-        if "operating_usd_per_month" in found and agrees(value + others, printed["operating_usd_per_month"]):
-            found.discard("operating_usd_per_month")
+        if "operating_usd_per_month" in mismatched and agrees(value + others, printed["operating_usd_per_month"]):
+            mismatched.discard("operating_usd_per_month")
             text += f"; with it {value:,.2f} + {others:g} = {value + others:,.2f} a month to run"
         texts.append(text)
-        found.discard("power_and_colocation_usd_per_month")
-    return texts + [f"{key}: {getattr(cost, key):,.4f}, but {printed[key]:,} is printed" for key in sorted(found)]
+        mismatched.discard("power_and_colocation_usd_per_month")
+    return texts + [f"{key}: {getattr(cost, key):,.4f}, but {printed[key]:,} is printed" for key in sorted(mismatched)]
 
 
 def agrees(computed: float, printed: float) -> bool:
@@ -85,7 +85,7 @@ def price_of(catalogue: Catalogue, name: str) -> float:
 
 
 class PricedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """Costs of a run's steps on devices of one's own, and at a service."""
+    """Costs of a run's steps on owned devices, and at a service."""
 
     name: str
     source: Source
@@ -101,11 +101,11 @@ class PricedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def priced_run(catalogue: Catalogue, name: str, price: str = "", service: str = "") -> PricedRun:
-    """The run ``name`` of the catalogue at its own price and service, or at others."""
+    """Price the run ``name`` of the catalogue by its own price and service, or by ``price`` and ``service``."""
     run = catalogue.entry("runs", name, RunTable)
     hour, devices = price_of(catalogue, price or run.price), run.generator_devices + run.trainer_devices
     loads = [load_of(run, step) for step in run.steps]
-    own = arithmetic.run_cost([arithmetic.step_usd(load.seconds, devices, hour) for load in loads], loads)
+    owned = arithmetic.run_cost([arithmetic.step_usd(load.seconds, devices, hour) for load in loads], loads)
     parts: tuple[ServiceCost, ...] = ()
     if service := service or run.service:
         prices = catalogue.entry("services", service, TokenPrices)
@@ -117,20 +117,20 @@ def priced_run(catalogue: Catalogue, name: str, price: str = "", service: str = 
                 f"runs.{name} has a step with {longest:,.0f} in the mean"
             )
         parts = tuple(arithmetic.service_cost(load, prices) for load in loads)
-    theirs = arithmetic.run_cost([part.usd for part in parts], loads) if parts else None
+    rented = arithmetic.run_cost([part.usd for part in parts], loads) if parts else None
     return PricedRun(
         name=name,
         source=catalogue.source("runs", name),
         devices=devices,
         usd_per_device_hour=hour,
-        own=own,
+        own=owned,
         service_name=service,
-        service=theirs,
+        service=rented,
         service_parts=parts,
-        own_over_service=theirs
-        and (own.mean_of_ratios / theirs.mean_of_ratios, own.ratio_of_means / theirs.ratio_of_means),
+        own_over_service=rented
+        and (owned.mean_of_ratios / rented.mean_of_ratios, owned.ratio_of_means / rented.ratio_of_means),
         run=run,
-        contradictions=[] if price else _run_contradictions(run, own),
+        contradictions=[] if price else _run_contradictions(run, owned),
     )
 
 
@@ -139,14 +139,14 @@ def load_of(run: RunTable, step: PublishedStep) -> StepLoad:
     return StepLoad(samples=run.batch, seconds=step.seconds, **lengths)
 
 
-def _run_contradictions(run: RunTable, own: RunCost) -> list[str]:
-    """A printed mean that is one of ratios, where the means printed beside it have another ratio."""
+def _run_contradictions(run: RunTable, owned: RunCost) -> list[str]:
+    """Return contradictions in the printed figures: say a mean of ratios where the printed means have another ratio."""
     printed = run.published_usd_per_mtok
     if printed is None:
         return []
-    if not agrees(own.mean_of_ratios, printed):
-        return [f"{printed:g} $/M tokens is printed; {own.mean_of_ratios:.4f} follows from the steps"]
-    text = f"{printed:g} $/M tokens is a mean of ratios; all dollars over all tokens are {own.ratio_of_means:.2f}"
+    if not agrees(owned.mean_of_ratios, printed):
+        return [f"{printed:g} $/M tokens is printed; {owned.mean_of_ratios:.4f} follows from the steps"]
+    text = f"{printed:g} $/M tokens is a mean of ratios; all dollars over all tokens are {owned.ratio_of_means:.2f}"
     if run.mean is not None and {"usd", "tokens"} <= run.mean.printed.keys():
         usd, tokens = run.mean.printed["usd"], run.mean.printed["tokens"]
         text += f" (printed means: {usd:,.2f} / {tokens / 1e6:.3f} M = {1e6 * usd / tokens:.2f})"
@@ -157,19 +157,19 @@ def _run_contradictions(run: RunTable, own: RunCost) -> list[str]:
 
 
 class ServiceComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Devices of one's own against a service, for a run's mix of tokens."""
+    """Owned devices compared with a service, for a run's mix of tokens."""
 
     service_name: str
     source: Source
     run_name: str
     devices: int
-    usd_per_device_hour: float  # with work that is done again
+    usd_per_device_hour: float  # with repeated work included
     replay_factor: float
     tokens_per_s: float  # of the run, trained, over all its time
     own_usd_per_mtok: float
     service_usd_per_mtok: float
     break_even_tokens_per_s: float
-    utilization: float  # share of the paid time at tokens_per_s that costs as much as the service; above 1: none does
+    utilization: float  # share of the paid time at tokens_per_s for equal costs; above 1: the service is cheaper always
     pools: list[SharedPool]
 
 

@@ -1,4 +1,4 @@
-"""Rollouts of several turns in a simulation: model and sandbox calls in turn, behind the generator's interface."""
+"""Rollouts of several turns in a simulation: alternating model and sandbox calls behind the generator's interface."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EnvironmentCounts:
     tool_calls: int = 0
     tool_failures: int = 0
     starting_s: float = 0.0
-    waiting_s: float = 0.0  # for a place among those that start
+    waiting_s: float = 0.0  # for a free slot among those that start
     tool_s: float = 0.0
     live_s: float = 0.0
     live_peak: int = 0
@@ -49,7 +49,7 @@ class EnvironmentCounts:
 
 
 @dataclass
-class _Life:
+class _RolloutState:
     """A rollout's state: its plan, its sandbox, and whether it has been cancelled."""
 
     plan: Plan
@@ -82,8 +82,8 @@ class EnvironmentGenerator:
         self.environment = scenario.environment
         self._scenario = scenario
         self.clock = clock
-        self._lives: dict[int, _Life] = {}  # by sampling seed
-        self._open: dict[str, _Life] = {}  # by request
+        self._states: dict[int, _RolloutState] = {}  # by sampling seed
+        self._open: dict[str, _RolloutState] = {}  # by request
         starting = scenario.environment.starting_at_once
         self._starting = asyncio.Semaphore(starting) if starting is not None else None
         self._live = 0
@@ -91,7 +91,7 @@ class EnvironmentGenerator:
         self.start, self.stop = engine.start, engine.stop
         self.routing, self.statistics = engine.routing, engine.statistics
         self.update_weights, self.applied_version = engine.update_weights, engine.applied_version
-        self.score, self.rest_replicas = engine.score, engine.rest_replicas
+        self.score, self.idle_replicas = engine.score, engine.idle_replicas
         self.pause_replicas, self.resume_replicas = engine.pause_replicas, engine.resume_replicas
 
     # --- the Generator protocol -----------------------------------------------------------------------------
@@ -99,78 +99,78 @@ class EnvironmentGenerator:
     async def generate(self, request: GenerationRequest, watch: Watch | None = None) -> GenerationResult:
         """See :class:`headway.records.clients.Generator`."""
         key = request.sampling.seed
-        life = self._lives.get(key)
-        if life is None:
-            life = self._lives[key] = _Life(plan=self._workload.plan(request))
-        life.cut = False
-        self._open[request.request_id] = life
+        state = self._states.get(key)
+        if state is None:
+            state = self._states[key] = _RolloutState(plan=self._workload.plan(request))
+        state.cut = False
+        self._open[request.request_id] = state
         try:
-            return await _Turns(self, request, life, watch).run()
+            return await _Turns(self, request, state, watch).run()
         finally:
             del self._open[request.request_id]
 
     def forget(self, seed: int) -> EpisodeCounts:
-        """Drop the rollout with this sampling seed, which is over; returns what it did."""
-        life = self._lives.pop(seed, None)
-        if life is None:
+        """Drop the rollout with this sampling seed, which is over; returns its counts."""
+        state = self._states.pop(seed, None)
+        if state is None:
             return EpisodeCounts()
-        self.end_sandbox(life)
+        self.end_sandbox(state)
         self.engine.forget_session(str(seed))
-        return EpisodeCounts(life.turns, life.resumed_version, life.environment_s)
+        return EpisodeCounts(state.turns, state.resumed_version, state.environment_s)
 
     def cancel(self, request_id: str) -> None:
         """End a rollout with reason "abort" and its tokens so far. Unknown ids: no-op."""
-        life = self._open.get(request_id)
-        if life is not None:
-            life.cut = True
-            if life.waking is not None:
-                _wake(life.waking)
-            if life.request_id:
-                self.engine.cancel(life.request_id)
+        state = self._open.get(request_id)
+        if state is not None:
+            state.cut = True
+            if state.waking is not None:
+                _wake(state.waking)
+            if state.request_id:
+                self.engine.cancel(state.request_id)
 
     def tokens_so_far(self, request_id: str) -> int:
         """See :class:`headway.records.clients.Generator`."""
-        life = self._open.get(request_id)
-        if life is None:
+        state = self._open.get(request_id)
+        if state is None:
             return 0
-        return len(life.so_far.ids) + (self.engine.tokens_so_far(life.request_id) if life.request_id else 0)
+        return len(state.so_far.ids) + (self.engine.tokens_so_far(state.request_id) if state.request_id else 0)
 
     # --- sandboxes ------------------------------------------------------------------------------------------
 
     def state_version(self, seed: int) -> int:
         """Version of the oldest turn whose effect the rollout's sandbox holds; -1 without such a turn."""
-        life = self._lives.get(seed)
-        return -1 if life is None else life.oldest_version
+        state = self._states.get(seed)
+        return -1 if state is None else state.oldest_version
 
-    def resume(self, seed: int, *, anew: bool) -> None:
-        """Resume a parked rollout: in the sandbox it has, or (``anew``) from its beginning in a fresh one."""
-        life = self._lives.get(seed)
-        if life is None or life.oldest_version < 0:
+    def resume(self, seed: int, *, restart: bool) -> None:
+        """Resume a parked rollout: in the sandbox it has, or (``restart``) from its beginning in a fresh one."""
+        state = self._states.get(seed)
+        if state is None or state.oldest_version < 0:
             return  # no tool was called yet: nothing can be stale
-        if anew:
+        if restart:
             self.counts.restarted_states += 1
-            self.begin_anew(life)
+            self.restart_rollout(state)
             return
-        staleness = self.engine.version - life.oldest_version
-        life.resumed_version = life.oldest_version
+        staleness = self.engine.version - state.oldest_version
+        state.resumed_version = state.oldest_version
         self.counts.resumed_states += 1
         self.counts.state_staleness_sum += staleness
         self.counts.state_staleness_max = max(self.counts.state_staleness_max, staleness)
 
-    def begin_anew(self, life: _Life) -> None:
+    def restart_rollout(self, state: _RolloutState) -> None:
         """Restart a rollout whose sandbox is lost, and with it the effect of its turns."""
-        self.end_sandbox(life)
-        self.counts.tokens_begun_anew += len(life.so_far.ids)
-        life.so_far = PartialResponse()
-        life.oldest_version = life.resumed_version = -1
+        self.end_sandbox(state)
+        self.counts.tokens_begun_anew += len(state.so_far.ids)
+        state.so_far = PartialResponse()
+        state.oldest_version = state.resumed_version = -1
 
-    def end_sandbox(self, life: _Life) -> None:
-        if life.live_since_s is not None:
-            self.counts.live_s += self.clock.now() - life.live_since_s
-            life.live_since_s = None
+    def end_sandbox(self, state: _RolloutState) -> None:
+        if state.live_since_s is not None:
+            self.counts.live_s += self.clock.now() - state.live_since_s
+            state.live_since_s = None
             self._live -= 1
 
-    async def start_sandbox(self, life: _Life, key: int) -> str:
+    async def start_sandbox(self, state: _RolloutState, key: int) -> str:
         """Start the rollout's sandbox; returns why that failed, or "". Over the account's limit it fails at once."""
         counts, environment = self.counts, self.environment
         if environment.live_at_once is not None and self._live >= environment.live_at_once:
@@ -178,7 +178,7 @@ class EnvironmentGenerator:
             return f"{SANDBOX}environment.live_at_once = {environment.live_at_once} sandboxes are live"
         self._live += 1  # one that starts counts: a provider's limit does so too
         counts.live_peak = max(counts.live_peak, self._live)
-        life.live_since_s = asked_s = self.clock.now()
+        state.live_since_s = asked_s = self.clock.now()
         async with self._starting or contextlib.nullcontext():
             began_s = self.clock.now()
             counts.waiting_s += began_s - asked_s
@@ -189,23 +189,23 @@ class EnvironmentGenerator:
             counts.starting_s += self.clock.now() - began_s
         if environment.start_failure and uniform(mix(key, _START, 1)) < environment.start_failure:
             counts.start_failures += 1
-            self.end_sandbox(life)
+            self.end_sandbox(state)
             return f"{SANDBOX}it didn't start"
         counts.started += 1
         return ""
 
-    async def call_tool(self, life: _Life, turn: TurnProfile, key: int) -> str:
+    async def call_tool(self, state: _RolloutState, turn: TurnProfile, key: int) -> str:
         """Run a turn's tool call; returns why it failed, or "". Returns early when the rollout is cut."""
         self.counts.tool_calls += 1
         began_s = self.clock.now()
         loop = asyncio.get_running_loop()
-        life.waking = replied = loop.create_future()
+        state.waking = replied = loop.create_future()
         timer = loop.call_later(turn.tool_s, _wake, replied)  # the loop's time is the clock's
         try:
             await replied
         finally:
             timer.cancel()
-            life.waking = None
+            state.waking = None
         self.counts.tool_s += self.clock.now() - began_s
         if self.environment.tool_failure and uniform(mix(key, _TOOL)) < self.environment.tool_failure:
             self.counts.tool_failures += 1
@@ -219,34 +219,34 @@ class _Turns:
 
     _owner: EnvironmentGenerator
     _request: GenerationRequest
-    _life: _Life
+    _state: _RolloutState
     _watch: Watch | None
     _reprefills: int = 0
     _first_token_s: float = 0.0
 
     async def run(self) -> GenerationResult:
         """Run the rollout from its present turn to its end."""
-        reason, error = await self._go_on()
+        reason, error = await self._run_turns()
         if reason == "error":
-            self._owner.begin_anew(self._life)
+            self._owner.restart_rollout(self._state)
         return GenerationResult(
             request_id=self._request.request_id,
-            response=self._life.so_far,
+            response=self._state.so_far,
             finish_reason=reason,
             error=error,
             reprefills=self._reprefills,
             first_token_s=self._first_token_s,
         )
 
-    async def _go_on(self) -> tuple[FinishReason, str]:
-        life, environment = self._life, self._owner.environment
-        position, done = 0, len(life.so_far.ids)
-        if environment.start == "rollout" and life.live_since_s is None:
-            error = await self._started()
+    async def _run_turns(self) -> tuple[FinishReason, str]:
+        state, environment = self._state, self._owner.environment
+        position, done = 0, len(state.so_far.ids)
+        if environment.start == "rollout" and state.live_since_s is None:
+            error = await self._start_sandbox()
             if error:
                 return "error", error
-        for number, turn in enumerate(life.plan.turns):
-            last = number == len(life.plan.turns) - 1
+        for number, turn in enumerate(state.plan.turns):
+            last = number == len(state.plan.turns) - 1
             if done < position + turn.tokens:
                 reason = await self._model_call(position + turn.tokens - done, last)
                 if reason != "stop":
@@ -260,78 +260,78 @@ class _Turns:
                 try:
                     reason, error = await self._tool_call(turn)
                 finally:
-                    life.environment_s += self._owner.clock.now() - began_s
+                    state.environment_s += self._owner.clock.now() - began_s
                 if reason != "stop":
                     return reason, error
                 done = position
-            if len(life.so_far.ids) >= self._request.sampling.max_tokens:
+            if len(state.so_far.ids) >= self._request.sampling.max_tokens:
                 return "length", ""
         raise AssertionError("a plan has a last turn")
 
     async def _model_call(self, tokens: int, last: bool) -> FinishReason:
-        life, request = self._life, self._request
-        if life.cut:
+        state, request = self._state, self._request
+        if state.cut:
             return "abort"
-        left = request.sampling.max_tokens - len(life.so_far.ids)
-        wanted = min(tokens, left)
-        how = msgspec.structs.replace(
+        remaining_tokens = request.sampling.max_tokens - len(state.so_far.ids)
+        requested_tokens = min(tokens, remaining_tokens)
+        sampling = msgspec.structs.replace(
             request.sampling,
-            max_tokens=wanted,
-            stop_token_ids=request.sampling.stop_token_ids if last and wanted == tokens else (),
+            max_tokens=requested_tokens,
+            stop_token_ids=request.sampling.stop_token_ids if last and requested_tokens == tokens else (),
         )
         key = request.sampling.seed
         call = GenerationRequest(
-            request_id=f"{request.request_id}/{life.turns}",
-            prompt_ids=CountedTokens.of(len(request.prompt_ids) + len(life.so_far.ids), seed=key),
-            sampling=how,
+            request_id=f"{request.request_id}/{state.turns}",
+            prompt_ids=CountedTokens.of(len(request.prompt_ids) + len(state.so_far.ids), seed=key),
+            sampling=sampling,
             priority=request.priority,
             interruptible=request.interruptible,
             session=str(key) if self._owner.environment.keep_kv else "",
         )
-        life.turns += 1
-        life.request_id = call.request_id
+        state.turns += 1
+        state.request_id = call.request_id
         try:
-            result = await self._owner.engine.generate(call, self._watched())
+            result = await self._owner.engine.generate(call, self._watch_of_call())
         finally:
-            life.request_id = ""
+            state.request_id = ""
         self._reprefills += result.reprefills
         self._first_token_s = self._first_token_s or result.first_token_s
-        life.so_far = _joined(life.so_far, result.response)
-        if result.finish_reason == "stop" and wanted < tokens:
+        state.so_far = _extended(state.so_far, result.response)
+        if result.finish_reason == "stop" and requested_tokens < tokens:
             return "length"
         return result.finish_reason
 
     async def _tool_call(self, turn: TurnProfile) -> tuple[FinishReason, str]:
         """Wait for the sandbox's reply; "abort" when the rollout was cancelled meanwhile, even if a reply came."""
-        life = self._life
-        if life.cut:
+        state = self._state
+        if state.cut:
             return "abort", ""
-        if life.live_since_s is None:
-            error = await self._started()
+        if state.live_since_s is None:
+            error = await self._start_sandbox()
             if error:
                 return "error", error
-        if life.oldest_version < 0:
-            life.oldest_version = life.so_far.versions[0].version
-        life.calls += 1
-        error = await self._owner.call_tool(life, turn, mix(self._request.sampling.seed, life.calls))
-        if life.cut:
+        if state.oldest_version < 0:
+            state.oldest_version = state.so_far.versions[0].version
+        state.calls += 1
+        error = await self._owner.call_tool(state, turn, mix(self._request.sampling.seed, state.calls))
+        if state.cut:
             return "abort", ""
         if error:
             return "error", error
-        room = self._request.sampling.max_tokens - len(life.so_far.ids)
-        life.so_far = _replied(life.so_far, min(room, turn.reply_tokens), self._request.sampling.seed)
+        remaining_tokens = self._request.sampling.max_tokens - len(state.so_far.ids)
+        state.so_far = _with_reply(state.so_far, min(remaining_tokens, turn.reply_tokens), self._request.sampling.seed)
         return "stop", ""
 
-    async def _started(self) -> str:
-        self._life.calls += 1
-        return await self._owner.start_sandbox(self._life, mix(self._request.sampling.seed, self._life.calls))
+    async def _start_sandbox(self) -> str:
+        self._state.calls += 1
+        return await self._owner.start_sandbox(self._state, mix(self._request.sampling.seed, self._state.calls))
 
-    def _watched(self) -> Watch | None:
+    def _watch_of_call(self) -> Watch | None:
         """The rollout's watch, adapted to a single model call; None without one."""
-        watch, before = self._watch, self._life.so_far
+        watch, prefix = self._watch, self._state.so_far
         if watch is None:
             return None
-        return Watch(watch.every_tokens, lambda partial: watch.told(_joined(before, partial)))
+        return Watch(watch.every_tokens, lambda partial: watch.on_tokens(_extended(prefix, partial)))
 
 
 def _wake(waiting: asyncio.Future[None]) -> None:
@@ -339,28 +339,28 @@ def _wake(waiting: asyncio.Future[None]) -> None:
         waiting.set_result(None)
 
 
-def _joined(before: PartialResponse, new: PartialResponse) -> PartialResponse:
+def _extended(prefix: PartialResponse, addition: PartialResponse) -> PartialResponse:
     return PartialResponse(
-        ids=joined(before.ids, new.ids),
-        logprobs=joined(before.logprobs, new.logprobs),
-        versions=_appended(before.versions, new.versions),
+        ids=joined(prefix.ids, addition.ids),
+        logprobs=joined(prefix.logprobs, addition.logprobs),
+        versions=_merged_spans(prefix.versions, addition.versions),
     )
 
 
-def _replied(before: PartialResponse, tokens: int, seed: int) -> PartialResponse:
-    """``before`` with an environment's reply appended, whose tokens get the version of the token before them."""
+def _with_reply(prefix: PartialResponse, tokens: int, seed: int) -> PartialResponse:
+    """``prefix`` with an environment's reply appended, whose tokens get the version of the token before them."""
     if not tokens:
-        return before
-    span = VersionSpan(version=before.versions[-1].version, tokens=tokens)
+        return prefix
+    span = VersionSpan(version=prefix.versions[-1].version, tokens=tokens)
     return PartialResponse(
-        ids=joined(before.ids, CountedTokens.of(tokens, seed, sampled=0)),
-        logprobs=joined(before.logprobs, Repeated.of(before.logprobs[-1], tokens)),
-        versions=_appended(before.versions, (span,)),
+        ids=joined(prefix.ids, CountedTokens.of(tokens, seed, sampled=0)),
+        logprobs=joined(prefix.logprobs, Repeated.of(prefix.logprobs[-1], tokens)),
+        versions=_merged_spans(prefix.versions, (span,)),
     )
 
 
-def _appended(before: tuple[VersionSpan, ...], new: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:
-    if before and new and before[-1].version == new[0].version:
-        joined = VersionSpan(version=new[0].version, tokens=before[-1].tokens + new[0].tokens)
-        return (*before[:-1], joined, *new[1:])
-    return before + new
+def _merged_spans(spans: tuple[VersionSpan, ...], added: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:
+    if spans and added and spans[-1].version == added[0].version:
+        merged = VersionSpan(version=added[0].version, tokens=spans[-1].tokens + added[0].tokens)
+        return (*spans[:-1], merged, *added[1:])
+    return spans + added

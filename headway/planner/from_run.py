@@ -17,14 +17,14 @@ from typing import Any
 import msgspec
 
 from headway.config.hooks import HOOKS
-from headway.config.load import overridden, validate
+from headway.config.load import apply_overrides, validate
 from headway.config.schema import Experiment
 from headway.control.lengths import length_distribution
 from headway.control.summaries import bucket_middle, bucket_width, pooled, weighted_mean
 from headway.control.tuning.forecast import RunShape
 from headway.control.tuning.ledger_model import LedgerModel, estimate, shape_of
-from headway.control.tuning.measured import Figures, figures, steady, usable
-from headway.planner.interference import InterferenceCosts, costs, costs_apart
+from headway.control.tuning.measured import RunFigures, figures, steady, usable
+from headway.planner.interference import InterferenceCosts, costs, separated_costs
 from headway.planner.quantities import Quantity
 from headway.planner.scenario import Scenario
 from headway.planner.simulate import SCENARIO_FILE, is_simulated
@@ -82,8 +82,8 @@ class RunScenario(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     first_step: int  # first step that it was estimated from
     last_step: int
-    live: Figures  # the live run's figures over those steps
-    unidentified: dict[str, str]  # parameter -> why, and what is taken instead
+    live: RunFigures  # the live run's figures over those steps
+    unidentified: dict[str, str]  # parameter -> why, and what is assumed instead
 
 
 def read_run(path: str | Path) -> RecordedRun:
@@ -102,20 +102,20 @@ def read_run(path: str | Path) -> RecordedRun:
     devices, ranks = experiment.generator.devices, experiment.trainer.devices
     shape = shape_of(experiment, len(sharing(devices, ranks)))
     if is_simulated(folder):
-        described = _described(folder / SCENARIO_FILE)
+        described = _read_scenario(folder / SCENARIO_FILE)
         if described.workload.multi_turn:
             raise ConfigurationError(
                 f"{folder} simulates rollouts of several turns: a ledger doesn't say what they took"
             )
         hardware = described.hardware
-        lent = len(devices) if hardware.generator.shares_devices else 0
+        yielded = len(devices) if hardware.generator.shares_devices else 0
         shape = msgspec.structs.replace(
-            shape, verifiers=hardware.verifiers, ranks=hardware.trainer.devices, lent_replicas=lent
+            shape, verifiers=hardware.verifiers, ranks=hardware.trainer.devices, yielded_replicas=yielded
         )
     return RecordedRun(path=folder, experiment=experiment, lines=lines, shape=shape)
 
 
-def _described(path: Path) -> Scenario:
+def _read_scenario(path: Path) -> Scenario:
     """The scenario of a simulated run, from its folder. Raises ConfigurationError."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -128,22 +128,22 @@ def _described(path: Path) -> Scenario:
 def window(run: RecordedRun, asked: tuple[int | None, int | None] | None = None) -> list[StepRecord]:
     """The steps to estimate from: ``asked[0]`` to ``asked[1]`` (exclusive), or the last half of the steady ones. Raises
     ConfigurationError where they are too few."""
-    budget, found = run.experiment.queue.budget, run.steps
+    budget, steps = run.experiment.queue.budget, run.steps
     if asked is not None:
         first, end = asked[0] or 0, math.inf if asked[1] is None else asked[1]
-        chosen = [r for r in found if first <= r.step < end]
-        what = f"of its steps from {first} to before {'the end' if asked[1] is None else asked[1]}"
+        chosen = [r for r in steps if first <= r.step < end]
+        subset = f"of its steps from {first} to before {'the end' if asked[1] is None else asked[1]}"
     else:
-        found = run.last_session
-        first = found[0].step if found else 0
-        settled = [r for r in steady(found, budget, run.experiment.run.steps) if r.step > first + budget]
+        steps = run.last_session
+        first = steps[0].step if steps else 0
+        settled = [r for r in steady(steps, budget, run.experiment.run.steps) if r.step > first + budget]
         if len(settled) < LEAST_STEPS:  # a run that is as short as its queue
-            settled = [r for r in found if r.step > first + budget]
+            settled = [r for r in steps if r.step > first + budget]
         chosen = settled[-max(LEAST_STEPS, len(settled) // 2) :]
-        what = f"of its steps after the first {budget + 1}{' since the resume' * (first > 0)}, which fill the queue,"
+        subset = f"of its steps after the first {budget + 1}{' since the resume' * (first > 0)}, which fill the queue,"
     if len(chosen) < LEAST_STEPS:
         raise ConfigurationError(
-            f"{run.path}: {len(chosen)} {what} show its rates, and {LEAST_STEPS} are needed (skipped steps and those "
+            f"{run.path}: {len(chosen)} {subset} show its rates, and {LEAST_STEPS} are needed (skipped steps and those "
             "rebuilt after a kill don't count)"
         )
     return chosen
@@ -162,9 +162,9 @@ def scenario_from(
     model, live = estimate(steps, shape), figures(steps)
     if model is None or live is None:
         raise ConfigurationError(f"{run.path}: no response finished in steps {steps[0].step} to {steps[-1].step}")
-    unidentified = dict(model.unidentified) | _left_out(run, steps, model)
+    unidentified = dict(model.unidentified) | _not_simulated(run, steps, model)
     if beside is None:
-        found = costs(steps, shape.replicas, shape.even_requests)
+        rates = costs(steps, shape.replicas, shape.even_requests)
     else:
         other, others = beside
         if other.shape.replicas != shape.replicas:
@@ -172,21 +172,21 @@ def scenario_from(
                 f"{other.path} has {other.shape.replicas} replicas and {run.path} {shape.replicas}: interference "
                 "can only be estimated from runs on the same machine"
             )
-        found = costs_apart(steps, others, shape.replicas, shape.even_requests)
+        rates = separated_costs(steps, others, shape.replicas, shape.even_requests)
         del unidentified["interference"]
-        if found.untold:
+        if rates.unknown:
             unidentified["interference"] = (
-                f"{' and '.join(found.untold)} meets the other side about equally in both runs: what that costs is in "
+                f"{' and '.join(rates.unknown)} meets the other side about equally in both runs: what that costs is in "
                 "the rate as it was"
             )
-    seed, directory = run.experiment.run.seed, _own_directory(run.path)
+    seed, directory = run.experiment.run.seed, _default_directory(run.path)
     raw = {
         "run": {"seed": seed, "directory": directory, "steps": steps_to_simulate(run.experiment)},
         **kept_sections(run.experiment, unidentified),
-        "hardware": _hardware(run, steps, model, found),
+        "hardware": _hardware(run, steps, model, rates),
         "workload": _workload(run, steps, model, unidentified),
     }
-    overridden(raw, overrides, Scenario)
+    apply_overrides(raw, overrides, Scenario)
     scenario = validate(raw, f"the scenario of {run.path}", Scenario)
     if Path(scenario.run.directory).resolve() == run.path.resolve():
         raise ConfigurationError(f"run.directory = {scenario.run.directory!r} is the run itself: choose another one")
@@ -201,7 +201,7 @@ def scenario_from(
     )
 
 
-def _own_directory(path: Path) -> str:
+def _default_directory(path: Path) -> str:
     """The simulation's default folder: runs/simulated/NAME, or another name beside it where that is ``path`` itself."""
     directory = Path("runs/simulated") / path.resolve().name
     return str(directory if directory.resolve() != path.resolve() else directory.with_name(f"{directory.name}-again"))
@@ -218,88 +218,88 @@ def steps_to_simulate(experiment: Experiment) -> int:
 
 def kept_sections(experiment: Experiment, unidentified: dict[str, str]) -> dict[str, Any]:
     """The experiment's sections that a scenario has as well; the user's own functions are left out and named."""
-    given = experiment.model_dump(mode="json", exclude_defaults=True)
+    configured = experiment.model_dump(mode="json", exclude_defaults=True)
     raw: dict[str, Any] = {}
     for section, dropped in _KEPT.items():
-        kept = {key: value for key, value in given.get(section, {}).items() if key not in dropped}
+        kept = {key: value for key, value in configured.get(section, {}).items() if key not in dropped}
         if kept:
             raw[section] = kept
     raw["checkpoint"] = {"every_steps": experiment.checkpoint.every_steps}  # a scenario has another default
-    own: list[str] = []
+    names: list[str] = []
     if ":" in experiment.algorithm.advantage:
         raw["algorithm"].pop("advantage")
-        own.append("algorithm.advantage")
-    hooks = given.get("hooks", {})
-    own += [f"hooks.{key}" for key, value in hooks.items() if value not in HOOKS[key]]
+        names.append("algorithm.advantage")
+    hooks = configured.get("hooks", {})
+    names += [f"hooks.{key}" for key, value in hooks.items() if value not in HOOKS[key]]
     builtin = {key: value for key, value in hooks.items() if value in HOOKS[key]}
     if builtin:
         raw["hooks"] = builtin
-    if own:
-        unidentified["functions"] = f"{', '.join(own)}: yours are not called; what they filtered is in the acceptance"
+    if names:
+        unidentified["functions"] = f"{', '.join(names)}: yours are not called; what they filtered is in the acceptance"
     return raw
 
 
-def _left_out(run: RecordedRun, steps: Sequence[StepRecord], model: LedgerModel) -> dict[str, str]:
+def _not_simulated(run: RecordedRun, steps: Sequence[StepRecord], model: LedgerModel) -> dict[str, str]:
     """Features of the run in these steps that its simulation leaves out: parameter -> why."""
-    experiment, found = run.experiment, dict[str, str]()
+    experiment, omissions = run.experiment, dict[str, str]()
     truncated = _truncated_share(steps)
     if truncated > 0.001:
-        found["long responses"] = (
+        omissions["long responses"] = (
             f"{truncated:.1%} were cut at rollout.max_response_tokens = {experiment.rollout.max_response_tokens}: "
             "with a larger limit they are taken to end right there"
         )
-    if experiment.pruning.on:
-        found["pruning"] = "lengths are those with [pruning] as it was, which is not simulated itself"
+    if experiment.pruning.kinds:
+        omissions["pruning"] = "lengths are those with [pruning] as it was, which is not simulated itself"
     if experiment.curriculum.mode == "adaptive":
-        found["curriculum"] = "solve rates are those of the tasks that it drew; it is not simulated itself"
+        omissions["curriculum"] = "solve rates are those of the tasks that it drew; it is not simulated itself"
     if experiment.surplus_groups:
-        found["lengths"] = (
+        omissions["lengths"] = (
             "of discarded responses only the mean length so far is known: they are taken to go on from it"
         )
-    if 0 < run.shape.lent_share < 1:
-        found["shared devices"] = (
-            f"{run.shape.lent_replicas} of {run.shape.replicas} replicas stood still during training steps: "
-            f"{'all' if run.shape.lent_share >= 0.5 else 'none'} of the simulated ones do"
+    if 0 < run.shape.yielded_share < 1:
+        omissions["shared devices"] = (
+            f"{run.shape.yielded_replicas} of {run.shape.replicas} replicas stood still during training steps: "
+            f"{'all' if run.shape.yielded_share >= 0.5 else 'none'} of the simulated ones do"
         )
     begun, ended = run.lines.index(steps[0]), run.lines.index(steps[-1])
     evaluations = [line for line in run.lines[begun:ended] if isinstance(line, EvaluationRecord)]
     if evaluations:
-        found["evaluations"] = f"{len(evaluations)} ran beside these steps; they are not simulated"
+        omissions["evaluations"] = f"{len(evaluations)} ran beside these steps; they are not simulated"
     if model.preemptions_per_response > 0.01:
-        found["preemptions"] = "what they cost is in the time of a decode step"
-    return found
+        omissions["preemptions"] = "what they cost is in the time of a decode step"
+    return omissions
 
 
 # --- from the ledger -------------------------------------------------------------------------------------
 
 
 def _hardware(
-    run: RecordedRun, steps: Sequence[StepRecord], model: LedgerModel, taken: InterferenceCosts
+    run: RecordedRun, steps: Sequence[StepRecord], model: LedgerModel, interference: InterferenceCosts
 ) -> dict[str, Any]:
-    found, decode, train = model.model, taken.decode, taken.train
+    queue_model, decode, train = model.model, interference.decode, interference.train
     generator: dict[str, Any] = {
         "replicas": run.shape.replicas,
-        "decode_fixed_s": _tidy(decode.fixed),
-        "decode_request_s": _tidy(decode.slope),
-        "update_s": _tidy(found.pause_s),
-        "shares_devices": run.shape.lent_share >= 0.5,
+        "decode_fixed_s": _rounded(decode.fixed),
+        "decode_request_s": _rounded(decode.slope),
+        "update_s": _rounded(queue_model.pause_s),
+        "shares_devices": run.shape.yielded_share >= 0.5,
     }
-    if taken.generator_beside > 1:
-        generator["beside"] = _tidy(taken.generator_beside)
+    if interference.generator_beside > 1:
+        generator["beside"] = _rounded(interference.generator_beside)
     trainer: dict[str, Any] = {
         "devices": run.shape.ranks,
-        "step_fixed_s": _tidy(train.fixed),
-        "token_s": _tidy(train.slope),
-        "publish_s": _tidy(found.publish_s),
-        "checkpoint_s": _tidy(_of_one([r.checkpoint_s for r in steps])),
+        "step_fixed_s": _rounded(train.fixed),
+        "token_s": _rounded(train.slope),
+        "publish_s": _rounded(queue_model.publish_s),
+        "checkpoint_s": _rounded(_mean_of_positive([r.checkpoint_s for r in steps])),
     }
-    if taken.trainer_beside > 1:
-        trainer["beside"] = _tidy(taken.trainer_beside)
+    if interference.trainer_beside > 1:
+        trainer["beside"] = _rounded(interference.trainer_beside)
     tokens = sum(r.flow.trained_tokens for r in steps)
     flops = sum(r.flops_per_s * r.step_s for r in steps)
     if flops and tokens and steps[-1].peak_flops_per_s:
-        trainer["flops_per_token"] = _tidy(flops / tokens)
-        trainer["peak_flops_per_s"] = _tidy(steps[-1].peak_flops_per_s)
+        trainer["flops_per_token"] = _rounded(flops / tokens)
+        trainer["peak_flops_per_s"] = _rounded(steps[-1].peak_flops_per_s)
     return {"verifiers": run.shape.verifiers, "generator": generator, "trainer": trainer}
 
 
@@ -319,13 +319,13 @@ def _workload(
         )
     return {
         "tasks": TASKS,
-        "prompt_tokens": _tidy(max(1.0, model.model.prompt_tokens)),
-        "response_tokens": _written(response_tokens(steps, experiment.rollout.max_response_tokens)),
-        "group_correlation": _tidy(model.model.group_correlation),
-        "solve_rate": _written(rates.solve_rate),
+        "prompt_tokens": _rounded(max(1.0, model.model.prompt_tokens)),
+        "response_tokens": _as_toml(response_tokens(steps, experiment.rollout.max_response_tokens)),
+        "group_correlation": _rounded(model.model.group_correlation),
+        "solve_rate": _as_toml(rates.solve_rate),
         "trivial_share": rates.trivial_share,
         "impossible_share": rates.impossible_share,
-        "verify_s": _tidy(model.model.verify_response_s),
+        "verify_s": _rounded(model.model.verify_response_s),
     }
 
 
@@ -333,80 +333,80 @@ def response_tokens(steps: Sequence[StepRecord], limit_tokens: int) -> Quantity:
     """Distribution of the lengths of finished responses: linear within the histogram's buckets, scaled to the exact
     mean; truncated ones count as a token longer than the limit. Discarded ones are taken to have been cut off at their
     mean length (control/lengths.py)."""
-    found = [r.lengths for r in steps if r.lengths]
-    counts = pooled(one.histogram for one in found)
-    tokens = sum(one.mean * one.responses for one in found)
+    lengths = [r.lengths for r in steps if r.lengths]
+    counts = pooled(summary.histogram for summary in lengths)
+    tokens = sum(summary.mean * summary.responses for summary in lengths)
     cut = round(_truncated_share(steps) * counts.total())
     tokens -= cut * limit_tokens
-    left = cut
+    remaining = cut
     for end in sorted(counts, reverse=True):  # the longest are those that were cut
-        taken = min(left, counts[end])
+        taken = min(remaining, counts[end])
         counts[end] -= taken
-        left -= taken
+        remaining -= taken
     ends = [end for end in sorted(counts) if counts[end] > 0]
     rough = sum(bucket_middle(end) * counts[end] for end in ends)
     factor = tokens / rough if rough else 1.0
     shares = _shares(steps, counts, cut)
-    at: list[tuple[float, float]] = []
+    points: list[tuple[float, float]] = []
     below = 0.0
     for end in ends:
         low, high = (end - bucket_width(end) + 0.5) * factor, (end + 0.5) * factor
-        if not at or low > at[-1][1]:
-            at.append((round(below, 6) + (_RAMP if at else 0.0), low))
+        if not points or low > points[-1][1]:
+            points.append((round(below, 6) + (_RAMP if points else 0.0), low))
         below += shares[end]
-        at.append((round(below, 6), max(high, at[-1][1])))
+        points.append((round(below, 6), max(high, points[-1][1])))
     if cut:
-        at += [(round(below, 6) + (_RAMP if at else 0.0), limit_tokens + 1.0), (1.0, limit_tokens + 1.0)]
+        points += [(round(below, 6) + (_RAMP if points else 0.0), limit_tokens + 1.0), (1.0, limit_tokens + 1.0)]
     longest = limit_tokens + 1.0 if cut else float(limit_tokens)
-    return Quantity(kind="quantiles", at=_rising(at, longest))
+    return Quantity(kind="quantiles", at=_strictly_rising(points, longest))
 
 
-def _rising(points: Sequence[tuple[float, float]], longest: float) -> tuple[tuple[float, float], ...]:
+def _strictly_rising(points: Sequence[tuple[float, float]], longest: float) -> tuple[tuple[float, float], ...]:
     """Points with strictly rising shares up to 1: a bucket too light for six digits joins the one before it."""
-    found: list[tuple[float, float]] = []
+    rising: list[tuple[float, float]] = []
     for share, value in points:
-        place, length = round(min(1.0, share), 6), round(min(value, longest), 2)
-        if found and place <= found[-1][0]:
-            found[-1] = (found[-1][0], max(length, found[-1][1]))
+        rounded_share, length = round(min(1.0, share), 6), round(min(value, longest), 2)
+        if rising and rounded_share <= rising[-1][0]:
+            rising[-1] = (rising[-1][0], max(length, rising[-1][1]))
         else:
-            found.append((place, length))
-    return (*found[:-1], (1.0, found[-1][1]))
+            rising.append((rounded_share, length))
+    return (*rising[:-1], (1.0, rising[-1][1]))
 
 
 def _shares(steps: Sequence[StepRecord], counts: Counter[int], cut: int) -> dict[int, float]:
-    """Last length of a bucket -> share of all responses, discarded ones counted."""
+    """Return last length of a bucket -> share of all responses, discarded ones counted."""
     engines = steps[-1].engines
     begun = max(1, engines.slots if engines else 0)  # at most so many of a step's discarded rollouts had tokens
     discarded = sum(min(begun, r.endings.get("discarded", 0)) for r in steps)
     so_far = sum(r.tokens.ended.get("discarded", 0) for r in steps if r.tokens) / discarded if discarded else 0.0
     ended = [(end, True) for end, count in counts.items() for _ in range(count)]
     beyond = max(counts) + 1  # stands for the length of those that were cut
-    found = length_distribution(
+    distribution = length_distribution(
         [*ended, *[(beyond, True)] * cut, *[(min(max(counts) - 1, round(so_far)), False)] * discarded], beyond
     )
-    survival = dict(zip(found.tokens, found.survival, strict=True))
+    survival = dict(zip(distribution.tokens, distribution.survival, strict=True))
     ends = sorted(end for end, count in counts.items() if count > 0)
     levels = [1.0, *(survival[end] for end in ends)]
     return {end: above - below for end, (above, below) in zip(ends, pairwise(levels), strict=True)}
 
 
 def _truncated_share(steps: Sequence[StepRecord]) -> float:
-    found = [r.lengths for r in steps if r.lengths]
-    return weighted_mean(found, lambda one: one.truncated_share, lambda one: one.responses)
+    lengths = [r.lengths for r in steps if r.lengths]
+    return weighted_mean(lengths, lambda summary: summary.truncated_share, lambda summary: summary.responses)
 
 
-def _written(quantity: Quantity) -> Any:
-    """The quantity as a scenario file writes it."""
+def _as_toml(quantity: Quantity) -> Any:
+    """The quantity in a scenario file's form: a number where it is constant, else a table."""
     if quantity.kind == "constant":
         return quantity.value
     return quantity.model_dump(mode="json", exclude_defaults=True)
 
 
-def _of_one(values: Sequence[float]) -> float:
+def _mean_of_positive(values: Sequence[float]) -> float:
     happened = [value for value in values if value > 0]
     return sum(happened) / len(happened) if happened else 0.0
 
 
-def _tidy(value: float) -> float:
+def _rounded(value: float) -> float:
     """``value`` rounded to six digits, to keep the file short."""
     return float(f"{value:.6g}")

@@ -1,9 +1,9 @@
 """Interference of generator and trainer on one machine, estimated from two runs in which they overlap differently.
 
-In a run's steady state the overlap is about equal in all steps, so how fast each side is alone can't be seen: its rates
-are taken as measured. A second run of the same load on the same machine, say a synchronous one beside an asynchronous
-one, identifies both. A side that takes the time T, while the other computes during a share o of it, has done work that
-takes T (1 - o (1 - 1 / beside)) alone.
+In a run's steady state the overlap is about equal in all steps, so one run doesn't identify the rates of generator and
+trainer alone: they are used as measured. A second run of the same load on the same machine, say a synchronous one
+beside an asynchronous one, identifies them. Work that takes the time T, while the other computes during a share o of
+it, takes T (1 - o (1 - 1 / beside)) alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headway.records.errors import ConfigurationError
 from headway.records.ledger import StepRecord
 
 LEAST_DIFFERENCE = 0.25  # between the overlaps of the two runs
-_MOST = 10.0
+_MAX_SLOWDOWN = 10.0
 
 
 class PhaseOverlap(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +34,7 @@ class InterferenceCosts(msgspec.Struct, frozen=True, kw_only=True):
     train: Line  # seconds of a training step over its tokens
     generator_beside: float = 1.0
     trainer_beside: float = 1.0
-    untold: tuple[str, ...] = ()  # sides whose overlap is about equal in both runs: costs as measured, factor 1
+    unknown: tuple[str, ...] = ()  # of both, those whose overlap is about equal in both runs: as measured, factor 1
 
 
 def costs(steps: Sequence[StepRecord], replicas: int, even: float) -> InterferenceCosts:
@@ -44,18 +44,18 @@ def costs(steps: Sequence[StepRecord], replicas: int, even: float) -> Interferen
     return InterferenceCosts(decode=_times(decode, between), train=training_line(steps))
 
 
-def costs_apart(
+def separated_costs(
     steps: Sequence[StepRecord], others: Sequence[StepRecord], replicas: int, even: float
 ) -> InterferenceCosts:
     """Costs in the run of ``steps``, with interference separated by means of the run of ``others``, whose generator has
     as many replicas. Growth of costs with load is taken from the run with less overlap. Raises ConfigurationError where
     both overlap about equally."""
     here, there = overlap(steps), overlap(others)
-    told = {
+    identifiable = {
         "the generator": abs(here.of_generator - there.of_generator) >= LEAST_DIFFERENCE,
         "the trainer": abs(here.of_trainer - there.of_trainer) >= LEAST_DIFFERENCE,
     }
-    if not any(told.values()):
+    if not any(identifiable.values()):
         raise ConfigurationError(
             f"the generator computes for {here.of_trainer:.0%} of the trainer's time in one run and for "
             f"{there.of_trainer:.0%} in the other: estimating interference takes two runs that differ by at least "
@@ -70,22 +70,22 @@ def costs_apart(
     def training(run: Sequence[StepRecord]) -> float:
         return sum(map(training_s, run)) / max(1e-9, _expected_training_s(run, train))
 
-    generator = _apart(decoding(steps), decoding(others), here.of_generator, there.of_generator)
-    trainer = _apart(training(steps), training(others), here.of_trainer, there.of_trainer)
+    generator = _separate(decoding(steps), decoding(others), here.of_generator, there.of_generator)
+    trainer = _separate(training(steps), training(others), here.of_trainer, there.of_trainer)
     return InterferenceCosts(
         decode=_times(decode, generator[0]),
         train=_times(train, trainer[0]),
         generator_beside=generator[1],
         trainer_beside=trainer[1],
-        untold=tuple(side for side, known in told.items() if not known),
+        unknown=tuple(side for side, known in identifiable.items() if not known),
     )
 
 
 def overlap(steps: Sequence[StepRecord]) -> PhaseOverlap:
-    """Overlap estimated from the waits: where neither side waits, both compute. They seldom wait at the same time."""
+    """Overlap estimated from the waits: where neither waits, both compute. They seldom wait at the same time."""
     seconds = sum(r.step_s for r in steps)
     trainer = sum(r.step_s - r.trainer_wait_s - r.flow.update_wait_s for r in steps) / seconds
-    generator = sum(r.step_s * (1.0 - r.generator_wait_ratio - r.generator_lent_ratio) for r in steps) / seconds
+    generator = sum(r.step_s * (1.0 - r.generator_wait_ratio - r.generator_yielded_ratio) for r in steps) / seconds
     both = max(0.0, trainer + generator - 1.0)
     return PhaseOverlap(
         of_generator=min(1.0, both / generator) if generator > 0 else 0.0,
@@ -94,8 +94,8 @@ def overlap(steps: Sequence[StepRecord]) -> PhaseOverlap:
 
 
 def _at_work_s(steps: Sequence[StepRecord], replicas: int) -> float:
-    """Seconds in which replicas had work and could compute: neither lent nor paused by an update."""
-    seconds = sum(r.flow.generator_s * (1.0 - r.generator_wait_ratio - r.generator_lent_ratio) for r in steps)
+    """Seconds in which replicas had work and could compute: neither yielded nor paused by an update."""
+    seconds = sum(r.flow.generator_s * (1.0 - r.generator_wait_ratio - r.generator_yielded_ratio) for r in steps)
     busy = sum(r.flow.generator_busy_s for r in steps)
     return max(busy, seconds - replicas * sum(r.apply_pause_s for r in steps))
 
@@ -108,15 +108,15 @@ def _expected_training_s(steps: Sequence[StepRecord], line: Line) -> float:
     return sum(line.fixed + line.slope * r.flow.trained_tokens for r in steps)
 
 
-def _apart(here: float, there: float, overlap_here: float, overlap_there: float) -> tuple[float, float]:
-    """(time alone, slowdown beside the other side) of a side that took ``here`` and ``there`` times as long as expected
-    at those overlaps, such that its time alone is equal in both. Where the overlaps hardly differ, noise would look
-    like an effect: then (``here``, 1)."""
+def _separate(here: float, there: float, overlap_here: float, overlap_there: float) -> tuple[float, float]:
+    """Return (time alone, slowdown beside the other) of generator or trainer, which took ``here`` and ``there`` times
+    as long as expected at those overlaps, such that its time alone is equal in both. Where the overlaps hardly differ,
+    noise would look like an effect: then return (``here``, 1)."""
     if abs(overlap_here - overlap_there) < LEAST_DIFFERENCE:
         return here, 1.0
     lost = here * overlap_here - there * overlap_there
     share = (here - there) / lost if lost else 0.0
-    share = min(1.0 - 1.0 / _MOST, max(0.0, share))  # 0: the run in which they met more wasn't slower
+    share = min(1.0 - 1.0 / _MAX_SLOWDOWN, max(0.0, share))  # 0: the run in which they met more wasn't slower
     return here * (1.0 - share * overlap_here), 1.0 / (1.0 - share)
 
 

@@ -1,4 +1,4 @@
-"""A model's figures for the rate models, from what `models/sizes.py` reads."""
+"""A model's figures for the rate models, from the sizes that `models/sizes.py` reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures that a simulation found."""
+"""The figures of a finished simulation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
     length_bias_scheduling_ks: float
     length_bias_filter_ks: float
     length_bias_pruning_ks: float
-    mfu_step: float  # 0: the scenario doesn't say what the trainer's peak is
+    mfu_step: float  # 0: the scenario lacks the trainer's peak
     mfu_compute: float
     device_hours: float
     dollars: float
@@ -53,7 +53,7 @@ def measure(
     bias = (steps[-1].length_bias if steps else None) or LengthBiasStatistics()
     total_s = sum(step.step_s for step in steps)
     generated = sum(engine.generated_tokens for engine in engines)
-    trained = round(sum(found.trained_per_s * step_s for found, step_s in tokens))
+    trained = round(sum(statistics.trained_per_s * step_s for statistics, step_s in tokens))
     hours = scenario.devices * summary.duration_s / 3600
     return SimulationOutcome(
         summary=summary,

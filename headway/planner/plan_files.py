@@ -28,13 +28,13 @@ from headway.planner.stage_curves import RooflineCurves, StageCurves
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import LedgerLine, StepRecord
 from headway.records.plan import PLAN_FILE, Objective, RunPlan
-from headway.runtime.run_directory import write_whole
+from headway.runtime.run_directory import write_atomically
 
 Decoded = TypeVar("Decoded")
 
 
 class PlanOutputs(NamedTuple):
-    """Files to write; "": not wanted."""
+    """Paths of the files to write; "": that file isn't written."""
 
     plan: str = ""
     experiment: str = ""
@@ -59,7 +59,7 @@ def plan_for(
         trained = trained_weights(experiment, sizes) / sizes.parameters
     curves = _curves(experiment, model_figures(sizes), trained, read)
     planned = plan_run(experiment, read, curves, objective)
-    if not simulated or planned.plan.mode == "hybrid":  # a scenario's replicas all rest while it trains, or none do
+    if not simulated or planned.plan.mode == "hybrid":  # a scenario's replicas all pause while it trains, or none do
         return planned.plan
     with tempfile.TemporaryDirectory(prefix="headway-plan-") as folder:
         scenario = _scenario(experiment, planned, folder)
@@ -133,31 +133,31 @@ def _decoded(path: str | Path, kind: type[Decoded], otherwise: str) -> Decoded:
         raise ConfigurationError(f"{path} is {otherwise}: {error}") from None
 
 
-def require_places(outputs: PlanOutputs) -> None:
-    """Raise ConfigurationError where there is such a file already, or no folder for it."""
-    wanted = {"--output": outputs.plan, "--write": outputs.experiment, "--picture": outputs.picture}
-    for option, path in wanted.items():
+def require_writable(outputs: PlanOutputs) -> None:
+    """Raise ConfigurationError for a file that exists already, or whose folder doesn't."""
+    path_by_option = {"--output": outputs.plan, "--write": outputs.experiment, "--picture": outputs.picture}
+    for option, path in path_by_option.items():
         if path and Path(path).exists():
             raise ConfigurationError(f"{option} {path}: there is such a file already")
         if path and not Path(path).absolute().parent.is_dir():
             raise ConfigurationError(f"{option} {path}: there is no folder {Path(path).parent}")
-        if path and list(wanted.values()).count(path) > 1:
+        if path and list(path_by_option.values()).count(path) > 1:
             raise ConfigurationError(f"{option} {path}: two files of one name")
 
 
 def write_outputs(experiment: Experiment, plan: RunPlan, outputs: PlanOutputs) -> None:
-    """Write the files that are wanted. Raises ConfigurationError for an experiment that can't say the plan, before
-    anything is written, and as `require_places`."""
+    """Write the requested files. Raises ConfigurationError for an experiment that can't express the plan, before
+    anything is written, and as `require_writable`."""
     if outputs.experiment and plan.refused:
         raise ConfigurationError(f"--write {outputs.experiment}: {'; '.join(plan.refused)}")
-    require_places(outputs)
+    require_writable(outputs)
     changed = changed_experiment(experiment, plan.settings) if outputs.experiment else experiment
     if outputs.plan:
-        write_whole(Path(outputs.plan), msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
+        write_atomically(Path(outputs.plan), msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
     if outputs.experiment:
-        given = changed.model_dump(mode="json", exclude_defaults=True)
+        settings = changed.model_dump(mode="json", exclude_defaults=True)
         comment = f"Planned for {plan.pool}: {plan.mode}, {plan.samples_per_s:.3g} samples/s expected"
-        write_whole(Path(outputs.experiment), toml_text(given, [comment]).encode())
+        write_atomically(Path(outputs.experiment), toml_text(settings, [comment]).encode())
 
 
 def keep_plan(path: str, run_directory: str, on_line: OnLine | None) -> OnLine:
@@ -168,7 +168,7 @@ def keep_plan(path: str, run_directory: str, on_line: OnLine | None) -> OnLine:
         nonlocal kept
         if not kept:
             kept = True
-            write_whole(Path(run_directory) / PLAN_FILE, data)
+            write_atomically(Path(run_directory) / PLAN_FILE, data)
         if on_line is not None:
             on_line(line)
 

@@ -1,4 +1,4 @@
-"""The pool file of `headway plan CONFIG --pool FILE`: devices that may be used, and what the run's samples are like."""
+"""The pool file of `headway plan CONFIG --pool FILE`: devices that may be used, and properties of the run's samples."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class PoolEntry(Section):
     def _either(self) -> PoolEntry:
         if bool(self.machine) == bool(self.device):
             raise ValueError("give machine (with machines) or device (with count), one of the two")
-        other, wanted = ("count", "machines") if self.machine else ("machines", "count")
-        if other in self.model_fields_set:
-            raise ValueError(f"{other} = {getattr(self, other)} has no effect here; valid: {wanted}")
+        ignored, expected = ("count", "machines") if self.machine else ("machines", "count")
+        if ignored in self.model_fields_set:
+            raise ValueError(f"{ignored} = {getattr(self, ignored)} has no effect here; valid: {expected}")
         return self
 
 
 class PlannedWorkload(Section):
-    """Lengths, verification times and acceptance of the run's samples, where nothing was measured."""
+    """Lengths, verification times and acceptance of the run's samples, where they weren't measured."""
 
     prompt_tokens: Quantity
     response_tokens: Quantity
@@ -60,7 +60,7 @@ class PlannedWorkload(Section):
 
 
 class PoolTables(Section):
-    """The whole file. ``generate`` and ``train``: options of the recipes in control/rates; parallelism is found where
+    """The file. ``generate`` and ``train``: options of the recipes in control/rates; parallelism is searched for where
     it isn't given."""
 
     devices: Annotated[tuple[PoolEntry, ...], Field(min_length=1)]
@@ -82,7 +82,7 @@ class PlanDevices(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanPool(msgspec.Struct, frozen=True, kw_only=True):
-    """A pool, read and looked up in the catalogue."""
+    """A pool file with its devices' figures and prices from the catalogue."""
 
     classes: tuple[PlanDevices, ...]
     tables: PoolTables
@@ -100,16 +100,16 @@ def read_pool(path: str | Path, catalogue: Catalogue) -> PlanPool:
 
 
 def recipe(tables: PoolTables, section: str, kind: type[Any], **defaults: Any) -> Any:
-    """A recipe with the file's options over ``defaults``. Raises ConfigurationError."""
+    """Make a recipe from the file's options over ``defaults``. Raises ConfigurationError."""
     try:
-        found = msgspec.convert(defaults | getattr(tables, section), kind)
+        parsed = msgspec.convert(defaults | getattr(tables, section), kind)
     except msgspec.ValidationError as error:
         known = ", ".join(field.name for field in msgspec.structs.fields(kind))
         raise ConfigurationError(f"pool: [{section}]: {error}; keys: {known}") from None
     for key in ("dtype", "kv_dtype"):
-        if (value := getattr(found, key, "bfloat16")) not in NUMBER_BYTES:
+        if (value := getattr(parsed, key, "bfloat16")) not in NUMBER_BYTES:
             raise ConfigurationError(f"pool: [{section}]: {key} = {value!r}; valid: {', '.join(NUMBER_BYTES)}")
-    return found
+    return parsed
 
 
 def _devices(entry: PoolEntry, catalogue: Catalogue) -> PlanDevices:

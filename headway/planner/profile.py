@@ -1,12 +1,11 @@
-"""`headway plan --profile CONFIG`: measures both sides of a run on this machine, and predicts others from it.
+"""`headway plan --profile CONFIG`: measures generator and trainer on this machine, and predicts other runs from that.
 
 Each placement is measured by a calibration (`preflight/calibration.py`): prompts, decoding at two levels of
 concurrency, training steps of ever larger batches, a new version. One placement with half of everything is held out:
-by how much it is missed is said, and is the error of plans that use the profile.
+its relative prediction error is reported, and is the error of plans that use the profile.
 
-Another model's times follow by arithmetic. Its products take the profiled trainer's FLOP/s; what a decode step needs
-beyond its products grows with the layers, and what a training step and an update need beyond theirs with the weights
-that go through memory.
+Another model's times follow by arithmetic. Its matrix products take the profiled trainer's FLOP/s; the other time of a
+decode step grows with the layers, and that of a training step or an update with the weights that pass through memory.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from headway.records.check_report import Calibration
 from headway.records.errors import ConfigurationError
 from headway.runtime.devices import cuda_device_count, machine_cores
 
-_LEAST_ERROR = 0.1  # a prediction is no better than machines are steady from one minute to the next
+_LEAST_ERROR = 0.1  # machines vary by so much from one minute to the next
 
 
 class ProfilePoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +61,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fingerprint() -> str:
-    """Tell this machine from others: its processor, number of cores, and GPUs."""
+    """A hash that identifies this machine: of its processor, number of cores, and GPUs."""
     text = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
     named = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
     parts = (named[1] if named else platform.processor(), len(machine_cores()), cuda_device_count() or 0)
@@ -70,30 +69,30 @@ def fingerprint() -> str:
 
 
 def measure_profile(experiment: Experiment, seconds: float, on_progress: Callable[[str, int, int], None]) -> Profile:
-    """Measure ``experiment`` on one device for each side, on all of them for both, and with half of everything.
-    ``on_progress`` receives each placement, how many were measured before it, and of how many.
+    """Measure ``experiment`` with a device each for generator and trainer, with all devices for both, and with half of
+    everything. ``on_progress`` receives each placement, the number measured before it, and their total.
 
     Raises ConfigurationError for a machine with a single device, and what `calibrate` raises."""
     family = "cuda" if cuda_device_count() else "cpu"
     count = cuda_device_count() or len(machine_cores())
     if count < 2:
         raise ConfigurationError(f"--profile: this machine has {count} device; two sides need two")
-    most, half = count // 2, max(1, experiment.queue.groups_per_step // 2)
-    sides = [(range(1), range(1, 2)), (range(count), range(count))]
-    if most > 1:
-        sides.append((range(most), range(most, 2 * most)))
+    devices_per_side, half = count // 2, max(1, experiment.queue.groups_per_step // 2)
+    placements = [(range(1), range(1, 2)), (range(count), range(count))]
+    if devices_per_side > 1:
+        placements.append((range(devices_per_side), range(devices_per_side, 2 * devices_per_side)))
     tasks = load_task_sets(experiment)["train"]
     points: list[ProfilePoint] = []
     shares: tuple[tuple[float, float], ...] = ()
-    less = {"generator.slots": str(max(2, experiment.generator.slots // 2)), "queue.groups_per_step": str(half)}
-    for number, (generators, trainers) in enumerate([*sides, sides[0]]):
-        names = [str([f"{family}:{index}" for index in side]).replace("'", '"') for side in (generators, trainers)]
+    reduced = {"generator.slots": str(max(2, experiment.generator.slots // 2)), "queue.groups_per_step": str(half)}
+    for number, (generators, trainers) in enumerate([*placements, placements[0]]):
+        names = [str([f"{family}:{index}" for index in ids]).replace("'", '"') for ids in (generators, trainers)]
         settings = {"generator.devices": names[0], "trainer.devices": names[1]}
-        settings |= less if number == len(sides) else {}
+        settings |= reduced if number == len(placements) else {}
         on_progress(
-            f"{len(generators)} generate, {len(trainers)} train ({number + 1} of {len(sides) + 1})",
+            f"{len(generators)} generate, {len(trainers)} train ({number + 1} of {len(placements) + 1})",
             number,
-            len(sides) + 1,
+            len(placements) + 1,
         )
         placed = changed_experiment(experiment, settings)
         measured, lengths = calibrate(placed, tasks, seconds=seconds)
@@ -106,7 +105,7 @@ def measure_profile(experiment: Experiment, seconds: float, on_progress: Callabl
                 measured=measured,
             )
         )
-        shares = shares or tuple((i / 200, float(lengths.at(min(i / 200, 0.9999)))) for i in range(201))
+        shares = shares or tuple((i / 200, float(lengths.quantile(min(i / 200, 0.9999)))) for i in range(201))
     held_out = points.pop()
     return Profile(
         machine=fingerprint(),
@@ -115,21 +114,21 @@ def measure_profile(experiment: Experiment, seconds: float, on_progress: Callabl
         group_size=experiment.rollout.group_size,
         model=model_figures(sizes_of(experiment.model.path)),
         points=tuple(points),
-        response_tokens=_rising(shares),
-        missed=_missed(points[0].measured, held_out.measured),
+        response_tokens=_non_decreasing(shares),
+        missed=_relative_errors(points[0].measured, held_out.measured),
     )
 
 
-def _rising(shares: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+def _non_decreasing(shares: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
     """Points whose values never fall."""
-    found: list[tuple[float, float]] = []
+    rising: list[tuple[float, float]] = []
     for share, value in shares:
-        found.append((share, max(value, found[-1][1] if found else 0.0)))
-    return tuple(found)
+        rising.append((share, max(value, rising[-1][1] if rising else 0.0)))
+    return tuple(rising)
 
 
-def _missed(by: Calibration, held_out: Calibration) -> dict[str, float]:
-    """Relative errors of what ``by`` predicts of the held-out placement."""
+def _relative_errors(by: Calibration, held_out: Calibration) -> dict[str, float]:
+    """Relative errors of the predictions from ``by`` for the held-out placement."""
     decode = held_out.decode_running / (by.decode_fixed_s + by.decode_request_s * held_out.decode_running)
     tokens = held_out.train_samples * (held_out.prompt_tokens + held_out.lengths.mean_tokens)
     train = tokens / (by.train_fixed_s + by.train_token_s * tokens)
@@ -166,18 +165,18 @@ class ProfiledCurves(StageCurves):
         trained = profile.model
         self._flops_per_s = 6.0 * trained.active / max(1e-12, first.train_token_s)
 
-    def _point(self, key: Callable[[ProfilePoint], int], wanted: int) -> ProfilePoint:
+    def _point(self, key: Callable[[ProfilePoint], int], devices: int) -> ProfilePoint:
         """The measured placement nearest to a number of devices."""
-        return min(self.profile.points, key=lambda point: abs(key(point) - wanted))
+        return min(self.profile.points, key=lambda point: abs(key(point) - devices))
 
-    def _generation(self, at: int, devices: int, resident: float) -> GenerationCurve | None:
+    def _generation(self, class_index: int, devices: int, resident: float) -> GenerationCurve | None:
         """See :meth:`StageCurves._generation`."""
         measured = self._point(lambda point: point.generators, devices).measured
-        was, now, per_flop = self.profile.model, self.model, 1.0 / self._flops_per_s
-        own_s = max(0.0, measured.decode_request_s - 2.0 * was.active * per_flop)  # beyond its products
-        layers = now.layers / was.layers
+        base, model, per_flop = self.profile.model, self.model, 1.0 / self._flops_per_s
+        extra_s = max(0.0, measured.decode_request_s - 2.0 * base.active * per_flop)  # beyond its products
+        layers = model.layers / base.layers
         request_s = (
-            own_s * layers + min(measured.decode_request_s, 2.0 * was.active * per_flop) * now.active / was.active
+            extra_s * layers + min(measured.decode_request_s, 2.0 * base.active * per_flop) * model.active / base.active
         )
         queue = self.experiment.queue
         admitted = queue.groups_per_step * (queue.budget + 1) * self.experiment.rollout.group_size
@@ -190,24 +189,24 @@ class ProfiledCurves(StageCurves):
             request_s=request_s,
         )
 
-    def _training(self, at: int, devices: int) -> TrainingCurve | None:
+    def _training(self, class_index: int, devices: int) -> TrainingCurve | None:
         """See :meth:`StageCurves._training`."""
         point = self._point(lambda point: point.trainers, devices)
-        measured, was, now = point.measured, self.profile.model, self.model
+        measured, base, model = point.measured, self.profile.model, self.model
         ranks = rank_speed(point.trainers) / rank_speed(devices)
-        moved_s = 32.0 * (now.parameters - was.parameters) / self._bytes_per_s(at)  # AdamW's states, there and back
+        moved_s = 32.0 * (model.parameters - base.parameters) / self._bytes_per_s(class_index)  # AdamW's, both ways
         return TrainingCurve(
             copies=devices,
             spread="1 device",
             fixed_s=max(0.0, measured.train_fixed_s + moved_s),
-            token_s=measured.train_token_s * now.active / was.active * ranks,
+            token_s=measured.train_token_s * model.active / base.active * ranks,
         )
 
-    def _bytes_per_s(self, at: int) -> float:
-        return self.pool.classes[at].device.figure("memory_bytes_per_s")
+    def _bytes_per_s(self, class_index: int) -> float:
+        return self.pool.classes[class_index].device.figure("memory_bytes_per_s")
 
     def shared_costs(self, kind: PlanDevices, generation: GenerationCurve) -> SharedCosts:
-        """See :meth:`StageCurves.shared_costs`. A verification is a call for each group, whose size costs little."""
+        """See :meth:`StageCurves.shared_costs`. A verification is one call for a group, whose size hardly matters."""
         more = self.model.parameters - self.profile.model.parameters
         measured = self._point(lambda point: point.generators, generation.replicas).measured
         groups = self.profile.group_size / self.experiment.rollout.group_size

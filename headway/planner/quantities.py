@@ -59,24 +59,24 @@ class Quantity(Section):
         return self
 
     @model_serializer(mode="wrap")
-    def _own_keys(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _serialize_kind(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Serialise only the keys of this kind, so that the result can be read again."""
-        own = {"kind", *_KEYS[self.kind]} | {name for name in ("least", "most") if getattr(self, name) is not None}
-        return {name: value for name, value in written(self).items() if name in own}
+        keys = {"kind", *_KEYS[self.kind]} | {name for name in ("least", "most") if getattr(self, name) is not None}
+        return {name: value for name, value in written(self).items() if name in keys}
 
     def at_normal(self, z: float, step: int = 0) -> float:
         """The value at the same quantile of this distribution as ``z`` is of the standard normal one."""
         if self.value is not None:
-            found = self.value
+            unclamped = self.value
         elif self.median is not None:
-            found = self.median * math.exp(self._sigma * z)
+            unclamped = self.median * math.exp(self._sigma * z)
         elif self.values:
-            found = self.values[min(step, len(self.values) - 1)]
+            unclamped = self.values[min(step, len(self.values) - 1)]
         else:
-            found = self._interpolated(_NORMAL.cdf(z))
-        if self.least is not None and found < self.least:
+            unclamped = self._interpolated(_NORMAL.cdf(z))
+        if self.least is not None and unclamped < self.least:
             return self.least
-        return self.most if self.most is not None and found > self.most else found
+        return self.most if self.most is not None and unclamped > self.most else unclamped
 
     def draw(self, key: int, step: int = 0) -> float:
         """The value that belongs to ``key``."""

@@ -1,6 +1,6 @@
-"""Plans a run: which devices generate, which train, in which mode, and what comes of it.
+"""Plans a run: devices of the generator and the trainer, their mode, and the predicted rate.
 
-Placements of every mode that a run knows are compared by the rates of their two sides; the best of them are then
+Placements of every mode that a run knows are compared by the rates of generator and trainer; the best of them are then
 simulated as a queue (`control/tuning/forecast.py`), which decides.
 """
 
@@ -24,7 +24,7 @@ from headway.control.tuning.forecast import (
     queue_model,
 )
 from headway.control.tuning.ledger_model import shape_of
-from headway.control.tuning.queue_model import QueueModel, simulate_or_still
+from headway.control.tuning.queue_model import QueueModel, simulate_or_zero
 from headway.planner.pool_file import PlanDevices, PlannedWorkload, PlanPool
 from headway.planner.stage_curves import GenerationCurve, StageCurves, TrainingCurve
 from headway.records.check_report import Calibration, Forecast
@@ -39,12 +39,12 @@ PLANNED_KEYS = (
     "generator.engine_arguments",
     "trainer.devices",
 )
-_OTHERS = ("run.", "ledger.", "tasks.", "evaluation.", "checkpoint.", "sft.")  # of no account for a plan
+_EXCLUDED = ("run.", "ledger.", "tasks.", "evaluation.", "checkpoint.", "sft.")  # a plan doesn't depend on them
 _SIMULATED = 8  # candidates
 
 
 class Placement(NamedTuple):
-    """Devices of both sides. ``shared``: of the trainer's devices, those that the generator has as well."""
+    """Numbers of devices of generator and trainer. ``shared``: the trainer's devices that the generator has as well."""
 
     generate_on: int  # class
     generators: int
@@ -64,14 +64,14 @@ class Candidate(NamedTuple):
     generation: GenerationCurve
     training: TrainingCurve
     shape: RunShape
-    measured: Calibration  # as one would measure it
+    measured: Calibration  # the predicted calibration
     model: QueueModel
-    ideal: float  # samples/s when only the rates of the two sides limit
+    ideal: float  # samples/s when only the rates of generator and trainer limit
     usd_per_hour: float | None
 
 
 class PlannedRun(NamedTuple):
-    """A plan, and what it was made from."""
+    """A plan, with the candidate and the workload that it was made from."""
 
     plan: RunPlan
     best: Candidate
@@ -86,45 +86,45 @@ def plan_run(experiment: Experiment, pool: PlanPool, curves: StageCurves, object
     """
     if objective == "cost" and any(kind.usd_per_hour is None for kind in pool.classes):
         raise ConfigurationError("pool: price is missing: a plan by cost needs one for each class of devices")
-    every = [found for at in _placements(pool) if (found := _candidate(experiment, pool, curves, at))]
-    if not every:
+    candidates = [fit for layout in _placements(pool) if (fit := _candidate(experiment, pool, curves, layout))]
+    if not candidates:
         raise ConfigurationError(
             "; ".join(curves.reasons.values()) or "pool: two devices, or one that both sides fit on"
         )
-    bound = max(one.ideal for one in every)
-    every.sort(key=lambda one: -_merit(one, one.ideal, objective))
+    bound = max(candidate.ideal for candidate in candidates)
+    candidates.sort(key=lambda candidate: -_merit(candidate, candidate.ideal, objective))
     chosen: list[Candidate] = []
     for mode in ("temporal", "spatial", "hybrid"):  # the best of each mode, then the best of all
-        chosen += [one for one in every if one.placement.mode == mode][:2]
-    chosen += [one for one in every if one not in chosen][: max(0, _SIMULATED - len(chosen))]
-    outcomes = [(one, _simulated(one)) for one in chosen]
+        chosen += [candidate for candidate in candidates if candidate.placement.mode == mode][:2]
+    chosen += [candidate for candidate in candidates if candidate not in chosen][: max(0, _SIMULATED - len(chosen))]
+    outcomes = [(candidate, _queue_rate(candidate)) for candidate in chosen]
     outcomes.sort(key=lambda pair: -_merit(*pair, objective))
     best = outcomes[0][0]
     predicted = forecast(best.shape, best.measured, curves.lengths)
     others: dict[Mode, Alternative] = {}
-    for one, rate in outcomes[1:]:
-        mode = one.placement.mode
+    for candidate, rate in outcomes[1:]:
+        mode = candidate.placement.mode
         if mode != best.placement.mode and mode not in others:
-            value = rate if objective == "time" else 1e6 * (one.usd_per_hour or 0.0) / 3600 / rate
-            name = f"{one.placement.generators} generate, {one.placement.trainers} train"
+            value = rate if objective == "time" else 1e6 * (candidate.usd_per_hour or 0.0) / 3600 / rate
+            name = f"{candidate.placement.generators} generate, {candidate.placement.trainers} train"
             others[mode] = Alternative(name=name, value=value)
-    plan = _written(experiment, pool, curves, objective, best, predicted, bound, others)
+    plan = _make_plan(experiment, pool, curves, objective, best, predicted, bound, others)
     return PlannedRun(plan, best, curves.workload)
 
 
-def predicted_rate(experiment: Experiment, pool: PlanPool, curves: StageCurves, at: Placement) -> float | None:
-    """Trained samples/s of one placement; None where a side doesn't fit on its devices."""
-    one = _candidate(experiment, pool, curves, at)
-    return None if one is None else _simulated(one)
+def predicted_rate(experiment: Experiment, pool: PlanPool, curves: StageCurves, placement: Placement) -> float | None:
+    """Trained samples/s of one placement; None where generator or trainer doesn't fit on its devices."""
+    candidate = _candidate(experiment, pool, curves, placement)
+    return None if candidate is None else _queue_rate(candidate)
 
 
-def _merit(one: Candidate, samples_per_s: float, objective: Objective) -> float:
-    return samples_per_s if objective == "time" else samples_per_s / max(1e-12, one.usd_per_hour or 0.0)
+def _merit(candidate: Candidate, samples_per_s: float, objective: Objective) -> float:
+    return samples_per_s if objective == "time" else samples_per_s / max(1e-12, candidate.usd_per_hour or 0.0)
 
 
 def digest(experiment: Experiment) -> str:
     """Digest of all keys that a plan depends on and doesn't set."""
-    kept = {key: value for key, value in flatten(experiment).items() if not key.startswith((*PLANNED_KEYS, *_OTHERS))}
+    kept = {key: value for key, value in flatten(experiment).items() if not key.startswith((*PLANNED_KEYS, *_EXCLUDED))}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -144,12 +144,12 @@ def planned_settings(experiment: Experiment, plan: RunPlan, origin: str) -> dict
 # --- candidates ------------------------------------------------------------------------------------------
 
 
-def _counts(most: int) -> list[int]:
+def _device_counts(available: int) -> list[int]:
     """Numbers of devices to offer: all up to 8, then four for each power of two, and all devices."""
-    counts = {c for c in range(1, min(most, 8) + 1)} | {most}
+    counts = {c for c in range(1, min(available, 8) + 1)} | {available}
     step = 2
-    while 5 * step <= most:
-        counts |= {part * step for part in (5, 6, 7, 8) if part * step <= most}
+    while 5 * step <= available:
+        counts |= {part * step for part in (5, 6, 7, 8) if part * step <= available}
         step *= 2
     return sorted(counts)
 
@@ -157,44 +157,44 @@ def _counts(most: int) -> list[int]:
 def _placements(pool: PlanPool) -> Iterator[Placement]:
     for g, generating in enumerate(pool.classes):
         for t, training in enumerate(pool.classes):
-            for trainers in _counts(training.count):
+            for trainers in _device_counts(training.count):
                 if g != t:
-                    yield from (Placement(g, n, t, trainers, 0) for n in _counts(generating.count))
+                    yield from (Placement(g, n, t, trainers, 0) for n in _device_counts(generating.count))
                     continue
-                apart = {n for n in _counts(training.count) if n + trainers <= training.count}
-                apart |= {training.count - trainers} - {0}
-                yield from (Placement(g, n, t, trainers, 0) for n in sorted(apart))
+                separate = {n for n in _device_counts(training.count) if n + trainers <= training.count}
+                separate |= {training.count - trainers} - {0}
+                yield from (Placement(g, n, t, trainers, 0) for n in sorted(separate))
                 yield Placement(g, trainers, t, trainers, trainers)
                 if trainers < training.count:
                     yield Placement(g, training.count, t, trainers, trainers)
 
 
-def _candidate(experiment: Experiment, pool: PlanPool, curves: StageCurves, at: Placement) -> Candidate | None:
-    training = curves.training(at.train_on, at.trainers)
+def _candidate(experiment: Experiment, pool: PlanPool, curves: StageCurves, placement: Placement) -> Candidate | None:
+    training = curves.training(placement.train_on, placement.trainers)
     if training is None:
         return None
-    resident = (training.bytes_per_device or 0.0) if at.shared else 0.0
-    generation = curves.generation(at.generate_on, at.generators, resident)
-    if generation is None or (at.mode == "hybrid" and at.shared % generation.per_replica):
+    resident = (training.bytes_per_device or 0.0) if placement.shared else 0.0
+    generation = curves.generation(placement.generate_on, placement.generators, resident)
+    if generation is None or (placement.mode == "hybrid" and placement.shared % generation.per_replica):
         return None
-    shape = _shape(experiment, generation, training, at)
-    measured = curves.calibration(pool.classes[at.train_on], generation, training, shared=bool(at.shared))
+    shape = _shape(experiment, generation, training, placement)
+    measured = curves.calibration(pool.classes[placement.train_on], generation, training, shared=bool(placement.shared))
     model = queue_model(shape, measured, curves.lengths)
     mean = curves.lengths.mean_tokens
     production = production_rate(model, mean) * model.acceptance
-    ideal = ideal_rate(production, consumption_rate(model, mean), shape.lent_share)
-    prices = [pool.classes[at.generate_on].usd_per_hour, pool.classes[at.train_on].usd_per_hour]
-    hour = None
+    ideal = ideal_rate(production, consumption_rate(model, mean), shape.yielded_share)
+    prices = [pool.classes[placement.generate_on].usd_per_hour, pool.classes[placement.train_on].usd_per_hour]
+    usd_per_hour = None
     if prices[0] is not None and prices[1] is not None:
-        hour = prices[0] * at.generators + prices[1] * (at.trainers - at.shared)
-    return Candidate(at, generation, training, shape, measured, model, ideal, hour)
+        usd_per_hour = prices[0] * placement.generators + prices[1] * (placement.trainers - placement.shared)
+    return Candidate(placement, generation, training, shape, measured, model, ideal, usd_per_hour)
 
 
-def _shape(experiment: Experiment, generation: GenerationCurve, training: TrainingCurve, at: Placement) -> RunShape:
+def _shape(experiment: Experiment, generation: GenerationCurve, training: TrainingCurve, placed: Placement) -> RunShape:
     limited = experiment.queue.max_concurrent_rollouts is not None  # by a key that a plan doesn't set
     slots = generation.slots * generation.replicas
     return msgspec.structs.replace(
-        shape_of(experiment, at.shared // generation.per_replica),
+        shape_of(experiment, placed.shared // generation.per_replica),
         slots=generation.slots,
         replicas=generation.replicas,
         ranks=training.copies,
@@ -203,15 +203,15 @@ def _shape(experiment: Experiment, generation: GenerationCurve, training: Traini
     )
 
 
-def _simulated(one: Candidate) -> float:
+def _queue_rate(candidate: Candidate) -> float:
     """Trained samples/s of the queue under the run's own rules."""
-    return max(1e-9, simulate_or_still(one.model).samples_per_s)
+    return max(1e-9, simulate_or_zero(candidate.model).samples_per_s)
 
 
 # --- what is written -------------------------------------------------------------------------------------
 
 
-def _written(
+def _make_plan(
     experiment: Experiment,
     pool: PlanPool,
     curves: StageCurves,
@@ -221,10 +221,10 @@ def _written(
     bound: float,
     others: dict[Mode, Alternative],
 ) -> RunPlan:
-    at, outcome = best.placement, predicted.outcome
-    generating, training = pool.classes[at.generate_on], pool.classes[at.train_on]
-    first = 0 if at.generate_on != at.train_on else at.generators - at.shared
-    names = _names(generating, 0, at.generators), _names(training, first, at.trainers)
+    placement, outcome = best.placement, predicted.outcome
+    generating, training = pool.classes[placement.generate_on], pool.classes[placement.train_on]
+    first = 0 if placement.generate_on != placement.train_on else placement.generators - placement.shared
+    names = _names(generating, 0, placement.generators), _names(training, first, placement.trainers)
     tokens = curves.prompt_tokens + curves.lengths.mean_tokens
     rate, error = outcome.samples_per_s, curves.error
     stages = (
@@ -253,19 +253,19 @@ def _written(
         "generator.slots": str(best.generation.slots),
         "trainer.devices": json.dumps(names[1]),
     }
-    whole = best.generation.slots * experiment.max_sequence_tokens
-    if best.generation.kv_tokens is not None and best.generation.kv_tokens < whole:  # else every slot has its cache
+    full_cache_tokens = best.generation.slots * experiment.max_sequence_tokens
+    if best.generation.kv_tokens is not None and best.generation.kv_tokens < full_cache_tokens:  # else all slots fit
         settings["generator.kv_capacity_tokens"] = str(best.generation.kv_tokens)
-    given = experiment.generator.engine_arguments
-    if best.generation.tensor != given.get("tensor_parallel_size", 1):
-        arguments = given | {"tensor_parallel_size": best.generation.tensor}
+    configured = experiment.generator.engine_arguments
+    if best.generation.tensor != configured.get("tensor_parallel_size", 1):
+        arguments = configured | {"tensor_parallel_size": best.generation.tensor}
         settings["generator.engine_arguments"] = json.dumps(arguments)
-    hour = best.usd_per_hour
+    usd_per_hour = best.usd_per_hour
     return RunPlan(
         made_for=digest(experiment),
         pool=", ".join(f"{kind.count} {kind.device.name}" for kind in pool.classes),
         objective=objective,
-        mode=at.mode,
+        mode=placement.mode,
         stages=stages,
         items_per_chunk=curves.samples,
         samples_per_s=rate,
@@ -275,15 +275,15 @@ def _written(
         trainer_wait=outcome.trainer_wait,
         generator_wait=outcome.generator_wait,
         staleness_mean=outcome.staleness_mean,
-        usd_per_hour=hour,
-        usd_per_mtok=None if hour is None else 1e6 * hour / 3600 / (rate * tokens),
+        usd_per_hour=usd_per_hour,
+        usd_per_mtok=None if usd_per_hour is None else 1e6 * usd_per_hour / 3600 / (rate * tokens),
         bound_samples_per_s=bound,
         others=others,
         changes=tuple(
-            f"{one.key} = {one.value}: {one.gain:+.0%} samples/s" for one in predicted.changes if not one.needs
+            f"{edit.key} = {edit.value}: {edit.gain:+.0%} samples/s" for edit in predicted.changes if not edit.needs
         ),
         settings=settings,
-        refused=tuple(_refused(experiment, best, (generating, training), curves)),
+        refused=tuple(_unsupported(experiment, best, (generating, training), curves)),
     )
 
 
@@ -297,10 +297,10 @@ def _names(kind: PlanDevices, first: int, count: int) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _refused(
+def _unsupported(
     experiment: Experiment, best: Candidate, kinds: tuple[PlanDevices, PlanDevices], curves: StageCurves
 ) -> Iterator[str]:
-    """Yield what the plan needs and a configuration can't say."""
+    """Yield the plan's needs that a configuration can't express."""
     if best.training.spread != "1 device" or curves.shards:
         yield f"train: {best.training.spread}: the trainer's ranks hold the model whole"
     if best.generation.per_replica > 1 and experiment.generator.engine != "vllm":

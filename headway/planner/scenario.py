@@ -140,21 +140,21 @@ class Drift(Section):
         return value
 
     @model_validator(mode="after")
-    def _whole(self) -> Drift:
-        wanted, other = ("value", "factor") if self.key in SHARES else ("factor", "value")
-        if getattr(self, wanted) is None or getattr(self, other) is not None:
-            raise ValueError(f"key = {self.key!r} takes {wanted}, not {other}")
+    def _check_keys(self) -> Drift:
+        required, excluded = ("value", "factor") if self.key in SHARES else ("factor", "value")
+        if getattr(self, required) is None or getattr(self, excluded) is not None:
+            raise ValueError(f"key = {self.key!r} takes {required}, not {excluded}")
         if self.until_step is not None and self.until_step <= self.from_step:
             raise ValueError(f"until_step = {self.until_step} must be after from_step = {self.from_step}")
         return self
 
-    def at(self, step: int, before: float) -> float:
-        """The value of ``before``, a share or a factor, under this drift at a training step."""
+    def at(self, step: int, initial: float) -> float:
+        """The value of ``initial``, a share or a factor, under this drift at a training step."""
         if step < self.from_step or (self.until_step is not None and step >= self.until_step):
-            return before
+            return initial
         done = 1.0 if not self.over_steps else min(1.0, (step - self.from_step) / self.over_steps)
-        end = self.value if self.value is not None else before * (self.factor or 1.0)
-        return before + (end - before) * done
+        end = self.value if self.value is not None else initial * (self.factor or 1.0)
+        return initial + (end - initial) * done
 
 
 _NOT_SIMULATED = {
@@ -191,21 +191,21 @@ class Scenario(Experiment):
 
     @model_validator(mode="before")
     @classmethod
-    def _described(cls, raw: Any) -> Any:
+    def _fill_defaults(cls, raw: Any) -> Any:
         if not isinstance(raw, dict):
             return raw
         filled: dict[str, Any] = dict(cast("dict[str, Any]", raw))  # of a TOML file
         for section, why in _NOT_SIMULATED.items():
             if section in filled:
                 raise ValueError(f"[{section}] has no place in a scenario: {why}")
-        given = filled.get("environment", {})
+        table = filled.get("environment", {})
         for key in endpoint.EnvironmentConfig.model_fields:
-            if isinstance(given, dict) and key in given:
+            if isinstance(table, dict) and key in table:
                 raise ValueError(f"environment.{key} has no place in a scenario: turns are described by [workload]")
         for section, keys in _DEFAULTS.items():
-            given = filled.get(section, {})
-            if isinstance(given, dict):
-                filled[section] = keys | given
+            table = filled.get(section, {})
+            if isinstance(table, dict):
+                filled[section] = keys | table
         return _with_devices(filled)
 
     def experiment(self) -> Experiment:
@@ -213,36 +213,36 @@ class Scenario(Experiment):
         fields = self.model_dump(mode="json", include=set(Experiment.model_fields) - {"environment"})
         return Experiment.model_validate(fields | {"verifier": {"workers": self.hardware.verifiers}})
 
-    def drifted(self, key: str, step: int, before: float = 1.0) -> float:
+    def drifted(self, key: str, step: int, current: float = 1.0) -> float:
         """The value of a share, or the factor of a quantity (initially 1), under all drifts at a training step."""
         for drift in self.drift:
             if drift.key == key:
-                before = drift.at(step, before)
-        return before
+                current = drift.at(step, current)
+        return current
 
     @property
     def devices(self) -> int:
         generator = self.hardware.generator
-        own = 0 if generator.shares_devices else self.hardware.trainer.devices
-        return generator.replicas * generator.devices_per_replica + own
+        trainer_devices = 0 if generator.shares_devices else self.hardware.trainer.devices
+        return generator.replicas * generator.devices_per_replica + trainer_devices
 
 
 def _with_devices(raw: dict[str, Any]) -> dict[str, Any]:
-    """``raw`` with a device name for each replica and rank: the run counts these, and sees by them which devices the
-    two sides share."""
+    """``raw`` with a device name for each replica and rank: the run counts these, and derives from them which devices
+    generator and trainer share."""
     described: Any = raw.get("hardware", {})
-    sides = [described.get(side, {}) if isinstance(described, dict) else {} for side in ("generator", "trainer")]
-    if not all(isinstance(side, dict) for side in (raw.get("generator", {}), raw.get("trainer", {}), *sides)):
+    tables = [described.get(section, {}) if isinstance(described, dict) else {} for section in ("generator", "trainer")]
+    if not all(isinstance(section, dict) for section in (raw.get("generator", {}), raw.get("trainer", {}), *tables)):
         return raw  # validation reports this error
-    replicas, ranks = sides[0].get("replicas", 1), sides[1].get("devices", 1)
+    replicas, ranks = tables[0].get("replicas", 1), tables[1].get("devices", 1)
     if not isinstance(replicas, int) or not isinstance(ranks, int):
         return raw
-    for side, key in (("generator", "replicas"), ("trainer", "devices")):
-        if "devices" in raw.get(side, {}):
-            raise ValueError(f"{side}.devices has no place in a scenario: set hardware.{side}.{key}")
+    for section, key in (("generator", "replicas"), ("trainer", "devices")):
+        if "devices" in raw.get(section, {}):
+            raise ValueError(f"{section}.devices has no place in a scenario: set hardware.{section}.{key}")
     first = [f"cuda:{index}" for index in range(max(1, replicas))]
     others = [f"cuda:{index}" for index in range(len(first), len(first) + max(1, ranks))]
-    trainer = first if sides[0].get("shares_devices") is True else others
+    trainer = first if tables[0].get("shares_devices") is True else others
     return raw | {
         "generator": raw.get("generator", {}) | {"devices": first},
         "trainer": raw.get("trainer", {}) | {"devices": trainer},

@@ -1,4 +1,4 @@
-"""`headway simulate`: the real loops, buffer and rules in virtual time, over actors that a scenario describes."""
+"""`headway simulate`: runs the real loops, buffer and rules in virtual time, over actors that a scenario describes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from headway.telemetry.trace_file import TraceFile
 from headway.trainer.fake import FakeTrainer
 
 OnLine = Callable[[LedgerLine], None]
-SCENARIO_FILE = "scenario.json"  # in the run's folder: what was simulated
+SCENARIO_FILE = "scenario.json"  # in the run's folder: the scenario that was simulated
 
 
 def simulate(scenario: Scenario, *, name: str = "scenario", on_line: OnLine | None = None) -> SimulationOutcome:
@@ -47,7 +47,7 @@ def simulate(scenario: Scenario, *, name: str = "scenario", on_line: OnLine | No
     """
     experiment = scenario.experiment()
     directory = RunDirectory(experiment.run.directory)
-    _make_way(directory)
+    _clear_earlier(directory)
     directory.begin(experiment, resume=False)
     try:
         directory.write_json(directory.path / SCENARIO_FILE, json.loads(scenario.model_dump_json()))
@@ -63,7 +63,7 @@ def simulate(scenario: Scenario, *, name: str = "scenario", on_line: OnLine | No
 
 def is_simulated(path: Path) -> bool:
     """Whether the folder holds a simulation."""
-    return (path / SCENARIO_FILE).is_file() and RunDirectory(path).holds_run()
+    return (path / SCENARIO_FILE).is_file() and RunDirectory(path).has_run()
 
 
 def simulated_tasks(path: Path) -> list[Task] | None:
@@ -73,11 +73,11 @@ def simulated_tasks(path: Path) -> list[Task] | None:
     return numbered_tasks(json.loads((path / SCENARIO_FILE).read_text(encoding="utf-8"))["workload"]["tasks"])
 
 
-def _make_way(directory: RunDirectory) -> None:
+def _clear_earlier(directory: RunDirectory) -> None:
     """Empty the folder of an earlier simulation. Raises ConfigurationError when it holds a live run, RunLocked while
     another simulation writes there."""
     path = directory.path
-    if not directory.holds_run():
+    if not directory.has_run():
         return
     if not is_simulated(path):
         raise ConfigurationError(f"{path} holds a live run: choose another run.directory for the simulation")
@@ -99,20 +99,20 @@ async def _simulate(
     if on_line is not None:
         ledger.subscribe(on_line)
     recorder = stack.enter_context(closing(RolloutRecorder(directory.path, scenario.ledger, clock, ledger.event)))
-    world = World(scenario, clock)
+    simulated_run = SimulatedRun(scenario, clock)
     observe = None
     if scenario.ledger.trace:
         trace = stack.enter_context(TraceFile(directory.path, clock, 0.0, on_failure=ledger.event))
         ledger.subscribe(trace.on_line)
         observe = trace.write
-    actors = world.actors(record=ledger.record, observe=observe, recorder=recorder)
+    actors = simulated_run.actors(record=ledger.record, observe=observe, recorder=recorder)
     run = assemble(scenario.experiment(), actors, clock, directory.buffer, stack)
     generator, trainer = scenario.hardware.generator, scenario.hardware.trainer
     run.context.meter.peak_flops_per_s = trainer.peak_flops_per_s
     devices = {"devices_per_replica": generator.devices_per_replica, "trainer_devices": trainer.devices}
     ledger.event(EVENT_SIMULATED, name, seed=scenario.run.seed, **devices)
     await drive(run)
-    counts = msgspec.to_builtins(world.environment.counts)
+    counts = msgspec.to_builtins(simulated_run.environment.counts)
     if scenario.workload.multi_turn:
         data = {key: round(value, 6) for key, value in counts.items()}
         ledger.event("environment", "what the sandboxes did", **data)
@@ -120,7 +120,7 @@ async def _simulate(
     summary = summarise(lines)
     directory.write_json(directory.summary, summary)
     counts = {key: float(value) for key, value in counts.items()}
-    return measure(scenario, summary, lines, await world.engine.statistics(), counts)
+    return measure(scenario, summary, lines, await simulated_run.engine.statistics(), counts)
 
 
 async def drive(run: Run) -> None:
@@ -133,8 +133,8 @@ async def drive(run: Run) -> None:
     await run.conclude()
 
 
-class World:
-    """The fake actors of one scenario."""
+class SimulatedRun:
+    """The fake actors of one simulated scenario."""
 
     def __init__(self, scenario: Scenario, clock: Clock) -> None:
         self.scenario = scenario
@@ -169,7 +169,7 @@ class World:
             observe=observe,
             recorder=recorder,
             shared=range(hardware.replicas if hardware.shares_devices else 0),
-            cpu_s=lambda: 0.0,  # the simulation's own time is none of the run's
+            cpu_s=lambda: 0.0,  # the simulation's own CPU time isn't the run's
             rollouts=functools.partial(FakeRollout, environment=self.environment) if several else None,
         )
 
@@ -229,7 +229,7 @@ class World:
 
 
 def _delay(rate: float) -> Callable[[GenerationRequest], float]:
-    """Make the duration of a request's prefill, at ``rate`` tokens a second."""
+    """Make the function request -> seconds of its prefill, at ``rate`` tokens a second."""
     return lambda request: (len(request.prompt_ids) + len(request.partial.ids)) / rate
 
 

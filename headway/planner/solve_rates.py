@@ -1,7 +1,7 @@
 """Estimates the solve rates of a run's tasks from the outcomes of its groups.
 
-A group of G attempts shows k solved; the rate p of its task is hidden behind a binomial. The distribution of p that
-makes the observed histogram most likely (nonparametric maximum likelihood; Laird 1978) is looked for on a grid, by
+A group of G attempts has k solved ones, binomial in the unknown solve rate p of its task. The distribution of p that
+makes the observed histogram most likely (nonparametric maximum likelihood; Laird 1978) is estimated on a grid, by
 expectation maximisation.
 """
 
@@ -41,9 +41,9 @@ class SolveRates(msgspec.Struct, frozen=True, kw_only=True):
 
 def solve_rates(histogram: Sequence[int], size: int, mixed: float | None) -> SolveRates:
     """Estimate solve rates from a histogram of groups of ``size`` by share solved (`solve_rate_histogram`). ``mixed``:
-    the share of groups with both solved and unsolved attempts to be met, as far as the shares of trivial and impossible
-    tasks can; None: as in the histogram."""
-    weights = _most_likely(histogram, size)
+    the target share of groups with both solved and unsolved attempts, met as far as the shares of trivial and
+    impossible tasks allow; None: as in the histogram."""
+    weights = _maximum_likelihood(histogram, size)
     if weights is None:
         return SolveRates(trivial_share=0.0, impossible_share=0.0, solve_rate=constant(0.5))
     middle = [(rate, weight) for rate, weight in weights if 0.0 < rate < 1.0 and weight >= _LEAST_WEIGHT]
@@ -66,7 +66,7 @@ def solve_rates(histogram: Sequence[int], size: int, mixed: float | None) -> Sol
     )
 
 
-def _most_likely(histogram: Sequence[int], size: int) -> list[tuple[float, float]] | None:
+def _maximum_likelihood(histogram: Sequence[int], size: int) -> list[tuple[float, float]] | None:
     """(rate, weight) pairs on the grid; None where no group was seen."""
     groups = sum(histogram)
     if not groups or len(histogram) != SOLVE_RATE_BINS:
@@ -74,18 +74,18 @@ def _most_likely(histogram: Sequence[int], size: int) -> list[tuple[float, float
     bins = [_bins(rate, size) for rate in _GRID]
     weights = [1.0 / len(_GRID)] * len(_GRID)
     for _ in range(_ROUNDS):
-        found = [0.0] * len(_GRID)
+        expected = [0.0] * len(_GRID)
         for number, count in enumerate(histogram):
             if not count:
                 continue
             parts = [weight * chances[number] for weight, chances in zip(weights, bins, strict=True)]
-            whole = sum(parts)
-            if whole:
-                found = [have + count * part / whole for have, part in zip(found, parts, strict=True)]
-        seen = sum(found)
-        if not seen:
+            total = sum(parts)
+            if total:
+                expected = [prior + count * part / total for prior, part in zip(expected, parts, strict=True)]
+        expected_total = sum(expected)
+        if not expected_total:
             return None
-        weights = [one / seen for one in found]
+        weights = [groups_at_rate / expected_total for groups_at_rate in expected]
     return list(zip(_GRID, weights, strict=True))
 
 
@@ -101,10 +101,10 @@ def _steps(points: Sequence[tuple[float, float]]) -> Quantity:
     """A quantity that takes each value with its weight (weights sum to 1, values rise)."""
     if len(points) == 1:
         return constant(points[0][0])
-    at: list[tuple[float, float]] = []
+    pairs: list[tuple[float, float]] = []
     below = 0.0
     for number, (value, weight) in enumerate(points):
-        at.append((round(below, 6), value))
+        pairs.append((round(below, 6), value))
         below += weight
-        at.append((1.0 if number == len(points) - 1 else round(below - _RAMP, 6), value))
-    return Quantity(kind="quantiles", at=tuple(at))
+        pairs.append((1.0 if number == len(points) - 1 else round(below - _RAMP, 6), value))
+    return Quantity(kind="quantiles", at=tuple(pairs))

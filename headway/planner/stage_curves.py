@@ -1,7 +1,7 @@
-"""How fast each side of a run is on some number of devices: by roofline, over all ways to spread the model.
+"""Rates of a run's generator and trainer by number of devices: by roofline, over all ways to spread the model.
 
-What comes out is what a calibration measures (`records/check_report.Calibration`), so that `control/tuning/forecast.py`
-predicts the run from either.
+The curves give the numbers that a calibration measures (`records/check_report.Calibration`), so that
+`control/tuning/forecast.py` predicts the run from either.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _QUANTILES = 200
 # Options of recipes that a plan sets, that are judged by themselves, or that describe the load
 _PLANNED_OPTIONS = ("slots", "parallelism", "sharded", "expert_imbalance")
 # Relative: the trainers of the published runs A and D took 1.77 and 1.47 times as long as the roofline has it, with its
-# fixed efficiencies (benchmarks/planner.py --parts published); of generators too little was published to tell.
+# fixed efficiencies (benchmarks/planner.py --parts published); too little was published of generators to compare.
 ROOFLINE_ERROR = 0.8
 
 
@@ -44,7 +44,7 @@ class GenerationCurve(msgspec.Struct, frozen=True, kw_only=True):
     tensor: int = 1
     fixed_s: float  # a decode step takes fixed + requests x request; prefills are in the latter
     request_s: float
-    kv_tokens: int | None = None  # that a replica's cache has room for; None: not known
+    kv_tokens: int | None = None  # capacity of a replica's cache; None: not known
     bytes_per_device: float | None = None
 
 
@@ -59,7 +59,7 @@ class TrainingCurve(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of publishing and applying a version, of verifying a response, and what the sides cost each other."""
+    """Seconds of publishing and applying a version and of verifying a response, and the slowdown by interference."""
 
     publish_s: float
     apply_s: float
@@ -85,16 +85,16 @@ class StageCurves(ABC):
         self.generation, self.training = cache(self._generation), cache(self._training)
 
     @abstractmethod
-    def _generation(self, at: int, devices: int, resident: float) -> GenerationCurve | None:
-        """The generator on ``devices`` of class ``at``, ``resident`` bytes of each being the trainer's."""
+    def _generation(self, class_index: int, devices: int, resident: float) -> GenerationCurve | None:
+        """The generator on ``devices`` of class ``class_index``, where the trainer uses ``resident`` bytes of each."""
 
     @abstractmethod
-    def _training(self, at: int, devices: int) -> TrainingCurve | None:
-        """The trainer on ``devices`` of class ``at``."""
+    def _training(self, class_index: int, devices: int) -> TrainingCurve | None:
+        """The trainer on ``devices`` of class ``class_index``."""
 
     @abstractmethod
     def shared_costs(self, kind: PlanDevices, generation: GenerationCurve) -> SharedCosts:
-        """Costs that belong to neither side alone."""
+        """Costs that belong neither to the generator nor to the trainer alone."""
 
     def calibration(
         self, kind: PlanDevices, generation: GenerationCurve, training: TrainingCurve, *, shared: bool
@@ -156,103 +156,104 @@ class RooflineCurves(StageCurves):
         usual = GenerationRecipe(dtype=experiment.generator.dtype, slots=experiment.generator.slots)
         self._generate = recipe(pool.tables, "generate", GenerationRecipe, **msgspec.structs.asdict(usual))
         self.shards = self._train.sharded
-        sides = (("generate", self._generate, usual), ("train", self._train, plain))
+        recipes = (("generate", self._generate, usual), ("train", self._train, plain))
         self.unusual = tuple(
-            f"{side}: {key}"
-            for side, asked, runs in sides
+            f"{section}: {key}"
+            for section, asked, runs in recipes
             for key, value in msgspec.structs.asdict(asked).items()
             if value != getattr(runs, key) and key not in _PLANNED_OPTIONS
         )
 
-    def _generation(self, at: int, devices: int, resident: float) -> GenerationCurve | None:
+    def _generation(self, class_index: int, devices: int, resident: float) -> GenerationCurve | None:
         """See :meth:`StageCurves._generation`: the fastest way of all."""
-        kind, found = self.pool.classes[at], list[tuple[float, GenerationCurve]]()
+        kind, candidates = self.pool.classes[class_index], list[tuple[float, GenerationCurve]]()
         for spread in self._spreads(kind, devices):
-            one = ReplicaRates(
+            rates = ReplicaRates(
                 model=self.model,
-                device=_without(kind.device, resident),
+                device=_with_memory_taken(kind.device, resident),
                 recipe=msgspec.structs.replace(self._generate, parallelism=spread),
             )
-            if devices % one.devices:
+            if devices % rates.devices:
                 continue
-            replicas = devices // one.devices
+            replicas = devices // rates.devices
             try:
-                curve = self._curve(one, replicas)
+                curve = self._curve(rates, replicas)
             except ConfigurationError as error:
                 self.reasons.setdefault("generate", str(error))
                 continue
             step_s = curve.fixed_s + curve.request_s * curve.slots
-            found.append((replicas * curve.slots / step_s, curve))
-        return max(found, key=lambda pair: pair[0])[1] if found else None
+            candidates.append((replicas * curve.slots / step_s, curve))
+        return max(candidates, key=lambda pair: pair[0])[1] if candidates else None
 
-    def _curve(self, one: ReplicaRates, replicas: int) -> GenerationCurve:
+    def _curve(self, rates: ReplicaRates, replicas: int) -> GenerationCurve:
         mean = self.lengths.mean_tokens
         context, queue = self.prompt_tokens + mean / 2, self.experiment.queue
         admitted = queue.groups_per_step * (queue.budget + 1) * self.experiment.rollout.group_size
-        slots = max(1, min(one.concurrency(context), math.ceil(admitted / replicas)))
-        many, few = one.step_s(slots, context), one.step_s(max(1.0, slots / 2), context)
+        slots = max(1, min(rates.concurrency(context), math.ceil(admitted / replicas)))
+        many, few = rates.step_s(slots, context), rates.step_s(max(1.0, slots / 2), context)
         request_s = (many - few) / (slots / 2) if slots > 1 else 0.0
-        prefill_s = self.prompt_tokens / one.prefill_tokens_per_s(max(1.0, self.prompt_tokens))
-        cached = one.cached_bytes(context)  # of a request
+        prefill_s = self.prompt_tokens / rates.prefill_tokens_per_s(max(1.0, self.prompt_tokens))
+        cached = rates.cached_bytes(context)  # of a request
         return GenerationCurve(
             replicas=replicas,
-            per_replica=one.devices,
-            spread=_words(one.recipe.parallelism),
-            tensor=one.recipe.parallelism.tensor,
+            per_replica=rates.devices,
+            spread=_spread_text(rates.recipe.parallelism),
+            tensor=rates.recipe.parallelism.tensor,
             slots=slots,
             fixed_s=many - request_s * slots,
-            request_s=request_s + (0.0 if one.recipe.prefill_devices else prefill_s / mean),
-            kv_tokens=int(one.cache_bytes() // (cached / context)),
-            bytes_per_device=one.weight_bytes() + slots * cached / one.recipe.parallelism.devices,
+            request_s=request_s + (0.0 if rates.recipe.prefill_devices else prefill_s / mean),
+            kv_tokens=int(rates.cache_bytes() // (cached / context)),
+            bytes_per_device=rates.weight_bytes() + slots * cached / rates.recipe.parallelism.devices,
         )
 
-    def _training(self, at: int, devices: int) -> TrainingCurve | None:
+    def _training(self, class_index: int, devices: int) -> TrainingCurve | None:
         """See :meth:`StageCurves._training`: the fastest way of all."""
-        kind, found = self.pool.classes[at], list[tuple[float, TrainingCurve]]()
+        kind, candidates = self.pool.classes[class_index], list[tuple[float, TrainingCurve]]()
         mean = self.prompt_tokens + self.lengths.mean_tokens
         longest, tokens = float(self.experiment.max_sequence_tokens), self.samples * mean
         for spread in self._training_spreads(kind, devices):
-            one = TrainerRates(
+            rates = TrainerRates(
                 model=self.model,
                 device=kind.device,
                 devices=devices,
                 recipe=msgspec.structs.replace(self._train, parallelism=spread),
             )
             try:
-                copies = one.copies
-                one.require_memory(longest)
-                whole, half = one.step_s(tokens, mean), one.step_s(tokens / 2, mean)
+                copies = rates.copies
+                rates.require_memory(longest)
+                step_s, half_step_s = rates.step_s(tokens, mean), rates.step_s(tokens / 2, mean)
                 if self.experiment.algorithm.kl_coefficient > 0:
-                    whole += one.step_s(tokens, mean, scoring=True)
-                    half += one.step_s(tokens / 2, mean, scoring=True)
+                    step_s += rates.step_s(tokens, mean, scoring=True)
+                    half_step_s += rates.step_s(tokens / 2, mean, scoring=True)
             except ConfigurationError as error:
                 self.reasons.setdefault("train", str(error))
                 continue
-            token_s = max(0.0, (whole - half) / (tokens / 2))
+            token_s = max(0.0, (step_s - half_step_s) / (tokens / 2))
             curve = TrainingCurve(
                 copies=copies,
-                spread=_words(spread) + (f", sharded over {devices}" if self._train.sharded else ""),
-                fixed_s=max(0.0, whole - token_s * tokens),
+                spread=_spread_text(spread) + (f", sharded over {devices}" if self._train.sharded else ""),
+                fixed_s=max(0.0, step_s - token_s * tokens),
                 token_s=token_s,
-                bytes_per_device=one.memory(longest).total,
+                bytes_per_device=rates.memory(longest).total,
             )
-            found.append((whole, curve))
-        return min(found, key=lambda pair: pair[0])[1] if found else None
+            candidates.append((step_s, curve))
+        return min(candidates, key=lambda pair: pair[0])[1] if candidates else None
 
     def _spreads(self, kind: PlanDevices, devices: int) -> Iterator[Parallelism]:
-        """Ways to spread a replica: the file's, or for vLLM tensor parallelism by powers of two, with the experts."""
-        given = self._generate.parallelism
-        if given != Parallelism() or self.experiment.generator.engine == "torch":
-            yield given
+        """Yield ways to spread a replica: the file's, or for vLLM tensor parallelism by powers of two, experts too."""
+        configured = self._generate.parallelism
+        if configured != Parallelism() or self.experiment.generator.engine == "torch":
+            yield configured
             return
         for tensor in _powers(min(devices, 2 * kind.device.per_node)):
             yield Parallelism(tensor=tensor, expert=tensor if self.model.expert_parameters else 1)
 
     def _training_spreads(self, kind: PlanDevices, devices: int) -> Iterator[Parallelism]:
-        """The file's, or where weights may be sharded tensor and context parallelism inside a node, and experts."""
-        given = self._train.parallelism
-        if given != Parallelism() or not self._train.sharded:
-            yield given
+        """Yield ways to spread the trainer: the file's, or where weights may be sharded tensor and context parallelism
+        inside a node, and experts."""
+        configured = self._train.parallelism
+        if configured != Parallelism() or not self._train.sharded:
+            yield configured
             return
         inside = [count for count in _powers(min(8, kind.device.per_node)) if devices % count == 0]
         experts = [1, *(_powers(devices)[1:] if self.model.expert_parameters else ())]
@@ -281,18 +282,18 @@ def _values(quantity: Quantity) -> list[float]:
     return [quantity.at_normal(normal.inv_cdf((index + 0.5) / _QUANTILES)) for index in range(_QUANTILES)]
 
 
-def _powers(most: int) -> list[int]:
-    return [1 << exponent for exponent in range(most.bit_length())]
+def _powers(limit: int) -> list[int]:
+    return [1 << exponent for exponent in range(limit.bit_length())]
 
 
-def _words(spread: Parallelism) -> str:
+def _spread_text(spread: Parallelism) -> str:
     parts = [f"{name} {count}" for name, count in msgspec.structs.asdict(spread).items() if count > 1]
     return ", ".join(parts) or "1 device"
 
 
-def _without(device: RatedDevice, resident: float) -> RatedDevice:
-    """``device`` with so many bytes taken, of those that can be used."""
+def _with_memory_taken(device: RatedDevice, resident: float) -> RatedDevice:
+    """Return ``device`` with ``resident`` bytes less of usable memory."""
     if not resident:
         return device
-    left = max(1.0, device.figure("memory_bytes") - resident / device.reached.usable_memory)
-    return msgspec.structs.replace(device, figures=msgspec.structs.replace(device.figures, memory_bytes=left))
+    free_bytes = max(1.0, device.figure("memory_bytes") - resident / device.reached.usable_memory)
+    return msgspec.structs.replace(device, figures=msgspec.structs.replace(device.figures, memory_bytes=free_bytes))

@@ -1,4 +1,4 @@
-"""Rows that `headway simulate` prints below those of any run."""
+"""The rows of `headway simulate`'s table beyond those of any run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from headway.planner.outcome import SimulationOutcome
 def outcome_rows(outcome: SimulationOutcome) -> dict[str, str]:
     """Label -> text, in the order they are printed."""
     counts = outcome.environment
-    found = {
+    rows = {
         "mean staleness": f"{outcome.staleness_mean:.2f} versions",
         "tokens": (
             f"{outcome.generated_tokens:,} generated, {outcome.wasted_share:.1%} of them not trained; "
@@ -20,16 +20,16 @@ def outcome_rows(outcome: SimulationOutcome) -> dict[str, str]:
         ),
     }
     if outcome.mfu_step:
-        found["MFU"] = f"{outcome.mfu_step:.1%} of the step, {outcome.mfu_compute:.1%} while computing"
+        rows["MFU"] = f"{outcome.mfu_step:.1%} of the step, {outcome.mfu_compute:.1%} while computing"
     if counts["started"]:
-        found["sandboxes"] = (
+        rows["sandboxes"] = (
             f"{counts['started']:,.0f} started, {counts['live_peak']:,.0f} at once; "
             f"{counts['tool_calls']:,.0f} tool calls; {counts['start_failures'] + counts['tool_failures']:,.0f} "
             f"failures"
         )
     if counts["resumed_states"] or counts["restarted_states"]:
         mean = counts["state_staleness_sum"] / max(1.0, counts["resumed_states"])
-        found["environment states"] = (
+        rows["environment states"] = (
             f"{counts['resumed_states']:,.0f} resumed, {mean:.2f} versions old in the mean, "
             f"{counts['state_staleness_max']:.0f} at worst; {counts['restarted_states']:,.0f} begun anew"
         )
@@ -37,4 +37,4 @@ def outcome_rows(outcome: SimulationOutcome) -> dict[str, str]:
     if outcome.dollars:
         per_sample = outcome.dollars / max(1, outcome.summary.samples_trained)
         cost += f", ${outcome.dollars:,.2f}, ${per_sample:.3g} a sample"
-    return found | {"cost": cost}
+    return rows | {"cost": cost}

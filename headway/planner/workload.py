@@ -41,7 +41,7 @@ def numbered_tasks(count: int) -> list[Task]:
 
 
 class WorkloadModel:
-    """Draws for one scenario and seed. ``step``: training step now, which drift and learning go by."""
+    """Draws of one scenario and seed. ``step``: returns the present training step, for drift and learning."""
 
     def __init__(self, scenario: Scenario, step: Callable[[], int]) -> None:
         self._scenario = scenario
@@ -49,24 +49,24 @@ class WorkloadModel:
         self._seed = scenario.run.seed
         self._step = step
         correlation = self._workload.group_correlation
-        self._common, self._own = math.sqrt(correlation), math.sqrt(1.0 - correlation)
+        self._group_weight, self._member_weight = math.sqrt(correlation), math.sqrt(1.0 - correlation)
 
     def prompt(self, index: int) -> CountedTokens:
         """The prompt of the task with this index."""
         key = mix(self._seed, _PROMPT, index)
-        tokens = self._drawn(self._workload.prompt_tokens, "workload.prompt_tokens", key)
+        tokens = self._draw(self._workload.prompt_tokens, "workload.prompt_tokens", key)
         return CountedTokens.of(max(1, round(tokens)), seed=mix(self._seed, _TASK, index))
 
     def plan(self, request: GenerationRequest) -> Plan:
         """The plan of the rollout that ``request`` begins; depends on its seed, its group and the present step."""
         key = mix(self._seed, request.sampling.seed)
-        shared = normal(mix(self._seed, _SHARED, request.priority)) if self._common else 0.0
+        shared = normal(mix(self._seed, _SHARED, request.priority)) if self._group_weight else 0.0
         if not self._workload.multi_turn:
             score = self._score(key, shared)
-            tokens = self._valued(self._workload.response_tokens, "workload.response_tokens", score)
+            tokens = self._at_score(self._workload.response_tokens, "workload.response_tokens", score)
             return Plan(turns=(TurnProfile(tokens=max(1, round(tokens))),))
         score = self._score(mix(key, _TURNS), shared)
-        count = max(1, round(self._valued(self._workload.turns, "workload.turns", score)))
+        count = max(1, round(self._at_score(self._workload.turns, "workload.turns", score)))
         return Plan(
             turns=tuple(self._turn(mix(key, _TURN, index), shared, index == count - 1) for index in range(count))
         )
@@ -88,27 +88,27 @@ class WorkloadModel:
         return uniform(mix(self._seed, _SOLVED, seed)) < rate
 
     def verify_s(self, seed: int) -> float:
-        return max(0.0, self._drawn(self._workload.verify_s, "workload.verify_s", mix(self._seed, seed)))
+        return max(0.0, self._draw(self._workload.verify_s, "workload.verify_s", mix(self._seed, seed)))
 
     def _turn(self, key: int, shared: float, last: bool) -> TurnProfile:
         workload = self._workload
         score = self._score(key, shared)
-        tokens = max(1, round(self._valued(workload.turn_tokens, "workload.turn_tokens", score)))
+        tokens = max(1, round(self._at_score(workload.turn_tokens, "workload.turn_tokens", score)))
         if last:
             return TurnProfile(tokens=tokens)
-        reply = self._drawn(workload.reply_tokens, "workload.reply_tokens", mix(key, _REPLY))
-        tool_s = self._drawn(workload.tool_s, "workload.tool_s", mix(key, _TOOL))
+        reply = self._draw(workload.reply_tokens, "workload.reply_tokens", mix(key, _REPLY))
+        tool_s = self._draw(workload.tool_s, "workload.tool_s", mix(key, _TOOL))
         return TurnProfile(tokens=tokens, reply_tokens=max(1, round(reply)), tool_s=max(0.0, tool_s))
 
     def _score(self, key: int, shared: float) -> float:
         """A standard normal score; scores of one group have the scenario's correlation (a Gaussian copula)."""
 
-        return self._common * shared + self._own * normal(key)
+        return self._group_weight * shared + self._member_weight * normal(key)
 
-    def _drawn(self, quantity: Quantity, name: str, key: int) -> float:
-        return self._valued(quantity, name, 0.0 if quantity.fixed else normal(key))
+    def _draw(self, quantity: Quantity, name: str, key: int) -> float:
+        return self._at_score(quantity, name, 0.0 if quantity.fixed else normal(key))
 
-    def _valued(self, quantity: Quantity, name: str, score: float) -> float:
+    def _at_score(self, quantity: Quantity, name: str, score: float) -> float:
         step = self._step()
-        found = quantity.at_normal(score, step)
-        return found * self._scenario.drifted(name, step) if self._scenario.drift else found
+        drawn = quantity.at_normal(score, step)
+        return drawn * self._scenario.drifted(name, step) if self._scenario.drift else drawn

@@ -123,9 +123,9 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     effective_per_s: float  # production x acceptance (1 where that is unknown)
     consumption_per_s: float  # samples/s the trainer takes, publishing included
     verify_per_s: float | None  # samples/s all verifier workers can score
-    lent_share: float  # of the replicas: the trainer computes on their devices, and they pause meanwhile
+    yielded_share: float  # of the replicas: they yield their devices to the trainer, and pause meanwhile
     balance: float  # effective production / consumption
-    ideal_per_s: float  # the slower side's rate; where all replicas are lent 1 / (1/production + 1/consumption)
+    ideal_per_s: float  # the lower of both rates; where all replicas yield 1 / (1/production + 1/consumption)
     outcome: QueueOutcome
     steps_per_h: float
     training_s: float  # until run.steps or run.time_limit_s, whichever is sooner

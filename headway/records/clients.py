@@ -30,11 +30,11 @@ Stop = Pruned | Failure | Literal["park", "leave"]  # why a member is stopped
 
 @dataclass(frozen=True)
 class Watch:
-    """A callback for a request's tokens while it runs, in the caller's event loop. ``told`` must not take long; it may
-    cancel the request."""
+    """A callback for a request's tokens while it runs, in the caller's event loop. ``on_tokens`` must not take long; it
+    may cancel the request."""
 
     every_tokens: int  # new response tokens between two calls, about: they come in the deltas that engines stream
-    told: Callable[[PartialResponse], None]  # all tokens so far
+    on_tokens: Callable[[PartialResponse], None]  # all tokens so far
 
 
 class Generator(Protocol):
@@ -43,13 +43,13 @@ class Generator(Protocol):
     async def start(self) -> None: ...
 
     async def generate(self, request: GenerationRequest, watch: Watch | None = None) -> GenerationResult:
-        """Sample one response; ``watch`` is called with its tokens meanwhile. Survives the death of a replica: it
-        continues elsewhere from the tokens streamed so far. A request parked by an ``abort`` update returns with
-        finish_reason "abort"; the caller resumes it with ``partial``. A failed one raises nothing: "error"."""
+        """Sample one response; ``watch`` is called with its tokens meanwhile. If a replica dies, another continues the
+        request from the tokens streamed so far. A request parked by an ``abort`` update returns with finish_reason
+        "abort"; the caller resumes it with ``partial``. A failed one raises nothing: "error"."""
         ...
 
     def cancel(self, request_id: str) -> None:
-        """End a request: its ``generate`` comes back with finish_reason "abort" and its tokens. Unknown ids: no-op."""
+        """End a request: its ``generate`` returns with finish_reason "abort" and its tokens. Unknown ids: no-op."""
         ...
 
     def tokens_so_far(self, request_id: str) -> int:
@@ -70,17 +70,17 @@ class Generator(Protocol):
         ...
 
     async def pause_replicas(self, indices: Collection[int]) -> None:
-        """Stop decoding on these replicas between two steps: their devices are another's for the moment (*lent*).
-        Requests stay in flight, weights can still be updated. All others keep decoding."""
+        """Stop decoding on these replicas between two steps: their devices are *yielded* to another worker. Requests
+        stay in flight, weights can still be updated. All others keep decoding."""
         ...
 
     async def resume_replicas(self, indices: Collection[int]) -> None:
         """Resume decoding on replicas that were paused."""
         ...
 
-    async def rest_replicas(self, resting: Collection[int]) -> None:
+    async def idle_replicas(self, resting: Collection[int]) -> None:
         """Send no requests to the replicas with these indices and move theirs elsewhere; all others take requests.
-        Resting replicas still apply updates, and serve when no other is live."""
+        Idle replicas still apply updates, and serve when no other is live."""
         ...
 
     async def statistics(self) -> list[EngineStatistics]: ...
@@ -142,7 +142,7 @@ class Trainer(Protocol):
         ...
 
     async def restart(self) -> None:
-        """Start anew after a death, at the initial model and version 0 (the caller loads and replays)."""
+        """Restart after a death, at the initial model and version 0 (the caller loads and replays)."""
         ...
 
     async def load_weights(self, path: str) -> None:
@@ -162,8 +162,8 @@ class Verifier(Protocol):
         """Seconds that the last worker took to start; 0.0 before the first."""
         ...
 
-    def most_workers(self) -> int:
-        """Workers that there is room for now, those that run included."""
+    def max_workers(self) -> int:
+        """The number of workers that cores and memory allow now, running ones included."""
         ...
 
     def set_workers(self, count: int) -> None:
@@ -192,8 +192,8 @@ class RolloutMaker(Protocol):
         """Stop a member of the group with this admission index, as soon as the generator returns its tokens.
 
         Pruned: it ends with them, to be verified as it stands. Failure: it ends failed. "park": it waits at the resume
-        gate and continues from them, unless it has reached the limit of parkings. "leave": parked whatever the limit,
-        for the run ends. No-op for a member that isn't being made, has nothing to park or was already stopped.
+        gate and continues from them, unless it has reached the limit of parkings. "leave": parked regardless of the
+        limit, because the run ends. No-op for a member that isn't being made, has nothing to park or was stopped.
         """
         ...
 
@@ -202,7 +202,7 @@ class RolloutMaker(Protocol):
         ...
 
     def for_evaluation(self, request_prefix: str, temperature: float | None = None) -> RolloutMaker:
-        """Return a maker of the same rollouts at ``temperature`` (None: the run's); they are in no books and not
+        """Return a maker of the same rollouts at ``temperature`` (None: the run's), neither accounted for nor
         pruned. ``request_prefix`` keeps its requests and random numbers separate from this maker's."""
         ...
 

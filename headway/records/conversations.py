@@ -1,4 +1,4 @@
-"""Records of an agent's calls to a model: what each asks to sample, its refusals, the recorded conversation."""
+"""Records of an agent's calls to a model: requests, sampling parameters, refusals, the recorded conversation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ HistoryReasoning = Literal["as_sent", "restore"]  # of an answer that a client s
 # Of tool calls. auto: as the chat template writes them.
 _Format = Literal["hermes", "llama_json", "qwen_xml", "glm", "minimax", "deepseek", "kimi", "mistral", "gpt_oss"]
 ToolFormat = Literal["auto", _Format, "gemma", "python", "none"]
-# Where a call's prompt begins: at nothing; behind an answer; where another call went on before (another conversation,
-# or messages that were edited); at a prompt that was answered before; or earlier than its messages say, because the
-# chat template renders an answer otherwise than it was sampled.
+# The point of the recorded conversation at which a call's prompt continues: none; the end of an answer; a point from
+# which another call has continued already (another conversation, or edited messages); a prompt that was answered
+# before; or an earlier point than its messages have, because the chat template renders an answer otherwise.
 Cause = Literal["start", "continued", "branched", "sibling", "rewritten"]
 Refusal = Literal[
     "invalid_request_error",
@@ -32,7 +32,7 @@ OnTokens = Callable[[PartialResponse], None]  # of all tokens of a response so f
 
 
 class RequestRefused(Exception):
-    """A request is refused, and the caller has to fix it. ``code`` and ``param`` (the field) are the API's own."""
+    """A request is refused, and its caller has to fix it. ``code`` and ``param`` (the field) are those of the API."""
 
     def __init__(self, message: str, *, param: str | None = None, code: Refusal = "invalid_request_error") -> None:
         super().__init__(message)
@@ -41,8 +41,8 @@ class RequestRefused(Exception):
 
 
 class ClientSampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How a client asks for its answers to be sampled; None: not given. A run's rollouts are sampled as the experiment
-    says instead: greedy or truncated answers couldn't be trained on."""
+    """The sampling parameters that a client requests; None: not given. A run's rollouts use the experiment's instead:
+    greedy or truncated answers couldn't be trained on."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -68,10 +68,10 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
 class SampleTurn(Protocol):
     """The call by which a conversation reaches the generator."""
 
-    def __call__(self, wanted: TurnRequest, told: OnTokens, /) -> Awaitable[GenerationResult]:
-        """Sample ``wanted``. ``told`` is called with its tokens meanwhile; the first call has none and means that the
-        request won't be refused any more. A failure is a result with finish_reason "error"; cancelling this call ends
-        the request in the engine. Raises Overloaded where the request is refused for now."""
+    def __call__(self, request: TurnRequest, on_tokens: OnTokens, /) -> Awaitable[GenerationResult]:
+        """Sample ``request``. ``on_tokens`` is called with its tokens meanwhile; the first call has none and means that
+        the request won't be refused any more. A failure is a result with finish_reason "error"; cancelling this call
+        ends the request in the engine. Raises Overloaded where the request is refused for now."""
         ...
 
 
@@ -109,7 +109,7 @@ class OpenConversation(Protocol):
         max_tokens: int | None = None,
     ) -> ChatAnswer:
         """Answer a call from this process: the whole conversation and its tools, as in OpenAI's chat API. Raises
-        RequestRefused, and whatever else a call may fail with."""
+        RequestRefused, and any other error of a call."""
         ...
 
     def replay(
@@ -166,7 +166,7 @@ class RecordedConversation(msgspec.Struct, frozen=True, kw_only=True):
     solved: bool = False  # posted with the reward
 
 
-def rollout_of(
+def rollout_from(
     conversation: RecordedConversation, group: Group, member: int, now: float, failure: Failure | None = None
 ) -> Rollout:
     """Make the unverified rollout of ``conversation``, ended at ``now`` (clock seconds). Without any answered call it

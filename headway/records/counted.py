@@ -148,10 +148,10 @@ class SampledMask(_Counted):
         return position < self.sampled
 
 
-def joined(before: Sequence[Any], new: Sequence[Any]) -> Any:
+def joined(first: Sequence[Any], second: Sequence[Any]) -> Any:
     """Concatenate two sequences: arrays to an array, counted ones to a counted one."""
-    after: Any = new
-    return before + after if before and new else before or new  # type: ignore[operator]
+    after: Any = second
+    return first + after if first and second else first or second  # type: ignore[operator]
 
 
 def sampled_mask(ids: Sequence[int]) -> Sequence[bool]:

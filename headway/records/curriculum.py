@@ -10,7 +10,7 @@ import msgspec
 # or none in the band is free; band: outcomes are likely to differ; replay: unsolved, and due again
 DrawReason = Literal["cursor", "explore", "band", "replay"]
 DRAW_REASONS: tuple[DrawReason, ...] = ("cursor", "explore", "band", "replay")
-# unseen: no group of it has finished; trivial and unsolved: outcomes are likely to be all alike, solved or not
+# unseen: no group of it has finished; trivial and unsolved: outcomes are likely to be all the same, solved or not
 Region = Literal["unseen", "trivial", "band", "unsolved"]
 REGIONS: tuple[Region, ...] = ("unseen", "unsolved", "band", "trivial")
 

@@ -20,9 +20,9 @@ class NextTurn(msgspec.Struct, frozen=True, kw_only=True):
     said: tuple[dict[str, Any], ...]  # messages, as in OpenAI's chat API
     speaker: str = ""  # whose conversation it is, where the policy plays several roles
     tools: tuple[dict[str, Any], ...] = ()  # that the answer may call, as in OpenAI's chat API
-    learned: bool = True  # False: the policy plays this role, and no loss is taken of what it says
+    learned: bool = True  # False: the policy plays this role, and its answers carry no loss
     stop: tuple[str, ...] = ()  # strings that end the answer
-    max_tokens: int | None = None  # of the answer; None: what is left
+    max_tokens: int | None = None  # of the answer; None: what remains of the rollout's limit
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,12 +38,12 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 class EpisodeScore(msgspec.Struct, frozen=True, kw_only=True):
     """An environment's score of a rollout that is over."""
 
-    verdict: Verdict | None = None  # None: its turns' rewards say what it is worth, or else ``[verifier]``
+    verdict: Verdict | None = None  # None: its turns' rewards are its score, or else ``[verifier]`` scores it
     reward: float | None = None  # of its last turn, in addition to that of the reply
 
 
 class TurnRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A turn that is over: what was asked, what was sampled, and what the environment rewarded it with."""
+    """A turn that is over: its request, the sampled answer, and the environment's reward."""
 
     asked: NextTurn
     result: GenerationResult

@@ -33,7 +33,7 @@ class EpochLost(HeadwayError):
     """The run's epoch was taken by another orchestrator, or couldn't be renewed: this one commits nothing more."""
 
     exit_code = 3
-    page = "docs/several_machines.md#the-books-their-copy-and-resuming-elsewhere"
+    page = "docs/several_machines.md#the-accounting-its-copy-and-resuming-elsewhere"
 
 
 class CheckpointCorrupt(ConfigurationError):
@@ -43,29 +43,29 @@ class CheckpointCorrupt(ConfigurationError):
 
 
 class StepRefused(HeadwayError, ValueError):
-    """A call of the trainer that doesn't go with its version, earlier calls or the algorithm: nothing was changed."""
+    """The trainer refuses a call that contradicts its version, earlier calls or the algorithm; nothing was changed."""
 
 
 class ExpertsMismatch(HeadwayError):
-    """Recorded experts that can't be those of the model in training: of other layers, or more than it has."""
+    """Recorded experts can't be those of the model in training: they are of other layers, or more than it has."""
 
     page = "docs/models.md#mixtures-of-experts-under-reinforcement-learning"
 
 
 class KeptSetMismatch(HeadwayError):
-    """A recorded kept set, or grammar, by which a token can't have been sampled: it has no log-probability."""
+    """A token can't have been sampled by its recorded kept set or grammar, so it has no log-probability."""
 
     page = "docs/objectives.md#samples-of-a-part-of-the-vocabulary"
 
 
 class HookFailed(HeadwayError):
-    """A user's function raised, or returned what its contract doesn't allow: ``key`` of the experiment file names it,
-    the message says which function it is and what came back."""
+    """A user's function raised, or returned what its contract doesn't allow. ``key`` of the experiment file names it,
+    and the message names the function and what it raised or returned."""
 
     page = "docs/hooks.md"
 
-    def __init__(self, key: str, name: str, what: str) -> None:
-        super().__init__(f"{key} = {name!r} {what}")
+    def __init__(self, key: str, name: str, problem: str) -> None:
+        super().__init__(f"{key} = {name!r} {problem}")
         self.key = key
 
     @property
@@ -76,7 +76,7 @@ class HookFailed(HeadwayError):
 
 class InfrastructureError(HeadwayError):
     """Raised by a user's code, or ours that it calls, where a machine or a service failed: it says nothing of the
-    policy, so it is tried anew and never rewarded."""
+    policy, so it is retried and never rewarded."""
 
     page = "docs/hooks.md#the-policys-failures-and-the-machines"
 
@@ -111,7 +111,7 @@ class RemoteError(HeadwayError):
 
 
 class Overloaded(HeadwayError):
-    """More requests than there is room for: the caller may try again after ``retry_after_s``."""
+    """The requests exceed the capacity; the caller may try again after ``retry_after_s``."""
 
     def __init__(self, why: str, retry_after_s: int) -> None:
         super().__init__(f"{why}: try again after {retry_after_s} s")
@@ -132,17 +132,17 @@ class WeightsMismatch(HeadwayError):
 
 
 class EnginesDisagree(ConfigurationError):
-    """Trainer and engine compute different log-probabilities of the same tokens; names the layer where they part, where
-    it can be seen."""
+    """Trainer and engine compute different log-probabilities of the same tokens; names the first layer whose output
+    differs, where that can be determined."""
 
     page = "docs/troubleshooting.md#trainer-and-engine-disagree"
 
 
-class BooksUnbalanced(HeadwayError):
+class AccountingUnbalanced(HeadwayError):
     """A rollout is missing or ended twice."""
 
     exit_code = 4
-    page = "docs/troubleshooting.md#books-that-dont-balance"
+    page = "docs/troubleshooting.md#rollouts-not-accounted-for"
 
 
 class Interrupted(HeadwayError):
@@ -152,7 +152,7 @@ class Interrupted(HeadwayError):
 
 
 class BudgetExceeded(HeadwayError):
-    """A batch would contain a group staler than the budget: an invariant of admission was broken."""
+    """A batch would contain a group staler than the budget, which an invariant of admission rules out."""
 
     exit_code = 4
     page = "docs/troubleshooting.md#budget-broken"
@@ -165,7 +165,7 @@ class NoProgress(HeadwayError):
 
 
 class DeviceBusy(HeadwayError):
-    """A party didn't get its devices in time; the message names who holds them, its stage and for how long."""
+    """A participant didn't get its devices in time; the message names their holder, its stage, and for how long."""
 
     page = "docs/async.md#where-the-two-sides-compute"
 
@@ -177,10 +177,10 @@ class StorageFailed(HeadwayError):
 
 
 class BufferFull(HeadwayError):
-    """A group was admitted without a place in the buffer."""
+    """A group was admitted although the buffer has no free place."""
 
 
 class BufferCorrupt(ConfigurationError):
     """The buffer's database is damaged, of another schema, or contradicts a transition."""
 
-    page = "docs/several_machines.md#the-books-their-copy-and-resuming-elsewhere"
+    page = "docs/several_machines.md#the-accounting-its-copy-and-resuming-elsewhere"

@@ -1,5 +1,4 @@
-"""How a workflow is executed: which stage is on which devices and in which portions, who takes turns on them, and what
-a step of it took."""
+"""Records of a workflow's execution: stages on devices, chunk sizes, turns on shared devices, times of its steps."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class StagePlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a stage works: one worker on each of its devices."""
+    """The placement of a stage: one worker on each of its devices."""
 
     devices: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
     chunk: Count | None = None  # items that the stage takes at once, over all its devices; None: all of a step
@@ -38,8 +37,8 @@ class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Items that one worker of a stage takes at once; None: all that come."""
         placed = self.stages[stage]
         workers = len(placed.devices)
-        whole = placed.chunk or (self.items if workers > 1 else None)
-        return None if whole is None else math.ceil(whole / workers)
+        stage_chunk = placed.chunk or (self.items if workers > 1 else None)
+        return None if stage_chunk is None else math.ceil(stage_chunk / workers)
 
 
 class StageStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,15 +63,15 @@ class FlowStep(msgspec.Struct, frozen=True, kw_only=True, tag="flow_step", tag_f
     mode: Mode
     stages: dict[str, StageStep]
     expected_s: float | None = None  # by the plan
-    lock_idle_s: float = 0.0  # device-seconds in which nobody held what somebody waited for
+    lock_idle_s: float = 0.0  # device-seconds in which a device was awaited and not held
     moved_s: float = 0.0  # spent before this step on a change of the plan
 
 
 FlowLine = FlowStep | EventRecord
 
 
-class Party(msgspec.Struct, frozen=True, kw_only=True):
-    """Somebody who computes on devices: a worker, or workers that compute together."""
+class Participant(msgspec.Struct, frozen=True, kw_only=True):
+    """A user of devices: a worker, or workers that compute together."""
 
     name: str
     stage: str  # of the workflow
@@ -81,7 +80,7 @@ class Party(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LockGrant(msgspec.Struct, frozen=True, kw_only=True):
-    """A party holds its devices from now on."""
+    """A participant holds its devices from now on."""
 
     party: str
     offload: tuple[str, ...] = ()  # these must leave the devices before it computes there
@@ -101,12 +100,12 @@ class LockChanges(msgspec.Struct, frozen=True, kw_only=True):
     """Grants and recalls that a call on the lock has led to."""
 
     grants: tuple[LockGrant, ...] = ()
-    recalls: tuple[str, ...] = ()  # holders that are wanted since now: they release at their next wait
+    recalls: tuple[str, ...] = ()  # holders whose devices are awaited since this call: they release at their next wait
 
 
 class LockStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of a lock since its beginning."""
 
     grants: int
-    switches: int  # grants for which another party had to leave
-    idle_wanted_s: float  # device-seconds in which nobody held what somebody waited for; loading is holding
+    switches: int  # grants for which another participant had to be offloaded
+    idle_wanted_s: float  # device-seconds in which a device was awaited and not held; loading is holding

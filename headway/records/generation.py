@@ -1,5 +1,5 @@
-"""Records that cross the boundary between a rollout and a generator: requests, deltas, results, weights, statistics;
-what trainer and engine are compared by."""
+"""Records that cross the boundary between a rollout and a generator: requests, deltas, results, weights, statistics,
+and the probes by which trainer and engine are compared."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     error: str = ""  # cause, when finish_reason is "error"
     refused: bool = False  # ... caused by the request itself: every replica would return it
     reprefilled: bool = False  # the KV behind these tokens was recomputed since the last delta
-    # No token gained before is valid: of an "error", those since the request was submitted; of one that goes on, those
-    # that it came with either: it begins anew.
+    # No token gained before is valid: of an "error", those since the request was submitted; of one that continues, not
+    # even those of its ``partial``: it starts again from its prompt.
     void: bool = False
     token_rows: dict[str, TokenRows] = {}  # by kind, of tokens behind those whose rows were returned before
 
@@ -153,13 +153,13 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     busy_s: float = 0.0  # time inside model calls
     idle_s: float = 0.0  # time with nothing to do: the generator waits
     paused_s: float = 0.0  # time inside weight updates
-    lent_s: float = 0.0  # time its device was lent to the trainer; not idle then, whether it had requests or not
+    yielded_s: float = 0.0  # time its device was yielded to the trainer; not idle then, whether it had requests or not
     decode_steps: int = 0
-    resting: bool = False  # it is sent no requests: neither waiting nor lent
+    resting: bool = False  # it is sent no requests: neither waiting nor yielded
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Occupied and free places of all engines together, at one moment."""
+    """Occupied and free slots and KV tokens of all engines together, at one moment."""
 
     slots: int = 0
     running_rollouts: int = 0  # requests that hold a slot
@@ -192,7 +192,7 @@ class RouterStatistics(msgspec.Struct, frozen=True, kw_only=True):
     breakers_open: int = 0  # of replicas, half-open ones included
     routed: int = 0  # requests given to a replica; one that moves counts again
     spills: int = 0  # ... of these, past a replica with more of their prompt in KV
-    moves: int = 0  # requests moved off a replica with the tokens they had: it died, rests or leaves
+    moves: int = 0  # requests moved off a replica with the tokens they had: it died, is idled or removed
     retries: int = 0  # requests that a replica didn't accept, given to another
     refusals: int = 0  # of foreign callers
     breaker_openings: int = 0
@@ -210,10 +210,10 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PathScores(msgspec.Struct, frozen=True, kw_only=True):
-    """A probe by one way of computing it. L layers, N tokens with the prompt's, P projections."""
+    """A probe's scores by one way of computing them. L layers, N tokens with the prompt's, P projections."""
 
     logprobs: np.ndarray  # float32: of each of `Probe.ids` that has a token before it, at temperature 1
-    hidden: np.ndarray | None = None  # [L + 1, N, P] float32: see `models.hidden_states`; None: not to be had
+    hidden: np.ndarray | None = None  # [L + 1, N, P] float32: see `models.hidden_states`; None: unavailable
 
 
 class ProbeScores(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Kernel tasks, submissions and their evaluations: what crosses between service, evaluator, environment and clients."""
+"""Kernel tasks, submissions and evaluations: records between service, evaluator, environment and clients."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ class KernelTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KernelSubmission(msgspec.Struct, frozen=True, kw_only=True):
-    """A candidate for a task, and how it is to be judged."""
+    """A candidate for a task, with the settings of its evaluation."""
 
     task: KernelTask
     source: str
     correct_trials: int = 5
     timed: bool = True
     timed_trials: int = 100  # calls of the candidate within all intervals, at least
-    compare_compiled: bool = False  # tell the speed-up over torch.compile of the reference too, where it can be had
+    compare_compiled: bool = False  # measure the speed-up over torch.compile of the reference too, where possible
     seed: int = 42
-    timeout_s: float = 600.0  # of the whole evaluation, waiting for a device apart
-    device: str = ""  # leased for it: cpu:2-3, cuda:0; "": whichever the evaluator has. No part of what is judged
+    timeout_s: float = 600.0  # of the whole evaluation, without the wait for a device
+    device: str = ""  # leased for it: cpu:2-3, cuda:0; "": any that the evaluator has. No part of what is judged
 
 
 class KernelTiming(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +90,7 @@ class KernelEvaluation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def correct(self) -> bool:
-        """Whether every trial passed, and nothing was amiss."""
+        """Whether it compiled, every trial passed, and neither a fault nor a cheat was detected."""
         return self.compiled and 0 < self.trials == self.passed and self.fault is None and not self.cheat
 
     @property

@@ -154,11 +154,11 @@ class QueueFlow(msgspec.Struct, frozen=True, kw_only=True):
     length_variance_between: float = 0.0  # mean squares of the logarithm of their lengths: between groups ...
     length_variance_within: float = 0.0  # ... and within them
     straggler_wait_s: float = 0.0  # of trainer_wait_s: a whole batch had finished, but older groups were due
-    device_wait_s: float = 0.0  # of trainer_wait_s: until replicas gave its devices up
+    device_wait_s: float = 0.0  # of trainer_wait_s: until replicas had yielded its devices
     update_wait_s: float = 0.0  # the trainer waited until the version before was applied everywhere
     generated_tokens: int = 0  # by all replicas
     generator_busy_s: float = 0.0  # inside model calls, summed over replicas
-    generator_s: float = 0.0  # of all replicas that take requests: between two looks at their counters
+    generator_s: float = 0.0  # of all replicas that take requests: between two readings of their counters
     decode_steps: int = 0  # of all replicas; 0: they don't count them
     preemptions: int = 0
 
@@ -190,22 +190,22 @@ class PrunerFigures(msgspec.Struct, frozen=True, kw_only=True):
     @staticmethod
     def total(figures: Iterable[PrunerFigures]) -> PrunerFigures:
         """Figures of several steps or pruners as one; the bias is the mean over all audits."""
-        found = list(figures)
-        audits = sum(one.audits for one in found)
+        parts = list(figures)
+        audits = sum(part.audits for part in parts)
         return PrunerFigures(
-            rollouts=sum(one.rollouts for one in found),
-            dropped=sum(one.dropped for one in found),
-            saved_tokens=sum(one.saved_tokens for one in found),
+            rollouts=sum(part.rollouts for part in parts),
+            dropped=sum(part.dropped for part in parts),
+            saved_tokens=sum(part.saved_tokens for part in parts),
             audits=audits,
-            audited_tokens=sum(one.audited_tokens for one in found),
-            wrong=sum(one.wrong for one in found),
-            reward_bias=sum(one.audits * one.reward_bias for one in found) / audits if audits else 0.0,
+            audited_tokens=sum(part.audited_tokens for part in parts),
+            wrong=sum(part.wrong for part in parts),
+            reward_bias=sum(part.audits * part.reward_bias for part in parts) / audits if audits else 0.0,
         )
 
 
-def _always(kind: type[Any]) -> Any:
-    """Make the default ``kind()`` of a field that stands in every line. msgspec leaves out a field whose value is its
-    very default: a float that was measured never is, but a count of 0 is the same object as a plain default of 0."""
+def _always_encoded(kind: type[Any]) -> Any:
+    """Make the default ``kind()`` of a field that stands in every line. msgspec leaves out a field whose value is the
+    same object as its default: a measured float never is, but a count of 0 is the same object as a plain default 0."""
     return msgspec.field(default_factory=kind)
 
 
@@ -220,11 +220,11 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
     step: int  # version before the step
     version: int  # version after it
-    skipped: bool = _always(bool)
+    skipped: bool = _always_encoded(bool)
     time_s: float = 0.0  # since the run (or its resume) started, at the end of the step
     step_s: float = 0.0  # duration: wait + compute + publish + the rest
-    samples: int = _always(int)  # trained in this step
-    groups: int = _always(int)
+    samples: int = _always_encoded(int)  # trained in this step
+    groups: int = _always_encoded(int)
     # rates, samples per second
     consumption_per_s: float = 0.0  # samples / (step time - wait): what the trainer would take if it never waited
     production_per_s: float = 0.0  # rollouts finished / step time
@@ -237,10 +237,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     apply_pause_s: float = 0.0  # worst replica: time no token could be generated
     checkpoint_s: float = 0.0
     switch_s: float = 0.0  # on- and offloading of both sides, summed
-    offload_freed_bytes: int = _always(int)
+    offload_freed_bytes: int = _always_encoded(int)
     trainer_wait_ratio: float = 0.0
     generator_wait_ratio: float = 0.0  # share of the step the replicas had nothing to do, mean over replicas
-    generator_lent_ratio: float = 0.0  # ... their devices were lent to the trainer, which isn't waiting
+    generator_yielded_ratio: float = 0.0  # ... their devices were yielded to the trainer, which isn't waiting
     orchestrator_cpu_s: float = 0.0
     verify_s: float = 0.0  # summed over responses
     # cost
@@ -249,16 +249,16 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     mfu_compute: float = 0.0
     peak_flops_per_s: float = 0.0  # measured matmul peak of the trainer's device at its dtype
     # queue
-    open_groups: int = _always(int)
-    running_groups: int = _always(int)
-    parked_groups: int = _always(int)
-    buffered_groups: int = _always(int)
-    buffer_capacity_groups: int = _always(int)
+    open_groups: int = _always_encoded(int)
+    running_groups: int = _always_encoded(int)
+    parked_groups: int = _always_encoded(int)
+    buffered_groups: int = _always_encoded(int)
+    buffer_capacity_groups: int = _always_encoded(int)
     oldest_age_s: float = 0.0  # of the buffered groups
     flow: QueueFlow = QueueFlow()  # all 0: a step whose own record was lost in a kill
     # what entered the queue, rollouts since the last step
-    admitted_rollouts: int = _always(int)
-    parkings: int = _always(int)  # of members, on a full batch or an update
+    admitted_rollouts: int = _always_encoded(int)
+    parkings: int = _always_encoded(int)  # of members, on a full batch or an update
     # staleness of what was trained
     trajectory_staleness: Distribution = Distribution()
     environment_staleness: Distribution = Distribution()  # of the environments that parked rollouts were resumed in
@@ -269,7 +269,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     failures: dict[str, int] = {}
     filtered: dict[str, int] = {}  # why rollouts were: zero_variance, low_advantage, overlong, too_few_kept, user:WHY
     metrics: dict[str, float] = {}  # from the trainer: loss, entropy, grad_norm, clip_fraction, ratio_p01/p50/p99, ...
-    group_meta: dict[str, float] = {}  # means over finished groups of what hooks.group_meta said of each
+    group_meta: dict[str, float] = {}  # means over finished groups of the numbers that hooks.group_meta returned
     # sections by subject
     engines: EngineLoad | None = None
     router: RouterStatistics | None = None  # its counters: since the step before
@@ -359,9 +359,9 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     best_version: int | None = None
     trainer_wait_ratio: float = 0.0
     generator_wait_ratio: float = 0.0
-    generator_lent_ratio: float = 0.0
+    generator_yielded_ratio: float = 0.0
     max_trajectory_staleness: int = 0
-    books_balanced: bool = False
+    accounting_balanced: bool = False
     length_bias_ks: float = 0.0
     consumption_per_s: float = 0.0
     production_per_s: float = 0.0

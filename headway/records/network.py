@@ -1,4 +1,4 @@
-"""Which hosts a sandbox may reach: the list as it is written, and the rule by which a host is on it. Pure.
+"""The allow list of hosts that a sandbox may reach: its syntax, and the rule by which a host is on it. Pure functions.
 
 An entry is NAME, *.NAME (what stands below NAME, not NAME itself), an IPv4 address or an IPv6 address in brackets, each
 with :PORT or for ports 80 and 443. Names are compared as names: the address of a listed name isn't listed.
@@ -51,7 +51,7 @@ class AllowList(msgspec.Struct, frozen=True):
 
 def allow_list(written: Sequence[str]) -> AllowList:
     """Parse the entries of a list. Raises ConfigurationError for an invalid one."""
-    return AllowList(tuple(written), tuple(_entry(one) for one in written))
+    return AllowList(tuple(written), tuple(_entry(text) for text in written))
 
 
 def _entry(written: str) -> AllowedHost:

@@ -66,8 +66,8 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class PoolDevices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Devices of one class: alike, only their number matters. Nodes enter through a stage's times: on more devices
-    than a node has they contain the network; a plan's parts get devices next to each other."""
+    """Interchangeable devices of one class. Nodes enter through a stage's times: on more devices than a node has they
+    contain the network; a plan's parts get devices next to each other."""
 
     device: str  # name of the class
     devices: Count
@@ -154,7 +154,7 @@ class PlacementReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedStage(msgspec.Struct, frozen=True, kw_only=True):
-    """A side of a run: where it works, and how fast it would be without the other."""
+    """Generation or training of a run: its devices, and the rate that it would have without the other."""
 
     name: Literal["generate", "train"]
     device: str  # class
@@ -167,24 +167,24 @@ class PlannedStage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunPlacement(msgspec.Struct, frozen=True, kw_only=True):
-    """Devices of a run's two sides, by name. Two names are equal or share no core and no GPU, so that a device is one
-    side's alone or shared, never in part."""
+    """Devices of a run's generator and trainer, by name. Two names are equal or share no core and no GPU, so that a
+    device belongs to one of them or to both, never in part."""
 
     generator: tuple[str, ...]  # one replica each
     trainer: tuple[str, ...]  # one rank each, rank 0 first; (): no rank runs, amid a move
 
     @property
     def mode(self) -> Mode:
-        """temporal: the sides take turns on the same devices; spatial: each has its own; hybrid: some are shared."""
+        """temporal: generator and trainer take turns on the same devices; spatial: each has its own; hybrid: both."""
         if set(self.generator) == set(self.trainer):
             return "temporal"
         return "hybrid" if set(self.generator) & set(self.trainer) else "spatial"
 
     @property
     def settings(self) -> dict[str, str]:
-        """The keys of the configuration that say it, with their values as TOML."""
-        sides = {"generator": self.generator, "trainer": self.trainer}
-        return {f"{side}.devices": json.dumps(devices) for side, devices in sides.items()}
+        """The keys of the configuration that give this placement, with their values as TOML."""
+        devices_by_section = {"generator": self.generator, "trainer": self.trainer}
+        return {f"{section}.devices": json.dumps(devices) for section, devices in devices_by_section.items()}
 
     def __str__(self) -> str:
         return f"{self.mode}: generate on {', '.join(self.generator)}; train on {', '.join(self.trainer) or 'nothing'}"
@@ -196,7 +196,7 @@ class PlannedMove(msgspec.Struct, frozen=True, kw_only=True):
     placement: RunPlacement
     gain: float  # expected: rate after / rate before
     rate: float  # before, samples/s
-    cost_s: float  # expected: seconds until both sides work as the new placement says
+    cost_s: float  # expected: seconds until generator and trainer work in the new placement
     reverts: bool = False  # it undoes a move that has made the run slower
 
 
@@ -239,5 +239,5 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     others: dict[Mode, Alternative]  # the best of other modes: samples/s or US dollars for a million samples
     changes: tuple[str, ...]  # of other keys that would help, with their predicted gains
     settings: dict[str, str]  # key of the configuration -> value
-    refused: tuple[str, ...] = ()  # what today's configuration can't say: such a plan isn't run
+    refused: tuple[str, ...] = ()  # what today's configuration can't express: such a plan isn't run
     simulated_samples_per_s: float | None = None  # by the real orchestrator in virtual time

@@ -79,7 +79,7 @@ class ToolTimes(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=F
     name: str  # "begin", "reply": of the environment, where it called no tool; "": there is no tool of the name called
     start_s: float
     end_s: float
-    error: bool  # the model was told an error, or the rollout failed
+    error: bool  # the model got an error, or the rollout failed
 
 
 class Branch(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,12 +128,12 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     response_mask: MaskSequence = TokenMask()  # True: sampled by the policy, may carry loss
     versions: tuple[VersionSpan, ...] = ()
     finish_reason: FinishReason = "stop"
-    reward: float = 0.0  # what the verifier said; valid only when failure is None
+    reward: float = 0.0  # the verifier's; valid only when failure is None
     trained_reward: float | None = None  # what advantages are computed from, after hooks; None: the reward, shaped
     turn_ends: tuple[int, ...] = ()  # response tokens up to the end of each turn, where turns have rewards
     turn_rewards: tuple[float, ...] = ()  # of each turn
     solved: bool = False
-    verdict: dict[str, Any] = {}  # what else the verifier said (JSON types)
+    verdict: dict[str, Any] = {}  # the verifier's further fields (JSON types)
     failure: Failure | None = None
     left: Literal["filtered", "pruned", "discarded"] | None = None  # how it left its group before training
     left_reason: str = ""
@@ -190,8 +190,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def first_version(self) -> int:
-        """Version of the first sampled token, the oldest of its branches' (-1 when there is none): what trajectory
-        staleness counts from."""
+        """Version of the first sampled token, the oldest over its branches (-1 when there is none): trajectory
+        staleness counts from it."""
         if not self.branches:
             return self.versions[0].version if self.versions else -1
         return min((s.versions[0].version for s in self.sequences if s.versions), default=-1)
@@ -216,7 +216,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def response_tokens(self) -> int:
-        """Tokens of the responses of all sequences: each sampled token once, and what was said between the turns."""
+        """Tokens of the responses of all sequences: each sampled token once, and the messages between the turns."""
         tokens = len(self.response_ids)
         return tokens + sum(len(branch.response_ids) for branch in self.branches) if self.branches else tokens
 
@@ -231,7 +231,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """The G rollouts of one task; what admission, batches and credit count.
+    """The G rollouts of one task: the unit of admission, batches and credit.
 
     Lifecycle: *open* -> (*running* <-> *parked*) -> *buffered* (all members finished and committed)
     -> *ended*. ``index`` is the order of admission and never reused, also across restarts.
@@ -275,5 +275,5 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     rollout: Rollout
     advantage: float  # of every token; with turn_advantages their mean over its tokens
-    turn_advantages: tuple[float, ...] = ()  # of the tokens of each turn (``rollout.turn_ends``); (): all alike
+    turn_advantages: tuple[float, ...] = ()  # of the tokens of each turn (``rollout.turn_ends``); (): the same for all
     weight: float = 1.0  # part of its loss that counts here: 1 / copies

@@ -10,7 +10,7 @@ import msgspec
 from headway.records.errors import ConfigurationError, HeadwayError
 
 MIB = 1 << 20
-LEAST_MEMORY_BYTES = 16 * MIB  # its own init needs about two
+MIN_MEMORY_BYTES = 16 * MIB  # its own init needs about two
 OUTPUT_BYTES = MIB  # of each stream of a command, by default
 
 FailureCause = Literal["model_code", "environment", "infrastructure"]
@@ -28,7 +28,7 @@ class ResourceLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raise ConfigurationError for limits that are too small or contradict each other."""
-        least = {"memory_bytes": LEAST_MEMORY_BYTES, "disk_bytes": MIB, "inodes": 100, "processes": 4, "open_files": 32}
+        least = {"memory_bytes": MIN_MEMORY_BYTES, "disk_bytes": MIB, "inodes": 100, "processes": 4, "open_files": 32}
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise ConfigurationError(f"sandbox limit {name} = {getattr(self, name)}: at least {value}")
@@ -68,7 +68,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     stdin: bytes | None = None
     timeout_s: float = 60.0
     max_output_bytes: int = OUTPUT_BYTES  # of stdout and of stderr; what is beyond is thrown away
-    exclusive: bool = False  # whatever else runs in the sandbox is killed first
+    exclusive: bool = False  # all other processes in the sandbox are killed first
 
     def __post_init__(self) -> None:
         if not self.argv:
@@ -78,7 +78,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a command. ``failure`` is None where it ran to its own end, whatever its exit code."""
+    """The result of a command. ``failure`` is None where it ran to its own end, with any exit code."""
 
     exit_code: int | None  # None: a signal ended it
     signal: int | None = None
@@ -196,26 +196,26 @@ class SandboxError(HeadwayError):
         self.failure = failure
 
 
-def model_failure(what: str, **evidence: str | int | float | bool) -> SandboxFailure:
+def model_failure(message: str, **evidence: str | int | float | bool) -> SandboxFailure:
     """Make a failure that the model's code caused: not retried, and the reward is valid."""
-    return SandboxFailure(cause="model_code", what=what, retry=False, reward_valid=True, evidence=evidence)
+    return SandboxFailure(cause="model_code", what=message, retry=False, reward_valid=True, evidence=evidence)
 
 
-def environment_failure(what: str, **evidence: str | int | float | bool) -> SandboxFailure:
+def environment_failure(message: str, **evidence: str | int | float | bool) -> SandboxFailure:
     """Make a failure that the environment's author has to fix: a retry would end the same."""
-    return SandboxFailure(cause="environment", what=what, retry=False, reward_valid=False, evidence=evidence)
+    return SandboxFailure(cause="environment", what=message, retry=False, reward_valid=False, evidence=evidence)
 
 
 def infrastructure_failure(
-    what: str, *, retry: bool = True, evidence: Mapping[str, str | int | float | bool] | None = None
+    message: str, *, retry: bool = True, evidence: Mapping[str, str | int | float | bool] | None = None
 ) -> SandboxFailure:
     """Make a failure that the sandbox, its backend or the machine caused; the reward isn't valid."""
     return SandboxFailure(
-        cause="infrastructure", what=what, retry=retry, reward_valid=False, evidence=dict(evidence or {})
+        cause="infrastructure", what=message, retry=retry, reward_valid=False, evidence=dict(evidence or {})
     )
 
 
-def of_a_start(failure: SandboxFailure) -> SandboxFailure:
+def as_start_failure(failure: SandboxFailure) -> SandboxFailure:
     """Turn a failure of a start blamed on the model's code into one of the infrastructure: no such code has run yet."""
     if failure.cause != "model_code":
         return failure

@@ -25,32 +25,32 @@ class Latencies(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def quantile_s(self, share: float) -> float:
         """The edge below which ``share`` of the durations lie: at most a factor of 1.42 too high. 0 without any."""
-        left = share * self.count
+        remaining = share * self.count
         for edge_s, count in zip(EDGES_S, self.counts, strict=False):
-            left -= count
-            if count and left <= 0:
+            remaining -= count
+            if count and remaining <= 0:
                 return edge_s
         return 2 * EDGES_S[-1] if self.count else 0.0
 
-    def with_one(self, seconds: float) -> Latencies:
-        at = bisect.bisect_left(EDGES_S, seconds)
+    def with_duration(self, seconds: float) -> Latencies:
+        idx = bisect.bisect_left(EDGES_S, seconds)
         return Latencies(
-            counts=(*self.counts[:at], self.counts[at] + 1, *self.counts[at + 1 :]), total_s=self.total_s + seconds
+            counts=(*self.counts[:idx], self.counts[idx] + 1, *self.counts[idx + 1 :]), total_s=self.total_s + seconds
         )
 
-    def since(self, before: Latencies) -> Latencies:
-        counts = tuple(now - then for now, then in zip(self.counts, before.counts, strict=True))
-        return Latencies(counts=counts, total_s=self.total_s - before.total_s)
+    def since(self, earlier: Latencies) -> Latencies:
+        counts = tuple(now - then for now, then in zip(self.counts, earlier.counts, strict=True))
+        return Latencies(counts=counts, total_s=self.total_s - earlier.total_s)
 
     @staticmethod
     def total(latencies: Iterable[Latencies]) -> Latencies:
-        found = [Latencies(), *latencies]
-        counts = tuple(map(sum, zip(*(one.counts for one in found), strict=True)))
-        return Latencies(counts=counts, total_s=sum(one.total_s for one in found))
+        histograms = [Latencies(), *latencies]
+        counts = tuple(map(sum, zip(*(histogram.counts for histogram in histograms), strict=True)))
+        return Latencies(counts=counts, total_s=sum(histogram.total_s for histogram in histograms))
 
 
 class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A pool's present state, and its counters and histograms since it was made (`since`: since an earlier look)."""
+    """A pool's present state, and its counters and histograms since it was made (`since`: since an earlier reading)."""
 
     used: int = 0  # places: sandboxes that live or are being made
     capacity: int = 0
@@ -76,11 +76,11 @@ class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     exec: Latencies = Latencies()  # from asking for a command until its result is there
     exec_overhead: Latencies = Latencies()  # ... less what the command ran itself
 
-    def since(self, before: PoolStatistics) -> PoolStatistics:
-        """These statistics with counters and histograms since ``before``, an earlier look at the same pool."""
-        grown = {name: getattr(self, name) - getattr(before, name) for name in POOL_COUNTERS}
-        grown |= {name: _more(getattr(self, name), getattr(before, name)) for name in POOL_CAUSES}
-        grown |= {name: getattr(self, name).since(getattr(before, name)) for name in POOL_LATENCIES}
+    def since(self, earlier: PoolStatistics) -> PoolStatistics:
+        """These statistics with counters and histograms since ``earlier``, an earlier reading of the same pool."""
+        grown = {name: getattr(self, name) - getattr(earlier, name) for name in POOL_COUNTERS}
+        grown |= {name: _increase(getattr(self, name), getattr(earlier, name)) for name in POOL_CAUSES}
+        grown |= {name: getattr(self, name).since(getattr(earlier, name)) for name in POOL_LATENCIES}
         return msgspec.structs.replace(self, **grown)
 
     def counted(self) -> PoolStatistics:
@@ -90,25 +90,25 @@ class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @staticmethod
     def total(pools: Sequence[PoolStatistics]) -> PoolStatistics:
-        """Several pools as one; ``peak`` is then the most there can have been."""
+        """Several pools as one; ``peak`` is then an upper bound, the sum of their peaks."""
         names = (*POOL_COUNTERS, "used", "capacity", "peak", "waiters", "starting", "live", "paused", "leaked")
         figures: dict[str, Any] = {name: sum(getattr(pool, name) for pool in pools) for name in names}
-        figures |= {name: _added(getattr(pool, name) for pool in pools) for name in POOL_CAUSES}
+        figures |= {name: _summed(getattr(pool, name) for pool in pools) for name in POOL_CAUSES}
         figures |= {name: Latencies.total(getattr(pool, name) for pool in pools) for name in POOL_LATENCIES}
         oldest_wait_s = max((pool.oldest_wait_s for pool in pools), default=0.0)
         broken = any(pool.breaker_open for pool in pools)
         return PoolStatistics(oldest_wait_s=oldest_wait_s, breaker_open=broken, **figures)
 
 
-def _more(now: dict[str, int], before: dict[str, int]) -> dict[str, int]:
-    """By how much counts have grown; those that haven't are left out."""
-    return dict(Counter(now) - Counter(before))
+def _increase(later: dict[str, int], earlier: dict[str, int]) -> dict[str, int]:
+    """The increase of each count; those that haven't grown are left out."""
+    return dict(Counter(later) - Counter(earlier))
 
 
-def _added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+def _summed(counts: Iterable[dict[str, int]]) -> dict[str, int]:
     added: Counter[str] = Counter()
-    for one in counts:
-        added.update(one)
+    for count_by_cause in counts:
+        added.update(count_by_cause)
     return dict(added)
 
 
@@ -134,8 +134,8 @@ class ReaperStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     looks: int = 0
     owners: int = 0  # dead ones that it cleaned up after
     sandboxes: int = 0  # ... of these, as recorded
-    stuck: int = 0  # owners with something that couldn't be ended, at the last look
-    failed: str = ""  # why the last look couldn't be taken; "": it was
+    stuck: int = 0  # owners with something that couldn't be ended, at the last check
+    failed: str = ""  # why the last check couldn't be made; "": it was
 
 
 class SandboxStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -148,12 +148,12 @@ class SandboxStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
     @property
     def any(self) -> bool:
-        """Whether there is anything to report: sandboxes, looks of a reaper, or injected faults, now or before."""
+        """Whether there is anything to report: sandboxes, checks of a reaper, or injected faults, now or before."""
         return self != SandboxStatistics()
 
-    def since(self, before: SandboxStatistics) -> SandboxStatistics:
-        injected = _more(self.injected, before.injected)
-        return msgspec.structs.replace(self, pool=self.pool.since(before.pool), injected=injected)
+    def since(self, earlier: SandboxStatistics) -> SandboxStatistics:
+        injected = _increase(self.injected, earlier.injected)
+        return msgspec.structs.replace(self, pool=self.pool.since(earlier.pool), injected=injected)
 
     def counted(self) -> SandboxStatistics:
         """The counts that remain of a worker that has ended: everything it counted, and no sandbox."""
@@ -162,16 +162,16 @@ class SandboxStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
     @staticmethod
     def total(workers: Sequence[SandboxStatistics]) -> SandboxStatistics:
-        """Sum several workers. All reapers look at the same machine, so ``stuck`` is the maximum, not the sum."""
+        """Sum several workers. All reapers check the same machine, so ``stuck`` is the maximum, not the sum."""
         reapers = [worker.reaper for worker in workers]
         return SandboxStatistics(
             pool=PoolStatistics.total([worker.pool for worker in workers]),
             reaper=ReaperStatistics(
-                looks=sum(one.looks for one in reapers),
-                owners=sum(one.owners for one in reapers),
-                sandboxes=sum(one.sandboxes for one in reapers),
-                stuck=max((one.stuck for one in reapers), default=0),
-                failed=next((one.failed for one in reapers if one.failed), ""),
+                looks=sum(reaper.looks for reaper in reapers),
+                owners=sum(reaper.owners for reaper in reapers),
+                sandboxes=sum(reaper.sandboxes for reaper in reapers),
+                stuck=max((reaper.stuck for reaper in reapers), default=0),
+                failed=next((reaper.failed for reaper in reapers if reaper.failed), ""),
             ),
-            injected=_added(worker.injected for worker in workers),
+            injected=_summed(worker.injected for worker in workers),
         )

@@ -31,18 +31,18 @@ class TokenBlock:
 
     __slots__ = ("_masked", "_pieces", "_rows", "_spans", "_version", "tokens")
 
-    def __init__(self, begun: PartialResponse | None = None) -> None:
-        """Start with the tokens of ``begun``; None: empty."""
-        self._pieces: list[bytes] = []  # of SAMPLED, joined when somebody looks
+    def __init__(self, prefix: PartialResponse | None = None) -> None:
+        """Start with the tokens of ``prefix``; None: empty."""
+        self._pieces: list[bytes] = []  # of SAMPLED, joined on access
         self.tokens = 0  # so far
         self._masked: list[tuple[int, int]] = []  # [first, behind) of each run without loss
         self._spans: list[tuple[int, int]] = []  # (version, first token)
         self._version: int | None = None  # of the last one
-        self._rows: dict[str, list[TokenRows]] = {}  # by kind, joined when somebody looks
-        if begun is not None:
-            if begun.ids:
-                self.extend(begun.ids, begun.logprobs, begun.versions)
-            self.append_rows(begun.token_rows)
+        self._rows: dict[str, list[TokenRows]] = {}  # by kind, joined on access
+        if prefix is not None:
+            if prefix.ids:
+                self.extend(prefix.ids, prefix.logprobs, prefix.versions)
+            self.append_rows(prefix.token_rows)
 
     def __len__(self) -> int:
         return self.tokens
@@ -65,14 +65,14 @@ class TokenBlock:
     ) -> None:
         """Append sampled tokens of several versions; ``learned`` False masks them. Raises ValueError where the parts
         differ in length."""
-        tokens, at, began = sampled(ids, logprobs), 0, len(self)
+        tokens, end, first_masked = sampled(ids, logprobs), 0, len(self)
         for span in versions:
-            at, first = at + span.tokens, at
-            self.append(tokens[first:at].tobytes(), span.version)
-        if at != len(tokens):
-            raise ValueError(f"{len(tokens)} tokens, and version spans of {at}: as many are needed")
+            end, first = end + span.tokens, end
+            self.append(tokens[first:end].tobytes(), span.version)
+        if end != len(tokens):
+            raise ValueError(f"{len(tokens)} tokens, and version spans of {end}: as many are needed")
         if not learned:
-            self._masked.append((began, len(self)))
+            self._masked.append((first_masked, len(self)))
 
     def append_reply(self, ids: Sequence[int]) -> None:
         """Append an environment's reply: masked, with the version of the token before (-1 where there is none)."""
@@ -82,8 +82,8 @@ class TokenBlock:
             self._masked.append((first, len(self)))
 
     def append_rows(self, token_rows: Mapping[str, TokenRows], known: int | None = None) -> None:
-        """Append the rows of the sequence's next tokens that have none yet. ``known``: tokens before the first of these
-        rows, where they aren't those with rows of the same kind: what comes twice is left out, what lacks is empty."""
+        """Append rows to the sequence's next tokens without any. ``known``: number of tokens before the first of these
+        rows; default: as many as have rows of the same kind. Repeated rows are left out, missing ones are empty."""
         for kind, rows in token_rows.items():
             parts = self._rows.setdefault(kind, [])
             first = 0 if known is None else sum(map(len, parts)) - known
@@ -129,8 +129,8 @@ class TokenBlock:
         return tuple([VersionSpan(version=version, tokens=end - first) for (version, first), end in spans])
 
     def response(self, *, with_rows: bool = True) -> PartialResponse:
-        """Return all but the mask: enough to continue the response on another replica. ``with_rows`` False leaves out
-        the rows, which are large."""
+        """Return everything but the mask, which is enough to continue the response on another replica. ``with_rows``
+        False leaves out the rows, which are large."""
         tokens = self._tokens()
         return PartialResponse(
             ids=TokenIds.view(tokens["id"].copy()),

@@ -5,8 +5,8 @@ To a reader each is a tuple of Python numbers; in memory, in frames and in the b
 
 Beside tokens may stand *rows* of numbers, as engines return them and the trainer reads them again: the experts of each
 token, or the ids that it was sampled among. Row i belongs to token i of the whole sequence, its prompt included. Tokens
-behind the last row, and those whose row is empty, have none. A call is asked for those that its caller hasn't got
-(``rows_known``), so that rows of calls that extend one another are joined, and a token keeps its first.
+behind the last row, and those whose row is empty, have none. A request asks only for the rows that its caller lacks
+(``rows_known``), so that the rows of calls that extend one another are joined, and a token keeps its first row.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class TokenArray(Sequence[T]):
 
     def __init__(self, values: Iterable[T] = ()) -> None:
         """Copy or wrap ``values``. Raises ValueError for items of another kind, and for ids beyond 32 bits."""
-        given = values.array if isinstance(values, TokenArray) else values
-        raw = np.asarray(given if isinstance(given, np.ndarray) else list(given))
+        source = values.array if isinstance(values, TokenArray) else values
+        raw = np.asarray(source if isinstance(source, np.ndarray) else list(source))
         if raw.ndim != 1 or (raw.size and raw.dtype.kind not in self.kinds):
             raise ValueError(f"{type(self).__name__}: {raw.dtype} in {raw.ndim} dimensions: a row of numbers is needed")
         if (
@@ -59,7 +59,7 @@ class TokenArray(Sequence[T]):
             and not -(2**31) <= raw.min() <= raw.max() < 2**31
         ):
             raise ValueError(f"{type(self).__name__}: {raw.min()} to {raw.max()}: 32 bits are needed to hold each")
-        shared = raw is given and (raw.flags.writeable or not raw.flags.c_contiguous)  # by its owner, or strided
+        shared = raw is source and (raw.flags.writeable or not raw.flags.c_contiguous)  # by its owner, or strided
         array = raw.astype(self.dtype, order="C", copy=shared)
         array.setflags(write=False)
         self.array = array
@@ -201,7 +201,7 @@ class TokenRows(msgspec.Struct, frozen=True, array_like=True):
         if isinstance(rows, np.ndarray):
             lengths, values = RowLengths.filled(rows.shape[1], len(rows)), rows.reshape(-1)
         else:
-            lengths, values = RowLengths([len(row) for row in rows]), np.array([one for row in rows for one in row])
+            lengths, values = RowLengths([len(row) for row in rows]), np.array([num for row in rows for num in row])
         return cls(lengths, RowBytes.view(values.astype(f"<u{item_bytes}").view(RowBytes.dtype)), item_bytes)
 
     @classmethod
@@ -233,35 +233,35 @@ class TokenRows(msgspec.Struct, frozen=True, array_like=True):
         return self.cut([first], [max(0, end - first)])
 
     def cut(self, starts: Sequence[int] | NDArray[Any], lengths: Sequence[int] | NDArray[Any]) -> TokenRows:
-        """The rows from each of ``starts`` on, as many as ``lengths`` says, one run after another. Beyond the last row
-        they are empty."""
+        """The rows from each of ``starts`` on, ``lengths`` of them each, concatenated; rows beyond the last are
+        empty."""
         ends = np.concatenate([[0], np.cumsum(self.lengths.array, dtype=np.int64)])
         runs: list[TokenRows] = []
         for start, length in zip(starts, lengths, strict=True):
-            first, end = (min(int(at), len(self)) for at in (start, start + length))
+            first, end = (min(int(bound), len(self)) for bound in (start, start + length))
             data = self.data[int(ends[first]) * self.item_bytes : int(ends[end]) * self.item_bytes]
             runs.append(TokenRows(self.lengths[first:end], data, self.item_bytes))
             runs.append(TokenRows.empty(int(length) - (end - first)))
         return TokenRows.joined(runs)
 
-    def take(self, at: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[Any]]:
-        """The lengths of the rows at the places ``at``, [M], and their numbers, row after row."""
-        ends, lengths = np.cumsum(self.lengths.array, dtype=np.int64)[at], self.lengths.array[at].astype(np.int64)
+    def take(self, rows: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """The lengths, [M], of the rows with these ``rows``, and their numbers, row after row."""
+        ends, lengths = np.cumsum(self.lengths.array, dtype=np.int64)[rows], self.lengths.array[rows].astype(np.int64)
         shifts = np.repeat(ends - np.cumsum(lengths), lengths)
         return lengths, self.values[np.arange(len(shifts)) + shifts]
 
     def hashes(self) -> NDArray[np.uint64]:
-        """A number for each row, [N]: equal rows have equal ones, and others hardly ever."""
+        """Hash each row, [N]: equal rows have equal hashes, different rows almost never."""
         lengths, data = self.lengths.array.astype(np.int64), self.data.array
-        ends, found = np.cumsum(lengths * self.item_bytes), lengths.astype(np.uint64)
+        ends, hashes = np.cumsum(lengths * self.item_bytes), lengths.astype(np.uint64)
         for length in np.unique(lengths[lengths > 0]).tolist():  # eight bytes of all rows of a length at once
-            at, size = np.flatnonzero(lengths == length), length * self.item_bytes
-            for some in np.array_split(at, len(at) // _ROWS_AT_ONCE + 1):
-                words = np.zeros((len(some), -(-size // 8)), np.uint64)
-                words.view(np.uint8)[:, :size] = data[(ends[some] - size)[:, None] + np.arange(size)]
+            rows, size = np.flatnonzero(lengths == length), length * self.item_bytes
+            for chunk in np.array_split(rows, len(rows) // _ROWS_AT_ONCE + 1):
+                words = np.zeros((len(chunk), -(-size // 8)), np.uint64)
+                words.view(np.uint8)[:, :size] = data[(ends[chunk] - size)[:, None] + np.arange(size)]
                 for word in words.T:
-                    found[some] = found[some] * np.uint64(_MIX) + word
-        return found
+                    hashes[chunk] = hashes[chunk] * np.uint64(_MIX) + word
+        return hashes
 
     def table(self, width: int) -> NDArray[np.int32]:
         """All rows as an array, [N, width]; -1 where a row is empty or a number has all bits set. Raises ValueError for
@@ -276,12 +276,12 @@ class TokenRows(msgspec.Struct, frozen=True, array_like=True):
 
 
 def pixel_rows(digest: str) -> dict[str, TokenRows]:
-    """The rows of a prompt with pictures, whose pixel arrays have this content hash, in hex; "": of one without."""
+    """The rows of a prompt whose pictures' pixel arrays have the content hash ``digest``, in hex; none for ""."""
     return {PIXELS: TokenRows.of([list(bytes.fromhex(digest))])} if digest else {}
 
 
 def pixels_of(token_rows: Mapping[str, TokenRows], token: int = 0) -> str:
-    """The content hash that the rows of a sequence which begins at ``token`` hold; "": none."""
+    """The content hash in the rows of the sequence that begins at ``token``; "": it has none."""
     rows = token_rows.get(PIXELS, TokenRows())[token : token + 1]
     return rows.data.array.tobytes().hex()
 
@@ -309,7 +309,7 @@ class ExpertRouting(msgspec.Struct, frozen=True):
         return self.width * self.item_bytes + RowLengths.dtype.itemsize
 
     def fault(self, rows: TokenRows) -> str:
-        """Why these experts can't be this mixture's; "" when they can."""
+        """Return why these experts can't be those of this mixture; "" when they can."""
         lengths, values = rows.lengths.array, rows.values
         if len(wrong := lengths[(lengths != 0) & (lengths != self.width)]):
             layers = f"{self.layers} layers with {self.per_token} experts of a token"
@@ -328,7 +328,7 @@ def outside_kept(lengths: NDArray[np.int64], values: NDArray[Any], ids: NDArray[
 
 _KINDS = frozenset((TokenIds, TokenLogprobs, TokenMask, RowLengths, RowBytes))
 
-if TYPE_CHECKING:  # a record may be made of anything that reads like a tuple; read again, it has arrays
+if TYPE_CHECKING:  # a record may be made of any sequence; a decoded one has arrays
     IdSequence = Sequence[int]
     LogprobSequence = Sequence[float]
     MaskSequence = Sequence[bool]
@@ -338,11 +338,11 @@ else:
 
 def sampled(ids: Sequence[int], logprobs: Sequence[float]) -> NDArray[Any]:
     """Tokens with their log-probabilities as an array, [N] of SAMPLED. Raises ValueError where their lengths differ."""
-    found = np.empty(len(ids), SAMPLED)
+    tokens = np.empty(len(ids), SAMPLED)
     if len(logprobs) != len(ids):
         raise ValueError(f"{len(ids)} token ids and {len(logprobs)} log-probabilities: as many are needed")
-    found["id"], found["logprob"] = TokenIds(ids).array, TokenLogprobs(logprobs).array
-    return found
+    tokens["id"], tokens["logprob"] = TokenIds(ids).array, TokenLogprobs(logprobs).array
+    return tokens
 
 
 def _viewed(kind: type[TokenArray[Any]], data: bytes | bytearray | memoryview) -> TokenArray[Any]:
@@ -357,7 +357,7 @@ def plain(value: Any) -> list[Any]:
 
 
 def _packed(value: Any) -> memoryview:
-    if type(value) in _KINDS:  # isinstance asks abc, which takes longer than the rest
+    if type(value) in _KINDS:  # isinstance calls abc's hook, which takes longer than the rest
         return value.array.data
     raise NotImplementedError(f"{type(value).__name__} can't be encoded")
 

@@ -110,7 +110,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     device: str = ""  # a replica's or a rank's
 
 
-class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag="pulse", tag_field="kind"):
+class QueueSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="pulse", tag_field="kind"):
     """The queue and the workers at one moment, about once a second."""
 
     time_s: float
@@ -134,4 +134,4 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True, tag="mark", tag_field="kin
     time_s: float
 
 
-TraceLine = TraceSession | Span | EngineSteps | GroupTrace | GroupEnd | StepTrace | Pulse | Mark
+TraceLine = TraceSession | Span | EngineSteps | GroupTrace | GroupEnd | StepTrace | QueueSnapshot | Mark

@@ -7,7 +7,7 @@ import msgspec
 from headway.records.rollout import Sample
 from headway.records.tokens import TokenLogprobs
 
-MOST_SKIPPED_IN_A_ROW = 20  # steps; beyond it, weights that don't change won't recover by themselves
+MAX_CONSECUTIVE_SKIPS = 20  # steps; beyond it, weights that don't change won't recover by themselves
 SKIPPED_MINIBATCHES = "skipped_minibatches"  # metric of a step: those that algorithm.early_stop_ratio left out
 
 

@@ -1,5 +1,5 @@
-"""`headway doctor RUN`: a run's binding constraint, its costs, and the changes that would help most. Reads the ledger
-and the stored configuration."""
+"""`headway doctor RUN` reports a run's binding constraint, its costs, and the changes that would help most. It reads
+the ledger and the stored configuration."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from headway.control.tuning.ledger_model import shape_of
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
 from headway.report.formats import duration, percent, quantity
-from headway.report.incidents import described
+from headway.report.incidents import event_detail
 from headway.report.kernels import kernel_sentences
-from headway.report.preview import BINDS
+from headway.report.preview import CONSTRAINTS
 from headway.report.run_view import RunView, view_run
 from headway.report.tables import print_rows
-from headway.runtime.devices import alike, parse_device, sharing
-from headway.runtime.run_directory import RunDirectory, placed_as_before
+from headway.runtime.devices import interchangeable, parse_device, sharing
+from headway.runtime.run_directory import RunDirectory, with_saved_placement
 from headway.telemetry.ledger import EVENT_ALERT, EVENT_SIMULATED
 from headway.telemetry.pages import alert_page, troubleshooting
 from headway.telemetry.summary import undisturbed
@@ -34,28 +34,28 @@ from headway.telemetry.summary import undisturbed
 class DeviceCosts(msgspec.Struct, frozen=True, kw_only=True):
     """The use of the devices' time, over all steps of the run, in device-hours."""
 
-    devices: int  # that either side computes on
+    devices: int  # on which the generator or the trainer computes
     duration_s: float  # of all steps recorded
     device_h: float
-    usd: float | None  # None: no price given
-    lost_h: dict[str, float]  # cause -> device-hours, the largest first; of devices used by both sides only the time
-    # in which neither uses them
+    usd: float | None  # None: no price is given
+    lost_h: dict[str, float]  # cause -> device-hours, the largest first; a device that generator and trainer share
+    # counts only while neither uses it
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that `headway doctor` reports."""
 
     run: str
     state: str  # running | finished | stopped
     costs: DeviceCosts
     diagnosis: Diagnosis
-    whole_run: str = ""  # the report's verdict, where all steps give another than those that are looked at
-    recommended: str = ""  # by the run's own controller, the last time; "": nothing
-    alerts: tuple[str, ...] = ()  # in order: those in the ledger, or what the rules find in one without any
-    kernels: str = ""  # of a run that writes some: what failed, and whether it waits for its evaluators
+    whole_run: str = ""  # the report's verdict, where all steps give another one than the diagnosed steps
+    recommended: str = ""  # the last recommendation of the run's own controller; "": none
+    alerts: tuple[str, ...] = ()  # in order; recorded in the ledger, or else found by applying the rules to it
+    kernels: str = ""  # of a run that writes kernels: what failed, and whether it waits for its evaluators
 
 
-def examine(run_dir: str | Path, usd_per_device_hour: float | None = None) -> Report:
+def diagnose_run(run_dir: str | Path, usd_per_device_hour: float | None = None) -> DoctorReport:
     """Diagnose a run. Raises ConfigurationError when there is no ledger, no readable configuration, or too few
     steps."""
     if usd_per_device_hour is not None and usd_per_device_hour < 0:
@@ -63,22 +63,22 @@ def examine(run_dir: str | Path, usd_per_device_hour: float | None = None) -> Re
     view = view_run(run_dir)
     experiment = stored_experiment(view)
     ranks = experiment.trainer.devices
-    lent = len(sharing(experiment.generator.devices, ranks))
-    busy = sharing(ranks, experiment.generator.devices)
-    free = [rank for index, rank in enumerate(ranks) if index not in busy]
-    apart = not lent and alike([*experiment.generator.devices, *ranks])
-    splits = device_splits(experiment) if apart else ()
-    found = diagnose(undisturbed(view.lines), experiment, shape_of(experiment, lent), free, splits)
+    shared_devices = len(sharing(experiment.generator.devices, ranks))
+    busy_ranks = sharing(ranks, experiment.generator.devices)
+    free_ranks = [rank for index, rank in enumerate(ranks) if index not in busy_ranks]
+    separate = not shared_devices and interchangeable([*experiment.generator.devices, *ranks])
+    splits = device_splits(experiment) if separate else ()
+    diagnosis = diagnose(undisturbed(view.lines), experiment, shape_of(experiment, shared_devices), free_ranks, splits)
     alerts = alerts_of(view.lines)
-    if isinstance(found, str):
-        raise ConfigurationError("; ".join([f"{view.path}: {found}", *(f"alert at {alert}" for alert in alerts)]))
+    if isinstance(diagnosis, str):
+        raise ConfigurationError("; ".join([f"{view.path}: {diagnosis}", *(f"alert at {alert}" for alert in alerts)]))
     costs = device_costs(view, experiment, usd_per_device_hour)
-    return Report(
+    return DoctorReport(
         run=str(view.path),
         state=view.state,
         costs=costs,
-        diagnosis=found,
-        whole_run=view.verdict.balance_text if view.verdict.balance != found.balance else "",
+        diagnosis=diagnosis,
+        whole_run=view.verdict.balance_text if view.verdict.balance != diagnosis.balance else "",
         recommended=view.verdict.plan_text,
         alerts=alerts,
         kernels=" ".join(kernel_sentences(view.steps)),
@@ -86,32 +86,32 @@ def examine(run_dir: str | Path, usd_per_device_hour: float | None = None) -> Re
 
 
 def alerts_of(lines: Sequence[LedgerLine]) -> tuple[str, ...]:
-    """Alerts of a run, each in a sentence. A ledger without any may be of a run without rules: those about steps are
-    then applied to its lines."""
+    """List the alerts of a run, each in a sentence. A ledger without alerts may belong to a run without rules; the
+    rules about steps are then applied to its lines."""
     tracker, recorded, replayed = AlertTracker(["all"], 0.0), list[str](), list[str]()
     for line in lines:
         if isinstance(line, EventRecord) and line.event == EVENT_ALERT:
-            recorded.append(f"step {line.step}, {described(line)}")
+            recorded.append(f"step {line.step}, {event_detail(line)}")
         for rule, change in tracker.take(line):
-            found = f"step {line.step}, {rule}: {tracker.raised.get(rule)} ({alert_page(rule)})"
-            replayed += [found] if change == "raised" else []
+            alert_text = f"step {line.step}, {rule}: {tracker.raised.get(rule)} ({alert_page(rule)})"
+            replayed += [alert_text] if change == "raised" else []
     return tuple(recorded or replayed)
 
 
 def device_costs(view: RunView, experiment: Experiment, usd_per_device_hour: float | None) -> DeviceCosts:
-    """``costs_of`` a run's steps; a simulated one has said how many devices it described."""
-    told = next((event.data for event in view.events if event.event == EVENT_SIMULATED), {})
-    per_replica, trained_on = (int(told.get(key, 0)) for key in ("devices_per_replica", "trainer_devices"))
+    """Compute ``costs_of`` a run's steps; a simulated run has recorded the number of devices in its scenario."""
+    description = next((event.data for event in view.events if event.event == EVENT_SIMULATED), {})
+    per_replica, trained_on = (int(description.get(key, 0)) for key in ("devices_per_replica", "trainer_devices"))
     return costs_of(view.steps, experiment, usd_per_device_hour, per_replica or 1, trained_on or None)
 
 
 def stored_experiment(view: RunView) -> Experiment:
-    """The experiment as the run stored it, in the placement it has moved to. Raises ConfigurationError where that
-    can't be read."""
+    """Return the experiment that the run stored, in its current placement. Raises ConfigurationError when the
+    configuration can't be read."""
     if not view.configuration:
         raise ConfigurationError(f"{view.path}/config.json can't be read: without it a ledger says too little")
     experiment = validate_experiment(view.configuration, f"{view.path}/config.json")
-    return placed_as_before(experiment, RunDirectory(view.path))
+    return with_saved_placement(experiment, RunDirectory(view.path))
 
 
 def costs_of(
@@ -119,19 +119,19 @@ def costs_of(
     experiment: Experiment,
     usd_per_device_hour: float | None,
     per_replica: int = 1,
-    trained_on: int | None = None,
+    trainer_devices: int | None = None,
 ) -> DeviceCosts:
-    """Device-hours of all steps, and those lost by cause. ``per_replica``: devices of a replica; ``trained_on``: those
-    of the trainer, by default one for each rank."""
+    """Compute the device-hours of all steps, and the lost ones by cause. ``trainer_devices``: devices of the trainer,
+    by default one for each rank."""
     generator, ranks = experiment.generator.devices, experiment.trainer.devices
     replicas = {parse_device(name) for name in generator}
-    trainer = len(ranks) if trained_on is None else trained_on
+    trainer = len(ranks) if trainer_devices is None else trainer_devices
     devices = len({*replicas, *map(parse_device, ranks)}) + len(replicas) * (per_replica - 1)
     seconds = sum(step.step_s for step in steps)
     device_h = devices * seconds / 3600
-    own_ranks = len(ranks) - len(sharing(ranks, generator))  # on a shared device others work meanwhile
+    own_ranks = len(ranks) - len(sharing(ranks, generator))  # a shared device is used meanwhile
     lost: dict[str, float] = {
-        "trainer: waits for groups": own_ranks * sum(_lack_s(s) for s in steps),
+        "trainer: waits for groups": own_ranks * sum(_starved_s(s) for s in steps),
         "trainer: waits for stragglers": own_ranks * sum(s.flow.straggler_wait_s for s in steps),
         "trainer: waits for its devices": trainer * sum(s.flow.device_wait_s for s in steps),
         "trainer: waits for an update": trainer * sum(s.flow.update_wait_s for s in steps),
@@ -157,39 +157,39 @@ def costs_of(
     )
 
 
-def _lack_s(step: StepRecord) -> float:
-    """Time the trainer waited for want of finished groups."""
+def _starved_s(step: StepRecord) -> float:
+    """Return the time for which the trainer waited because too few groups had finished."""
     return step.trainer_wait_s - step.flow.straggler_wait_s - step.flow.device_wait_s
 
 
 def _paused_s(step: StepRecord) -> float:
-    known = step.generator_wait_ratio + step.generator_lent_ratio
+    known = step.generator_wait_ratio + step.generator_yielded_ratio
     return max(0.0, step.flow.generator_s * (1 - known) - step.flow.generator_busy_s)
 
 
 # --- printing --------------------------------------------------------------------------------------------
 
 
-def print_report(report: Report, usd_per_device_hour: float | None, console: Console | None = None) -> None:
+def print_report(report: DoctorReport, usd_per_device_hour: float | None, console: Console | None = None) -> None:
     """Print the report on one screen."""
     console = console or Console(highlight=False)
-    found, costs = report.diagnosis, report.costs
-    error = f"± {found.error:.0%}"
-    model = found.simulated_per_s / found.samples_per_s - 1
+    diagnosis, costs, bound = report.diagnosis, report.costs, CONSTRAINTS[report.diagnosis.binding]
+    error = f"± {diagnosis.error:.0%}"
+    model_deviation = diagnosis.simulated_per_s / diagnosis.samples_per_s - 1
     rows = {
-        "run": f"{report.run}, {report.state}; steps {found.first_step} to {found.last_step} are looked at",
+        "run": f"{report.run}, {report.state}; steps {diagnosis.first_step} to {diagnosis.last_step} are looked at",
         "rate": (
-            f"{quantity(found.samples_per_s)} samples/s {error}, {quantity(found.useful_per_s)} of them useful "
-            f"(the model of the run says {model:+.0%})"
+            f"{quantity(diagnosis.samples_per_s)} samples/s {error}, {quantity(diagnosis.useful_per_s)} of them useful "
+            f"(the model of the run says {model_deviation:+.0%})"
         ),
-        "bound by": f"{BINDS[found.binding]}: {found.reason} ({troubleshooting(f'Bound by {BINDS[found.binding]}')})",
+        "bound by": f"{bound}: {diagnosis.reason} ({troubleshooting(f'Bound by {bound}')})",
         "waits": (
-            f"trainer {percent(found.trainer_wait)} ({percent(found.straggler_wait)} for stragglers), generator "
-            f"{percent(found.generator_wait)}"
+            f"trainer {percent(diagnosis.trainer_wait)} ({percent(diagnosis.straggler_wait)} for stragglers), "
+            f"generator {percent(diagnosis.generator_wait)}"
         ),
         "queue": (
-            f"mean staleness {found.staleness_mean:.1f}, {found.acceptance:.0%} of the groups trainable, "
-            f"{found.in_generation:.0f} rollouts in generation; the length tail needs η ≥ {found.needed_budget}"
+            f"mean staleness {diagnosis.staleness_mean:.1f}, {diagnosis.acceptance:.0%} of the groups trainable, "
+            f"{diagnosis.in_generation:.0f} rollouts in generation; the length tail needs η ≥ {diagnosis.needed_budget}"
         ),
         "costs": _cost_text(costs, usd_per_device_hour),
     }
@@ -206,13 +206,13 @@ def print_report(report: Report, usd_per_device_hour: float | None, console: Con
         lost = {cause: _lost_text(hours, costs) for cause, hours in list(costs.lost_h.items())[:6]}
         print_rows(lost, "Device-hours lost", console)
     console.print(Text("\nWhat would help most", style="bold underline"))
-    if not found.changes:
+    if not diagnosis.changes:
         console.print("Nothing that was simulated gains 3 % or more.")
-    for number, change in enumerate(found.changes, 1):
+    for number, change in enumerate(diagnosis.changes, 1):
         for line in _change_lines(number, change):
             console.print(Text(line), soft_wrap=True)
-    if found.unidentified:
-        print_rows(found.unidentified, "Not in the ledger", console)
+    if diagnosis.unidentified:
+        print_rows(diagnosis.unidentified, "Not in the ledger", console)
 
 
 def _cost_text(costs: DeviceCosts, usd_per_device_hour: float | None) -> str:

@@ -1,4 +1,4 @@
-"""`headway train --dry-run`: what the run would do."""
+"""`headway train --dry-run` describes the run without starting it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from headway.report.tables import Rows
 
 
 def dry_run_rows(experiment: Experiment, environment_scores: bool = False) -> Rows:
-    """Rows with what the run does and how, in the order things happen. ``environment_scores``: its class has a `score`
-    of its own."""
+    """Describe the run as rows, in the order of its phases. ``environment_scores``: whether the environment's class
+    defines `score`."""
     run, rollout, queue = experiment.run, experiment.rollout, experiment.queue
     samples = queue.groups_per_step * rollout.group_size
     slots = experiment.generator.slots * len(experiment.generator.devices)
@@ -37,31 +37,31 @@ def dry_run_rows(experiment: Experiment, environment_scores: bool = False) -> Ro
         "trainer": (
             f"{', '.join(experiment.trainer.devices)} ({experiment.trainer.dtype}), learning rate "
             f"{experiment.trainer.learning_rate:g} ({experiment.trainer.schedule}), "
-            f"{_count(experiment.trainer.optimizer_steps_per_batch, 'optimiser step')} a batch"
+            f"{_count_text(experiment.trainer.optimizer_steps_per_batch, 'optimiser step')} a batch"
         ),
         "objective": _objective(experiment),
         "weights": f"published every {_every(experiment.weights.steps_per_publish)}",
         "checkpoints": (
             f"every {_every(experiment.checkpoint.every_steps)}, the last {experiment.checkpoint.keep_last} kept"
         ),
-        **_scorer(experiment, environment_scores),
+        **_scoring_row(experiment, environment_scores),
     }
 
 
-def _scorer(experiment: Experiment, environment_scores: bool) -> Rows:
-    """The row that says whose rewards are trained on."""
+def _scoring_row(experiment: Experiment, environment_scores: bool) -> Rows:
+    """Return the row with the source of the rewards that the run trains on."""
     environment, verifier = experiment.environment, experiment.verifier
     if environment_scores:
         return {"scored by": f"{environment.name}, {environment.timeout_s:g} s limit"}
     if environment.name == "verifiers":
         return {"scored by": "its environment of the package verifiers"}
-    mute = environment.name == "single_turn" or (environment.command and not environment.posts_reward)
-    what = "" if mute else f", where {environment.name} gives no reward"
-    return {"verifier": f"{verifier.name}, {verifier.timeout_s:g} s limit{what}"}
+    never_rewards = environment.name == "single_turn" or (environment.command and not environment.posts_reward)
+    condition = "" if never_rewards else f", where {environment.name} gives no reward"
+    return {"verifier": f"{verifier.name}, {verifier.timeout_s:g} s limit{condition}"}
 
 
 def _sources(sources: Sequence[TaskSource], *, shares: bool = False) -> str:
-    """Describe all task sources; ``shares``: with the share of the tasks that are drawn from each."""
+    """Describe all task sources; ``shares``: with the share of the tasks that each source provides."""
     if len(sources) == 1:
         return _source(sources[0])
     total = sum(source.weight for source in sources)
@@ -74,19 +74,20 @@ def _sources(sources: Sequence[TaskSource], *, shares: bool = False) -> str:
 
 
 def _source(source: TaskSource) -> str:
-    limited = f", the first {source.limit:,}" if source.limit is not None else ""
+    details = f", the first {source.limit:,}" if source.limit is not None else ""
     if source.verifier:
-        limited += f", verifier {source.verifier}"
+        details += f", verifier {source.verifier}"
     if source.source == "jsonl":
-        return source.path + limited
+        return source.path + details
     if source.source == "datasets":
-        where = "" if source.path else " from the Hugging Face hub"
+        origin = "" if source.path else " from the Hugging Face hub"
         part = "".join(f" {name}" for name in (source.subset, source.split) if name)
-        return f"{source.path or source.name}{part}{where}{limited}"
+        return f"{source.path or source.name}{part}{origin}{details}"
     if source.source == "function":
-        given = ", ".join(f"{name}={value!r}" for name, value in source.parameters.items())
-        return f"{source.name}({given}){limited}"
-    return f"reasoning-gym {source.name}, {source.generated['size']:,} tasks, seed {source.generated['seed']}{limited}"
+        arguments = ", ".join(f"{name}={value!r}" for name, value in source.parameters.items())
+        return f"{source.name}({arguments}){details}"
+    size, seed = (source.generator_parameters[key] for key in ("size", "seed"))
+    return f"reasoning-gym {source.name}, {size:,} tasks, seed {seed}{details}"
 
 
 def _evaluation(experiment: Experiment) -> str:
@@ -97,14 +98,13 @@ def _evaluation(experiment: Experiment) -> str:
         when += [f"every {duration(evaluation.every_s)}"] if evaluation.every_s is not None else []
         parts.append(f"validation ({_sources(tasks.validation)}) {' and '.join(when)}")
     if tasks.test is not None and (evaluation.before or evaluation.after):
-        when = [word for word, wanted in (("before", evaluation.before), ("after", evaluation.after)) if wanted]
+        when = [word for word, enabled in (("before", evaluation.before), ("after", evaluation.after)) if enabled]
         parts.append(f"test ({_sources(tasks.test)}) {' and '.join(when)}")
     return "; ".join(parts) or "nothing"
 
 
 def _objective(experiment: Experiment) -> str:
-    """Describe the objective: everything that takes effect, with the values that a preset filled in, and nothing
-    else."""
+    """Describe the settings of the objective that take effect, with the values that a preset filled in."""
     algorithm = experiment.algorithm
     parts = [f"preset {algorithm.preset}"] if algorithm.preset else []
     parts += [algorithm.loss, f"advantage {algorithm.advantage}", *_bounds(algorithm), algorithm.aggregation]
@@ -128,7 +128,7 @@ def _objective(experiment: Experiment) -> str:
 
 
 def _bounds(algorithm: AlgorithmConfig) -> list[str]:
-    """Describe the limits that the loss reads (all of them for a user's own)."""
+    """Describe the limits that the loss reads (all of them for a user-defined loss)."""
     loss, parameters = algorithm.loss, algorithm.parameters
     bounds: list[str] = []
     if loss == "cispo":
@@ -154,7 +154,7 @@ def _range(bounds: tuple[float, float]) -> str:
     return f"{bounds[0]:g} to {bounds[1]:g}"
 
 
-def _count(count: int, noun: str) -> str:
+def _count_text(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 

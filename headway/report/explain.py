@@ -1,4 +1,4 @@
-"""`headway explain-task`: why tasks were drawn, in words."""
+"""`headway explain-task` explains why tasks were drawn."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from headway.records.curriculum import (
 )
 from headway.report.show import visible
 
-SHOWN_DRAWS = 8  # of a task, the newest
-SHOWN_MOVES = 6
+MAX_DRAWS = 8  # the newest draws of a task
+MAX_BAND_CHANGES = 6
 _BAR = 40  # characters
 _REGION_MEANS = {
     "unseen": "no group of it has finished",
@@ -24,19 +24,19 @@ _REGION_MEANS = {
 }
 
 
-def task_text(found: TaskExplanation, *, whole: bool = False) -> str:
-    """Describe a task on one screen; ``whole``: with every draw of it."""
+def task_text(task: TaskExplanation, *, full: bool = False) -> str:
+    """Describe a task on one screen; ``full``: list every draw of the task, not only the newest."""
     lines = [
-        f"task {found.task_id}" + (f" of {visible(found.source)}" if found.source else ""),
-        f"  prompt {_short(found.prompt, 90)}" + (f"   answer {_short(found.answer, 30)}" if found.answer else ""),
-        f"  now    {found.region}: {_REGION_MEANS[found.region]}; {_posterior(found.now)}",
+        f"task {task.task_id}" + (f" of {visible(task.source)}" if task.source else ""),
+        f"  prompt {_truncated(task.prompt, 90)}" + (f"   answer {_truncated(task.answer, 30)}" if task.answer else ""),
+        f"  now    {task.region}: {_REGION_MEANS[task.region]}; {_posterior(task.now)}",
     ]
-    draws = found.draws if whole else found.draws[-SHOWN_DRAWS:]
-    hidden = len(found.draws) - len(draws)
-    lines += ["", f"drawn {_times(len(found.draws))}" + (f", the last {len(draws)}:" if hidden else "")]
+    draws = task.draws if full else task.draws[-MAX_DRAWS:]
+    hidden = len(task.draws) - len(draws)
+    lines += ["", f"drawn {_times(len(task.draws))}" + (f", the last {len(draws)}:" if hidden else "")]
     for draw in draws:
         lines += _draw_lines(draw)
-    lines += ["", *_ahead(found)]
+    lines += ["", *_next_draw_lines(task)]
     return "\n".join(lines)
 
 
@@ -55,63 +55,63 @@ def _draw_lines(draw: DrawExplanation) -> list[str]:
     return lines
 
 
-def _ahead(found: TaskExplanation) -> list[str]:
+def _next_draw_lines(task: TaskExplanation) -> list[str]:
     """Describe how the task may be drawn next."""
-    if not found.adaptive:
+    if not task.adaptive:
         return ["next: when it is its turn (curriculum.mode = 'uniform'); a curriculum would see these rates"]
-    lines = [f"next, at group {found.next_index}, for {found.size} attempts were it drawn now:"]
-    if found.region == "band":
-        rests = f"it rests for {found.rests_groups} more groups, unless all of the band do"
+    lines = [f"next, at group {task.next_index}, for {task.size} attempts were it drawn now:"]
+    if task.region == "band":
+        cooldown_text = f"it rests for {task.rests_groups} more groups, unless all of the band do"
         lines.append(
-            "  band   " + (rests if found.rests_groups else f"probability {found.band_probability:.4f} of a draw")
+            "  band   " + (cooldown_text if task.rests_groups else f"probability {task.band_probability:.4f} of a draw")
         )
-    elif found.region == "unseen":
+    elif task.region == "unseen":
         lines.append("  band   not before it was seen once")
     else:
-        lines.append(f"  band   no: signal {found.now.signal:.2f} is below {found.min_signal:.2f}")
-    if found.due_groups is not None and found.region == "unsolved":
-        lines.append("  replay " + (f"due after {found.due_groups} more groups" if found.due_groups else "due now"))
+        lines.append(f"  band   no: signal {task.now.signal:.2f} is below {task.min_signal:.2f}")
+    if task.due_groups is not None and task.region == "unsolved":
+        lines.append("  replay " + (f"due after {task.due_groups} more groups" if task.due_groups else "due now"))
     lines.append("  cursor when the plain walk comes to it")
     return lines
 
 
-def overview_text(found: CurriculumExplanation) -> str:
+def overview_text(curriculum: CurriculumExplanation) -> str:
     """Describe the curriculum of a run on one screen."""
-    if not found.adaptive:
+    if not curriculum.adaptive:
         head = "every task in turn (curriculum.mode = 'uniform'); what a curriculum would see:"
     else:
-        low, high = found.known_limits
+        low, high = curriculum.known_limits
         head = (
-            f"band: attempts of a group of {found.group_size} differ with probability {found.min_signal:.2f} or more "
-            f"(known solve rates of {low:.2f} to {high:.2f})"
+            f"band: attempts of a group of {curriculum.group_size} differ with probability "
+            f"{curriculum.min_signal:.2f} or more (known solve rates of {low:.2f} to {high:.2f})"
         )
-    lines = [head, "", f"{found.tasks:,} tasks, {found.groups:,} groups drawn"]
-    lines += [f"  {region:9}{found.regions.get(region, 0):>8,}  {_REGION_MEANS[region]}" for region in REGIONS]
-    lines += ["", "seen tasks by expected solve rate", *_histogram(found.solve_rates)]
+    lines = [head, "", f"{curriculum.tasks:,} tasks, {curriculum.groups:,} groups drawn"]
+    lines += [f"  {region:9}{curriculum.regions.get(region, 0):>8,}  {_REGION_MEANS[region]}" for region in REGIONS]
+    lines += ["", "seen tasks by expected solve rate", *_histogram(curriculum.solve_rates)]
     lines += ["", "draws" + " " * 10 + "groups   flat"]
-    for reason, count in found.draws.items():
-        share = found.zero_variance_share.get(reason)
+    for reason, count in curriculum.draws.items():
+        share = curriculum.zero_variance_share.get(reason)
         lines.append(f"  {reason:9}{count:>10,}   " + ("   –" if share is None else f"{share:4.0%}"))
-    if found.moves:
-        hidden = len(found.moves) - SHOWN_MOVES
-        lines += ["", "the band moved" + (f" {len(found.moves)} times, lastly" if hidden > 0 else "")]
+    if curriculum.moves:
+        hidden = len(curriculum.moves) - MAX_BAND_CHANGES
+        lines += ["", "the band moved" + (f" {len(curriculum.moves)} times, lastly" if hidden > 0 else "")]
         lines += [
             f"  {move.before:.2f} -> {move.after:.2f}  {move.why} ({move.zero_variance_share:.0%} of {move.groups})"
-            for move in found.moves[-SHOWN_MOVES:]
+            for move in curriculum.moves[-MAX_BAND_CHANGES:]
         ]
-    if found.following:
+    if curriculum.following:
         lines += ["", "next, if no group finished meanwhile"]
         lines += [
-            f"  group {draw.group}: {draw.task_id} {_short(draw.prompt, 24)}, {draw.size} attempts: {draw.reason}"
-            for draw in found.following
+            f"  group {draw.group}: {draw.task_id} {_truncated(draw.prompt, 24)}, {draw.size} attempts: {draw.reason}"
+            for draw in curriculum.following
         ]
     return "\n".join(lines)
 
 
 def _histogram(counts: Sequence[int]) -> list[str]:
-    most = max([*counts, 1])
+    peak_count = max([*counts, 1])
     return [
-        f"  {i / 10:.1f}–{(i + 1) / 10:.1f} {count:>7,} {'█' * round(_BAR * count / most)}".rstrip()
+        f"  {i / 10:.1f}–{(i + 1) / 10:.1f} {count:>7,} {'█' * round(_BAR * count / peak_count)}".rstrip()
         for i, count in enumerate(counts)
     ]
 
@@ -127,6 +127,6 @@ def _times(count: int) -> str:
     return {0: "never", 1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
-def _short(text: str, most: int) -> str:
-    shown = visible(text.replace("\n", "⏎"))
-    return repr(shown if len(shown) <= most else shown[: most - 1] + "…")
+def _truncated(text: str, max_characters: int) -> str:
+    escaped = visible(text.replace("\n", "⏎"))
+    return repr(escaped if len(escaped) <= max_characters else escaped[: max_characters - 1] + "…")

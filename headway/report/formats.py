@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Formats numbers for people."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from headway.records.ledger import KernelShare
 
 
 def duration(seconds: float) -> str:
-    """A duration in the form 12 ms, 3.4 s, 5 min 07 s or 2 h 05 min; – if not finite."""
+    """Format a duration as 12 ms, 3.4 s, 5 min 07 s or 2 h 05 min; – if not finite."""
     if not math.isfinite(seconds):
         return "–"
     if seconds < 0.9995:
         return f"{seconds * 1e3:.0f} ms"
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 59.95 else "1 min 00 s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    rounded_s = round(seconds)
+    if rounded_s < 3600:
+        return f"{rounded_s // 60} min {rounded_s % 60:02d} s"
+    return f"{rounded_s // 3600} h {rounded_s % 3600 // 60:02d} min"
 
 
 def quantity(value: float) -> str:
-    """A number with three significant digits, thousands as k, millions as M; – if not finite."""
+    """Format a number with three significant digits, thousands as k, millions as M; – if not finite."""
     if not math.isfinite(value):
         return "–"
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
@@ -33,7 +33,7 @@ def quantity(value: float) -> str:
 
 
 def score(rate: float | None, error: float | None = None) -> str:
-    """A solve rate with its standard error; – without data (None or NaN)."""
+    """Format a solve rate with its standard error; – without data (None or NaN)."""
     if rate is None or not math.isfinite(rate):
         return "–"
     return f"{rate:.3f}" if error is None else f"{rate:.3f} ± {error:.3f}"
@@ -43,10 +43,10 @@ def percent(share: float) -> str:
     return f"{share:.1%}" if math.isfinite(share) else "–"
 
 
-def shown_kernels(found: Mapping[str, KernelShare]) -> dict[str, str]:
-    """An evaluation's shares of kernels in words, by name: value, 95 % interval, counts."""
+def format_kernel_shares(shares: Mapping[str, KernelShare]) -> dict[str, str]:
+    """Format an evaluation's shares of kernels by name, each with its 95 % interval and counts."""
     return {
-        name: f"{one.value:.3f} [{one.interval[0]:.3f}, {one.interval[1]:.3f}] ({one.count} of {one.rollouts}"
-        + (f", {one.untimed} correct ones untimed)" if one.untimed else ")")
-        for name, one in found.items()
+        name: f"{share.value:.3f} [{share.interval[0]:.3f}, {share.interval[1]:.3f}] ({share.count} of {share.rollouts}"
+        + (f", {share.untimed} correct ones untimed)" if share.untimed else ")")
+        for name, share in shares.items()
     }

@@ -1,4 +1,4 @@
-"""Deaths, stalls, restarts and replays of a run's workers, as `headway report` lists them."""
+"""Lists deaths, stalls, restarts and replays of a run's workers for `headway report`."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from headway.telemetry.pages import alert_page, stall_page
 from headway.telemetry.summary import is_incident
 
 _STALLED = ("worker_stalled", EVENT_STALLED)
-HEADS = ("what", "worker", "when", "version", "found by", "cause", "lost time", "rollouts or samples again")
+HEADINGS = ("what", "worker", "when", "version", "found by", "cause", "lost time", "rollouts or samples again")
 
 
-def described(event: EventRecord) -> str:
-    """The detail of an event; a stall's and an alert's with the section of the documentation that says what to do."""
+def event_detail(event: EventRecord) -> str:
+    """Return the detail of an event; for a stall or an alert also the section of the documentation about it."""
     if event.event == EVENT_STALLED:
         return f"{event.detail} ({stall_page(str(event.data.get('wait', 'event loop')))})"
     return f"{event.detail} ({alert_page(str(event.data['rule']))})" if event.event == EVENT_ALERT else event.detail
 
 
 def incidents(lines: Sequence[LedgerLine]) -> list[EventRecord]:
-    """The events of ``lines`` about workers, in order."""
+    """Return the events of ``lines`` about workers, in order."""
     return [line for line in lines if isinstance(line, EventRecord) and is_incident(line)]
 
 
 def incident_text(lines: Sequence[LedgerLine]) -> str:
-    """Count deaths, stalls and replacements by worker, and what they cost, in a sentence; "" without incidents."""
-    found = incidents(lines)
-    if not found:
+    """Summarise deaths, stalls and replacements by worker, and their cost, in a sentence; "" without incidents."""
+    events = incidents(lines)
+    if not events:
         return ""
-    died = Counter(event.worker for event in found if event.event.endswith("_died"))
-    stalled = Counter(event.worker for event in found if event.event in _STALLED)
-    back = sum(event.event.endswith(("_restarted", "_restored")) for event in found)
-    replays = sum(event.lost_samples for event in found if event.event.endswith("restored"))
-    moved = sum(event.lost_samples for event in found) - replays
+    died = Counter(event.worker for event in events if event.event.endswith("_died"))
+    stalled = Counter(event.worker for event in events if event.event in _STALLED)
+    restored = sum(event.event.endswith(("_restarted", "_restored")) for event in events)
+    replays = sum(event.lost_samples for event in events if event.event.endswith("restored"))
+    moved = sum(event.lost_samples for event in events) - replays
     parts = [f"{verb}: {_counts(workers)}" for verb, workers in (("died", died), ("stalled", stalled)) if workers]
-    parts += [f"{back} brought back"] if back else []
+    parts += [f"{restored} brought back"] if restored else []
     parts += [f"{replays:,} samples trained again"] if replays else []
     parts += [f"{moved:,} rollouts moved, scored or generated again"] if moved else []
-    lost_s = sum(event.lost_s for event in found if event.event not in _STALLED)  # its end's event has the total
+    lost_s = sum(event.lost_s for event in events if event.event not in _STALLED)  # its end's event has the total
     parts += [f"{duration(lost_s)} of workers' time lost"] if lost_s else []
     return "Workers: " + "; ".join(parts) + "."
 
 
 def incident_rows(lines: Sequence[LedgerLine]) -> list[list[str]]:
-    """Rows of cells under `HEADS`, one for each incident."""
+    """Make a row of cells under `HEADINGS` for each incident."""
     return [
         [
             event.event,

@@ -1,4 +1,4 @@
-"""The live view of a run: one screen with waits, queue, staleness, learning and rates."""
+"""Draws the live view of a run, a screen with waits, queue, staleness, learning and rates."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from headway.control.tuning.balance import waits_of
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, PassAt, SourceScore, StepRecord
 from headway.records.rollout import ENDINGS
 from headway.report.doctor import costs_of
-from headway.report.formats import duration, percent, quantity, score, shown_kernels
-from headway.report.incidents import described
+from headway.report.formats import duration, format_kernel_shares, percent, quantity, score
+from headway.report.incidents import event_detail
 from headway.report.run_cost import LiveCost, cost_sentence, live_cost
 from headway.report.verdict import judge_balance
 from headway.telemetry.ledger import EVENT_ALERT, EVENT_END, EVENT_PLAN_CHANGED, EVENT_STALL_ENDED, EVENT_STALLED
 
-WINDOW = 20  # steps that "now" is averaged over
+WINDOW = 20  # steps over which current values are averaged
 REDRAW_EVERY_S = 0.5  # drawing takes the orchestrator's core a few milliseconds
-LINE_EVERY_S = 5.0  # where there is no screen to draw on
+LINE_EVERY_S = 5.0  # without a terminal
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _COLOURS = {
     "matched": "green",
@@ -44,25 +44,25 @@ _COLOURS = {
 
 
 class LiveState:
-    """The state of a run after its ledger lines so far. Has no clock and no terminal: those belong to the views."""
+    """The state of a run after its ledger lines so far. It has no clock and no terminal; those belong to the views."""
 
     def __init__(self, experiment: Experiment, usd_per_device_hour: float | None = None) -> None:
         self.experiment = experiment
         self.usd_per_device_hour = usd_per_device_hour
-        self.lost_h = Counter[str]()  # as doctor's DeviceCosts has them
+        self.lost_h = Counter[str]()  # cause -> device-hours, as in DeviceCosts
         self.sums = Counter[str]()  # steps and trained tokens of this session
         self.last: StepRecord | None = None
         self.recent: deque[StepRecord] = deque(maxlen=WINDOW)
         self.solve_rates: deque[float] = deque(maxlen=4000)
         self.evaluations: deque[EvaluationRecord] = deque(maxlen=4)
-        self.before: EvaluationRecord | None = None
+        self.evaluation_before: EvaluationRecord | None = None
         self.events: deque[EventRecord] = deque(maxlen=5)
         self.endings = Counter[str]()
         self.worst_staleness = 0
         self.ended = False
         self.placement: EventRecord | None = None  # the last change of plan
-        self.stalls: dict[str, str] = {}  # worker -> the line that names its stall, while it lasts
-        self.alerts: dict[object, str] = {}  # rule -> what it found, while it holds
+        self.stalls: dict[str, str] = {}  # worker -> description of its stall, while the stall lasts
+        self.alerts: dict[object, str] = {}  # rule -> the alert's detail, while the alert holds
 
     def take(self, line: LedgerLine) -> None:
         if isinstance(line, StepRecord):
@@ -77,40 +77,40 @@ class LiveState:
         elif isinstance(line, EvaluationRecord):
             self.evaluations.append(line)
             if line.phase == "before" and line.samples:
-                self.before = line
+                self.evaluation_before = line
         else:
             self.events.append(line)
             if line.event == EVENT_PLAN_CHANGED:
                 self.placement = line
             if line.event == EVENT_STALLED:
-                self.stalls[line.worker] = described(line)
+                self.stalls[line.worker] = event_detail(line)
             elif line.event == EVENT_STALL_ENDED or line.event.endswith(("_restarted", "_restored")):
                 self.stalls.pop(line.worker, None)
             self.alerts.pop(rule := line.data.get("rule"), None)  # only alerts and their ends have one
             if line.event == EVENT_ALERT:
-                self.alerts[rule] = described(line)
+                self.alerts[rule] = event_detail(line)
             self.ended = line.event == EVENT_END
 
     def recent_mean(self, column: Callable[[StepRecord], float]) -> float:
-        """Time-weighted mean of a column over the last WINDOW steps."""
+        """Return the time-weighted mean of a column over the last WINDOW steps."""
         return weighted_mean(self.recent, column, lambda step: step.step_s)
 
     def cost(self) -> LiveCost | None:
-        """Cost of this session so far; None without a price."""
+        """Return the cost of this session so far; None without a price."""
         if self.last is None or self.usd_per_device_hour is None:
             return None
         costs = msgspec.structs.replace(costs_of([], self.experiment, None), lost_h=dict(self.lost_h))
         totals = {"steps": self.sums["steps"], "trained_tokens": self.sums["tokens"]}
         return live_cost(costs, self.usd_per_device_hour, duration_s=self.last.time_s, **totals)
 
-    def left_s(self) -> float | None:
-        """Seconds to the end, by steps or by the time limit, whichever comes first; None before and after the run."""
+    def remaining_s(self) -> float | None:
+        """Return the seconds to the end by steps or the time limit, whichever is first; None outside the run."""
         if self.last is None or self.ended:
             return None
         run = self.experiment.run
         step_s = sum(step.step_s for step in self.recent) / len(self.recent)
-        left = max(0, run.steps - self.last.version) * step_s
-        return left if run.time_limit_s is None else min(left, max(0.0, run.time_limit_s - self.last.time_s))
+        eta_s = max(0, run.steps - self.last.version) * step_s
+        return eta_s if run.time_limit_s is None else min(eta_s, max(0.0, run.time_limit_s - self.last.time_s))
 
 
 # --- one line, for logs ----------------------------------------------------------------------------------
@@ -121,11 +121,11 @@ def step_line(state: LiveState) -> str:
     step = state.last
     if step is None:
         return "no step yet"
-    left = state.left_s()
+    eta_s = state.remaining_s()
     parts = [
         f"step {step.version}/{state.experiment.run.steps}",
-        duration(step.time_s) + (f" ({duration(left)} left)" if left is not None else ""),
-        f"solve {score(step.rewards and step.rewards.solve_rate)}" + _failed(step),
+        duration(step.time_s) + (f" ({duration(eta_s)} left)" if eta_s is not None else ""),
+        f"solve {score(step.rewards and step.rewards.solve_rate)}" + _failed_text(step),
         f"waits: trainer {state.recent_mean(lambda s: s.trainer_wait_ratio):.0%}, "
         f"generator {state.recent_mean(lambda s: s.generator_wait_ratio):.0%}",
         f"stale {step.trajectory_staleness.mean:.1f}, worst {state.worst_staleness} of {state.experiment.queue.budget}",
@@ -139,7 +139,7 @@ def step_line(state: LiveState) -> str:
     return " · ".join(parts)
 
 
-def _failed(step: StepRecord) -> str:
+def _failed_text(step: StepRecord) -> str:
     failed = sum(step.failures.values())
     return f" ({failed:,} failed)" if failed else ""
 
@@ -148,14 +148,14 @@ def evaluation_line(record: EvaluationRecord) -> str:
     versions = (
         f"version {record.first_version}" if record.held else f"versions {record.first_version}–{record.last_version}"
     )
-    if record.phase == "after":  # the best weights are judged then, which need not be the last
+    if record.phase == "after":  # it evaluates the best weights, which need not be the last
         last = record.last_version == record.step
         versions += ", the last" if last else f", the best by validation of {record.step}"
     failed = f"; {record.failures_text}" if record.failed else ""
     rate = score(record.solve_rate if record.samples else None, record.standard_error)
-    sources = "".join(f"; {label} {shown_score(source)}" for label, source in record.by_source.items())
-    rate += "".join(f", {shown}" for shown in shown_pass_at(record.pass_at))
-    kernels = "".join(f"; {name} {shown}" for name, shown in shown_kernels(record.kernels).items())
+    sources = "".join(f"; {label} {format_score(source)}" for label, source in record.by_source.items())
+    rate += "".join(f", {text}" for text in format_pass_at(record.pass_at))
+    kernels = "".join(f"; {name} {text}" for name, text in format_kernel_shares(record.kernels).items())
     judged = f" of {record.samples:,}" if record.failed and record.samples else ""
     return (
         f"{record.split} {record.phase}: solve rate {rate}{judged} ({record.tasks} tasks, {versions})"
@@ -163,17 +163,17 @@ def evaluation_line(record: EvaluationRecord) -> str:
     )
 
 
-def shown_pass_at(found: Mapping[str, PassAt]) -> list[str]:
-    """pass@k for each k above 1, which is the solve rate."""
-    return [f"pass@{k} {score(at.value, at.standard_error)}" for k, at in found.items() if k != "1"]
+def format_pass_at(rate_by_k: Mapping[str, PassAt]) -> list[str]:
+    """Format pass@k for each k above 1; pass@1 is the solve rate."""
+    return [f"pass@{k} {score(rate.value, rate.standard_error)}" for k, rate in rate_by_k.items() if k != "1"]
 
 
-def shown_score(source: SourceScore) -> str:
+def format_score(source: SourceScore) -> str:
     return score(source.solve_rate if source.samples else None, source.standard_error)
 
 
 def event_line(event: EventRecord) -> str:
-    return f"{event.event} at version {event.step}" + (f": {described(event)}" if event.detail else "")
+    return f"{event.event} at version {event.step}" + (f": {event_detail(event)}" if event.detail else "")
 
 
 # --- the screen ------------------------------------------------------------------------------------------
@@ -216,29 +216,29 @@ def _title(state: LiveState) -> str:
     run = state.experiment.run
     if state.last is None:
         return f"headway · {run.directory}"
-    left = state.left_s()
-    rest = f", {duration(left)} left" if left is not None else ""
-    return f"headway · {run.directory} · step {state.last.version}/{run.steps} · {duration(state.last.time_s)}{rest}"
+    eta_s = state.remaining_s()
+    eta = f", {duration(eta_s)} left" if eta_s is not None else ""
+    return f"headway · {run.directory} · step {state.last.version}/{run.steps} · {duration(state.last.time_s)}{eta}"
 
 
 def bar(share: float, width: int, colour: str) -> Text:
-    """A horizontal bar of ``width`` cells; ``share`` is clamped to 0..1."""
+    """Draw a horizontal bar of ``width`` cells; ``share`` is clamped to 0..1."""
     full = round(min(1.0, max(0.0, share)) * width) if math.isfinite(share) else 0
     return Text.assemble(("█" * full, colour), ("░" * (width - full), "dim"))
 
 
 def sparkline(values: list[float], width: int, top: float = 1.0) -> str:
-    """Means of ``width`` equal parts of ``values`` as block characters, on a scale from 0 to ``top``."""
+    """Draw the means of ``width`` equal parts of ``values`` as block characters, on a scale from 0 to ``top``."""
     if not values:
         return ""
     cells = min(width, len(values))
     edges = [round(i * len(values) / cells) for i in range(cells + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    return "".join(_block(mean / top) for mean in means)
+    return "".join(_block_character(mean / top) for mean in means)
 
 
-def _block(height: float) -> str:
-    """The block character for a height from 0 to 1; blank when it isn't a number."""
+def _block_character(height: float) -> str:
+    """Return the block character for a height from 0 to 1; a blank for NaN and infinities."""
     if not math.isfinite(height):
         return " "
     return _BLOCKS[min(len(_BLOCKS) - 1, max(0, int(height * len(_BLOCKS))))]
@@ -297,10 +297,10 @@ def _learning(state: LiveState, step: StepRecord) -> Text:
     details += [f"loss {loss:+.4f}"] if loss is not None else []
     details += [f"entropy {entropy:.3f}"] if entropy is not None else []
     details += [f"length {lengths.mean:.0f}, p99 {lengths.p99:.0f}"] if lengths else []
-    if state.before is not None:
-        details.append(f"before {state.before.solve_rate:.3f}")
+    if state.evaluation_before is not None:
+        details.append(f"before {state.evaluation_before.solve_rate:.3f}")
     return Text.assemble(
-        f"solve rate {score(rewards and rewards.solve_rate)}{_failed(step)} ",
+        f"solve rate {score(rewards and rewards.solve_rate)}{_failed_text(step)} ",
         (sparkline(list(state.solve_rates), 30), "green"),
         "\n" + " · ".join(details),
     )
@@ -314,8 +314,8 @@ def _rates(state: LiveState, step: StepRecord) -> Text:
         f"consumption {quantity(consumption)} · production {quantity(production)} · effective {quantity(effective)} "
         "samples/s"
     )
-    if found := step.tokens:
-        text.append(f"\ngenerated {quantity(found.generated_per_s)} · trained {quantity(found.trained_per_s)} tokens/s")
+    if rates := step.tokens:
+        text.append(f"\ngenerated {quantity(rates.generated_per_s)} · trained {quantity(rates.trained_per_s)} tokens/s")
     if step.mfu_step:
         text.append(f" · MFU {percent(step.mfu_step)} of the step, {percent(step.mfu_compute)} of compute")
     return text
@@ -331,9 +331,9 @@ def _endings(state: LiveState) -> Text:
 
 
 class LiveView:
-    """A subscriber of the ledger: on a terminal it redraws one screen, elsewhere it prints a line now and then.
+    """A subscriber of the ledger that redraws one screen on a terminal, and prints a line every few seconds elsewhere.
 
-    Lifecycle: *entered* (draws) -> *left* (the last state stays on the screen).
+    Lifecycle: *entered* (draws) -> *exited* (the last state stays on the screen).
     """
 
     def __init__(

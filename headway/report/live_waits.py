@@ -1,4 +1,4 @@
-"""`headway doctor --live`: who waits for whom now, from the file that a living run keeps."""
+"""`headway doctor --live` reports the current waits of a run, from the file that a live run writes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from headway.control.stalls import place_of
+from headway.control.stalls import current_frame
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import EventRecord
 from headway.records.stalls import Wait, WaitGraph
@@ -18,21 +18,21 @@ from headway.telemetry.ledger import EVENT_STALLED, read_ledger
 from headway.telemetry.pages import stall_page
 
 _FILE = "waits.json"
-_STALE_S = 8.0  # it is written every two seconds: then the event loop doesn't turn
-_MOST_LINES = 20
+_STALE_S = 8.0  # the file is written every two seconds; an older one means that the event loop is blocked
+_MAX_LINES = 20
 
 
 class LiveWaits(msgspec.Struct, frozen=True, kw_only=True):
-    """A run's last wait graph, and whether the run still lives."""
+    """A run's last wait graph, and whether the run is still alive."""
 
     graph: WaitGraph
     age_s: float  # of the graph
-    alive: bool  # whether the orchestrator's process is there
-    last_stall: str  # the ledger's last line about one; "": none
+    alive: bool  # whether the orchestrator's process exists
+    last_stall: str  # the last stall in the ledger; "": none
 
 
 def read_live_waits(run: str, now_s: float | None = None) -> LiveWaits:
-    """The waits of the run in a folder, as it wrote them last. Raises ConfigurationError when none is active there."""
+    """Read the last wait graph of the run in a folder. Raises ConfigurationError when no run is active there."""
     try:
         graph = msgspec.json.decode((Path(run) / _FILE).read_bytes(), type=WaitGraph)
     except (FileNotFoundError, NotADirectoryError):
@@ -46,35 +46,35 @@ def read_live_waits(run: str, now_s: float | None = None) -> LiveWaits:
     )
 
 
-def live_waits_text(found: LiveWaits) -> str:
-    """Say in words who waits for whom."""
-    graph = found.graph
-    if not found.alive:
-        last = f"; its last stall: {found.last_stall}" if found.last_stall else ""
-        return f"the orchestrator (process {graph.pid}) has died; it was last seen {duration(found.age_s)} ago{last}"
+def live_waits_text(live: LiveWaits) -> str:
+    """Describe each wait: its waiter, its owner, and how long it has lasted."""
+    graph = live.graph
+    if not live.alive:
+        last = f"; its last stall: {live.last_stall}" if live.last_stall else ""
+        return f"the orchestrator (process {graph.pid}) has died; it was last seen {duration(live.age_s)} ago{last}"
     lines: list[str] = []
-    if found.age_s > _STALE_S:
-        silent = f"the orchestrator (process {graph.pid}) has been silent for {duration(found.age_s)}"
-        lines.append(f"{silent}: {found.last_stall or 'its event loop is blocked'}")
+    if live.age_s > _STALE_S:
+        silence_text = f"the orchestrator (process {graph.pid}) has been silent for {duration(live.age_s)}"
+        lines.append(f"{silence_text}: {live.last_stall or 'its event loop is blocked'}")
     lines += [f"{stall.sentence(graph.now_s)} ({stall_page(stall.kind)})" for stall in graph.stalls]
     if not lines:
         lines.append("nothing is stalled")
-    grouped = Counter((_like(wait), wait.kind, wait.owner) for wait in graph.waits)
-    shown: set[tuple[str, str, str]] = set()
+    grouped = Counter((_waiter_kind(wait), wait.kind, wait.owner) for wait in graph.waits)
+    listed: set[tuple[str, str, str]] = set()
     for wait in graph.waits:
-        key = _like(wait), wait.kind, wait.owner
-        if key in shown or len(shown) >= _MOST_LINES:
+        key = _waiter_kind(wait), wait.kind, wait.owner
+        if key in listed or len(listed) >= _MAX_LINES:
             continue
-        shown.add(key)
+        listed.add(key)
         others = f" (and {grouped[key] - 1} like it)" if grouped[key] > 1 else ""
         waited, expected = duration(graph.now_s - wait.since_s), duration(graph.expected_s.get(wait.kind, 0.0))
         lines.append(f"  {wait.waiter}{others} -> {wait.owner}: {wait.kind}, {waited} (expected at most {expected})")
-    for one in graph.workers:
-        place, _ = place_of(one)
-        lines.append(f"  {one.worker} {one.condition}, runs {one.call or 'nothing'}, is at {place or 'unknown'}")
+    for state in graph.workers:
+        frame, _ = current_frame(state)
+        lines.append(f"  {state.worker} {state.condition}, runs {state.call or 'nothing'}, is at {frame or 'unknown'}")
     return "\n".join(lines)
 
 
-def _like(wait: Wait) -> str:
-    """The sort of thing that waits: "group" of "group 7"."""
+def _waiter_kind(wait: Wait) -> str:
+    """Return the waiter's name without its number: "group " of "group 7"."""
     return wait.waiter.rstrip("-/0123456789")

@@ -1,4 +1,4 @@
-"""The output of `headway check` for people: tables of memory, calibration and forecast."""
+"""Prints the output of `headway check` as tables of memory, calibration and forecast."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headway.records.check_report import Calibration, CheckReport, Forecast, Len
 from headway.report.formats import duration, quantity
 from headway.report.tables import Rows, print_rows
 
-BINDS = {
+CONSTRAINTS = {
     "generator": "the generator",
     "trainer": "the trainer",
     "verifier": "the verifiers",
@@ -36,8 +36,8 @@ def print_preview(report: CheckReport, experiment: Experiment, console: Console 
 # --- memory ----------------------------------------------------------------------------------------------
 
 
-def memory_table(uses: list[MemoryUse], places: list[MemoryPlace]) -> Table:
-    """Tabulate the most that each process and file needs, and for calibrated processes the peak measured so far."""
+def memory_table(uses: list[MemoryUse], locations: list[MemoryPlace]) -> Table:
+    """Tabulate the maximum that each process and file needs, and for calibrated processes the measured peak so far."""
     measured = any(use.measured_bytes is not None for use in uses)
     table = Table(
         box=None, padding=(0, 3, 0, 0), title="Memory at most", title_justify="left", title_style="bold underline"
@@ -47,16 +47,16 @@ def memory_table(uses: list[MemoryUse], places: list[MemoryPlace]) -> Table:
     if measured:
         table.add_column("seen", justify="right")
     table.add_column("of which (GiB)")
-    for place in places:
+    for pool in locations:
         for use in uses:
-            if use.place == place.name:
-                seen = [_gib(use.measured_bytes) if use.measured_bytes is not None else ""] if measured else []
-                table.add_row(Text(use.name), _gib(use.total_bytes), *seen, Text(_parts(use)))
-        there = "size unknown" if place.available_bytes is None else f"{_gib(place.available_bytes)} free"
-        if place.capacity_bytes is not None:
-            there += f" of {_gib(place.capacity_bytes)}"
-        line = [Text(f"= {place.name}", style="bold"), Text(_gib(place.needed_bytes), style="bold")]
-        table.add_row(*line, *([""] if measured else []), Text(there, style="bold"))
+            if use.place == pool.name:
+                peak = [_gib(use.measured_bytes) if use.measured_bytes is not None else ""] if measured else []
+                table.add_row(Text(use.name), _gib(use.total_bytes), *peak, Text(_parts(use)))
+        free = "size unknown" if pool.available_bytes is None else f"{_gib(pool.available_bytes)} free"
+        if pool.capacity_bytes is not None:
+            free += f" of {_gib(pool.capacity_bytes)}"
+        line = [Text(f"= {pool.name}", style="bold"), Text(_gib(pool.needed_bytes), style="bold")]
+        table.add_row(*line, *([""] if measured else []), Text(free, style="bold"))
     return table
 
 
@@ -74,7 +74,7 @@ def _gib(size: int) -> str:
 
 
 def calibration_rows(measured: Calibration, experiment: Experiment) -> Rows:
-    """Rows with the measurements of the calibration."""
+    """Describe the measurements of the calibration as rows."""
     decode = f"{quantity(measured.decode_tokens_per_s)} tokens/s with {measured.decode_running:.0f} requests"
     beside = measured.decode_beside_tokens_per_s
     if beside is not None and measured.decode_tokens_per_s:
@@ -105,22 +105,22 @@ def calibration_rows(measured: Calibration, experiment: Experiment) -> Rows:
 
 
 def _lengths(lengths: LengthSummary) -> str:
-    seen = f"{lengths.finished:,} ended, {lengths.censored:,} cut off by the calibration's end"
+    counts_text = f"{lengths.finished:,} ended, {lengths.censored:,} cut off by the calibration's end"
     if not lengths.finished:
-        return f"{seen}; the longest had {lengths.longest_tokens} tokens: lengths are unknown"
+        return f"{counts_text}; the longest had {lengths.longest_tokens} tokens: lengths are unknown"
     mean = f"mean {lengths.mean_tokens:.0f} tokens"
     if lengths.mean_most_tokens > 1.05 * lengths.mean_least_tokens:
         mean += f" (between {lengths.mean_least_tokens:.0f} and {lengths.mean_most_tokens:.0f})"
     p99 = f"p99 {lengths.p99_tokens}" + ("" if lengths.p99_seen else " (extrapolated)")
     truncated = f", {lengths.truncated:,} at the limit" if lengths.truncated else ""
-    return f"{mean}, median {lengths.p50_tokens}, {p99}; {seen}{truncated}"
+    return f"{mean}, median {lengths.p50_tokens}, {p99}; {counts_text}{truncated}"
 
 
 # --- forecast --------------------------------------------------------------------------------------------
 
 
 def forecast_rows(predicted: Forecast, experiment: Experiment) -> Rows:
-    """Rows with the forecast of the run."""
+    """Describe the forecast of the run as rows."""
     outcome, budget = predicted.outcome, experiment.queue.budget
     share, ideal = outcome.samples_per_s / max(predicted.ideal_per_s, 1e-9), quantity(predicted.ideal_per_s)
     if predicted.acceptance is None:
@@ -138,7 +138,7 @@ def forecast_rows(predicted: Forecast, experiment: Experiment) -> Rows:
         ),
         "time": _time(predicted, experiment),
         "budget": _budget(predicted, experiment),
-        "binds": f"{BINDS[predicted.binding]}: {predicted.reason}",
+        "binds": f"{CONSTRAINTS[predicted.binding]}: {predicted.reason}",
     }
     for number, change in enumerate(predicted.changes, start=1):
         needs = f"; needs {change.needs}" if change.needs else ""
@@ -149,10 +149,10 @@ def forecast_rows(predicted: Forecast, experiment: Experiment) -> Rows:
 
 
 def _balance(predicted: Forecast) -> str:
-    if predicted.lent_share == 1.0:
+    if predicted.yielded_share == 1.0:
         return "both sides take turns on the same devices: 1 / (1 / production + 1 / consumption)"
-    if predicted.lent_share:
-        return f"{predicted.lent_share:.0%} of the generator pauses while the trainer computes on its devices"
+    if predicted.yielded_share:
+        return f"{predicted.yielded_share:.0%} of the generator pauses while the trainer computes on its devices"
     return f"effective production / consumption = {predicted.balance:.2f}"
 
 
@@ -170,9 +170,9 @@ def _time(predicted: Forecast, experiment: Experiment) -> str:
 def _budget(predicted: Forecast, experiment: Experiment) -> str:
     longest = "max_response_tokens" if predicted.longest_is == "limit" else "p99"
     shares = ", ".join(
-        f"η = {entry.budget} reaches {entry.share:.0%}"
-        + (" (configured)" if entry.budget == experiment.queue.budget else "")
-        for entry in predicted.budgets
+        f"η = {option.budget} reaches {option.share:.0%}"
+        + (" (configured)" if option.budget == experiment.queue.budget else "")
+        for option in predicted.budgets
     )
     return (
         f"η ≥ {predicted.needed_budget} lets the longest responses ({predicted.longest_tokens} tokens: {longest}) end "

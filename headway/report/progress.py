@@ -1,4 +1,4 @@
-"""Progress of long commands: bars with the time that is left, and the lines of `headway sft`."""
+"""Shows the progress of long commands: bars with the remaining time, and the lines of `headway sft`."""
 
 from __future__ import annotations
 
@@ -12,46 +12,47 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from headway.report.formats import duration, quantity, shown_kernels
+from headway.report.formats import duration, format_kernel_shares, quantity
 
 LINE_EVERY_S = 2.0
-OnDone = Callable[[float, float], None]  # receives what is done, and of how much
-# Activities of a calibration by their first words, and the share of its seconds at which each begins.
-_BEGINS = {"computes": 0.0, "decodes a few": 0.06, "decodes at": 0.18, "trains": 0.54, "publishes": 0.9}
+ProgressFn = Callable[[float, float], None]  # receives the finished amount and the total
+# First words of a calibration's activities, and the share of its seconds at which each activity begins.
+_ACTIVITY_STARTS = {"computes": 0.0, "decodes a few": 0.06, "decodes at": 0.18, "trains": 0.54, "publishes": 0.9}
 
 
-def unheard(done: float, total: float) -> None:
-    """Progress that nobody wants to hear of."""
+def no_progress(done: float, total: float) -> None:
+    """Discard the progress; a default for `ProgressFn`."""
 
 
 class ProgressBar:
-    """A bar with the time left, on a terminal alone; it disappears at its end.
+    """A progress bar with the remaining time. It appears on terminals only, and disappears at its end.
 
-    Call it with what is done and the total. The time left is told by the caller (``left_s``), or follows from the pace
-    since the first call; between two calls it counts down. ``limit_s``: from the first call on it takes no longer.
+    Call it with the finished amount and the total. The caller passes the remaining time (``left_s``), or else it
+    follows from the rate since the first call; between two calls it counts down. ``limit_s``: upper limit of the time
+    from the first call to the end.
     """
 
     def __init__(
         self,
         label: str,
         *,
-        quiet: bool = False,
+        silent: bool = False,
         console: Console | None = None,
         now: Callable[[], float] = time.monotonic,
         limit_s: float | None = None,
     ) -> None:
         console = console or Console(stderr=True)
-        self.shown = console.is_terminal and not quiet
+        self.displayed = console.is_terminal and not silent
         self._now, self._limit_s = now, limit_s
-        self._first: tuple[float, float] | None = None  # when it was first called, and what was done then
-        columns = (TextColumn("{task.description}"), BarColumn(), _TimeLeft(now))
+        self._first: tuple[float, float] | None = None  # time and finished amount of the first call
+        columns = (TextColumn("{task.description}"), BarColumn(), _RemainingTimeColumn(now))
         redirected = (
             sys.stdout.isatty()
         )  # else standard output goes to a file, and must not be sent to the bar's console
         self._bar = Progress(
-            *columns, console=console, transient=True, disable=not self.shown, redirect_stdout=redirected
+            *columns, console=console, transient=True, disable=not self.displayed, redirect_stdout=redirected
         )
-        self._task = self._bar.add_task(label, total=None, left_s=None, told_s=0.0)
+        self._task = self._bar.add_task(label, total=None, left_s=None, reported_s=0.0)
 
     def __call__(self, done: float, total: float, label: str = "", left_s: float | None = None) -> None:
         now_s = self._now()
@@ -61,7 +62,7 @@ class ProgressBar:
         if self._limit_s is not None:
             left_s = min(math.inf if left_s is None else left_s, first_s + self._limit_s - now_s)
         self._bar.update(
-            self._task, completed=done, total=total, description=label or None, left_s=left_s, told_s=now_s
+            self._task, completed=done, total=total, description=label or None, left_s=left_s, reported_s=now_s
         )
 
     def __enter__(self) -> ProgressBar:
@@ -72,8 +73,8 @@ class ProgressBar:
         self._bar.stop()
 
 
-class _TimeLeft(ProgressColumn):
-    """The time left, as it was last told less what has passed since."""
+class _RemainingTimeColumn(ProgressColumn):
+    """A column with the remaining time: the last reported value minus the time since that report."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         super().__init__()
@@ -83,20 +84,20 @@ class _TimeLeft(ProgressColumn):
         left_s = task.fields["left_s"]
         if left_s is None:
             return Text(f"{duration(task.elapsed or 0.0)} so far", style="dim")
-        return Text(f"{duration(max(0.0, left_s - self._now() + task.fields['told_s']))} left")
+        return Text(f"{duration(max(0.0, left_s - self._now() + task.fields['reported_s']))} left")
 
 
 class CalibrationProgress:
-    """Progress of measurements: prints each activity on standard error, with the time it started; a bar while that is a
-    terminal. ``seconds``: time of one calibration, whose activities take known shares of it."""
+    """Prints each activity of a measurement on standard error with its start time, and on a terminal a bar below.
+    ``seconds``: duration of one calibration, whose activities take known shares of it."""
 
     def __init__(
-        self, seconds: float = 10.0, *, quiet: bool = False, now: Callable[[], float] = time.monotonic
+        self, seconds: float = 10.0, *, silent: bool = False, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self._console = None if quiet else Console(stderr=True, highlight=False)
+        self._console = None if silent else Console(stderr=True, highlight=False)
         self._now, self._seconds = now, seconds
         self._started_s = now()
-        self._bar = ProgressBar("", quiet=quiet, console=self._console, now=now)
+        self._bar = ProgressBar("", silent=silent, console=self._console, now=now)
 
     def __enter__(self) -> CalibrationProgress:
         self._bar.__enter__()
@@ -106,11 +107,11 @@ class CalibrationProgress:
         self._bar.__exit__()
 
     def __call__(self, doing: str, done: int = 0, total: int = 0) -> None:
-        """``doing``: the activity. ``done``, ``total``: calibrations that have ended, of how many; 0: there is one."""
+        """Print the activity ``doing``. ``done``, ``total``: finished and all calibrations; 0: a single one."""
         if self._console is None:
             return
         self._console.print(Text(f"{self._now() - self._started_s:5.1f} s  {doing}", style="dim"), soft_wrap=True)
-        begins = next((share for name, share in _BEGINS.items() if doing.startswith(name)), None)
+        begins = next((share for name, share in _ACTIVITY_STARTS.items() if doing.startswith(name)), None)
         if total:
             self._bar(done, total, doing)
         elif begins is not None:
@@ -118,21 +119,21 @@ class CalibrationProgress:
 
 
 class SftProgress:
-    """Prints the progress of supervised training. Call it with the measurements of a step: ``step`` and any others,
-    numbers or text, and ``kernels`` (`EvaluationRecord.kernels`). Prints a line every two seconds, and the last one on
-    exit; on a terminal a bar stands below them. ``time_limit_s``: training ends then, if not earlier."""
+    """Prints the progress of supervised training, a line every two seconds and the last one on exit; on a terminal a
+    bar follows the lines. Call it with the measurements of a step: ``step`` and any others, numbers or text, and
+    ``kernels`` (`EvaluationRecord.kernels`). ``time_limit_s``: upper limit of the training's duration."""
 
     def __init__(
         self,
         *,
-        quiet: bool = False,
+        silent: bool = False,
         console: Console | None = None,
         now: Callable[[], float] = time.monotonic,
         time_limit_s: float | None = None,
     ) -> None:
-        self._console = None if quiet else console or Console(highlight=False)
+        self._console = None if silent else console or Console(highlight=False)
         self._now = now
-        self._bar = ProgressBar("steps", quiet=quiet, console=self._console, now=now, limit_s=time_limit_s)
+        self._bar = ProgressBar("steps", silent=silent, console=self._console, now=now, limit_s=time_limit_s)
         self._printed_s = -float("inf")
         self._pending: str | None = None
 
@@ -144,7 +145,7 @@ class SftProgress:
         self._pending = self._line(measured)
         if "steps" in measured:
             self._bar(float(measured["step"]), float(measured["steps"]))
-        # An evaluation is rare and of interest: it is printed at once.
+        # Evaluations are rare and important, so they are printed at once.
         if self._now() - self._printed_s >= LINE_EVERY_S or not {"solve_rate", "failed"}.isdisjoint(measured):
             self._printed_s = self._now()
             self._print()
@@ -156,12 +157,12 @@ class SftProgress:
     def _line(self, measured: Mapping[str, Any]) -> str:
         rest = dict(measured)
         step, steps = rest.pop("step", None), rest.pop("steps", None)
-        kernels, failed = shown_kernels(rest.pop("kernels", {})), rest.pop("failed", "")
+        kernels, failed = format_kernel_shares(rest.pop("kernels", {})), rest.pop("failed", "")
         parts = [f"step {step}" + (f"/{steps}" if steps else "")] if step is not None else []
         for name, value in rest.items():
-            shown = quantity(value) if isinstance(value, float) else str(value)
-            parts.append(f"{name.replace('_', ' ')} {shown}")
-        parts += [f"{name} {shown}" for name, shown in kernels.items()] + ([failed] if failed else [])
+            text = quantity(value) if isinstance(value, float) else str(value)
+            parts.append(f"{name.replace('_', ' ')} {text}")
+        parts += [f"{name} {text}" for name, text in kernels.items()] + ([failed] if failed else [])
         return " · ".join(parts)
 
     def _print(self) -> None:

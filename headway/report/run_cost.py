@@ -1,4 +1,4 @@
-"""Cost of a run so far, and of its waits: of a live one too, from its ledger."""
+"""Computes the cost of a run so far, and of its waits, from its ledger; the run may be live."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from headway.report.run_view import RunView
 
 
 class LiveCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Dollars of a run up to the last line of its ledger: all its devices are paid for all of its time."""
+    """The cost of a run up to the last line of its ledger; all its devices are paid for the whole time."""
 
     devices: int
     duration_s: float  # wall-clock: starts, evaluations and waits included
     usd_per_device_hour: float
     usd: float
-    trainer_waits_usd: float  # of devices on which the trainer waits and nobody generates meanwhile
+    trainer_waits_usd: float  # of devices on which the trainer waits and no replica generates meanwhile
     generator_waits_usd: float  # of replicas with nothing to do
     steps: int
     usd_per_step: float | None  # None: no step yet
     trained_tokens: int  # prompts included
-    usd_per_mtok: float | None  # a million trained tokens
+    usd_per_mtok: float | None  # of a million trained tokens
 
 
 def live_cost(costs: DeviceCosts, price: float, *, duration_s: float, steps: int, trained_tokens: int) -> LiveCost:
-    """``costs``: of all steps; ``duration_s``: of the whole run."""
+    """Price a run's devices and waits. ``costs``: of all steps; ``duration_s``: of the whole run."""
     usd = step_usd(duration_s, costs.devices, price)
     trainer_h = sum(hours for cause, hours in costs.lost_h.items() if cause.startswith("trainer: waits"))
     return LiveCost(
@@ -46,7 +46,8 @@ def live_cost(costs: DeviceCosts, price: float, *, duration_s: float, steps: int
 
 
 def cost_of_run(view: RunView, price: float) -> LiveCost:
-    """Raises ConfigurationError where the run's stored configuration can't be read: it has the devices."""
+    """Compute the cost of a run. Raises ConfigurationError when its stored configuration, which names the devices,
+    can't be read."""
     totals = {
         "steps": view.summary.steps,
         "trained_tokens": sum(step.flow.trained_tokens for step in view.steps),
@@ -56,31 +57,31 @@ def cost_of_run(view: RunView, price: float) -> LiveCost:
 
 
 def with_cost(view: RunView, price: float | None) -> RunView:
-    """``view`` whose verdict also says what the run has cost, where there is a ``price`` of a device's hour."""
+    """Add the run's cost to the verdict of ``view``. ``price``: dollars of a device-hour; None: no change."""
     if price is None:
         return view
     text = cost_sentence(cost_of_run(view, price))
     return dataclasses.replace(view, verdict=msgspec.structs.replace(view.verdict, cost_text=text))
 
 
-def cost_rows(found: LiveCost) -> dict[str, str]:
-    """Label -> text, in the order they are printed."""
-    waits = found.trainer_waits_usd + found.generator_waits_usd
-    share = f", {waits / found.usd:.0%} of it" if found.usd else ""
+def cost_rows(cost: LiveCost) -> dict[str, str]:
+    """Describe the cost as a text by label, in printing order."""
+    waits = cost.trainer_waits_usd + cost.generator_waits_usd
+    share = f", {waits / cost.usd:.0%} of it" if cost.usd else ""
     rows = {
-        "so far": f"${found.usd:,.2f}: {found.devices} devices for {duration(found.duration_s)} at "
-        f"${found.usd_per_device_hour:g} an hour each",
-        "waits": f"${waits:,.2f}{share}: trainer ${found.trainer_waits_usd:,.2f}, generator "
-        f"${found.generator_waits_usd:,.2f}",
+        "so far": f"${cost.usd:,.2f}: {cost.devices} devices for {duration(cost.duration_s)} at "
+        f"${cost.usd_per_device_hour:g} an hour each",
+        "waits": f"${waits:,.2f}{share}: trainer ${cost.trainer_waits_usd:,.2f}, generator "
+        f"${cost.generator_waits_usd:,.2f}",
     }
-    if found.usd_per_step is not None:
-        rows["a step"] = f"${found.usd_per_step:,.4g}, mean of {found.steps:,}"
-    if found.usd_per_mtok is not None:
-        rows["a million tokens"] = f"${found.usd_per_mtok:,.4g} of {found.trained_tokens:,} trained, prompts included"
+    if cost.usd_per_step is not None:
+        rows["a step"] = f"${cost.usd_per_step:,.4g}, mean of {cost.steps:,}"
+    if cost.usd_per_mtok is not None:
+        rows["a million tokens"] = f"${cost.usd_per_mtok:,.4g} of {cost.trained_tokens:,} trained, prompts included"
     return rows
 
 
-def cost_sentence(found: LiveCost) -> str:
-    """The rows as one sentence."""
-    first, *others = cost_rows(found).items()
+def cost_sentence(cost: LiveCost) -> str:
+    """Join `cost_rows` into one sentence."""
+    first, *others = cost_rows(cost).items()
     return "; ".join([first[1], *(f"{label} {text}" for label, text in others)])

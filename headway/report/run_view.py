@@ -1,4 +1,4 @@
-"""A run as its readers see it: ledger, summary, verdict. Works during the run and after it was killed."""
+"""Reads a run's ledger, summary and verdict, also during the run and after it was killed."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from headway.records.ledger import (
 from headway.report.incidents import incidents
 from headway.report.verdict import Judgement, judge
 from headway.runtime.run_directory import RunDirectory, without_schema
-from headway.telemetry.ledger import EVENT_RESUME, LedgerTail, read_whole
-from headway.telemetry.summary import evaluations, held_evaluation, summarise
+from headway.telemetry.ledger import EVENT_RESUME, LedgerTail, read_ledger_tail
+from headway.telemetry.summary import evaluations, measured_evaluation, summarise
 
 
 @dataclass(frozen=True)
 class RunView:
-    """Everything that `report` reads of a run."""
+    """A run's ledger lines, summary, verdict and configuration, as `headway report` needs them."""
 
     path: Path
     lines: list[LedgerLine]
     summary: RunSummary
     verdict: Judgement
     budget: int | None  # η; None when the run's configuration can't be read
-    configuration: dict[str, Any]  # as stored, {} when it can't be read
-    holder: int | None  # process that is running it now; None: none
+    configuration: dict[str, Any]  # as stored; {} when it can't be read
+    holder: int | None  # id of the process that runs it now; None: no process
 
     @property
     def steps(self) -> list[StepRecord]:
@@ -52,7 +52,7 @@ class RunView:
 
     @property
     def state(self) -> str:
-        """State of the run: finished | running | stopped (killed or interrupted: resumable)."""
+        """Return the state of the run: finished | running | stopped (killed or interrupted, and resumable)."""
         if self.holder is not None:
             return "running"
         return "finished" if self.summary.finished else "stopped"
@@ -60,11 +60,11 @@ class RunView:
 
 def view_run(run_dir: str | Path) -> RunView:
     """Read the run at ``run_dir``. Raises ConfigurationError when there is no ledger or it is damaged."""
-    return view_of(run_dir, read_whole(run_dir))
+    return view_from(run_dir, read_ledger_tail(run_dir))
 
 
-def view_of(run_dir: str | Path, ledger: LedgerTail) -> RunView:
-    """The facts that the lines of a run's ledger come to. Report, page and doctor have them from here."""
+def view_from(run_dir: str | Path, ledger: LedgerTail) -> RunView:
+    """Summarise and judge the ledger of a run. Report, page and doctor share this function."""
     lines = list(ledger.lines.values())
     directory = RunDirectory(run_dir)
     configuration = _configuration(directory)
@@ -83,7 +83,7 @@ def view_of(run_dir: str | Path, ledger: LedgerTail) -> RunView:
 
 
 def _configuration(directory: RunDirectory) -> dict[str, Any]:
-    # Not validated: a report must also work where a user's function can't be imported any more.
+    # Not validated, since a report must also work where a user's function can't be imported any more.
     try:
         raw = json.loads(directory.config.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -98,7 +98,7 @@ def as_json(view: RunView) -> dict[str, Any]:
     stale = [step.tokens.staleness for step in trained if step.tokens]
     bias = (steps[-1].length_bias if steps else None) or LengthBiasStatistics()
     tokens = [(step.tokens, step.step_s) for step in steps if step.tokens]
-    result = {
+    document = {
         **msgspec.to_builtins(view.summary),
         "run": str(view.path),
         "state": view.state,
@@ -107,7 +107,7 @@ def as_json(view: RunView) -> dict[str, Any]:
         "solve_rate_before_error": _error(view, "before"),
         "solve_rate_after_error": _error(view, "after"),
         "mean_trajectory_staleness": weighted_mean(trained, lambda s: s.trajectory_staleness.mean, lambda s: s.samples),
-        "mean_token_staleness": weighted_mean(stale, lambda one: one.mean, lambda one: sum(one.histogram.values())),
+        "mean_token_staleness": weighted_mean(stale, lambda s: s.mean, lambda s: sum(s.histogram.values())),
         "max_optimizer_step_staleness": int(max((step.optimizer_step_staleness.max for step in steps), default=0)),
         "length_bias_scheduling_ks": bias.scheduling_ks,
         "length_bias_filter_ks": bias.filter_ks,
@@ -123,17 +123,17 @@ def as_json(view: RunView) -> dict[str, Any]:
         "incidents": [msgspec.to_builtins(event) for event in incidents(view.lines)],
         "evaluations": [msgspec.to_builtins(record) for record in view.evaluations],
     }
-    return _without_nan(result)
+    return _without_nan(document)
 
 
 def _error(view: RunView, phase: str) -> float | None:
-    record = held_evaluation(view.lines, phase)
+    record = measured_evaluation(view.lines, phase)
     return record.standard_error if record else None
 
 
 def _without_nan(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
+        return {key: _without_nan(child) for key, child in value.items()}
     if isinstance(value, list):
-        return [_without_nan(item) for item in value]
+        return [_without_nan(child) for child in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

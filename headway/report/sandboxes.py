@@ -1,4 +1,4 @@
-"""The report's section on sandboxes: counts, latencies, failures. Empty where a run has none."""
+"""Writes the report's section on sandboxes: counts, latencies, failures. The section is empty for runs without any."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _LATENCIES = {
 
 def sandbox_sentences(steps: Sequence[StepRecord]) -> list[str]:
     """Summarise the sandboxes of all steps in sentences; [] where no step has any."""
-    found = [step.sandboxes for step in steps if step.sandboxes]
-    if not found:
+    per_step = [step.sandboxes for step in steps if step.sandboxes]
+    if not per_step:
         return []
-    total, last = SandboxStatistics.total([one.counted() for one in found]).pool, found[-1]
-    now, reaper = last.pool, last.reaper
+    total, last = (SandboxStatistics.total([stats.counted() for stats in per_step]).pool, per_step[-1])
+    pool, reaper = last.pool, last.reaper
     sentences = [
-        f"{total.started:,} were started and {total.execs:,} commands run; at most {max(s.pool.peak for s in found):,} "
-        f"of {now.capacity:,} places were taken. At the last step {now.live:,} lived, {now.paused:,} of them paused, "
-        f"and {now.waiters:,} rollouts waited for one.",
+        f"{total.started:,} were started and {total.execs:,} commands run; at most "
+        f"{max(s.pool.peak for s in per_step):,} of {pool.capacity:,} places were taken. At the last step "
+        f"{pool.live:,} lived, {pool.paused:,} of them paused, and {pool.waiters:,} rollouts waited for one.",
         *_failures(total),
-        f"LEAKED: {now.leaked:,} couldn't be ended." if now.leaked else "None leaked.",
+        f"LEAKED: {pool.leaked:,} couldn't be ended." if pool.leaked else "None leaked.",
     ]
     if total.hedges or total.retries or total.breaker_openings:
         sentences.append(
@@ -41,21 +41,21 @@ def sandbox_sentences(steps: Sequence[StepRecord]) -> list[str]:
         sentences.append(
             f"Left by dead owners and removed: {reaper.sandboxes:,} of {reaper.owners:,} owners{stuck}{failed}."
         )
-    injected = SandboxStatistics.total(found).injected
+    injected = SandboxStatistics.total(per_step).injected
     if injected:
-        sentences.append(f"Faults on purpose (HEADWAY_INJECT_SANDBOX_FAULTS): {_listed(injected)}.")
+        sentences.append(f"Faults on purpose (HEADWAY_INJECT_SANDBOX_FAULTS): {_counts_text(injected)}.")
     return sentences
 
 
 def _failures(total: PoolStatistics) -> list[str]:
     sentences: list[str] = []
-    for what, causes, tries in (
+    for operation, causes, tries in (
         ("starts", total.start_failures, total.started + sum(total.start_failures.values())),
         ("commands", total.exec_failures, total.execs),
     ):
         if causes:
             share = sum(causes.values()) / max(1, tries)
-            sentences.append(f"Of {tries:,} {what} {percent(share)} failed: {_listed(causes)}.")
+            sentences.append(f"Of {tries:,} {operation} {percent(share)} failed: {_counts_text(causes)}.")
     if not sentences:
         sentences.append("No start and no command failed.")
     if total.lost:
@@ -63,17 +63,17 @@ def _failures(total: PoolStatistics) -> list[str]:
     return sentences
 
 
-def _listed(counts: Mapping[str, int]) -> str:
+def _counts_text(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in sorted(counts.items()))
 
 
 def latency_rows(steps: Sequence[StepRecord]) -> list[list[str]]:
-    """Rows (what, count, p50 ms, p99 ms) of every latency that was measured."""
+    """Make a row (label, count, p50 ms, p99 ms) for each latency that was measured."""
     rows: list[list[str]] = []
-    for name, what in _LATENCIES.items():
+    for name, label in _LATENCIES.items():
         total = Latencies.total(getattr(step.sandboxes.pool, name) for step in steps if step.sandboxes)
         if total.count:
-            rows.append([what, f"{total.count:,}", _ms(total.quantile_s(0.5)), _ms(total.quantile_s(0.99))])
+            rows.append([label, f"{total.count:,}", _ms(total.quantile_s(0.5)), _ms(total.quantile_s(0.99))])
     return rows
 
 

@@ -1,4 +1,4 @@
-"""`headway show`: the rollouts of a run, one by one."""
+"""`headway show` prints the recorded rollouts of a run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from headway.report.formats import duration
 from headway.telemetry.rollouts.joined import Decode, JoinedRollouts
 
 
-class KeptSample(msgspec.Struct, frozen=True, kw_only=True):
+class RecordedSample(msgspec.Struct, frozen=True, kw_only=True):
     """A rollout of a run's record, as `headway show` prints it."""
 
-    step: int | None  # trainer version before the step that trained it; None: none did
+    step: int | None  # trainer version before the step that trained it; None: it wasn't trained
     group: int
     member: int
     prompt: str
@@ -33,10 +33,10 @@ class KeptSample(msgspec.Struct, frozen=True, kw_only=True):
     versions: list[tuple[int, int]]  # (version, tokens) spans of the response
     finish_reason: str
     ending: str
-    failure: Failure | None  # why it failed, and where
+    failure: Failure | None  # cause and boundary
     pruned: Pruned | None  # ended early, or audited
-    calls: list[tuple[float, float, float, int]]  # its model calls, as CallTimes has them
-    tools: list[tuple[str, float, float, bool]]  # what its environment did, as ToolTimes has it
+    calls: list[tuple[float, float, float, int]]  # model calls, with the fields of CallTimes
+    tools: list[tuple[str, float, float, bool]]  # tool calls of its environment, with the fields of ToolTimes
 
     @property
     def tokens(self) -> int:
@@ -44,7 +44,7 @@ class KeptSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleSelection(msgspec.Struct, frozen=True, kw_only=True):
-    """Which rollouts to show; None doesn't filter."""
+    """Filters that choose the rollouts to print; None doesn't filter."""
 
     step: int | None = None
     group: int | None = None
@@ -52,8 +52,8 @@ class SampleSelection(msgspec.Struct, frozen=True, kw_only=True):
     ending: str | None = None
     limit: int | None = None  # at most this many, the newest
 
-    def takes(self, *, step: int | None, group: int, solved: bool, ending: str) -> bool:
-        """Whether a rollout with these properties is shown."""
+    def matches(self, *, step: int | None, group: int, solved: bool, ending: str) -> bool:
+        """Return whether a rollout with these properties passes the filters."""
         return (
             self.step in (None, step)
             and self.group in (None, group)
@@ -62,42 +62,42 @@ class SampleSelection(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class KeptSamples:
-    """The rollouts that a run has kept, oldest first; each is read when it is shown."""
+class RecordedSamples:
+    """The rollouts that a run has recorded, oldest first; each is read when it is needed."""
 
     def __init__(self, run_dir: str | Path, decode: Decode | None = None) -> None:
-        """``decode``: the tokenizer's. Raises ConfigurationError when the run kept none."""
+        """Open the record. ``decode``: the tokenizer's. Raises ConfigurationError when the run recorded no rollouts."""
         self._rollouts = JoinedRollouts(run_dir, decode)
         if not self._rollouts.record.exists():
-            said = f"there is no {self._rollouts.record.folder}"
+            reason = f"there is no {self._rollouts.record.folder}"
             hint = "ledger.rollouts may be none, or no rollout was finished yet"
-            raise ConfigurationError(f"{run_dir} holds no rollouts: {said} ({hint})")
+            raise ConfigurationError(f"{run_dir} holds no rollouts: {reason} ({hint})")
 
     def select(self, selection: SampleSelection) -> tuple[list[int], list[int]]:
-        """The rows of the rollouts that are chosen, and all steps that rollouts were trained in."""
+        """Return the rows of the selected rollouts, and all steps in which rollouts were trained."""
         chosen: list[int] = []
         steps: set[int | None] = set()
         for start, batch in self._rollouts.record.batches(["group", "solved", "left", "left_reason", "failure"]):
-            for row, one in enumerate(batch.to_pylist(), start=start):
-                ending, _, step = self._rollouts.end_of(one)
+            for row, rollout in enumerate(batch.to_pylist(), start=start):
+                ending, _, step = self._rollouts.end_of(rollout)
                 steps.add(step)
-                if selection.takes(step=step, group=one["group"], solved=one["solved"], ending=ending):
+                if selection.matches(step=step, group=rollout["group"], solved=rollout["solved"], ending=ending):
                     chosen.append(row)
         return chosen if selection.limit is None else chosen[-selection.limit :], sorted(
             step for step in steps if step is not None
         )
 
-    def read(self, chosen: Iterable[int]) -> Iterator[KeptSample]:
-        """The rollouts in these rows, one after another."""
+    def read(self, chosen: Iterable[int]) -> Iterator[RecordedSample]:
+        """Yield the rollouts in these rows, in order."""
         for row in chosen:
             for batch in self._rollouts.batches(row, row + 1):
                 yield _sample_of(batch.to_pylist()[0])
 
 
-def _sample_of(row: dict[str, Any]) -> KeptSample:
+def _sample_of(row: dict[str, Any]) -> RecordedSample:
     advantages = row["trainer_advantages"]
     unread = "({} tokens: the run's tokenizer can't be read)"
-    return KeptSample(
+    return RecordedSample(
         step=row["step"],
         group=row["group"],
         member=row["member"],
@@ -111,12 +111,12 @@ def _sample_of(row: dict[str, Any]) -> KeptSample:
         ending=row["ending"],
         failure=None if row["failure"] is None else msgspec.json.decode(row["failure"], type=Failure),
         pruned=None if row["pruned"] is None else msgspec.json.decode(row["pruned"], type=Pruned),
-        calls=_entries(row, "call_starts_s", "call_first_tokens_s", "call_ends_s", "call_tokens"),
-        tools=_entries(row, "tool_names", "tool_starts_s", "tool_ends_s", "tool_errors"),
+        calls=_zip_columns(row, "call_starts_s", "call_first_tokens_s", "call_ends_s", "call_tokens"),
+        tools=_zip_columns(row, "tool_names", "tool_starts_s", "tool_ends_s", "tool_errors"),
     )
 
 
-def _entries(row: dict[str, Any], *names: str) -> list[Any]:
+def _zip_columns(row: dict[str, Any], *names: str) -> list[Any]:
     return list(zip(*(row[name] for name in names), strict=True))
 
 
@@ -128,8 +128,8 @@ def show_samples(
     as_json: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Print the selected rollouts; on a terminal, through its pager. Raises ConfigurationError when none matches."""
-    kept = KeptSamples(run_dir, decode)
+    """Print the selected rollouts, on a terminal through its pager. Raises ConfigurationError when none matches."""
+    kept = RecordedSamples(run_dir, decode)
     chosen, steps = kept.select(selection)
     if as_json:
         for sample in kept.read(chosen):
@@ -144,14 +144,14 @@ def show_samples(
             console.print(panel)
 
 
-def _panels(samples: Iterable[KeptSample], count: int) -> Iterator[Panel]:
+def _panels(samples: Iterable[RecordedSample], count: int) -> Iterator[Panel]:
     for position, sample in enumerate(samples, start=1):
         step = "no step" if sample.step is None else f"step {sample.step}"
         title = Text(f"{position}/{count} · {step} · group {sample.group}, member {sample.member}")
         yield Panel(_body(sample), title=title, title_align="left", border_style="green" if sample.solved else "red")
 
 
-def _body(sample: KeptSample) -> Text:
+def _body(sample: RecordedSample) -> Text:
     body = Text()
     advantage = "" if sample.advantage is None else f" · advantage {sample.advantage:+.3f}"
     body.append("solved" if sample.solved else "not solved", style="bold green" if sample.solved else "bold red")
@@ -173,30 +173,30 @@ def _body(sample: KeptSample) -> Text:
     return body
 
 
-def _versions(sample: KeptSample) -> str:
+def _versions(sample: RecordedSample) -> str:
     if not sample.versions:
         return "no version"
     spans = ", ".join(f"{version} (×{tokens})" for version, tokens in sample.versions)
-    word = "version" if len(sample.versions) == 1 else "versions"
-    return f"{word} {spans}" + ("" if sample.step is None else f", staleness {sample.step - sample.versions[0][0]}")
+    noun = "version" if len(sample.versions) == 1 else "versions"
+    return f"{noun} {spans}" + ("" if sample.step is None else f", staleness {sample.step - sample.versions[0][0]}")
 
 
-def _times(sample: KeptSample) -> str:
-    """Its calls and tools in order, and how long each took."""
-    did = [(start_s, end_s, f"call of {tokens} tokens", False) for start_s, _, end_s, tokens in sample.calls]
-    did += [(start_s, end_s, visible(name) or "unknown tool", error) for name, start_s, end_s, error in sample.tools]
-    parts = [f"{what} {duration(end_s - start_s)}" + " (error)" * error for start_s, end_s, what, error in sorted(did)]
+def _times(sample: RecordedSample) -> str:
+    """List the rollout's model calls and tool calls in order, with their durations."""
+    rows = [(start_s, end_s, f"call of {tokens} tokens", False) for start_s, _, end_s, tokens in sample.calls]
+    rows += [(start_s, end_s, visible(name) or "unknown tool", error) for name, start_s, end_s, error in sample.tools]
+    parts = [f"{text} {duration(end_s - start_s)}" + " (error)" * error for start_s, end_s, text, error in sorted(rows)]
     return " · ".join(parts)
 
 
 def _pruned(pruned: Pruned) -> str:
-    where = f"by {pruned.pruner} at {pruned.at_tokens} tokens: {pruned.why}"
+    description = f"by {pruned.pruner} at {pruned.at_tokens} tokens: {pruned.why}"
     if not pruned.audited:
-        return f"pruned {where}; about {pruned.saved_tokens:.0f} tokens saved"
+        return f"pruned {description}; about {pruned.saved_tokens:.0f} tokens saved"
     reward = "" if pruned.cut_reward is None else f"; pruning would have given {pruned.cut_reward:g}"
-    return f"audited, else pruned {where}{reward}"
+    return f"audited, else pruned {description}{reward}"
 
 
 def visible(text: str) -> str:
-    """``text`` with control characters escaped: a model's output must not be able to control the terminal."""
+    """Escape the control characters in ``text``, so that a model's output can't control the terminal."""
     return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,4 +1,4 @@
-"""The results that commands print at their end, for people."""
+"""Prints the results of commands as tables."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.records.ledger import RunSummary
-from headway.report.formats import duration, percent, quantity, score, shown_kernels
+from headway.report.formats import duration, format_kernel_shares, percent, quantity, score
 
 Rows = dict[str, str]  # label -> text
 
 
 def print_rows(rows: Mapping[str, str], title: str = "", console: Console | None = None, *, gap: int = 3) -> None:
-    """Print ``rows`` under each other, labels bold, below a ``title`` where there is one. ``gap``: blanks between label
-    and text."""
+    """Print ``rows`` with bold labels, below ``title`` unless it is empty. ``gap``: blanks between label and text."""
     console = console or Console(highlight=False)
     table = Table.grid(padding=(0, gap))
     table.add_column(style="bold", no_wrap=True)
@@ -64,24 +63,24 @@ def summary_rows(summary: RunSummary) -> Rows:
         "worst staleness": f"{summary.max_trajectory_staleness} versions",
         "length bias (KS)": f"{summary.length_bias_ks:.4f}",
         "endings": ", ".join(f"{count:,} {ending}" for ending, count in summary.endings.items()) or "none",
-        "books": "balanced" if summary.books_balanced else "NOT BALANCED",
+        "accounting": "balanced" if summary.accounting_balanced else "NOT BALANCED",
     }
 
 
 def steps_time(summary: RunSummary) -> str:
-    """The duration of the steps, as far as the ledger has it, in words."""
+    """Describe the duration of the steps, as far as the ledger has it."""
     lost = f" and the time of {summary.untimed_steps:,} that the ledger has lost" if summary.untimed_steps else ""
     return duration(summary.duration_s) + lost
 
 
 def sft_rows(result: Mapping[str, Any]) -> Rows:
-    """Rows of a result of `headway sft`; its evaluations were printed when they were made."""
-    shown = {name: value for name, value in result.items() if name not in ("evaluations", "kernels")}
-    return mapping_rows(shown | shown_kernels(result.get("kernels", {})))
+    """Describe the result of `headway sft` as rows, without its evaluations, which were printed during the run."""
+    displayed = {name: value for name, value in result.items() if name not in ("evaluations", "kernels")}
+    return mapping_rows(displayed | format_kernel_shares(result.get("kernels", {})))
 
 
 def mapping_rows(values: Mapping[str, Any]) -> Rows:
-    """Rows with the names and values of a result."""
+    """Describe the names and values of a result as rows."""
     return {
         name.replace("_", " "): f"{value:.4g}" if isinstance(value, float) else str(value)
         for name, value in values.items()

@@ -1,4 +1,4 @@
-"""`headway trace`: a run's trace as Chrome trace events, for ui.perfetto.dev."""
+"""`headway trace` exports a run's trace as Chrome trace events, for ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headway.records.trace import (
     GroupEnd,
     GroupTrace,
     Mark,
-    Pulse,
+    QueueSnapshot,
     Span,
     StepTrace,
     TraceLine,
@@ -24,26 +24,26 @@ from headway.records.trace import (
 from headway.report.formats import duration
 from headway.report.trace_events import TraceEvents
 from headway.report.trace_groups import GroupLife, draw_groups
-from headway.runtime.run_directory import write_whole
+from headway.runtime.run_directory import write_atomically
 from headway.telemetry.trace_file import read_trace
 
-STEPS = 30  # shown unless asked for others
-GROUPS = 20_000  # the newest; a browser gets slow beyond
+STEPS = 30  # newest steps that are exported by default
+GROUPS = 20_000  # newest groups that are exported; browsers become slow with more
 
 _DEVICES = "devices"
 _TRAINER, _GENERATOR, _VERIFIERS, _OTHER, _QUEUE = "trainer", "generator", "verifiers", "weights, evaluation", "queue"
-_ON_DEVICE = "device "  # of a track's name
-NOT_AT_WORK = ("idle", "lent", "wait")  # names of spans
-PROCESSES = {"trainer": _TRAINER, "generator": _GENERATOR, "verifier": _VERIFIERS}  # kind of worker -> its part
+_ON_DEVICE = "device "  # prefix of the name of a device's track
+IDLE_SPANS = ("idle", "yielded", "wait")  # names of spans in which a worker doesn't compute
+PROCESS_BY_WORKER_KIND = {"trainer": _TRAINER, "generator": _GENERATOR, "verifier": _VERIFIERS}
 
 
 @dataclass
 class Timeline:
-    """A trace with all times in seconds since 1970, so that the sessions of a resumed run are in order."""
+    """A trace's lines by kind. Times are seconds since 1970, so that the sessions of a resumed run are in order."""
 
     steps: list[StepTrace] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
-    pulses: list[Pulse] = field(default_factory=list)
+    snapshots: list[QueueSnapshot] = field(default_factory=list)
     engines: list[EngineSteps] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     groups: dict[int, GroupLife] = field(default_factory=dict)
@@ -52,14 +52,14 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceExport:
-    """The result of `write_trace`: file, events, steps, and what was left out."""
+    """The result of `write_trace`: file, events, steps, and a description of the omitted parts."""
 
     path: Path
     events: int
     first_step: int  # -1: no step was completed yet
     last_step: int
     seconds: float
-    left_out: str  # in words; "" when all is there
+    left_out: str  # description of omitted steps and groups; "": none
 
 
 def write_trace(
@@ -92,7 +92,7 @@ def write_trace(
 
 
 def describe(written: TraceExport) -> str:
-    """Describe the written trace, and how to open it, in words."""
+    """Describe the written trace, and how to open it."""
     steps = f"steps {written.first_step} to {written.last_step}" if written.first_step >= 0 else "no training step"
     lines = [f"trace: {written.path} ({written.events:,} events, {steps}, {duration(written.seconds)})"]
     if written.left_out:
@@ -102,7 +102,7 @@ def describe(written: TraceExport) -> str:
 
 
 def timeline_of(lines: Sequence[TraceLine]) -> Timeline:
-    """Sort ``lines`` by kind, with their times in seconds since 1970."""
+    """Sort ``lines`` by kind, and convert their times to seconds since 1970."""
     timeline = Timeline()
     offset, session_s = 0.0, -float("inf")
     for line in lines:
@@ -118,7 +118,7 @@ def timeline_of(lines: Sequence[TraceLine]) -> Timeline:
         elif isinstance(line, EngineSteps):
             timeline.engines.append(line.shifted(offset))
         else:
-            _place(timeline, line, offset)
+            _add_line(timeline, line, offset)
     for life in timeline.groups.values():
         if not life.ending:
             life.end_s = timeline.end_s  # buffered still
@@ -129,22 +129,22 @@ def _end_group(timeline: Timeline, line: GroupEnd, offset: float, session_s: flo
     life = timeline.groups.get(line.index)
     if life is None:
         if line.finished:
-            return  # its GroupTrace was in a part of the trace that has been deleted
+            return  # its GroupTrace was in a deleted part of the trace
         life = timeline.groups[line.index] = GroupLife.of(line, offset, session_s)
     life.ending, life.step, life.end_s = line.ending, line.step, max(life.start_s, line.time_s + offset)
 
 
-def _place(timeline: Timeline, line: Span | StepTrace | Pulse | Mark, offset: float) -> None:
-    moved = {name: getattr(line, name) + offset for name in ("start_s", "end_s", "time_s") if hasattr(line, name)}
-    placed = msgspec.structs.replace(line, **moved)
-    timeline.end_s = max([timeline.end_s, *moved.values()])
-    lists: dict[type, list[Any]] = {StepTrace: timeline.steps, Span: timeline.spans, Pulse: timeline.pulses}
-    lists.get(type(placed), timeline.marks).append(placed)
+def _add_line(timeline: Timeline, line: Span | StepTrace | QueueSnapshot | Mark, offset: float) -> None:
+    times = {name: getattr(line, name) + offset for name in ("start_s", "end_s", "time_s") if hasattr(line, name)}
+    shifted = msgspec.structs.replace(line, **times)
+    timeline.end_s = max([timeline.end_s, *times.values()])
+    lists: dict[type, list[Any]] = {StepTrace: timeline.steps, Span: timeline.spans, QueueSnapshot: timeline.snapshots}
+    lists.get(type(shifted), timeline.marks).append(shifted)
 
 
 def _window(timeline: Timeline, first: int | None, last: int | None) -> tuple[list[StepTrace], float, float]:
-    """The steps to show, and the start and end of their window. Events before the first step of all, or after the last,
-    belong to that step."""
+    """Return the steps to export, and the start and end of their window. The window of the trace's first step includes
+    all events before it, that of the last step all events after it."""
     steps = timeline.steps
     if not steps:
         if first is not None or last is not None:
@@ -166,7 +166,7 @@ def _window(timeline: Timeline, first: int | None, last: int | None) -> tuple[li
 
 
 def _draw_workers(events: TraceEvents, timeline: Timeline, from_s: float, until_s: float) -> None:
-    spans = _joined(timeline.spans)
+    spans = _merge_spans(timeline.spans)
     ranks = max((len(step.rank_compute_s) for step in timeline.steps), default=1)
     for step in timeline.steps:
         for rank, compute_s in enumerate(step.rank_compute_s):
@@ -175,11 +175,11 @@ def _draw_workers(events: TraceEvents, timeline: Timeline, from_s: float, until_
             spans.append(Span(track=f"trainer-{rank}", name=name, start_s=start_s, end_s=step.end_s, step=step.step))
     for span in [span for span in spans if span.track == "trainer-0" and span.name == "wait"]:
         spans += [msgspec.structs.replace(span, track=f"trainer-{rank}") for rank in range(1, ranks)]
-    spans += _device_spans(spans, timeline.pulses)
+    spans += _device_spans(spans, timeline.snapshots)
     trained = {f"step {step.step}": step.samples for step in timeline.steps}
     for span in sorted(spans, key=lambda span: (span.track, span.start_s)):
         if span.start_s < until_s and span.end_s > from_s:
-            process = PROCESSES.get(span.track.rpartition("-")[0], _OTHER)
+            process = PROCESS_BY_WORKER_KIND.get(span.track.rpartition("-")[0], _OTHER)
             process = _DEVICES if span.track.startswith(_ON_DEVICE) else process
             arguments = {"samples": trained[span.name]} if span.name in trained else {}
             events.slice(process, span.track, span.name, span.start_s, span.end_s, arguments)
@@ -188,46 +188,46 @@ def _draw_workers(events: TraceEvents, timeline: Timeline, from_s: float, until_
             events.instant(_OTHER, "events", mark.event, mark.time_s, {"detail": mark.detail})
 
 
-def _device_spans(spans: Sequence[Span], pulses: Sequence[Pulse]) -> list[Span]:
-    """A track for each device: who works there when. A span is on the device that its worker had at the first pulse
-    after its start; idle and lent replicas aren't at work."""
-    placed: dict[str, list[tuple[float, str]]] = {}  # worker -> (since, device)
-    for pulse in pulses:
-        for worker in pulse.workers:
-            known = placed.setdefault(worker.name, [])
-            if worker.device and (not known or known[-1][1] != worker.device):
-                known.append((pulse.time_s, worker.device))
-    found: list[Span] = []
+def _device_spans(spans: Sequence[Span], snapshots: Sequence[QueueSnapshot]) -> list[Span]:
+    """Make a track for each device with the spans of its workers. A span is on the device that its worker had at the
+    first snapshot after its start; `IDLE_SPANS` are left out."""
+    placements: dict[str, list[tuple[float, str]]] = {}  # worker -> (since, device)
+    for snapshot in snapshots:
+        for worker in snapshot.workers:
+            devices = placements.setdefault(worker.name, [])
+            if worker.device and (not devices or devices[-1][1] != worker.device):
+                devices.append((snapshot.time_s, worker.device))
+    device_spans: list[Span] = []
     for span in spans:
-        known = placed.get(span.track, [])
-        if known and span.name not in NOT_AT_WORK:
-            device = next((name for since_s, name in reversed(known) if since_s <= span.end_s), known[0][1])
+        devices = placements.get(span.track, [])
+        if devices and span.name not in IDLE_SPANS:
+            device = next((name for since_s, name in reversed(devices) if since_s <= span.end_s), devices[0][1])
             name = f"{span.track}: {span.name}"
-            found.append(msgspec.structs.replace(span, track=_ON_DEVICE + device, name=name))
-    return found
+            device_spans.append(msgspec.structs.replace(span, track=_ON_DEVICE + device, name=name))
+    return device_spans
 
 
-def _joined(spans: Sequence[Span]) -> list[Span]:
-    """``spans`` with those joined that only the pulse had split: of one track and name, without a gap."""
-    joined: list[Span] = []
-    newest: dict[str, int] = {}  # track -> its newest span's place
+def _merge_spans(spans: Sequence[Span]) -> list[Span]:
+    """Merge the spans that were split only by a snapshot: those of one track and name without a gap."""
+    merged: list[Span] = []
+    newest: dict[str, int] = {}  # track -> index of its newest span
     for span in spans:
-        place = newest.get(span.track)
-        if place is not None:
-            before = joined[place]
-            if before.name == span.name and abs(span.start_s - before.end_s) < 1e-6:
-                joined[place] = msgspec.structs.replace(before, end_s=span.end_s)
+        index = newest.get(span.track)
+        if index is not None:
+            previous = merged[index]
+            if previous.name == span.name and abs(span.start_s - previous.end_s) < 1e-6:
+                merged[index] = msgspec.structs.replace(previous, end_s=span.end_s)
                 continue
-        newest[span.track] = len(joined)
-        joined.append(span)
-    return joined
+        newest[span.track] = len(merged)
+        merged.append(span)
+    return merged
 
 
 def _draw_queue(events: TraceEvents, timeline: Timeline, from_s: float, until_s: float) -> None:
-    for pulse in timeline.pulses:
-        if from_s <= pulse.time_s <= until_s:
-            for name, values in _counters(pulse):
-                events.counter(_QUEUE, name, pulse.time_s, values)
+    for snapshot in timeline.snapshots:
+        if from_s <= snapshot.time_s <= until_s:
+            for name, values in _counters(snapshot):
+                events.counter(_QUEUE, name, snapshot.time_s, values)
     for line in timeline.engines:
         for row in line.rows:
             if from_s <= row.end_s <= until_s:
@@ -236,14 +236,14 @@ def _draw_queue(events: TraceEvents, timeline: Timeline, from_s: float, until_s:
                 events.counter(_GENERATOR, f"{line.track}, requests", row.end_s, {"running": row.running})
 
 
-def _counters(pulse: Pulse) -> Iterator[tuple[str, dict[str, float]]]:
-    running = pulse.running_groups - pulse.parked_groups
-    yield "groups", {"buffered": pulse.buffered_groups, "running": running, "parked": pulse.parked_groups}
-    yield "rollouts", {"running": pulse.engines.running_rollouts, "waiting": pulse.engines.waiting_rollouts}
-    yield "version", {"trained": pulse.version}
-    yield "version applied", {"applied": pulse.applied_version}
-    yield "KV tokens", {"used": pulse.engines.kv_used_tokens}
-    yield "oldest buffered group, s", {"age": pulse.oldest_age_s}
+def _counters(snapshot: QueueSnapshot) -> Iterator[tuple[str, dict[str, float]]]:
+    running = snapshot.running_groups - snapshot.parked_groups
+    yield "groups", {"buffered": snapshot.buffered_groups, "running": running, "parked": snapshot.parked_groups}
+    yield "rollouts", {"running": snapshot.engines.running_rollouts, "waiting": snapshot.engines.waiting_rollouts}
+    yield "version", {"trained": snapshot.version}
+    yield "version applied", {"applied": snapshot.applied_version}
+    yield "KV tokens", {"used": snapshot.engines.kv_used_tokens}
+    yield "oldest buffered group, s", {"age": snapshot.oldest_age_s}
 
 
 def _left_out(timeline: Timeline, steps: Sequence[StepTrace], groups: int) -> str:
@@ -258,7 +258,7 @@ def _left_out(timeline: Timeline, steps: Sequence[StepTrace], groups: int) -> st
 
 def _write(path: Path, document: dict[str, Any]) -> None:
     try:
-        write_whole(path, msgspec.json.encode(document))
+        write_atomically(path, msgspec.json.encode(document))
     except HeadwayError as error:
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError):
             raise ConfigurationError(f"--out {error}") from None

@@ -1,4 +1,4 @@
-"""Chrome trace events: slices, counters and instants on named tracks.
+"""Builds Chrome trace events: slices, counters and instants on named tracks.
 
 Format: Trace Event Format (JSON object form, "X", "C", "i" and "M" events; times in microseconds).
 """
@@ -9,23 +9,23 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-_LEAST_S = 1e-6  # shorter slices can't be seen, and rounding would make them overlap
+_MIN_SPAN_S = 1e-6  # shorter slices are invisible, and rounding would make them overlap
 
 
 class TraceEvents:
-    """The events of a trace. Times are seconds of any one clock; the file counts from the earliest.
+    """The events of a trace. Times are seconds of one clock; the file counts from the earliest.
 
-    Invariant: slices of a track are either nested or disjoint: one that overlaps the end of an open slice is cut to
-    the longer of its two parts. Slices of a track must come in order of their start, an outer before its inner ones.
+    Invariant: slices of a track are either nested or disjoint. A slice that overlaps the end of an open slice is cut to
+    the longer of its two parts. Slices of a track must be added in order of their start, outer ones before inner.
 
     Example: ``slice("trainer", "trainer-0", "step 3", 12.0, 12.5)``.
     """
 
     def __init__(self, processes: Sequence[str] = ()) -> None:
-        """``processes``: shown in this order, others after them."""
+        """``processes``: names in the order of display; other processes follow."""
         self._events: list[dict[str, Any]] = []
         self._processes = {name: number for number, name in enumerate(processes, start=1)}
-        self._tracks: Counter[str] = Counter()  # process -> its tracks so far
+        self._tracks: Counter[str] = Counter()  # process -> number of its tracks so far
         self._threads: dict[tuple[str, str], tuple[int, int]] = {}  # -> process and thread id
         self._open: dict[tuple[int, int], list[tuple[float, float]]] = {}  # track -> open slices, outer first
         self._begun: dict[tuple[int, int], float] = {}  # track -> start of its newest slice
@@ -37,16 +37,16 @@ class TraceEvents:
 
     @property
     def duration_s(self) -> float:
-        """Seconds from the first event to the last."""
+        """Return the seconds from the first event to the last."""
         return max(0.0, self._last_s - self._first_s)
 
     def slice(
         self, process: str, track: str, name: str, start_s: float, end_s: float, arguments: dict[str, Any] | None = None
     ) -> None:
-        """Add a slice from ``start_s`` to ``end_s``; one below a microsecond is left out."""
-        place = self._track(process, track)
-        stack = self._open.setdefault(place, [])
-        start_s = max(start_s, self._begun.get(place, start_s))
+        """Add a slice from ``start_s`` to ``end_s``; slices below a microsecond are left out."""
+        track_id = self._track(process, track)
+        stack = self._open.setdefault(track_id, [])
+        start_s = max(start_s, self._begun.get(track_id, start_s))
         while stack and stack[-1][1] <= start_s:
             stack.pop()
         # A slice mostly inside the open one is cut to its end; one mostly beyond it starts at that end.
@@ -56,14 +56,14 @@ class TraceEvents:
                 start_s = outer_s
             else:
                 end_s = outer_s
-        if end_s - start_s < _LEAST_S:
+        if end_s - start_s < _MIN_SPAN_S:
             return
         stack.append((start_s, end_s))
-        self._begun[place] = start_s
-        self._add({"ph": "X", "name": name, "args": arguments or {}}, place, start_s, end_s)
+        self._begun[track_id] = start_s
+        self._add({"ph": "X", "name": name, "args": arguments or {}}, track_id, start_s, end_s)
 
     def counter(self, process: str, name: str, time_s: float, values: dict[str, float]) -> None:
-        """Add values of a counter that are valid from ``time_s`` on."""
+        """Add the values of a counter that hold from ``time_s`` on."""
         self._add({"ph": "C", "name": name, "args": values}, self._track(process, ""), time_s, time_s)
 
     def instant(self, process: str, track: str, name: str, time_s: float, arguments: dict[str, Any]) -> None:
@@ -94,14 +94,14 @@ class TraceEvents:
         return round((time_s - self._first_s) * 1e6)
 
     def _track(self, process: str, track: str) -> tuple[int, int]:
-        place = self._threads.get((process, track))
-        if place is None:
+        track_id = self._threads.get((process, track))
+        if track_id is None:
             self._tracks[process] += 1
             number = self._processes.setdefault(process, len(self._processes) + 1)
-            place = self._threads[process, track] = (number, self._tracks[process])
-        return place
+            track_id = self._threads[process, track] = (number, self._tracks[process])
+        return track_id
 
-    def _add(self, event: dict[str, Any], place: tuple[int, int], start_s: float, end_s: float) -> None:
+    def _add(self, event: dict[str, Any], track_id: tuple[int, int], start_s: float, end_s: float) -> None:
         self._first_s = min(self._first_s, start_s)
         self._last_s = max(self._last_s, end_s)
-        self._events.append(event | {"pid": place[0], "tid": place[1], "start_s": start_s, "end_s": end_s})
+        self._events.append(event | {"pid": track_id[0], "tid": track_id[1], "start_s": start_s, "end_s": end_s})

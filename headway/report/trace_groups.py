@@ -15,21 +15,21 @@ _GROUPS, _ROLLOUTS = "groups", "rollouts"
 
 @dataclass(kw_only=True)
 class GroupLife:
-    """A group from its admission to its end, in seconds since 1970."""
+    """A group from its admission to its end. Times are seconds since 1970."""
 
     index: int
     start_s: float
-    finished_s: float | None  # verified; None: never
+    finished_s: float | None  # when it was verified; None: never
     end_s: float
     trace: GroupTrace | None
-    offset: float  # of the times in ``trace``
+    offset: float  # seconds, to be added to the times in ``trace``
     ending: str = ""  # "": still buffered
     step: int = -1  # the step that trained it
 
     @classmethod
     def of(cls, line: GroupTrace | GroupEnd, offset: float, session_s: float) -> GroupLife:
-        """Make the life of a group that has finished (GroupTrace), or ended before it did. ``session_s``: start of the
-        session; a group admitted in an earlier one was generated anew, so it starts there."""
+        """Make the life of a group that has finished (GroupTrace), or ended unfinished (GroupEnd). ``session_s``: start
+        of the session; a group admitted in an earlier session was generated again, so its life starts there."""
         trace = line if isinstance(line, GroupTrace) else None
         end_s = (line.finished_s if isinstance(line, GroupTrace) else line.time_s) + offset
         start_s, finished_s = min(max(line.admitted_s + offset, session_s), end_s), end_s if trace else None
@@ -37,35 +37,35 @@ class GroupLife:
 
     @property
     def staleness(self) -> int | None:
-        """Staleness of its oldest trajectory, at the step that trained it; None: not trained, or no token."""
+        """Return the staleness of the oldest trajectory at its training step; None: not trained, or no token."""
         versions = [r.first_version for r in self.trace.rollouts if r.first_version >= 0] if self.trace else []
         return self.step - min(versions) if versions and self.ending == "trained" else None
 
 
 @dataclass
-class Lanes:
-    """Assigns intervals to the fewest parallel lanes without overlaps, given in order of their start, or of their end:
-    each goes to the lane that was left last before it."""
+class LaneAllocator:
+    """Assigns intervals to the fewest parallel lanes without overlaps. Intervals must come in order of their start, or
+    of their end; each takes the lane that was released last before it."""
 
-    free: list[tuple[float, int]] = field(default_factory=list)  # (from when, lane), sorted
+    free: list[tuple[float, int]] = field(default_factory=list)  # (time of release, lane), sorted
     count: int = 0
 
     def claim(self, start_s: float) -> int:
-        """Take the lane that was left last before ``start_s``, or a new one; nobody else gets it before `leave`."""
-        place = bisect_right(self.free, (start_s, math.inf)) - 1
-        if place >= 0:
-            return self.free.pop(place)[1]
+        """Take the lane that was released last before ``start_s``, or a new one. It stays taken until `release`."""
+        index = bisect_right(self.free, (start_s, math.inf)) - 1
+        if index >= 0:
+            return self.free.pop(index)[1]
         self.count += 1
         return self.count - 1
 
-    def leave(self, lane: int, end_s: float) -> None:
-        """Leave ``lane`` at ``end_s``."""
+    def release(self, lane: int, end_s: float) -> None:
+        """Release ``lane`` at ``end_s``."""
         insort(self.free, (end_s, lane))
 
     def take(self, start_s: float, end_s: float) -> int:
         """Take a lane from ``start_s`` to ``end_s``."""
         lane = self.claim(start_s)
-        self.leave(lane, end_s)
+        self.release(lane, end_s)
         return lane
 
 
@@ -73,8 +73,8 @@ Phase = tuple[str, float, float]  # name, start and end, seconds since 1970
 
 
 def group_phases(life: GroupLife, computing_s: float | None) -> Iterator[Phase]:
-    """Phases of a finished group: generating, verifying, buffered, the step that trained it, which began to compute at
-    ``computing_s``. The first two don't depend on how it ended."""
+    """Yield the phases of a finished group: generating, verifying, buffered, and the step that trained it, which began
+    to compute at ``computing_s``. The first two don't depend on the group's ending."""
     if life.trace is None or life.finished_s is None:
         return
     generated_s = max((r.generated_s for r in life.trace.rollouts), default=0.0) + life.offset
@@ -87,7 +87,7 @@ def group_phases(life: GroupLife, computing_s: float | None) -> Iterator[Phase]:
 
 
 def rollout_phases(life: GroupLife) -> Iterator[tuple[RolloutTrace, tuple[Phase, ...]]]:
-    """Members of a finished group with their phases, from admission until they are verified."""
+    """Yield the rollouts of a finished group with their phases, from admission until they are verified."""
     if life.trace is None or life.finished_s is None:
         return
     offset, admitted_s, end_s = life.offset, life.start_s, life.finished_s
@@ -111,10 +111,10 @@ def rollout_phases(life: GroupLife) -> Iterator[tuple[RolloutTrace, tuple[Phase,
 
 
 def draw_groups(events: TraceEvents, lives: Sequence[GroupLife], steps: Sequence[StepTrace]) -> None:
-    """Draw ``lives``, which are in order of their start: a slice for each group, over its whole life, and one for each
-    rollout, until it is verified; the members of a group are drawn side by side."""
+    """Draw ``lives``, which are in order of their start: a slice for each group over its whole life, and a slice for
+    each rollout until it is verified. The members of a group are drawn side by side."""
     computing = {s.step: max(s.start_s, s.end_s - max(s.rank_compute_s, default=0.0)) for s in steps if not s.skipped}
-    lanes, blocks = Lanes(), Lanes()
+    lanes, blocks = LaneAllocator(), LaneAllocator()
     for life in lives:
         track = f"group lane {lanes.take(life.start_s, life.end_s):03d}"
         _draw_group(events, track, life, computing.get(life.step))
@@ -135,8 +135,8 @@ def _draw_group(events: TraceEvents, track: str, life: GroupLife, computing_s: f
         arguments |= {"step": life.step, "staleness": life.staleness}
     name = f"group {life.index}" + ("" if life.ending in ("", "trained") else f" ({life.ending})")
     events.slice(_GROUPS, track, name, life.start_s, life.end_s, arguments)
-    for what, start_s, end_s in group_phases(life, computing_s):
-        events.slice(_GROUPS, track, what, start_s, end_s)
+    for phase, start_s, end_s in group_phases(life, computing_s):
+        events.slice(_GROUPS, track, phase, start_s, end_s)
 
 
 def _draw_rollout(
@@ -156,5 +156,5 @@ def _draw_rollout(
     }
     name = f"rollout {life.index}-{rollout.member}"
     events.slice(_ROLLOUTS, track, name, life.start_s, phases[-1][2], arguments)
-    for what, start_s, end_s in phases:
-        events.slice(_ROLLOUTS, track, what, start_s, end_s)
+    for phase, start_s, end_s in phases:
+        events.slice(_ROLLOUTS, track, phase, start_s, end_s)

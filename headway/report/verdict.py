@@ -1,4 +1,4 @@
-"""The verdict on a run's figures, in words. Pure: ledger lines in, sentences and values out."""
+"""Judges a run's figures. Pure: its input are ledger lines, its output are sentences and values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headway.report.incidents import incident_text
 from headway.report.plans.placements import change_sentence
 from headway.telemetry.ledger import EVENT_CONTROL, EVENT_MOSTLY_SOLVED, EVENT_NO_PROGRESS
 from headway.telemetry.pages import troubleshooting
-from headway.telemetry.summary import books_event, evaluations, failures, held_evaluation
+from headway.telemetry.summary import accounting_event, evaluations, failures, measured_evaluation
 
 Learning = Literal["improved", "worse", "no measurable change", "unknown"]
 
@@ -27,31 +27,31 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
 
     balance: Balance  # who waits for whom
     balance_text: str
-    staleness_budget: int | None  # None: the run's configuration isn't at hand
+    staleness_budget: int | None  # None: the run's configuration can't be read
     staleness_within_budget: bool | None
     staleness_text: str
     learning: Learning
     solve_rate_change: float | None
     solve_rate_change_error: float | None  # standard error of the change
     learning_text: str
-    books_text: str
+    accounting_text: str
     failures: dict[str, int]  # rollouts lost, by boundary
     failures_text: str
     pruning_text: str = ""  # "": nothing was pruned
-    plan_text: str = ""  # the controller's last recommendation of a plan that the run can't change to; "": none
+    plan_text: str = ""  # the controller's last recommendation, of a plan to which the run can't change; "": none
     changes_text: str = ""  # changes of plan in the run; "": none
     cost_text: str = ""  # "": no price is known
-    untrained_text: str = ""  # why groups end untrained since the last step; "": they don't
-    untrained_reason: str = ""  # of the last one's ending
+    untrained_text: str = ""  # why groups have ended untrained since the last step; "": they haven't
+    untrained_reason: str = ""  # of the last such ending
 
     @property
     def sentences(self) -> dict[str, str]:
-        """Question -> answer, in reading order."""
+        """Return the answers by question, in reading order."""
         answers = {
             "Who waits for whom?": self.balance_text,
             "How stale?": self.staleness_text,
             "Is it learning?": self.learning_text,
-            "Do the books balance?": self.books_text,
+            "Is every rollout accounted for?": self.accounting_text,
             "What failed?": self.failures_text,
             "Why is nothing trained?": self.untrained_text,
             "What was pruned?": self.pruning_text,
@@ -63,12 +63,12 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pages(self) -> list[str]:
-        """Sections of the documentation about what isn't as it should be."""
+        """Return the sections of the documentation about the problems of the run."""
         titles = {
             str(self.balance): self.balance not in ("matched", "unknown"),
             "Budget broken": self.staleness_within_budget is False,
             "Not learning": self.learning in ("worse", "no measurable change"),
-            "Books that don't balance": self.books_text.startswith("NOT BALANCED"),
+            "Rollouts not accounted for": self.accounting_text.startswith("NOT BALANCED"),
             "Rollouts that failed": bool(self.failures)
             or self.untrained_reason == "too_few_valid"
             or self.learning_text.startswith(_NOT_MEASURED),
@@ -79,7 +79,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) -> Judgement:
-    """Judge a run. ``budget`` is η, the largest trajectory staleness allowed, where it is known."""
+    """Judge a run. ``budget``: η, the largest trajectory staleness allowed; None: unknown."""
     steps = [line for line in lines if isinstance(line, StepRecord)]
     if steps:
         balance, balance_text = judge_balance(waits_of(steps), budget)
@@ -90,7 +90,7 @@ def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) 
     learning, change, error, learning_text = judge_learning(lines)
     failed, untrained = failures(lines), _untrained(lines)
     alarm = untrained is not None and untrained.event == EVENT_NO_PROGRESS
-    nothing = "Nothing that a step recorded, but no step is made." if alarm else "Nothing."
+    no_failures = "Nothing that a step recorded, but no step is made." if alarm else "Nothing."
     return Judgement(
         balance=balance,
         balance_text=balance_text,
@@ -101,9 +101,9 @@ def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) 
         solve_rate_change=change,
         solve_rate_change_error=error,
         learning_text=learning_text,
-        books_text=_books_text(lines, summary),
+        accounting_text=_accounting_text(lines, summary),
         failures=failed,
-        failures_text=" ".join(filter(None, (_failures_text(failed, summary), incident_text(lines)))) or nothing,
+        failures_text=" ".join(filter(None, (_failures_text(failed, summary), incident_text(lines)))) or no_failures,
         pruning_text=_pruning_text(steps),
         plan_text=_plan_text(lines),
         changes_text=change_sentence(lines),
@@ -113,7 +113,7 @@ def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) 
 
 
 def _untrained(lines: Sequence[LedgerLine]) -> EventRecord | None:
-    """Find the last event about groups that end untrained, if no step came after it."""
+    """Return the last event about groups that end untrained; None if a step came after it, or there is none."""
     for line in reversed(lines):
         if isinstance(line, EventRecord) and line.event in (EVENT_NO_PROGRESS, EVENT_MOSTLY_SOLVED):
             return line
@@ -123,18 +123,18 @@ def _untrained(lines: Sequence[LedgerLine]) -> EventRecord | None:
 
 
 def _plan_text(lines: Sequence[LedgerLine]) -> str:
-    said = [event for event in lines if isinstance(event, EventRecord) and event.event == EVENT_CONTROL]
-    last = next((event for event in reversed(said) if event.data.get("kind") == "recommended"), None)
+    control_events = [event for event in lines if isinstance(event, EventRecord) and event.event == EVENT_CONTROL]
+    last = next((event for event in reversed(control_events) if event.data.get("kind") == "recommended"), None)
     return f"At version {last.step} the controller {last.detail}" if last else ""
 
 
 def judge_balance(waits: WaitShares, budget: int | None) -> tuple[Balance, str]:
-    """The bottleneck by `balance_of`, and a sentence about it."""
+    """Return the bottleneck by `balance_of`, and a sentence about it."""
     numbers = f"the trainer waits {waits.trainer:.0%} of the time, the generator {waits.generator:.0%}"
     busy = max(waits.trainer, waits.generator) < BUSY
     both = "Both sides are busy" if busy else "Neither side is clearly the bottleneck"
     texts: dict[Balance, str] = {
-        "time-shared": _time_shared(waits.generator, budget, waits.lent),
+        "time-shared": _time_shared(waits.generator, budget, waits.yielded),
         "synchronous": (
             f"Synchronous (budget 0): the two sides take turns by design; {numbers}. "
             "A budget of 1 or more lets them overlap."
@@ -159,9 +159,9 @@ def judge_balance(waits: WaitShares, budget: int | None) -> tuple[Balance, str]:
     return balance, texts[balance]
 
 
-def _time_shared(generator_wait: float, budget: int | None, lent: float) -> str:
+def _time_shared(generator_wait: float, budget: int | None, yielded: float) -> str:
     text = (
-        f"Time-shared: the generator's devices are the trainer's for {lent:.0%} of the time, and have nothing to do "
+        f"Time-shared: the generator's devices are the trainer's for {yielded:.0%} of the time, and have nothing to do "
         f"for {generator_wait:.0%}."
     )
     if generator_wait < BUSY:
@@ -172,7 +172,7 @@ def _time_shared(generator_wait: float, budget: int | None, lent: float) -> str:
 
 
 def judge_staleness(steps: Sequence[StepRecord], worst: int, budget: int | None) -> tuple[bool | None, str]:
-    """Judge whether the oldest trained trajectory kept to the budget: (None where unknown, sentence)."""
+    """Judge whether the oldest trained trajectory was within the budget. Returns (judgement or None, sentence)."""
     trained = [step for step in steps if step.samples and not step.skipped]
     if not trained:
         return None, "Nothing has been trained yet."
@@ -187,22 +187,22 @@ def judge_staleness(steps: Sequence[StepRecord], worst: int, budget: int | None)
 
 
 def judge_learning(lines: Sequence[LedgerLine]) -> tuple[Learning, float | None, float | None, str]:
-    """Judge whether the solve rate changed by more than chance: held evaluations before and after where both exist,
-    else the first and last validation. Returns (judgement, change, its standard error, sentence)."""
+    """Judge whether the solve rate changed by more than chance, by the held evaluations before and after where both
+    exist, else by the first and last validation. Returns (judgement, change, its standard error, sentence)."""
     pair = _evaluation_pair(lines)
     if pair is None:
         return "unknown", None, None, _training_trend(lines)
     first, last = pair
     change = last.solve_rate - first.solve_rate
     error = math.hypot(first.standard_error, last.standard_error)
-    where = "held-out tasks" if first.split == "test" else f"{first.split} tasks"
+    task_set = "held-out tasks" if first.split == "test" else f"{first.split} tasks"
     numbers = (
-        f"solve rate on {first.tasks:,} {where} {first.solve_rate:.3f} ± {first.standard_error:.3f} (version "
+        f"solve rate on {first.tasks:,} {task_set} {first.solve_rate:.3f} ± {first.standard_error:.3f} (version "
         f"{first.last_version}) → {last.solve_rate:.3f} ± {last.standard_error:.3f} (version {last.last_version}), "
         f"change {change:+.3f} ± {error:.3f}"
     )
     failed = "".join(
-        f"; {when}: {one.failures_text}" for when, one in (("before", first), ("after", last)) if one.failed
+        f"; {when}: {record.failures_text}" for when, record in (("before", first), ("after", last)) if record.failed
     )
     numbers += failed
     if first.mostly_failed or last.mostly_failed:
@@ -215,9 +215,9 @@ def judge_learning(lines: Sequence[LedgerLine]) -> tuple[Learning, float | None,
 
 
 def _evaluation_pair(lines: Sequence[LedgerLine]) -> tuple[EvaluationRecord, EvaluationRecord] | None:
-    before, after = held_evaluation(lines, "before"), held_evaluation(lines, "after")
-    if before is not None and after is not None and before.split == after.split:
-        return before, after
+    baseline, final = measured_evaluation(lines, "before"), measured_evaluation(lines, "after")
+    if baseline is not None and final is not None and baseline.split == final.split:
+        return baseline, final
     validation = [record for record in evaluations(lines) if record.split == "validation" and record.samples]
     return (validation[0], validation[-1]) if len(validation) > 1 else None
 
@@ -234,14 +234,14 @@ def _training_trend(lines: Sequence[LedgerLine]) -> str:
     )
 
 
-def _books_text(lines: Sequence[LedgerLine], summary: RunSummary) -> str:
+def _accounting_text(lines: Sequence[LedgerLine], summary: RunSummary) -> str:
     endings = ", ".join(f"{count:,} {ending}" for ending, count in summary.endings.items()) or "none ended"
-    books = books_event(lines)
-    if books is None:
+    accounting = accounting_event(lines)
+    if accounting is None:
         return f"Not closed yet (the run goes on, or was killed). Rollouts so far: {endings}."
-    if summary.books_balanced:
+    if summary.accounting_balanced:
         return f"Balanced: every rollout is open at the end or ended exactly once: {endings}."
-    return f"NOT BALANCED: {books.detail or 'a rollout is missing or ended twice'}. Endings: {endings}."
+    return f"NOT BALANCED: {accounting.detail or 'a rollout is missing or ended twice'}. Endings: {endings}."
 
 
 def _failures_text(failures: dict[str, int], summary: RunSummary) -> str:

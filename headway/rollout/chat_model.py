@@ -1,6 +1,6 @@
-"""A language model behind any endpoint that speaks OpenAI's chat completions, asked with retries.
+"""A client, with retries, of a language model behind any endpoint that speaks OpenAI's chat completions.
 
-One POST per question, in the caller's thread. A redirect is not followed, so that the key goes nowhere else.
+Each question is one POST in the caller's thread. Redirects aren't followed, so that the key goes nowhere else.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, TypeVar, cast
 from headway.records.errors import ConfigurationError, InfrastructureError
 from headway.runtime.addresses import machine_certificates
 from headway.runtime.hooks import storable
-from headway.runtime.retries import backoff_s, first_cause
+from headway.runtime.retries import backoff_s, socket_error_of
 
 T = TypeVar("T")
 
-LONGEST_WAIT_S = 10.0  # before a retry, whatever the server asks for
+LONGEST_WAIT_S = 10.0  # longest wait before a retry, even if the server asks for more
 _LONGEST_QUOTE = 160  # characters of an answer in an error
 _RETRIED = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # HTTP: overloaded, or a moment too early
 
@@ -43,20 +43,20 @@ class Retry(Exception):
 
 
 class ModelFailed(InfrastructureError):
-    """No answer that is of use, after all tries."""
+    """Raised where no attempt gave a usable answer."""
 
 
-class _Hopeless(Exception):
-    """Another try would end the same way."""
+class _Unrecoverable(Exception):
+    """Raised where another attempt would fail in the same way."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatModel:
-    """A model that is asked, over and over where that may help.
+    """A model behind a chat completions endpoint, asked with retries.
 
-    A refusal, a timeout, an overloaded or broken server, an answer that its reader can't use: each is tried again
-    ``retries`` times, with waits that double from ``retry_s``, half of each at random so that those who failed together
-    don't come back together.
+    A refused connection, a timeout, an overloaded or broken server and an answer that its reader can't use are retried
+    ``retries`` times, with waits that double from ``retry_s``. Half of each wait is random, so that clients that failed
+    together don't return together.
     """
 
     url: str  # .../chat/completions
@@ -72,7 +72,7 @@ class ChatModel:
 
     @property
     def longest_s(self) -> float:
-        """The longest a question takes: all requests time out, all waits are the longest."""
+        """The longest time of a question: all requests time out, all waits have their maximum."""
         return (self.retries + 1) * self.timeout_s + self.retries * LONGEST_WAIT_S
 
     def ask(
@@ -91,13 +91,13 @@ class ChatModel:
                 if attempt < self.retries:
                     wait_s = backoff_s(attempt + 1, self.retry_s) * (0.5 + 0.5 * self.draw())
                     self.sleep(min(max(wait_s, error.wait_s), LONGEST_WAIT_S))
-            except _Hopeless as error:
+            except _Unrecoverable as error:
                 cause = str(error)
                 break
         raise ModelFailed(f"{cause}; requests to {self.called}: {spent.attempts}")
 
     def _post(self, body: dict[str, Any]) -> object:
-        import httpx  # here: whoever asks no model doesn't wait for it
+        import httpx  # here: processes that ask no model don't wait for the import
 
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self.key:
@@ -111,12 +111,12 @@ class ChatModel:
                 verify=machine_certificates(),
             )
         except (httpx.RequestError, httpx.InvalidURL) as error:  # no connection, a timeout, a reply cut off
-            first = first_cause(error)
+            first = socket_error_of(error)
             raise Retry(f"{self.called} at {self.url} can't be reached: {type(first).__name__}: {first}") from None
         if not reply.is_success:
             cause = f"{self.called} answered HTTP {reply.status_code}: {quoted(reply.text)}"
             if reply.status_code not in _RETRIED:
-                raise _Hopeless(cause)
+                raise _Unrecoverable(cause)
             try:
                 wait_s = max(0.0, float(reply.headers.get("Retry-After", "0")))
             except ValueError:  # a date
@@ -128,7 +128,7 @@ class ChatModel:
             raise Retry(f"{self.called}'s reply is no JSON: {quoted(reply.text)}") from None
 
     def _text_of(self, answer: object, spent: RequestCosts) -> str:
-        """The text of a chat completion; its tokens are added to ``spent`` whatever it says. Raises Retry."""
+        """Return the text of a chat completion and add its tokens to ``spent``, even without a text. Raises Retry."""
         fields = cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
         usage = fields.get("usage")
         if isinstance(usage, dict):
@@ -144,21 +144,21 @@ class ChatModel:
 
 
 def completions_url(base: str) -> str:
-    """The chat completions URL under an endpoint's base, say https://api.openai.com/v1."""
+    """Return the chat completions URL under an endpoint's base, say https://api.openai.com/v1."""
     return base.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
 
 
 def api_key(variable: str, key: str) -> str:
-    """The API key in an environment variable; "" where none is named. Raises ConfigurationError, naming the
-    configuration's ``key``, for one that isn't set."""
-    found = os.environ.get(variable, "") if variable else ""
-    if variable and not found:
+    """Return the API key in an environment variable; "" where none is named. Raises ConfigurationError, naming the
+    configuration's ``key``, for a variable that isn't set."""
+    secret = os.environ.get(variable, "") if variable else ""
+    if variable and not secret:
         raise ConfigurationError(f"{key}: the environment has no {variable}")
-    return found
+    return secret
 
 
 def quoted(text: str) -> str:
-    """A piece of an answer, for an error."""
+    """Return a short quotation of an answer, for an error message."""
     plain = " ".join(text.split())
     return repr(plain if len(plain) <= _LONGEST_QUOTE else plain[: _LONGEST_QUOTE - 3] + "...")
 

@@ -20,25 +20,25 @@ from headway.records.sandbox import (
     Snapshot,
     infrastructure_failure,
 )
-from headway.runtime.supervision import to_its_end
+from headway.runtime.supervision import run_to_completion
 from headway.sandbox.pool import SandboxPool
 from headway.sandbox.protocol import FILE_BYTES, Sandbox
 from headway.sandbox.snapshot_store import drop
 
 T = TypeVar("T")
 
-_REMADE = 2  # how often a lost one is made again by doing everything anew, in one call
+_MAX_REMAKES = 2  # times that one call remakes a lost sandbox by repeating its operations
 
 
 class EpisodeSandbox:
     """A rollout's sandbox. Lifecycle: *none* -> *in use* <-> *parked*, and *closed* from any of them.
 
-    Parked, it is a snapshot on disk, which survives this process; its processes are stopped, or, where others wait for
-    a sandbox or the backend can't stop any, ended. Either way the files are then as the rollout left them; ended
-    processes are lost.
+    A parked sandbox is a snapshot on disk, which survives this process; its processes are stopped, or ended where other
+    rollouts wait for a sandbox or the backend can't stop processes. In both cases the files stay as the rollout left
+    them; ended processes are lost.
 
-    With ``repeatable`` all operations on it are recorded, and a lost sandbox is made again by repeating them: only
-    right where the same commands leave the same files. Without, its loss fails the rollout as infrastructure.
+    With ``repeatable`` all operations on it are recorded, and a lost sandbox is remade by repeating them, which is
+    correct only where the same commands leave the same files. Without, its loss fails the rollout as infrastructure.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class EpisodeSandbox:
         repeatable: bool = False,
         restored: EnvironmentState | None = None,
     ) -> None:
-        """``timeout_s``: limit of a command that gives none."""
+        """``timeout_s``: time limit of a command that sets none."""
         self._pool = pool
         self._spec = spec
         self._labels = dict(labels)
@@ -64,17 +64,17 @@ class EpisodeSandbox:
         self._box: Sandbox | None = None
         self._making = asyncio.Lock()
         self._paused = False
-        self._end_offer: Callable[[], None] = lambda: None  # of its place, while it is parked
+        self._end_offer: Callable[[], None] = lambda: None  # ends the offer of its pool slot while it is parked
         self._closed = False
-        self.limits: set[asyncio.Timeout] = set()  # of what uses it now; waiting in line for it doesn't count
-        self.failure: SandboxFailure | None = None  # of the infrastructure, that it couldn't make good
+        self.limits: set[asyncio.Timeout] = set()  # of its current users; suspended while they wait for a sandbox
+        self.failure: SandboxFailure | None = None  # of the infrastructure, not repaired by remaking the sandbox
 
-    def forget_snapshot(self, folder: Path, before: Snapshot | None) -> None:
-        """Revert to the snapshot ``before``, and delete a later one from ``folder``: no state will ever name it."""
-        if self.snapshot is not None and (before is None or self.snapshot.path != before.path):
+    def forget_snapshot(self, folder: Path, previous: Snapshot | None) -> None:
+        """Revert to the snapshot ``previous``, and delete a later one from ``folder``: no saved state refers to it."""
+        if self.snapshot is not None and (previous is None or self.snapshot.path != previous.path):
             with contextlib.suppress(OSError):
                 drop(folder, self.snapshot.path)
-            self.snapshot = before
+            self.snapshot = previous
 
     async def exec(
         self,
@@ -87,7 +87,8 @@ class EpisodeSandbox:
         max_output_bytes: int = OUTPUT_BYTES,
         alone: bool = False,
     ) -> ExecResult:
-        """Run a command: its fields are `Command`'s. ``timeout_s`` None: the environment's; ``alone``: `exclusive`."""
+        """Run a command; the arguments are `Command`'s. ``timeout_s`` None: the environment's; ``alone``:
+        `exclusive`."""
         arguments: dict[str, Any] = {
             "argv": list(argv),
             "environment": None if environment is None else dict(environment),
@@ -100,75 +101,75 @@ class EpisodeSandbox:
         return await self._do(Operation(kind="exec", arguments=arguments))
 
     async def write(self, path: str, data: bytes | str, *, mode: int = 0o644) -> None:
-        """`Sandbox.write`."""
+        """Write a file (`Sandbox.write`)."""
         content = data.encode() if isinstance(data, str) else data
         await self._do(Operation(kind="write", arguments={"path": path, "data": content, "mode": mode}))
 
     async def read(self, path: str, *, max_bytes: int = FILE_BYTES) -> bytes:
-        """`Sandbox.read`."""
-        return await self._with(lambda box: box.read(path, max_bytes=max_bytes))
+        """Read a file (`Sandbox.read`)."""
+        return await self._retry_on_loss(lambda box: box.read(path, max_bytes=max_bytes))
 
     async def list(self, path: str, *, max_entries: int = 10_000) -> list[FileInfo]:
-        """`Sandbox.list`."""
-        return await self._with(lambda box: box.list(path, max_entries=max_entries))
+        """List a directory (`Sandbox.list`)."""
+        return await self._retry_on_loss(lambda box: box.list(path, max_entries=max_entries))
 
     async def park(self, name: str) -> EnvironmentState:
-        """Stop the sandbox, snapshot its files as ``name``, return a state with the snapshot. Raises SandboxError."""
+        """Stop the sandbox, snapshot its files as ``name``, and return a state with it. Raises SandboxError."""
         if self._box is not None and not self._paused:
             box, can_pause = self._box, await self._pool.can_pause()
-            if not can_pause:  # what runs on isn't parked
+            if not can_pause:  # processes that can't be stopped would change the files after the snapshot
                 self.snapshot = await box.snapshot(name)
-                await self._give_back()
+                await self._release()
             else:
-                await box.pause()  # first: the snapshot and what goes on here are the same
+                await box.pause()  # first, so that the snapshot equals the state that resumes here
                 try:
                     self.snapshot = await box.snapshot(name)
                 except BaseException:
                     with contextlib.suppress(SandboxError):  # it has ended
-                        await to_its_end(box.resume())
+                        await run_to_completion(box.resume())
                     raise
                 self._paused = True
-                self._end_offer = self._pool.lend(self._recalled)
+                self._end_offer = self._pool.allow_recall(self._on_recall)
         return EnvironmentState(snapshot=self.snapshot, operations=tuple(self._operations))
 
     async def unpark(self) -> None:
-        """Let the sandbox run again; one that was given back to the pool is made again at its next use."""
+        """Resume the sandbox; one that was returned to the pool is remade at its next use."""
         if self._box is not None and self._paused:
             self._paused = False
             self._end_offer()
             try:
                 await self._box.resume()
-            except SandboxError:  # it didn't live that long; what it held does
-                await self._give_back()
+            except SandboxError:  # the sandbox is lost, its snapshot isn't
+                await self._release()
 
     async def close(self) -> None:
         """End the sandbox; later calls fail."""
         self._closed = True
-        await self._give_back()
+        await self._release()
 
-    async def _recalled(self) -> None:
-        """Give a parked sandbox's place to others who wait for it."""
+    async def _on_recall(self) -> None:
+        """Release a parked sandbox for other rollouts that wait for one."""
         if self._paused:
-            await self._give_back()
+            await self._release()
 
-    async def _give_back(self) -> None:
+    async def _release(self) -> None:
         self._box, self._paused = None, False
         self._end_offer()
         lease, self._lease = self._lease, contextlib.AsyncExitStack()
         await lease.aclose()
 
     async def _do(self, operation: Operation) -> Any:
-        result = await self._with(lambda box: _done(box, operation))
+        result = await self._retry_on_loss(lambda box: _execute(box, operation))
         if self._repeatable:
             self._operations.append(operation)
         return result
 
-    async def _with(self, work: Callable[[Sandbox], Awaitable[T]]) -> T:
-        """Run ``work`` on the sandbox, or on a new one where it was lost and can be made again."""
-        for remaining in range(_REMADE, -1, -1):
+    async def _retry_on_loss(self, work: Callable[[Sandbox], Awaitable[T]]) -> T:
+        """Run ``work`` on the sandbox; where it was lost and can be remade, run it again on the new one."""
+        for remaining in range(_MAX_REMAKES, -1, -1):
             box = None
             try:
-                box = await self._ready()
+                box = await self._ensure()
                 return await work(box)
             except SandboxError as error:
                 if error.failure.cause != "infrastructure":
@@ -176,64 +177,64 @@ class EpisodeSandbox:
                 if not self._repeatable or not remaining or self._closed:
                     self.failure = error.failure
                     raise
-                if self._box is box:  # else whoever used it beside this one has made another
-                    self.snapshot = None  # of no use to whoever has lost it once
-                    await self._give_back()
+                if self._box is box:  # else a concurrent user has remade it already
+                    self.snapshot = None  # replaced by the repetition of all operations
+                    await self._release()
         raise AssertionError("unreachable")
 
-    async def _ready(self) -> Sandbox:
+    async def _ensure(self) -> Sandbox:
         async with self._making:
             if self._box is None and not self._closed:
-                self._box = await self._made()
-            if self._closed:  # before, or meanwhile
-                await self._give_back()
+                self._box = await self._create()
+            if self._closed:  # possibly while the sandbox was made
+                await self._release()
             if self._box is None:
                 raise SandboxError(infrastructure_failure("the rollout has ended", retry=False))
             return self._box
 
-    async def _made(self) -> Sandbox:
-        """A new sandbox with the files it had when it was parked or lost."""
+    async def _create(self) -> Sandbox:
+        """Create a sandbox with the files that it had when it was parked or lost."""
         if self.snapshot is not None:
             try:
-                return await self._leased(self.snapshot)
+                return await self._lease_sandbox(self.snapshot)
             except SandboxError as error:
                 if not self._repeatable:
-                    what = f"the files of a parked rollout are lost: {error.failure.what}"
-                    raise SandboxError(infrastructure_failure(what, retry=False)) from error
+                    message = f"the files of a parked rollout are lost: {error.failure.what}"
+                    raise SandboxError(infrastructure_failure(message, retry=False)) from error
                 self.snapshot = None
-                await self._give_back()
-        box = await self._leased(None)
+                await self._release()
+        box = await self._lease_sandbox(None)
         try:
             for operation in self._operations:
-                await _done(box, operation)
+                await _execute(box, operation)
         except BaseException:
-            await self._give_back()
+            await self._release()
             raise
         return box
 
-    async def _leased(self, snapshot: Snapshot | None) -> Sandbox:
+    async def _lease_sandbox(self, snapshot: Snapshot | None) -> Sandbox:
         lease = contextlib.AsyncExitStack()
         leased = self._pool.lease(self._spec, labels=self._labels, snapshot=snapshot)
-        with self.in_line():
+        with self.suspend_limits():
             box = await lease.enter_async_context(leased)
         self._lease = lease
         return box
 
     @contextlib.contextmanager
-    def in_line(self) -> Iterator[None]:
-        """Suspend the time limits of the sandbox's users: for waiting in line, or what has a limit of its own."""
+    def suspend_limits(self) -> Iterator[None]:
+        """Suspend the time limits of the sandbox's users while they wait for one or run under another limit."""
         now = asyncio.get_running_loop().time
-        left = {limit: (limit.when() or now()) - now() for limit in self.limits if not limit.expired()}
-        for limit in left:
+        remaining_s_by_limit = {limit: (limit.when() or now()) - now() for limit in self.limits if not limit.expired()}
+        for limit in remaining_s_by_limit:
             limit.reschedule(None)
         try:
             yield
         finally:
-            for limit in self.limits & left.keys():
-                limit.reschedule(now() + left[limit])
+            for limit in self.limits & remaining_s_by_limit.keys():
+                limit.reschedule(now() + remaining_s_by_limit[limit])
 
 
-async def _done(box: Sandbox, operation: Operation) -> Any:
+async def _execute(box: Sandbox, operation: Operation) -> Any:
     arguments = operation.arguments
     if operation.kind == "write":
         return await box.write(arguments["path"], arguments["data"], mode=arguments["mode"])

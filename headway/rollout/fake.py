@@ -1,4 +1,4 @@
-"""Deterministic stand-ins, on the injected clock: the verifier pool, and the life of a rollout in a sandbox."""
+"""Deterministic fakes, on the injected clock, of the verifier pool and of a rollout's life in a sandbox."""
 
 from __future__ import annotations
 
@@ -46,24 +46,24 @@ class FakeVerifier:
         self.verified = 0  # responses scored so far
 
     async def start(self) -> None:
-        """Nothing to start."""
+        """Do nothing: there is nothing to start."""
 
-    def most_workers(self) -> int:
-        """Any number."""
+    def max_workers(self) -> int:
+        """Return the largest integer: the number of workers has no limit."""
         return sys.maxsize
 
     def set_workers(self, count: int) -> None:
-        """Have ``count`` workers; those that are too many end with the group they have."""
+        """Set the number of workers to ``count``; excess workers end after their current group."""
         for _ in range(count - self._workers):
             self._free.release()
         self._too_many += max(0, self._workers - count)
         self._workers = count
 
     async def verify(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
-        """Verdicts, one per response, in order."""
+        """Return one verdict per response, in order."""
         if self._stopped:
             raise HeadwayError("the verifier pool is stopped")
-        while self._too_many:  # these places are given up as they become free, before anyone waits for one
+        while self._too_many:  # excess permits are removed as they become free, before a caller waits for one
             self._too_many -= 1
             await self._free.acquire()
         async with self._free:
@@ -91,7 +91,7 @@ class EpisodeCounts(NamedTuple):
     """A rollout's turns and time in its environment."""
 
     turns: int = 0  # model calls
-    resumed_version: int = -1  # of the oldest turn whose effect its sandbox held when it was resumed; -1: it was not
+    resumed_version: int = -1  # of the oldest turn whose effect its sandbox had when it was resumed; -1: never resumed
     environment_s: float = 0.0  # between its turns
 
 
@@ -99,20 +99,20 @@ class FakeEnvironment(Protocol):
     """Keeps the sandboxes of simulated rollouts, by their sampling seeds."""
 
     def state_version(self, seed: int) -> int:
-        """Version of the oldest turn whose effect its sandbox holds; -1: of none."""
+        """Return the version of the oldest turn whose effect the sandbox has; -1: no turn had one."""
         ...
 
-    def resume(self, seed: int, *, anew: bool) -> None:
-        """Resume a parked rollout: with the sandbox it has, or (``anew``) from its beginning in a fresh one."""
+    def resume(self, seed: int, *, restart: bool) -> None:
+        """Resume a parked rollout with its sandbox, or (``restart``) from its beginning in a fresh one."""
         ...
 
     def forget(self, seed: int) -> EpisodeCounts:
-        """Forget an ended rollout, and return what it did."""
+        """Forget an ended rollout, and return its counts."""
         ...
 
 
 class FakeRollout(SingleTurn):
-    """Makes simulated rollouts: a failure of the sandbox is the sandbox's, and turns are counted (`RolloutMaker`)."""
+    """Makes simulated rollouts (`RolloutMaker`): counts turns, and moves sandbox failures to the boundary "sandbox"."""
 
     def __init__(self, sampler: TurnSampler, *, environment: FakeEnvironment) -> None:
         super().__init__(sampler)
@@ -129,22 +129,22 @@ class FakeRollout(SingleTurn):
         async def gate(now: PartialRollout) -> Resumption:
             now = msgspec.structs.replace(now, environment_version=environment.state_version(seed))
             how = "continue" if sampler.resume_gate is None else await sampler.resume_gate(now)
-            environment.resume(seed, anew=how == "restart")
+            environment.resume(seed, restart=how == "restart")
             return how
 
         call = msgspec.structs.replace(ModelCall.first(group, member, parked), resume_gate=gate)
-        lived = EpisodeCounts()
+        counts = EpisodeCounts()
         try:
             rollout = sampler.refused(call) or await sampler.sample(call)
         finally:
-            lived = environment.forget(seed)
+            counts = environment.forget(seed)
         failure = rollout.failure
         if failure is not None and failure.cause.startswith(SANDBOX):
             failure = msgspec.structs.replace(failure, boundary="sandbox")
         return msgspec.structs.replace(
             rollout,
             failure=failure,
-            turns=max(1, lived.turns),
-            environment_s=lived.environment_s,
-            environment_version=lived.resumed_version,
+            turns=max(1, counts.turns),
+            environment_s=counts.environment_s,
+            environment_version=counts.resumed_version,
         )

@@ -1,4 +1,4 @@
-"""Models that aren't trained, as an environment asks them: `environment.models`."""
+"""External models that an environment asks and that aren't trained: `environment.models`."""
 
 from __future__ import annotations
 
@@ -6,46 +6,46 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headway.config.fixed_models import FixedModelConfig
+from headway.config.fixed_models import ExternalModelConfig
 from headway.records.errors import ConfigurationError
 from headway.rollout.chat_model import ChatModel, RequestCosts, api_key, completions_url
-from headway.rollout.lane import Lane
+from headway.rollout.lane import SingleThreadExecutor
 
 KEY = "environment.models"
 _RETRIES = 2  # of a request that is refused, times out, or has no answer
 _RETRY_S = 1.0  # before the first of them; doubled each time
 
 
-class FixedModels:
-    """The fixed models of a worker, by name."""
+class ExternalModels:
+    """The external models of a worker, by name."""
 
-    def __init__(self, settings: Mapping[str, FixedModelConfig]) -> None:
+    def __init__(self, settings: Mapping[str, ExternalModelConfig]) -> None:
         """Raises ConfigurationError where an API key's environment variable isn't set."""
-        self._models = {name: _model(name, one) for name, one in settings.items()}
-        self._places = {name: asyncio.Semaphore(one.concurrency) for name, one in settings.items()}
+        self._models = {name: _model(name, model) for name, model in settings.items()}
+        self._permits = {name: asyncio.Semaphore(model.concurrency) for name, model in settings.items()}
 
     async def ask(self, name: str, messages: Sequence[Mapping[str, Any]], **body: Any) -> str:
-        """The answer's text. Raises ModelFailed where there is none, LookupError for an unknown model."""
+        """Return the answer's text. Raises ModelFailed where there is none, LookupError for an unknown model."""
         if name not in self._models:
             raise LookupError(f"there is no [{KEY}.{name}]; valid: {', '.join(self._models) or 'none'}")
-        async with self._places[name]:
-            lane = Lane(f"ask-{name}")
+        async with self._permits[name]:
+            executor = SingleThreadExecutor(f"ask-{name}")
             try:
-                return await lane.run(self._models[name].ask, messages, str, RequestCosts(), **body)
+                return await executor.run(self._models[name].ask, messages, str, RequestCosts(), **body)
             finally:
-                lane.end()
+                executor.end()
 
 
-def require_models(settings: Mapping[str, FixedModelConfig], wanted: Sequence[str], timeout_s: float) -> None:
-    """Raise ConfigurationError: one of those that are ``wanted`` isn't there or has no key, or one may take longer than
-    its environment has (``timeout_s``)."""
-    for name in wanted:
+def require_models(settings: Mapping[str, ExternalModelConfig], required: Sequence[str], timeout_s: float) -> None:
+    """Raise ConfigurationError where a ``required`` model isn't configured or has no key, or where a model may take
+    longer than its environment has (``timeout_s``)."""
+    for name in required:
         if name not in settings:
             raise ConfigurationError(
                 f"{KEY}: this environment asks {name!r}; there is: {', '.join(settings) or 'none'}"
             )
-    for name, one in settings.items():
-        longest_s = _model(name, one).longest_s
+    for name, model in settings.items():
+        longest_s = _model(name, model).longest_s
         if longest_s >= timeout_s:
             raise ConfigurationError(
                 f"{KEY}.{name}: a question may take {longest_s:g} s with all its retries, and an environment's reply "
@@ -53,7 +53,7 @@ def require_models(settings: Mapping[str, FixedModelConfig], wanted: Sequence[st
             )
 
 
-def _model(name: str, settings: FixedModelConfig) -> ChatModel:
+def _model(name: str, settings: ExternalModelConfig) -> ChatModel:
     return ChatModel(
         url=completions_url(settings.address),
         model=settings.model,

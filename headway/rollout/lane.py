@@ -1,4 +1,4 @@
-"""A thread for blocking calls: a call that hangs delays neither other work nor the end of the process."""
+"""An executor for blocking calls: a call that hangs delays neither other work nor the end of the process."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Lane:
-    """Runs calls one after another, all in one thread, as code that isn't thread-safe needs."""
+class SingleThreadExecutor:
+    """Runs calls one after another in a single thread, for code that isn't thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -34,7 +34,7 @@ class Lane:
         return await answer
 
     def end(self) -> None:
-        """Accept no further calls; the thread ends after those it has."""
+        """Accept no further calls; the thread ends after the queued ones."""
         self._work.put(None)
 
     def _serve(self) -> None:
@@ -42,7 +42,7 @@ class Lane:
             try:
                 work()
             except RuntimeError:
-                return  # the event loop is closed: nobody waits
+                return  # the event loop is closed: no caller waits
 
 
 def _settle(answer: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

@@ -1,4 +1,4 @@
-"""The lease book: which members wait for outside workers, who has which, and until when. Pure: no clock, no tasks."""
+"""The lease book: members offered to outside workers, their leases and expiry times. It uses no clock and no tasks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Literal
 
 LeaseCode = Literal["lease_unknown", "lease_ended", "finished_otherwise", "session_not_recorded", "attempt_failed"]
 LeaseKey = tuple[str, int]  # name of the group, member
-_KEPT = 32768  # newest members without a worker's concern, whose late calls are still told what happened
+_MAX_ENDED = 32768  # newest ended members whose late calls still get an answer that says how they ended
 
 
 class LeaseRefused(Exception):
-    """A call about a lease is refused; the message says what happened to the attempt."""
+    """Raised for a refused call about a lease; the message says what happened to the attempt."""
 
     def __init__(self, code: LeaseCode, message: str) -> None:
         super().__init__(message)
@@ -21,10 +21,10 @@ class LeaseRefused(Exception):
 
 @dataclass(frozen=True)
 class LeaseEnding:
-    """An attempt's end. Two that are equal are one call of a worker's and its repetition."""
+    """An attempt's end. Equal endings are a worker's call and its repetition."""
 
     how: Literal["finished", "failed", "expired", "withdrawn"]
-    what: str
+    reason: str
 
 
 _FORMER = LeaseEnding("withdrawn", "the process of the run that gave it has ended")
@@ -42,11 +42,11 @@ class LeaseBook:
     """Leases of members by (group, member, attempt).
 
     Lifecycle of a member: *offered* -> *leased* -> *over*: its attempt was finished, failed by its worker, expired, or
-    withdrawn by the run; but for the first the member may be *offered* again, as a later attempt.
+    withdrawn by the run. Unless it was finished, the member may be *offered* again, as a later attempt.
 
     Invariants: an attempt is leased at most once and ended at most once; only the newest attempt of a member can be
-    renewed, finished or failed; attempts of a member ascend. A call about any other attempt is refused with what
-    happened to it, but for a repetition of what ended it, which is accepted again.
+    renewed, finished or failed; a member's attempt numbers ascend. A call about any other attempt is refused with its
+    ending as the reason, except for a repetition of the call that ended it, which is accepted again.
 
     Example::
 
@@ -66,12 +66,12 @@ class LeaseBook:
 
     @property
     def offered(self) -> int:
-        """Members that wait for a worker."""
+        """The number of members that wait for a worker."""
         return len(self._offered)
 
     @property
     def leased(self) -> int:
-        """Members that workers have."""
+        """The number of members that workers have leased."""
         return len(self._leased)
 
     def __contains__(self, key: LeaseKey) -> bool:
@@ -79,7 +79,7 @@ class LeaseBook:
         return key in self._offered or key in self._leased or key in self._over
 
     def offer(self, key: LeaseKey, order: tuple[int, int]) -> int:
-        """Offer a member's next attempt; returns its number. ``order``: the least is leased first. Raises ValueError
+        """Offer a member's next attempt; returns its number. ``order``: the smallest is leased first. Raises ValueError
         for a member that is offered or leased."""
         if key in self._offered or key in self._leased:
             raise ValueError(f"{key} is {self._state(key)}")
@@ -88,10 +88,10 @@ class LeaseBook:
         return entry.attempt
 
     def lease(self, now_s: float) -> LeaseKey | None:
-        """Lease the offered member that is first in order; None: none is offered."""
+        """Lease the offered member that is first in order; returns None where none is offered."""
         if not self._offered:
             return None
-        key = min(self._offered, key=lambda one: self._offered[one].order)
+        key = min(self._offered, key=lambda candidate: self._offered[candidate].order)
         self._leased[key] = self._offered.pop(key)
         self.counts["leased"] += 1
         self.renew(key, self._leased[key].attempt, now_s)
@@ -103,30 +103,30 @@ class LeaseBook:
         self._leased[key].until_s = now_s + self.lease_s
 
     def left_s(self, key: LeaseKey, now_s: float) -> float | None:
-        """Seconds until a member's lease expires; None: it isn't leased."""
+        """Return the seconds until a member's lease expires; None where it isn't leased."""
         entry = self._leased.get(key)
         return None if entry is None else max(0.0, entry.until_s - now_s)
 
     def require(self, key: LeaseKey, attempt: int, ending: LeaseEnding | None = None) -> bool:
-        """Return whether an attempt is leased, so that ``ending`` may end it: False where just that has ended it
-        before. Raises LeaseRefused."""
+        """Return whether an attempt is leased, so that ``ending`` may end it; False where this ending has already ended
+        it. Raises LeaseRefused."""
         entry = self._leased.get(key) or self._offered.get(key) or self._over.get(key)
         newest = 0 if entry is None else entry.attempt
         if entry is None or not 1 <= attempt <= newest or (attempt == newest and key in self._offered):
             raise LeaseRefused("lease_unknown", f"there is no lease of group {key[0]}, member {key[1]}, {attempt=}")
         if attempt == newest and key in self._leased:
             return True
-        before = entry.endings.get(attempt, _FORMER)
-        if before == ending:
+        previous = entry.endings.get(attempt, _FORMER)
+        if previous == ending:
             self.counts["repeated"] += 1
             return False
-        if ending is not None and ending.how == before.how == "finished":
-            raise LeaseRefused("finished_otherwise", f"attempt {attempt} was finished before, with {before.what}")
-        now = f"; attempt {newest} is {self._state(key)}" if attempt < newest else ""
-        raise LeaseRefused("lease_ended", f"attempt {attempt} has ended: {before.how}, {before.what}{now}")
+        if ending is not None and ending.how == previous.how == "finished":
+            raise LeaseRefused("finished_otherwise", f"attempt {attempt} was finished before, with {previous.reason}")
+        later = f"; attempt {newest} is {self._state(key)}" if attempt < newest else ""
+        raise LeaseRefused("lease_ended", f"attempt {attempt} has ended: {previous.how}, {previous.reason}{later}")
 
     def end(self, key: LeaseKey, ending: LeaseEnding) -> None:
-        """End the newest attempt of a member; no-op for one that has ended."""
+        """End the newest attempt of a member; a no-op where it has ended already."""
         entry = self._offered.pop(key, None) or self._leased.pop(key, None)
         if entry is not None:
             entry.endings[entry.attempt] = ending
@@ -134,20 +134,20 @@ class LeaseBook:
             self._put_over(key, entry)
 
     def expire(self, key: LeaseKey, now_s: float) -> bool:
-        """End a leased attempt if its time is over; returns whether it was."""
+        """End a leased attempt whose time is over; returns whether it was."""
         over = self.left_s(key, now_s) == 0
         if over:
             self.end(key, LeaseEnding("expired", f"{self.lease_s:g} s after the last sign of life of its worker"))
         return over
 
     def restore(self, key: LeaseKey, attempt: int, ending: LeaseEnding = _FORMER) -> None:
-        """Note a member's newest attempt in a former process; no-op for a member that is known."""
+        """Record a member's newest attempt of a former process; a no-op for a known member."""
         if key not in self:
             self._put_over(key, _Entry(attempt=attempt, endings={attempt: ending}))
 
     def _put_over(self, key: LeaseKey, entry: _Entry) -> None:
         self._over[key] = entry
-        while len(self._over) > _KEPT:
+        while len(self._over) > _MAX_ENDED:
             self._over.popitem(last=False)
 
     def _state(self, key: LeaseKey) -> str:

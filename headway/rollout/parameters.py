@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar, get_args
 from pydantic import ConfigDict, Field, ValidationError, validate_call
 
 from headway.records.errors import ConfigurationError
-from headway.runtime.hooks import shown
+from headway.runtime.hooks import quoted
 
 T = TypeVar("T")
 
@@ -16,10 +16,10 @@ NonNegativeNumber = Annotated[float, Field(ge=0)]
 
 
 def call_checked(function: Callable[..., T], parameters: Mapping[str, Any], key: str) -> T:
-    """``function(**parameters)``. Raises ConfigurationError, naming the parameter below ``key``, where one isn't of the
-    type that ``function`` declares: nothing is converted but whole numbers to floats."""
+    """Return ``function(**parameters)``. Raises ConfigurationError, naming the parameter below ``key``, where one isn't
+    of the type that ``function`` declares: nothing is converted but whole numbers to floats."""
     try:
-        if not isinstance(function, type):  # else a section, which checks itself
+        if not isinstance(function, type):  # a class is a section, which checks itself
             function = validate_call(config=ConfigDict(strict=True, allow_inf_nan=False))(function)
         return function(**parameters)
     except ValidationError as error:
@@ -27,16 +27,16 @@ def call_checked(function: Callable[..., T], parameters: Mapping[str, Any], key:
 
 
 def explained(error: ValidationError, key: str) -> str:
-    """The first thing that is wrong below ``key``: where, its value, and what would be valid."""
+    """Describe the first error below ``key``: its position, the value, and what would be valid."""
     first = error.errors()[0]
-    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
-    said = first["msg"].removeprefix("Value error, ")
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "literal_error":
-        said = f"valid: {first.get('ctx', {})['expected']}"
-    return f"{key}{place} = {shown(first['input'])}: {said}" if place else f"{key}: {said}"
+        message = f"valid: {first.get('ctx', {})['expected']}"
+    return f"{key}{path} = {quoted(first['input'])}: {message}" if path else f"{key}: {message}"
 
 
 def require_choice(key: str, value: str, choices: Any) -> None:
-    """Raise ConfigurationError where the parameter ``key`` is none of ``choices``, a Literal."""
+    """Raise ConfigurationError where ``value`` of the parameter ``key`` is none of ``choices``, a Literal."""
     if value not in get_args(choices):
         raise ConfigurationError(f"{key} = {value!r}: valid: {', '.join(get_args(choices))}")

@@ -1,4 +1,4 @@
-"""Tools that a model may call: Python functions, described by their signatures, called with what the model wrote."""
+"""Tools that a model may call: Python functions, described by their signatures, called with the model's arguments."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from pydantic_core import PydanticSerializationError
 
 from headway.records.errors import ConfigurationError, InfrastructureError
 from headway.records.sandbox import SandboxError
-from headway.rollout.lane import Lane
-from headway.runtime.hooks import error_text, is_infrastructure, place_of, storable
+from headway.rollout.lane import SingleThreadExecutor
+from headway.runtime.hooks import error_text, is_infrastructure, source_location, storable
 
-_FEWEST_CALLS = 4  # of a tool, before it is said that half of them raise
-_GIVEN = "episode"  # a parameter of this name isn't the model's: it gets the rollout
+_FEWEST_CALLS = 4  # of a tool, before a report that half of them raise
+_EPISODE_PARAMETER = "episode"  # the parameter of this name isn't in the schema: it gets the rollout
 
 
 class ToolError(Exception):
-    """Raised by a tool: what the model is told instead of a result. The rollout goes on."""
+    """Raised by a tool; the model gets its text instead of a result, and the rollout continues."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +36,15 @@ class Tool:
     name: str
     schema: dict[str, Any]  # as in OpenAI's chat API: {"type": "function", "function": {...}}
     call: Callable[[str, Any], Any]  # (arguments as the model wrote them, episode) -> awaitable of a result
-    blocks: bool = False  # `call` gives the result itself, in a thread of its own
-    fatal: bool = False  # what it raises fails the rollout, for nobody knows where its game is then
+    blocks: bool = False  # `call` returns the result itself and runs in a thread of its own
+    fatal: bool = False  # its exceptions fail the rollout, for the state of the game is unknown then
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Tool:
-        """A tool out of a typed function, async or not. Its name is the function's, its description the docstring's
-        first paragraph; a line ``name: text`` in the docstring describes that parameter. A parameter ``episode`` is the
-        rollout's and no part of the schema; one with a default may be left out. Raises ConfigurationError for one that
-        can't be described."""
+        """Make a tool of a typed function, async or not. Its name is the function's, its description the docstring's
+        first paragraph; a line ``name: text`` in the docstring describes that parameter. A parameter ``episode``
+        receives the rollout and isn't in the schema; a parameter with a default may be omitted. Raises
+        ConfigurationError for a function that can't be described."""
         name = function.__name__
         takes_episode, arguments = _arguments_of(function)
         description, _, details = inspect.cleandoc(function.__doc__ or "").partition("\n\n")
@@ -57,8 +57,8 @@ class Tool:
         _describe(parameters, details)
 
         def blocking(written: str, episode: Any) -> Any:
-            given = _read(arguments, written)
-            return function(**given, **({_GIVEN: episode} if takes_episode else {}))
+            parsed = _read(arguments, written)
+            return function(**parsed, **({_EPISODE_PARAMETER: episode} if takes_episode else {}))
 
         async def awaited(written: str, episode: Any) -> Any:
             return await blocking(written, episode)
@@ -71,42 +71,42 @@ class Tool:
     def described(
         cls, name: str, description: str, parameters: dict[str, Any], call: Callable[[str, Any], Any], **fields: bool
     ) -> Tool:
-        """A tool whose ``parameters`` are described by a JSON schema; ``call``, ``fields``: as of `Tool`."""
+        """Make a tool whose ``parameters`` are described by a JSON schema; ``call``, ``fields``: as of `Tool`."""
         function = {"name": name, "description": description, "parameters": parameters}
         return cls(name=name, schema={"type": "function", "function": function}, call=call, **fields)
 
 
 class ToolCalls:
-    """The calls of a worker's tools: counted; those of plain functions given up after ``limit_s``.
+    """Runs and counts the tool calls of a worker; calls of plain functions are abandoned after ``limit_s``.
 
-    Each of these has a thread, which can't be ended. A call that runs on after its limit, given up or abandoned with
-    its rollout, is *stuck*: it is reported by its tool's name, and delays no other. So is a tool of which half of the
-    calls raise, once."""
+    Each call of a plain function has a thread, which can't be ended. A call that runs on after its limit, abandoned
+    alone or with its rollout, is *stuck*: it is reported by its tool's name, and delays no other. A tool of which half
+    of the calls raise is reported once, too."""
 
     def __init__(self, limit_s: float = 300.0) -> None:
-        self.report: Callable[..., object] = lambda event, what, data: None  # of events: name, text, further fields
+        self.report: Callable[..., object] = lambda event, message, data: None  # of events: name, text, further fields
         self.stuck = 0  # so far
         self._limit_s = limit_s
         self._called, self._raised = Counter[str](), Counter[str]()
         self._seen: set[Any] = set()  # tools and places that were reported
 
     async def result(self, tool: Tool, arguments: str, episode: Any) -> Any:
-        """The result of a call. Raises what it raises, and ToolError where it has none within the limit."""
+        """Return the result of a call. Raises the tool's exceptions, and ToolError where the limit is exceeded."""
         self._called[tool.name] += 1
         if not tool.blocks:
             return await tool.call(arguments, episode)
         try:
-            lane = Lane(f"tool-{tool.name}")
+            executor = SingleThreadExecutor(f"tool-{tool.name}")
         except RuntimeError as error:
             raise InfrastructureError(f"no thread for the tool {tool.name}: {error}") from error
-        running = asyncio.ensure_future(lane.run(copy_context().run, tool.call, arguments, episode))
-        late = asyncio.get_running_loop().call_later(self._limit_s, self._stick, tool.name)
+        running = asyncio.ensure_future(executor.run(copy_context().run, tool.call, arguments, episode))
+        late = asyncio.get_running_loop().call_later(self._limit_s, self._report_stuck, tool.name)
 
         def ended(done: asyncio.Future[Any]) -> None:
             late.cancel()
-            lane.end()
+            executor.end()
             if not done.cancelled():
-                done.exception()  # its caller may have gone
+                done.exception()  # retrieved here: its caller may have been cancelled
 
         running.add_done_callback(ended)
         await asyncio.wait((running,), timeout=self._limit_s)
@@ -115,41 +115,41 @@ class ToolCalls:
         return running.result()
 
     def note_raised(self, name: str, error: BaseException) -> None:
-        """Count a call whose exception the model is told; the first of its kind is printed to the worker's log."""
+        """Count a call whose exception becomes an error message; the first of its kind goes to the worker's log."""
         self._raised[name] += 1
-        place, called, raised = place_of(error), self._called[name], self._raised[name]
-        if (kind := (name, type(error), place)) not in self._seen:
+        location, called, raised = source_location(error), self._called[name], self._raised[name]
+        if (kind := (name, type(error), location)) not in self._seen:
             self._seen.add(kind)
             traced = storable("".join(traceback.format_exception(error)))
             print(f"the tool {name} raises, and the model is told:\n{traced}", file=sys.stderr, flush=True)
         if called >= _FEWEST_CALLS and 2 * raised >= called and name not in self._seen:
             self._seen.add(name)
-            what = f"{raised} of {called} calls of the tool {name} raised, the last {error_text(error)}"
-            what = storable(what)[:300] + (f" ({place})" if place else "")
-            self.report("tool_raises", what, {"tool": name, "calls": called, "raised": raised})
+            message = f"{raised} of {called} calls of the tool {name} raised, the last {error_text(error)}"
+            message = storable(message)[:300] + (f" ({location})" if location else "")
+            self.report("tool_raises", message, {"tool": name, "calls": called, "raised": raised})
 
-    def _stick(self, name: str) -> None:
+    def _report_stuck(self, name: str) -> None:
         self.stuck += 1
-        what = f"a call of the tool {name} goes on after {self._limit_s:g} s (environment.timeout_s)"
-        self.report("tool_stuck", what, {"tool": name, "stuck": self.stuck})
+        message = f"a call of the tool {name} goes on after {self._limit_s:g} s (environment.timeout_s)"
+        self.report("tool_stuck", message, {"tool": name, "stuck": self.stuck})
 
 
 def tools_by_name(tools: Sequence[Tool | Callable[..., Any]]) -> dict[str, Tool]:
-    """Tools by name, described where they are functions. Raises ConfigurationError for two of one name."""
-    found: dict[str, Tool] = {}
+    """Return tools by name, described where they are functions. Raises ConfigurationError for equal names."""
+    by_name: dict[str, Tool] = {}
     for entry in tools:
         tool = entry if isinstance(entry, Tool) else Tool.of(entry)
-        if tool.name in found:
+        if tool.name in by_name:
             raise ConfigurationError(f"two tools are called {tool.name}: a model couldn't tell them apart")
-        found[tool.name] = tool
-    return found
+        by_name[tool.name] = tool
+    return by_name
 
 
 async def call_tool(
     tools: Mapping[str, Tool], name: str, arguments: str, episode: Any, calls: ToolCalls | None = None
 ) -> tuple[str, bool]:
-    """(what the model is told, whether the call was one): an unknown name, arguments that don't fit and what a tool
-    raises are told as errors. Only infrastructure's failures pass, those of sandboxes and of tools that are fatal."""
+    """Execute a call; returns (text for the model, whether the call succeeded). An unknown name, invalid arguments and
+    a tool's exceptions become error texts. Failures of infrastructure, of sandboxes and of fatal tools are raised."""
     tool, calls = tools.get(name), calls or ToolCalls()
     if tool is None:
         return f"error: there is no tool {name!r}; valid: {', '.join(tools) or 'none'}", False
@@ -167,7 +167,7 @@ async def call_tool(
 
 
 def read_object(written: str) -> dict[str, Any]:
-    """The arguments of a call. Raises ToolError that says what is wrong with them."""
+    """Parse the arguments of a call, a JSON object. Raises ToolError that says what is wrong with them."""
     try:
         value: Any = json.loads(written) if written.strip() else {}
         json.dumps(value, ensure_ascii=False).encode()  # "\\ud800" is JSON, and no text: it can't be sent anywhere
@@ -179,7 +179,7 @@ def read_object(written: str) -> dict[str, Any]:
 
 
 def as_text(result: Any) -> str:
-    """A tool's result as a model reads it: a text as it is, anything else as JSON."""
+    """Return a tool's result as text for the model: a string unchanged, anything else as JSON."""
     if isinstance(result, str):
         return result
     if isinstance(result, BaseModel):
@@ -191,7 +191,7 @@ def as_text(result: Any) -> str:
 
 
 def _arguments_of(function: Callable[..., Any]) -> tuple[bool, type[BaseModel]]:
-    """Whether it takes the episode, and its other parameters as a model."""
+    """Return whether a function takes the episode, and its other parameters as a pydantic model."""
     name = function.__name__
     try:
         hints = get_type_hints(function, include_extras=True)
@@ -200,7 +200,7 @@ def _arguments_of(function: Callable[..., Any]) -> tuple[bool, type[BaseModel]]:
     fields: dict[str, Any] = {}
     takes_episode = False
     for parameter in inspect.signature(function).parameters.values():
-        if parameter.name == _GIVEN:
+        if parameter.name == _EPISODE_PARAMETER:
             takes_episode = True
             continue
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -226,11 +226,11 @@ def _describe(parameters: dict[str, Any], details: str) -> None:
 
 
 def _read(arguments: type[BaseModel], written: str) -> dict[str, Any]:
-    """A call's arguments, validated. Raises ToolError that tells the model what is wrong."""
+    """Return a call's validated arguments. Raises ToolError that tells the model what is wrong."""
     value = read_object(written)
     try:
         checked = arguments.model_validate(value)
     except ValidationError as error:
-        wrong = (f"{'.'.join(map(str, one['loc'])) or 'arguments'}: {one['msg']}" for one in error.errors())
+        wrong = (f"{'.'.join(map(str, fault['loc'])) or 'arguments'}: {fault['msg']}" for fault in error.errors())
         raise ToolError("; ".join(wrong)) from None
     return {name: getattr(checked, name) for name in arguments.model_fields}

@@ -1,9 +1,8 @@
-"""Rollouts that are episodes of an environment of the package verifiers (0.4): docs/agents.md.
+"""Adapter for environments of the package verifiers (0.4), whose episodes become rollouts: docs/agents.md.
 
-Each episode is played in a process of its own, forked from one that has the environment loaded
+Each episode runs in a process of its own, forked from one that has the environment loaded
 (rollout/hosting/agents/host.py). There the environment's harness calls the run's endpoint, as any agent does, so the
-recorder has its tokens; what the package scores is the rollout's reward. The package is imported only
-where it is needed.
+recorder has its tokens; the package's score is the rollout's reward. The package is imported only where it is needed.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from headway.runtime.imports import import_extra
 KEY = "environment.parameters"
 PLAYER = "headway.rollout.verifiers_environment:player"
 COLUMN = "verifiers"  # of a row, and so in a task's metadata: {"taskset": its id, "data": fields that aren't defaults}
-_OUTSIDE = ("ProviderError", "InterceptionError", "TunnelError", "SandboxError")  # not the episode's own doing
-_TRY_AGAIN = (408, 409, 429)  # HTTP codes below 500 that say so
+_OUTSIDE = ("ProviderError", "InterceptionError", "TunnelError", "SandboxError")  # not caused by the episode
+_TRY_AGAIN = (408, 409, 429)  # HTTP codes below 500 that are worth a retry
 _NO_FILE = "|".join(os.strerror(code) for code in (ENOENT, EISDIR, ENOTDIR, EACCES))
 _UNREADABLE = re.compile(rf"^read .*({_NO_FILE}|over the \d+ byte limit)", re.DOTALL)  # as the policy left it
 _CAUSED = "\n\nThe above exception was the direct cause of the following exception:\n\n"
 _RAISED = re.compile(r"^(?P<kind>[A-Za-z_][\w.]*)(?P<text>:.*)?$", re.MULTILINE)
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
-_NO_CONTEXT = "context_length_exceeded"  # what the endpoint says to a request that doesn't fit
+_NO_CONTEXT = "context_length_exceeded"  # the endpoint's error code for a request that doesn't fit
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedEnvironment:
-    """An environment that episodes can be played in."""
+    """A loaded environment of the package, ready to run episodes."""
 
     package: Any  # verifiers.v1
     environment: Any  # verifiers.v1.Env
@@ -48,15 +47,15 @@ class LoadedEnvironment:
 
 
 def tasks(id: str, select: Mapping[str, Any] | None = None, **settings: Any) -> Iterator[dict[str, Any]]:
-    """Rows for a task source (``source = "function"``): the tasks of the taskset ``id``, in its order, with all that
-    their episodes need. ``settings``: the taskset's other ones; ``select``: the package's SelectConfig (include,
-    exclude, shuffle, seed, skip, limit). Raises ConfigurationError: no such package or taskset, unknown settings, a
-    taskset without an end, tasks that can't be written down."""
+    """Yield rows for a task source (``source = "function"``): the tasks of the taskset ``id``, in its order, with all
+    that their episodes need. ``settings``: the taskset's further settings; ``select``: the package's SelectConfig
+    (include, exclude, shuffle, seed, skip, limit). Raises ConfigurationError for a missing package or taskset, unknown
+    settings, a taskset without an end, and tasks that can't be serialised."""
     package = _package(f"the taskset {id!r}")
     try:
         config = package.taskset_config_type(id).model_validate({"id": id, **settings})
         taskset = package.load_taskset(config).select(package.SelectConfig.model_validate(select or {}))
-    except (Exception, SystemExit) as error:  # the boundary to somebody else's package and modules
+    except (Exception, SystemExit) as error:  # the boundary to third-party code
         raise _refused(f"the taskset {id!r}", error) from error
     if not taskset.bounded:
         raise ConfigurationError(f"the taskset {id!r} has no end: say how many tasks with select = {{ limit = N }}")
@@ -65,14 +64,14 @@ def tasks(id: str, select: Mapping[str, Any] | None = None, **settings: Any) -> 
         raise ConfigurationError(f"the taskset {id!r} keeps {', '.join(hidden)} out of what it writes down of a task")
     for task in taskset:
         data = task.data.model_dump(mode="json", exclude_defaults=True)
-        shown = task.data.prompt_text or f"{id} {task.key}"  # a user of the environment's may open the conversation
-        yield {"prompt": shown, COLUMN: {"taskset": id, "data": data}}
+        prompt = task.data.prompt_text or f"{id} {task.key}"  # a user of the environment's may open the conversation
+        yield {"prompt": prompt, COLUMN: {"taskset": id, "data": data}}
 
 
 def load(settings: Mapping[str, Any]) -> LoadedEnvironment:
-    """The environment that ``settings``, an EnvConfig of the package's as a table, describes. Its harnesses run on this
-    machine unless they say otherwise. Raises ConfigurationError: no such package, taskset or environment, unknown
-    settings, several roles or none that the run's model would play, retries of whole episodes."""
+    """Load the environment that ``settings`` describes (the package's EnvConfig, as a table). Its harnesses run on this
+    machine unless they are configured otherwise. Raises ConfigurationError for a missing package, taskset or
+    environment, unknown settings, several roles or none for the run's model, and retries of whole episodes."""
     package = _package("environment.name = 'verifiers'")
     try:
         config = package.resolve_env_config(settings)
@@ -83,7 +82,7 @@ def load(settings: Mapping[str, Any]) -> LoadedEnvironment:
             if isinstance(spec.runtime, package.PrimeConfig) and "runtime" not in (settings.get(name) or {})
         }
         environment = package.load_environment(config.model_copy(update=here))
-    except (Exception, SystemExit) as error:  # the boundary to somebody else's package and modules
+    except (Exception, SystemExit) as error:  # the boundary to third-party code
         raise _refused(KEY, error) from error
     trained = [name for name, spec in roles.items() if spec.client is None]
     if len(trained) != 1:
@@ -102,24 +101,24 @@ def load(settings: Mapping[str, Any]) -> LoadedEnvironment:
 
 
 def player(settings: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]:
-    """The agent function that plays an episode of the environment in ``settings``: called with a task, in the rollout's
-    process, it returns the reward, or ends the process. Raises ConfigurationError as `load`."""
+    """Return the agent function that runs an episode of the environment in ``settings``. Called with a task, in the
+    rollout's process, it returns the reward or ends the process. Raises ConfigurationError as `load`."""
     loaded = load(settings)
 
     async def play(task: Mapping[str, Any]) -> dict[str, Any]:
         _forget_task()
         _cancelled_by_sigterm()
         environment = loaded.environment
-        made = made_task(loaded, task)
+        episode_task = package_task(loaded, task)
         async with environment.serving():
-            episode = await environment.run_episode(made, _context(loaded.package))
+            episode = await environment.run_episode(episode_task, _context(loaded.package))
         return outcome(loaded, episode)
 
     return play
 
 
-def made_task(loaded: LoadedEnvironment, task: Mapping[str, Any]) -> Any:
-    """The package's task out of one of ours, as `tasks` wrote it down. Raises ValueError for any other."""
+def package_task(loaded: LoadedEnvironment, task: Mapping[str, Any]) -> Any:
+    """Convert one of our tasks, made from a row of `tasks`, to the package's. Raises ValueError for any other task."""
     row = task["metadata"].get(COLUMN)
     if not isinstance(row, Mapping) or row.get("taskset") != loaded.taskset:
         whose = f"of {row['taskset']!r}" if isinstance(row, Mapping) and "taskset" in row else "of no taskset"
@@ -130,8 +129,8 @@ def made_task(loaded: LoadedEnvironment, task: Mapping[str, Any]) -> Any:
 
 
 def outcome(loaded: LoadedEnvironment, episode: Any) -> dict[str, Any]:
-    """An episode's reward. One that failed ends the process instead, with the exit code that says whose fault it is;
-    one that ran out of context has the reward it got, most often none."""
+    """Return an episode's reward. A failed episode ends the process instead, with an exit code that tells whether
+    infrastructure failed; an episode that ran out of context has the reward it got, most often 0."""
     errors: list[Any] = [*(error for trace in episode.traces for error in trace.errors), *episode.errors]
     ran_out = bool(errors) and _NO_CONTEXT in errors[-1].message
     if not episode.ok and not ran_out:
@@ -144,7 +143,7 @@ def outcome(loaded: LoadedEnvironment, episode: Any) -> dict[str, Any]:
 
 
 def _end(errors: Iterable[Any]) -> None:
-    """Exit with the code that says whose fault it was."""
+    """Exit with a code that tells whether infrastructure failed."""
     last = None
     for last in errors:
         print(last.traceback or "", file=sys.stderr)
@@ -161,31 +160,32 @@ def _end(errors: Iterable[Any]) -> None:
 
 
 def raised_in(traced: str) -> BaseException | None:
-    """The exception of a user's code that an error of the package's was raised from, or else itself: of its class and
-    with its errno, for there is only the traceback's text. None: it can't be made out."""
+    """Return the exception of the user's code that an error of the package was raised from, or else that error itself:
+    with its class and errno only, for there is just the traceback's text. None: the text names no known class."""
     raised = None
-    for found in _RAISED.finditer(traced.split(_CAUSED)[-2:][0]):
-        module, _, name = found["kind"].rpartition(".")
+    for match in _RAISED.finditer(traced.split(_CAUSED)[-2:][0]):
+        module, _, name = match["kind"].rpartition(".")
         kind = getattr(sys.modules.get(module or "builtins"), name, None)
-        if isinstance(kind, type) and issubclass(kind, BaseException):  # the last is it, those before are its contexts
-            numbered = issubclass(kind, OSError) and _ERRNO.search(found["text"] or "")
+        if isinstance(kind, type) and issubclass(kind, BaseException):  # the last counts, earlier ones are contexts
+            numbered = issubclass(kind, OSError) and _ERRNO.search(match["text"] or "")
             raised = OSError(int(numbered[1]), "") if numbered else kind.__new__(kind)
     return raised
 
 
 def _context(package: Any) -> Any:
-    """The package's context of this rollout's model and address. The package reads the key from the environment."""
+    """Return the package's context for this rollout's model and address. The package reads the key from the process
+    environment."""
     client = package.EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
     return package.ModelContext(model=os.environ["HEADWAY_MODEL"], client=client)
 
 
 def _forget_task() -> None:
-    """Remove the file of the task, which has the answer: tools that the model calls may see this process's files."""
+    """Remove the task's file, which has the answer: tools that the model calls may see this process's files."""
     Path(os.environ.pop("HEADWAY_TASK")).unlink()
 
 
 def _cancelled_by_sigterm() -> None:
-    """Have the running task cancelled when it is asked to end, so that its runtime (a container, say) ends too."""
+    """Cancel the running task on SIGTERM, so that its runtime (a container, say) ends too."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -196,6 +196,6 @@ def _package(needed_by: str) -> Any:
     return import_extra("verifiers.v1", "verifiers", needed_by)  # not in versions before
 
 
-def _refused(what: str, error: BaseException) -> ConfigurationError:
+def _refused(subject: str, error: BaseException) -> ConfigurationError:
     lines = [line.strip() for line in (str(error).strip() or type(error).__name__).splitlines()]
-    return ConfigurationError(f"{what}: {type(error).__name__}: {'; '.join(filter(None, lines))}")
+    return ConfigurationError(f"{subject}: {type(error).__name__}: {'; '.join(filter(None, lines))}")

@@ -1,4 +1,4 @@
-"""Addresses of HTTP servers, ``HOST:PORT``; the keys that ours need where others reach them; whom clients trust."""
+"""Addresses of HTTP servers (``HOST:PORT``), the keys of services that other machines reach, trusted certificates."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ def is_loopback(address: str) -> bool:
 
 def is_loopback_host(host: str) -> bool:
     """Whether a request's header ``host``, a name with or without a port, is one of this machine's names for itself."""
-    found = re.fullmatch(r"(\[[^\]]*\]|[^:]*)(:\d*)?", host.strip().lower())
-    name = found[1].strip("[]").rstrip(".") if found else ""
+    match = re.fullmatch(r"(\[[^\]]*\]|[^:]*)(:\d*)?", host.strip().lower())
+    name = match[1].strip("[]").rstrip(".") if match else ""
     return name.endswith(".localhost") or is_loopback(f"[{name}]:0")
 
 
-def own_addresses() -> list[str]:
+def machine_addresses() -> list[str]:
     """IPv4 addresses of this machine by which others might reach it; empty where the kernel doesn't say."""
     routes = Path("/proc/net/fib_trie")
-    own = set(re.findall(r"(\S+)\n\s+/32 host LOCAL", routes.read_text() if routes.is_file() else ""))
-    return sorted(address for address in own if not is_loopback(f"{address}:0"))
+    local = set(re.findall(r"(\S+)\n\s+/32 host LOCAL", routes.read_text() if routes.is_file() else ""))
+    return sorted(address for address in local if not is_loopback(f"{address}:0"))
 
 
-def listening(address: str, key: str = "") -> socket.socket:
-    """A non-blocking socket that listens at ``address``; connections queue until they are accepted. Raises
-    ConfigurationError, with the ``key`` of the experiment that names it, where that can't be."""
+def listening_socket(address: str, key: str = "") -> socket.socket:
+    """Open a non-blocking socket that listens at ``address``; connections queue until they are accepted. Raises
+    ConfigurationError, with the ``key`` of the experiment that names the address, where that isn't possible."""
     host, port = split_address(address)
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -71,14 +71,14 @@ def listening(address: str, key: str = "") -> socket.socket:
     except OSError as error:
         raise ConfigurationError(
             f"{f'{key} = {address!r}' if key else address}: {error.strerror}; valid: an address of this machine "
-            f"({', '.join(['127.0.0.1', *own_addresses()])}), and a free port (port 0 takes any)"
+            f"({', '.join(['127.0.0.1', *machine_addresses()])}), and a free port (port 0 takes any)"
         ) from None
     return listener
 
 
 def read_keys(file: str, option: str) -> tuple[str, ...]:
     """Read a file of keys, one a line; () for no file. ``option``: the command's, for errors. Raises
-    ConfigurationError: a file that can't be read, holds no key, or one that is too easily guessed."""
+    ConfigurationError for a file that can't be read or has no key, and for a key that is too easily guessed."""
     if not file:
         return ()
     try:

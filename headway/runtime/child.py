@@ -1,4 +1,4 @@
-"""The worker's side: a process that builds one object and serves its methods.
+"""The process of a worker, which builds one object and serves its methods.
 
 Started as ``python -m headway.runtime.child DESCRIPTOR PARENT_PID DEVICE CORES``. The main thread builds
 the object and runs its methods one at a time, and its ``tick`` between them; a second thread only reads
@@ -72,8 +72,8 @@ class ParentConnection:
                 os._exit(EXIT_PARENT_GONE)
 
     def send_if_free(self, chunks: list[Chunk], patience_s: float = 0.0) -> None:
-        """Send a small frame unless that would wait. The reader must never wait for the parent to read; for another
-        send's end it may, for ``patience_s``."""
+        """Send a small frame unless that would wait. The reader must never wait for the parent to read, but it may wait
+        for the end of another send, for ``patience_s``."""
         if not self._sending.acquire(timeout=patience_s):
             return  # another send is under way: a sign of life already, or the parent is not reading
         try:
@@ -158,8 +158,8 @@ class CallServer:
         self._running = ("", 0.0)
 
     def _status(self) -> WorkerStatus:
-        """Describe what the worker is doing. A worker that plays on an event loop of its own has it as ``loop``,
-        and one that knows what keeps it from working says so as ``trouble``."""
+        """Describe what the worker is doing. A worker with an event loop of its own has it as ``loop``; one that knows
+        an obstacle to its work has it as ``trouble``."""
         call, since_s = self._running
         loop = getattr(self._worker, "loop", None)
         stacks = [*thread_stacks(skip=("reader",)), *(task_stacks(loop) if loop is not None else ())]
@@ -179,16 +179,16 @@ def resolve(factory: str) -> Callable[..., Any]:
     module_name, _, path = factory.partition(":")
     if not module_name or not path:
         raise ConfigurationError(f"worker factory {factory!r}: must be module:Class")
-    found: Any = importlib.import_module(module_name)
+    attribute: Any = importlib.import_module(module_name)
     for part in path.split("."):
-        if not hasattr(found, part):
+        if not hasattr(attribute, part):
             raise ConfigurationError(f"worker factory {factory!r}: {module_name} has no {path}")
-        found = getattr(found, part)
-    return found
+        attribute = getattr(attribute, part)
+    return attribute
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent dies; covers children whose threads are all stuck."""
+    """Ask the kernel to kill this process when its parent dies, even if all its threads are stuck."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # the parent died before the request
         os._exit(EXIT_PARENT_GONE)
@@ -220,7 +220,7 @@ def end_process(code: int) -> NoReturn:
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # as multiprocessing ends what it forked
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it, or it is closed
+        with contextlib.suppress(OSError, ValueError):  # it has no reader, or is closed
             stream.flush()
     os._exit(code)
 

@@ -144,11 +144,11 @@ def describe_tasks(loop: asyncio.AbstractEventLoop | None = None) -> str:
 
 def _waiting_at(coroutine: Any) -> str:
     """Describe where a coroutine waits: the last frame with Python source in its chain of awaits."""
-    place = getattr(coroutine, "__qualname__", repr(coroutine))
+    location = getattr(coroutine, "__qualname__", repr(coroutine))
     while coroutine is not None:
         frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
         if frame is not None:
             code = frame.f_code
-            place = f"{code.co_qualname} ({code.co_filename}:{frame.f_lineno})"
+            location = f"{code.co_qualname} ({code.co_filename}:{frame.f_lineno})"
         coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
-    return place
+    return location

@@ -38,11 +38,11 @@ def machine_cores() -> tuple[int, ...]:
 
 
 def every_core() -> str:
-    """The device of all cores: for workers that run wherever there is room."""
+    """The device of all cores of this machine: for workers that aren't pinned to some."""
     return f"cpu:0-{len(_MACHINE_CORES) - 1}"
 
 
-def every_core_in_turn(nodes: Sequence[str], index: int) -> str:
+def every_core_round_robin(nodes: Sequence[str], index: int) -> str:
     """The device of all cores of the machine on which worker ``index`` runs: this one, or ``nodes`` in turn."""
     node = nodes[index % len(nodes)] if nodes else ""
     return f"{node}/cpu:all" if node else every_core()
@@ -61,8 +61,8 @@ class Device:
     def __str__(self) -> str:
         if self.kind == "server":
             return self.address
-        place = f"{self.node}/" if self.node else ""
-        return place + self.on_node
+        prefix = f"{self.node}/" if self.node else ""
+        return prefix + self.on_node
 
     @property
     def on_node(self) -> str:
@@ -106,7 +106,7 @@ class Device:
         return self.first <= other.last and other.first <= self.last
 
     def units(self) -> frozenset[str]:
-        """Names of its cores, or of what else it is: two devices share where these do."""
+        """Names of its cores, or its own name where it isn't a CPU. Devices share hardware if they share a unit."""
         if self.kind != "cpu":
             return frozenset({str(self)})
         return frozenset(
@@ -172,16 +172,16 @@ def parse_device(text: str) -> Device:
 
 
 def sharing(devices: Sequence[str], others: Iterable[str]) -> list[int]:
-    """Indices of those ``devices`` that share cores or a GPU with one of the ``others``: a replica of the generator on
-    such a device and the trainer take turns on it."""
+    """Indices of the ``devices`` that share cores or a GPU with one of the ``others``: a replica on such a device takes
+    turns on it with the trainer."""
     parsed = [parse_device(name) for name in others]
-    return [index for index, name in enumerate(devices) if any(parse_device(name).shares_with(one) for one in parsed)]
+    return [index for index, name in enumerate(devices) if any(parse_device(name).shares_with(peer) for peer in parsed)]
 
 
-def alike(devices: Iterable[str]) -> bool:
-    """Whether the devices are of one kind and size: any two could change places."""
+def interchangeable(devices: Iterable[str]) -> bool:
+    """Whether the devices are of one kind and size, so that any two are interchangeable."""
     parsed = [parse_device(name) for name in devices]
-    return len({(one.kind, one.threads) for one in parsed}) == 1 and parsed[0].kind != "server"
+    return len({(device.kind, device.threads) for device in parsed}) == 1 and parsed[0].kind != "server"
 
 
 def cpu_multiplies_bfloat16(cpuinfo: str | None = None) -> bool:
@@ -212,7 +212,7 @@ def _available_gpus(count: int) -> str:
     return f"this machine shows {count} GPU(s), cuda:0" + (f" to cuda:{count - 1}" if count > 1 else "")
 
 
-def native_kernels_wanted() -> bool:
+def native_kernels_enabled() -> bool:
     """Whether C++ kernels are used on one CPU core, where they can be built; ``HEADWAY_NATIVE_KERNELS=0`` in the
     environment turns them off, to find out whether a fault is theirs."""
     return os.environ.get("HEADWAY_NATIVE_KERNELS") != "0"

@@ -35,7 +35,7 @@ def require_local(folder: Path) -> None:
 
 def _mount_of(path: Path) -> str:
     """Type of the last mount on the longest mount point above ``path``; "" where the kernel doesn't say."""
-    wanted = path.resolve()
+    resolved = path.resolve()
     longest, kind = -1, ""
     try:
         lines = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
@@ -44,11 +44,11 @@ def _mount_of(path: Path) -> str:
     for line in lines:
         mount, _, source = line.partition(" - ")
         point = Path(_unescaped(mount.split(" ")[4]))
-        if wanted.is_relative_to(point) and len(point.parts) >= longest:
+        if resolved.is_relative_to(point) and len(point.parts) >= longest:
             longest, kind = len(point.parts), source.split(" ")[0]
     return kind
 
 
 def _unescaped(field: str) -> str:
-    """A field of mountinfo, where blanks are octal escapes."""
+    """Decode a field of mountinfo, where blanks are octal escapes."""
     return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda code: bytes([int(code[1], 8)]), os.fsencode(field)))

@@ -27,9 +27,9 @@ from typing import Any
 
 from headway.runtime import child
 
-LEARNING = ("headway.trainer.service", "headway.generator.service")  # a trainer's modules and a replica's
-SCORING = ("headway.rollout.verification.service",)  # a verifier's, which a response that hangs ends
-TENSORS = ("torch",)  # of a workflow's workers, where its script uses torch
+MODEL_CODE = ("headway.trainer.service", "headway.generator.service")  # a trainer's modules and a replica's
+VERIFIER_CODE = ("headway.rollout.verification.service",)  # a verifier's, which a response that hangs ends
+TORCH_CODE = ("torch",)  # of a workflow's workers, where its script uses torch
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 # Of OpenMP, which reads them and the process's cores when it is loaded: before a forked worker is pinned to its own.
 _BINDING = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
@@ -40,7 +40,7 @@ _MESSAGE_BYTES = 1 << 20
 
 
 class ForkedProcess:
-    """A child of this process, as much of `subprocess.Popen` as a worker's process needs."""
+    """A child of this process, with the part of `subprocess.Popen`'s interface that a worker's process needs."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -51,19 +51,19 @@ class ForkedProcess:
         if self.returncode is None:
             try:
                 status = os.waitpid(self.pid, 0)[1]
-            except ChildProcessError:  # somebody else has waited for it: 0, as subprocess has it
+            except ChildProcessError:  # another thread has waited for it: 0, as subprocess has it
                 status = 0
             self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
 
 class ForkServer:
-    """A fork server as its parent sees it. Lifecycle: *importing* -> *ready* -> *dead*, and never asked again."""
+    """A fork server, as its parent sees it. Lifecycle: *importing* -> *ready* -> *dead*, which is final."""
 
     def __init__(self, modules: Sequence[str], environment: dict[str, str]) -> None:
         """Start the process with this environment. Raises OSError."""
         with _adopting_orphans():
-            pass  # or nothing could be had from it
+            pass  # raises OSError where this process couldn't adopt what the server forks
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [
             sys.executable,
@@ -76,9 +76,9 @@ class ForkServer:
         silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         with theirs:
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, process_group=0, **silent)
-        self._take(process, ours)
+        self._adopt(process, ours)
 
-    def _take(self, process: subprocess.Popen[Any], sock: socket.socket) -> None:
+    def _adopt(self, process: subprocess.Popen[Any], sock: socket.socket) -> None:
         self.imported: concurrent.futures.Future[bool] = concurrent.futures.Future()  # whether that went well
         self._process, self._socket = process, sock
         threading.Thread(target=self._await_imports, name="fork server's imports", daemon=True).start()
@@ -95,9 +95,9 @@ class ForkServer:
         self, program: str, arguments: Sequence[str], environment: dict[str, str], log: int, sock: int
     ) -> ForkedProcess | None:
         """Run ``PROGRAM.main([SOCK, *ARGUMENTS])`` in a child of this process, with the open descriptor ``sock``, and
-        ``log`` as its output. None: the server has died, and nothing was started. One that doesn't answer is killed
-        first. Raises TimeoutError when nobody knows even then: a child of it must not meet a second worker on the same
-        socket."""
+        ``log`` as its output. None: the server has died, and nothing was started. A server that doesn't answer is
+        killed first. Raises TimeoutError when it stays unknown even then whether a child was forked: that child must
+        not meet a second worker on the same socket."""
         request = json.dumps([program, list(arguments), environment]).encode()
         try:
             with _adopting_orphans():
@@ -123,7 +123,7 @@ class ForkServer:
         return ForkedProcess(int.from_bytes(reply, sys.byteorder))
 
     def end(self) -> None:
-        """Kill the server, unless it is dead; what was forked from it lives on."""
+        """Kill the server, unless it is dead; processes that were forked from it live on."""
         self._process.kill()
         self._process.wait()
         self._socket.close()
@@ -141,7 +141,7 @@ class ForkServer:
 
 
 SERVERS: dict[object, ForkServer] = {}  # of this process, by what `key_of` gives
-_ONE_AT_A_TIME = threading.RLock()  # event loops in several threads would mix up servers, replies and who adopts
+_SERVERS_LOCK = threading.RLock()  # event loops in several threads would mix up servers, replies and adoptions
 
 
 def key_of(modules: Sequence[str], added: dict[str, str]) -> object:
@@ -151,15 +151,15 @@ def key_of(modules: Sequence[str], added: dict[str, str]) -> object:
 
 async def fork_server(modules: Sequence[str], added: dict[str, str]) -> ForkServer | None:
     """The server of this process that imports ``modules`` with the variables ``added``, started when there is none yet.
-    None where it can't be had, for a third such set of variables, and where a variable binds threads to cores."""
+    None where it can't be started, for a third such set, and where a variable binds threads to cores."""
     with contextlib.suppress(OSError):  # starting the worker itself will say what is missing
-        with _ONE_AT_A_TIME:
+        with _SERVERS_LOCK:
             key = key_of(modules, added)
             server = SERVERS.get(key)
             if server is not None and server.imported.done() and not server.imported.result():
                 return None  # the imports would fail again
-            most = len(set(SERVERS.values())) >= _MOST_SERVERS
-            if server is None and (most or _BINDING & (os.environ.keys() | added.keys())):
+            full = len(set(SERVERS.values())) >= _MOST_SERVERS
+            if server is None and (full or _BINDING & (os.environ.keys() | added.keys())):
                 return None
             if server is None or not server.alive:
                 server = SERVERS[key] = ForkServer(modules, os.environ | added)
@@ -170,28 +170,29 @@ async def fork_server(modules: Sequence[str], added: dict[str, str]) -> ForkServ
 def _adopting_orphans() -> Iterator[None]:
     """Inside the block, descendants of this process whose parent ends become its children. Raises OSError where the
     kernel can't do that."""
-    libc, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
-    with _ONE_AT_A_TIME:
-        libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    libc, previous = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
+    with _SERVERS_LOCK:
+        libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(previous), 0, 0, 0)
         if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
             raise OSError(ctypes.get_errno(), "PR_SET_CHILD_SUBREAPER")
         try:
             yield
         finally:
-            libc.prctl(PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+            libc.prctl(PR_SET_CHILD_SUBREAPER, previous.value, 0, 0, 0)
 
 
 def serve(sock: socket.socket) -> int:
-    """Be a server until the parent closes the connection: returns 0. What is forked is the program, to its end."""
+    """Serve fork requests until the parent closes the connection, then return 0. A forked process instead runs its
+    program here and exits."""
     sock.send(b"r")  # ready
     while True:
         data, descriptors, _, _ = socket.recv_fds(sock, _MESSAGE_BYTES, 2)
         if not descriptors:
             return 0
-        if _forked(sock):
+        if _fork_adopted(sock):
             break
-        for each in descriptors:
-            os.close(each)
+        for descriptor in descriptors:
+            os.close(descriptor)
     sock.close()
     log, connection = descriptors
     os.dup2(log, 1)
@@ -207,7 +208,7 @@ def serve(sock: socket.socket) -> int:
     child.end_process(importlib.import_module(program).main([str(connection), *arguments]))
 
 
-def _forked(sock: socket.socket) -> bool:
+def _fork_adopted(sock: socket.socket) -> bool:
     """Fork a process that the server's parent adopts. True in it, False in the server. Raises OSError when there is
     no process to be had: the server ends."""
     waiting, go = os.pipe()

@@ -38,7 +38,7 @@ Chunk = bytes | memoryview
 
 
 class FrameTooLarge(ValueError):
-    """A header announces more than any message of ours has: what is sent isn't a frame."""
+    """A header announces more than any of Headway's frames has, so the bytes received aren't a frame."""
 
 
 class Kind(enum.IntEnum):
@@ -50,7 +50,7 @@ class Kind(enum.IntEnum):
     CALL = 3  # (method, positional, named)
     PING = 4
     STOP = 5
-    INSPECT = 12  # what is it doing: its second thread answers, as with a call's result
+    INSPECT = 12  # asks what the worker is doing: its second thread answers, as with a call's result
     # child to parent
     READY = 6  # constructed
     RESULT = 7  # a call's result
@@ -100,11 +100,11 @@ def encode_error(call: int, error: Exception) -> list[Chunk]:
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, HeadwayError):
         with contextlib.suppress(Exception):  # an exception with its own constructor may not be picklable
-            return _survivor(call, line, trace, error)
+            return _encode_pickled(call, line, trace, error)
     return encode(Kind.ERROR, call, (line, trace, None))
 
 
-def _survivor(call: int, line: str, trace: str, error: HeadwayError) -> list[Chunk]:
+def _encode_pickled(call: int, line: str, trace: str, error: HeadwayError) -> list[Chunk]:
     restored = pickle.loads(pickle.dumps(error))
     if type(restored) is not type(error) or str(restored) != str(error):
         raise ValueError("changed by pickling")
@@ -136,25 +136,25 @@ class FrameReader:
             self._filled += count
             self._advance(frames)
             return frames
-        at = 0
-        while at < count:
-            if self._stage == "header" and not self._filled and (frame := self._whole_frame(at, count)) is not None:
+        offset = 0
+        while offset < count:
+            if self._stage == "header" and not self._filled and (frame := self._small_frame(offset, count)) is not None:
                 frames.append(frame)
-                at += HEADER.size + len(frame.payload)
+                offset += HEADER.size + len(frame.payload)
                 continue
-            taken = min(count - at, len(self._part) - self._filled)
-            self._part[self._filled : self._filled + taken] = self._scratch[at : at + taken]
+            taken = min(count - offset, len(self._part) - self._filled)
+            self._part[self._filled : self._filled + taken] = self._scratch[offset : offset + taken]
             self._filled += taken
-            at += taken
+            offset += taken
             self._advance(frames)
         return frames
 
-    def _whole_frame(self, at: int, end: int) -> Frame | None:
-        """A frame without buffers that is complete in the scratch buffer at ``at``, as most events are; else None."""
-        first = at + HEADER.size
+    def _small_frame(self, offset: int, end: int) -> Frame | None:
+        """A frame without buffers that is complete in the scratch buffer at ``offset``, as most events; else None."""
+        first = offset + HEADER.size
         if first > end:
             return None
-        kind, buffers, call, payload_bytes = HEADER.unpack_from(self._scratch, at)
+        kind, buffers, call, payload_bytes = HEADER.unpack_from(self._scratch, offset)
         if buffers or first + payload_bytes > end:
             return None
         return Frame(kind, call, memoryview(bytes(self._scratch[first : first + payload_bytes])), [])
@@ -176,7 +176,7 @@ class FrameReader:
                 self._sizes = [size for (size,) in SIZE.iter_unpack(sizes)]
                 self._firsts = [0, *accumulate(size + -size % ALIGNMENT for size in self._sizes)]
                 _require_sane(self._count, len(self._payload) + self._firsts[-1])
-                self._expect("block", _memory(self._firsts[-1]))
+                self._expect("block", _allocate(self._firsts[-1]))
             else:
                 places = zip(self._firsts, self._sizes, strict=False)
                 buffers = [self._part[first : first + size] for first, size in places]
@@ -190,7 +190,7 @@ class FrameReader:
         self._filled = 0
 
 
-def _memory(size: int) -> bytearray | mmap.mmap:
+def _allocate(size: int) -> bytearray | mmap.mmap:
     """Memory of ``size`` bytes."""
     if size < MAPPED_BYTES:
         return bytearray(size)
@@ -203,8 +203,8 @@ def _memory(size: int) -> bytearray | mmap.mmap:
 def send_some(sock: socket.socket, outgoing: deque[memoryview]) -> None:
     """Send the first bytes of ``outgoing``, several buffers at once, and remove them from it. Raises the errors of
     ``send``."""
-    one = len(outgoing) == 1
-    sent = sock.send(outgoing[0]) if one else sock.sendmsg(islice(outgoing, BUFFERS_AT_ONCE))
+    single = len(outgoing) == 1
+    sent = sock.send(outgoing[0]) if single else sock.sendmsg(islice(outgoing, BUFFERS_AT_ONCE))
     while outgoing and sent >= len(outgoing[0]):
         sent -= len(outgoing.popleft())
     if sent:

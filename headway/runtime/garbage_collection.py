@@ -47,11 +47,11 @@ async def _collect(clock: Clock, short_s: float, whole_s: float) -> None:
     while True:
         await clock.sleep(short_s)
         started_s = clock.now()
-        whole = started_s >= due_s
-        if whole:
+        full = started_s >= due_s
+        if full:
             gc.unfreeze()
         gc.collect()  # objects that aren't frozen
         gc.freeze()
-        if whole:
+        if full:
             ended_s = clock.now()
             due_s = ended_s + max(whole_s, (ended_s - started_s) / _SHARE)

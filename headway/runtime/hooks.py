@@ -1,6 +1,6 @@
 """Hooks: users' functions, called by their contract; errors and violations are reported with the hook's key.
 
-`is_infrastructure` is the one rule of whose failure an exception of a user's code is.
+`is_infrastructure` alone decides whether an exception of a user's code is an infrastructure failure.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, cast
 from headway.records.errors import ConfigurationError, HookFailed, InfrastructureError
 from headway.records.sandbox import SandboxError
 from headway.runtime.imports import import_function
-from headway.runtime.stalls.stacks import shortened
+from headway.runtime.stalls.stacks import short_path
 
 _LONGEST = 80  # characters of a value in an error
 # Errors of connections, as PACKAGE.CLASS: the packages aren't imported here.
@@ -40,10 +40,10 @@ _MACHINE = re.compile(
 
 @dataclass(frozen=True)
 class Hook:
-    """A function, with its key and name in the experiment file."""
+    """A user's function, with its key and name in the experiment file."""
 
     key: str  # say hooks.filter_item
-    name: str  # what the file says
+    name: str  # its value in the file
     function: Callable[..., Any]
 
     def __call__(self, *arguments: object) -> Any:
@@ -53,25 +53,25 @@ class Hook:
         except Exception as error:  # the boundary to a user's function
             raise self.raised(error) from error
 
-    def failed(self, what: str) -> HookFailed:
-        """Make the error for a broken contract: ``what`` continues the message after key and name."""
-        return HookFailed(self.key, self.name, what)
+    def failed(self, problem: str) -> HookFailed:
+        """Make the error for a broken contract: ``problem`` continues the message after key and name."""
+        return HookFailed(self.key, self.name, problem)
 
     def raised(self, error: Exception) -> HookFailed:
         """Make the error for a function that raised ``error``, with the line that did."""
         last = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{PurePath(last.filename).name}, line {last.lineno}"
-        return self.failed(f"raised {error_text(error)} ({where})")
+        location = f"{PurePath(last.filename).name}, line {last.lineno}"
+        return self.failed(f"raised {error_text(error)} ({location})")
 
 
 def is_infrastructure(error: BaseException) -> bool:
-    """Whether ``error``, raised by a user's code, is a machine's or a service's failure: nobody's, tried anew, never a
-    reward. Any other is the policy's or the code's own, and isn't tried until it happens no more.
+    """Whether ``error``, raised by a user's code, is a failure of a machine or a service, which is retried and never
+    rewarded. Any other error is the policy's or the code's own and isn't retried.
 
-    It is one that says so (`InfrastructureError`, a sandbox's), a connection error, a time limit of the code's own
-    client (TimeoutError), or an OSError with an errno of the machine; of a group of exceptions, if all are."""
+    True for an error that declares it (`InfrastructureError`, a sandbox's), a connection error, a time limit of the
+    code's own client (TimeoutError), and an OSError with an errno of the machine; for a group, if all are."""
     if isinstance(error, BaseExceptionGroup):
-        return all(is_infrastructure(one) for one in cast("BaseExceptionGroup[BaseException]", error).exceptions)
+        return all(is_infrastructure(member) for member in cast("BaseExceptionGroup[BaseException]", error).exceptions)
     if isinstance(error, SandboxError):
         return error.failure.cause == "infrastructure"
     if isinstance(error, (InfrastructureError, ConnectionError, TimeoutError)):
@@ -87,7 +87,7 @@ def is_infrastructure(error: BaseException) -> bool:
 
 
 def error_text(error: BaseException) -> str:
-    """An exception of a user's code as its type and text; making the text may raise as well."""
+    """Format an exception of a user's code as its type and text; making the text may raise as well."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception as broken:  # the boundary to a user's __str__
@@ -129,11 +129,11 @@ def _require_arguments(key: str, name: str, function: Callable[..., Any], argume
         raise ConfigurationError(f"{key} = {name!r} is called as {called}, and takes {signature}: {error}") from None
 
 
-def place_of(error: BaseException) -> str:
-    """Where a user's code raised ``error``: its innermost frame outside of headway and of what is installed, say
-    "coins.py:31 in reply"; "" where there is none."""
+def source_location(error: BaseException) -> str:
+    """The location in a user's code that raised ``error``: its innermost frame outside of headway and of installed
+    packages, say "coins.py:31 in reply"; "" where there is none."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not shortened(frame.filename).startswith(("headway/", "<")):
+        if not short_path(frame.filename).startswith(("headway/", "<")):
             return f"{PurePath(frame.filename).name}:{frame.lineno} in {frame.name}"
     return ""
 
@@ -149,7 +149,7 @@ def finite_number(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def shown(value: object) -> str:
-    """A value as an error shows it."""
+def quoted(value: object) -> str:
+    """Format a value for an error message: its repr, cut to 80 characters."""
     text = repr(value)
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."

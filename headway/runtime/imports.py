@@ -25,20 +25,20 @@ def import_function(name: str, key: str, known: Collection[str], *, asynchronous
     import) are only for the error's text. ``asynchronous``: it may be an async function. Raises ConfigurationError: an
     unknown name, a module that can't be imported, with the reason, or one without that function, with the nearest.
     """
-    found = _found(name, key, known)
-    if not callable(found) or (inspect.iscoroutinefunction(found) and not asynchronous):
-        wanted = "function (not a class)" if asynchronous else "plain function (not a class, not async)"
-        raise ConfigurationError(f"{key} = {name!r}: must be a {wanted}")
-    return cast("Callable[..., Any]", found)
+    function = _import_target(name, key, known)
+    if not callable(function) or (inspect.iscoroutinefunction(function) and not asynchronous):
+        kind = "function (not a class)" if asynchronous else "plain function (not a class, not async)"
+        raise ConfigurationError(f"{key} = {name!r}: must be a {kind}")
+    return cast("Callable[..., Any]", function)
 
 
 def import_class(name: str, key: str, base: type[T]) -> type[T]:
     """Import the class ``module:Class``, which extends ``base``. Raises ConfigurationError as `import_function`."""
-    found = _found(name, key, (), "module:Class")
-    if not (isinstance(found, type) and issubclass(found, base)):
-        wanted = f"{base.__module__}:{base.__qualname__}"
-        raise ConfigurationError(f"{key} = {name!r}: must be a class that extends {wanted}")
-    return found
+    imported = _import_target(name, key, (), "module:Class")
+    if not (isinstance(imported, type) and issubclass(imported, base)):
+        required = f"{base.__module__}:{base.__qualname__}"
+        raise ConfigurationError(f"{key} = {name!r}: must be a class that extends {required}")
+    return imported
 
 
 def require_module(name: str, key: str, known: Collection[str]) -> None:
@@ -47,8 +47,8 @@ def require_module(name: str, key: str, known: Collection[str]) -> None:
     module_name, _ = _split(name, key, known)
     _search_working_directory()
     if not _exists(module_name):
-        where = "on the path or in the working directory"
-        raise ConfigurationError(f"{key} = {name!r}: there is no module {module_name!r} {where}; {_valid(known)}")
+        searched = "on the path or in the working directory"
+        raise ConfigurationError(f"{key} = {name!r}: there is no module {module_name!r} {searched}; {_valid(known)}")
 
 
 def import_extra(module: str, extra: str, needed_by: str) -> Any:
@@ -63,12 +63,12 @@ def import_extra(module: str, extra: str, needed_by: str) -> Any:
         ) from None
 
 
-def _found(name: str, key: str, known: Collection[str], form: str = _FUNCTION) -> Any:
+def _import_target(name: str, key: str, known: Collection[str], form: str = _FUNCTION) -> Any:
     """Import the object that ``module:path`` names. Raises ConfigurationError."""
     module_name, path = _split(name, key, known, form)
     _search_working_directory()
     try:
-        found: Any = importlib.import_module(module_name)
+        target: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
         cause, top = f"{type(error).__name__}: {error}", module_name.partition(".")[0]
         if isinstance(error, ModuleNotFoundError) and error.name == top:
@@ -77,11 +77,11 @@ def _found(name: str, key: str, known: Collection[str], form: str = _FUNCTION) -
             f"{key} = {name!r}: {module_name} can't be imported: {cause}; {_valid(known, form)}"
         ) from error
     for part in path.split("."):
-        if not hasattr(found, part):
-            near = _nearest(part, [public for public in vars(found) if not public.startswith("_")])
+        if not hasattr(target, part):
+            near = _nearest(part, [public for public in vars(target) if not public.startswith("_")])
             raise ConfigurationError(f"{key} = {name!r}: {module_name} has no {part!r}; {near}{_valid(known, form)}")
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 def _split(name: str, key: str, known: Collection[str], form: str = _FUNCTION) -> tuple[str, str]:

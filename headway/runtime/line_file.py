@@ -31,9 +31,9 @@ class LineFile:
         end = os.fstat(self._fd).st_size
         while end:
             start = max(0, end - _BLOCK_BYTES)
-            at = os.pread(self._fd, end - start, start).rfind(b"\n")
-            if at >= 0:
-                return start + at + 1
+            newline = os.pread(self._fd, end - start, start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
             end = start
         return 0
 

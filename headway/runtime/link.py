@@ -82,9 +82,9 @@ class Link:
         self._calls = 0
         self._outgoing: deque[memoryview] = deque()
         self._blocked = False  # the rest is sent when the socket is writable
-        self._held: deque[Any] = deque()  # events that were read while the queue was full
+        self._deferred: deque[Any] = deque()  # events that were read while the queue was full
         self._reader = FrameReader()
-        self._heard = True  # bytes arrived since the last health check
+        self._received = True  # bytes arrived since the last health check
         self._reading = True  # not suspended by back-pressure
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed: WorkerDied | None = None
@@ -108,7 +108,7 @@ class Link:
     @property
     def blocks_events(self) -> bool:
         """Whether the worker waits until its events are read here."""
-        return bool(self._held)
+        return bool(self._deferred)
 
     async def _request(self, kind: Kind, method: str, message: Any, timeout_s: float | None) -> Any:
         self._calls += 1
@@ -164,7 +164,7 @@ class Link:
 
     def _on_readable(self) -> None:
         for _ in range(READS_PER_WAKEUP):
-            if self._held or self._socket.fileno() < 0 or not self._read_once():  # a frame may have closed it
+            if self._deferred or self._socket.fileno() < 0 or not self._read_once():  # a frame may have closed it
                 return
 
     def _read_once(self) -> bool:
@@ -181,7 +181,7 @@ class Link:
                 self.at_end = True
                 self._on_end("lost its connection")
             return False
-        self._heard = True
+        self._received = True
         try:
             frames = self._reader.received(count)
         except FrameTooLarge as error:
@@ -233,29 +233,29 @@ class Link:
             self.send(reply)
 
     def _deliver(self, event: Any) -> None:
-        if not self._held:
+        if not self._deferred:
             with contextlib.suppress(QueueFull, QueueClosed):
                 self.events.put_nowait(event)
                 return
         if self.stopping or self.events.closed:
             return  # the owner has stopped the worker, or closed its events: they are dropped
-        self._held.append(event)
-        if len(self._held) == 1 and self._reading:
+        self._deferred.append(event)
+        if len(self._deferred) == 1 and self._reading:
             self._loop.remove_reader(self._socket)
-            self._spawn(self._release_held())
+            self._spawn(self._release_deferred())
 
-    async def _release_held(self) -> None:
+    async def _release_deferred(self) -> None:
         """Wait for places for the held events, then resume reading."""
         with contextlib.suppress(QueueClosed):
-            while self._held:
-                event = self._held[0]
+            while self._deferred:
+                event = self._deferred[0]
                 await self.events.put(event)
-                if self._held and self._held[0] is event:
-                    self._held.popleft()
+                if self._deferred and self._deferred[0] is event:
+                    self._deferred.popleft()
         self._resume_reading()
 
     def _resume_reading(self) -> None:
-        self._held.clear()
+        self._deferred.clear()
         if self._reading and not self.at_end and self._socket.fileno() >= 0:
             self._loop.add_reader(self._socket, self._on_readable)
 
@@ -300,22 +300,22 @@ class Link:
         self.silent_s = 0.0
         stalled = False
 
-        def report(event: str, what: str) -> None:
+        def report(event: str, observation: str) -> None:
             fields = {"worker": self.name, "cause": "no heartbeat", "found_by": "health", "lost_s": self.silent_s}
-            checks.on_event(event, f"{self.name}: {what} {self.silent_s:.1f} s", **fields)
+            checks.on_event(event, f"{self.name}: {observation} {self.silent_s:.1f} s", **fields)
 
         while True:
             if not self._outgoing:  # unsent bytes ask for a sign of life as well as a ping does
                 self.send(ping)
-            before_s = clock.now()
+            slept_from_s = clock.now()
             await clock.sleep(checks.interval_s)
             if checks.reachable():
-                self.silent_s += min(clock.now() - before_s, 2 * checks.interval_s)
-            if self._heard or self._held:
+                self.silent_s += min(clock.now() - slept_from_s, 2 * checks.interval_s)
+            if self._received or self._deferred:
                 if stalled:
                     report("worker_answers", "after a silence of")
                 self.silent_s, stalled = 0.0, False
-                self._heard = False
+                self._received = False
             elif self.silent_s >= checks.timeout_s:
                 checks.on_silence(self.silent_s)
                 return
@@ -339,14 +339,14 @@ class Link:
         self._outgoing.clear()
         if not self.built.done():
             self.built.set_exception(error)
-            self.built.exception()  # start() may have been cancelled: nobody else needs to look
+            self.built.exception()  # start() may have been cancelled: no one else retrieves it
         for _, reply in self._pending.values():
             if not reply.done():
                 reply.set_exception(WorkerDied(self.name, error.cause))
         self._pending.clear()
         for task in self._tasks:
             task.cancel()
-        self.events.close(self._held)
+        self.events.close(self._deferred)
 
     def _spawn(self, coroutine: Any) -> None:
         spawn(self._tasks, coroutine, f"{self.name}: {coroutine.__name__}")

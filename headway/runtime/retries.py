@@ -1,5 +1,5 @@
-"""When what failed is tried again: the exponential backoff of retries, and a circuit breaker, which keeps requests away
-from what fails them but for single probes.
+"""Retries after failures: exponential backoff, and a circuit breaker, through which only single probes reach a failing
+replica.
 
 The breaker's states and their names are those of M. Nygard, "Release It!" (2007).
 """
@@ -24,7 +24,7 @@ def backoff_s(retry: int, first_s: float, longest_s: float = math.inf) -> float:
     return min(longest_s, first_s * 2.0 ** min(retry - 1, _MOST_DOUBLINGS))
 
 
-def first_cause(error: Exception) -> BaseException:
+def socket_error_of(error: Exception) -> BaseException:
     """The socket's error that ``error``, an HTTP client's, was raised from; without one, ``error`` itself."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):

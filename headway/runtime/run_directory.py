@@ -19,7 +19,7 @@ from headway.runtime.file_lock import FileLock
 from headway.runtime.file_systems import require_local
 
 # Of ledger, rollouts, buffer and checkpoints; raised when they change so that other readers misunderstand them
-SCHEMA = 6
+SCHEMA = 7
 KEY = "schema"  # of RUN/config.json, beside the sections of the experiment
 
 
@@ -56,10 +56,10 @@ class RunDirectory:
         self.start = self.path / "started"
         self.lock = self.path / "lock"
         self._lock = FileLock(self.lock, "run.directory", self.path)
-        self._books_lock: FileLock | None = None  # where the books lie elsewhere: a copy may be held there
+        self._accounting_lock: FileLock | None = None  # of the accounting's folder, where it is another one
 
     @property
-    def books(self) -> Path:
+    def accounting(self) -> Path:
         """The folder of buffer.db: as ``cluster.accounting_directory`` of the stored experiment says, or this one."""
         try:
             cluster = json.loads(self.config.read_bytes()).get("cluster", {})
@@ -69,9 +69,9 @@ class RunDirectory:
 
     @property
     def buffer(self) -> Path:
-        return self.books / "buffer.db"
+        return self.accounting / "buffer.db"
 
-    def holds_run(self) -> bool:
+    def has_run(self) -> bool:
         """Whether a run was started here."""
         return self.config.is_file()
 
@@ -96,42 +96,42 @@ class RunDirectory:
         """Lock the folder, make its layout and store ``experiment``; returns the experiment stored before, if any.
 
         Raises RunLocked when another process holds it, ConfigurationError when a new run would overwrite an old
-        one, when there is nothing to resume, when a key changed that may not change on resume, or when the books would
+        one, when there is nothing to resume, when a key changed that may not change on resume, or when buffer.db would
         lie on a network file system; BufferCorrupt when the buffer of a run that has trained is missing. After an error
         the folder is unlocked and unchanged.
         """
         self.acquire()
         try:
-            books = Path(experiment.cluster.accounting_directory or self.path)
-            require_local(books)
-            stored = self._admit(experiment, resume, books / "buffer.db")
+            accounting_folder = Path(experiment.cluster.accounting_directory or self.path)
+            require_local(accounting_folder)
+            stored = self._admit(experiment, resume, accounting_folder / "buffer.db")
             for folder in (self.checkpoints, self.logs):
                 folder.mkdir(exist_ok=True)
-            if books != self.path:
-                self._lock_books(books)
+            if accounting_folder != self.path:
+                self._lock_accounting(accounting_folder)
             if stored is None:
-                write_whole(self.start, f"{self.started().isoformat()}\n".encode())
+                write_atomically(self.start, f"{self.started().isoformat()}\n".encode())
             self.store(experiment)
         except BaseException:
             self.release()
             raise
         return stored
 
-    def _lock_books(self, books: Path) -> None:
+    def _lock_accounting(self, folder: Path) -> None:
         try:
-            books.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigurationError(f"cluster.accounting_directory = {str(books)!r}: {error.strerror}") from None
-        self._books_lock = FileLock(books / "lock", "cluster.accounting_directory", books)
-        self._books_lock.acquire()
+            raise ConfigurationError(f"cluster.accounting_directory = {str(folder)!r}: {error.strerror}") from None
+        self._accounting_lock = FileLock(folder / "lock", "cluster.accounting_directory", folder)
+        self._accounting_lock.acquire()
 
     def _admit(self, experiment: Experiment, resume: bool, buffer: Path) -> Experiment | None:
-        if not self.holds_run():
+        if not self.has_run():
             if resume:
                 raise ConfigurationError(f"{self.path} holds no run to resume: start it without --resume")
             if experiment.cluster.accounting_directory is not None and buffer.exists():
                 raise ConfigurationError(
-                    f"cluster.accounting_directory: {buffer.parent} holds the books of another run; choose "
+                    f"cluster.accounting_directory: {buffer.parent} holds the accounting of another run; choose "
                     "another folder"
                 )
             return None
@@ -161,7 +161,7 @@ class RunDirectory:
         self.start.unlink(missing_ok=True)
 
     def started(self) -> datetime:
-        """When the run here was started, on the clock of that machine; now, where it is yet to be."""
+        """The time at which the run here was started, by that machine's clock; the present time before its start."""
         try:
             return datetime.fromisoformat(self.start.read_text(encoding="utf-8").strip())
         except (FileNotFoundError, NotADirectoryError):
@@ -176,8 +176,8 @@ class RunDirectory:
     def release(self) -> None:
         """Release the lock; no-op when it isn't held."""
         self._lock.release()
-        if self._books_lock is not None:
-            self._books_lock.release()
+        if self._accounting_lock is not None:
+            self._accounting_lock.release()
 
     def holder(self) -> int | None:
         """Id of the process that holds the lock now; None when none does (or it hasn't written its id)."""
@@ -186,7 +186,7 @@ class RunDirectory:
     def write_json(self, path: Path, value: Any) -> None:
         """Write ``value`` (JSON types or a record) to ``path`` atomically: a reader sees the old or the new file whole,
         also after a kill. Raises HeadwayError on a full disk."""
-        write_whole(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+        write_atomically(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -195,7 +195,7 @@ class RunDirectory:
         self.release()
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes) -> None:
     """Write a file atomically: a reader sees the old or the new one whole, also after a kill. Raises HeadwayError, with
     the old one left, when it can't be written."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -212,13 +212,13 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def placement_of(experiment: Experiment) -> RunPlacement:
-    """The placement that an experiment says."""
+    """The placement that an experiment configures."""
     return RunPlacement(generator=tuple(experiment.generator.devices), trainer=tuple(experiment.trainer.devices))
 
 
-def placed_as_before(experiment: Experiment, directory: RunDirectory) -> Experiment:
-    """``experiment`` in the placement to which a former process of this run had moved. Where the configuration says
-    another one than then, it counts, and so it does without ``control.devices = "move"``."""
+def with_saved_placement(experiment: Experiment, directory: RunDirectory) -> Experiment:
+    """Return ``experiment`` in the placement to which a former process of this run had moved. The configured placement
+    stays where it has been changed since then, and without ``control.devices = "move"``."""
     if experiment.control.devices != "move" or not directory.placement.is_file():
         return experiment
     try:
@@ -242,11 +242,11 @@ def require_schema(run_dir: str | Path) -> None:
 
 
 def without_schema(raw: dict[str, Any], run_dir: str | Path) -> dict[str, Any]:
-    """A stored configuration without its schema's number. Raises ConfigurationError where it is another one."""
+    """Return a stored configuration without its schema's number. Raises ConfigurationError for another schema."""
     if raw.get(KEY) != SCHEMA:
-        found = f"schema {raw[KEY]!r}" if KEY in raw else "no schema's number"
+        stored = f"schema {raw[KEY]!r}" if KEY in raw else "no schema's number"
         raise ConfigurationError(
-            f"{run_dir} was written by another Headway: its files have {found}, and this one reads schema {SCHEMA}. "
+            f"{run_dir} was written by another Headway: its files have {stored}, and this one reads schema {SCHEMA}. "
             "Read and resume the run with the Headway that wrote it, or start in another run.directory, from its "
             f"weights if you like: --model.path={run_dir}/checkpoints/step_N/model"
         )

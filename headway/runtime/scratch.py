@@ -23,11 +23,11 @@ class ScratchFolder:
     def __init__(self, prefix: str, suffix: str = "", directory: str | Path | None = None) -> None:
         """``directory``: where it is made; default the machine's temporary folder."""
         directory = Path(directory or tempfile.gettempdir())
-        own = re.compile(f"{re.escape(prefix)}[a-z0-9_]{{8}}{re.escape(suffix)}")  # as tempfile names them
+        same_name = re.compile(f"{re.escape(prefix)}[a-z0-9_]{{8}}{re.escape(suffix)}")  # as tempfile names them
         for path in directory.glob(f"{glob.escape(prefix)}*{glob.escape(suffix)}"):
-            if own.fullmatch(path.name):
-                _removed_if_unlocked(path, stat.S_ISDIR)
-        self.path, self._lock = _made(prefix, suffix, directory)
+            if same_name.fullmatch(path.name):
+                _remove_if_unlocked(path, stat.S_ISDIR)
+        self.path, self._lock = _make_locked(prefix, suffix, directory)
 
     def remove(self) -> None:
         """Remove the folder; no-op the second time."""
@@ -43,12 +43,12 @@ class ScratchFolder:
         self.remove()
 
 
-def _made(prefix: str, suffix: str, directory: Path) -> tuple[Path, int | None]:
+def _make_locked(prefix: str, suffix: str, directory: Path) -> tuple[Path, int | None]:
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=directory))
         with suppress(FileNotFoundError):  # another process's `remove_unlocked` was quicker
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            with suppress(OSError):  # no locks in this file system: nor does anybody remove it
+            with suppress(OSError):  # no locks in this file system: then no process removes it either
                 fcntl.flock(lock, fcntl.LOCK_SH)
             if path.exists():  # else that came before the lock
                 return path, lock
@@ -58,22 +58,22 @@ def _made(prefix: str, suffix: str, directory: Path) -> tuple[Path, int | None]:
 def remove_unlocked(directory: str | Path, pattern: str) -> list[Path]:
     """Remove the files and folders of these names that no process has locked, and return their paths; those of other
     users stay."""
-    return sorted(path for path in Path(directory).glob(pattern) if _removed_if_unlocked(path))
+    return sorted(path for path in Path(directory).glob(pattern) if _remove_if_unlocked(path))
 
 
 def _is_file_or_folder(mode: int) -> bool:
     return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
 
 
-def _removed_if_unlocked(path: Path, fits: Callable[[int], bool] = _is_file_or_folder) -> bool:
-    """``fits``: of a file's mode."""
+def _remove_if_unlocked(path: Path, fits: Callable[[int], bool] = _is_file_or_folder) -> bool:
+    """Remove ``path`` if its mode ``fits``, it is this user's and no process has locked it. Returns whether it did."""
     try:
         lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would block for ever
     except OSError:
         return False
     try:
-        found = os.fstat(lock)
-        if found.st_uid != os.getuid() or not fits(found.st_mode):
+        status = os.fstat(lock)
+        if status.st_uid != os.getuid() or not fits(status.st_mode):
             return False
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Under the lock: a process that has just made it waits for its own, then sees that it is gone.

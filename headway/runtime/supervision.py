@@ -33,11 +33,11 @@ class _Finished(Exception):
 
 
 @contextmanager
-def handled_signals(strike: Callable[[], object], numbers: Sequence[int] = INTERRUPTS) -> Iterator[None]:
-    """Call ``strike`` in the running loop at each of these signals that arrives during the block."""
+def handled_signals(on_signal: Callable[[], object], numbers: Sequence[int] = INTERRUPTS) -> Iterator[None]:
+    """Call ``on_signal`` in the running loop at each signal of ``numbers`` that arrives during the block."""
     loop = asyncio.get_running_loop()
     for number in numbers:
-        loop.add_signal_handler(number, strike)
+        loop.add_signal_handler(number, on_signal)
     try:
         yield
     finally:
@@ -50,20 +50,20 @@ async def until_interrupted() -> AsyncIterator[asyncio.Event]:
     """An event that the first Ctrl-C or SIGTERM sets; a second one cancels the block."""
     stopped, task = asyncio.Event(), asyncio.current_task()
     assert task is not None
-    struck = False
+    interrupted = False
 
-    def strike() -> None:
-        nonlocal struck
-        if struck:
+    def on_signal() -> None:
+        nonlocal interrupted
+        if interrupted:
             task.cancel()
-        struck = True
+        interrupted = True
         stopped.set()
 
     try:
-        with handled_signals(strike):
+        with handled_signals(on_signal):
             yield stopped
     except asyncio.CancelledError:
-        if not struck:
+        if not interrupted:
             raise
 
 
@@ -122,7 +122,7 @@ def _first(error: Exception) -> Exception:
 
 
 def spawn(tasks: set[asyncio.Task[T]], coroutine: Coroutine[Any, Any, T], name: str = "") -> asyncio.Task[T]:
-    """Run a coroutine as a task, which is among ``tasks`` until it has ended: the event loop alone may forget it."""
+    """Run a coroutine as a task, kept in ``tasks`` until it has ended: the event loop has only a weak reference."""
     task = asyncio.get_running_loop().create_task(coroutine, name=name or None)
     tasks.add(task)
     task.add_done_callback(tasks.discard)
@@ -130,7 +130,7 @@ def spawn(tasks: set[asyncio.Task[T]], coroutine: Coroutine[Any, Any, T], name: 
 
 
 async def cancel_all(*tasks: asyncio.Future[Any] | None) -> None:
-    """Cancel these tasks and wait until they have ended, whatever they raise. For clean-up."""
+    """Cancel these tasks and wait until they have ended, ignoring what they raise. For clean-up."""
     running = [task for task in tasks if task is not None]
     for task in running:
         task.cancel()
@@ -149,7 +149,7 @@ async def end_group(process: asyncio.subprocess.Process, signals: Sequence[int],
                 return
 
 
-async def to_its_end(coroutine: Coroutine[Any, Any, T]) -> T:
+async def run_to_completion(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end even if the caller is cancelled meanwhile; then raise the cancellation. For
     clean-up."""
     task = asyncio.ensure_future(coroutine)

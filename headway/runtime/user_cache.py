@@ -1,4 +1,4 @@
-"""Caches in the user's folder: what can be derived again. They may be deleted at any time."""
+"""Caches in the user's folder, of files that can be derived again. They may be deleted at any time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cache_root(name: str) -> Path:
 
 
 def write_cached(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Have ``write`` make a file of a cache, whole, by rename: of two processes the later one wins. Raises OSError."""
+    """Write a cache's file atomically, by rename: of two processes the later one wins. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         with temporary.open("wb") as file:

@@ -1,4 +1,4 @@
-"""The operating system's side of a worker: its process, wherever it runs, and how it ended."""
+"""The operating system's side of a worker: its process, here or on a node, and its exit."""
 
 from __future__ import annotations
 

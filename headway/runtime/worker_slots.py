@@ -63,7 +63,7 @@ class WorkerSlot:
     Lifecycle: *empty* -> *live* -> *down*, when the worker dies -> *live* again after ``restart``, or *lost*, when its
     pool gives up. Its pool decides when to restart: at once, or when there is work. The pause before a start grows
     with the failures in a row (failed starts, and deaths, except those with their node): none after one, then 0.5 s,
-    doubled up to 30 s. ``forgive`` resets them; each also expires after ``forgiven_after_s`` of service.
+    doubled up to 30 s. ``reset_failures`` resets them; each also expires after ``failure_expiry_s`` of service.
 
     Example: the worker dies: "NAME_died", 1 failure. ``restart`` fails at once: "NAME_restart_failed", 2 failures.
     ``restart`` waits 0.5 s and takes 2 s to start one: "NAME_restarted", ``lost_s`` = 2.5.
@@ -79,7 +79,7 @@ class WorkerSlot:
         limit: int | None = None,
         prepare: Callable[[WorkerHandle], Awaitable[None]] | None = None,
         restart_arguments: Mapping[str, Any] | None = None,
-        forgiven_after_s: float = math.inf,
+        failure_expiry_s: float = math.inf,
         held: Callable[[], int] = lambda: 0,
     ) -> None:
         """``limit``: failures in a row above which the slot is ``exhausted``. ``prepare(worker)`` makes a started
@@ -95,7 +95,7 @@ class WorkerSlot:
         self._limit = limit
         self._prepare = prepare
         self._restart_arguments = dict(restart_arguments or {})
-        self._forgiven_after_s = forgiven_after_s
+        self._failure_expiry_s = failure_expiry_s
         self._failures: deque[float] = deque()  # in a row: served_s at each
         self._served_s = 0.0  # by all predecessors together
         self._watching: asyncio.Task[None] | None = None
@@ -133,7 +133,7 @@ class WorkerSlot:
         """Whether a worker of this slot has died and was reported."""
         return self._reporter.death is not None
 
-    def forgive(self) -> None:
+    def reset_failures(self) -> None:
         """Reset the failures so far, since the worker gets new work: a death by that isn't the worker's fault."""
         self._failures.clear()
 
@@ -231,7 +231,7 @@ class WorkerSlot:
     def _fail(self, fault: Exception) -> None:
         self.fault = fault
         self._failures.append(self._served_s)
-        while self._failures[0] < self._served_s - self._forgiven_after_s:
+        while self._failures[0] < self._served_s - self._failure_expiry_s:
             self._failures.popleft()
 
 
@@ -241,7 +241,7 @@ async def start_all(slots: Sequence[WorkerSlot]) -> list[WorkerHandle]:
     started = await asyncio.gather(*(slot.start() for slot in slots), return_exceptions=True)
     for error in started:
         if isinstance(error, BaseException):
-            raise own_cause(error)
+            raise typed_cause(error)
     return [worker for worker in started if not isinstance(worker, BaseException)]
 
 
@@ -255,7 +255,7 @@ def live_pids(slots: Sequence[WorkerSlot]) -> list[int]:
     return [slot.live.pid for slot in slots if slot.live is not None]
 
 
-def own_cause(error: BaseException) -> BaseException:
+def typed_cause(error: BaseException) -> BaseException:
     """The typed error that a worker raised, where it is one of ours; ``error`` otherwise."""
-    own = isinstance(error, RemoteError) and isinstance(error.__cause__, HeadwayError)
-    return error.__cause__ or error if own else error
+    typed = isinstance(error, RemoteError) and isinstance(error.__cause__, HeadwayError)
+    return error.__cause__ or error if typed else error

@@ -43,16 +43,16 @@ class DaemonSettings(msgspec.Struct, frozen=True):
     runtime: str = ""  # of its containers; "": the daemon's own
 
 
-OWN = {"local": NoSettings, "bubblewrap": BubblewrapSettings, "docker": DaemonSettings}
-_MOST_SNAPSHOT_BYTES = 10 << 30  # of parked sandboxes, together
-BUBBLEWRAP = 0, 8  # the first that can forbid user namespaces within
+SETTINGS = {"local": NoSettings, "bubblewrap": BubblewrapSettings, "docker": DaemonSettings}
+_MAX_SNAPSHOT_BYTES = 10 << 30  # of parked sandboxes, together
+BUBBLEWRAP = 0, 8  # the first version that can forbid user namespaces within
 
-_in_use: list[resolve.Image] = []  # of this process: its sandboxes may start at any time
+_in_use: list[resolve.Image] = []  # images of this process, whose sandboxes may start at any time
 
 
 async def spec_of(settings: SandboxConfig) -> SandboxSpec:
     """Return the specification of an experiment's sandboxes. Unpacks the image if needed, and keeps it marked as in use
-    until this process ends. Raises ConfigurationError: what is wrong with the image, and what would be valid."""
+    until this process ends. Raises ConfigurationError, which names the image's defect and the valid forms."""
     if not settings.image or settings.backend not in ("local", "bubblewrap"):
         return msgspec.structs.replace(settings.spec, root=settings.image or None)
     stop = threading.Event()
@@ -71,69 +71,69 @@ def backend_of(settings: SandboxConfig, *, run: str = "", snapshots: Path | None
     """Make the backend that ``settings`` names, not yet started. ``run``: the run that owns its sandboxes;
     ``snapshots``: the folder for snapshots of parked ones. Raises ConfigurationError where it isn't installed."""
     provider = PROVIDERS.get(settings.backend)
-    own = _own(settings, OWN[settings.backend] if provider is None else provider.kind)
+    own_settings = _backend_settings(settings, SETTINGS[settings.backend] if provider is None else provider.kind)
     if provider is not None:
-        return HostedBackend(provider(own), run=run, snapshots=snapshots)
+        return HostedBackend(provider(own_settings), run=run, snapshots=snapshots)
     if settings.backend == "docker":
-        return _docker(settings, own, run, snapshots)
-    program = _bubblewrap(own.program) if settings.backend == "bubblewrap" else ""
-    made = LocalSettings(bubblewrap=program, start_timeout_s=settings.start_limit_s)
-    return LocalBackend(run=run, snapshots=snapshots, snapshot_bytes=_snapshot_bytes(snapshots), settings=made)
+        return _docker(settings, own_settings, run, snapshots)
+    program = _bubblewrap(own_settings.program) if settings.backend == "bubblewrap" else ""
+    local = LocalSettings(bubblewrap=program, start_timeout_s=settings.start_limit_s)
+    return LocalBackend(run=run, snapshots=snapshots, snapshot_bytes=_snapshot_bytes(snapshots), settings=local)
 
 
 def _snapshot_bytes(folder: Path | None) -> int:
-    """The most that snapshots of parked sandboxes may take in ``folder``: half of what is free where it lies."""
+    """Return the limit in bytes for snapshots of parked sandboxes in ``folder``: half of the disk's free space."""
     if folder is None:
-        return _MOST_SNAPSHOT_BYTES
-    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
-    return min(_MOST_SNAPSHOT_BYTES, shutil.disk_usage(there).free // 2)
+        return _MAX_SNAPSHOT_BYTES
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return min(_MAX_SNAPSHOT_BYTES, shutil.disk_usage(existing).free // 2)
 
 
-def _bubblewrap(wanted: str) -> str:
+def _bubblewrap(name_or_path: str) -> str:
     """Return the path of bubblewrap's program. Raises ConfigurationError where it is missing or too old."""
-    program = shutil.which(wanted)
+    program = shutil.which(name_or_path)
     if program is None:
         raise ConfigurationError(
-            f"sandbox.backend = 'bubblewrap': no program {wanted}: apt-get install bubblewrap, name it by"
+            f"sandbox.backend = 'bubblewrap': no program {name_or_path}: apt-get install bubblewrap, name it by"
             " sandbox.settings.program, or take sandbox.backend = 'local'"
         )
-    said = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
-    version = re.search(r"(\d+)\.(\d+)", said)
+    version_text = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
+    version = re.search(r"(\d+)\.(\d+)", version_text)
     if version is None or (int(version[1]), int(version[2])) < BUBBLEWRAP:
-        what = f"sandbox.backend = 'bubblewrap': {program} is {said.strip()!r}: 0.8 or later is needed"
-        raise ConfigurationError(what)
+        message = f"sandbox.backend = 'bubblewrap': {program} is {version_text.strip()!r}: 0.8 or later is needed"
+        raise ConfigurationError(message)
     return program
 
 
-def _docker(settings: SandboxConfig, own: DaemonSettings, run: str, snapshots: Path | None) -> Backend:
+def _docker(settings: SandboxConfig, daemon: DaemonSettings, run: str, snapshots: Path | None) -> Backend:
     try:
         from headway.sandbox.docker.backend import DockerBackend, DockerSettings
     except ModuleNotFoundError as error:
-        what = f"sandbox.backend = 'docker': {error.name} isn't installed: pip install 'headway[docker]'"
-        raise ConfigurationError(what) from error
+        message = f"sandbox.backend = 'docker': {error.name} isn't installed: pip install 'headway[docker]'"
+        raise ConfigurationError(message) from error
     if not settings.image:
         raise ConfigurationError(
             "sandbox.image = '': sandbox.backend = 'docker' needs one: a name that the daemon knows (docker pull,"
             " docker load), or the path of a root file system as a tar"
         )
-    made = DockerSettings(
-        image=settings.image, url=own.url, runtime=own.runtime, start_timeout_s=settings.start_limit_s
+    docker = DockerSettings(
+        image=settings.image, url=daemon.url, runtime=daemon.runtime, start_timeout_s=settings.start_limit_s
     )
-    return DockerBackend(run=run, snapshots=snapshots, snapshot_bytes=_snapshot_bytes(snapshots), settings=made)
+    return DockerBackend(run=run, snapshots=snapshots, snapshot_bytes=_snapshot_bytes(snapshots), settings=docker)
 
 
-def _own(settings: SandboxConfig, kind: type[Any]) -> Any:
+def _backend_settings(settings: SandboxConfig, kind: type[Any]) -> Any:
     """Convert ``sandbox.settings`` to the backend's own type. Raises ConfigurationError, naming what is valid."""
-    given = dict(settings.settings)
-    for key in given:
+    raw_settings = dict(settings.settings)
+    for key in raw_settings:
         if key not in kind.__struct_fields__:
-            near = difflib.get_close_matches(key, kind.__struct_fields__, n=1)
-            meant = f"did you mean {near[0]!r}? " if near else ""
+            close_matches = difflib.get_close_matches(key, kind.__struct_fields__, n=1)
+            suggestion = f"did you mean {close_matches[0]!r}? " if close_matches else ""
             valid = ", ".join(kind.__struct_fields__) or "none"
-            raise ConfigurationError(f"sandbox.settings.{key}: {settings.backend} has none; {meant}valid: {valid}")
+            raise ConfigurationError(f"sandbox.settings.{key}: {settings.backend} has none; {suggestion}valid: {valid}")
     if issubclass(kind, HostedSettings) and settings.image:
-        given.setdefault("template", settings.image)
+        raw_settings.setdefault("template", settings.image)
     try:
-        return msgspec.convert(given, kind)
+        return msgspec.convert(raw_settings, kind)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"sandbox.settings of {settings.backend}: {error}") from None

@@ -1,4 +1,4 @@
-"""Requests for commands in a sandbox, their results, and which side caused a failure."""
+"""Converts commands to requests, answers to results, and failures to the side that caused them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def request_of(command: Command, spec: SandboxSpec, environment: Mapping[str, st
 
 def result_of(answer: Head, stdout: bytes, stderr: bytes, timeout_s: float) -> ExecResult:
     code, number = answer["exit_code"], answer["signal"]
-    timed_out, oom = bool(answer["timed_out"]), bool(answer.get("oom"))  # providers don't say
+    timed_out, oom = bool(answer["timed_out"]), bool(answer.get("oom"))  # providers don't report it
     failure = None
     if timed_out:
         failure = model_failure(f"not done in {timeout_s:g} s, and killed", timed_out=True, oom=oom)
@@ -57,14 +57,14 @@ def result_of(answer: Head, stdout: bytes, stderr: bytes, timeout_s: float) -> E
     )
 
 
-def os_failure(what: str, answer: Head) -> SandboxFailure:
+def os_failure(action: str, answer: Head) -> SandboxFailure:
     code = int(answer["error"])
     evidence = {"errno": errno.errorcode.get(code, str(code))}
-    return infrastructure_failure(f"{what}: {str(answer['what'])[:200]}", evidence=evidence)
+    return infrastructure_failure(f"{action}: {str(answer['action'])[:200]}", evidence=evidence)
 
 
 def file_failure(path: str, answer: Head) -> SandboxFailure:
-    """Attribute a failed file request: to the code that ran in the sandbox, but for EIO and lack of memory or files."""
+    """Make the failure of a file request: the model's code is to blame, except for EIO and lack of memory or files."""
     code = int(answer["error"])
     if code in (errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
         return os_failure(path, answer)
@@ -79,33 +79,33 @@ NAMESPACES = (
 )
 
 
-def refused(code: int, what: str) -> SandboxFailure:
-    """Make the failure for a clone that was refused. Only lack of processes or memory is retried: without namespaces no
-    retry can work."""
+def clone_failure(code: int, message: str) -> SandboxFailure:
+    """Make the failure for a refused clone(2). Only lack of processes or memory is retried: without namespaces no retry
+    can work."""
     evidence = {"step": "clone", "errno": errno.errorcode.get(code, str(code))}
     busy = code in (errno.EAGAIN, errno.ENOMEM)
     remedy = "fewer sandboxes at once, or a higher limit of processes" if busy else NAMESPACES
     if code == errno.EAGAIN:
-        what = f"sandbox host {socket.gethostname()} can't start a process: {pids_in_use()}: {remedy}"
-        return infrastructure_failure(what, retry=True, evidence=evidence)
-    return infrastructure_failure(f"a sandbox can't be made, {what[:300]}: {remedy}", retry=busy, evidence=evidence)
+        message = f"sandbox host {socket.gethostname()} can't start a process: {pids_in_use()}: {remedy}"
+        return infrastructure_failure(message, retry=True, evidence=evidence)
+    return infrastructure_failure(f"a sandbox can't be made, {message[:300]}: {remedy}", retry=busy, evidence=evidence)
 
 
-def outlived(sandbox: str, ttl_s: float) -> SandboxFailure:
-    what = f"sandbox {sandbox}: its time to live of {ttl_s:g} s is over; give more, or renew it"
-    return environment_failure(what)
+def ttl_failure(sandbox: str, ttl_s: float) -> SandboxFailure:
+    message = f"sandbox {sandbox}: its time to live of {ttl_s:g} s is over; give more, or renew it"
+    return environment_failure(message)
 
 
 def setup_failure(head: Head) -> SandboxFailure:
-    """Make the failure for a sandbox whose setup failed: the environment's for its root, workdir or snapshot, else the
-    infrastructure's. Without user namespaces no retry can work."""
+    """Make the failure for a sandbox whose setup failed. The environment is to blame for its root, workdir or snapshot,
+    the infrastructure for all else. Without user namespaces no retry can work."""
     code, step = int(head["error"]), str(head["failed"])
-    what = f"a sandbox can't be made, {str(head['what'])[:300]}"
+    message = f"a sandbox can't be made, {str(head['message'])[:300]}"
     evidence = {"step": step, "errno": errno.errorcode.get(code, str(code))}
     if step in ("root file system", "workdir", "snapshot"):
         if code == errno.EACCES and step == "root file system":
-            what += ": the user that sandboxes run as can't reach it: chmod o+x it and what it lies in, or move it"
-        return environment_failure(what, **evidence)
+            message += ": the user that sandboxes run as can't reach it: chmod o+x it and what it lies in, or move it"
+        return environment_failure(message, **evidence)
     if step in ("user namespace", "mount namespace"):
-        what += f": {NAMESPACES}"
-    return infrastructure_failure(what, retry=code in (errno.EAGAIN, errno.ENOMEM, errno.EBUSY), evidence=evidence)
+        message += f": {NAMESPACES}"
+    return infrastructure_failure(message, retry=code in (errno.EAGAIN, errno.ENOMEM, errno.EBUSY), evidence=evidence)

@@ -1,4 +1,4 @@
-"""A source of sandboxes that injects infrastructure failures, for drills of a whole run (`injected_share`)."""
+"""Injects infrastructure failures into a source of sandboxes, to test a whole run (`injected_share`)."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from headway.runtime.clock import Clock
 from headway.sandbox.protocol import Sandbox, SandboxSource
 from headway.sandbox.wrapper import SandboxWrapper
 
-OF_CREATE = ("refused", "slow", "unanswered")
-OF_EXEC = ("lost", "unanswered")
-GRACE_S = 10.0  # beyond a command's own time, until a missing answer is given up, as backends do
+CREATE_FAULTS = ("refused", "slow", "unanswered")
+EXEC_FAULTS = ("lost", "unanswered")
+GRACE_S = 10.0  # after a command's own time limit, until the wait for its answer ends, as in backends
 
 SHARE = "HEADWAY_INJECT_SANDBOX_FAULTS"  # environment variable: the share of calls that fail on purpose
 
 
 def injected_share() -> float:
-    """The share of calls that shall fail on purpose, as the environment says; 0 where it doesn't. Raises
+    """Return the share of calls to fail on purpose, from the environment variable `SHARE`; 0 if it isn't set. Raises
     ConfigurationError."""
-    given = os.environ.get(SHARE) or "0"
+    text = os.environ.get(SHARE) or "0"
     with contextlib.suppress(ValueError):
-        if 0 <= (share := float(given)) < 1:
+        if 0 <= (share := float(text)) < 1:
             return share
-    raise ConfigurationError(f"{SHARE} = {given!r}: valid: 0 or more, below 1")
+    raise ConfigurationError(f"{SHARE} = {text!r}: valid: 0 or more, below 1")
 
 
 class FaultyBackend:
-    """A `SandboxSource` in which a ``share`` of a backend's `create` and `exec` calls, drawn from ``seed``, fail:
+    """A `SandboxSource` in which a ``share`` of a backend's `create` and `exec` calls fails, drawn from ``seed``.
 
-    - a start is *refused*, is *slow* (``slow_s`` more), or never answers (*unanswered*: until the caller gives up);
-    - a command's sandbox is *lost* in the middle of it, or never answers (*unanswered*): `GRACE_S` after the command's
-      own time the sandbox is given up and ended, as the real backends do.
+    - A start is *refused*, is *slow* (``slow_s`` more), or never answers (*unanswered*: until the caller times out).
+    - A command's sandbox is *lost* in the middle of it, or never answers (*unanswered*): `GRACE_S` after the command's
+      own time limit the sandbox is ended, as in the real backends.
 
-    Everything else is the backend's own. ``injected`` counts, by call and kind: "create refused", ...
+    All other calls go to the backend. ``injected`` counts faults by call and kind: "create refused", ...
     """
 
     def __init__(
@@ -60,16 +60,16 @@ class FaultyBackend:
         self.injected[f"{call} {kind}"] += 1
         return kind
 
-    async def create(self, spec: SandboxSpec, **wanted: Any) -> Sandbox:
-        kind = self.draw("create", OF_CREATE)
+    async def create(self, spec: SandboxSpec, **options: Any) -> Sandbox:
+        kind = self.draw("create", CREATE_FAULTS)
         if kind == "refused":
             raise SandboxError(infrastructure_failure("a start was refused (a fault that was injected)"))
         if kind == "slow":
             await self._clock.sleep(self._slow_s)
         while kind == "unanswered":
             await self._clock.sleep(3600.0)
-        made = await self._backend.create(spec, **wanted)
-        return FaultySandbox(made, self, self._clock)
+        sandbox = await self._backend.create(spec, **options)
+        return FaultySandbox(sandbox, self, self._clock)
 
     async def capabilities(self) -> Capabilities:
         return await self._backend.capabilities()
@@ -82,18 +82,18 @@ class FaultySandbox(SandboxWrapper):
         super().__init__(box)
         self._faults = faults
         self._clock = clock
-        self._died = ""
+        self._cause = ""
 
     def inner(self) -> Sandbox:
-        if self._died:
-            raise SandboxError(infrastructure_failure(f"sandbox {self.id} {self._died} (a fault that was injected)"))
+        if self._cause:
+            raise SandboxError(infrastructure_failure(f"sandbox {self.id} {self._cause} (a fault that was injected)"))
         return self._box
 
     async def before_exec(self, timeout_s: float) -> None:
-        kind = self._faults.draw("exec", OF_EXEC) if not self._box.ended else ""
+        kind = self._faults.draw("exec", EXEC_FAULTS) if not self._box.ended else ""
         if kind == "unanswered":
             await self._clock.sleep(timeout_s + GRACE_S)
         if kind:
-            self._died = "has died" if kind == "lost" else "didn't answer"
+            self._cause = "has died" if kind == "lost" else "didn't answer"
             with contextlib.suppress(SandboxError):
                 await self._box.terminate()

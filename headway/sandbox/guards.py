@@ -1,4 +1,4 @@
-"""The pool of sandboxes of a run, with everything that stands guard over it."""
+"""Bundles a run's pool of sandboxes with its reaper and its fault injection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headway.sandbox.reaper import Reaper
 
 
 class RunSandboxes:
-    """A run's pool of sandboxes, with its guards: the reaper, and faults that are injected."""
+    """A run's pool of sandboxes, its reaper, and its injected faults."""
 
     def __init__(self, pool: SandboxPool, reaper: Reaper | None, faults: FaultyBackend | None) -> None:
         self.pool = pool
@@ -23,5 +23,5 @@ class RunSandboxes:
         return self._reaper.statistics() if self._reaper is not None else ReaperStatistics()
 
     def injected(self) -> dict[str, int]:
-        """Faults that were injected (`faults.SHARE`), by call and kind."""
+        """Return the number of injected faults (`faults.SHARE`), by call and kind."""
         return dict(self._faults.injected) if self._faults is not None else {}

@@ -1,4 +1,4 @@
-"""A leased sandbox: the backend's, with its commands measured and its time to live renewed."""
+"""Wraps a backend's sandbox during a lease: measures its commands and renews its time to live."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headway.runtime.clock import Clock
 from headway.sandbox.protocol import Sandbox
 from headway.sandbox.wrapper import SandboxWrapper
 
-SPARE_TTL_S = 60.0  # beyond the limit of the next command: its verdict is read, and perhaps a snapshot taken
+SPARE_TTL_S = 60.0  # beyond the next command's limit, to read its results and perhaps take a snapshot
 
 
 class CommandCounts:
@@ -24,14 +24,14 @@ class CommandCounts:
         self.overhead = Latencies()
 
     def add(self, took_s: float, result: ExecResult) -> None:
-        self.latency = self.latency.with_one(took_s)
-        self.overhead = self.overhead.with_one(max(0.0, took_s - result.duration_s))
+        self.latency = self.latency.with_duration(took_s)
+        self.overhead = self.overhead.with_duration(max(0.0, took_s - result.duration_s))
         if result.failure is not None:
             self.failures[result.failure.cause] += 1
 
 
 class LeasedSandbox(SandboxWrapper):
-    """A `Sandbox` whose time to live, which counts from readiness, never ends during use: it is renewed before a
+    """A `Sandbox` whose time to live never ends during use. The time counts from readiness; it is renewed before a
     command that might outlast it, and before any use once half of it has passed."""
 
     def __init__(self, box: Sandbox, ttl_s: float, counts: CommandCounts, clock: Clock) -> None:
@@ -41,21 +41,21 @@ class LeasedSandbox(SandboxWrapper):
         self._counts = counts
         self._clock = clock
         self.paused = False
-        self.given_up = False  # its lessee has ended it
+        self.given_up = False  # its leaseholder has ended it
 
     async def exec(self, command: Command) -> ExecResult:
         self._counts.execs += 1
-        since_s = self._clock.now()
+        started_s = self._clock.now()
         try:
             result = await super().exec(command)
         except SandboxError as error:
             self._counts.failures[error.failure.cause] += 1
             raise
-        self._counts.add(self._clock.now() - since_s, result)
+        self._counts.add(self._clock.now() - started_s, result)
         return result
 
     async def before_use(self, longest_s: float = 0.0) -> None:
-        """Renew the time to live if needed: at a provider that costs a call, which E2B refuses for a paused sandbox."""
+        """Renew the time to live if needed. At a provider that costs a call, which E2B refuses for a paused sandbox."""
         needed_s = longest_s + SPARE_TTL_S
         if not self.paused and self._ends_s - self._clock.now() < max(self._ttl_s / 2, needed_s):
             with contextlib.suppress(SandboxError):  # the use itself then reports what is wrong
@@ -71,9 +71,9 @@ class LeasedSandbox(SandboxWrapper):
         await self.before_use()
 
     async def renew(self, ttl_s: float) -> None:
-        began_s = self._clock.now()  # the time to live counts from when the request arrives, which is later
+        started_s = self._clock.now()  # earlier than the request's arrival, from which the time to live counts
         await super().renew(ttl_s)
-        self._ends_s = began_s + ttl_s
+        self._ends_s = started_s + ttl_s
 
     async def terminate(self) -> None:
         self.given_up = True

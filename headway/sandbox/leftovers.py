@@ -1,12 +1,12 @@
-"""Records on disk of which process owns which sandbox, and removal of what dead owners have left.
+"""Records on disk which process owns which sandbox, and removes dead owners' resources.
 
 `STATE/owner-PID-START-N-MACHINE/` belongs to the process PID that was started at START (in the kernel's ticks since
-boot, so that a reused number isn't mistaken for it). MACHINE names the boot and the PID namespace in which these
-numbers are valid, and the machine where it can be identified. Owners of an earlier boot of this machine are dead; of
-owners elsewhere nothing is known, and they are left alone. The folder has `owner.json`, `records/ID.json` for each
-sandbox, and the layers sandboxes are made of; a sandbox's record is written before the sandbox is made. Its control
-groups have the folder's name. The owner's zygote removes all of it; what remains when the zygote was killed too, `reap`
-removes: every backend calls it at its start and, during a run, from time to time (`reaper.py`).
+boot, so that a reused process id isn't mistaken for it). MACHINE names the boot and the PID namespace in which these
+numbers are valid, and the machine if it can be identified. Owners of an earlier boot of this machine are dead. Owners
+on other machines are unknown and left alone. The folder has `owner.json`, `records/ID.json` for each sandbox, and the
+layers of its sandboxes; a sandbox's record is written before the sandbox is made. The owner's control groups have the
+folder's name. The owner's zygote removes all of these. If the zygote was killed too, `reap` removes them: every backend
+calls it at its start and, during a run, periodically (`reaper.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OWNER = re.compile(r"owner-(\d+)-(\d+)(?:-\d+)?(?:-([0-9a-f-]{36})-(\d+)(?:-([0-
 
 
 class OwnerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The identity of an owner process, and of the zygote that makes its sandboxes."""
+    """Identity of an owner process, and of the zygote that makes its sandboxes."""
 
     pid: int
     started: int  # ticks since boot
@@ -41,7 +41,7 @@ class OwnerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A sandbox's identity: written before it is made, removed when nothing of it is left."""
+    """Identity of a sandbox, written before the sandbox is made and removed after its end."""
 
     id: str
     backend: str = "local"
@@ -54,7 +54,7 @@ class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def default_state() -> Path:
-    """Where this user's owners are recorded."""
+    """Return the folder of this user's owner records."""
     if os.geteuid() == 0 and os.access("/run", os.W_OK):
         return Path("/run/headway-sandboxes")
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -64,7 +64,7 @@ def default_state() -> Path:
 
 
 def started(pid: int) -> int | None:
-    """Start time of a process, in ticks since boot; None: it doesn't exist, or has ended."""
+    """Return the start time of a process in ticks since boot; None: it doesn't exist, or has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -73,18 +73,18 @@ def started(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def boot() -> str:
+def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def machine() -> str:
-    """The scope in which a process id is valid: this boot of this machine, and its PID namespace."""
-    return f"{boot()}-{os.stat('/proc/self/ns/pid').st_ino}"
+    """Return the scope in which a process id is valid: this boot of this machine, and its PID namespace."""
+    return f"{boot_id()}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
-def installation() -> str:
-    """Identify this machine across boots; "": it can't be identified. Copies of one image may share a machine id, so
-    the host name counts as well."""
+def machine_id() -> str:
+    """Return an id of this machine that is stable across boots; "": it can't be identified. Includes the host name,
+    since copies of one disk image may share the system's machine id."""
     try:
         number = Path("/etc/machine-id").read_text().strip()
     except OSError:
@@ -95,35 +95,35 @@ def installation() -> str:
 
 
 def owner_name(pid: int, count: int) -> str:
-    return "-".join(filter(None, (f"owner-{pid}-{started(pid)}-{count}-{machine()}", installation())))
+    return "-".join(filter(None, (f"owner-{pid}-{started(pid)}-{count}-{machine()}", machine_id())))
 
 
 def is_dead(name: str) -> bool | None:
-    """Whether the owner of that name is dead; None: not an owner's name, or nothing is known of its machine."""
+    """Return whether the owner of that name is dead; None: not an owner's name, or its machine is unknown."""
     match = OWNER.fullmatch(name)
     if match is None:
         return None
     pid, start, its_boot, namespace, its_installation = match.groups()
     if its_boot is None or f"{its_boot}-{namespace}" == machine():
         return started(int(pid)) != int(start)
-    return True if its_boot != boot() and its_installation and its_installation == installation() else None
+    return True if its_boot != boot_id() and its_installation and its_installation == machine_id() else None
 
 
 def write(folder: Path, name: str, record: msgspec.Struct) -> None:
-    """Write a record as JSON, atomically, and never through a link that somebody may have put there."""
-    beside = folder / f".{name}.incoming"
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    """Write a record as JSON, atomically, and never through a link that another user may have put there."""
+    temporary = folder / f".{name}.incoming"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(msgspec.json.encode(record))
-        os.rename(beside, folder / name)
+        os.rename(temporary, folder / name)
     except OSError:
-        beside.unlink(missing_ok=True)  # the disk is full
+        temporary.unlink(missing_ok=True)  # the disk is full
         raise
 
 
 def owners(state: Path) -> Iterator[tuple[Path, bool]]:
-    """Every owner's directory, and whether that process lives or may live: known only for this machine's."""
+    """Yield all owners' directories, each with whether the owner is or may be alive (known for this machine only)."""
     with contextlib.suppress(FileNotFoundError):
         for folder in sorted(state.iterdir()):
             if OWNER.fullmatch(folder.name):
@@ -131,7 +131,7 @@ def owners(state: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def records(state: Path) -> Iterator[tuple[SandboxRecord, bool]]:
-    """Every recorded sandbox, and whether its owner lives."""
+    """Yield all recorded sandboxes, each with whether its owner is or may be alive."""
     for folder, alive in owners(state):
         for file in sorted(folder.glob("records/*.json")):
             with contextlib.suppress(OSError, msgspec.DecodeError):
@@ -139,27 +139,27 @@ def records(state: Path) -> Iterator[tuple[SandboxRecord, bool]]:
 
 
 def reap(state: Path) -> list[Reaped]:
-    """Remove what dead owners have left: processes, control groups, directories."""
+    """Remove dead owners' processes, control groups and directories."""
     return [clear(folder) for folder, alive in owners(state) if not alive]
 
 
 def clear(folder: Path) -> Reaped:
-    """Remove everything of one owner, which is dead or is this process. If something can't be ended, the directory
-    stays, so that the next look finds it."""
+    """Remove all resources of an owner that is dead or is this process. If a process can't be ended, the directory
+    stays, so that the next `reap` finds it."""
     sandboxes = len(list(folder.glob("records/*.json")))
     stuck = False
-    places = {place / cgroups.SHARED / folder.name for place in cgroups.mounted().values()}  # not recorded yet, perhaps
+    groups = {group / cgroups.SHARED / folder.name for group in cgroups.mounted().values()}  # may not be recorded yet
     with contextlib.suppress(OSError, msgspec.DecodeError):
         record = msgspec.json.decode((folder / "owner.json").read_bytes(), type=OwnerRecord)
         owner = OWNER.fullmatch(folder.name)
-        here = owner is not None and owner[3] in (None, boot())  # another boot's numbers are other processes' now
-        if here and record.zygote_pid and started(record.zygote_pid) == record.zygote_started:
+        same_boot = owner is not None and owner[3] in (None, boot_id())  # else its ids may be other processes' now
+        if same_boot and record.zygote_pid and started(record.zygote_pid) == record.zygote_started:
             with contextlib.suppress(OSError):
                 os.kill(record.zygote_pid, signal.SIGKILL)  # the kernel kills its sandboxes with it
-        places |= {Path(place) for place in record.cgroups.values()}
-    for place in places:
-        if place.name == folder.name:  # a record is text on a disk: only what is named like its owner
-            stuck |= not cgroups.clear(place)
+        groups |= {Path(group) for group in record.cgroups.values()}
+    for group in groups:
+        if group.name == folder.name:  # a record may have been altered: only groups named after the owner
+            stuck |= not cgroups.clear(group)
     if not stuck:
         shutil.rmtree(folder, ignore_errors=True)
     return Reaped(owner=folder.name, sandboxes=sandboxes, stuck=stuck or folder.exists())

@@ -1,4 +1,4 @@
-"""Rate limiters: calls that come too early wait in line."""
+"""Limits the rate of calls; a call that comes too early waits for its turn."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 from headway.runtime.clock import Clock
 
-LONGEST_WAIT_S = 3600.0  # a time further ahead was written before the machine's clock restarted
+LONGEST_WAIT_S = 3600.0  # a time further ahead was written before the machine's monotonic clock restarted
 
 
-class Pace:
+class RateLimiter:
     """Limits calls to ``burst`` at once and then ``per_s`` a second, first come, first served.
 
     Example (2 a second, burst 1): three calls that come together return after 0, 0.5 and 1 s.
@@ -23,11 +23,11 @@ class Pace:
         self._every_s = 1.0 / per_s
         self._burst_s = (burst - 1) * self._every_s
         self._clock = clock
-        self._next_s = clock.now() - self._burst_s  # when the next one would go if there were no burst
+        self._next_s = clock.now() - self._burst_s  # the time of the next call without a burst
         self._turn = asyncio.Lock()
 
     async def wait(self) -> None:
-        """Return when it is the caller's turn."""
+        """Wait for the caller's turn."""
         async with self._turn:
             now = self._clock.now()
             self._next_s = max(self._next_s, now - self._burst_s)
@@ -37,9 +37,9 @@ class Pace:
 
 
 class SharedRateLimit:
-    """A rate limit shared by all processes of this machine that name the same file, such as that of an account.
+    """Limits calls to a rate that all processes of this machine share which name the same file, one per account.
 
-    The file has the time of the next call by the machine's monotonic clock; each call takes its turn under a lock.
+    The file has the time of the next call on the machine's monotonic clock; each call takes its turn under a lock.
     """
 
     def __init__(self, file: Path, per_s: float, burst: int, clock: Clock) -> None:
@@ -49,11 +49,11 @@ class SharedRateLimit:
         self._clock = clock
 
     async def wait(self) -> None:
-        """Return when it is the caller's turn."""
+        """Wait for the caller's turn."""
         await self._clock.sleep(max(0.0, self._take(0.0, self._every_s) - self._clock.now()))
 
     def hold(self, seconds: float) -> None:
-        """Delay all further calls by at least ``seconds``, as the provider asked."""
+        """Delay all further calls by at least ``seconds``, as the provider requested."""
         self._take(seconds, 0.0)
 
     def _take(self, least_s: float, more_s: float) -> float:

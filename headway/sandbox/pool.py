@@ -1,7 +1,7 @@
-"""Leases sandboxes, with limits on how many live and how many are being started at once.
+"""Leases sandboxes, with separate limits on live ones and on concurrent starts.
 
-The limits are separate because the costs are: a live sandbox costs memory, a start costs time of the machine (or the
-provider), and a thousand starts at once are slower than the same starts in turn.
+The limits are separate because the costs differ: a live sandbox costs memory, a start costs time of the machine (or the
+provider), and a thousand concurrent starts are slower than the same starts in turn.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from headway.records.sandbox import (
     SandboxError,
     SandboxSpec,
     Snapshot,
+    as_start_failure,
     infrastructure_failure,
-    of_a_start,
 )
 from headway.records.sandbox_statistics import Latencies, PoolStatistics
 from headway.runtime.clock import Clock
 from headway.runtime.retries import Breaker, backoff_s
-from headway.runtime.supervision import spawn, to_its_end
+from headway.runtime.supervision import run_to_completion, spawn
 from headway.sandbox.fair_semaphore import FairSemaphore
 from headway.sandbox.leased import CommandCounts, LeasedSandbox
 from headway.sandbox.protocol import SandboxSource
 
-RECENT_STARTS = 512  # durations kept, against which a straggler is recognised
+RECENT_STARTS = 512  # durations kept to recognise stragglers
 
 
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits on the use of a backend, and the policy where it is slow or fails."""
+    """Limits on the use of a backend, and the policy for slow and failed starts."""
 
-    live: int = 64  # sandboxes at once, those being made among them
+    live: int = 64  # sandboxes at once, including those being made
     starts: int = 8  # being made at once
-    retries: int = 2  # of a start, after a failure of the infrastructure that may pass; of an end as well
-    backoff_s: float = 0.2  # before the first of them; each doubles it, and each is drawn from half to one and a half
+    retries: int = 2  # of a start after a transient failure of the infrastructure, and of an end
+    backoff_s: float = 0.2  # before the first retry; doubled for each further one, times a random factor of 0.5 to 1.5
     start_timeout_s: float = 300.0  # of one start
-    end_timeout_s: float = 60.0  # of ending one, until it is tried again
+    end_timeout_s: float = 60.0  # of ending a sandbox, until the next try
     outage_s: float = 600.0  # how long a start waits for an open breaker to close
     hedge_share: float = 0.05  # of starts, at most: a second one beside a straggler; 0: none
     hedge_quantile: float = 0.95  # of recent starts: a straggler takes longer than that, ...
@@ -62,23 +62,23 @@ def pool_settings(settings: config.SandboxConfig) -> PoolSettings:
     )
 
 
-class _Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class _StartRequest(msgspec.Struct, frozen=True, kw_only=True):
     spec: SandboxSpec
     labels: Mapping[str, str] | None
     snapshot: Snapshot | None
 
 
-_Making = asyncio.Task[LeasedSandbox]
+_StartTask = asyncio.Task[LeasedSandbox]
 
 
 class SandboxPool:
     """Leases sandboxes of a backend, first come, first served.
 
-    Lifecycle: *open* -> *closed*, by `close`: it ends all sandboxes, not the backend. Invariants: never more than
-    ``live`` sandboxes, nor more than ``starts`` of them being made; a lease that ends, however it does, has ended its
-    sandbox, or counts it as leaked. A *hedge* is a second start beside one that takes far longer than earlier ones: the
-    first that is ready is leased, the other ended. It takes only places that no task waits for. Example (live 2, starts
-    1): of three tasks that ask at once, the first is served, then the second; the third waits until one gives back.
+    Lifecycle: *open* -> *closed*, by `close`, which ends all sandboxes, not the backend. Invariants: never more than
+    ``live`` sandboxes, nor more than ``starts`` of them being made; a lease that ends, for any reason, has ended its
+    sandbox or counts it as leaked. A *hedge* is a second start beside one that takes far longer than earlier ones: the
+    first that is ready is leased, the other is ended. It only takes slots that no task waits for. Example (live 2,
+    starts 1): of three concurrent tasks, the first is served, then the second; the third waits for the end of a lease.
     """
 
     def __init__(
@@ -88,23 +88,23 @@ class SandboxPool:
         self._settings = settings
         self._clock = clock
         self._breaker = breaker
-        self._at_breaker = asyncio.Lock()  # starts wait here in order while the breaker is open
-        self._changed = asyncio.Event()  # a probe has ended, or the pool has closed
+        self._breaker_queue = asyncio.Lock()  # starts wait here in order while the breaker is open
+        self._changed = asyncio.Event()  # set when a probe has ended or the pool is closed
         self._random = random.Random(settings.seed)
         self._live = FairSemaphore(settings.live, clock)
         self._starts = FairSemaphore(settings.starts, clock)
         self._boxes: dict[str, LeasedSandbox] = {}
         self._leaked: dict[str, LeasedSandbox] = {}
-        self._making: set[_Making] = set()
+        self._pending_starts: set[_StartTask] = set()
         self._ending: set[asyncio.Task[None]] = set()  # the losers of hedged starts
-        self._lent: OrderedDict[object, Callable[[], Coroutine[Any, Any, None]]] = OrderedDict()
-        self._recalls: set[asyncio.Task[None]] = set()  # lent ones that are being given back
+        self._recallable: OrderedDict[object, Callable[[], Coroutine[Any, Any, None]]] = OrderedDict()
+        self._recalls: set[asyncio.Task[None]] = set()  # parked sandboxes whose leases are being ended
         self._closed = False
-        self._can: Capabilities | None = None
+        self._capabilities: Capabilities | None = None
         self._recent_s: deque[float] = deque(maxlen=RECENT_STARTS)
         self._counts = CommandCounts()
         self._failures: Counter[str] = Counter()
-        self.trouble = ""  # why starts fail now; "": the last one didn't
+        self.trouble = ""  # the cause of the last start's failure; "": it succeeded
         self._launched = self._started = self._retries = self._hedges = self._hedges_won = 0
         self._openings = self._lost = 0
         self._queue = self._start_times = Latencies()
@@ -113,63 +113,64 @@ class SandboxPool:
     async def lease(
         self, spec: SandboxSpec, *, labels: Mapping[str, str] | None = None, snapshot: Snapshot | None = None
     ) -> AsyncIterator[LeasedSandbox]:
-        """A sandbox for as long as the block runs. Raises SandboxError when it can't be made, after all retries."""
-        since_s = self._clock.now()
+        """Lease a sandbox for the duration of the block. Raises SandboxError if it can't be made, after all retries."""
+        queued_s = self._clock.now()
         if self._live.taken >= self._live.count:
-            asyncio.get_running_loop().call_soon(self._recall)  # runs once this task waits in line
-        await self._live.take()
+            asyncio.get_running_loop().call_soon(self._recall)  # runs once this task is queued
+        await self._live.acquire()
         try:
-            wanted = _Wanted(spec=spec, labels=labels, snapshot=snapshot)
-            box = await self._start(wanted, self._clock.now() - since_s)
+            request = _StartRequest(spec=spec, labels=labels, snapshot=snapshot)
+            box = await self._start(request, self._clock.now() - queued_s)
             try:
                 yield box
             finally:
-                await to_its_end(self._end(box))
+                await run_to_completion(self._end(box))
         finally:
-            self._live.give_back()
+            self._live.release()
 
-    def lend(self, give_back: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-        """Offer a leased sandbox that isn't used for a while: as soon as a task waits for its place, ``give_back`` is
-        run, which ends its lease; the longest offered goes first. Returns a function that withdraws the offer."""
+    def allow_recall(self, give_back: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+        """Allow the pool to recall a leased sandbox that is idle: when a task waits for a slot, the pool runs
+        ``give_back``, which ends the lease. The longest idle is recalled first. Returns a function that withdraws the
+        permission."""
         offer = object()
-        self._lent[offer] = give_back
+        self._recallable[offer] = give_back
         self._recall()
 
         def end() -> None:
-            self._lent.pop(offer, None)
+            self._recallable.pop(offer, None)
 
         return end
 
     async def can_pause(self) -> bool:
-        """Whether the backend's sandboxes can be paused, as `lend` needs."""
-        if self._can is None:
-            self._can = await self._backend.capabilities()
-        return self._can.pause
+        """Return whether the backend's sandboxes can be paused, as `allow_recall` requires."""
+        if self._capabilities is None:
+            self._capabilities = await self._backend.capabilities()
+        return self._capabilities.pause
 
     def _recall(self) -> None:
-        """Have as many sandboxes given back as tasks wait."""
-        while self._lent and self._live.waiters > len(self._recalls):
-            _, give_back = self._lent.popitem(last=False)
+        """Recall as many idle sandboxes as there are waiting tasks."""
+        while self._recallable and self._live.waiters > len(self._recalls):
+            _, give_back = self._recallable.popitem(last=False)
             recall = asyncio.create_task(give_back(), name="giving a lent sandbox back")
             self._recalls.add(recall)
-            recall.add_done_callback(self._recalled)
+            recall.add_done_callback(self._on_recall_done)
 
-    def _recalled(self, recall: asyncio.Task[None]) -> None:
+    def _on_recall_done(self, recall: asyncio.Task[None]) -> None:
         self._recalls.discard(recall)
         self._recall()
 
     # Starts.
 
-    async def _start(self, wanted: _Wanted, waited_s: float) -> LeasedSandbox:
-        """Make a sandbox, with retries. ``waited_s``: time in line so far."""
+    async def _start(self, request: _StartRequest, waited_s: float) -> LeasedSandbox:
+        """Make a sandbox, with retries. ``waited_s``: time in the queue so far."""
         attempt = 0
         while True:
-            since_s = self._clock.now()
-            first = await self._first(wanted)
-            waited_s += self._clock.now() - since_s
+            started_s = self._clock.now()
+            first = await self._admit_start(request)
+            waited_s += self._clock.now() - started_s
             try:
-                box = await self._race(wanted, first)
-                self._queue = self._queue.with_one(waited_s)
+                box = await self._race(request, first)
+                self._queue = self._queue.with_duration(waited_s)
                 return box
             except SandboxError as error:
                 if not error.failure.retry or self._closed or attempt == self._settings.retries:
@@ -181,77 +182,77 @@ class SandboxPool:
     async def _back_off(self, attempt: int) -> None:
         await self._clock.sleep(backoff_s(attempt + 1, self._settings.backoff_s) * self._random.uniform(0.5, 1.5))
 
-    async def _first(self, wanted: _Wanted) -> _Making:
-        """Launch a start, once a place among the starts is free and the breaker admits it."""
-        await self._starts.take()
+    async def _admit_start(self, request: _StartRequest) -> _StartTask:
+        """Launch a start, once a slot for starts is free and the breaker admits it."""
+        await self._starts.acquire()
         try:
-            probe = await self._admitted()
+            probe = await self._wait_for_breaker()
         except BaseException:
-            self._starts.give_back()
+            self._starts.release()
             raise
-        return self._launch(wanted, probe=probe)
+        return self._launch(request, probe=probe)
 
-    async def _admitted(self) -> bool:
-        """Wait, in order, until the breaker admits a start. True: this one is its probe."""
+    async def _wait_for_breaker(self) -> bool:
+        """Wait, in order, until the breaker admits a start. True: this start is its probe."""
         breaker, patience_s = self._breaker, self._settings.outage_s
         if breaker is None:
             return False
         try:
-            async with asyncio.timeout(patience_s), self._at_breaker:
+            async with asyncio.timeout(patience_s), self._breaker_queue:
                 while not self._closed and not breaker.allows(now := self._clock.now()):
                     self._changed.clear()
-                    left_s = (breaker.opens_s() or now) - now
+                    remaining_s = (breaker.opens_s() or now) - now
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._changed.wait(), left_s if left_s > 0 else None)
+                        await asyncio.wait_for(self._changed.wait(), remaining_s if remaining_s > 0 else None)
                 if self._closed:
                     raise SandboxError(_CLOSED)
                 return breaker.send(self._clock.now())
         except TimeoutError:
-            what = f"starts of sandboxes kept failing, and {patience_s:g} s later it is no better: see what they said"
-            raise SandboxError(infrastructure_failure(what)) from None
+            text = f"starts of sandboxes kept failing, and {patience_s:g} s later it is no better: see what they said"
+            raise SandboxError(infrastructure_failure(text)) from None
 
-    def _launch(self, wanted: _Wanted, *, probe: bool = False) -> _Making:
-        """Launch a start, for which the caller has taken a place among the starts; it is given back at its end."""
-        making = asyncio.create_task(self._make(wanted), name="making a sandbox")
-        self._making.add(making)
-        making.add_done_callback(lambda made: self._has_ended(made, probe))  # called even if the task never began
+    def _launch(self, request: _StartRequest, *, probe: bool = False) -> _StartTask:
+        """Launch a start, for which the caller has acquired a slot for starts; the slot is released at its end."""
+        start_task = asyncio.create_task(self._make(request), name="making a sandbox")
+        self._pending_starts.add(start_task)
+        start_task.add_done_callback(lambda ended: self._on_start_done(ended, probe))  # also if the task never began
         self._launched += 1
-        return making
+        return start_task
 
-    async def _make(self, wanted: _Wanted) -> LeasedSandbox:
-        since_s, limit_s = self._clock.now(), self._settings.start_timeout_s
+    async def _make(self, request: _StartRequest) -> LeasedSandbox:
+        started_s, limit_s = self._clock.now(), self._settings.start_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                made = await self._backend.create(**msgspec.structs.asdict(wanted))
+                sandbox = await self._backend.create(**msgspec.structs.asdict(request))
         except TimeoutError:
             raise SandboxError(infrastructure_failure(f"a sandbox wasn't ready in {limit_s:g} s")) from None
         except SandboxError as error:
-            if wanted.snapshot is not None:  # the snapshot's content may exceed the limits: the failure stands
+            if request.snapshot is not None:  # the snapshot may exceed the limits: the failure's cause is kept
                 raise
-            raise SandboxError(of_a_start(error.failure)) from error
-        took_s = self._clock.now() - since_s
+            raise SandboxError(as_start_failure(error.failure)) from error
+        took_s = self._clock.now() - started_s
         self._started += 1
         self._recent_s.append(took_s)
-        self._start_times = self._start_times.with_one(took_s)
-        box = self._boxes[made.id] = LeasedSandbox(made, wanted.spec.ttl_s, self._counts, self._clock)
+        self._start_times = self._start_times.with_duration(took_s)
+        box = self._boxes[sandbox.id] = LeasedSandbox(sandbox, request.spec.ttl_s, self._counts, self._clock)
         return box
 
-    def _has_ended(self, making: _Making, probe: bool) -> None:
-        self._making.discard(making)
-        self._starts.give_back()
-        error = None if making.cancelled() else making.exception()
+    def _on_start_done(self, start_task: _StartTask, probe: bool) -> None:
+        self._pending_starts.discard(start_task)
+        self._starts.release()
+        error = None if start_task.cancelled() else start_task.exception()
         if isinstance(error, SandboxError):
             self._failures[error.failure.cause] += 1
         if isinstance(error, SandboxError) and error.failure.cause == "infrastructure":
             self.trouble = error.failure.what
-        elif error is None and not making.cancelled():
+        elif error is None and not start_task.cancelled():
             self.trouble = ""
         if self._breaker is None:
             return
         now = self._clock.now()
         if isinstance(error, SandboxError) and error.failure.cause == "infrastructure":
             self._openings += self._breaker.fail(now, probe=probe)
-        elif error is None and not making.cancelled():
+        elif error is None and not start_task.cancelled():
             self._breaker.succeed(now, probe=probe)
         elif probe:
             self._breaker.withdraw()  # no evidence about the backend
@@ -260,35 +261,35 @@ class SandboxPool:
 
     # Hedged starts.
 
-    async def _race(self, wanted: _Wanted, first: _Making) -> LeasedSandbox:
-        """Return the sandbox that is ready first, of a start and, if it straggles, a hedge beside it."""
+    async def _race(self, request: _StartRequest, first: _StartTask) -> LeasedSandbox:
+        """Return the sandbox that is ready first: the start's, or that of a hedge which is launched if it straggles."""
         running, hedge = {first}, None
-        spare_places = 0  # of `live`, beyond the lease's own
-        won: _Making | None = None
+        spare_slots = 0  # slots of `live` beyond the lease's
+        winner: _StartTask | None = None
         try:
             while True:
                 wait_s = self._straggles_after_s() if hedge is None else None
                 done, _ = await asyncio.wait(running, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
-                    hedge = self._hedge(wanted)
+                    hedge = self._hedge(request)
                     if hedge is not None:
                         running.add(hedge)
-                        spare_places = 1
+                        spare_slots = 1
                     continue
                 running -= done
-                made = [one for one in (first, hedge) if one in done and _succeeded(one)]
-                if made:
-                    won = made[0]
-                    running |= set(made[1:])
-                    self._hedges_won += won is hedge
-                    return won.result()
+                succeeded = [start for start in (first, hedge) if start in done and _succeeded(start)]
+                if succeeded:
+                    winner = succeeded[0]
+                    running |= set(succeeded[1:])
+                    self._hedges_won += winner is hedge
+                    return winner.result()
                 if not running:
-                    raise _error_of(first if first in done else done.pop())
+                    raise _start_error(first if first in done else done.pop())
         finally:
-            if running or spare_places:
-                ending = spawn(self._ending, self._drop(running, spare_places), "ending a hedged start")
-                if won is None:
-                    await to_its_end(_done(ending))  # the lease's own place is given back next
+            if running or spare_slots:
+                drop_task = spawn(self._ending, self._cancel_losers(running, spare_slots), "ending a hedged start")
+                if winner is None:
+                    await run_to_completion(_finished(drop_task))  # the lease's own slot is released next
 
     def _straggles_after_s(self) -> float | None:
         settings = self._settings
@@ -297,30 +298,30 @@ class SandboxPool:
         usual_s = sorted(self._recent_s)[int(settings.hedge_quantile * (len(self._recent_s) - 1))]
         return max(settings.hedge_least_s, settings.hedge_factor * usual_s)
 
-    def _hedge(self, wanted: _Wanted) -> _Making | None:
-        """Launch a hedge, unless it would keep a task waiting or exceed the share of hedges; None: not launched."""
+    def _hedge(self, request: _StartRequest) -> _StartTask | None:
+        """Launch a hedge, unless it would delay a task or exceed the share of hedges; None: not launched."""
         if self._hedges + 1 > self._settings.hedge_share * (self._launched - self._hedges):
             return None
         if self._breaker is not None and self._breaker.opens_s() is not None:
             return None
-        if not self._live.take_now():
+        if not self._live.try_acquire():
             return None
-        if not self._starts.take_now():
-            self._live.give_back()
+        if not self._starts.try_acquire():
+            self._live.release()
             return None
         self._hedges += 1
-        return self._launch(wanted)
+        return self._launch(request)
 
-    async def _drop(self, losers: Iterable[_Making], places: int) -> None:
-        """End the starts that lost, and give back their places once nothing of them is left."""
+    async def _cancel_losers(self, losers: Iterable[_StartTask], slots: int) -> None:
+        """End the starts that lost, and release their slots once their sandboxes have ended."""
         losers = set(losers)
-        for one in losers:
-            one.cancel()
+        for loser in losers:
+            loser.cancel()
         if losers:
             await asyncio.wait(losers)
-        await asyncio.gather(*(self._end(one.result()) for one in losers if _succeeded(one)))
-        for _ in range(places):
-            self._live.give_back()
+        await asyncio.gather(*(self._end(loser.result()) for loser in losers if _succeeded(loser)))
+        for _ in range(slots):
+            self._live.release()
 
     # Ending.
 
@@ -340,22 +341,22 @@ class SandboxPool:
         self._boxes.pop(box.id, None)
 
     async def end_leaked(self) -> None:
-        """Retry ending the leaked sandboxes; called from time to time by the reaper."""
+        """Retry ending the leaked sandboxes; the reaper calls it periodically."""
         await asyncio.gather(*map(self._end, self._leaked.values()))
 
     async def close(self) -> None:
-        """End all sandboxes, leased ones too; waiting tasks get a SandboxError. The backend stays open."""
+        """End all sandboxes, including leased ones; waiting tasks get a SandboxError. The backend stays open."""
         self._closed = True
         self._changed.set()
-        for places in (self._live, self._starts):
-            places.close(_CLOSED)
-        await to_its_end(self._end_all())
+        for semaphore in (self._live, self._starts):
+            semaphore.close(_CLOSED)
+        await run_to_completion(self._end_all())
 
     async def _end_all(self) -> None:
-        for making in self._making:
-            making.cancel()
-        under_way = [_done(task) for task in (*self._making, *self._ending, *self._recalls)]
-        await asyncio.gather(*under_way, *map(self._end, {**self._leaked, **self._boxes}.values()))
+        for start_task in self._pending_starts:
+            start_task.cancel()
+        unfinished = [_finished(task) for task in (*self._pending_starts, *self._ending, *self._recalls)]
+        await asyncio.gather(*unfinished, *map(self._end, {**self._leaked, **self._boxes}.values()))
         await asyncio.gather(*map(self._end, self._boxes.values()))  # those that were ready before the cancellation
 
     def statistics(self) -> PoolStatistics:
@@ -366,7 +367,7 @@ class SandboxPool:
             peak=self._live.peak,
             waiters=self._live.waiters + self._starts.waiters,
             oldest_wait_s=max(self._live.oldest_wait_s, self._starts.oldest_wait_s),
-            starting=len(self._making),
+            starting=len(self._pending_starts),
             live=len(living),
             paused=sum(box.paused for box in living),
             leaked=len(self._leaked),
@@ -390,13 +391,13 @@ class SandboxPool:
 _CLOSED = infrastructure_failure("the pool of sandboxes is closed", retry=False)
 
 
-def _succeeded(made: _Making) -> bool:
-    return not made.cancelled() and made.exception() is None
+def _succeeded(start: _StartTask) -> bool:
+    return not start.cancelled() and start.exception() is None
 
 
-def _error_of(made: _Making) -> BaseException:
-    return SandboxError(_CLOSED) if made.cancelled() else made.exception() or SandboxError(_CLOSED)
+def _start_error(start: _StartTask) -> BaseException:
+    return SandboxError(_CLOSED) if start.cancelled() else start.exception() or SandboxError(_CLOSED)
 
 
-async def _done(task: asyncio.Task[Any]) -> None:
+async def _finished(task: asyncio.Task[Any]) -> None:
     await asyncio.wait({task})

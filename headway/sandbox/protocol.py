@@ -1,4 +1,4 @@
-"""The Protocols of sandboxes and their backends, local or at a provider: the smallest interface common to all."""
+"""Defines the Protocols of sandboxes and their backends, local or at a provider: the interface common to all."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Sandbox(Protocol):
     """A sandbox that is ready.
 
     Lifecycle: *running* <-> *paused*, then *ended*: by ``terminate``, its time to live, its own death or its owner's.
-    An ended one raises SandboxError from every call but ``terminate``. Invariant: nothing of it keeps running, whatever
-    its processes did; only snapshots stay. All calls raise SandboxError, whose failure says which side caused it.
+    An ended sandbox raises SandboxError from every call but ``terminate``. Invariant: no process of an ended sandbox
+    keeps running; only snapshots stay. All calls raise SandboxError, whose failure names the side that caused it.
 
     Example: ``exec(Command(argv=["sh", "-c", "while :; do :; done"], timeout_s=2))`` ends after two seconds with
     ``timed_out``, a failure of the model's code whose reward is valid; a machine that kills the sandbox meanwhile
@@ -44,7 +44,7 @@ class Sandbox(Protocol):
     async def list(self, path: str, *, max_entries: int = 10_000) -> list[FileInfo]: ...
 
     async def snapshot(self, name: str) -> Snapshot:
-        """Save its files, all processes stopped meanwhile; `create(snapshot=...)` restores them."""
+        """Save its files while all its processes are stopped; `create(snapshot=...)` restores them."""
         ...
 
     async def pause(self) -> None: ...
@@ -54,7 +54,7 @@ class Sandbox(Protocol):
     async def renew(self, ttl_s: float) -> None: ...
 
     async def terminate(self) -> None:
-        """End the sandbox and everything in it; no-op if it has ended. Returns when nothing of it is left."""
+        """End the sandbox and all its processes; no-op if it has ended. Returns when its resources are removed."""
         ...
 
 
@@ -74,12 +74,12 @@ class Backend(SandboxSource, Protocol):
     """Makes sandboxes."""
 
     async def list(self, labels: Mapping[str, str] | None = None) -> list[SandboxInfo]:
-        """This owner's sandboxes with all of ``labels``."""
+        """Return this owner's sandboxes with all of ``labels``."""
         ...
 
     async def preflight(self, spec: SandboxSpec, *, live: int = 1) -> list[str]:
-        """Problems that would stop a run with ``live`` of these at once, quotas included: a line each, with the remedy.
-        Makes no sandbox: `preflight.findings` does."""
+        """Return problems, quotas included, that would stop a run with ``live`` such sandboxes at once: a line with the
+        remedy for each. Makes no sandbox; `preflight.findings` does."""
         ...
 
     async def close(self) -> None:
@@ -92,5 +92,5 @@ class Reaping(Protocol):
     """A backend that can find sandboxes left by owners on this machine that died without ending them."""
 
     async def reap(self) -> list[Reaped]:
-        """Remove what dead owners have left; living owners' sandboxes aren't touched. Doesn't block the event loop."""
+        """Remove dead owners' resources; living owners' sandboxes aren't touched. Doesn't block the event loop."""
         ...

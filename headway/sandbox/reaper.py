@@ -1,4 +1,4 @@
-"""Removes what dead owners on this machine have left during a run, not only at its start."""
+"""Removes resources of dead owners on this machine during a run, not only at its start."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ class Reaper:
     def __init__(
         self, backend: Reaping, clock: Clock, every_s: float, end_leaked: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        """``end_leaked``: retries at each look to end what this process couldn't."""
+        """``end_leaked``: called after each reap, to retry ending sandboxes that this process couldn't end."""
         self._backend = backend
         self._clock = clock
         self._every_s = every_s
         self._end_leaked = end_leaked
-        self._seen = ReaperStatistics()
+        self._statistics = ReaperStatistics()
 
     async def run(self) -> None:
         """Consumes nothing, waits for time to pass, and is unblocked by it. Never returns."""
         while True:
             await self._clock.sleep(self._every_s)
-            await self.look()
+            await self.reap_once()
 
-    async def look(self) -> None:
-        seen, failed = self._seen, ""
+    async def reap_once(self) -> None:
+        totals, failed = self._statistics, ""
         reaped = []
         try:
             reaped = await self._backend.reap()
-        except (SandboxError, OSError) as error:  # a failed look stops no run: the next may succeed
+        except (SandboxError, OSError) as error:  # a failure stops no run: the next reap may succeed
             failed = str(error)
-        done = [owner for owner in reaped if not owner.stuck]
-        self._seen = ReaperStatistics(
-            looks=seen.looks + 1,
-            owners=seen.owners + len(done),
-            sandboxes=seen.sandboxes + sum(owner.sandboxes for owner in done),
-            stuck=len(reaped) - len(done),
+        removed = [owner for owner in reaped if not owner.stuck]
+        self._statistics = ReaperStatistics(
+            looks=totals.looks + 1,
+            owners=totals.owners + len(removed),
+            sandboxes=totals.sandboxes + sum(owner.sandboxes for owner in removed),
+            stuck=len(reaped) - len(removed),
             failed=failed,
         )
         if self._end_leaked is not None:
             await self._end_leaked()
 
     def statistics(self) -> ReaperStatistics:
-        return self._seen
+        return self._statistics

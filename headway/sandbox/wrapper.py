@@ -1,4 +1,4 @@
-"""A base for wrappers of a sandbox: every call that a subclass doesn't override goes to the inner one."""
+"""Defines a base for wrappers of a sandbox, which forwards every call that a subclass doesn't override."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SandboxWrapper:
         await self.before_use(timeout_s)
 
     async def before_use(self, longest_s: float = 0.0) -> None:
-        """Hook: called before any command or file access; ``longest_s``: how long it may take."""
+        """Hook: called before any command or file access, which may take ``longest_s``."""
 
     async def read(self, path: str, *, max_bytes: int = FILE_BYTES) -> bytes:
         await self.before_use()

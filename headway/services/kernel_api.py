@@ -1,4 +1,4 @@
-"""The kernel service as an ASGI application: TritonForge's routes over an evaluator."""
+"""Serves kernel evaluations over HTTP: an ASGI application with TritonForge's routes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headway.services.kernel_dispatch import KernelDispatch
 from headway.services.kernel_metrics import KernelMetrics
 from headway.services.kernel_requests import EvalRequest, KernelRequests
 
-_OPEN = ("/", "/health", "/openapi.json")  # without a key
+_WITHOUT_KEY = ("/", "/health", "/openapi.json")  # without a key
 _RESET = "/reset_gpu/"
 _FAILED_RETRY_S = 5  # Retry-After of a failure of the infrastructure
 _OUTCOMES = {
@@ -41,10 +41,10 @@ _OUTCOMES = {
 
 
 class KernelApi(HttpApp):
-    """ASGI application: judges kernels for other machines.
+    """ASGI application that evaluates kernels for other machines.
 
-    A candidate that doesn't compile, crashes or is wrong is an answer (200). What the request has wrong is 4xx and
-    names the field, a full queue 429 with Retry-After, and the service's own failure 503: never a reward.
+    A candidate that doesn't compile, crashes or is wrong gets an answer (200). An invalid request gets 4xx with
+    the name of the field, a full queue 429 with Retry-After, and a failure of the service 503: never a reward.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class KernelApi(HttpApp):
 
     async def answer(self, exchange: HttpExchange) -> None:
         route = self.route(exchange.path)
-        if route not in _OPEN:
+        if route not in _WITHOUT_KEY:
             self._keys.require(exchange.key)
         if route not in self._routes:
             raise unknown_url(exchange)
@@ -95,7 +95,7 @@ class KernelApi(HttpApp):
         return msgspec.json.encode({**body, "retryable": error.status in (408, 429) or error.status >= 500})
 
     async def _eval(self, exchange: HttpExchange) -> dict[str, Any]:
-        """Judge a candidate; a client that leaves ends its evaluation."""
+        """Evaluate a candidate; the evaluation is cancelled when its client disconnects."""
         submission = self._requests.submission(decoded(await exchange.body()))
         try:
             evaluation = await exchange.while_connected(self._dispatch.evaluate(submission))
@@ -104,10 +104,10 @@ class KernelApi(HttpApp):
         except KernelServiceFailed as error:
             headers = ((b"retry-after", str(_FAILED_RETRY_S).encode()),)
             raise HttpError(503, str(error), code="infrastructure", headers=headers) from None
-        hardware = next((one["name"] for one in self._devices.describe() if one["device"] == evaluation.device), "")
+        hardware = next((row["name"] for row in self._devices.describe() if row["device"] == evaluation.device), "")
         return answer_of(evaluation, hardware)
 
-    # --- what is shown ----------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------------------------
 
     async def _health(self, exchange: HttpExchange) -> dict[str, Any]:
         devices = self._devices.describe()
@@ -115,8 +115,8 @@ class KernelApi(HttpApp):
             "status": "healthy",
             "supported_backends": self._requests.available,
             "total_gpu_devices": len(devices),
-            "available_gpu_devices": sum(one["available"] for one in devices),
-            "busy_gpu_devices": sum(one["state"] == "leased" for one in devices),
+            "available_gpu_devices": sum(device["available"] for device in devices),
+            "busy_gpu_devices": sum(device["state"] == "leased" for device in devices),
             "running": self._dispatch.running,
             "waiting": self._dispatch.waiting,
             "isolation": "sandbox",
@@ -149,7 +149,7 @@ class KernelApi(HttpApp):
             "repeated": counts.repeated,
             "faults": dict(counts.faults),
             "infrastructure": {"retries": counts.retries, "failures": counts.failures},
-            "devices": {one["device"]: one["faults"] for one in self._devices.describe()},
+            "devices": {device["device"]: device["faults"] for device in self._devices.describe()},
         }
 
     async def _metrics(self, exchange: HttpExchange) -> bytes:
@@ -158,19 +158,19 @@ class KernelApi(HttpApp):
     async def _document(self, exchange: HttpExchange) -> dict[str, Any]:
         any_object, text = {"type": "object"}, {"text/plain": {"schema": {"type": "string"}}}
         answer = {"type": "object", "properties": _OUTCOMES, "required": list(_OUTCOMES)}
-        asked = msgspec.json.schema(EvalRequest)["$defs"]["EvalRequest"]
+        request_schema = msgspec.json.schema(EvalRequest)["$defs"]["EvalRequest"]
         operations = {path: operation(path, any_object) for path in self._routes}
-        operations["/eval"] = operation("/eval", answer, asked)
+        operations["/eval"] = operation("/eval", answer, request_schema)
         operations["/metrics"] = operation("/metrics", None, stream=text)
         operations[_RESET] = operation(_RESET, any_object, None, "device")
-        paths = {path: {self._routes[path][0].lower(): found} for path, found in operations.items()}
+        paths = {path: {self._routes[path][0].lower(): specification} for path, specification in operations.items()}
         paths[f"{_RESET}{{device}}"] = paths.pop(_RESET)
         return described("headway kernels", paths)
 
-    # --- what is done -----------------------------------------------------------------------------------------------
+    # --- actions ----------------------------------------------------------------------------------------------------
 
     async def _cleanup(self, exchange: HttpExchange) -> dict[str, Any]:
-        """An evaluation leaves nothing behind, so this looks at the devices anew, and no more."""
+        """Refresh the devices only, since an evaluation leaves nothing to clean up."""
         await self._devices.refresh()
         return {"status": "done", "message": "each evaluation runs in a sandbox of its own, which has cleaned up"}
 

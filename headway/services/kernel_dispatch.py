@@ -1,4 +1,4 @@
-"""Evaluations of the kernel service: their places, devices and repetitions, and what is counted of them."""
+"""Schedules and counts evaluations of the kernel service: permits, devices, retries."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _OVERTIME_S = 30.0  # beyond a submission's own limit, until the evaluator itsel
 
 @dataclass(frozen=True, kw_only=True)
 class KernelLimits:
-    """Limits of the service."""
+    """Limits of the kernel service."""
 
     concurrency: int = 2  # evaluations at once that need no device of their own
-    queue: int = 256  # that wait for a place, of each kind; more are refused
-    queue_s: float = 300.0  # longest wait; then a submission is refused
+    queue: int = 256  # submissions that wait for a permit, of each kind; more are refused
+    queue_s: float = 300.0  # longest wait, after which a submission is refused
     retries: int = 2  # after failures of the infrastructure
-    timeout_s: float = 600.0  # the longest of an evaluation, waiting apart
+    timeout_s: float = 600.0  # longest evaluation, without its wait
 
 
 @dataclass(kw_only=True)
@@ -47,18 +47,18 @@ class KernelCounts:
     retries: int = 0
     failures: int = 0  # evaluations without a result, after all retries
     faults: Counter[str] = field(default_factory=Counter[str])
-    waited_s: float = 0.0  # for places and devices, together
+    waited_s: float = 0.0  # for permits and devices, in total
     evaluated_s: float = 0.0
 
 
 class KernelDispatch:
-    """Gives each submission a place, and a device where it needs one of its own, and has it judged.
+    """Gives each submission a permit, and an exclusive device where it needs one, and has it evaluated.
 
-    A timed evaluation has a device to itself, and so has any on a GPU; the others share the cores that aren't for
-    timing. An evaluator that ``leases_cores`` takes those of the same table itself, for the timing alone: others
-    compile and check meanwhile. Waiting is first come, first served, bounded in number and time. A failure of the
-    infrastructure (the evaluator's own, or a GPU that its driver has lost meanwhile) is repeated, ahead of others, on
-    another device.
+    Timed evaluations, and all evaluations on a GPU, have a device exclusively; the others share the cores that aren't
+    reserved for timing. An evaluator that ``leases_cores`` leases cores of the same table itself, for the timing only;
+    others compile and check meanwhile. Waiting is first come, first served, and bounded in number and time. After a
+    failure of the infrastructure (of the evaluator, or a GPU that its driver has lost) the submission is tried again on
+    another device, ahead of others.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class KernelDispatch:
         self._limits = limits
         self._clock = clock
         self._on_event = on_event
-        # A place is the limiter's "token": so many may be open, the rest waits or is refused.
+        # A permit counts as a token of the limiter: the capacity bounds open permits, the rest waits or is refused.
         settings = RouterConfig(overcommit=1.0, queue_requests=limits.queue, queue_s=limits.queue_s)
         capacities = {
             "gpu": lambda: devices.usable("gpu"),
@@ -93,22 +93,22 @@ class KernelDispatch:
 
     @property
     def waiting(self) -> dict[str, int]:
-        """Submissions that wait, by what they wait for: gpu, cpu (timing) or shared."""
+        """Return the numbers of waiting submissions by resource: gpu, cpu (timing) or shared."""
         return {name: limiter.waiting for name, limiter in self._limiters.items()}
 
     async def evaluate(self, submission: KernelSubmission) -> KernelEvaluation:
-        """Have a submission judged, on the device that it names if that is free; its result is the candidate's. Raises
-        Overloaded, ConfigurationError (the task's fault) and KernelServiceFailed (the service's own)."""
+        """Evaluate a submission, on the device that it names if that is free; the result concerns the candidate alone.
+        Raises Overloaded, ConfigurationError (the task is at fault) and KernelServiceFailed (the service is)."""
         causes: list[str] = []
         began_s = self._clock.now()
         for attempt in range(self._limits.retries + 1):
             try:
-                async with self._place(submission, -attempt) as device:
+                async with self._acquire_device(submission, -attempt) as device:
                     waited_s = self._clock.now() - began_s
-                    evaluation = await self._judged(msgspec.structs.replace(submission, device=device))
+                    evaluation = await self._evaluate_once(msgspec.structs.replace(submission, device=device))
             except DeviceUnavailable as error:
                 causes.append(str(error))
-                await self._devices.refresh()  # one that was lost may be there again
+                await self._devices.refresh()  # a lost device may have returned
                 continue
             if not evaluation.infrastructure:
                 seconds = {**evaluation.seconds, "wait": evaluation.seconds.get("wait", 0.0) + waited_s}
@@ -121,29 +121,29 @@ class KernelDispatch:
         raise KernelServiceFailed("; then: ".join(dict.fromkeys(causes)))
 
     @asynccontextmanager
-    async def _place(self, submission: KernelSubmission, priority: int) -> AsyncIterator[str]:
-        """A place for the block, with its device; "": the cores that are shared."""
+    async def _acquire_device(self, submission: KernelSubmission, priority: int) -> AsyncIterator[str]:
+        """Hold a permit within the block; yields its device, "" for the shared cores."""
         kinds, preferred = device_kinds(submission.task.backend), submission.device
-        present: list[DeviceKind] = [one for one in kinds if self._devices.names((one,))]
+        present: list[DeviceKind] = [candidate for candidate in kinds if self._devices.names((candidate,))]
         kind = self._devices.kind(preferred) if preferred else (present or kinds)[0]
         if kind == "cpu" and not submission.timed:
-            async with self._limiters["shared"].place(1, priority):
+            async with self._limiters["shared"].permit(1, priority):
                 yield ""
             return
-        async with self._limiters[kind].place(1, priority):
+        async with self._limiters[kind].permit(1, priority):
             if kind == "cpu" and self._leases_cores:
                 yield preferred
                 return
             with self._devices.lease(kind, preferred) as device:
                 yield device
 
-    async def _judged(self, submission: KernelSubmission) -> KernelEvaluation:
-        """Make one attempt; failures of the evaluator, and of the device, are ``infrastructure`` in the result."""
+    async def _evaluate_once(self, submission: KernelSubmission) -> KernelEvaluation:
+        """Make a single attempt; failures of evaluator and device are ``infrastructure`` in the result."""
         device, began_s = submission.device, self._clock.now()
         self.running += 1
         limit_s = submission.timeout_s + _OVERTIME_S
         if self._leases_cores and submission.timed:
-            limit_s += self._limits.queue_s  # it waits for a core within
+            limit_s += self._limits.queue_s  # the evaluator waits for a core within its time
         try:
             async with asyncio.timeout(limit_s):
                 evaluation = await self._judge.evaluate(submission)
@@ -151,7 +151,7 @@ class KernelDispatch:
             raise
         except TimeoutError:
             evaluation = KernelEvaluation(infrastructure=f"the evaluator didn't end within {limit_s:g} s")
-        except Exception as error:  # the boundary to the evaluator: no failure of its own is the candidate's
+        except Exception as error:  # the boundary to the evaluator, whose failures aren't the candidate's
             _log.error("an evaluation failed: %s", error, exc_info=error)
             evaluation = KernelEvaluation(infrastructure=f"{type(error).__name__}: {error}")
         finally:
@@ -170,14 +170,14 @@ class KernelDispatch:
         return evaluation
 
     def reset(self, names: tuple[str, ...]) -> list[str]:
-        """Reset devices, see `DeviceTable.reset`, and admit what waits for them."""
+        """Reset devices, see `DeviceTable.reset`, and admit the submissions that wait for them."""
         usable = self._devices.reset(names)
         for limiter in self._limiters.values():
-            limiter.go_on()
+            limiter.admit_waiting()
         return usable
 
     def stop(self) -> None:
-        """Refuse what waits."""
+        """Refuse all waiting submissions."""
         for limiter in self._limiters.values():
             limiter.stop()
 

@@ -1,4 +1,4 @@
-"""`/metrics` of the kernel service: its responses, evaluations, faults, queue and devices, as Prometheus reads them."""
+"""Exports `/metrics` of the kernel service for Prometheus: responses, evaluations, faults, queue and devices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COUNTED = {
 class KernelMetrics(ServiceMetrics):
     """Collects the service's metrics from its state."""
 
-    responses: Mapping[tuple[str, int], int]  # by route and status, 0 where the client left before
+    responses: Mapping[tuple[str, int], int]  # by route and status; 0: the client disconnected before
     dispatch: KernelDispatch
     devices: DeviceTable
 
@@ -40,7 +40,7 @@ class KernelMetrics(ServiceMetrics):
         yield labelled(faults, (([fault], count) for fault, count in sorted(counts.faults.items())))
         yield GaugeMetricFamily("headway_kernels_running", "evaluations that run", self.dispatch.running)
         waiting = GaugeMetricFamily("headway_kernels_waiting", "submissions that wait", labels=["place"])
-        yield labelled(waiting, (([place], count) for place, count in self.dispatch.waiting.items()))
+        yield labelled(waiting, (([queue], count) for queue, count in self.dispatch.waiting.items()))
         meaning = "1: the device is in this state"
         states = GaugeMetricFamily("headway_kernels_device", meaning, labels=["device", "state"])
-        yield labelled(states, (([one["device"], one["state"]], 1.0) for one in self.devices.describe()))
+        yield labelled(states, (([device["device"], device["state"]], 1.0) for device in self.devices.describe()))

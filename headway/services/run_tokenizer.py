@@ -1,4 +1,4 @@
-"""A run's tokenizer, for commands and services that show its rollouts."""
+"""Loads a run's tokenizer, for commands and services that show its rollouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headway.tokens.tokenizer import Tokenizer
 
 
 def run_tokenizer(run: str | Path) -> Tokenizer | None:
-    """The tokenizer of a run, out of its model's folder or else a checkpoint's; None: none can be read."""
+    """Load the tokenizer of a run from its model's folder, else from a checkpoint; None: no tokenizer can be read."""
     directory = RunDirectory(run)
     folders = [directory.best, *directory.checkpoints.glob("step_*/model")]
     with contextlib.suppress(HeadwayError):
@@ -25,12 +25,12 @@ def run_tokenizer(run: str | Path) -> Tokenizer | None:
 
 
 def run_decoder(run: str | Path) -> Callable[[Sequence[int]], str] | None:
-    """The decoder of a run's tokenizer; None: none can be read."""
+    """Return the decoder of a run's tokenizer; None: no tokenizer can be read."""
     tokenizer = run_tokenizer(run)
     return None if tokenizer is None else tokenizer.decode
 
 
 def token_table(run: str | Path) -> TokenTable | None:
-    """The texts of a run's tokens; None: no tokenizer can be read."""
+    """Return the texts of a run's tokens; None: no tokenizer can be read."""
     tokenizer = run_tokenizer(run)
     return None if tokenizer is None else TokenTable(tokenizer.vocabulary_bytes(), tokenizer.special_ids)

@@ -1,4 +1,4 @@
-"""`headway serve-kernels`: the kernel service of this machine."""
+"""`headway serve-kernels` runs the kernel service of this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headway.kernels.device_queries import core_devices, default_core_sets, quer
 from headway.kernels.devices import DeviceTable, OnDeviceEvent
 from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelSubmission
-from headway.runtime.addresses import listening, service_keys
+from headway.runtime.addresses import listening_socket, service_keys
 from headway.runtime.clock import RealClock
 from headway.runtime.devices import machine_cores, parse_device
 from headway.runtime.imports import import_function
@@ -24,34 +24,34 @@ from headway.services.kernel_api import KernelApi
 from headway.services.kernel_dispatch import KernelDispatch, KernelLimits
 from headway.services.kernel_requests import KernelRequests
 
-_BODY_FACTOR, _BODY_BYTES = 4, 1 << 16  # of a request: two sources with what JSON or base64 adds, and its other fields
+_BODY_FACTOR, _BODY_BYTES = 4, 1 << 16  # of a request: two sources as JSON or base64, and the other fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelServing:
-    """Settings of the kernel service, as the command's options have them."""
+class KernelSettings:
+    """Settings of the kernel service, with the names of the command's options."""
 
     host: str = "127.0.0.1"
     port: int = 0
     key_file: str = ""  # "": no key is needed
     cores: str = ""  # sets of cores for timing, 2-3,4-5; "": the upper half
-    concurrency: int | None = None  # of untimed evaluations; None: as many as there are cores that aren't for timing
+    concurrency: int | None = None  # of untimed evaluations; None: the number of cores that aren't for timing
     queue: int = 256
     queue_s: float = 300.0
     timeout_s: float = 600.0
-    timing_s: float = 0.7  # until a speed-up is measured closely enough, or isn't told
+    timing_s: float = 0.7  # longest timing; a speed-up that isn't measured precisely enough by then isn't reported
     max_source_bytes: int = 1 << 20
     evaluator: str = ""  # module:function, called with these settings; "": Headway's own
 
     @property
     def address(self) -> str:
-        """HOST:PORT."""
+        """Return HOST:PORT."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def core_sets(self) -> dict[str, tuple[int, ...]]:
-        """The devices for timing, and the ids of their cores. Raises ConfigurationError: cores that this machine lacks,
-        or that are named twice."""
-        names = [f"cpu:{one.strip()}" for one in self.cores.split(",")] if self.cores else default_core_sets()
+        """Return the devices for timing, with the ids of their cores. Raises ConfigurationError for cores that this
+        machine lacks, or that are named twice."""
+        names = [f"cpu:{core_set.strip()}" for core_set in self.cores.split(",")] if self.cores else default_core_sets()
         try:
             sets = {name: parse_device(name).core_ids() for name in names}
         except ConfigurationError as error:
@@ -62,7 +62,7 @@ class KernelServing:
         return sets
 
     def limits(self) -> KernelLimits:
-        """Limits of the service. Raises ConfigurationError as `core_sets`."""
+        """Return the limits of the service. Raises ConfigurationError as `core_sets` does."""
         timing = sum(map(len, self.core_sets().values()))
         return KernelLimits(
             concurrency=self.concurrency or max(1, len(machine_cores()) - timing),
@@ -72,25 +72,27 @@ class KernelServing:
         )
 
 
-async def serve_kernels(settings: KernelServing, on_ready: Callable[[str, str], None], on_event: OnDeviceEvent) -> None:
-    """Serve until Ctrl-C or SIGTERM. ``on_ready(address, description)`` is called once; ``on_event(name, detail)`` at
-    problems. Raises ConfigurationError: cores that aren't valid, an address that is taken, or that other machines reach
-    without keys, a file without any."""
+async def serve_kernels(
+    settings: KernelSettings, on_ready: Callable[[str, str], None], on_event: OnDeviceEvent
+) -> None:
+    """Serve until Ctrl-C or SIGTERM. ``on_ready(address, description)`` is called once, ``on_event(name, detail)`` at
+    problems. Raises ConfigurationError for invalid cores, an address that is taken, or that other machines reach
+    without keys, and a file without keys."""
     limits, sets = settings.limits(), settings.core_sets()
     keys = service_keys(settings.key_file, "--key-file", settings.address, f"--host {settings.host}")
     async with until_interrupted() as stopped, AsyncExitStack() as stack:
-        listener = stack.enter_context(closing(listening(settings.address, "--host and --port")))
-        own = not settings.evaluator
-        if own and (others := {*machine_cores()}.difference(*sets.values())):
+        listener = stack.enter_context(closing(listening_socket(settings.address, "--host and --port")))
+        own_evaluator = not settings.evaluator
+        if own_evaluator and (others := {*machine_cores()}.difference(*sets.values())):
             stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
-            os.sched_setaffinity(0, others)  # what compiles and checks stays off the cores that time
-        # The own evaluator uses cores alone: no GPU is in its table, to which a submission could be sent.
-        devices = DeviceTable(core_devices(list(sets)), tuple if own else query_gpus, on_event)
+            os.sched_setaffinity(0, others)  # compiling and checking mustn't use the cores for timing
+        # Headway's own evaluator uses cores alone, so its table has no GPU to which a submission could be sent.
+        devices = DeviceTable(core_devices(list(sets)), tuple if own_evaluator else query_gpus, on_event)
         await devices.refresh()
         evaluator = make_evaluator(settings, devices)
         await evaluator.start()
         stack.push_async_callback(evaluator.close)
-        dispatch = KernelDispatch(evaluator, devices, limits, RealClock(), on_event, leases_cores=own)
+        dispatch = KernelDispatch(evaluator, devices, limits, RealClock(), on_event, leases_cores=own_evaluator)
         stack.callback(dispatch.stop)
         body_bytes = settings.max_source_bytes * _BODY_FACTOR + _BODY_BYTES
         endpoint = EndpointConfig(address=settings.address, max_body_bytes=body_bytes)
@@ -101,8 +103,8 @@ async def serve_kernels(settings: KernelServing, on_ready: Callable[[str, str], 
             await stopped.wait()
 
 
-def make_evaluator(settings: KernelServing, devices: DeviceTable | None = None) -> Any:
-    """This machine's evaluator, not started yet. ``devices``: what it leases for timing; default: of its own."""
+def make_evaluator(settings: KernelSettings, devices: DeviceTable | None = None) -> Any:
+    """Make this machine's evaluator; it isn't started yet. ``devices``: leased for timing; default: ``core_sets()``."""
     if settings.evaluator:
         return import_function(settings.evaluator, "--evaluator", ())(settings)
     from headway.kernels.evaluator import EvaluatorSettings, KernelEvaluator
@@ -114,11 +116,11 @@ def make_evaluator(settings: KernelServing, devices: DeviceTable | None = None) 
         return findings[0].text if findings else ""
 
     devices = devices or DeviceTable.of_cores(list(settings.core_sets()))
-    usual = TimingSettings()
-    wider = (usual.most_s / settings.timing_s) ** 0.5  # as the error of a mean of fewer
+    default_timing = TimingSettings()
+    wider = (default_timing.most_s / settings.timing_s) ** 0.5  # the error of a mean grows as 1 / sqrt(time)
     timing = TimingSettings(
-        most_s=settings.timing_s, width=usual.width * wider, refused_width=usual.refused_width * wider
+        most_s=settings.timing_s, width=default_timing.width * wider, refused_width=default_timing.refused_width * wider
     )
-    # What compiles while others are timed, and what isn't timed.
-    most = 2 * settings.limits().concurrency + devices.usable("cpu")
-    return KernelEvaluator(EvaluatorSettings(concurrent=most, timing=timing), check=check, devices=devices)
+    # Some evaluations compile while others are timed, and some aren't timed at all.
+    max_evaluations = 2 * settings.limits().concurrency + devices.usable("cpu")
+    return KernelEvaluator(EvaluatorSettings(concurrent=max_evaluations, timing=timing), check=check, devices=devices)

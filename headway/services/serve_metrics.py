@@ -1,4 +1,4 @@
-"""`/metrics` of `headway serve`: its responses, sessions, router and workers, as Prometheus reads them."""
+"""Exports `/metrics` of `headway serve` for Prometheus: responses, sessions, router and workers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 
 
 class ServiceMetrics(Collector):
-    """Base of the metrics of an HTTP service: one text for each request of them."""
+    """Base class of the metrics of an HTTP service, which are collected at each request."""
 
     def text(self) -> bytes:
-        """The metrics in Prometheus' text format: the body of the response."""
+        """Return the metrics in Prometheus' text format, the body of the response."""
         registry = CollectorRegistry()
         registry.register(self)
         return generate_latest(registry)
@@ -32,14 +32,14 @@ class ServiceMetrics(Collector):
 
 @dataclass(frozen=True, eq=False)
 class ServeMetrics(ServiceMetrics):
-    """Collects the server's metrics from one snapshot of its state."""
+    """Collects the server's metrics from a snapshot of its state."""
 
-    responses: Mapping[tuple[str, int], int]  # by route and status, 0 where the client left before
+    responses: Mapping[tuple[str, int], int]  # by route and status; 0: the client disconnected before
     router: RouterStatistics
     workers: Iterable[WorkerState]
-    sessions: int  # open named ones
-    kept_tokens: int  # tokens that these keep
-    compiling: int  # requests that wait for their grammars, and aren't the router's yet
+    sessions: int  # open named sessions
+    kept_tokens: int  # tokens that these sessions keep
+    compiling: int  # requests that wait for their grammars, before they reach the router
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         yield response_family("headway_serve_responses", self.responses)
@@ -51,13 +51,13 @@ class ServeMetrics(ServiceMetrics):
 
 
 def response_family(name: str, responses: Mapping[tuple[str, int], int]) -> CounterMetricFamily:
-    """A service's responses as a metric. ``responses``: counts by route and status."""
+    """Make a metric of a service's responses. ``responses``: counts by route and status."""
     family = CounterMetricFamily(name, "status 0: the client left before", labels=["route", "status"])
     return labelled(family, (((route, str(status)), count) for (route, status), count in sorted(responses.items())))
 
 
 def labelled(family: Family, samples: Iterable[tuple[Sequence[str], float]]) -> Family:
-    """A metric with samples: the values of its labels, its own."""
+    """Add samples (label values, value) to a metric, and return it."""
     for labels, value in samples:
         family.add_metric(labels, value)
     return family

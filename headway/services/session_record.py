@@ -1,4 +1,5 @@
-"""The file of `headway serve --record`: a line for each ended session; lines wait in memory while the disk is full."""
+"""Writes the file of `headway serve --record`, a line for each ended session. Lines wait in memory while the disk is
+full."""
 
 from __future__ import annotations
 
@@ -12,49 +13,49 @@ from headway.records.errors import HeadwayError
 from headway.records.tokens import plain
 from headway.runtime.line_file import LineFile
 
-_KEY_DIGITS = 16  # of a key's BLAKE2b digest: tells sessions of one name apart without revealing the key
-_MOST_KEPT_BYTES = 256 << 20  # of lines that wait for room
+_KEY_DIGITS = 16  # of a key's BLAKE2b digest: distinguishes sessions of one name without revealing the key
+_MAX_KEPT_BYTES = 256 << 20  # of lines that wait for disk space
 
 
 class SessionRecord:
-    """Writes ended sessions to a file, a line each, in the order in which they end.
+    """Writes a line for each ended session to a file, in the order in which the sessions end.
 
-    Lines that the file can't take (a full disk) are kept in memory and written once it can; serving continues. LineFile
-    never leaves half a line. `close` raises when lines are lost, `write` when more wait than may be kept.
+    Lines that can't be written (the disk is full) are kept in memory and written later; serving continues. LineFile
+    never leaves half a line. `close` raises when lines are lost, `write` when more bytes wait than may be kept.
     """
 
     def __init__(
-        self, file: LineFile, on_event: Callable[[str, str], object], most_kept_bytes: int = _MOST_KEPT_BYTES
+        self, file: LineFile, on_event: Callable[[str, str], object], max_kept_bytes: int = _MAX_KEPT_BYTES
     ) -> None:
-        """``on_event(name, detail)`` is called when the file takes no more lines, and when it does again."""
+        """Write to ``file``. ``on_event(name, detail)`` is called when writing starts to fail, and works again."""
         self._file = file
         self._on_event = on_event
-        self._most_kept_bytes = most_kept_bytes
+        self._max_kept_bytes = max_kept_bytes
         self._kept: deque[bytes] = deque()
         self._kept_bytes = 0
-        self._why = ""  # the error with which the file refuses lines; "": it takes them
+        self._why = ""  # error of the last write; "": it succeeded
 
     def add(self, session: Session) -> None:
-        """Record an ended session. Never raises: the caller is a request of some other session."""
+        """Record an ended session. Never raises, since the caller is a request of another session."""
         line = recorded_line(session)
         if line is not None:
             self._kept.append(line)
             self._kept_bytes += len(line)
-            self._try()
+            self._write_kept()
 
     def write(self) -> None:
         """Retry the lines that wait. Raises HeadwayError when they are more bytes than may be kept."""
-        self._try()
-        if self._kept_bytes > self._most_kept_bytes:
+        self._write_kept()
+        if self._kept_bytes > self._max_kept_bytes:
             raise HeadwayError(f"{len(self._kept)} sessions, {self._kept_bytes} bytes, wait for room: {self._why}")
 
     def close(self) -> None:
         """Retry the lines that wait for the last time. Raises HeadwayError when sessions remain unwritten."""
-        self._try()
+        self._write_kept()
         if self._kept:
             raise HeadwayError(f"{len(self._kept)} sessions are lost: {self._why}")
 
-    def _try(self) -> None:
+    def _write_kept(self) -> None:
         why = ""
         while self._kept and not why:
             try:
@@ -77,8 +78,8 @@ class SessionRecord:
 
 
 def recorded_line(session: Session) -> bytes | None:
-    """The JSON line of an ended session: its name, its key's shortened digest, its reward and its token-exact branches.
-    None: nothing was answered."""
+    """Return the JSON line of an ended session: name, shortened digest of its key, reward and token-exact branches.
+    None: the session has no answers."""
     recorded = session.seal()
     if not recorded.branches:
         return None

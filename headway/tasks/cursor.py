@@ -1,4 +1,4 @@
-"""An endless, reshuffled, resumable walk through tasks, of one source or of several by weight."""
+"""An endless, resumable iteration over tasks, reshuffled every epoch, of one source or of several by weight."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from headway.tasks.mixture import Mixture
 
 
 class TaskCursor:
-    """An endless iterator over tasks: each epoch of a source is a permutation drawn from (seed, epoch) alone, and
-    sources take turns by their weights (mixture.py).
+    """An endless iterator over tasks. Each epoch of a source is a permutation that depends on (seed, epoch) alone, and
+    a mixture chooses between sources by their weights (mixture.py).
 
     Invariant: ``position`` (tasks handed out since the start) is the whole state, so a cursor made from equal tasks,
     seed and weights and ``seek``-ed to it continues exactly where another stopped. Memory: a permutation per source.
@@ -29,7 +29,7 @@ class TaskCursor:
 
         Raises ConfigurationError when there are no tasks, or a source has none.
         """
-        self._walks, self._mixture = make_walks(tasks, seed, weights)
+        self._orders, self._mixture = make_task_orders(tasks, seed, weights)
 
     @property
     def position(self) -> int:
@@ -39,8 +39,8 @@ class TaskCursor:
     def next(self) -> Task:
         """Return the next task and advance."""
         chosen = self._mixture.next()
-        walk = self._walks[chosen]
-        return walk.tasks[walk.number(self._mixture.counts[chosen] - 1)]
+        order = self._orders[chosen]
+        return order.tasks[order.number(self._mixture.counts[chosen] - 1)]
 
     def seek(self, position: int) -> None:
         """Go to ``position`` (>= 0), as if that many tasks had been handed out."""
@@ -49,25 +49,28 @@ class TaskCursor:
         self._mixture.seek(position)
 
 
-def make_walks(tasks: Sequence[Task], seed: int, weights: Mapping[str, float] | None) -> tuple[list[Walk], Mixture]:
-    """A walk for each source, and the mixture that chooses between them. Arguments and errors as of ``TaskCursor``."""
+def make_task_orders(
+    tasks: Sequence[Task], seed: int, weights: Mapping[str, float] | None
+) -> tuple[list[TaskOrder], Mixture]:
+    """Make a task order for each source, and the mixture that chooses between them. Arguments and errors as of
+    ``TaskCursor``."""
     if not tasks:
         raise ConfigurationError("there are no tasks to draw from")
     if weights is None or len(weights) < 2:
-        return [Walk(tasks, seed)], Mixture([1.0])
+        return [TaskOrder(tasks, seed)], Mixture([1.0])
     of_source: dict[str, list[Task]] = {name: [] for name in weights}
     for task in tasks:
         of_source[task.source].append(task)
     for name, members in of_source.items():
         if not members:
             raise ConfigurationError(f"{name}: there are no tasks to draw from")
-    # a seed of its own for each, or sources of one size would be shuffled alike
-    walks = [Walk(members, f"{seed}:{name}") for name, members in of_source.items()]
-    return walks, Mixture(list(weights.values()))
+    # a separate seed for each, or sources of one size would have equal permutations
+    orders = [TaskOrder(members, f"{seed}:{name}") for name, members in of_source.items()]
+    return orders, Mixture(list(weights.values()))
 
 
-class Walk:
-    """A walk through the tasks of a source, reshuffled every epoch."""
+class TaskOrder:
+    """The order of a source's tasks, reshuffled every epoch."""
 
     def __init__(self, tasks: Sequence[Task], seed: int | str) -> None:
         self.tasks = tasks
@@ -76,7 +79,7 @@ class Walk:
         self._order: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
     def number(self, position: int) -> int:
-        """Index into ``tasks`` of the task at ``position`` (>= 0) of the walk."""
+        """Return the index into ``tasks`` of the task at ``position`` (>= 0), counted over all epochs."""
         epoch, offset = divmod(position, len(self.tasks))
         if epoch != self._epoch:
             self._order = permutation(len(self.tasks), self._seed, epoch)
@@ -85,7 +88,7 @@ class Walk:
 
 
 def permutation(size: int, seed: int | str, epoch: int) -> npt.NDArray[np.int64]:
-    """A permutation of ``range(size)`` [size] that depends on (size, seed, epoch) and nothing else.
+    """Return a permutation of ``range(size)``, [size], that depends on (size, seed, epoch) alone.
 
     Indices are sorted by a keyed 64-bit mix (the finaliser of SplitMix64, Steele et al. 2014), so the order
     doesn't change with the version of a library's shuffle.

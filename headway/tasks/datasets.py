@@ -1,4 +1,4 @@
-"""Rows of Hugging Face data sets: files and folders on this machine, or by name from the hub.
+"""Rows of Hugging Face data sets: files and folders on this machine, or data sets by name from the hub.
 
 Local files are streamed in place: no copy on the disk, one batch of rows in memory. Files from the hub are downloaded
 once, into the cache of the package ``datasets``, and mapped into memory from there.
@@ -23,17 +23,17 @@ _BUILDERS = {
     ".arrow": "arrow",
 }  # suffix of a file -> its reader
 _MARK = "\ue000"  # a private character: before texts of CSV files
-_MARKS_OF_SAVED = ("dataset_dict.json", "state.json")  # files that save_to_disk leaves in its folder
+_SAVED_DATASET_FILES = ("dataset_dict.json", "state.json")  # files that save_to_disk leaves in its folder
 
 
 def read_dataset(source: TaskSource | SftSource) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of ``source`` in their own order, each with its name for errors ("gsm8k row 3", counted from 0).
+    """Yield the rows of ``source`` in their own order, each with its name for errors ("gsm8k row 3", counted from 0).
 
     Raises ConfigurationError: the package is missing; no such file, folder or data set; an unknown subset or split
     (the error lists the valid ones); the hub can't be reached; a file that can't be read.
     """
     package = import_extra("datasets", "datasets", "source = 'datasets'")
-    name = source.called
+    name = source.display_name
     try:
         if source.path:
             rows = _open_path(package, source)
@@ -41,10 +41,10 @@ def read_dataset(source: TaskSource | SftSource) -> Iterator[tuple[str, dict[str
             rows = _split_of(_load(package, source, source.name, revision=source.revision or None), source)
         features: Mapping[str, Any] = getattr(rows, "features", None) or {}
         for number, row in enumerate(rows):
-            given = (
+            columns = (
                 (key, value.removeprefix(_MARK) if isinstance(value, str) else value) for key, value in row.items()
             )
-            yield f"{name} row {number}", {key: _structs(value, features.get(key)) for key, value in given}
+            yield f"{name} row {number}", {key: _marked_structs(value, features.get(key)) for key, value in columns}
     except ConfigurationError:
         raise
     except ConnectionError as error:  # also what the package raises for a name that isn't in its cache
@@ -53,7 +53,7 @@ def read_dataset(source: TaskSource | SftSource) -> Iterator[tuple[str, dict[str
             f'network (hf download {source.name} --repo-type dataset --local-dir FOLDER) and set path = "FOLDER" '
             "instead of name"
         ) from error
-    except Exception as error:  # boundary to a foreign package and its files: whatever it raises is bad input here
+    except Exception as error:  # boundary to a foreign package and its files: any exception is bad input here
         raise ConfigurationError(f"{name} can't be read: {type(error).__name__}: {_first_line(error)}") from error
 
 
@@ -62,21 +62,21 @@ class ArrowStruct(dict[str, Any]):
 
 
 def without_nulls(value: Any) -> Any:
-    """A value in which objects have the fields that hold something, wherever a null may stand for none."""
+    """Return ``value`` without null fields, in all objects where a null may stand for a missing field."""
     if isinstance(value, dict):
         lacks = isinstance(value, ArrowStruct)
-        return {key: without_nulls(one) for key, one in value.items() if one is not None or not lacks}
-    return [without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {key: without_nulls(child) for key, child in value.items() if child is not None or not lacks}
+    return [without_nulls(child) for child in value] if isinstance(value, list) else value
 
 
-def _structs(value: Any, feature: Any) -> Any:
-    """The value of a column with its lists' structs marked; JSON columns hold what their rows do."""
+def _marked_structs(value: Any, feature: Any) -> Any:
+    """Return a column's value with objects of struct columns as ArrowStruct; JSON columns have plain dictionaries."""
     inner = getattr(feature, "feature", feature[0] if isinstance(feature, list) and feature else None)
     if isinstance(value, list) and (inner is not None or feature is None):
-        return [_structs(one, inner) for one in value]
+        return [_marked_structs(child, inner) for child in value]
     if isinstance(value, dict) and (isinstance(feature, Mapping) or feature is None):
         fields: Mapping[str, Any] = feature or {}
-        return ArrowStruct({key: _structs(one, fields.get(key)) for key, one in value.items()})
+        return ArrowStruct({key: _marked_structs(child, fields.get(key)) for key, child in value.items()})
     return value
 
 
@@ -84,7 +84,7 @@ def _open_path(package: Any, source: TaskSource | SftSource) -> Iterable[Mapping
     path = Path(source.path)
     if not path.exists():
         raise ConfigurationError(f"no such file or folder: {path}")
-    if path.is_dir() and any((path / mark).exists() for mark in _MARKS_OF_SAVED):
+    if path.is_dir() and any((path / mark).exists() for mark in _SAVED_DATASET_FILES):
         if source.subset:
             raise ConfigurationError(f"{path} was written by save_to_disk, which keeps no subsets: leave 'subset' out")
         return _split_of(package.load_from_disk(str(path)), source)
@@ -100,45 +100,45 @@ def _open_path(package: Any, source: TaskSource | SftSource) -> Iterable[Mapping
     return package.load_dataset(builder, data_files=str(path), split="train", streaming=True, **as_text)
 
 
-def _load(package: Any, source: TaskSource | SftSource, where: str, **options: Any) -> Any:
+def _load(package: Any, source: TaskSource | SftSource, path_or_name: str, **options: Any) -> Any:
     try:
-        builder = package.load_dataset_builder(where, source.subset or None, revision=options.get("revision"))
+        builder = package.load_dataset_builder(path_or_name, source.subset or None, revision=options.get("revision"))
         if hasattr(builder.config, "converters"):  # CSV
             options["converters"] = _text_columns(source)
-        return package.load_dataset(where, source.subset or None, **options)
+        return package.load_dataset(path_or_name, source.subset or None, **options)
     except ValueError as error:
         if "BuilderConfig" in str(error) or "Config name is missing" in str(error):
             problem = f"subset = {source.subset!r}" if source.subset else "'subset' is needed"
-            raise ConfigurationError(f"{source.called}: {problem}: {_first_line(error)}") from None
+            raise ConfigurationError(f"{source.display_name}: {problem}: {_first_line(error)}") from None
         raise
 
 
 def _text_columns(source: TaskSource | SftSource) -> dict[str, Callable[[str], str]]:
-    """The columns of a CSV file that are read as they are written: 007, 1.50."""
+    """Return converters for the columns of a CSV file that are read as they are written: 007, 1.50."""
     columns = source.columns
     names = [columns.prompt, columns.solution] if isinstance(columns, SftColumns) else [columns.prompt, columns.answer]
-    return dict.fromkeys(("answer" if name is None else name for name in names), _marked)
+    return dict.fromkeys(("answer" if name is None else name for name in names), _with_mark)
 
 
-def _marked(text: str) -> str:
-    """Keep the reader from taking a text such as NA for a missing one."""
+def _with_mark(text: str) -> str:
+    """Mark a text, so that the reader doesn't take NA, say, for a missing one."""
     return _MARK + text
 
 
 def _split_of(loaded: Any, source: TaskSource | SftSource) -> Iterable[Mapping[str, Any]]:
-    """The split that ``source`` names, from one data set or a dictionary of splits."""
+    """Choose the split that ``source`` names, from one data set or a dictionary of splits."""
     if not isinstance(loaded, Mapping):
         if source.split and str(loaded.split) != source.split:
-            raise ConfigurationError(f"{source.called} is one data set without splits: leave 'split' out")
+            raise ConfigurationError(f"{source.display_name} is one data set without splits: leave 'split' out")
         return loaded
     names = [str(name) for name in loaded]
-    wanted = source.split or (names[0] if len(names) == 1 else "train")
-    if wanted not in names:
-        near = difflib.get_close_matches(wanted, names, n=1)
+    split = source.split or (names[0] if len(names) == 1 else "train")
+    if split not in names:
+        near = difflib.get_close_matches(split, names, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        asked = f"split = {wanted!r}" if source.split else "'split' is needed"
-        raise ConfigurationError(f"{source.called}: {asked}; {hint}it has: {', '.join(names)}")
-    return loaded[wanted]
+        asked = f"split = {split!r}" if source.split else "'split' is needed"
+        raise ConfigurationError(f"{source.display_name}: {asked}; {hint}it has: {', '.join(names)}")
+    return loaded[split]
 
 
 def _first_line(error: BaseException) -> str:

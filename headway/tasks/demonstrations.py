@@ -14,7 +14,7 @@ from headway.tasks.rows import Rows, require_messages, short
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A prompt and its solution; if either is empty, the pair is not trained on."""
+    """A prompt and its solution; a pair with an empty one isn't trained on."""
 
     prompt: str
     solution: str
@@ -22,46 +22,46 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """{role, content} messages, and the tools that the chat template is given."""
+    """A conversation of {role, content} messages, and the tools that the chat template is given."""
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] | None = None
 
 
 def read_demonstrations(source: SftSource) -> Iterator[tuple[str, Pair | Conversation]]:
-    """The rows of ``source``, each with its name for errors; further columns are ignored.
+    """Yield the rows of ``source``, each with its name for errors; further columns are ignored.
 
     Raises ConfigurationError: an unreadable source, and a row that is neither a pair nor a conversation (with its
     columns).
     """
     columns = source.columns
-    for where, raw in Rows(source):
+    for location, raw in Rows(source):
         if raw.get(columns.messages) is not None:
-            messages = require_messages(raw[columns.messages], columns.messages, where)
-            tools = _tools_from(raw.get(columns.tools), columns.tools, where)
-            yield where, Conversation(messages=messages, tools=tools)
+            messages = require_messages(raw[columns.messages], columns.messages, location)
+            tools = _tools_from(raw.get(columns.tools), columns.tools, location)
+            yield location, Conversation(messages=messages, tools=tools)
         elif columns.prompt in raw and columns.solution in raw:
-            prompt, solution = (_text(raw, key, where) for key in (columns.prompt, columns.solution))
-            yield where, Pair(prompt=prompt, solution=solution)
+            prompt, solution = (_text(raw, key, location) for key in (columns.prompt, columns.solution))
+            yield location, Pair(prompt=prompt, solution=solution)
         else:
             raise ConfigurationError(
-                f'{where}: it has the columns {", ".join(sorted(raw)) or "(none)"}; needed: "{columns.prompt}" and '
+                f'{location}: it has the columns {", ".join(sorted(raw)) or "(none)"}; needed: "{columns.prompt}" and '
                 f'"{columns.solution}", or "{columns.messages}"; sft.data.columns says which column is which'
             )
 
 
-def _text(raw: Mapping[str, Any], key: str, where: str) -> str:
+def _text(raw: Mapping[str, Any], key: str, location: str) -> str:
     value = raw[key]
     if not isinstance(value, str):
-        raise ConfigurationError(f"{where}: \"{key}\" = {short(value)}: must be a string; 'convert' can make one")
+        raise ConfigurationError(f"{location}: \"{key}\" = {short(value)}: must be a string; 'convert' can make one")
     return value
 
 
-def _tools_from(value: Any, key: str, where: str) -> tuple[dict[str, Any], ...] | None:
+def _tools_from(value: Any, key: str, location: str) -> tuple[dict[str, Any], ...] | None:
     if not value:
         return None
     items = cast("list[Any]", without_nulls(value if isinstance(value, list) else [value]))
     if not all(isinstance(item, dict) for item in items):
         valid = "must be a list of objects; 'convert' can make one"
-        raise ConfigurationError(f'{where}: "{key}" = {short(value)}: {valid}')
+        raise ConfigurationError(f'{location}: "{key}" = {short(value)}: {valid}')
     return tuple(items)

@@ -1,4 +1,4 @@
-"""The choice of the next task's source, which keeps the sources' shares at every moment and not only on average."""
+"""Choice of the next task's source, which keeps the sources' shares at every moment and not only on average."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Mixture:
         if not exact or min(exact) <= 0:
             raise ValueError(f"weights = {list(weights)}: must be positive")
         scale = lcm(*(weight.denominator for weight in exact))
-        whole = [int(weight * scale) for weight in exact]
-        divisor = gcd(*whole)
-        self._weights = [weight // divisor for weight in whole]
+        integer_weights = [int(weight * scale) for weight in exact]
+        divisor = gcd(*integer_weights)
+        self._weights = [weight // divisor for weight in integer_weights]
         self.period = sum(self._weights)
-        self.counts = [0] * len(whole)  # choices of each source so far
+        self.counts = [0] * len(integer_weights)  # choices of each source so far
 
     def next(self) -> int:
         """Choose the next source; returns its index."""

@@ -24,10 +24,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Rows:
-    """The rows of ``source``, each with its name for errors: file and line, or data set and row number.
+    """An iterable of the rows of ``source``, each with its name for errors: file and line, or data set and row number.
 
-    Iterate once; ``left_out`` then counts the rows for which ``convert`` returned None. Raises ConfigurationError while
-    iterating: an unreadable source, a ``convert`` that can't be imported, raises or returns no dictionary.
+    Iterate once; ``left_out`` then counts the rows for which ``convert`` returned None. Iterating raises
+    ConfigurationError for an unreadable source, and a ``convert`` that can't be imported, raises or returns no
+    dictionary.
     """
 
     def __init__(self, source: TaskSource | SftSource) -> None:
@@ -41,48 +42,48 @@ class Rows:
             yield from rows
             return
         convert = import_function(source.convert, "convert", ())
-        for where, raw in rows:
+        for location, raw in rows:
             try:
                 converted = convert(raw)
             except (Exception, SystemExit) as error:  # a user's function may raise anything
                 cause = f"{type(error).__name__}: {error}"
-                raise ConfigurationError(f"{where}: {source.convert} raised {cause}") from error
+                raise ConfigurationError(f"{location}: {source.convert} raised {cause}") from error
             if converted is None:
                 self.left_out += 1
             elif isinstance(converted, dict):
-                yield where, cast("dict[str, Any]", converted)
+                yield location, cast("dict[str, Any]", converted)
             else:
-                what = type(converted).__name__
-                raise ConfigurationError(f"{where}: {source.convert} returned a {what}; valid: a dictionary or None")
+                kind = type(converted).__name__
+                raise ConfigurationError(f"{location}: {source.convert} returned a {kind}; valid: a dictionary or None")
 
 
 def _rows_from(source: TaskSource | SftSource) -> Iterator[tuple[str, dict[str, Any]]]:
     if source.source == "jsonl":
         return read_objects(Path(source.path))
-    return _call(source) if isinstance(source, TaskSource) and source.source == "function" else read_dataset(source)
+    return _yielded(source) if isinstance(source, TaskSource) and source.source == "function" else read_dataset(source)
 
 
-def _call(source: TaskSource) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows that a user's function yields, each with its number. Raises ConfigurationError."""
+def _yielded(source: TaskSource) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows of a user's function, each with its number. Raises ConfigurationError."""
     function = import_function(source.name, "name", ())
     number = -1
     try:
         inspect.signature(function).bind(**source.parameters)
         for number, raw in enumerate(function(**source.parameters)):
             if not isinstance(raw, Mapping):
-                what = f"yielded a {type(raw).__name__}; valid: dictionaries"
-                raise ConfigurationError(f"{source.name}, row {number}: it {what} of prompt, answer, ...")
+                problem = f"yielded a {type(raw).__name__}; valid: dictionaries"
+                raise ConfigurationError(f"{source.name}, row {number}: it {problem} of prompt, answer, ...")
             yield f"{source.name}, row {number}", {str(key): value for key, value in raw.items()}
     except ConfigurationError:
         raise
     except (Exception, SystemExit) as error:  # a user's function may raise anything
         cause = f"{type(error).__name__}: {error}"
-        where = f"after row {number}" if number >= 0 else f"called with {dict(source.parameters)}"
-        raise ConfigurationError(f"{source.name} {where} raised {cause}") from error
+        call_state = f"after row {number}" if number >= 0 else f"called with {dict(source.parameters)}"
+        raise ConfigurationError(f"{source.name} {call_state} raised {cause}") from error
 
 
 def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a JSONL file, each with ``file:line`` for errors; blank lines are skipped.
+    """Yield the objects of a JSONL file, each with ``file:line`` for errors; blank lines are skipped.
 
     Raises ConfigurationError: no such file, a folder, a line that is not one JSON object.
     """
@@ -100,18 +101,18 @@ def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise ConfigurationError(f"{path} can't be read: {error.strerror}") from None
 
 
-def _parse_object(line: bytes, where: str) -> dict[str, Any]:
+def _parse_object(line: bytes, location: str) -> dict[str, Any]:
     try:
         raw = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{where}: {_lone_surrogate(line) or f'not valid JSON: {error}'}") from None
+        raise ConfigurationError(f"{location}: {_lone_surrogate(line) or f'not valid JSON: {error}'}") from None
     if not isinstance(raw, dict):
-        raise ConfigurationError(f"{where}: expected a JSON object, got {type(raw).__name__}")
+        raise ConfigurationError(f"{location}: expected a JSON object, got {type(raw).__name__}")
     return raw
 
 
 def _lone_surrogate(line: bytes) -> str:
-    """The field of a JSON object that holds half of a surrogate pair, and which; "" where that isn't what is wrong."""
+    """Describe the field of a JSON object that holds half of a surrogate pair; "" where there is none."""
     try:
         raw = json.loads(line)
     except ValueError:
@@ -123,7 +124,7 @@ def _lone_surrogate(line: bytes) -> str:
 
 
 def number_text(value: float | Decimal) -> str:
-    """A number as a person writes it: a whole one as an integer, none with an exponent, float32 in its own digits."""
+    """Write a number in plain digits: integers without a point, no exponents, float32 in its shortest digits."""
     if isinstance(value, int):
         return str(value)
     if isinstance(value, float) and not value.is_integer():
@@ -132,61 +133,61 @@ def number_text(value: float | Decimal) -> str:
     return format(Decimal(value).to_integral_value() if value == int(value) else value, "f")
 
 
-def require_column(raw: Mapping[str, Any], key: str, where: str) -> Any:
-    """``raw[key]``, or what the path ``key`` leads to (``reward_model.ground_truth``). Raises ConfigurationError with
-    the existing columns when it is missing."""
+def require_column(raw: Mapping[str, Any], key: str, location: str) -> Any:
+    """Return ``raw[key]``, or the value at the path ``key`` (``reward_model.ground_truth``). Raises ConfigurationError
+    with the existing columns when it is missing."""
     first, dot, rest = key.partition(".")
     if key not in raw and dot and isinstance(raw.get(first), Mapping):
-        return require_column(raw[first], rest, f'{where}: "{first}"')
+        return require_column(raw[first], rest, f'{location}: "{first}"')
     if key not in raw:
         near = difflib.get_close_matches(key, list(raw), n=1, cutoff=0.6)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigurationError(f'{where}: missing "{key}"; {hint}it has: {", ".join(sorted(raw)) or "nothing"}')
+        raise ConfigurationError(f'{location}: missing "{key}"; {hint}it has: {", ".join(sorted(raw)) or "nothing"}')
     return raw[key]
 
 
-def require_text(raw: Mapping[str, Any], key: str, where: str) -> str:
-    """The non-empty string ``raw[key]``. Raises ConfigurationError naming ``where`` otherwise."""
-    value = require_column(raw, key, where)
+def require_text(raw: Mapping[str, Any], key: str, location: str) -> str:
+    """Return the non-empty string ``raw[key]``. Raises ConfigurationError naming ``location`` otherwise."""
+    value = require_column(raw, key, location)
     if not isinstance(value, str):
-        raise ConfigurationError(f'{where}: "{key}" = {short(value)}: must be a string')
+        raise ConfigurationError(f'{location}: "{key}" = {short(value)}: must be a string')
     if not value:
-        raise ConfigurationError(f'{where}: "{key}" is empty')
+        raise ConfigurationError(f'{location}: "{key}" is empty')
     return value
 
 
-def require_messages(value: Any, key: str, where: str, pictures: Path | None = None) -> tuple[dict[str, Any], ...]:
+def require_messages(value: Any, key: str, location: str, pictures: Path | None = None) -> tuple[dict[str, Any], ...]:
     """Check a conversation: at least one {role, content}; further keys are kept unless None (data sets add those).
 
-    The content must be a string, or parts that may be ``pictures``, whose paths are taken from that folder; an
-    assistant's may be missing beside ``tool_calls``. Raises ConfigurationError.
+    The content must be a string, or, where ``pictures`` is a folder, parts that may be pictures, with paths relative to
+    it; an assistant's may be missing beside ``tool_calls``. Raises ConfigurationError.
     """
     if not isinstance(value, list) or not value:
-        raise ConfigurationError(f'{where}: "{key}" = {short(value)}: must be a list of {{"role", "content"}}')
+        raise ConfigurationError(f'{location}: "{key}" = {short(value)}: must be a list of {{"role", "content"}}')
     messages: list[dict[str, Any]] = []
     for number, raw in enumerate(cast("list[Any]", without_nulls(value))):
-        place = f'{where}: "{key}"[{number}]'
+        field = f'{location}: "{key}"[{number}]'
         if not isinstance(raw, dict):
-            raise ConfigurationError(f'{place} = {short(raw)}: must be {{"role", "content"}}')
+            raise ConfigurationError(f'{field} = {short(raw)}: must be {{"role", "content"}}')
         message = {str(name): item for name, item in cast("dict[Any, Any]", raw).items() if item is not None}
         role, content = message.get("role"), message.get("content")
         if role not in ROLES:
             have = "" if "role" in message else f"; it has: {', '.join(message) or 'nothing'}"
-            raise ConfigurationError(f"{place}: role = {role!r}{have}; valid: {', '.join(ROLES)}")
+            raise ConfigurationError(f"{field}: role = {role!r}{have}; valid: {', '.join(ROLES)}")
         if content is None and role == "assistant" and message.get("tool_calls"):
             message["content"] = ""  # templates test and concatenate it
         elif isinstance(content, list) and pictures is not None:
-            message["content"] = require_parts(cast("list[Any]", content), f"{place}.content", pictures)
+            message["content"] = require_parts(cast("list[Any]", content), f"{field}.content", pictures)
         elif isinstance(content, list) and "image" in repr(content)[:400]:
-            raise ConfigurationError(f"{place}: pictures: headway sft learns from text alone")
+            raise ConfigurationError(f"{field}: pictures: headway sft learns from text alone")
         elif not isinstance(content, str):
-            raise ConfigurationError(f"{place}: content = {short(content)}: must be a string; 'convert' can make one")
+            raise ConfigurationError(f"{field}: content = {short(content)}: must be a string; 'convert' can make one")
         messages.append(message)
     return tuple(messages)
 
 
 def short(value: object) -> str:
-    """Text of a value for error messages: at most 60 characters."""
+    """Format a value for error messages, in at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 

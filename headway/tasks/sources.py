@@ -24,7 +24,7 @@ from headway.runtime.imports import import_extra
 from headway.tasks.cursor import permutation
 from headway.tasks.entries import pack_entry
 from headway.tasks.rows import Rows, number_text, require_column, require_messages, require_text, short
-from headway.tokens.pictures import for_template, picture_part, said
+from headway.tokens.pictures import content_text, picture_part, template_messages
 
 
 class TaskSet(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class TaskSet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_tasks(sources: TaskSource | Sequence[TaskSource], seed: int = 0) -> list[Task]:
-    """The tasks of all ``sources``, in order: ``read_tasks`` without the counts."""
+    """Read the tasks of all ``sources``, in order: ``read_tasks`` without the counts."""
     return list(read_tasks(sources, seed).tasks)
 
 
@@ -50,61 +50,56 @@ def read_tasks(sources: TaskSource | Sequence[TaskSource], seed: int = 0) -> Tas
     """
     unique: dict[str, Task] = {}
     sets = [_read(source, seed) for source in ([sources] if isinstance(sources, TaskSource) else sources)]
-    for read in sets:
-        before = len(unique)
-        for task in read.tasks:
+    for task_set in sets:
+        previous_count = len(unique)
+        for task in task_set.tasks:
             unique.setdefault(task.task_id, task)
-        if len(unique) == before:
-            raise ConfigurationError(f"{read.name} holds no task that isn't in the sources before it")
+        if len(unique) == previous_count:
+            raise ConfigurationError(f"{task_set.name} holds no task that isn't in the sources before it")
     tasks = tuple(unique.values())
     return TaskSet(
-        name=", ".join(read.name for read in sets),
+        name=", ".join(task_set.name for task_set in sets),
         tasks=tasks,
-        duplicates=sum(len(read.tasks) + read.duplicates for read in sets) - len(tasks),
-        left_out=sum(read.left_out for read in sets),
+        duplicates=sum(len(task_set.tasks) + task_set.duplicates for task_set in sets) - len(tasks),
+        left_out=sum(task_set.left_out for task_set in sets),
     )
 
 
 def _read(source: TaskSource, seed: int) -> TaskSet:
-    """The distinct tasks of one source."""
+    """Read the distinct tasks of one source."""
     rows = Rows(source)
-    read = (_task_from(raw, where, source) for where, raw in rows)
+    candidates = (_task_from(raw, location, source) for location, raw in rows)
     if source.source == "reasoning-gym":
-        read = _generate(source)
+        candidates = _generate(source)
     unique: dict[str, Task] = {}
     count = 0
-    for task in read:
+    for task in candidates:
         count += 1
         unique.setdefault(task.task_id, task)
     if not unique:
         why = f": {source.convert} left out all {rows.left_out:,} rows" if rows.left_out else ""
-        raise ConfigurationError(f"{source.called} holds no tasks{why}")
+        raise ConfigurationError(f"{source.display_name} holds no tasks{why}")
     tasks = tuple(unique.values())
     kept = tasks
     if source.limit is not None and source.limit < len(tasks):
         kept = tuple(tasks[i] for i in permutation(len(tasks), seed, 0)[: source.limit])
-    return TaskSet(
-        name=source.called,
-        tasks=kept,
-        duplicates=count - len(tasks),
-        left_out=rows.left_out,
-    )
+    return TaskSet(name=source.display_name, tasks=kept, duplicates=count - len(tasks), left_out=rows.left_out)
 
 
-def rows_of(sources: Sequence[TaskSource], task: Task) -> str:
-    """The name of the row that ``task`` is read from, by reading its source again; "" where it has none."""
+def row_name_of(sources: Sequence[TaskSource], task: Task) -> str:
+    """Find the name of the row that ``task`` is read from, by reading its source again; "" where it has none."""
     for source in sources:
-        if source.called == task.source and source.source != "reasoning-gym":
-            with contextlib.suppress(ConfigurationError):  # it changed meanwhile
-                for where, raw in Rows(source):
-                    if _task_from(raw, where, source).task_id == task.task_id:
-                        return where
+        if source.display_name == task.source and source.source != "reasoning-gym":
+            with contextlib.suppress(ConfigurationError):  # the source changed meanwhile
+                for location, raw in Rows(source):
+                    if _task_from(raw, location, source).task_id == task.task_id:
+                        return location
     return ""
 
 
 def task_id(prompt: str, answer: str, metadata: Mapping[str, Any] | None = None) -> str:
-    """Content hash of prompt, answer and the verifier's metadata, 16 hex digits."""
-    # the lengths keep ("ab", "c") and ("a", "bc") apart
+    """Hash a task's content (prompt, answer and the verifier's metadata) to 16 hex digits."""
+    # the lengths distinguish ("ab", "c") from ("a", "bc")
     text = f"{len(prompt)}:{prompt}{answer}"
     if metadata:
         text = f"{len(text)}:{text}{json.dumps(metadata, sort_keys=True)}"
@@ -115,93 +110,93 @@ def task_id(prompt: str, answer: str, metadata: Mapping[str, Any] | None = None)
 # --- rows ------------------------------------------------------------------------------------------------
 
 
-def _task_from(raw: dict[str, Any], where: str, source: TaskSource) -> Task:
+def _task_from(raw: dict[str, Any], location: str, source: TaskSource) -> Task:
     columns = source.columns
-    prompt, messages = _prompt_from(raw, columns, where, Path(source.path).parent)
-    answer = _answer_from(raw, columns.answer, where, exact=source.source == "jsonl")
-    own = _verifier_key(raw.get("verifier"), where)
-    everything = _metadata_from(raw, columns, where)
+    prompt, messages = _prompt_from(raw, columns, location, Path(source.path).parent)
+    answer = _answer_from(raw, columns.answer, location, exact=source.source == "jsonl")
+    verifier = _verifier_key(raw.get("verifier"), location)
+    metadata = _metadata_from(raw, columns, location)
     plain = all(isinstance(message["content"], str) for message in messages)
-    further = {"messages": messages if plain else for_template(messages), "verifier": own}
+    further = {"messages": messages if plain else template_messages(messages), "verifier": verifier}
     return Task(
-        task_id=task_id(prompt, answer, everything | {key: value for key, value in further.items() if value}),
+        task_id=task_id(prompt, answer, metadata | {key: value for key, value in further.items() if value}),
         prompt=prompt,
         messages=messages,
         answer=answer,
-        metadata=everything,
-        source=source.called,
-        verifier=own or source.verifier,
+        metadata=metadata,
+        source=source.display_name,
+        verifier=verifier or source.verifier,
     )
 
 
 def _prompt_from(
-    raw: dict[str, Any], columns: TaskColumns, where: str, folder: Path
+    raw: dict[str, Any], columns: TaskColumns, location: str, folder: Path
 ) -> tuple[str, tuple[dict[str, Any], ...]]:
-    """The prompt's text, and its messages where it is a conversation or has pictures (paths from ``folder``)."""
-    column, named = columns.prompt, _named(columns.images, "images")
-    images = (require_column(raw, named, where) if columns.images else raw.get(named)) or ()
+    """Read the prompt's text, and its messages where it is a conversation or has pictures (paths from ``folder``)."""
+    column, images_column = columns.prompt, _column_name(columns.images, "images")
+    images = (require_column(raw, images_column, location) if columns.images else raw.get(images_column)) or ()
     if not isinstance(raw.get(column), list):
-        text = require_text(raw, column, where)
+        text = require_text(raw, column, location)
         if not images:
             return text, ()
-        given = [images] if isinstance(images, str) else images
-        if not isinstance(given, list):
-            what = 'must be a list of paths or data: URLs; columns.images = "" takes none'
-            raise ConfigurationError(f'{where}: "{named}" = {short(images)}: {what}')
-        parts = [picture_part(url, f'{where}: "{named}"', folder) for url in given]
+        urls = [images] if isinstance(images, str) else images
+        if not isinstance(urls, list):
+            problem = 'must be a list of paths or data: URLs; columns.images = "" takes none'
+            raise ConfigurationError(f'{location}: "{images_column}" = {short(images)}: {problem}')
+        parts = [picture_part(url, f'{location}: "{images_column}"', folder) for url in urls]
         return text, ({"role": "user", "content": [*parts, {"type": "text", "text": text}]},)
     if images:
-        what = 'write pictures as their parts, image_url; columns.images = "" takes none'
-        raise ConfigurationError(f'{where}: "{named}" beside messages: {what}')
-    messages = require_messages(raw[column], column, where, folder)
+        problem = 'write pictures as their parts, image_url; columns.images = "" takes none'
+        raise ConfigurationError(f'{location}: "{images_column}" beside messages: {problem}')
+    messages = require_messages(raw[column], column, location, folder)
     if messages[-1]["role"] == "assistant":
         raise ConfigurationError(
-            f'{where}: "{column}" ends with the assistant\'s message, but the next one is to be sampled'
+            f'{location}: "{column}" ends with the assistant\'s message, but the next one is to be sampled'
         )
-    texts = [said(message["content"]) for message in messages if message["role"] == "user"]
+    texts = [content_text(message["content"]) for message in messages if message["role"] == "user"]
     if not any(texts):
-        raise ConfigurationError(f'{where}: "{column}" holds no message of a user')
+        raise ConfigurationError(f'{location}: "{column}" holds no message of a user')
     return "\n\n".join(texts), messages  # a single message's text isn't copied
 
 
-def _named(column: str | None, default: str) -> str:
-    """The name of a column that may be there; "" takes none, so that one of its default's name is one of the rest."""
+def _column_name(column: str | None, default: str) -> str:
+    """Return an optional column's name; "" reads none, so that a column of the default's name is one of the rest."""
     return default if column is None else column
 
 
-def _answer_from(raw: dict[str, Any], column: str | None, where: str, exact: bool) -> str:
-    """The answer's text. ``exact``: numbers are refused, since the file's author can write "0.50" as it is meant."""
+def _answer_from(raw: dict[str, Any], column: str | None, location: str, exact: bool) -> str:
+    """Read the answer's text. ``exact``: numbers are refused, since the file's author can write "0.50" in quotes."""
     if column == "" or (column is None and "answer" not in raw):
         return ""
     name = column or "answer"
-    answer = require_column(raw, name, where)
+    answer = require_column(raw, name, location)
     if isinstance(answer, str):
         return answer
     number = isinstance(answer, (int, float, Decimal)) and not isinstance(answer, bool) and math.isfinite(answer)
     if not exact and number:
         return number_text(answer)
     if exact:
-        raise ConfigurationError(f'{where}: "{name}" = {short(answer)}: must be a string, so write it in quotes')
+        raise ConfigurationError(f'{location}: "{name}" = {short(answer)}: must be a string, so write it in quotes')
     raise ConfigurationError(
-        f'{where}: "{name}" = {short(answer)}: must be a text or a number; columns.answer = "" takes none, and '
+        f'{location}: "{name}" = {short(answer)}: must be a text or a number; columns.answer = "" takes none, and '
         "'convert' can make one or leave the row out"
     )
 
 
-def _metadata_from(raw: dict[str, Any], columns: TaskColumns, where: str) -> dict[str, Any]:
-    """The verifier's metadata besides prompt and answer, in JSON types."""
+def _metadata_from(raw: dict[str, Any], columns: TaskColumns, location: str) -> dict[str, Any]:
+    """Collect the verifier's metadata besides prompt and answer, in JSON types."""
     nested = raw.get("metadata")
-    if nested is None:  # data sets fill a missing struct in with it
+    if nested is None:  # data sets use null for a missing struct
         nested = {}
     if not isinstance(nested, dict):
-        raise ConfigurationError(f'{where}: "metadata" must be an object, got {type(nested).__name__}')
-    others = _named(columns.answer, "answer"), _named(columns.images, "images")
+        raise ConfigurationError(f'{location}: "metadata" must be an object, got {type(nested).__name__}')
+    others = _column_name(columns.answer, "answer"), _column_name(columns.images, "images")
     taken = (columns.prompt, *others, "metadata", "verifier")
     kept = {**{key: value for key, value in raw.items() if key not in taken}, **nested}
     for name, value in kept.items():
         if not _is_json(value):
             raise ConfigurationError(
-                f'{where}: "{name}" holds a {type(value).__name__}, which has no JSON form; leave it '
+                f'{location}: "{name}" holds a {type(value).__name__}, which has no JSON form; leave it '
                 "out with a function of your own: convert = 'module:function'"
             )
     return kept
@@ -215,12 +210,12 @@ def _is_json(value: Any) -> bool:
     return value is None or isinstance(value, (str, int, float))
 
 
-def _verifier_key(value: Any, where: str) -> str:
-    """The "verifier" of a row, a name, as ``Task.verifier``."""
+def _verifier_key(value: Any, location: str) -> str:
+    """Check the "verifier" of a row, a name, and return it as ``Task.verifier``."""
     if value is None or isinstance(value, str):
         return sys.intern(value or "")
     raise ConfigurationError(
-        f'{where}: "verifier" = {short(value)}: valid: the name of a verifier; one with parameters is a '
+        f'{location}: "verifier" = {short(value)}: valid: the name of a verifier; one with parameters is a '
         "[verifiers.NAME] of the experiment"
     )
 
@@ -229,29 +224,29 @@ def _verifier_key(value: Any, where: str) -> str:
 
 
 def _generate(source: TaskSource) -> Iterator[Task]:
-    dataset = build_generator(source.name, source.generated)
+    dataset = build_generator(source.name, source.generator_parameters)
     name = f"reasoning-gym:{source.name}"
-    own = {key: value for key, value in source.parameters.items() if key not in ("seed", "size")}
-    for i in range(source.generated["size"]):
+    generator_parameters = {key: value for key, value in source.parameters.items() if key not in ("seed", "size")}
+    for i in range(source.generator_parameters["size"]):
         try:
             entry = dataset[i]
             packed = pack_entry({key: entry[key] for key in ("question", "answer", "metadata")})
-        except Exception as error:  # boundary to a foreign generator: whatever it raises is bad input here
+        except Exception as error:  # boundary to a foreign generator: any exception is bad input here
             raise ConfigurationError(f"{name} failed at entry {i}: {type(error).__name__}: {error}") from error
         prompt = str(entry["question"])
         answer = "" if entry["answer"] is None else str(entry["answer"])
         yield Task(
-            task_id=task_id(prompt, answer),  # an entry's metadata may count the entries, so that none is a repeat
+            task_id=task_id(prompt, answer),  # without metadata: it may number the entries, and hide repeats
             prompt=prompt,
             answer=answer,
-            metadata={"generator": source.name, "parameters": own, "entry": packed},
-            source=source.called,
+            metadata={"generator": source.name, "parameters": generator_parameters, "entry": packed},
+            source=source.display_name,
             verifier=source.verifier,
         )
 
 
 def build_generator(name: str, parameters: Mapping[str, Any]) -> Any:
-    """The reasoning-gym data set ``name``. Raises ConfigurationError for an unknown name or bad parameters."""
+    """Make the reasoning-gym data set ``name``. Raises ConfigurationError for an unknown name or bad parameters."""
     import_extra("reasoning_gym", "reasoning-gym", "source = 'reasoning-gym'")
     from reasoning_gym.factory import DATASETS, create_dataset  # a second of imports: only when used
 
@@ -263,12 +258,12 @@ def build_generator(name: str, parameters: Mapping[str, Any]) -> Any:
     for key in parameters:
         if key not in valid:
             near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
-            ours = ", ".join(one for one in valid if one not in ("seed", "size"))
+            ours = ", ".join(parameter for parameter in valid if parameter not in ("seed", "size"))
             hint = f"did you mean {near[0]!r}?" if near else f"valid: {ours}"
             raise ConfigurationError(f"reasoning-gym {name} has no parameter {key!r}; {hint}")
     try:
         return create_dataset(name, **parameters)
-    except Exception as error:  # its validation raises whatever its author chose (mostly AssertionError)
+    except Exception as error:  # its validation raises any exception (mostly AssertionError)
         detail = str(error) or type(error).__name__
         raise ConfigurationError(f"reasoning-gym {name} refuses parameters {dict(parameters)}: {detail}") from error
 
@@ -286,12 +281,12 @@ class TaskOverlap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def overlap(named_sets: Mapping[str, Iterable[Task]], *, white_space: bool = True) -> list[TaskOverlap]:
-    """Every pair of sets that share a prompt, in the order of the mapping; without ``white_space`` those that share one
-    but for that."""
-    prompts = {name: dict.fromkeys(_asked(task) for task in tasks) for name, tasks in named_sets.items()}
+    """Return every pair of sets that share a prompt, in the order of the mapping. Without ``white_space``: the pairs
+    with prompts that differ in white space only."""
+    prompts = {name: dict.fromkeys(_prompt_key(task) for task in tasks) for name, tasks in named_sets.items()}
     if not white_space:
         exact = {prompt for first, second in combinations(prompts.values(), 2) for prompt in first if prompt in second}
-        prompts = {name: {" ".join(p.split()): p for p in found if p not in exact} for name, found in prompts.items()}
+        prompts = {name: {" ".join(p.split()): p for p in texts if p not in exact} for name, texts in prompts.items()}
     return [
         TaskOverlap(first=first, second=second, prompts=len(shared), example=shared[0])
         for first, second in combinations(prompts, 2)
@@ -300,27 +295,27 @@ def overlap(named_sets: Mapping[str, Iterable[Task]], *, white_space: bool = Tru
 
 
 def contradictions(tasks: Iterable[Task]) -> dict[str, list[str]]:
-    """Prompts with several answers -> those."""
+    """Map each prompt that has several answers to these."""
     answers: dict[str, list[str]] = {}
     for task in tasks:
-        known = answers.setdefault(_asked(task), [])
+        known = answers.setdefault(_prompt_key(task), [])
         if task.answer.strip() not in known:
             known.append(task.answer.strip())
-    return {prompt: found for prompt, found in answers.items() if len(found) > 1}
+    return {prompt: prompt_answers for prompt, prompt_answers in answers.items() if len(prompt_answers) > 1}
 
 
 def is_conversation_as_text(task: Task) -> bool:
-    """Whether a task's prompt is the JSON text of a conversation, which the model would be shown as it is."""
+    """Whether a task's prompt is the JSON text of a conversation, which the model would see unrendered."""
     if task.messages or not task.prompt.lstrip().startswith("[") or '"role"' not in task.prompt:
         return False
     with contextlib.suppress(msgspec.DecodeError):
-        found = msgspec.json.decode(task.prompt, type=list[dict[str, Any]])
-        return bool(found) and all({"role", "content"} <= set(message) for message in found)
+        messages = msgspec.json.decode(task.prompt, type=list[dict[str, Any]])
+        return bool(messages) and all({"role", "content"} <= set(message) for message in messages)
     return False
 
 
-def _asked(task: Task) -> str:
-    """A task's prompt, and the content of its pictures."""
+def _prompt_key(task: Task) -> str:
+    """Return a task's prompt, with the content hashes of its pictures."""
     return "\n".join((task.prompt, *(content for _, content in task.pictures))) if task.messages else task.prompt
 
 
@@ -336,6 +331,6 @@ def require_disjoint(named_sets: Mapping[str, Iterable[Task]]) -> None:
 
 
 def without_prompts_of(tasks: Iterable[Task], held_out: Iterable[Task]) -> list[Task]:
-    """``tasks`` without those whose prompt is in ``held_out``: makes generated sets disjoint."""
-    taken = {_asked(task) for task in held_out}
-    return [task for task in tasks if _asked(task) not in taken]
+    """Return ``tasks`` without those whose prompt is in ``held_out``, which makes generated sets disjoint."""
+    taken = {_prompt_key(task) for task in held_out}
+    return [task for task in tasks if _prompt_key(task) not in taken]

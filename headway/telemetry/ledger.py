@@ -23,34 +23,34 @@ if TYPE_CHECKING:
 
 FILE_NAME = "ledger.jsonl"
 
-# Events whose names the readers know. Any other name is shown unchanged.
+# Events whose names the readers know. Any other name is displayed unchanged.
 EVENT_START = "start"  # a run started; data: count (tasks) and digest (tasks_digest) of its training tasks
 EVENT_RESUME = "resume"  # a run was resumed: steps recorded after it may repeat earlier ones; data as above
 EVENT_LEFT_OUT = (
     "tasks_left_out"  # their own answers don't solve them; detail: a row and why; data: split, source, tasks
 )
-EVENT_BOOKS = "books"  # data: balanced 0/1, open, and the books' counts (`Books.data`)
-EVENT_COUNTED = "counted"  # of a resumed run, before its next step: what ended so far; data: the books' counts
-EVENT_NO_PROGRESS = "no_progress"  # groups end untrained, one after another; data: groups, the last one's reason,
-# and where the run ends of it the books' counts
+EVENT_ACCOUNTING = "accounting"  # data: balanced 0/1, open, and the accounting's counts (`Accounting.data`)
+EVENT_COUNTED = "counted"  # of a resumed run, before its next step: endings so far; data: the accounting's counts
+EVENT_NO_PROGRESS = "no_progress"  # consecutive groups end untrained; data: groups, the last group's reason, and the
+# accounting's counts if the run ends because of it
 EVENT_MOSTLY_SOLVED = "mostly_solved"  # ... because their tasks are solved already; data as above
-EVENT_CONTROL = "control"  # the controller; data: kind, knob, old, new, predicted, measured (rate ratios), mode; of
-# what it recommends the keys of the experiment with their values
+EVENT_CONTROL = "control"  # the controller; data: kind, knob, old, new, predicted, measured (rate ratios), mode; for a
+# recommendation the experiment's keys with their values
 EVENT_PLAN_CHANGED = "plan_changed"  # data: before, after, gain and rate (samples/s before), cost_s, as expected too
-EVENT_PLAN_KEPT = "plan_kept"  # a change of plan failed and was taken back; data as above
+EVENT_PLAN_KEPT = "plan_kept"  # a change of plan failed and was reverted; data as above
 EVENT_PLAN_OUTCOME = "plan_outcome"  # some steps after a change; data: rate, expected, measured (samples/s), cost_s
 EVENT_SERVICE = "buffer_service"  # detail: where outside workers lease members
 EVENT_BEST = "best"  # data: version of the checkpoint that is now the best
 EVENT_LAST_KEPT = "last_kept"  # there was no validation: best/ has the last version
-EVENT_END = "end"  # the run ended in order; detail: why
-EVENT_STALLED = "stalled"  # a wait is too long; detail names its cause, data: wait, expected_s, stacks of both sides
+EVENT_END = "end"  # the run ended in order; detail: the reason
+EVENT_STALLED = "stalled"  # a wait is too long; detail: its cause; data: wait, expected_s, stacks of waiter and worker
 EVENT_STALL_ENDED = "stall_ended"  # of the same worker
 EVENT_ALERT = "alert"  # a rule of [alerts] holds; data: rule, at (Unix time), host
-EVENT_ALERT_CLEARED = "alert_cleared"  # ... and no longer; data: rule
-EVENT_SIMULATED = "simulated"  # the run is a simulation: detail names the scenario
+EVENT_ALERT_CLEARED = "alert_cleared"  # a rule no longer holds; data: rule
+EVENT_SIMULATED = "simulated"  # the run is a simulation; detail names the scenario
 
-_BLOCK_BYTES, _LONGEST_BYTES = 1 << 22, 1 << 26  # of what is read at once; of a line
-_ENDING_BYTES = 256  # of the line that was read last: where they aren't found again, the file was cut
+_BLOCK_BYTES, _MAX_LINE_BYTES = 1 << 22, 1 << 26  # of a read; of a line
+_ENDING_BYTES = 256  # of the line that was read last; if they differ later, the file was truncated
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(LedgerLine)
 
@@ -63,20 +63,20 @@ class Ledger:
     Lifecycle: *open* (``record`` appends) -> *closed*. Each line is one ``write`` call, so a kill leaves at most
     one torn line, at the end; opening the ledger of a resumed run truncates it.
 
-    Invariant: after ``record`` returns, the line is with the operating system and survives a kill of this
-    process. ``record`` never leaves a partial line: on a full disk it truncates the line again and raises.
+    Invariant: after ``record`` returns, the operating system has the line, which survives a kill of this process.
+    ``record`` never leaves a partial line: on a full disk it truncates the line again and raises.
 
     Example: ``ledger.record(StepRecord(step=0, version=1)); ledger.event("checkpoint", step=1)``.
     """
 
     def __init__(self, run_dir: str | Path, clock: Clock) -> None:
-        """Open the ledger of ``run_dir``; ``clock`` stamps events. Raises ConfigurationError when an earlier ledger
-        there is damaged."""
+        """Open the ledger of ``run_dir``; ``clock`` stamps events. Raises ConfigurationError if the existing ledger is
+        damaged."""
         self.path = Path(run_dir) / FILE_NAME
         self._clock = clock
         self._opened_s = clock.now()
         self._subscribers: list[Subscriber] = []
-        with contextlib.suppress(OSError):  # there is none yet, or none that can be opened, which LineFile reports
+        with contextlib.suppress(OSError):  # there is no ledger yet, or it can't be opened, which LineFile reports
             _truncate_torn_end(self.path)
         self._file: LineFile | None = LineFile(self.path)
 
@@ -93,7 +93,7 @@ class Ledger:
             try:
                 subscriber(line)
             except Exception as error:
-                # The boundary to subscribers: a view that can't draw must not end the run.
+                # The boundary to subscribers: a view that fails must not end the run.
                 self._subscribers.remove(subscriber)
                 self.event("view_failed", f"{type(error).__name__}: {error}")
 
@@ -118,15 +118,15 @@ class Ledger:
 def read_ledger(run_dir: str | Path) -> list[LedgerLine]:
     """Read the lines of ``RUN/ledger.jsonl``, in the order they were recorded, with replays resolved.
 
-    A step that was recorded again after a resume keeps only its last record (with the skipped tries before it),
-    an evaluation likewise. A torn last line, from a kill or from reading while the run writes, is left out.
-    Raises ConfigurationError when there is no ledger, it is of another schema, or a line inside it is damaged.
+    A step or an evaluation that was recorded again after a resume keeps only its last record, a step with the skipped
+    attempts before it. A torn last line, from a kill or from reading while the run writes, is left out.
+    Raises ConfigurationError if there is no ledger, its schema is another one, or a line inside it is damaged.
     """
-    return list(read_whole(run_dir).lines.values())
+    return list(read_ledger_tail(run_dir).lines.values())
 
 
-def read_whole(run_dir: str | Path) -> LedgerTail:
-    """Read ``RUN/ledger.jsonl`` to its end, as `read_ledger` does and with the same errors."""
+def read_ledger_tail(run_dir: str | Path) -> LedgerTail:
+    """Read ``RUN/ledger.jsonl`` to its end as a LedgerTail, with the errors of `read_ledger`."""
     path = Path(run_dir) / FILE_NAME
     require_schema(run_dir)
     try:
@@ -150,34 +150,34 @@ def _read_to_the_end(path: Path) -> LedgerTail:
 
 
 class LedgerTail:
-    """The lines of a ledger so far, replays resolved. `refresh` reads what was appended, and counts lines that can't be
-    read. ``most_bytes``: only what stands so near the file's end is read at first."""
+    """The lines of a ledger so far, with replays resolved. `refresh` reads appended lines, and counts unreadable ones.
+    ``max_bytes``: the first read skips everything before the file's last ``max_bytes``."""
 
-    def __init__(self, path: Path, most_bytes: int | None = None) -> None:
-        self.path, self._most_bytes = path, most_bytes
+    def __init__(self, path: Path, max_bytes: int | None = None) -> None:
+        self.path, self._max_bytes = path, max_bytes
         self.lines: dict[int, LedgerLine] = {}  # by number, from 0
         self.read_lines = 0
-        self.damaged, self.first_damaged, self.damage = 0, -1, ""  # lines, the first one's number, what is wrong there
-        self.torn = b""  # begin of what follows the last line's end, half-written or damaged
-        self.whole_bytes = 0  # of the file, up to the end of the last line that could be read
+        self.damaged, self.first_damaged, self.damage = 0, -1, ""  # lines, the first one's number, its error
+        self.torn = b""  # the first bytes after the last line's end, half-written or damaged
+        self.intact_bytes = 0  # of the file, up to the end of the last readable line
         self.written_unix_s: float | None = None
         self._inode, self._offset, self._size = -1, 0, -1
-        self._ending = b""  # of what was read
+        self._ending = b""  # the last bytes that were read
         self._replays = Replays()
 
     @property
     def duration_s(self) -> float:
-        """Time of all sessions so far, seconds: each restarts its clock."""
+        """The summed time of all sessions so far, in seconds; each session restarts its clock."""
         return self._replays.duration_s
 
     @property
     def earlier_s(self) -> float:
-        """Time of the sessions before the present one, seconds."""
+        """The summed time of the sessions before the present one, in seconds."""
         return self._replays.earlier_s
 
     @property
     def problems(self) -> list[str]:
-        """Sentences about what couldn't be read."""
+        """Sentences on unreadable parts of the file."""
         problems = [f"{self.damaged} damaged lines, the first: {self.damage}"] if self.damaged else []
         if self.torn.startswith(b"{"):
             problems.append("the last line is half-written")
@@ -186,27 +186,27 @@ class LedgerTail:
         return [f"{self.path.name}: {problem}" for problem in problems]
 
     def replaced(self) -> bool:
-        """Whether another file stands in the place of the one that was read, or it was cut, as a resume cuts off a
-        damaged end, though it may have grown since. Raises OSError."""
+        """Whether the path now has another file, or the file was truncated, as a resume removes a damaged end; the file
+        may have grown since. Raises OSError."""
         with self.path.open("rb") as file:
             file.seek(max(0, self._offset - len(self._ending)))
             same = file.read(len(self._ending)) == self._ending
             return self._inode >= 0 and (os.fstat(file.fileno()).st_ino != self._inode or not same)
 
     def read(self) -> None:
-        """Read on. Raises OSError when the file can't be read."""
+        """Read the appended lines. Raises OSError if the file can't be read."""
         deque(self.refresh(), maxlen=0)
 
     def refresh(self) -> Iterator[tuple[int, LedgerLine, list[int]]]:
-        """Read on; yields each line with its number and the numbers of earlier ones that it replaces. Raises OSError
-        when the file can't be read."""
+        """Read the appended lines, and yield each with its number and the numbers of earlier lines that it replaces.
+        Raises OSError if the file can't be read."""
         with self.path.open("rb") as file:
             status, rest = os.fstat(file.fileno()), b""
             if status.st_size == self._size:
                 return
             self._inode = status.st_ino
-            if self._most_bytes and not self._offset and status.st_size > self._most_bytes:
-                file.seek(status.st_size - self._most_bytes)
+            if self._max_bytes and not self._offset and status.st_size > self._max_bytes:
+                file.seek(status.st_size - self._max_bytes)
                 file.readline()  # a part of a line
             else:
                 file.seek(self._offset)
@@ -214,10 +214,10 @@ class LedgerTail:
             while block := file.read(_BLOCK_BYTES):
                 *texts, rest = (rest + block).split(b"\n")
                 for text in texts:
-                    position = self._offset = position + len(text) + 1  # whoever breaks off goes on from here
+                    position = self._offset = position + len(text) + 1  # where an interrupted read continues
                     self._ending = text[-_ENDING_BYTES:] + b"\n"
                     yield from self._take(text, position)
-                if len(rest) > _LONGEST_BYTES:  # no line of a ledger
+                if len(rest) > _MAX_LINE_BYTES:  # no line of a ledger
                     position, self._ending = position + len(rest), rest[-_ENDING_BYTES:]
                     self._offset = position
                     yield from self._take(rest, position)
@@ -237,12 +237,12 @@ class LedgerTail:
         replaced = self._replays.take(number, line)
         for old in replaced:
             del self.lines[old]
-        self.lines[number], self.whole_bytes = line, position
+        self.lines[number], self.intact_bytes = line, position
         yield number, line, replaced
 
 
 def duration_of(lines: Iterable[LedgerLine]) -> float:
-    """Time of all sessions of the run that ``lines`` are of, seconds: each restarts its clock."""
+    """The summed time of all sessions in ``lines``, in seconds; each session restarts its clock."""
     replays = Replays()
     for number, line in enumerate(lines):
         replays.take(number, line)
@@ -250,10 +250,10 @@ def duration_of(lines: Iterable[LedgerLine]) -> float:
 
 
 class Replays:
-    """Finds the lines that later ones replace, and how long all sessions took, the replaced lines' time included.
+    """Finds the lines that later lines replace, and the duration of all sessions, including the replaced lines' time.
 
-    Several records of one step are one history when all but the last were skipped (a skipped step makes no version
-    and is tried again); the same step after a resume, or after a later step, is a replay and replaces it.
+    Several records of a step belong together if all but the last were skipped (a skipped step makes no version and is
+    repeated). A record of the step after a resume, or after a later step, is a replay and replaces them.
     """
 
     def __init__(self) -> None:
@@ -264,11 +264,11 @@ class Replays:
 
     @property
     def duration_s(self) -> float:
-        """Time of all sessions so far, seconds: each restarts its clock."""
+        """The summed time of all sessions so far, in seconds; each session restarts its clock."""
         return self.earlier_s + self._session_s
 
     def take(self, number: int, line: LedgerLine) -> list[int]:
-        """Numbers of the earlier lines that ``line`` replaces; ``number``: its own."""
+        """The numbers of the earlier lines that ``line`` replaces. ``number``: the line's."""
         replaced: list[int] = []
         if isinstance(line, EventRecord):
             if line.event in (EVENT_START, EVENT_RESUME):
@@ -290,7 +290,7 @@ class Replays:
 
 
 def decode_line(text: bytes) -> LedgerLine:
-    """Decode one line of a ledger. Raises msgspec.DecodeError or ValueError for anything else."""
+    """Decode a line of a ledger. Raises msgspec.DecodeError or ValueError for any other text."""
     if b"null" not in text:
         return _decoder.decode(text)
     # JSON has no NaN and no infinity: both are written as null, which no field of a line has otherwise.
@@ -306,7 +306,7 @@ def _nulls_to_nan(value: Any) -> Any:
 
 
 def _truncate_torn_end(path: Path) -> None:
-    """Cut off a torn last line. Raises ConfigurationError when a line before it is damaged."""
-    length = _read_to_the_end(path).whole_bytes
+    """Truncate a torn last line. Raises ConfigurationError if a line before it is damaged."""
+    length = _read_to_the_end(path).intact_bytes
     if length < path.stat().st_size:
         os.truncate(path, length)

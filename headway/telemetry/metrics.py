@@ -1,7 +1,7 @@
-"""Converts ledger lines to named numbers: one set of names, which all trackers and `/metrics` use.
+"""Conversion of ledger lines to named numbers, with one set of names for all trackers and `/metrics`.
 
-A name is ``group/quantity_unit``. A quantity without a unit is a share, a count of its group's items, or has none (a
-reward, a loss).
+A name is ``group/quantity_unit``. A quantity without a unit is a share, a count of its group's items, or dimensionless
+(a reward, a loss).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from headway.records.sandbox_statistics import (
     SandboxStatistics,
 )
 
-# name -> (field of StepRecord, or "section.field", what it is); without its section in a step, a metric has no value
+# name -> (field of StepRecord, or "section.field", meaning); a metric has no value if the step lacks its section
 STEP_METRICS: dict[str, tuple[str, str]] = {
     "rates/consumption_samples_per_s": ("consumption_per_s", "what the trainer would take if it never waited"),
     "rates/production_samples_per_s": ("production_per_s", "rollouts finished"),
@@ -47,7 +47,7 @@ STEP_METRICS: dict[str, tuple[str, str]] = {
     "rates/mfu_compute": ("mfu_compute", "share of the measured peak, over the trainer's compute"),
     "wait/trainer_ratio": ("trainer_wait_ratio", "share of the step the trainer waited for a batch"),
     "wait/generator_ratio": ("generator_wait_ratio", "share of the step the replicas had nothing to do"),
-    "wait/generator_lent_ratio": ("generator_lent_ratio", "share of the step its devices were lent to the trainer"),
+    "wait/generator_yielded_ratio": ("generator_yielded_ratio", "share of the step the trainer used its devices"),
     "time/step_s": ("step_s", "the whole step"),
     "time/trainer_wait_s": ("trainer_wait_s", "waiting for a batch"),
     "time/trainer_compute_s": ("trainer_compute_s", "inside the training step"),
@@ -115,10 +115,10 @@ class Histogram(NamedTuple):
 
 
 def scalars(line: LedgerLine, sources: Iterable[str] = ()) -> dict[str, float]:
-    """Name -> value of every finite number of ``line``; nothing for an event.
+    """Map names to the finite numbers of ``line``; an event has none.
 
-    ``sources``: labels of all task sources of the run. A line has only those that were drawn, and the name of a source
-    must not depend on which others are in the line.
+    ``sources``: labels of all task sources of the run. A line has only the sources that were drawn, and the name of a
+    source must not depend on the others in the line.
     """
     return {name: value for name, value in _scalars(line, sources) if math.isfinite(value)}
 
@@ -172,7 +172,7 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
 
 
 def _value(line: StepRecord, field: str) -> Any:
-    """A field of ``line``, or of a section ("section.field"); None where ``line`` lacks the section."""
+    """A field of ``line``, or of a section ("section.field"); None if ``line`` lacks the section."""
     section, _, name = field.rpartition(".")
     holder = getattr(line, section) if section else line
     return None if holder is None else getattr(holder, name)
@@ -194,9 +194,9 @@ def _of_rewards(rewards: RewardStatistics, sources: Iterable[str]) -> Iterator[t
 
 
 def _pass_at(prefix: str, shares: Mapping[str, PassAt]) -> Iterator[tuple[str, float]]:
-    for k, found in shares.items():
-        yield f"{prefix}pass_at_{k}", found.value
-        yield f"{prefix}pass_at_{k}_standard_error", found.standard_error
+    for k, share in shares.items():
+        yield f"{prefix}pass_at_{k}", share.value
+        yield f"{prefix}pass_at_{k}_standard_error", share.standard_error
 
 
 def _of_kernels(kernels: KernelScores) -> Iterator[tuple[str, float]]:
@@ -209,18 +209,18 @@ def _of_kernels(kernels: KernelScores) -> Iterator[tuple[str, float]]:
 
 
 def router_metrics(router: RouterStatistics) -> Iterator[tuple[str, float]]:
-    """(name, value) of all counters and figures of a router."""
+    """Yield (name, value) of all counters and gauges of a router."""
     for name in (*ROUTER_COUNTERS, *_ROUTER_LOAD, "breakers_open"):
         yield f"router/{name}", float(getattr(router, name))
 
 
 _ROUTER_LOAD = ("used_tokens", "capacity_tokens", "peak_tokens", "open_requests", "waiters", "oldest_age_s")
-_PLACES = ("used", "capacity", "peak", "waiters", "oldest_wait_s", "starting", "live", "paused", "leaked")
+_POOL_GAUGES = ("used", "capacity", "peak", "waiters", "oldest_wait_s", "starting", "live", "paused", "leaked")
 
 
 def _of_sandboxes(sandboxes: SandboxStatistics) -> Iterator[tuple[str, float]]:
     pool, reaper = sandboxes.pool, sandboxes.reaper
-    for name in (*_PLACES, "breaker_open", *POOL_COUNTERS):
+    for name in (*_POOL_GAUGES, "breaker_open", *POOL_COUNTERS):
         yield f"sandboxes/{name}", float(getattr(pool, name))
     for kind in POOL_CAUSES:
         for cause, count in getattr(pool, kind).items():
@@ -263,7 +263,7 @@ def _of_pruning(pruning: Mapping[str, PrunerFigures]) -> Iterator[tuple[str, flo
         yield f"pruning_by/{pruner}_rollouts", float(figures.rollouts)
 
 
-# section of a step -> its metrics beside those in STEP_METRICS
+# section of a step -> its metrics that aren't in STEP_METRICS
 _SECTION_METRICS: dict[str, Callable[[Any], Iterator[tuple[str, float]]]] = {
     "router": router_metrics,
     "sandboxes": _of_sandboxes,
@@ -276,21 +276,21 @@ _SECTION_METRICS: dict[str, Callable[[Any], Iterator[tuple[str, float]]]] = {
 def source_names(labels: Iterable[str]) -> dict[str, str]:
     """Map labels of task sources to unique parts of metric names.
 
-    By default a label is a path, and MLflow refuses a whole line for one name that contains ``//`` or a part of dots.
-    Of a long path the end is kept, which identifies it best. Labels that would get the same name get a hash of their
-    own characters, so that names don't depend on their order; a label that needs no change keeps its name.
+    By default a label is a path, and MLflow refuses a complete line for one name that contains ``//`` or a part of
+    dots. A long path keeps its end, which identifies it best. Labels that would get equal names get a hash of their
+    characters, so that names don't depend on the labels' order; a label that needs no change keeps its name.
     """
-    mended = {label: _UNUSUAL_OR_SLASH.sub("_", label)[-_LONGEST_LABEL:].lstrip("._") for label in labels}
-    plainest = {label: _PLAINEST.sub("_", name) for label, name in mended.items()}
+    cleaned = {label: _UNUSUAL_OR_SLASH.sub("_", label)[-_LONGEST_LABEL:].lstrip("._") for label in labels}
+    plainest = {label: _PLAINEST.sub("_", name) for label, name in cleaned.items()}
     sharing = Counter(plainest.values())
     names: dict[str, str] = {}
-    for label, name in mended.items():
+    for label, name in cleaned.items():
         alone = name and sharing[plainest[label]] == 1
-        names[label] = name if alone or label == plainest[label] else f"{name or 'source'}_{_mark(label)}"
+        names[label] = name if alone or label == plainest[label] else f"{name or 'source'}_{_hash_suffix(label)}"
     return names
 
 
-def _mark(label: str) -> str:
+def _hash_suffix(label: str) -> str:
     return hashlib.sha256(label.encode()).hexdigest()[:6]
 
 
@@ -303,16 +303,16 @@ def _metric_group(name: str) -> str:
 
 
 def histograms(line: LedgerLine) -> dict[str, Histogram]:
-    """Name -> histogram of a step: staleness by trajectory and by token (steps, optimiser steps), response lengths
-    (tokens), and latencies of sandboxes (seconds). Empty ones are left out."""
+    """Map names to a step's histograms: staleness by trajectory and by token (steps, optimiser steps), response lengths
+    (tokens), and latencies of sandboxes (seconds). Empty histograms are left out."""
     if not isinstance(line, StepRecord):
         return {}
-    found = {name: _of_values(distribution.histogram) for name, distribution in _staleness(line)}
+    by_name = {name: _of_values(distribution.histogram) for name, distribution in _staleness(line)}
     if line.lengths:
-        found[LENGTHS] = _of_buckets(line.lengths.histogram)
+        by_name[LENGTHS] = _of_buckets(line.lengths.histogram)
     if pool := line.sandboxes and line.sandboxes.pool:
-        found |= {f"sandboxes/{name}_s": _of_latencies(getattr(pool, name)) for name in POOL_LATENCIES}
-    return {name: histogram for name, histogram in found.items() if histogram.counts}
+        by_name |= {f"sandboxes/{name}_s": _of_latencies(getattr(pool, name)) for name in POOL_LATENCIES}
+    return {name: histogram for name, histogram in by_name.items() if histogram.counts}
 
 
 def _of_values(counts: dict[str, int]) -> Histogram:
@@ -325,10 +325,10 @@ def _of_values(counts: dict[str, int]) -> Histogram:
 
 
 def _of_latencies(latencies: Latencies) -> Histogram:
-    """Make a histogram with the latencies' buckets, from the first to the last that isn't empty; the bucket beyond all
+    """Make a histogram with the latencies' buckets, from the first to the last nonempty one; the bucket beyond all
     edges ends at twice the last edge."""
     edges = (0.0, *EDGES_S, 2 * EDGES_S[-1])
-    filled = [at for at, count in enumerate(latencies.counts) if count]
+    filled = [index for index, count in enumerate(latencies.counts) if count]
     if not filled:
         return Histogram([], [])
     first, last = filled[0], filled[-1]

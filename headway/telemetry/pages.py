@@ -1,4 +1,4 @@
-"""Addresses of the sections of docs/troubleshooting.md that stalls, alerts and verdicts are printed with."""
+"""Addresses of sections of docs/troubleshooting.md, which are printed with stalls, alerts and verdicts."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import re
 
 
 def troubleshooting(title: str) -> str:
-    """Address of a section by its title: "docs/troubleshooting.md#alert-kl" of "Alert: kl"."""
+    """The address of a section by its title: "docs/troubleshooting.md#alert-kl" for "Alert: kl"."""
     return "docs/troubleshooting.md#" + re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def stall_page(kind: str) -> str:
-    """Section about stalls of a kind of wait: that of all calls of a worker's role is one ("verifier.score")."""
+    """The section on stalls of a kind of wait; all calls of a worker's role ("verifier.score") share a section."""
     return troubleshooting(f"Stall: {re.split('[.-]', kind)[0]}")
 
 
 def alert_page(rule: str) -> str:
-    """Section about alerts of a rule."""
+    """The section on alerts of a rule."""
     return troubleshooting(f"Alert: {rule}")

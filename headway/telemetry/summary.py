@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, RunSummary, StepRecord
 from headway.records.rollout import BOUNDARIES, ENDINGS
 from headway.telemetry.ledger import (
+    EVENT_ACCOUNTING,
     EVENT_BEST,
-    EVENT_BOOKS,
     EVENT_COUNTED,
     EVENT_END,
     EVENT_LAST_KEPT,
@@ -20,23 +20,23 @@ from headway.telemetry.ledger import (
     duration_of,
 )
 
-_COUNTING = (EVENT_BOOKS, EVENT_COUNTED, EVENT_NO_PROGRESS)  # events that may have the books' counts
+_COUNTING = (EVENT_ACCOUNTING, EVENT_COUNTED, EVENT_NO_PROGRESS)  # events that may have the accounting's counts
 
 
 def summarise(lines: Sequence[LedgerLine], duration_s: float | None = None) -> RunSummary:
     """Summarise the lines of a run (as `read_ledger` returns them: replays resolved). ``duration_s``: time of all
     sessions, replaced lines included; None: of these lines.
 
-    Wait ratios are weighted by the time of each step; rates are over the time of all steps, waits included, but
-    for the consumption rate, which leaves the trainer's wait out. The books count as balanced only when the run
-    said so: a killed run has ``books_balanced = False`` and ``finished = False``.
+    Wait ratios are weighted by the time of each step. Rates are over the time of all steps including waits, except the
+    consumption rate, which excludes the trainer's wait. The accounting counts as balanced only if the run recorded so:
+    a killed run has ``accounting_balanced = False`` and ``finished = False``.
     """
     steps = [line for line in lines if isinstance(line, StepRecord)]
     timed = [step for step in steps if step.step_s > 0 and not step.skipped]
     total_s = sum(step.step_s for step in steps)
     samples = sum(step.samples for step in timed)
     wait_s = sum(step.trainer_wait_s for step in steps)
-    books = books_event(lines)
+    accounting = accounting_event(lines)
     ended = endings(lines)
     end = last_event(lines, EVENT_START, EVENT_RESUME, EVENT_END)
     return RunSummary(
@@ -48,15 +48,15 @@ def summarise(lines: Sequence[LedgerLine], duration_s: float | None = None) -> R
         duration_s=duration_of(lines) if duration_s is None else duration_s,
         solve_rate_before=_solve_rate(lines, "before"),
         solve_rate_after=_solve_rate(lines, "after"),
-        version_after=None if (after := held_evaluation(lines, "after")) is None else after.last_version,
+        version_after=None if (after := measured_evaluation(lines, "after")) is None else after.last_version,
         failed_before=_failed(lines, "before"),
         failed_after=_failed(lines, "after"),
         best_version=best_version(lines),
         trainer_wait_ratio=_share(wait_s, total_s),
         generator_wait_ratio=_share(sum(step.generator_wait_ratio * step.step_s for step in steps), total_s),
-        generator_lent_ratio=_share(sum(step.generator_lent_ratio * step.step_s for step in steps), total_s),
+        generator_yielded_ratio=_share(sum(step.generator_yielded_ratio * step.step_s for step in steps), total_s),
         max_trajectory_staleness=int(max((step.trajectory_staleness.max for step in steps), default=0)),
-        books_balanced=books is not None and bool(books.data.get("balanced", 0)),
+        accounting_balanced=accounting is not None and bool(accounting.data.get("balanced", 0)),
         length_bias_ks=steps[-1].length_bias.ks if steps and steps[-1].length_bias else 0.0,
         consumption_per_s=_share(samples, total_s - wait_s),
         production_per_s=_share(sum(step.production_per_s * step.step_s for step in steps), total_s),
@@ -70,17 +70,17 @@ def summarise(lines: Sequence[LedgerLine], duration_s: float | None = None) -> R
 
 
 def recorded_steps(lines: Sequence[LedgerLine]) -> int:
-    """Number of recorded steps: the version after the last one."""
+    """The number of recorded steps, which is the version after the last one."""
     return max((line.version for line in lines if isinstance(line, StepRecord)), default=0)
 
 
 def is_incident(event: EventRecord) -> bool:
-    """Whether ``event`` is a death, a stall, a restart or a replay: those alone name a worker."""
+    """Whether ``event`` is a death, a stall, a restart or a replay; only these name a worker."""
     return bool(event.worker)
 
 
 def undisturbed(lines: Sequence[LedgerLine]) -> list[StepRecord]:
-    """The steps, except those with an incident or a resume and the one after each: they don't measure the run's
+    """The steps without those that have an incident or a resume and the step after each, which don't measure the run's
     rate."""
     kept: list[StepRecord] = []
     left_out = 0
@@ -94,7 +94,7 @@ def undisturbed(lines: Sequence[LedgerLine]) -> list[StepRecord]:
 
 
 def last_step(lines: Sequence[LedgerLine]) -> StepRecord | None:
-    """The last step that was recorded when it happened: a record rebuilt after a kill lacks the knobs."""
+    """The last step that was recorded when it happened; a record rebuilt after a kill lacks the knobs."""
     steps = (line for line in reversed(lines) if isinstance(line, StepRecord))
     return next((step for step in steps if step.flow.concurrent_rollouts), None)
 
@@ -111,19 +111,19 @@ def is_finished(lines: Sequence[LedgerLine]) -> bool:
     return last is not None and last.event == EVENT_END
 
 
-def books_event(lines: Sequence[LedgerLine]) -> EventRecord | None:
-    """The event that closed the books, if the run closed them and wasn't resumed since."""
-    last = last_event(lines, EVENT_BOOKS, EVENT_START, EVENT_RESUME)
-    return last if last is not None and last.event == EVENT_BOOKS else None
+def accounting_event(lines: Sequence[LedgerLine]) -> EventRecord | None:
+    """The event that closed the accounting; None: the run didn't close it, or was resumed since."""
+    last = last_event(lines, EVENT_ACCOUNTING, EVENT_START, EVENT_RESUME)
+    return last if last is not None and last.event == EVENT_ACCOUNTING else None
 
 
 def evaluations(lines: Sequence[LedgerLine]) -> list[EvaluationRecord]:
     return [line for line in lines if isinstance(line, EvaluationRecord)]
 
 
-def held_evaluation(lines: Sequence[LedgerLine], phase: str) -> EvaluationRecord | None:
-    """The evaluation ``before`` (the first) or ``after`` (the last) training; the test split's where there is one.
-    None as well when it measured nothing: every attempt failed."""
+def measured_evaluation(lines: Sequence[LedgerLine], phase: str) -> EvaluationRecord | None:
+    """The evaluation ``before`` (the first) or ``after`` (the last) training, on the test split if there is one. None:
+    there is none, or all its attempts failed."""
     of_phase = [record for record in evaluations(lines) if record.phase == phase]
     chosen = [record for record in of_phase if record.split == "test"] or of_phase
     measured = [record for record in chosen if record.samples]
@@ -133,19 +133,19 @@ def held_evaluation(lines: Sequence[LedgerLine], phase: str) -> EvaluationRecord
 
 
 def _solve_rate(lines: Sequence[LedgerLine], phase: str) -> float | None:
-    record = held_evaluation(lines, phase)
+    record = measured_evaluation(lines, phase)
     return None if record is None else record.solve_rate
 
 
 def _failed(lines: Sequence[LedgerLine], phase: str) -> str:
-    """Failed attempts of the evaluation whose solve rate is told, or of those that measured nothing, in words."""
-    told = held_evaluation(lines, phase)
-    of_phase = [told] if told is not None else [one for one in evaluations(lines) if one.phase == phase]
+    """A text on failed attempts of the evaluation whose solve rate is reported, or of those that measured nothing."""
+    chosen = measured_evaluation(lines, phase)
+    of_phase = [chosen] if chosen is not None else [e for e in evaluations(lines) if e.phase == phase]
     return next(filter(None, (record.failures_text for record in of_phase)), "")
 
 
 def best_version(lines: Sequence[LedgerLine]) -> int | None:
-    """The version that validation found best; None where none was judged."""
+    """The version with the best validation result; None: no version was validated."""
     last = last_event(lines, EVENT_LAST_KEPT, EVENT_BEST)
     if last is None or last.event != EVENT_BEST or "version" not in last.data:
         return None
@@ -153,20 +153,20 @@ def best_version(lines: Sequence[LedgerLine]) -> int | None:
 
 
 def endings(lines: Sequence[LedgerLine]) -> dict[str, int]:
-    """Rollouts by ending, of all processes of the run."""
+    """The number of rollouts by ending, over all processes of the run."""
     return _counted(lines, {ending: ending for ending in ENDINGS}, lambda step: step.endings)
 
 
 def failures(lines: Sequence[LedgerLine]) -> dict[str, int]:
-    """Rollouts that failed themselves, by boundary, of all processes of the run."""
-    return _counted(lines, {f"failed_at_{one}": one for one in BOUNDARIES}, lambda step: step.failures)
+    """The number of rollouts that failed themselves, by boundary, over all processes of the run."""
+    return _counted(lines, {f"failed_at_{boundary}": boundary for boundary in BOUNDARIES}, lambda step: step.failures)
 
 
 def _counted(
     lines: Sequence[LedgerLine], names: Mapping[str, str], of_step: Callable[[StepRecord], Mapping[str, int]]
 ) -> dict[str, int]:
-    """Counts by name: those of the last event that has the books' counts (``names``: its data -> name), and of the
-    steps recorded after it; a process that made no step is in no other line."""
+    """Counts by name: those of the last event with the accounting's counts (``names``: its data key -> name), plus
+    those of later steps. Only the event counts a process that made no step."""
     totals = Counter[str]()
     for line in lines:
         if isinstance(line, StepRecord):
@@ -176,5 +176,5 @@ def _counted(
     return {name: count for name, count in totals.items() if count}
 
 
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole > 0 else 0.0
+def _share(part: float, total: float) -> float:
+    return part / total if total > 0 else 0.0

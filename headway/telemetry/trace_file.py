@@ -1,4 +1,4 @@
-"""``RUN/trace.jsonl``: what ran when. Written during the run; read by `headway trace`."""
+"""The trace of a run, ``RUN/trace.jsonl``: spans and marks over time, written during the run for `headway trace`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from headway.runtime.clock import Clock
 
 FILE_NAME = "trace.jsonl"
-OLD_NAME = "trace.old.jsonl"  # the previous file: the two have the newest part of a long run
+OLD_NAME = "trace.old.jsonl"  # the previous file; the two hold the newest part of a long run
 SEGMENT_BYTES = 64 << 20
-TICK_S = 0.5  # between two writes: the most that a kill may cost a trace
+TICK_S = 0.5  # between two writes; a kill loses at most this part of a trace
 EVENT_TRACE_FAILED = "trace_failed"
 
 Line = TypeVar("Line")
@@ -33,8 +33,8 @@ _decoder = msgspec.json.Decoder(TraceLine)
 
 
 class TraceFile:
-    """The writer of a run's trace, which writes twice a second and when it is closed. A write that fails ends the
-    trace, not the run, and calls ``on_failure(event, detail)``.
+    """The writer of a run's trace, which writes twice a second and at its end. A failed write ends the trace, not the
+    run, and calls ``on_failure(event, detail)``.
 
     Invariant: at most two files of about SEGMENT_BYTES, each starting with the session its times belong to.
     """
@@ -48,7 +48,7 @@ class TraceFile:
         on_failure: Callable[[str, str], None] = lambda event, detail: None,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
-        """``unix_s``: the time of day now. Raises ConfigurationError when the file can't be opened."""
+        """``unix_s``: the present Unix time. Raises ConfigurationError if the file can't be opened."""
         self.path = Path(run_dir) / FILE_NAME
         self._on_failure = on_failure
         self._clock = clock
@@ -61,7 +61,7 @@ class TraceFile:
         self._open()
 
     def write(self, line: TraceLine) -> None:
-        """Append ``line``, at the next tick; never raises."""
+        """Append ``line`` at the next tick; never raises."""
         if self._file is None:
             return
         data = _encoder.encode(line)
@@ -121,7 +121,7 @@ class TraceFile:
 
 def read_trace(run_dir: str | Path) -> list[TraceLine]:
     """Read the lines of a run's trace, oldest first. A torn last line, from a kill or from reading while the run
-    writes, is left out. Raises ConfigurationError when there is no trace, the run is of another schema, or a line is
+    writes, is left out. Raises ConfigurationError if there is no trace, the run has another schema, or a line is
     damaged."""
     folder = Path(run_dir)
     path = folder / FILE_NAME
@@ -133,18 +133,18 @@ def read_trace(run_dir: str | Path) -> list[TraceLine]:
         with contextlib.suppress(FileNotFoundError):
             data[name] = name.read_bytes()
     if path not in data:
-        what = "no trace" if (folder / "ledger.jsonl").exists() else "no run"
-        hint = "; ledger.trace may be false" if what == "no trace" else ""
-        raise ConfigurationError(f"{run_dir} holds {what}: there is no {path}{hint}")
+        missing = "no trace" if (folder / "ledger.jsonl").exists() else "no run"
+        hint = "; ledger.trace may be false" if missing == "no trace" else ""
+        raise ConfigurationError(f"{run_dir} holds {missing}: there is no {path}{hint}")
     return [line for name, text in data.items() for line in decoded_lines(name, text, _decoder.decode)]
 
 
 def decoded_lines(path: Path, data: bytes, decode: Callable[[bytes], Line]) -> list[Line]:
-    """Decode the lines of a file's ``data``, without a torn last one. Raises ConfigurationError naming a damaged
-    one."""
+    """Decode the lines of a file's ``data``, without a torn last line. Raises ConfigurationError, which names a damaged
+    line."""
     lines: list[Line] = []
-    whole = data.split(b"\n")[:-1]  # what follows the last line break is torn, or empty
-    for number, text in enumerate(whole, start=1):
+    complete_lines = data.split(b"\n")[:-1]  # text after the last line break is torn, or empty
+    for number, text in enumerate(complete_lines, start=1):
         try:
             lines.append(decode(text))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

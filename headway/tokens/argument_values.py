@@ -1,4 +1,4 @@
-"""Values of a call's arguments that aren't part of one JSON object: literals, and texts that a schema gives a type."""
+"""Values of a call's arguments outside a JSON object: literals, and texts whose type comes from a schema."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import reduce
 from typing import Any, NoReturn
 
-_MOST_LEVELS = 8  # of references and alternatives in a schema that are followed
+_MOST_LEVELS = 8  # levels of references and alternatives that are followed in a schema
 _BLANK, _COLON = re.compile(r"\s*"), re.compile(r"\s*:")
 _SIGNS = "[]{},:"
 _TOKEN = re.compile(r"""(['"])(?:(?!\1)[^\\]|\\.)*\1|[][{},:]|[^][\s,{}()<>'":=]+""", re.DOTALL)
@@ -38,14 +38,14 @@ JSON = json.JSONDecoder(parse_constant=_refused, parse_float=_finite)  # no NaN,
 
 
 def kinds_of(schema: Any, root: Any = None, levels: int = _MOST_LEVELS) -> frozenset[str]:
-    """JSON types that a schema's values may have; empty: any. ``root``: the schema that its references point into."""
+    """Return the JSON types that a schema allows; empty: any. ``root``: the schema that its references point into."""
     if not isinstance(schema, Mapping) or not levels:
         return frozenset()
     root = schema if root is None else root
     if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
         steps = [step.replace("~1", "/").replace("~0", "~") for step in reference.split("/")[1:]]
-        found = reduce(lambda part, step: part.get(step) if isinstance(part, Mapping) else None, steps, root)
-        return kinds_of(found, root, levels - 1)
+        referenced = reduce(lambda part, step: part.get(step) if isinstance(part, Mapping) else None, steps, root)
+        return kinds_of(referenced, root, levels - 1)
     if isinstance(kinds := schema.get("type"), str | list):
         return frozenset([kinds] if isinstance(kinds, str) else kinds)
     values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -56,8 +56,8 @@ def kinds_of(schema: Any, root: Any = None, levels: int = _MOST_LEVELS) -> froze
 
 
 def typed(text: str, schema: Any, root: Any) -> Any:
-    """The value that ``text`` stands for by its schema: a text where only that is allowed, else JSON where it parses
-    to a type that is allowed, else the text."""
+    """Convert ``text`` to the value that its schema allows: a text where only that is allowed, else JSON where it
+    parses to an allowed type, else the text."""
     kinds = kinds_of(schema, root)
     if kinds == {"string"}:
         return text
@@ -68,47 +68,47 @@ def typed(text: str, schema: Any, root: Any) -> Any:
             value = literal(text.strip(), "")
         except (ValueError, RecursionError):
             return text
-        if not kinds.intersection(_KINDS[type(value)]):  # nobody said that it isn't a text
+        if not kinds.intersection(_KINDS[type(value)]):  # the schema doesn't exclude a text
             return text
     return text if "string" in kinds and not kinds.intersection(_KINDS[type(value)]) else value
 
 
 def literal(text: str, quote: str) -> Any:
-    """The value of a whole text as `literal_at` reads it. Raises ValueError."""
+    """Read a whole text as `literal_at` reads a value. Raises ValueError."""
     value, end = literal_at(text, 0, quote)
     return value if not text[end:].strip() else _refused(text)
 
 
-def literal_at(text: str, at: int, quote: str) -> tuple[Any, int]:
-    """The value written at ``at``, and its end: as JSON, in Python, or with ``quote`` (a mark) around texts and keys
-    that may be bare. Raises ValueError, with a place where the text ends too early."""
+def literal_at(text: str, position: int, quote: str) -> tuple[Any, int]:
+    """Read the value at ``position``; return it and its end. It is JSON, a Python literal, or has ``quote`` (a mark)
+    around texts, and keys that may be bare. Raises ValueError, and JSONDecodeError where the text ends too early."""
     source, depth = list[str](), 0
     while not source or depth:
-        at = blank.end() if (blank := _BLANK.match(text, at)) else at
-        marked = bool(quote) and text.startswith(quote, at)
-        end = text.find(quote, at + len(quote)) if marked else -1
-        token = None if marked else _TOKEN.match(text, at)
-        if at >= len(text) or (marked and end < 0) or (token is None and text[at] in "'\""):
+        position = blank.end() if (blank := _BLANK.match(text, position)) else position
+        marked = bool(quote) and text.startswith(quote, position)
+        end = text.find(quote, position + len(quote)) if marked else -1
+        token = None if marked else _TOKEN.match(text, position)
+        if position >= len(text) or (marked and end < 0) or (token is None and text[position] in "'\""):
             raise json.JSONDecodeError("the text ends here", text, len(text))
         if marked:
-            piece, at = repr(text[at + len(quote) : end]), end + len(quote)
+            piece, position = repr(text[position + len(quote) : end]), end + len(quote)
         elif token is None:
-            raise ValueError(f"no value at {at}")
+            raise ValueError(f"no value at {position}")
         else:
-            piece, at = token[0], token.end()
+            piece, position = token[0], token.end()
             depth += (piece in ("[", "{")) - (piece in ("]", "}"))
             if piece[0] in "'\"":
                 piece = repr(_unquoted(piece))
             elif piece not in _SIGNS:
-                is_key = _COLON.match(text, at) is not None
+                is_key = _COLON.match(text, position) is not None
                 piece = repr(piece if is_key else _WORDS[piece] if piece in _WORDS else JSON.decode(piece))
         source.append(piece)
     try:
         value = ast.literal_eval(" ".join(source))
         json.dumps(value)  # a set isn't a value
-        return value, at
+        return value, position
     except (SyntaxError, TypeError, MemoryError):
-        raise ValueError(f"no value before {at}") from None
+        raise ValueError(f"no value before {position}") from None
 
 
 def _unquoted(text: str) -> str:

@@ -1,7 +1,7 @@
-"""Grammars of tool calls: the marks around calls, names and arguments, as records, and the reader of all of them.
+"""Grammars of tool calls, as records of the marks around calls, names and arguments, and one parser for all of them.
 
-A call is ``head arguments tail``; several stand as ``opening call between call closing``. `NAME` and `CALL_ID` in a
-head or tail stand for the call's own. White space between marks may be written otherwise.
+A call is ``head arguments tail``; several are ``opening call between call closing``. `NAME` and `CALL_ID` in a head or
+tail are placeholders for the call's name and id. White space between marks may differ.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headway.tokens.messages import ToolCall, encodable, json_text
 
 NAME, CALL_ID = "\U0010f8a4", "\U0010f8a5"  # private use: no template has them by accident
 PYTHON_TAG = "<|python_tag|>"
-Schemas = Mapping[str, Any]  # of the arguments, by the tool's name
+Schemas = Mapping[str, Any]  # tool name -> schema of its arguments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,9 +29,9 @@ class Pairs:
     assign: str
     end: str = ""
     separator: str = ""
-    assign_text: str = ""  # in place of `assign` where the value is a text; "": the same
-    quote: str = ""  # closes a text; "": values stand between the marks, texts as they are and all else as JSON
-    escapes: bool = False  # quoted texts have them
+    assign_text: str = ""  # replaces `assign` where the value is a text; "": the same
+    quote: str = ""  # closes a text; "": values are between the marks, texts as they are and other values as JSON
+    escapes: bool = False  # quoted texts have escapes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,40 +47,40 @@ class CallSyntax:
     opening: str = ""
     between: str = ""
     closing: str = ""
-    keys: tuple[str, str] | None = None  # the call is a JSON object, which has name and arguments under these
+    keys: tuple[str, str] | None = None  # the call is a JSON object, with name and arguments under these keys
     pairs: Pairs | None = None  # None: the arguments are a JSON object
-    named_ids: bool = False  # a call's id holds its name, and is what the model writes
-    most: int | None = None  # calls in one turn; None: any number
-    content_behind: bool = False  # the turn's text stands behind the calls
+    named_ids: bool = False  # the model writes a call's id, which holds its name, in place of the name
+    most: int | None = None  # limit of calls in one turn; None: any number
+    content_behind: bool = False  # the turn's text follows the calls
 
     @property
     def object_head(self) -> tuple[str, str]:
-        """`head` as what stands before the call's JSON object, and the object's beginning."""
-        at = self.head.index("{") if self.keys else len(self.head)
-        return self.head[:at], self.head[at:]
+        """The head, split into the text before the call's JSON object and the object's beginning."""
+        object_start = self.head.index("{") if self.keys else len(self.head)
+        return self.head[:object_start], self.head[object_start:]
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Texts of which calls begin with one, and nothing else does; none: calls are told by their form alone."""
+        """Texts with which calls begin, and nothing else does; (): calls are recognised by their form alone."""
         starts = (self.opening, self.object_head[0])
-        found = (re.match(rf"[^\s{NAME}{CALL_ID}>\]]*[>\]]?", start.lstrip()) for start in starts)
-        return tuple(mark[0] for mark in found if mark and any(map(str.isalpha, mark[0])))
+        matches = (re.match(rf"[^\s{NAME}{CALL_ID}>\]]*[>\]]?", start.lstrip()) for start in starts)
+        return tuple(mark[0] for mark in matches if mark and any(map(str.isalpha, mark[0])))
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All marks."""
+        """All texts of the grammar."""
         pairs = self.pairs or Pairs(assign="")
-        own = (self.opening, self.head, self.tail, self.between, self.closing)
-        return *own, pairs.before, pairs.assign, pairs.assign_text, pairs.end, pairs.separator, pairs.quote
+        call_marks = (self.opening, self.head, self.tail, self.between, self.closing)
+        return *call_marks, pairs.before, pairs.assign, pairs.assign_text, pairs.end, pairs.separator, pairs.quote
 
 
-def _calls(
+def _syntax(
     head: str, tail: str = "", between: str = "", opening: str = "", closing: str = "", **more: Any
 ) -> CallSyntax:
     return CallSyntax(head=head, tail=tail, between=between, opening=opening, closing=closing, **more)
 
 
-# As models write them where their template doesn't say; "auto" finds out these and others.
+# The forms that models write where their template doesn't define one; "auto" detects these and others.
 _XML = Pairs(before="\n<parameter=", assign=">\n", end="\n</parameter>")
 _GLM = Pairs(before="\n<arg_key>", assign="</arg_key>\n<arg_value>", end="</arg_value>")
 _INVOKE = Pairs(before='<parameter name="', assign='">', end="</parameter>\n")
@@ -90,45 +90,45 @@ _NAMED = ("name", "arguments")
 _OBJECT, _LLAMA = f'{{"name": "{NAME}", "arguments": ', f'{{"name": "{NAME}", "parameters": '
 _COMMENTARY = f"<|channel|>commentary to=functions.{NAME}"
 SYNTAXES: Mapping[str, tuple[CallSyntax, ...]] = {
-    "hermes": (_calls(f"<tool_call>\n{_OBJECT}", "}\n</tool_call>", "\n", keys=_NAMED),),
-    "llama_json": (_calls(_LLAMA, "}", "; ", keys=("name", "parameters")),),
-    "qwen_xml": (_calls(f"<tool_call>\n<function={NAME}>", "\n</function>\n</tool_call>", "\n", pairs=_XML),),
-    "glm": (_calls(f"<tool_call>{NAME}", "\n</tool_call>", "\n", pairs=_GLM),),
+    "hermes": (_syntax(f"<tool_call>\n{_OBJECT}", "}\n</tool_call>", "\n", keys=_NAMED),),
+    "llama_json": (_syntax(_LLAMA, "}", "; ", keys=("name", "parameters")),),
+    "qwen_xml": (_syntax(f"<tool_call>\n<function={NAME}>", "\n</function>\n</tool_call>", "\n", pairs=_XML),),
+    "glm": (_syntax(f"<tool_call>{NAME}", "\n</tool_call>", "\n", pairs=_GLM),),
     "minimax": (
-        _calls(
+        _syntax(
             *(f'<invoke name="{NAME}">\n', "</invoke>\n", "", "<minimax:tool_call>\n", "</minimax:tool_call>"),
             pairs=_INVOKE,
         ),
     ),
     "deepseek": (
-        _calls(
+        _syntax(
             *(f"<｜tool▁call▁begin｜>{NAME}<｜tool▁sep｜>", "<｜tool▁call▁end｜>", ""),
             *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         ),
     ),
     "kimi": (
-        _calls(
+        _syntax(
             *(f"<|tool_call_begin|>{CALL_ID}<|tool_call_argument_begin|>", "<|tool_call_end|>", ""),
             *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
             named_ids=True,
         ),
     ),
     "mistral": (
-        _calls(f"[TOOL_CALLS]{NAME}[ARGS]"),
-        _calls(_OBJECT, "}", ", ", "[TOOL_CALLS][", "]", keys=_NAMED),
+        _syntax(f"[TOOL_CALLS]{NAME}[ARGS]"),
+        _syntax(_OBJECT, "}", ", ", "[TOOL_CALLS][", "]", keys=_NAMED),
     ),
     "gpt_oss": (
-        _calls(f" to=functions.{NAME}<|channel|>commentary json<|message|>", most=1),
-        _calls(f"{_COMMENTARY} <|constrain|>json<|message|>", most=1),
-        _calls(f"{_COMMENTARY}<|message|>", most=1),
+        _syntax(f" to=functions.{NAME}<|channel|>commentary json<|message|>", most=1),
+        _syntax(f"{_COMMENTARY} <|constrain|>json<|message|>", most=1),
+        _syntax(f"{_COMMENTARY}<|message|>", most=1),
     ),
-    "gemma": (_calls(f"<|tool_call>call:{NAME}{{", "}<tool_call|>", pairs=_GEMMA),),
-    "python": (_calls(f"{NAME}(", ")", ", ", "<|tool_call_start|>[", "]<|tool_call_end|>", pairs=_PYTHON),),
+    "gemma": (_syntax(f"<|tool_call>call:{NAME}{{", "}<tool_call|>", pairs=_GEMMA),),
+    "python": (_syntax(f"{NAME}(", ")", ", ", "<|tool_call_start|>[", "]<|tool_call_end|>", pairs=_PYTHON),),
 }
 
 
-class Unreadable(ValueError):
-    """A call that isn't written as its grammar says; ``cut``: it may be the beginning of one."""
+class UnreadableCall(ValueError):
+    """Raised for a call that doesn't follow its grammar; ``cut``: it may be the beginning of one that does."""
 
     def __init__(self, cut: bool) -> None:
         super().__init__("no call")
@@ -148,31 +148,31 @@ class _Patterns(NamedTuple):
     marked: bool  # each call has a mark of its own
 
 
-def _flexible(text: str) -> str:
-    """A pattern of a mark, which takes other white space inside; its borders are as they are."""
+def _lenient(text: str) -> str:
+    """Return a pattern of a mark that accepts any white space inside it; its borders are matched exactly."""
     pieces = re.split(r"(\s+|(?<=[>\]}])(?=[<\[{]))", text)
     return "".join(r"\s*" if number % 2 else re.escape(piece) for number, piece in enumerate(pieces))
 
 
-def _named(text: str, named_ids: bool) -> str:
-    """A pattern of a head: the name's first place is a group, further ones are equal to it."""
+def _head_pattern(text: str, named_ids: bool) -> str:
+    """Return a pattern of a head: the first placeholder of the name is a group, and further ones refer to it."""
     name = r"""(?P<name>[^\s<>"'(){}\[\],]{1,256})"""
     call_id = rf"(?P<id>(?:functions\.)?{name}(?::\d+)?)" if named_ids else r"[\w.:-]*"
-    first, *further = _flexible(text.strip()).split(NAME)
+    first, *further = _lenient(text.strip()).split(NAME)
     pattern = first + "".join((r"(?P=name)" if number else name) + piece for number, piece in enumerate(further))
     return pattern.replace(CALL_ID, call_id.replace("[^", "[^:") if named_ids else call_id)
 
 
-def _border(text: str) -> str:
-    """A pattern of a mark beside a value: a line break between them is the mark's, if it is there."""
-    before, inner, behind = text[: len(text) - len(text.lstrip())], text.strip(), text[len(text.rstrip()) :]
-    return f"(?:{re.escape(before)})?{_flexible(inner)}(?:{re.escape(behind)})?"
+def _edge_pattern(text: str) -> str:
+    """Return a pattern of a mark beside a value: white space between them is optional, and belongs to the mark."""
+    leading, inner, trailing = text[: len(text) - len(text.lstrip())], text.strip(), text[len(text.rstrip()) :]
+    return f"(?:{re.escape(leading)})?{_lenient(inner)}(?:{re.escape(trailing)})?"
 
 
 @cache
 def _patterns(syntax: CallSyntax) -> _Patterns:
-    head = _named(syntax.object_head[0], syntax.named_ids)
-    opening = _flexible(syntax.opening.strip())
+    head = _head_pattern(syntax.object_head[0], syntax.named_ids)
+    opening = _lenient(syntax.opening.strip())
     opening += r"\s*+" * bool(opening)  # possessive here and below: long runs of blanks would take quadratic time
     pre = re.split(f"[{NAME}{CALL_ID}]", syntax.object_head[0])[0]
     marked = any(character.isalpha() for character in pre)
@@ -181,33 +181,33 @@ def _patterns(syntax: CallSyntax) -> _Patterns:
         first = rf"\s*+(?:{re.escape(PYTHON_TAG)}\s*+)?{first}"
     tail = syntax.tail
     if syntax.keys:  # the object's own end is JSON
-        whole = re.sub(f"[{NAME}{CALL_ID}]", "x", syntax.object_head[1] + "{}" + tail)
-        tail = whole[JSON.raw_decode(whole)[1] :]
+        sample = re.sub(f"[{NAME}{CALL_ID}]", "x", syntax.object_head[1] + "{}" + tail)
+        tail = sample[JSON.raw_decode(sample)[1] :]
     pairs = syntax.pairs or Pairs(assign="")
-    steps = [_flexible(step) for step in re.findall(r"<[^>]*>|[^\s<]+", tail)] or [""]
+    steps = [_lenient(step) for step in re.findall(r"<[^>]*>|[^\s<]+", tail)] or [""]
     ends = r"(?:\s*+".join(steps) + ")?" * (len(steps) - 1)  # the first, and as many as were written
     key = r"[^\n]*?" if pairs.before.strip() else r"[^\s=:,(){}]+"
-    assign = "|".join(_border(text) for text in (pairs.assign_text, pairs.assign) if text)
-    separator = _flexible(pairs.separator.strip())
-    pair = r"\s*+" + rf"(?:{separator}\s*+)?" * bool(separator) + _flexible(pairs.before.strip())
+    assign = "|".join(_edge_pattern(text) for text in (pairs.assign_text, pairs.assign) if text)
+    separator = _lenient(pairs.separator.strip())
+    pair = r"\s*+" + rf"(?:{separator}\s*+)?" * bool(separator) + _lenient(pairs.before.strip())
     ahead = rf"(?={pair}{key}(?:{assign})|\s*+{ends})"
     return _Patterns(
         first=re.compile(first),
-        later=re.compile(head if marked else rf"\s*(?:{_flexible(syntax.between.strip()) or '[;,]'}|[;,])\s*{head}"),
+        later=re.compile(head if marked else rf"\s*(?:{_lenient(syntax.between.strip()) or '[;,]'}|[;,])\s*{head}"),
         tail=re.compile(r"\s*+" + ends),
         tail_mark=re.compile(ends),
-        closed=re.compile(rf"\s*+(?:;\s*+)?(?:{_flexible(syntax.closing.strip())}\s*+)?$"),
+        closed=re.compile(rf"\s*+(?:;\s*+)?(?:{_lenient(syntax.closing.strip())}\s*+)?$"),
         pair=re.compile(rf"{pair}(?P<key>{key})(?P<assign>{assign})"),
-        end=re.compile((_border(pairs.quote + pairs.end) if pairs.quote + pairs.end else "") + ahead),
-        close=re.compile(rf"\s*{_flexible(pairs.end.strip())}"),
+        end=re.compile((_edge_pattern(pairs.quote + pairs.end) if pairs.quote + pairs.end else "") + ahead),
+        close=re.compile(rf"\s*{_lenient(pairs.end.strip())}"),
         behind="".join(tail.split()),
         marked=marked,
     )
 
 
 def read_calls(text: str, syntax: CallSyntax, schemas: Schemas) -> tuple[str, tuple[ToolCall, ...]] | None:
-    """(content beside the calls, calls) of a text; None where there are none or they can't be read. What stands
-    between and behind calls is dropped; a last call that was cut is, too, if one before it is whole."""
+    """Parse a text into (content beside the calls, calls); None where there are none or they can't be read. Text
+    between and after calls is dropped, and so is a last call that was cut, if an earlier one is complete."""
     patterns = _patterns(syntax)
     begun = patterns.first.search(text) if syntax.marks else patterns.first.match(text)
     if begun is None:
@@ -216,7 +216,7 @@ def read_calls(text: str, syntax: CallSyntax, schemas: Schemas) -> tuple[str, tu
     while begun is not None:
         try:
             call, end = _call(text, begun, syntax, patterns, schemas)
-        except Unreadable as error:
+        except UnreadableCall as error:
             if error.cut and calls:
                 break
             return None
@@ -233,54 +233,54 @@ def read_calls(text: str, syntax: CallSyntax, schemas: Schemas) -> tuple[str, tu
 def _call(
     text: str, begun: re.Match[str], syntax: CallSyntax, patterns: _Patterns, schemas: Schemas
 ) -> tuple[ToolCall, int]:
-    """The call that ``begun`` is the head of, and its end. Raises Unreadable."""
-    at = begun.end()
+    """Read the call whose head is ``begun``; return it and its end. Raises UnreadableCall."""
+    position = begun.end()
     if syntax.keys:
-        value, at = _json_at(text, at)
-        name, arguments = _of_object(value, syntax.keys, None if syntax.marks else schemas)
+        value, position = _json_at(text, position)
+        name, arguments = _name_and_arguments(value, syntax.keys, None if syntax.marks else schemas)
     else:
         name = begun["name"]
         if syntax.pairs is None:
-            arguments, at = _json_at(text, at)
+            arguments, position = _json_at(text, position)
         else:
-            arguments, at = _read_pairs(text, at, syntax.pairs, patterns, schemas.get(name))
+            arguments, position = _read_pairs(text, position, syntax.pairs, patterns, schemas.get(name))
     if syntax.pairs is None:
-        behind, rest = patterns.tail.match(text, at), "".join(text[at:].split())
+        behind, rest = patterns.tail.match(text, position), "".join(text[position:].split())
         if behind is None and not patterns.behind.startswith(rest):  # nor was it cut in its tail
-            raise Unreadable(cut=False)
-        at = behind.end() if behind else len(text)
-    written = _written(arguments)
+            raise UnreadableCall(cut=False)
+        position = behind.end() if behind else len(text)
+    written = _arguments_text(arguments)
     if written is None or not encodable(name + written):
-        raise Unreadable(cut=False)
-    return ToolCall(name=name, arguments=written, call_id=begun["id"] if syntax.named_ids else ""), at
+        raise UnreadableCall(cut=False)
+    return ToolCall(name=name, arguments=written, call_id=begun["id"] if syntax.named_ids else ""), position
 
 
-def _json_at(text: str, at: int) -> tuple[Any, int]:
-    while at < len(text) and text[at].isspace():
-        at += 1
+def _json_at(text: str, position: int) -> tuple[Any, int]:
+    while position < len(text) and text[position].isspace():
+        position += 1
     try:
-        return JSON.raw_decode(text, at)
+        return JSON.raw_decode(text, position)
     except json.JSONDecodeError as error:
         cut = error.msg.startswith("Unterminated") or re.fullmatch(r"[\w.+\\-]{0,6}\s*", text[error.pos :]) is not None
-        raise Unreadable(cut) from None
+        raise UnreadableCall(cut) from None
     except (ValueError, RecursionError):
-        raise Unreadable(cut=False) from None
+        raise UnreadableCall(cut=False) from None
 
 
-def _of_object(value: Any, keys: tuple[str, str], tools: Schemas | None) -> tuple[str, Any]:
-    """Name and arguments of a call's object. Where nothing else says that it is a call, ``tools`` is given, and it has
-    arguments or the name of one of them."""
+def _name_and_arguments(value: Any, keys: tuple[str, str], tools: Schemas | None) -> tuple[str, Any]:
+    """Return name and arguments of a call's object. ``tools`` is given where no mark identifies a call: then the object
+    must have arguments, or the name of one of them. Raises UnreadableCall."""
     inner = [value, *value.values()] if isinstance(value, dict) else []
     for level in inner:
         if isinstance(level, dict) and isinstance(name := level.get(keys[0], level.get("name")), str):
-            given = [key for key in (keys[1], "arguments", "parameters") if key in level]
-            if given or tools is None or name in tools:
-                return name, level[given[0]] if given else {}
-    raise Unreadable(cut=False)
+            argument_keys = [key for key in (keys[1], "arguments", "parameters") if key in level]
+            if argument_keys or tools is None or name in tools:
+                return name, level[argument_keys[0]] if argument_keys else {}
+    raise UnreadableCall(cut=False)
 
 
-def _written(arguments: Any) -> str | None:
-    """Arguments as the text that a client gets; None where they are no object."""
+def _arguments_text(arguments: Any) -> str | None:
+    """Write arguments as the text that a client gets; None where they are no object."""
     if isinstance(arguments, str):
         try:
             inner = JSON.decode(arguments) if arguments.strip() else None
@@ -290,30 +290,30 @@ def _written(arguments: Any) -> str | None:
     return "{}" if arguments is None else json_text(arguments) if isinstance(arguments, dict) else None
 
 
-def _read_pairs(text: str, at: int, pairs: Pairs, patterns: _Patterns, schema: Any) -> tuple[dict[str, Any], int]:
-    """Arguments written one by one from ``at`` on, and the end of their call. Raises Unreadable."""
+def _read_pairs(text: str, position: int, pairs: Pairs, patterns: _Patterns, schema: Any) -> tuple[dict[str, Any], int]:
+    """Read arguments written one by one from ``position`` on; return them and the call's end. Raises UnreadableCall."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    found = dict[str, Any]()
-    while (behind := patterns.tail.match(text, at)) is None:
-        pair = patterns.pair.match(text, at)
+    arguments = dict[str, Any]()
+    while (behind := patterns.tail.match(text, position)) is None:
+        pair = patterns.pair.match(text, position)
         if pair is None:
-            raise Unreadable(cut=patterns.tail_mark.search(text, at) is None)
-        key, at = pair["key"], pair.end()
-        is_text = bool(pairs.assign_text) and re.fullmatch(_border(pairs.assign_text), pair["assign"]) is not None
+            raise UnreadableCall(cut=patterns.tail_mark.search(text, position) is None)
+        key, position = pair["key"], pair.end()
+        is_text = bool(pairs.assign_text) and re.fullmatch(_edge_pattern(pairs.assign_text), pair["assign"]) is not None
         if pairs.quote and (pairs.escapes or not is_text):
             start, mark = pair.start("assign") + len(pairs.assign), "" if pairs.quote in ("'", '"') else pairs.quote
             try:
-                found[key], at = literal_at(text, start, mark)
+                arguments[key], position = literal_at(text, start, mark)
             except (ValueError, RecursionError) as error:
-                raise Unreadable(cut=isinstance(error, json.JSONDecodeError)) from None
-            if (closed := patterns.close.match(text, at)) is None:
-                raise Unreadable(cut=not text[at:].strip())
-            at = closed.end()
+                raise UnreadableCall(cut=isinstance(error, json.JSONDecodeError)) from None
+            if (closed := patterns.close.match(text, position)) is None:
+                raise UnreadableCall(cut=not text[position:].strip())
+            position = closed.end()
             continue
-        end = patterns.end.search(text, at)
+        end = patterns.end.search(text, position)
         if end is None:
-            raise Unreadable(cut=patterns.tail_mark.search(text, at) is None)
-        written, at = text[at : end.start()], end.end()
+            raise UnreadableCall(cut=patterns.tail_mark.search(text, position) is None)
+        written, position = text[position : end.start()], end.end()
         kind = properties.get(key, {}) if isinstance(properties, Mapping) else {}
-        found[key] = written if is_text else typed(written, kind, schema)
-    return found, behind.end()
+        arguments[key] = written if is_text else typed(written, kind, schema)
+    return arguments, behind.end()

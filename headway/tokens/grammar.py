@@ -1,6 +1,6 @@
 """Grammars of responses, compiled for a tokenizer, and their masks over its vocabulary, token by token.
 
-A mask depends on the grammar and the bytes of tokens alone, so whoever has both computes the engine's masks again.
+A mask depends on the grammar and the bytes of tokens alone, so any process that has both can recompute the engine's.
 
 Shapes: n rows, w words of 32 bits, v vocabulary; bit i of a mask, from the lowest of the first word, is token i.
 """
@@ -26,59 +26,59 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
-from headway.tokens.grammar_schemas import readable
+from headway.tokens.grammar_schemas import supported_schema
 from headway.tokens.grammar_trial import TRIAL_S, grammar_trial
 from headway.tokens.quoted_lark import quoted_lark
 from headway.tokens.tokenizer import Tokenizer
 
-MOST_CHARACTERS = 1 << 17  # of a grammar: what the library takes for one with thousands of properties is quadratic
-_MOST_COMPILED = 128  # grammars in a cache ...
-_MOST_CACHED_CHARACTERS = 1 << 21  # ... of their texts together: compiled, a character takes some hundred bytes ...
-_FEW_STATES = 4_000  # ... of the lexer's states in each ...
-_MOST_LARGE = 4  # ... but for so many that were compiled again, because those were used up, ...
-_MOST_STATES = 40_000  # ... which have so many, as one that is compiled for a single response
-STATE_BYTES = 500  # of a state, as long texts and patterns that count have them
+MOST_CHARACTERS = 1 << 17  # of a grammar: the library's time for one with thousands of properties is quadratic
+_MOST_COMPILED = 128  # grammars in a cache
+_MOST_CACHED_CHARACTERS = 1 << 21  # of their texts together: compiled, a character takes some hundred bytes
+_FEW_STATES = 4_000  # lexer states of a cached grammar
+_MOST_LARGE = 4  # cached grammars that were compiled again because their states were used up
+_MOST_STATES = 40_000  # lexer states of those, and of a grammar that is compiled for a single response
+STATE_BYTES = 500  # of a state, in long texts and in patterns with counts
 MOST_CACHED_BYTES = (_MOST_COMPILED * _FEW_STATES + _MOST_LARGE * _MOST_STATES) * STATE_BYTES
-_STEP_FUEL = 100_000  # of a mask's work, in the lexer's steps: 14,000 take about a millisecond
-_PATIENT_FUEL = 5_000_000  # where nobody else waits
-# Whitespace between two parts of JSON is bounded: a model that likes it would else fill its response with it.
+_STEP_FUEL = 100_000  # limit of a mask's work, in the lexer's steps: 14,000 take about a millisecond
+_PATIENT_FUEL = 5_000_000  # the same where no other response waits
+# Whitespace between two parts of JSON is bounded: else a model that favours it would fill its response with it.
 _SPACES = r"[\x20\x0A\x0D\x09]{1,32}"
 # Any tokens whose bytes match may be sampled, not only those into which the tokenizer would split a forced text.
 _OPTIONS = '{"no_forcing": true}'
 _HEAD = f"%llguidance {_OPTIONS}\n"
-GRAMMAR_VERSION = f"llguidance {llguidance.__version__} {_OPTIONS}"  # what masks depend on, beside texts and tokens
+GRAMMAR_VERSION = f"llguidance {llguidance.__version__} {_OPTIONS}"  # masks depend on it, and on texts and tokens
 _SHORT = 200  # characters of the library's messages that are shown
-_PLACE_S = 0.5  # in which parts of a schema are tried to find the one at fault
-_PARALLEL_ROWS = 8  # fewer masks are computed one after another: handing them out costs more
+_FAULT_SEARCH_S = 0.5  # limit of the search for the part of a schema at fault
+_PARALLEL_ROWS = 8  # fewer masks are computed one after another: distributing them costs more
 _DEAD_END = "no token of the vocabulary goes on as the grammar wants"
 _MOST_THREADS = 8
 _ANY = {"type": "object"}
 _LIMIT = re.compile("fuel|too (big|large|complex)|max is|Unable to determine|limit")
-LARK = "x-lark"  # keyword of a text that matches a grammar, where it is all that an object has
-_SHARED = ("$defs", "definitions")  # of the whole schema: its parts refer to them
+LARK = "x-lark"  # keyword of a schema whose text matches a grammar; the text must be its object's only property
+_SHARED = ("$defs", "definitions")  # keys of the whole schema that its parts refer to
 _SCHEMAS_BY_NAME = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
 _SCHEMA_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 _SCHEMAS = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
 
 
 class GrammarRefused(ValueError):
-    """A grammar that can't be used, or a token outside of it; the message names the place."""
+    """Raised for a grammar that can't be used, or a token outside of it; the message names the position."""
 
 
 class GrammarExhausted(GrammarRefused):
-    """The library's limits are reached, maybe by other responses, as those of a compiled grammar share the states that
-    it may have: in a grammar compiled for this response alone (`Grammars.alone`) it may go on."""
+    """Raised when the library's limits are reached, maybe by other responses: those of a compiled grammar share its
+    states. With a grammar compiled for it alone (`Grammars.exclusive_matcher`) the response may continue."""
 
 
 def json_grammar(schema: Mapping[str, Any] | bool | None = None) -> str:
-    """Text of the grammar for the JSON values of a schema; None: any JSON object. Properties come in the schema's
-    order. Raises GrammarRefused for what is no JSON; what is no schema is found when the text is compiled."""
+    """Write the grammar of the JSON values of a schema; None: any JSON object. Properties come in the schema's order.
+    Raises GrammarRefused for a schema that is no JSON; an invalid schema is refused when the text is compiled."""
     return f"start: {json_part(schema)}\n"
 
 
 def json_part(schema: Mapping[str, Any] | bool | None = None, *, lenient: bool = False) -> str:
-    """A JSON schema as a part of a grammar in llguidance's dialect of Lark. ``lenient``: keywords that it doesn't know
-    are ignored. Raises GrammarRefused as `json_grammar`."""
+    """Write a JSON schema as a part of a grammar in llguidance's dialect of Lark. ``lenient``: unknown keywords are
+    ignored. Raises GrammarRefused as `json_grammar`."""
     schema = _ANY if schema is None else schema
     if not isinstance(schema, Mapping | bool):
         raise GrammarRefused(f"a JSON schema is an object or a boolean, not {type(schema).__name__}")
@@ -93,7 +93,7 @@ def json_part(schema: Mapping[str, Any] | bool | None = None, *, lenient: bool =
 
 
 def _lark_of(schema: Any) -> str:
-    """The grammar of an object whose one text matches a grammar in Lark; "": the schema is of another kind."""
+    """Write the grammar of an object whose only text matches a grammar in Lark; "" for any other schema."""
     names = schema.get("properties") if isinstance(schema, Mapping) else None
     for name, text in names.items() if isinstance(names, Mapping) and len(names) == 1 else ():
         if isinstance(text, Mapping) and isinstance(text.get(LARK), str):
@@ -107,29 +107,29 @@ def _lark_of(schema: Any) -> str:
 
 
 def _narrowed(schema: Any) -> Any:
-    """The schema as the library reads it, by the same meaning or a narrower one. Keywords that say nothing go
-    and patterns lose their lookaheads (`readable`). Exclusive bounds of a number that are less than 1 apart move
-    inwards by a millionth of that: the library would take such a bound itself, and any number where they are equal."""
+    """Rewrite a schema, nested ones too, for the library; it allows the same values or fewer. Vacuous keywords go and
+    patterns lose their lookaheads (`supported_schema`). Exclusive bounds of a number that are less than 1 apart move
+    inwards by a millionth of that: the library would allow such a bound itself, and any number where they are equal."""
     if not isinstance(schema, Mapping):
         return schema
-    schema = readable(schema)
-    found: dict[str, Any] = {}
+    schema = supported_schema(schema)
+    narrowed: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
-            found[key] = {name: _narrowed(part) for name, part in value.items()}
+            narrowed[key] = {name: _narrowed(part) for name, part in value.items()}
         elif key in _SCHEMA_LISTS and isinstance(value, list):
-            found[key] = [_narrowed(part) for part in value]
+            narrowed[key] = [_narrowed(part) for part in value]
         else:
-            found[key] = _narrowed(value) if key in _SCHEMAS else value
-    over, under = found.get("exclusiveMinimum"), found.get("exclusiveMaximum")
-    low = max((n for n in (over, found.get("minimum")) if _is_number(n)), default=-math.inf)
-    high = min((n for n in (under, found.get("maximum")) if _is_number(n)), default=math.inf)
+            narrowed[key] = _narrowed(value) if key in _SCHEMAS else value
+    over, under = narrowed.get("exclusiveMinimum"), narrowed.get("exclusiveMaximum")
+    low = max((n for n in (over, narrowed.get("minimum")) if _is_number(n)), default=-math.inf)
+    high = min((n for n in (under, narrowed.get("maximum")) if _is_number(n)), default=math.inf)
     if 0 <= high - low < 1 and (low == over or high == under):
         step = max((high - low) * 1e-6, 1e-12)
         for exclusive in ("exclusiveMinimum", "exclusiveMaximum"):
-            found.pop(exclusive, None)
-        found |= {"minimum": low + step * (low == over), "maximum": high - step * (high == under)}
-    return found
+            narrowed.pop(exclusive, None)
+        narrowed |= {"minimum": low + step * (low == over), "maximum": high - step * (high == under)}
+    return narrowed
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
@@ -139,12 +139,12 @@ def _is_number(value: Any) -> TypeGuard[float]:
 class Matcher:
     """The position of one response in its grammar; not to be used by two threads at once."""
 
-    def __init__(self, inner: LLMatcher, words: int, stop_ids: frozenset[int], alone: bool) -> None:
+    def __init__(self, inner: LLMatcher, words: int, stop_ids: frozenset[int], exclusive: bool) -> None:
         self.inner = inner
-        self.alone = alone  # no other response shares its states
-        self.tokens = 0  # so far
-        self.finished = False  # it ended with a stop token
-        self.words = words  # of its masks
+        self.exclusive = exclusive  # no other response shares its states
+        self.tokens = 0  # number of tokens so far
+        self.finished = False  # the response ended with a stop token
+        self.words = words  # 32-bit words of a mask
         self._stop_ids = stop_ids
 
     @property
@@ -153,15 +153,15 @@ class Matcher:
         return self.inner.is_stopped()
 
     def allowed(self) -> NDArray[np.uint32]:
-        """The mask of the tokens that may follow, [w]. Raises GrammarRefused where there is none, GrammarExhausted."""
+        """Compute the mask of the tokens that may follow, [w]. Raises GrammarRefused if none may, GrammarExhausted."""
         masks = np.empty((1, self.words), np.uint32)
         for error in fill_masks([(self, 0)], masks).values():
             raise error
         return masks[0]
 
     def advance(self, token: int) -> bool:
-        """Append a token; whether it ended the response. Raises GrammarRefused for one that isn't allowed here, and
-        GrammarExhausted where following it takes more than the library's limits."""
+        """Append a token; return whether it ended the response. Raises GrammarRefused for a token that isn't allowed
+        here, and GrammarExhausted where following it exceeds the library's limits."""
         if self.finished or not self.inner.consume_token(token):
             why = _message(self.inner.get_error())
             if self.finished or "satisfy the grammar" in why:
@@ -173,14 +173,14 @@ class Matcher:
 
 
 class _Compiled(NamedTuple):
-    """A grammar, or why there is none; neither where its states were used up."""
+    """A cached grammar, or the error of its compilation; neither where its states were used up."""
 
     found: LLMatcher | GrammarRefused | None
     large: bool
 
 
 class Grammars:
-    """The grammars of one tokenizer, compiled when they are first asked for; the last ones are kept.
+    """The grammars of one tokenizer, compiled when they are first needed; the last ones used are cached.
 
     Example::
 
@@ -189,15 +189,15 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int | None = None, *, patient: bool = False) -> None:
-        """``vocabulary``: the model's; ids without a text are never allowed. ``patient``: masks may take long, since no
-        other response waits for them."""
+        """``vocabulary``: size of the model's vocabulary; ids without a text are never allowed. ``patient``: masks may
+        take long, since no other response waits for them."""
         self._tokenizer = tokenizer
         self._fuel = _PATIENT_FUEL if patient else _STEP_FUEL
         self.vocabulary = tokenizer.vocabulary_size if vocabulary is None else vocabulary
         self.words = -(-self.vocabulary // 32)
         self.stop_ids = frozenset(i for i in tokenizer.stop_ids if i < self.vocabulary)
         self._inner: LLTokenizer | None = None
-        # By text, the last used last. A matcher is copied for each response, an error raised again.
+        # By text, the last used last. A matcher is copied for each response, and an error is raised again.
         self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
         self._lock = threading.Lock()  # around the cache
         self._compiling = threading.Lock()
@@ -206,89 +206,89 @@ class Grammars:
     def matcher(self, text: str) -> Matcher:
         """Return a matcher at the beginning of a response, after compiling its grammar if that isn't kept. Raises
         GrammarRefused."""
-        found = self._kept(text)
-        if found is None:
+        compiled = self._cached(text)
+        if compiled is None:
             with self._compiling:
-                found = self._kept(text) or self._keep(text)
-        return self._opened(found)
+                compiled = self._cached(text) or self._compile_and_cache(text)
+        return self._matcher_from(compiled)
 
-    def alone(self, text: str, ids: Sequence[int]) -> Matcher:
-        """A matcher behind the tokens ``ids``, of a grammar compiled for it. Raises GrammarRefused, GrammarExhausted
-        where the limits are reached even so."""
+    def exclusive_matcher(self, text: str, ids: Sequence[int]) -> Matcher:
+        """Return a matcher after the tokens ``ids``, of a grammar compiled for it alone. Raises GrammarRefused, and
+        GrammarExhausted where the limits are reached even so."""
         with self._compiling:
-            found = self._compile(text, True)
-        return _behind(self._opened(found, alone=True), ids)
+            compiled = self._compile(text, True)
+        return _advanced(self._matcher_from(compiled, exclusive=True), ids)
 
     def masks(self, text: str, ids: Sequence[int]) -> Iterator[NDArray[np.uint32]]:
-        """The mask that each of a response's tokens was sampled under, [w]. Raises GrammarRefused, as `Matcher`, for
-        ids that its grammar can't have produced, and GrammarExhausted as `alone`."""
+        """Yield, for each of a response's tokens, the mask that it was sampled under, [w]. Raises GrammarRefused, as
+        `Matcher`, for ids outside the grammar, and GrammarExhausted as `exclusive_matcher`."""
         matcher = self.matcher(text)
-        for place, token in enumerate(ids):
+        for position, token in enumerate(ids):
             try:
                 mask = matcher.allowed()
                 matcher.advance(token)
             except GrammarExhausted:
-                matcher = self.alone(text, ids[:place])
+                matcher = self.exclusive_matcher(text, ids[:position])
                 mask = matcher.allowed()
                 matcher.advance(token)
             yield mask
 
-    def start(self, text: str, ids: Sequence[int] = (), *, alone: bool = False) -> Future[Matcher]:
-        """`matcher`, behind the tokens ``ids``, in a thread of its own: one grammar after another, and behind the
-        machine's other work. At once where the grammar is kept and nothing is to be followed. ``alone``, or where the
-        states are used up: of a grammar compiled for it."""
-        if not ids and not alone and (found := self._kept(text)) is not None:
+    def start(self, text: str, ids: Sequence[int] = (), *, exclusive: bool = False) -> Future[Matcher]:
+        """Prepare a matcher after the tokens ``ids`` in a separate thread of low priority, one grammar after another.
+        The future is done at once where the grammar is cached and ``ids`` is empty. ``exclusive``, or where the states
+        are used up: the grammar is compiled for this matcher alone."""
+        if not ids and not exclusive and (compiled := self._cached(text)) is not None:
             future: Future[Matcher] = Future()
             try:
-                future.set_result(self._opened(found))
+                future.set_result(self._matcher_from(compiled))
             except GrammarRefused as error:
                 future.set_exception(error)
             return future
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, "grammars", _yield_to_others)
-        return self._pool.submit(self._followed, text, ids, alone)
+            self._pool = ThreadPoolExecutor(1, "grammars", _lower_priority)
+        return self._pool.submit(self._advanced_matcher, text, ids, exclusive)
 
-    def _followed(self, text: str, ids: Sequence[int], alone: bool) -> Matcher:
-        if not alone:
+    def _advanced_matcher(self, text: str, ids: Sequence[int], exclusive: bool) -> Matcher:
+        if not exclusive:
             with contextlib.suppress(GrammarExhausted):
-                return _behind(self.matcher(text), ids)
-        return self.alone(text, ids)
+                return _advanced(self.matcher(text), ids)
+        return self.exclusive_matcher(text, ids)
 
-    def _opened(self, found: LLMatcher | GrammarRefused, *, alone: bool = False) -> Matcher:
-        if isinstance(found, GrammarRefused):
-            raise GrammarRefused(*found.args)
-        return Matcher(found.deep_copy(), self.words, self.stop_ids, alone)
+    def _matcher_from(self, compiled: LLMatcher | GrammarRefused, *, exclusive: bool = False) -> Matcher:
+        if isinstance(compiled, GrammarRefused):
+            raise GrammarRefused(*compiled.args)
+        return Matcher(compiled.deep_copy(), self.words, self.stop_ids, exclusive)
 
     def __len__(self) -> int:
-        """Grammars that are kept."""
+        """Return the number of cached grammars."""
         return len(self._compiled)
 
-    def _kept(self, text: str) -> LLMatcher | GrammarRefused | None:
+    def _cached(self, text: str) -> LLMatcher | GrammarRefused | None:
         with self._lock:
-            if (one := self._compiled.get(text)) is None:
+            if (compiled := self._compiled.get(text)) is None:
                 return None
             self._compiled.move_to_end(text)
-            if isinstance(one.found, LLMatcher) and _worn_out(one.found):
-                one = self._compiled[text] = _Compiled(None, large=True)
-            return one.found
+            if isinstance(compiled.found, LLMatcher) and _states_exhausted(compiled.found):
+                compiled = self._compiled[text] = _Compiled(None, large=True)
+            return compiled.found
 
-    def _keep(self, text: str) -> LLMatcher | GrammarRefused:
-        """Compile a grammar, with few states until that was seen not to do, and keep it."""
-        before, kept = self._compiled.get(text), self._compiled
-        large = before is not None and before.large
-        found = self._compile(text, large)
-        if not large and isinstance(found, GrammarExhausted):
-            large, found = True, self._compile(text, True)
+    def _compile_and_cache(self, text: str) -> LLMatcher | GrammarRefused:
+        """Compile a grammar and cache it: with few states, or with many once those didn't suffice."""
+        previous, kept = self._compiled.get(text), self._compiled
+        large = previous is not None and previous.large
+        outcome = self._compile(text, large)
+        if not large and isinstance(outcome, GrammarExhausted):
+            large, outcome = True, self._compile(text, True)
         if len(text) > MOST_CHARACTERS:
-            return found
+            return outcome
         with self._lock:
             kept.pop(text, None)
-            kept[text] = _Compiled(found, large)
-            for one in [one for one in kept if kept[one].large][:-_MOST_LARGE]:
-                del kept[one]
+            kept[text] = _Compiled(outcome, large)
+            for grammar_text in [grammar_text for grammar_text in kept if kept[grammar_text].large][:-_MOST_LARGE]:
+                del kept[grammar_text]
             while len(kept) > _MOST_COMPILED or sum(map(len, kept)) > _MOST_CACHED_CHARACTERS:
                 kept.popitem(last=False)
-        return found
+        return outcome
 
     def _compile(self, text: str, large: bool) -> LLMatcher | GrammarRefused:
         if len(text) > MOST_CHARACTERS:
@@ -298,22 +298,22 @@ class Grammars:
                 return GrammarRefused(f"the model's {self.vocabulary} tokens have no stop token to end a response with")
             texts = TokenizerWrapper(_Texts(self._tokenizer, self.vocabulary, self.stop_ids))
             self._inner = LLTokenizer(texts, eos_token=sorted(self.stop_ids))
-        if not grammar_trial().survives(_HEAD + text):
+        if not grammar_trial().compiles_safely(_HEAD + text):
             return GrammarRefused(
                 f"grammar: it can't be compiled within {TRIAL_S:.0f} s and a gibibyte: make it simpler"
             )
         limits = _limits(_MOST_STATES if large else _FEW_STATES, self._fuel)
         inner = LLMatcher(self._inner, _HEAD + text, log_level=0, limits=limits)
         if not (error := inner.get_error()):
-            inner.compute_bitmask()  # of the first token: what it needs is then computed for all copies
+            inner.compute_bitmask()  # of the first token: the states that it needs are then computed for all copies
             error = inner.get_error()
         if "too many states" in error:
             return GrammarExhausted(f"grammar: {_message(error)}")
-        return GrammarRefused(_explained(text, error)) if error else inner
+        return GrammarRefused(_located_error(text, error)) if error else inner
 
 
-def _behind(matcher: Matcher, ids: Sequence[int]) -> Matcher:
-    """Advance a matcher. Its next mask is computed, too: that takes more states than following."""
+def _advanced(matcher: Matcher, ids: Sequence[int]) -> Matcher:
+    """Advance a matcher by ``ids``. Its next mask is computed, too: that takes more states than advancing."""
     for token in ids:
         matcher.advance(token)
     if ids:
@@ -321,7 +321,7 @@ def _behind(matcher: Matcher, ids: Sequence[int]) -> Matcher:
     return matcher
 
 
-def _worn_out(compiled: LLMatcher) -> bool:
+def _states_exhausted(compiled: LLMatcher) -> bool:
     """Whether responses have used up the states that a compiled grammar may have: all of its copies share them."""
     first = compiled.deep_copy()
     first.compute_bitmask()
@@ -329,7 +329,7 @@ def _worn_out(compiled: LLMatcher) -> bool:
 
 
 class _Texts:
-    """The tokenizer as llguidance reads it: the bytes of each id."""
+    """The tokenizer in the form that llguidance reads: the bytes of each id."""
 
     bos_token_id = None
 
@@ -340,24 +340,24 @@ class _Texts:
         self.special_token_ids = sorted(i for i in tokenizer.special_ids | stop_ids if i < vocabulary)
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Nothing is ever split into tokens: no text is forced."""
+        """Return no tokens: a text is never split, since none is forced."""
         return []
 
 
 def fill_masks(rows: Sequence[tuple[Matcher, int]], masks: NDArray[np.uint32]) -> dict[int, GrammarRefused]:
-    """Write the mask of what may follow in each response into its row of ``masks`` [n, w], contiguous; return an error
-    for each row, by number, where nothing may follow: its mask is undefined."""
+    """Write the mask of the tokens that may follow in each response into its row of ``masks`` [n, w], contiguous.
+    Return an error, by the row's number, where no token may follow: that row's mask is undefined."""
     assert masks.flags.c_contiguous
     row_bytes = masks.shape[1] * masks.itemsize
     start, threads = masks.ctypes.data, _threads() if len(rows) >= _PARALLEL_ROWS else None
     if threads is not None:
-        threads.unsafe_compute_mask_ptr([(one.inner, row) for one, row in rows], start, row_bytes, len(masks))
+        threads.unsafe_compute_mask_ptr([(state.inner, row) for state, row in rows], start, row_bytes, len(masks))
     else:
         for matcher, row in rows:
             matcher.inner.unsafe_compute_mask_ptr(start + row * row_bytes, row_bytes)
-    errors, some = dict[int, GrammarRefused](), (masks != 0).any(axis=1)
+    errors, has_allowed = dict[int, GrammarRefused](), (masks != 0).any(axis=1)
     for matcher, row in rows:
-        if matcher.finished or matcher.inner.is_error() or not some[row]:
+        if matcher.finished or matcher.inner.is_error() or not has_allowed[row]:
             why = "the response has ended" if matcher.finished else _message(matcher.inner.get_error()) or _DEAD_END
             kind = GrammarRefused if matcher.finished or why == _DEAD_END else GrammarExhausted
             errors[row] = kind(f"grammar, at place {matcher.tokens} of the response: {why}")
@@ -365,34 +365,34 @@ def fill_masks(rows: Sequence[tuple[Matcher, int]], masks: NDArray[np.uint32]) -
 
 
 def allowed_ids(mask: NDArray[np.uint32]) -> NDArray[np.int32]:
-    """The ids of a mask [w], ascending."""
+    """Return the ids that a mask [w] allows, ascending."""
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).astype(np.int32)
 
 
 @functools.cache
 def _threads() -> LLExecutor | None:
-    """The threads in which many masks are computed, as many as this process has cores; None: it has one."""
+    """Return the pool of threads for many masks, one for each core of this process; None where it has one core."""
     cores = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
     return LLExecutor(cores) if cores > 1 else None
 
 
 def _limits(states: int, fuel: int) -> LLParserLimits:
-    """Bounds of a grammar's compilation, of a mask's work, and of what both may hold."""
+    """Make the limits of a grammar's compilation, of a mask's work, and of the states that both may hold."""
     return LLParserLimits(max_lexer_states=states, step_lexer_fuel=fuel, max_grammar_size=100_000, verbose_errors=False)
 
 
-def _yield_to_others() -> None:
-    """Give this thread a tenth of the core that others compute on."""
+def _lower_priority() -> None:
+    """Lower this thread's priority to about a tenth of a core that other threads compute on."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
-# --- what is wrong with a grammar ---------------------------------------------------------------------------------
+# --- errors of a grammar ------------------------------------------------------------------------------------------
 
 
-def _explained(text: str, error: str) -> str:
-    """The library's message, with the place in the JSON schema at fault where there is one."""
+def _located_error(text: str, error: str) -> str:
+    """Return the library's message, with the part of the JSON schema that is at fault where there is one."""
     message, decoder = _message(error), json.JSONDecoder()
-    if _LIMIT.search(message):  # what took long isn't tried again in parts
+    if _LIMIT.search(message):  # a grammar that took long isn't tried again in parts
         return f"grammar: {message}"
     for part in re.finditer(r"%json\s*", text):
         try:
@@ -400,32 +400,32 @@ def _explained(text: str, error: str) -> str:
         except (ValueError, RecursionError):
             continue
         if fault := _fault(schema):
-            return f"JSON schema{_place(schema, fault)}: {fault}"
+            return f"JSON schema{_fault_location(schema, fault)}: {fault}"
     return f"grammar: {message}"
 
 
 def _fault(schema: Any) -> str:
-    """Why a schema can't be compiled for any tokenizer; "": it can."""
+    """Return the reason why a schema can't be compiled for any tokenizer; "": it can."""
     return _message(
         LLMatcher.validate_grammar(f"start: %json {json.dumps(schema)}", limits=_limits(_MOST_STATES, _STEP_FUEL))
     )
 
 
-def _place(schema: Any, fault: str) -> str:
-    """Where in a schema the innermost part with this fault is, as " at" and a JSON pointer; "": it is the whole."""
+def _fault_location(schema: Any, fault: str) -> str:
+    """Find a schema's innermost part with this fault; return " at" and its JSON pointer, "" for the whole schema."""
     shared = {key: schema[key] for key in _SHARED if isinstance(schema, dict) and key in schema}
-    place, until = "", time.monotonic() + _PLACE_S
+    pointer, until = "", time.monotonic() + _FAULT_SEARCH_S
     while True:
-        for part, where in itertools.takewhile(lambda _: time.monotonic() < until, _parts(schema)):
+        for part, part_pointer in itertools.takewhile(lambda _: time.monotonic() < until, _parts(schema)):
             if _fault({**shared, **part} if isinstance(part, dict) else part) == fault:
-                schema, place = part, place + where
+                schema, pointer = part, pointer + part_pointer
                 break
         else:
-            return f" at {place}" if place else ""
+            return f" at {pointer}" if pointer else ""
 
 
 def _parts(schema: Any) -> Iterator[tuple[Any, str]]:
-    """The schemas one level below, with their places."""
+    """Yield the schemas one level below, with their JSON pointers."""
     for key, value in schema.items() if isinstance(schema, dict) else ():
         if key in _SCHEMAS_BY_NAME and isinstance(value, dict):
             yield from ((part, f"/{key}/{name.replace('~', '~0').replace('/', '~1')}") for name, part in value.items())
@@ -436,7 +436,7 @@ def _parts(schema: Any) -> Iterator[tuple[Any, str]]:
 
 
 def _message(error: str) -> str:
-    """A message of the library in one line, without the grammar's text and its parser's state."""
+    """Return a message of the library in one line, without the grammar's text and its parser's state."""
     error = re.split(r"\n\s*\d+ \| |\n<state>", error, maxsplit=1)[0]
     error = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?| <non-verbose/>$", "", " ".join(error.split()))
     if error == "NoExtensionBias":

@@ -1,6 +1,6 @@
-"""JSON schemas as llguidance reads them: what says nothing taken out, what it lacks expressed by what it has.
+"""Rewriting of JSON schemas for llguidance: vacuous keywords go, and unsupported ones become supported ones.
 
-The result allows the same values as the schema, or fewer; but for sets of many, see `_unique`.
+The result allows the same values as the schema, or fewer; sets of many items are an exception, see `_unique`.
 """
 
 from __future__ import annotations
@@ -19,56 +19,56 @@ _VACUOUS: Mapping[str, tuple[Any, ...]] = {  # values that allow everything
     "minContains": (0,),
     "not": (False,),
 }
-_LOOK = re.compile(r"\^?\(\?(=|!)")
+_LOOKAHEAD = re.compile(r"\^?\(\?(=|!)")
 _LITERAL = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]?", re.DOTALL)  # in a pattern: a bracket there closes no group
-_SET_ITEMS = 6  # values of a set's items whose subsets are listed
+_SET_ITEMS = 6  # most values of a set's items for which all subsets are listed
 
 
-def readable(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema, not those inside it."""
-    found = {key: value for key, value in schema.items() if not is_one_of(value, _VACUOUS.get(key, ()))}
-    if isinstance(found.get("format"), str) and found["format"] not in _FORMATS:
-        del found["format"]
-    if "contains" not in found:
-        found.pop("maxContains", None)
-        found.pop("minContains", None)
-    if "if" not in found:
-        found.pop("then", None)
-        found.pop("else", None)
-    elif "then" not in found and "else" not in found:
-        del found["if"]
-    if isinstance(names := found.get("propertyNames"), Mapping):
-        found = _named(found, names)
-    if found.get("uniqueItems") is True:
-        found = _unique(found)
+def supported_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Rewrite the schema for llguidance; schemas nested in it stay as they are."""
+    rewritten = {key: value for key, value in schema.items() if not is_one_of(value, _VACUOUS.get(key, ()))}
+    if isinstance(rewritten.get("format"), str) and rewritten["format"] not in _FORMATS:
+        del rewritten["format"]
+    if "contains" not in rewritten:
+        rewritten.pop("maxContains", None)
+        rewritten.pop("minContains", None)
+    if "if" not in rewritten:
+        rewritten.pop("then", None)
+        rewritten.pop("else", None)
+    elif "then" not in rewritten and "else" not in rewritten:
+        del rewritten["if"]
+    if isinstance(names := rewritten.get("propertyNames"), Mapping):
+        rewritten = _named(rewritten, names)
+    if rewritten.get("uniqueItems") is True:
+        rewritten = _unique(rewritten)
     for key in ("anyOf", "oneOf"):
-        if isinstance(ways := found.get(key), list) and any(not _has_lookaround(way) for way in ways):
-            found[key] = [way for way in ways if not _has_lookaround(way)]
-    if isinstance(pattern := found.get("pattern"), str) and "(?" in pattern:
+        if isinstance(ways := rewritten.get(key), list) and any(not _has_lookaround(way) for way in ways):
+            rewritten[key] = [way for way in ways if not _has_lookaround(way)]
+    if isinstance(pattern := rewritten.get("pattern"), str) and "(?" in pattern:
         patterns = _without_lookaheads(pattern)
-        found["pattern"] = patterns[-1]
+        rewritten["pattern"] = patterns[-1]
         if patterns[:-1]:
-            more = [{"pattern": one} for one in patterns[:-1]]
-            found["allOf"] = [*(found["allOf"] if isinstance(found.get("allOf"), list) else ()), *more]
-    return found
+            more = [{"pattern": lookahead} for lookahead in patterns[:-1]]
+            rewritten["allOf"] = [*(rewritten["allOf"] if isinstance(rewritten.get("allOf"), list) else ()), *more]
+    return rewritten
 
 
 def is_one_of(value: Any, valid: Sequence[Any]) -> bool:
-    """Whether ``value`` equals one of these; a truth value is no number."""
-    return any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in valid)
+    """Whether ``value`` equals one of ``valid``; a boolean equals no number."""
+    return any(value == candidate and isinstance(value, bool) is isinstance(candidate, bool) for candidate in valid)
 
 
 def _named(schema: dict[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
-    """The names of an object's properties as a list of properties, or as a pattern of them."""
+    """Express propertyNames by a list of properties, or by patternProperties."""
     others = schema.get("additionalProperties", True)
     rest = {key: value for key, value in schema.items() if key != "propertyNames"}
     if set(names) - {"type", "enum", "const", "pattern"} or names.get("type", "string") != "string":
         return schema
     listed = names.get("enum", [names["const"]] if "const" in names else None)
     if isinstance(listed, list) and "pattern" not in names and "patternProperties" not in schema:
-        own = schema.get("properties") or {}
-        found = {name: own.get(name, others) for name in listed if isinstance(name, str)}
-        return {**rest, "properties": found, "additionalProperties": False}
+        defined = schema.get("properties") or {}
+        properties = {name: defined.get(name, others) for name in listed if isinstance(name, str)}
+        return {**rest, "properties": properties, "additionalProperties": False}
     if (
         listed is None
         and isinstance(names.get("pattern"), str)
@@ -79,17 +79,17 @@ def _named(schema: dict[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unique(schema: dict[str, Any]) -> dict[str, Any]:
-    """A list without repetitions: as its items' subsets where these are few. Of others no grammar knows what was
-    written before, so they may repeat an item, which a client's set takes once."""
-    items, least, most = schema.get("items"), schema.get("minItems", 0), schema.get("maxItems", _SET_ITEMS)
-    if items is None or not isinstance(least, int) or not isinstance(most, int) or "prefixItems" in schema:
+    """Express uniqueItems by an enumeration of the items' subsets where these are few. Other lists may repeat an item,
+    which a client's set takes once: no grammar knows the items written before."""
+    items, min_items, max_items = schema.get("items"), schema.get("minItems", 0), schema.get("maxItems", _SET_ITEMS)
+    if items is None or not isinstance(min_items, int) or not isinstance(max_items, int) or "prefixItems" in schema:
         return schema
     rest = {key: value for key, value in schema.items() if key not in ("uniqueItems", "items", "minItems", "maxItems")}
     values = items.get("enum") if isinstance(items, Mapping) else None
     if isinstance(items, Mapping) and items.get("type") == "boolean" and values is None:
         values = [False, True]
     if isinstance(values, list) and len(values) <= _SET_ITEMS:
-        sizes = range(least, min(most, len(values)) + 1)
+        sizes = range(min_items, min(max_items, len(values)) + 1)
         subsets = [list(subset) for size in sizes for subset in itertools.combinations(values, size)]
         return {**{key: value for key, value in rest.items() if key != "type"}, "enum": subsets} if subsets else schema
     return {key: value for key, value in schema.items() if key != "uniqueItems"}
@@ -101,36 +101,36 @@ def _has_lookaround(schema: Any) -> bool:
 
 
 def _without_lookaheads(pattern: str) -> list[str]:
-    """Patterns that together allow what ``pattern`` does, as far as its lookaheads stand at its beginning and are of
-    simple forms; the last is what remains."""
-    found, rest = list[str](), pattern
-    while look := _LOOK.match(rest):
-        end = _closing(rest, look.end())
-        inside = rest[look.end() : end].removeprefix("^")
-        positive = look[1] == "="
+    """Split ``pattern`` into patterns whose conjunction equals it, as far as its lookaheads are at its beginning and of
+    simple forms; the last pattern is the rest."""
+    lookaheads, rest = list[str](), pattern
+    while lookahead := _LOOKAHEAD.match(rest):
+        end = _closing(rest, lookahead.end())
+        inside = rest[lookahead.end() : end].removeprefix("^")
+        positive = lookahead[1] == "="
         other = f"^(?:{inside})" if positive else _complement(inside)
         if end < 0 or other is None:
             break
-        found.append(other)
+        lookaheads.append(other)
         rest = ("^" if rest.startswith("^") else "") + rest[end + 1 :]
-    return [*found, rest] if rest.startswith("^") else [pattern]
+    return [*lookaheads, rest] if rest.startswith("^") else [pattern]
 
 
 def _complement(inside: str) -> str | None:
-    """A pattern of the texts that don't begin with ``inside``; None: no simple one."""
+    """Return a pattern of the texts that don't begin with ``inside``; None where there is no simple one."""
     letter = r"(\\[^\w]|[^\\\[\](){}.*+?^$|])"
-    if one := re.fullmatch(letter, inside):
-        return f"^([^{one[1]}]|$)"
+    if match := re.fullmatch(letter, inside):
+        return f"^([^{match[1]}]|$)"
     if two := re.fullmatch(rf"\.\*{letter}\1", inside):
         return f"^{two[1]}?([^{two[1]}]+{two[1]}?)*$"
-    if one := re.fullmatch(rf"\.\*{letter}", inside):
-        return f"^[^{one[1]}]*$"
+    if match := re.fullmatch(rf"\.\*{letter}", inside):
+        return f"^[^{match[1]}]*$"
     if chars := re.fullmatch(r"\[([^\]\\^][^\]\\]*)\]\*\$", inside):
         return f"[^{chars[1]}]"
     return None
 
 
-def _closing(pattern: str, at: int) -> int:
-    """The place of the bracket that closes a group whose inside begins ``at``; -1: none does."""
-    steps = ((letter == "(") - (letter == ")") for letter in _LITERAL.sub(lambda one: "." * len(one[0]), pattern)[at:])
-    return next((at + place for place, depth in enumerate(itertools.accumulate(steps)) if depth < 0), -1)
+def _closing(pattern: str, start: int) -> int:
+    """Return the position of the bracket that closes the group whose inside begins at ``start``; -1: none does."""
+    steps = ((letter == "(") - (letter == ")") for letter in _LITERAL.sub(lambda m: "." * len(m[0]), pattern)[start:])
+    return next((start + offset for offset, depth in enumerate(itertools.accumulate(steps)) if depth < 0), -1)

@@ -1,6 +1,7 @@
-"""A grammar is compiled in a process of its own first: the library's recursion and memory have no bound of their own.
+"""Trial compilation of grammars in a separate process, since the library bounds neither its recursion nor its memory.
 
-Run as a program, it is that process: grammars on standard input, each behind its length; a byte back for each.
+Run as a program, this module is that process: it reads grammars on standard input, each after its length, and answers
+each with one byte.
 """
 
 from __future__ import annotations
@@ -16,25 +17,24 @@ import threading
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-TRIAL_S = 10.0  # most seconds of a core that a grammar may take
+TRIAL_S = 10.0  # CPU seconds that a grammar may take
 _COMMAND = ("-m", "headway.tokens.grammar_trial")
-_TRIAL_BYTES = 1 << 30  # of address space, what the process takes by itself included
+_TRIAL_BYTES = 1 << 30  # limit of the process's address space, which includes what the process takes by itself
 
 
 class GrammarTrial:
-    """The process, started when it is first needed and after each grammar that killed it."""
+    """The trial process, started when it is first needed and after each grammar that killed it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def survives(self, text: str) -> bool:
-        """Whether the library can be given this grammar: whatever it says of it, it ends within TRIAL_S, without
-        crashing."""
+    def compiles_safely(self, text: str) -> bool:
+        """Whether the library compiles this grammar, or refuses it, within TRIAL_S and without crashing."""
         with self._lock:
             data = text.encode("utf-8", "surrogatepass")
             for _ in range(2):
-                process = self._started()
+                process = self._running_process()
                 assert process.stdin is not None
                 assert process.stdout is not None
                 with contextlib.suppress(BrokenPipeError):
@@ -42,27 +42,27 @@ class GrammarTrial:
                     process.stdin.flush()
                     if process.stdout.read(1):
                         return True
-                if process.wait() not in (-signal.SIGKILL, -signal.SIGTERM):  # else by somebody else: once more
+                if process.wait() not in (-signal.SIGKILL, -signal.SIGTERM):  # another process killed it: try again
                     return False
             return False
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _running_process(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             command = [sys.executable, *_COMMAND]
-            quiet = subprocess.DEVNULL
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=quiet)
+            devnull = subprocess.DEVNULL
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=devnull)
         return self._process
 
 
 @functools.cache
 def grammar_trial() -> GrammarTrial:
-    """This process's."""
+    """Return this process's GrammarTrial."""
     return GrammarTrial()
 
 
 def main() -> None:
-    """Compile what comes until standard input ends. A grammar that takes too long, of a core's time, ends the process:
-    SIGPROF does so in the library's code, too."""
+    """Compile grammars until standard input ends. A grammar that takes too much CPU time ends the process: SIGPROF does
+    so in the library's code, too."""
     resource.setrlimit(resource.RLIMIT_AS, (_TRIAL_BYTES, _TRIAL_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(10)

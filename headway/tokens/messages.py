@@ -1,4 +1,4 @@
-"""Normal form of a chat request's messages and tools, whichever client wrote them, and equality of messages.
+"""Normal form of a chat request's messages and tools, independent of the client, and equality of messages.
 
 Clients send messages back in other forms than they got them: content as a text or as parts, ``null`` for none,
 arguments of tool calls respaced, reasoning in a field or as a ``<think>`` block at the beginning of the content,
@@ -38,11 +38,11 @@ class ToolCall:
 
     name: str
     arguments: str  # as written: JSON, if the model kept to it
-    call_id: str = ""  # id that the tool's answer refers to; assigned by us in answers we gave
+    call_id: str = ""  # id that the tool's answer refers to; we assign it in answers that we sample
 
     @property
     def meaning(self) -> tuple[str, str]:
-        """Name and arguments in their canonical form; arguments that don't parse stand as they are."""
+        """Name and arguments in canonical form; arguments that don't parse are kept as they are."""
         return self.name, canonical_json(self.arguments)
 
 
@@ -56,7 +56,7 @@ class Message:
     calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""  # for a tool's answer: the id of its call; "": not given
     name: str = ""
-    written: str = ""  # the text with the reasoning inside, for templates that look for it there; "": as content
+    written: str = ""  # the text with the reasoning inside, for templates that read it there; "": as content
 
     @property
     def inline(self) -> str:
@@ -64,10 +64,10 @@ class Message:
 
 
 def normal_messages(raw: Any) -> tuple[Message, ...]:
-    """The messages of a request's body in normal form. Raises RequestRefused naming the invalid field: content that
-    isn't text, an unknown role, a tool's answer to a missing call."""
+    """Convert the messages of a request's body to normal form. Raises RequestRefused naming the invalid field: content
+    that isn't text, an unknown role, a tool's answer to a missing call."""
     if not isinstance(raw, Sequence) or isinstance(raw, str | bytes) or not raw:
-        raise _refused("messages", ": a list of one or more messages is needed")
+        raise _refusal("messages", ": a list of one or more messages is needed")
     messages = tuple(normal_message(entry, f"messages[{number}]") for number, entry in enumerate(raw))
     asked: set[str] = set()  # call ids of the assistant message whose answers are read
     for number, message in enumerate(messages):
@@ -75,32 +75,32 @@ def normal_messages(raw: Any) -> tuple[Message, ...]:
             asked = {call.call_id for call in message.calls}
         elif message.role == "tool" and message.tool_call_id and message.tool_call_id not in asked and "" not in asked:
             has = f"the assistant's message before it has {', '.join(map(repr, sorted(asked))) or 'no tool calls'}"
-            raise _refused(f"messages[{number}].tool_call_id", f" = {message.tool_call_id!r}: {has}")
+            raise _refusal(f"messages[{number}].tool_call_id", f" = {message.tool_call_id!r}: {has}")
     return messages
 
 
 def normal_message(raw: Any, field: str) -> Message:
-    """Normal form of a single message; ``field`` names it in errors. Raises RequestRefused."""
+    """Convert a single message to normal form; ``field`` names it in errors. Raises RequestRefused."""
     entry = _object(raw, field)
-    said = entry.get("role")
-    role = _ROLES.get(said) if isinstance(said, str) else None
+    raw_role = entry.get("role")
+    role = _ROLES.get(raw_role) if isinstance(raw_role, str) else None
     if role is None:
-        raise _refused(f"{field}.role", f" = {said!r}: valid are {', '.join(map(repr, _ROLES))}")
+        raise _refusal(f"{field}.role", f" = {raw_role!r}: valid are {', '.join(map(repr, _ROLES))}")
     content = _text(entry.get("content"), f"{field}.content")
     name = _optional_text(entry, "name", field)
     if role != "assistant":
         return Message(role=role, content=content, name=name, tool_call_id=_optional_text(entry, "tool_call_id", field))
     if entry.get("function_call") is not None:
-        raise _refused(f"{field}.function_call", ": write tool_calls instead")
-    given = _optional_text(entry, "reasoning_content", field) or _optional_text(entry, "reasoning", field)
-    return assistant_message(content, given, _calls(entry.get("tool_calls"), f"{field}.tool_calls"), name)
+        raise _refusal(f"{field}.function_call", ": write tool_calls instead")
+    reasoning = _optional_text(entry, "reasoning_content", field) or _optional_text(entry, "reasoning", field)
+    return assistant_message(content, reasoning, _calls(entry.get("tool_calls"), f"{field}.tool_calls"), name)
 
 
 def assistant_message(
     content: str, reasoning: str = "", calls: tuple[ToolCall, ...] = (), name: str = "", written: str = ""
 ) -> Message:
-    """An assistant's message; without ``reasoning``, it is taken from a ``<think>`` block that ``content`` begins with.
-    ``written``: the text with the reasoning inside, where it is known."""
+    """Make a message of the assistant. Where ``reasoning`` is empty, it is taken from a ``<think>`` block that
+    ``content`` begins with. ``written``: the text with the reasoning inside, where it is known."""
     reasoning = reasoning.strip()
     if not reasoning and (thought := THOUGHT.fullmatch(content)) is not None:
         written = written or content
@@ -111,7 +111,7 @@ def assistant_message(
 
 
 def normal_tools(raw: Any) -> list[dict[str, Any]] | None:
-    """The tools of a request's body as chat templates take them; None when there are none. Raises RequestRefused."""
+    """Convert the tools of a request's body for chat templates; None when there are none. Raises RequestRefused."""
     if not raw:
         return None
     tools: list[dict[str, Any]] = []
@@ -120,9 +120,9 @@ def normal_tools(raw: Any) -> list[dict[str, Any]] | None:
         function = tool.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
         if tool.get("type") != "function" or not isinstance(function, Mapping) or not isinstance(name, str):
-            what = ": valid is an object with type = 'function' and a function that has a name"
-            raise _refused(f"tools[{number}]", what)
-        # What OpenAI's API lets clients leave out, and templates read.
+            problem = ": valid is an object with type = 'function' and a function that has a name"
+            raise _refusal(f"tools[{number}]", problem)
+        # OpenAI's API lets clients leave these out, and templates read them.
         if not function.get("parameters"):
             empty = {
                 "parameters": {"type": "object", "properties": {}},
@@ -134,8 +134,8 @@ def normal_tools(raw: Any) -> list[dict[str, Any]] | None:
 
 
 def template_form(messages: Iterable[Message], *, reasoning_field: bool) -> list[dict[str, Any]]:
-    """The messages as chat templates take them: arguments of calls as objects where they parse, reasoning in its field
-    or, where the template has none (``reasoning_field``), inside the content."""
+    """Convert messages for chat templates: arguments of calls become objects where they parse, and reasoning goes to
+    its field (``reasoning_field``) or, where the template reads no such field, inside the content."""
     return [_template_message(message, reasoning_field) for message in messages]
 
 
@@ -145,51 +145,51 @@ def _template_message(message: Message, reasoning_field: bool) -> dict[str, Any]
         entry["reasoning_content"] = message.reasoning
     if message.calls:
         entry["tool_calls"] = [
-            called(call.name, object_or_text(call.arguments), call.call_id) for call in message.calls
+            openai_tool_call(call.name, object_or_text(call.arguments), call.call_id) for call in message.calls
         ]
     named = {"tool_call_id": message.tool_call_id, "name": message.name}
     return entry | {key: value for key, value in named.items() if value}
 
 
-def called(name: str, arguments: Any, call_id: str) -> dict[str, Any]:
-    """A call of a tool in the form of OpenAI's chat API."""
+def openai_tool_call(name: str, arguments: Any, call_id: str) -> dict[str, Any]:
+    """Make a tool call in the form of OpenAI's chat API."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def shared_beginning(one: Series, other: Series) -> Series:
-    """The beginning that two texts, or two lists of tokens, have in common."""
-    if one[: len(other)] == other:
-        return other
-    return one[: next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))]
+def common_prefix(first: Series, second: Series) -> Series:
+    """Return the longest common prefix of two texts, or of two lists of tokens."""
+    if first[: len(second)] == second:
+        return second
+    return first[: next((index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(first))]
 
 
-def same_answer(one: Message, other: Message) -> bool:
-    """Whether two messages of the assistant are equal in meaning: white space around texts and call ids don't
-    count."""
-    return one.reasoning == other.reasoning and message_key(one) == message_key(other)
+def same_answer(first: Message, second: Message) -> bool:
+    """Whether two messages of the assistant are equal in meaning; white space around texts and call ids are
+    ignored."""
+    return first.reasoning == second.reasoning and message_key(first) == message_key(second)
 
 
 def message_key(message: Message) -> str:
-    """A key that is equal for messages of equal meaning, reasoning aside."""
+    """Return a key that is equal for messages of equal meaning, whatever their reasoning."""
     content = message.content.strip() if message.role == "assistant" else message.content
-    # with their lengths, so that no other texts read the same side by side
+    # with their lengths, so that no other pair of texts gives the same key
     key = f"{message.role} {len(message.name)} {len(content)} {message.name}{content}"
     return key + json.dumps([call.meaning for call in message.calls]) if message.calls else key
 
 
 def history_keys(root: str, messages: Sequence[Message]) -> list[bytes]:
-    """A key for each prefix of the conversation, the empty one first: equal where all its messages have equal
-    `message_key` and ``root`` (tools, arguments of the template) is equal."""
+    """Return a key for each prefix of the conversation, the empty one first. Two keys are equal where all messages of
+    the prefixes have equal `message_key` and ``root`` (tools, arguments of the template) is equal."""
     return list(accumulate(messages, next_key, initial=_digest(b"", root)))
 
 
 def next_key(key: bytes, message: Message) -> bytes:
-    """The key of a history with the key ``key`` that is continued with ``message``."""
+    """Return the key of the history with the key ``key``, continued with ``message``."""
     return _digest(key, message_key(message))
 
 
 def canonical_json(text: str) -> str:
-    """Canonical form of a JSON text; a text that isn't JSON stands for itself, an empty one for ``{}``."""
+    """Return the canonical form of a JSON text: ``{}`` for an empty text, and a text that isn't JSON as it is."""
     if not text.strip():
         return "{}"
     try:
@@ -199,44 +199,44 @@ def canonical_json(text: str) -> str:
 
 
 def json_text(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """A value as JSON that UTF-8 can encode: half of a surrogate pair stays an escape, as it was written."""
+    """Write a value as JSON that UTF-8 can encode: half of a surrogate pair stays an escape, as it was written."""
     text = json.dumps(value, ensure_ascii=ensure_ascii, **options)
     return text if text.isascii() else _HALVES.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
 
 
 def canonical_value(value: Any) -> str:
-    """Canonical JSON text of a value: independent of the order of keys."""
+    """Return the canonical JSON text of a value, independent of the order of keys."""
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
-def _digest(before: bytes, text: str) -> bytes:
-    return hashlib.blake2b(before + text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+def _digest(previous_key: bytes, text: str) -> bytes:
+    return hashlib.blake2b(previous_key + text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _text(value: Any, field: str) -> str:
-    """A content's text; parts stand on lines of their own, as vLLM joins them."""
+    """Return a content's text; parts are joined by line breaks, as in vLLM."""
     if value is None or isinstance(value, str):
         return require_encodable(value or "", field)
     texts: list[str] = []
     for number, part in enumerate(_list(value, field, "a text or a list of parts")):
         text = part.get(_TEXT_PARTS.get(str(part.get("type")), "")) if isinstance(part, Mapping) else part
         if not isinstance(text, str):
-            what = ": valid is a part with type = 'text' and its text; requests are of text alone"
-            raise _refused(f"{field}[{number}]", what)
+            problem = ": valid is a part with type = 'text' and its text; requests are of text alone"
+            raise _refusal(f"{field}[{number}]", problem)
         texts.append(text)
     return require_encodable("\n".join(texts), field)
 
 
 def encodable(text: str) -> bool:
-    """Whether UTF-8 has bytes for it: no half of a surrogate pair stands in it."""
+    """Whether UTF-8 can encode the text, which then holds no half of a surrogate pair."""
     return text.isascii() or _HALVES.search(text) is None
 
 
 def require_encodable(text: str, field: str) -> str:
-    """The ``text`` as it is. Raises RequestRefused naming ``field`` where no tokenizer can encode it."""
+    """Return ``text`` as it is. Raises RequestRefused naming ``field`` where no tokenizer can encode it."""
     half = None if text.isascii() else _HALVES.search(text)
     if half is not None:
-        raise _refused(field, f": character {half.start()} is half of a surrogate pair, which no tokenizer can encode")
+        raise _refusal(field, f": character {half.start()} is half of a surrogate pair, which no tokenizer can encode")
     return text
 
 
@@ -244,7 +244,7 @@ def _optional_text(entry: Mapping[str, Any], key: str, field: str) -> str:
     value = entry.get(key)
     if value is None or isinstance(value, str):
         return require_encodable(value or "", f"{field}.{key}")
-    raise _refused(f"{field}.{key}", f": a text is needed, not {_kind(value)}")
+    raise _refusal(f"{field}.{key}", f": a text is needed, not {_kind(value)}")
 
 
 def _calls(raw: Any, field: str) -> tuple[ToolCall, ...]:
@@ -260,7 +260,7 @@ def _call(raw: Any, field: str) -> ToolCall:
     if isinstance(arguments, Mapping):
         arguments = json_text(arguments)
     if not isinstance(name, str) or not isinstance(arguments, str | None):
-        raise _refused(f"{field}.function", ": its name is a text, and so are its arguments (JSON)")
+        raise _refusal(f"{field}.function", ": its name is a text, and so are its arguments (JSON)")
     name = require_encodable(name, f"{field}.function.name")
     arguments = require_encodable(arguments or "", f"{field}.function.arguments")
     return ToolCall(name=name, arguments=arguments, call_id=_optional_text(entry, "id", field))
@@ -278,18 +278,18 @@ def object_or_text(arguments: str) -> Any:
 
 def _object(value: Any, field: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise _refused(field, f": an object is needed, not {_kind(value)}")
+        raise _refusal(field, f": an object is needed, not {_kind(value)}")
     return value
 
 
-def _list(value: Any, field: str, what: str = "a list") -> Sequence[Any]:
+def _list(value: Any, field: str, expected: str = "a list") -> Sequence[Any]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise _refused(field, f": {what} is needed, not {_kind(value)}")
+        raise _refusal(field, f": {expected} is needed, not {_kind(value)}")
     return value
 
 
-def _refused(field: str, what: str) -> RequestRefused:
-    return RequestRefused(field + what, param=field)
+def _refusal(field: str, problem: str) -> RequestRefused:
+    return RequestRefused(field + problem, param=field)
 
 
 def _kind(value: Any) -> str:

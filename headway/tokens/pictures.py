@@ -1,4 +1,4 @@
-"""Pictures in messages, as parts in OpenAI's form: checked where tasks are read, opened where they become pixels."""
+"""Pictures in messages, as parts in OpenAI's form. Reading tasks checks them; computing pixels opens them."""
 
 from __future__ import annotations
 
@@ -12,67 +12,67 @@ from typing import Any, cast
 from headway.records.errors import ConfigurationError
 
 _DATA = "data:"
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow reads others by programs of theirs
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # for some others Pillow starts external programs
 
 
-def require_parts(value: Sequence[Any], place: str, folder: Path) -> list[dict[str, Any]]:
-    """Check a message's content of parts, texts and pictures; paths are taken from ``folder``.
+def require_parts(value: Sequence[Any], field: str, folder: Path) -> list[dict[str, Any]]:
+    """Check a message's content of parts, texts and pictures; relative paths start at ``folder``.
 
-    Returns them with whole paths. Raises ConfigurationError naming ``place``: another kind of part, a picture that
-    isn't there, or whose file is none.
+    Returns the parts with absolute paths. Raises ConfigurationError naming ``field`` for another kind of part, a
+    missing picture, and a file that is no picture.
     """
     parts: list[dict[str, Any]] = []
     for number, raw in enumerate(value):
         part: Mapping[str, Any] = cast("Mapping[str, Any]", raw) if isinstance(raw, Mapping) else {}
-        kind, where = str(part.get("type")), f"{place}[{number}]"
+        kind, label = str(part.get("type")), f"{field}[{number}]"
         if kind == "text" and isinstance(part.get("text"), str):
             parts.append({"type": "text", "text": part["text"]})
         elif kind == "image_url":
-            given = part.get("image_url")
-            parts.append(picture_part(given.get("url") if isinstance(given, Mapping) else given, where, folder))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+            image = part.get("image_url")
+            parts.append(picture_part(image.get("url") if isinstance(image, Mapping) else image, label, folder))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
         else:  # sound and video, too
-            raise ConfigurationError(f"{where}: type = {kind!r}: valid: text with its text, image_url with its url")
+            raise ConfigurationError(f"{label}: type = {kind!r}: valid: text with its text, image_url with its url")
     return parts
 
 
-def picture_part(url: Any, where: str, folder: Path) -> dict[str, Any]:
-    """The part of a picture, a path from ``folder`` or a data: URL, with its content hash. Raises as
+def picture_part(url: Any, field: str, folder: Path) -> dict[str, Any]:
+    """Make the part of a picture, a path relative to ``folder`` or a data: URL, with its content hash. Raises as
     `require_parts`."""
     if not isinstance(url, str) or not url or url.startswith(("http:", "https:")):
-        what = f"url = {str(url)[:80]!r}: nothing is fetched"
-        raise ConfigurationError(f"{where}: {what}; valid: a path, or a data: URL of base64")
+        problem = f"url = {str(url)[:80]!r}: nothing is fetched"
+        raise ConfigurationError(f"{field}: {problem}; valid: a path, or a data: URL of base64")
     address = url if url.startswith(_DATA) else str((folder / url.removeprefix("file://")).resolve())
     try:
-        _, content = open_picture(address, whole=False)
+        _, content = open_picture(address, decode=False)
     except ConfigurationError as error:
-        raise ConfigurationError(f"{where}: {error}") from None
+        raise ConfigurationError(f"{field}: {error}") from None
     return {"type": "image_url", "image_url": {"url": address}, "content_hash": content}
 
 
-def open_picture(url: str, *, whole: bool = True) -> tuple[Any, str]:
-    """The picture at a path or in a data: URL, in RGB, and the hash of its bytes; ``whole`` False: only looked at, as
-    far as its format allows. Raises ConfigurationError."""
+def open_picture(url: str, *, decode: bool = True) -> tuple[Any, str]:
+    """Open the picture at a path or in a data: URL; return it in RGB, and the hash of its bytes. With ``decode`` False
+    it is only verified, as far as its format allows, and None is returned for it. Raises ConfigurationError."""
     from PIL import Image, UnidentifiedImageError  # a tenth of a second: only where there are pictures
 
-    shown = f"{url[:40]}..." if url.startswith(_DATA) else url
+    displayed_url = f"{url[:40]}..." if url.startswith(_DATA) else url
     try:
         head, _, data = url.partition(";base64,")
         content = base64.b64decode(data, validate=True) if head.startswith(_DATA) else Path(url).read_bytes()
-        with Image.open(io.BytesIO(content), formats=_FORMATS) as found:
-            picture = found.convert("RGB") if whole else found.verify()
+        with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
+            picture = image.convert("RGB") if decode else image.verify()
         return picture, hashlib.blake2b(content, digest_size=16).hexdigest()
     except FileNotFoundError:
-        raise ConfigurationError(f"no such picture: {shown}") from None
-    except Exception as error:  # the boundary to readers of many formats, which raise whatever they like of bad files
+        raise ConfigurationError(f"no such picture: {displayed_url}") from None
+    except Exception as error:  # the boundary to readers of many formats, which raise any exception for bad files
         unknown = isinstance(error, UnidentifiedImageError)
-        what = f"it is none of {', '.join(_FORMATS)}" if unknown else str(error) or type(error).__name__
-        what = "a data: URL needs base64 of a picture" if url.startswith(_DATA) else what
-        raise ConfigurationError(f"{shown} can't be read as a picture: {what}") from None
+        reason = f"it is none of {', '.join(_FORMATS)}" if unknown else str(error) or type(error).__name__
+        reason = "a data: URL needs base64 of a picture" if url.startswith(_DATA) else reason
+        raise ConfigurationError(f"{displayed_url} can't be read as a picture: {reason}") from None
 
 
-def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as chat templates of models that see take them: every content is parts, a picture's with its hash
-    alone, which is the same wherever its file lies."""
+def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Convert messages for chat templates of models with vision: every content becomes parts, and a picture's part
+    keeps its hash alone, which doesn't depend on where its file is."""
 
     def parts(content: Any) -> list[dict[str, Any]]:
         if isinstance(content, str):
@@ -85,8 +85,8 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{**message, "content": parts(message["content"])} for message in messages]
 
 
-def said(content: Any) -> str:
-    """The text of a message's content."""
+def content_text(content: Any) -> str:
+    """Return the text of a message's content, without its pictures."""
     if isinstance(content, str):
         return content
     return "\n".join(part["text"] for part in content if part["type"] == "text")

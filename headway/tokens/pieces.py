@@ -1,4 +1,4 @@
-"""A cache of encoded pieces for prompts that begin alike."""
+"""A cache of encoded pieces, for prompts with a common beginning."""
 
 from __future__ import annotations
 
@@ -8,38 +8,37 @@ from functools import lru_cache
 
 from headway.tokens.tokenizer import Tokenizer
 
-_KEPT = 256  # pieces kept, by last use
-_WORTH_KEEPING = range(
-    64, 32_769
-)  # characters: shorter ones are encoded as quickly; of longer ones few would fill memory
+_CACHED_PIECES = 256  # number of pieces kept, by last use
+# in characters: shorter pieces are encoded as quickly as looked up; a few longer ones would fill memory
+_CACHED_LENGTHS = range(64, 32_769)
 
 
 class PieceEncoder:
-    """Encodes as ``Tokenizer.encode`` does, with the pieces between special tokens kept: thousands of rollouts begin
+    """Encodes as ``Tokenizer.encode`` does, and caches the pieces between special tokens: thousands of rollouts begin
     with the same system message and the same tools.
 
-    No tokenizer looks across a special token (it splits the text there first), unless that token swallows the blanks
-    before it or admits no letter beside it: such tokens begin no piece. Thread-safe.
+    A tokenizer splits the text at a special token first, so pieces are independent, unless that token swallows the
+    blanks before it or admits no letter beside it: such tokens begin no piece. Thread-safe.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        found = tokenizer.verbatim_tokens()
-        self._borders = frozenset(text for text, special in found.items() if special)
-        longest_first = sorted(found, key=len, reverse=True)
+        verbatim = tokenizer.verbatim_tokens()
+        self._borders = frozenset(text for text, special in verbatim.items() if special)
+        longest_first = sorted(verbatim, key=len, reverse=True)
         self._token = re.compile("|".join(map(re.escape, longest_first))) if self._borders else None
-        self._kept = lru_cache(_KEPT)(self._encoded)
+        self._encode_cached = lru_cache(_CACHED_PIECES)(self._encode_piece)
 
-    def encode(self, text: str, most: int | None = None) -> list[int]:
-        """Token ids of ``text``; ``most``: as `Tokenizer.encode` has it."""
-        if self._token is None or len(text) not in _WORTH_KEEPING:
-            return self._tokenizer.encode(text, most=most)
+    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """Encode ``text``; ``max_tokens``: as in `Tokenizer.encode`."""
+        if self._token is None or len(text) not in _CACHED_LENGTHS:
+            return self._tokenizer.encode(text, max_tokens=max_tokens)
         starts = [match.start() for match in self._token.finditer(text) if match.group() in self._borders]
         ids: list[int] = []
         for start, end in zip([0, *starts], [*starts, len(text)], strict=True):
-            encode = self._kept if end - start in _WORTH_KEEPING else self._encoded
+            encode = self._encode_cached if end - start in _CACHED_LENGTHS else self._encode_piece
             ids.extend(encode(text[start:end]))
         return ids
 
-    def _encoded(self, piece: str) -> array[int]:
+    def _encode_piece(self, piece: str) -> array[int]:
         return array("i", self._tokenizer.encode(piece))

@@ -1,4 +1,4 @@
-"""Grammars in Lark of texts that stand inside a JSON string: each of their terminals as JSON writes it.
+"""Conversion of a Lark grammar to that of its texts inside a JSON string: each terminal becomes its JSON text.
 
 Example: ``start: "a" /[^\\n]+/ "\\n"`` matches the text between the quotes of a JSON string, where a line's end is
 ``\\n`` in two characters.
@@ -33,12 +33,12 @@ _Ranges = list[tuple[int, int]]
 
 
 def quoted_lark(text: str) -> str:
-    """The grammar of the JSON texts, without their quotes, of the texts of a grammar in Lark. Raises ValueError for
-    what it can't express: lookarounds, references to groups, directives but %ignore and %import of common terminals."""
+    """Convert a grammar in Lark: the result matches the JSON texts, without quotes, of its texts. Raises ValueError for
+    lookarounds, references to groups, and directives other than %ignore and %import of common terminals."""
     definitions: list[str] = []
 
-    def replaced(found: re.Match[str]) -> str:
-        kind, written = str(found.lastgroup), found[0]
+    def replaced(match: re.Match[str]) -> str:
+        kind, written = str(match.lastgroup), match[0]
         if kind == "comment":
             return ""
         if kind == "text":
@@ -63,26 +63,26 @@ def quoted_lark(text: str) -> str:
 
 
 def _as_terminals(grammar: str) -> str:
-    """The grammar with its rules as terminals, where none calls itself: the library's lexer ends a terminal at the
-    first character that can't continue it, and an escape has two. With %ignore, or recursion, it stays as it is: then a
-    terminal that may be followed by an escape can end too late, and less is allowed."""
-    rules = {found[1]: found[2] for found in _RULE.finditer(grammar)}
-    called = {name: {one["name"] for one in _WORDS.finditer(body)} & set(rules) for name, body in rules.items()}
+    """Turn the rules of a grammar into terminals, where none is recursive: the library's lexer ends a terminal at the
+    first character that can't continue it, and an escape has two. A grammar with %ignore or recursion stays as it is:
+    then a terminal that may be followed by an escape can end too late, and less is allowed."""
+    rules = {match[1]: match[2] for match in _RULE.finditer(grammar)}
+    called = {name: {word["name"] for word in _WORDS.finditer(body)} & set(rules) for name, body in rules.items()}
     while leaves := [name for name, names in called.items() if not names]:
         called = {name: names - set(leaves) for name, names in called.items() if names}
     if called or "%ignore" in grammar or "start" not in rules:
         return grammar
 
-    def renamed(found: re.Match[str]) -> str:
-        if found["literal"] or found["directive"]:
-            return found[0]
-        return "" if found["alias"] else f"R_{found['name'].upper()}"
+    def renamed(match: re.Match[str]) -> str:
+        if match["literal"] or match["directive"]:
+            return match[0]
+        return "" if match["alias"] else f"R_{match['name'].upper()}"
 
     return f"start: R_START\n{_WORDS.sub(renamed, grammar)}"
 
 
 def _imported(written: str, definitions: list[str]) -> str:
-    """The imports of terminals without escaped characters; the definitions of the others are added."""
+    """Return the imports of terminals without escaped characters; add the others to ``definitions``."""
     names = re.findall(r"\w+(?:\s*->\s*\w+)?", written.partition("common")[2])
     kept: list[str] = []
     for name in names:
@@ -112,71 +112,71 @@ def _regex(pattern: str, flags: int = 0) -> str:
 
 
 def _sequence(parsed: Iterable[tuple[Any, Any]], flags: int) -> str:
-    return "".join(_part(str(kind), value, flags) for kind, value in parsed)
+    return "".join(_node_pattern(str(kind), value, flags) for kind, value in parsed)
 
 
-def _part(kind: str, value: Any, flags: int) -> str:
+def _node_pattern(kind: str, value: Any, flags: int) -> str:
     if kind == "AT":
         if "BOUNDARY" in str(value):
             raise ValueError("a word's boundary in a grammar can't be expressed")
         return ""  # a terminal is matched whole
     if kind == "ANY":
-        return _characters(_without([] if flags & re.DOTALL else [(10, 10)]))
+        return _characters(_complement([] if flags & re.DOTALL else [(10, 10)]))
     if kind in ("LITERAL", "NOT_LITERAL"):
-        found = _folded([(value, value)], flags)
-        return _characters(found if kind == "LITERAL" else _without(found))
+        ranges = _with_other_case([(value, value)], flags)
+        return _characters(ranges if kind == "LITERAL" else _complement(ranges))
     if kind == "IN":
-        return _characters(_set(value, flags))
+        return _characters(_set_ranges(value, flags))
     if kind == "BRANCH":
         return f"(?:{'|'.join(_sequence(way, flags) for way in value[1])})"
     if kind == "SUBPATTERN":
         return f"(?:{_sequence(value[3], (flags | value[1]) & ~value[2])})"
     if kind in ("MAX_REPEAT", "MIN_REPEAT"):
-        least, most, inner = value
-        return f"(?:{_sequence(inner, flags)}){{{least},{'' if str(most) == 'MAXREPEAT' else most}}}"
+        min_count, max_count, inner = value
+        return f"(?:{_sequence(inner, flags)}){{{min_count},{'' if str(max_count) == 'MAXREPEAT' else max_count}}}"
     raise ValueError(f"a grammar's regex has {kind.lower()}, which can't be expressed")
 
 
-def _set(items: Sequence[tuple[Any, Any]], flags: int) -> _Ranges:
-    found, negated = _Ranges(), False
+def _set_ranges(items: Sequence[tuple[Any, Any]], flags: int) -> _Ranges:
+    char_ranges, negated = _Ranges(), False
     classes = {"DIGIT": _DIGIT, "SPACE": _SPACE, "WORD": _WORD}
     for kind, value in items:
         if str(kind) == "NEGATE":
             negated = True
         elif str(kind) == "CATEGORY":
             ranges = classes[str(value).rsplit("_", 1)[1]]
-            found += _without(ranges) if "NOT" in str(value) else ranges
+            char_ranges += _complement(ranges) if "NOT" in str(value) else ranges
         else:
-            found.append((value, value) if str(kind) == "LITERAL" else value)
-    found = _folded(found, flags)
-    return _without(found) if negated else found
+            char_ranges.append((value, value) if str(kind) == "LITERAL" else value)
+    char_ranges = _with_other_case(char_ranges, flags)
+    return _complement(char_ranges) if negated else char_ranges
 
 
-def _folded(ranges: _Ranges, flags: int) -> _Ranges:
-    """The ranges, with the other case of ASCII's letters where case doesn't count."""
+def _with_other_case(ranges: _Ranges, flags: int) -> _Ranges:
+    """Return the ranges, with the other case of ASCII letters where ``flags`` ignore case."""
     if not flags & re.IGNORECASE:
         return ranges
     swapped = [
         (max(low, a) + by, min(high, z) + by) for low, high in ranges for a, z, by in ((65, 90, 32), (97, 122, -32))
     ]
-    return [*ranges, *(one for one in swapped if one[0] <= one[1])]
+    return [*ranges, *(swapped_range for swapped_range in swapped if swapped_range[0] <= swapped_range[1])]
 
 
-def _without(ranges: _Ranges) -> _Ranges:
-    """All other characters."""
-    found, at = _Ranges(), 0
+def _complement(ranges: _Ranges) -> _Ranges:
+    """Return the ranges of all other characters."""
+    complement, next_code = _Ranges(), 0
     for low, high in sorted(ranges):
-        if at < low:
-            found.append((at, low - 1))
-        at = max(at, high + 1)
-    return [*found, (at, _LAST)] if at <= _LAST else found
+        if next_code < low:
+            complement.append((next_code, low - 1))
+        next_code = max(next_code, high + 1)
+    return [*complement, (next_code, _LAST)] if next_code <= _LAST else complement
 
 
 def _characters(ranges: _Ranges) -> str:
-    """A regex of the JSON texts of one of these characters."""
-    escaped = [one for one in _ESCAPED if any(low <= one <= high for low, high in ranges)]
-    outside = _without([*_without(ranges), *((one, one) for one in _ESCAPED), (0xD800, 0xDFFF)])
+    """Return a regex of the JSON texts of one of these characters."""
+    escaped = [code for code in _ESCAPED if any(low <= code <= high for low, high in ranges)]
+    outside = _complement([*_complement(ranges), *((code, code) for code in _ESCAPED), (0xD800, 0xDFFF)])
     plain = "".join(rf"\x{{{low:X}}}-\x{{{high:X}}}" for low, high in outside)
     ways = [f"[{plain}]"] * bool(plain)
-    ways += ["".join(rf"\x{{{ord(letter):X}}}" for letter in _json(chr(one))) for one in escaped]
+    ways += ["".join(rf"\x{{{ord(letter):X}}}" for letter in _json(chr(code))) for code in escaped]
     return f"(?:{'|'.join(ways)})"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headway.tokens.output_parsing import OutputFormat, certain, kept_ids, overlap
+from headway.tokens.output_parsing import OutputFormat, mark_token_ids, overlap, settled_parts
 from headway.tokens.tokenizer import IncrementalDecoder, Tokenizer
 
 
 class AnswerStream:
-    """Pieces of reasoning and content that add up to those of the whole answer.
+    """Streams pieces of reasoning and content that add up to those of the whole answer.
 
     Pieces are final: text that may yet become part of a character, a stop string, a tool call or a mark of reasoning
     waits until that is decided. Tool calls come with the end.
@@ -31,36 +31,36 @@ class AnswerStream:
         self._opened = opened
         self._stop = tuple(filter(None, stop))
         self._decoder = IncrementalDecoder(tokenizer, keep_special=True)
-        self._left_out = tokenizer.special_ids.union(tokenizer.stop_ids)
+        self._skipped_ids = tokenizer.special_ids.union(tokenizer.stop_ids)
         if written is not None:
-            self._left_out -= kept_ids(tokenizer, written)
+            self._skipped_ids -= mark_token_ids(tokenizer, written)
         self._pushed = 0
-        self._told = ["", ""]  # reasoning and content so far
+        self._sent = ["", ""]  # reasoning and content so far
 
     def push(self, ids: Sequence[int]) -> tuple[str, str]:
-        """New pieces of (reasoning, content) that ``ids``, all tokens so far, make certain."""
+        """Return the new pieces of (reasoning, content) that no token after ``ids``, all so far, can change."""
         for token in ids[self._pushed :]:
-            if token not in self._left_out:
+            if token not in self._skipped_ids:
                 self._decoder.push(token)
         self._pushed = max(self._pushed, len(ids))
         text = self._before_stop(self._decoder.settled)
         if self._written is None:
-            return self._tell("", text)
-        return self._tell(*certain(text, self._written, calls=self._calls, opened=self._opened))
+            return self._new_pieces("", text)
+        return self._new_pieces(*settled_parts(text, self._written, calls=self._calls, opened=self._opened))
 
     def finish(self, reasoning: str, content: str) -> tuple[str, str]:
-        """The last pieces of (reasoning, content), given those of the whole answer."""
-        return self._tell(reasoning, content)
+        """Return the last pieces of (reasoning, content), from those of the whole answer."""
+        return self._new_pieces(reasoning, content)
 
-    def _tell(self, *whole: str) -> tuple[str, str]:
+    def _new_pieces(self, *texts: str) -> tuple[str, str]:
         pieces: list[str] = []
-        for place, text in enumerate(whole):
-            known = text if text.startswith(self._told[place]) else self._told[place]  # shorter: nothing new is certain
-            pieces.append(known.removeprefix(self._told[place]))
-            self._told[place] = known
+        for index, text in enumerate(texts):
+            known = text if text.startswith(self._sent[index]) else self._sent[index]  # shorter: nothing new is certain
+            pieces.append(known.removeprefix(self._sent[index]))
+            self._sent[index] = known
         return pieces[0], pieces[1]
 
     def _before_stop(self, text: str) -> str:
-        """``text`` up to the first stop string, or to a suffix that may become one."""
-        ends = (at if (at := text.find(stop)) >= 0 else len(text) - overlap(text, stop) for stop in self._stop)
+        """Cut ``text`` before the first stop string, or before a suffix that may become one."""
+        ends = (start if (start := text.find(stop)) >= 0 else len(text) - overlap(text, stop) for stop in self._stop)
         return text[: min(ends, default=len(text))]

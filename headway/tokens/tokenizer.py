@@ -18,7 +18,7 @@ from headway.config.schema import Experiment
 from headway.records.errors import ConfigurationError
 from headway.records.tokens import TokenIds
 from headway.tokens.chat_template import CLOSE, MARK, OPEN, ChatTemplates
-from headway.tokens.messages import shared_beginning
+from headway.tokens.messages import common_prefix
 
 Template = Literal["raw", "chat"]
 _LONG_TOKEN = 16  # characters; the average token of a text is shorter
@@ -32,7 +32,7 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 
 
 class Tokenizer:
-    """Conversion of text to token ids and back, as the model folder's own files define it.
+    """Converts text to token ids and back, as the files of the model folder define it.
 
     Text is encoded once, on its way in; sampled tokens are never decoded and encoded again.
     """
@@ -49,10 +49,10 @@ class Tokenizer:
         arguments: Mapping[str, Any] | None = None,
         started: datetime | None = None,
     ) -> None:
-        """``chat_template``: its source, or several by name; ``arguments``, ``started``: as in `load`."""
+        """``chat_template``: the template's source, or several by name; ``arguments``, ``started``: as in `load`."""
         if not eos_ids:
-            where = "eos_token in tokenizer_config.json, or eos_token_id in generation_config.json or config.json"
-            raise ConfigurationError(f"{origin}: no end-of-sequence token; set {where}")
+            valid = "eos_token in tokenizer_config.json, or eos_token_id in generation_config.json or config.json"
+            raise ConfigurationError(f"{origin}: no end-of-sequence token; set {valid}")
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -61,7 +61,8 @@ class Tokenizer:
         self.chat_template = named.get("default") or next(iter(named.values()), None)  # its source; None: there is none
         variables = {**(special_tokens or {}), **(arguments or {})}
         self.templates = ChatTemplates(named, variables, started or datetime.now(), origin)
-        self.next_marks: dict[bool, int] = {}  # of turns without an end of their own, with calls or not: what ends them
+        # for a template that writes no end of turn: the next turn's mark, which ends the turn; key: turn with calls
+        self.next_marks: dict[bool, int] = {}
         self.added_stops: tuple[str, ...] = ()  # tokens that end a response because the chat template ends turns so
         self.eos_id = eos_ids[0]
         self.stop_ids = tuple(dict.fromkeys(eos_ids))  # every id that ends a response; eos_id first
@@ -76,9 +77,9 @@ class Tokenizer:
 
     @classmethod
     def of(cls, experiment: Experiment, started: datetime | None = None) -> Tokenizer:
-        """The tokenizer of an experiment's model, as every party of it has it. ``started``: as in `load`."""
+        """Load the tokenizer of an experiment's model, equal in all of its processes. ``started``: as in `load`."""
         model = experiment.model
-        return cls.load(model.path, chat=experiment.chats, arguments=model.chat_template_kwargs, started=started)
+        return cls.load(model.path, chat=experiment.uses_chat, arguments=model.chat_template_kwargs, started=started)
 
     @classmethod
     def load(
@@ -94,14 +95,14 @@ class Tokenizer:
 
         tokenizer.json alone defines how text is split and joined, whatever class tokenizer_config.json names.
         ``chat``: responses are turns of the chat template, so what ends its turns ends a response. ``arguments``:
-        further variables of the template. ``started``: when the run started, for templates that tell the date; None:
+        further variables of the template. ``started``: when the run started, for templates that write the date; None:
         now. Raises ConfigurationError for a missing or unreadable file, when no eos is defined, and when a turn
         (``chat``) has no end at which generation could stop.
         """
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
-            raise ConfigurationError(_missing(folder, file))
+            raise ConfigurationError(_missing_file_message(folder, file))
         try:
             backend = Backend.from_file(str(file))
         except Exception as error:  # tokenizers raises plain Exception for any malformed file
@@ -128,61 +129,62 @@ class Tokenizer:
             made._stop_at_turn_ends()
         return made
 
-    def encode(self, text: str, *, add_special_tokens: bool = False, most: int | None = None) -> list[int]:
-        """Token ids of ``text``; ``add_special_tokens`` lets the tokenizer's post-processor add its own (a bos).
-        ``most``: number of ids the caller can use. A far longer text is encoded only until it surely exceeds that:
-        the result is then more than twice as many ids of its beginning."""
-        if most is not None and len(text) > _LONG_TOKEN * most:
+    def encode(self, text: str, *, add_special_tokens: bool = False, max_tokens: int | None = None) -> list[int]:
+        """Encode ``text`` as token ids; ``add_special_tokens`` lets the tokenizer's post-processor add its own (a bos).
+        ``max_tokens``: number of ids that the caller can use. A far longer text is encoded only until it surely
+        exceeds that: the ids of its beginning are returned, more than twice ``max_tokens``."""
+        if max_tokens is not None and len(text) > _LONG_TOKEN * max_tokens:
             ids: list[int] = []
-            for at in range(0, len(text), _PIECE):
-                ids += self._backend.encode(text[at : at + _PIECE], add_special_tokens=False).ids
-                if len(ids) > 2 * most:
+            for offset in range(0, len(text), _PIECE):
+                ids += self._backend.encode(text[offset : offset + _PIECE], add_special_tokens=False).ids
+                if len(ids) > 2 * max_tokens:
                     return ids
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def encode_prompt(self, text: str, most: int | None = None) -> list[int]:
-        """Token ids of a prompt's whole text, with those that the tokenizer's post-processor puts before a text (a
-        bos), unless it begins with them, and without any behind it: a response follows. ``most``: as in `encode`."""
-        ids = self.encode(text, most=most)
-        return ids if ids[: len(self._begins)] == self._begins else self._begins + ids
+    def encode_prompt(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """Encode a prompt's whole text. The ids that the tokenizer's post-processor puts before a text (a bos) come
+        first, unless the text begins with them; none are appended, since a response follows. ``max_tokens``: as in
+        `encode`."""
+        ids = self.encode(text, max_tokens=max_tokens)
+        return ids if ids[: len(self._prefix_ids)] == self._prefix_ids else self._prefix_ids + ids
 
     @cached_property
-    def _begins(self) -> list[int]:
-        """Ids that the post-processor puts before a text."""
-        bare, whole = self.encode("a"), self.encode("a", add_special_tokens=True)
-        places = range(len(whole) - len(bare) + 1)
-        return whole[: next((at for at in places if whole[at : at + len(bare)] == bare), 0)]
+    def _prefix_ids(self) -> list[int]:
+        """The ids that the post-processor puts before a text."""
+        bare, full = self.encode("a"), self.encode("a", add_special_tokens=True)
+        starts = range(len(full) - len(bare) + 1)
+        return full[: next((start for start in starts if full[start : start + len(bare)] == bare), 0)]
 
     @cached_property
-    def _marks_beginnings(self) -> bool:
-        """Whether a text that is encoded by itself has a mark of its beginning (SentencePiece's blank)."""
+    def _marks_text_start(self) -> bool:
+        """Whether encoding a text by itself marks its beginning (SentencePiece's blank)."""
         normalizer, splitter = self._backend.normalizer, self._backend.pre_tokenizer
         text = "a" if normalizer is None else normalizer.normalize_str("a")
         pieces = [(text, (0, 1))] if splitter is None else splitter.pre_tokenize_str(text)
         return bool(pieces) and pieces[0][0] != "a"
 
-    def encode_behind(self, before: int | None, text: str, most: int | None = None) -> list[int]:
-        """Token ids of ``text`` that follows the token ``before`` (None: at the beginning), as the joint text has them;
-        no token crosses the border. ``most``: as in `encode`."""
-        if before is not None and before in self.special_ids and (token := self.token(before)):
-            ids = self.encode(token + text, most=most)
-            if ids and ids[0] == before:
+    def encode_after(self, prior_id: int | None, text: str, max_tokens: int | None = None) -> list[int]:
+        """Encode ``text`` as it continues the token ``prior_id`` (None: at the beginning). The ids are those of the
+        joint text, but no token crosses the border. ``max_tokens``: as in `encode`."""
+        if prior_id is not None and prior_id in self.special_ids and (token := self.token(prior_id)):
+            ids = self.encode(token + text, max_tokens=max_tokens)
+            if ids and ids[0] == prior_id:
                 return ids[1:]
-        marked = before is not None and self._marks_beginnings and 0 < len(text) <= _PIECE
-        return self.encode_with_spans(text, before)[0] if marked else self.encode(text, most=most)
+        marked = prior_id is not None and self._marks_text_start and 0 < len(text) <= _PIECE
+        return self.encode_with_spans(text, prior_id)[0] if marked else self.encode(text, max_tokens=max_tokens)
 
-    def encode_with_spans(self, text: str, before: int | None = None) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids of ``text`` (no special tokens added), and each one's span of characters: [first, behind).
-        ``before``: the token that it follows, as in `encode_behind`.
+    def encode_with_spans(self, text: str, prior_id: int | None = None) -> tuple[list[int], list[tuple[int, int]]]:
+        """Encode ``text``, without special tokens; return the ids and each id's span of characters, [first, end).
+        ``prior_id``: the token that the text follows, as in `encode_after`.
 
         Blanks that a token swallows without counting them belong to it; tokens for the bytes of one character all
         span that character.
         """
-        # behind a special token, a beginning is marked or not as the tokenizer does there; behind any other it isn't
-        special = (self.token(before) or "",) if before in self.special_ids and before is not None else ()
-        for anchor in special or (("\n", ".", "a", "0") if before is not None and self._marks_beginnings else ()):
+        # after a special token the tokenizer decides whether a beginning is marked; after any other token it isn't
+        special = (self.token(prior_id) or "",) if prior_id in self.special_ids and prior_id is not None else ()
+        for anchor in special or (("\n", ".", "a", "0") if prior_id is not None and self._marks_text_start else ()):
             ids, spans = self.encode_with_spans(anchor + text)
-            inside = next((place for place, (start, _) in enumerate(spans) if start >= len(anchor)), len(ids))
+            inside = next((index for index, (start, _) in enumerate(spans) if start >= len(anchor)), len(ids))
             if all(end <= len(anchor) for _, end in spans[:inside]):  # no token joins it with the text
                 return ids[inside:], [(first - len(anchor), end - len(anchor)) for first, end in spans[inside:]]
         encoding = self._backend.encode(text, add_special_tokens=False)
@@ -194,13 +196,13 @@ class Tokenizer:
         return encoding.ids, spans
 
     def decode(self, ids: Iterable[int], *, keep_special: bool = False) -> str:
-        """Text of token ids; special tokens are left out unless ``keep_special``."""
+        """Decode token ids to text; special tokens are left out unless ``keep_special``."""
         return self._backend.decode(list(ids), skip_special_tokens=not keep_special)
 
     def vocabulary_bytes(self) -> list[bytes]:
-        """Bytes of each id's text, special tokens' too, so that joined they are what `decode` makes into characters. A
-        blank that a decoder strips from the start of a text stays, and so do those that WordPiece puts between words
-        only when it decodes whole texts. Ids without a token: empty."""
+        """Return the bytes of each id's text, special tokens included. Joined, they are what `decode` turns into
+        characters, but a blank that a decoder strips from the start of a text stays, and so do those that WordPiece
+        puts between words only when it decodes whole texts. Ids without a token have no bytes."""
         decoder = self._backend.decoder
         kind = b"" if decoder is None else decoder.__getstate__()
         added = {i: token.content.encode() for i, token in self._backend.get_added_tokens_decoder().items()}
@@ -209,8 +211,8 @@ class Tokenizer:
             if i in added:
                 texts[i] = added[i]
             elif b'"ByteLevel"' in kind:
-                whole = all(c in _BYTE_LEVEL for c in token)
-                texts[i] = bytes(_BYTE_LEVEL[c] for c in token) if whole else token.encode()
+                is_byte_level = all(c in _BYTE_LEVEL for c in token)
+                texts[i] = bytes(_BYTE_LEVEL[c] for c in token) if is_byte_level else token.encode()
             elif b'"ByteFallback"' in kind and _BYTE_TOKEN.fullmatch(token):
                 texts[i] = bytes([int(token[3:5], 16)])
             elif "▁".encode() in kind or b'"ByteFallback"' in kind:  # SentencePiece's: Metaspace, or Replace
@@ -220,21 +222,21 @@ class Tokenizer:
         return texts
 
     def verbatim_tokens(self) -> dict[str, bool]:
-        """Added tokens that are matched in the unnormalised text -> whether the text always splits there: special
-        tokens that match whatever stands beside them."""
+        """Map each added token that is matched in the unnormalised text to whether the text always splits at it: it is
+        special, and matches beside any character."""
         added = (token for token in self._backend.get_added_tokens_decoder().values() if not token.normalized)
         return {token.content: token.special and not (token.lstrip or token.single_word) for token in added}
 
     def token(self, token_id: int) -> str | None:
-        """The vocabulary's entry for an id; None for an unknown id."""
+        """Return the vocabulary's entry for an id; None for an unknown id."""
         return self._backend.id_to_token(token_id)
 
     def token_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 
     def render(self, prompt: str | Sequence[Mapping[str, Any]], template: Template = "raw") -> TokenIds:
-        """Prompt ids of a task: its text as it is ("raw"), or a user turn or conversation rendered by the folder's chat
-        template ("chat"). Raises ConfigurationError."""
+        """Encode the prompt of a task: its text as it is ("raw"), or a user turn or conversation rendered by the
+        folder's chat template ("chat"). Raises ConfigurationError."""
         if template == "raw":
             if not isinstance(prompt, str):
                 raise ConfigurationError("template = 'raw' takes texts; a conversation needs 'chat'")
@@ -253,16 +255,17 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         marks: bool = False,
     ) -> str:
-        """The chat template's text for ``messages``; ``variables``: additional template variables; ``marks``: around
-        its ``{% generation %}`` blocks. Raises ConfigurationError when there is no template or it fails."""
-        given = {**(variables or {}), "add_generation_prompt": add_generation_prompt}
-        return self.templates.render(messages, tools, given, marks)
+        """Render ``messages`` by the chat template. ``variables``: additional template variables. ``marks``: whether
+        marks enclose its ``{% generation %}`` blocks. Raises ConfigurationError when there is no template or it
+        fails."""
+        all_variables = {**(variables or {}), "add_generation_prompt": add_generation_prompt}
+        return self.templates.render(messages, tools, all_variables, marks)
 
     def render_marked(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a whole conversation, and the spans of the template's ``{% generation %}`` blocks in it:
-        [first character, behind the last). Without blocks: an empty list."""
+        """Render a whole conversation; return its text and the spans of characters of the template's
+        ``{% generation %}`` blocks in it, [first, end). Without blocks the list is empty."""
         text = self.render_messages(messages, tools=tools, add_generation_prompt=False)
         if "generation" not in self.templates.source(tools):
             return text, []
@@ -288,16 +291,16 @@ class Tokenizer:
         next one. Raises ConfigurationError where that is no special token."""
         for end in self.templates.turn_ends():
             text = end.own.strip() or end.followed.strip()
-            own, followed = self.encode(end.own.strip()), self.encode(end.followed.strip())
-            shared = shared_beginning(own, followed)  # what closes a conversation isn't its last turn's
-            following = followed[len(shared) :] if shared or not own else []
-            own = shared or own
-            ended = any(i in self.stop_ids for i in own)
-            if end.calls and not ended and not ({*own[-1:]} & self.special_ids - {*self.encode(end.between)}):
-                own = []  # its last token is the call's, which another call may follow
+            end_ids, followed_ids = self.encode(end.own.strip()), self.encode(end.followed.strip())
+            shared = common_prefix(end_ids, followed_ids)  # tokens that close a conversation aren't its last turn's
+            following = followed_ids[len(shared) :] if shared or not end_ids else []
+            end_ids = shared or end_ids
+            ended = any(i in self.stop_ids for i in end_ids)
+            if end.calls and not ended and not ({*end_ids[-1:]} & self.special_ids - {*self.encode(end.between)}):
+                end_ids = []  # its last token is the call's, which another call may follow
             marks = (i for i in following if self.decode([i], keep_special=True).strip())
-            first = (own[-1:] if end.calls else own[:1]) or [*islice(marks, 1)]
-            if first and not own:
+            first = (end_ids[-1:] if end.calls else end_ids[:1]) or [*islice(marks, 1)]
+            if first and not end_ids:
                 self.next_marks[end.calls] = first[0]
             if not first or ended or first[0] in self.stop_ids:
                 continue
@@ -313,18 +316,18 @@ class Tokenizer:
 
     @property
     def added_text(self) -> str:
-        """A sentence for people about ``added_stops``."""
+        """The sentence about ``added_stops`` in messages to the user."""
         ends = ", ".join(map(repr, self.added_stops))
         return f"{ends} ends a response too, as the chat template ends turns so; eos_token_id doesn't name it"
 
     def is_open(self, token_id: int) -> bool:
-        """Whether the text of this token may change with the next: it is part of a character."""
+        """Whether the next token may change the text of this one, which is part of a character."""
         token = self._backend.id_to_token(token_id) or ""
         return token_id in self.special_ids or bool(_BYTE_TOKEN.fullmatch(token))
 
 
 class IncrementalDecoder:
-    """Text of a growing response, with detection of stop strings.
+    """Decodes a growing response token by token, and detects stop strings.
 
     Invariant: ``text == tokenizer.decode(ids pushed so far)`` after every push, at a cost that does not grow with the
     response: text up to a token boundary that no later token can change is settled; only the rest is decoded again.
@@ -335,11 +338,9 @@ class IncrementalDecoder:
         self._keep_special = keep_special
         self._stop = tuple(text for text in stop if text)
         self._reach = max((len(text) for text in self._stop), default=1) - 1
-        self.settled = (
-            ""  # what no further token can change: text of everything before the tail's anchor and of the anchor itself
-        )
+        self.settled = ""  # text that no further token can change: up to the tail's anchor, with the anchor's own
         self._tail: list[int] = []  # the anchor tokens, then those not settled
-        self._anchor = 0  # how many of the tail's tokens are settled
+        self._anchor = 0  # number of the tail's tokens that are settled
         self._anchor_text = ""  # text of those: context that keeps a leading space of the next token
         self._open_text = ""  # text of the unsettled rest
         self.stopped: str | None = None  # the stop string that appeared first
@@ -351,11 +352,11 @@ class IncrementalDecoder:
     def push(self, token_id: int) -> bool:
         """Append a sampled token; True when a stop string is now in the text."""
         self._tail.append(token_id)
-        whole = self._tokenizer.decode(self._tail, keep_special=self._keep_special)
-        self._open_text = whole[len(self._anchor_text) :]
+        tail_text = self._tokenizer.decode(self._tail, keep_special=self._keep_special)
+        self._open_text = tail_text[len(self._anchor_text) :]
         if self._stop and self.stopped is None:
             self._search()
-        if self._open_text and not whole.endswith("�") and not self._tokenizer.is_open(token_id):
+        if self._open_text and not tail_text.endswith("�") and not self._tokenizer.is_open(token_id):
             self.settled += self._open_text
             self._open_text = ""
             self._tail = self._tail[self._anchor :]
@@ -365,11 +366,11 @@ class IncrementalDecoder:
 
     def _search(self) -> None:
         window = self.settled[max(0, len(self.settled) - self._reach) :] + self._open_text
-        found = [(at, text) for text in self._stop if (at := window.find(text)) >= 0]
-        self.stopped = min(found)[1] if found else None
+        matches = [(position, text) for text in self._stop if (position := window.find(text)) >= 0]
+        self.stopped = min(matches)[1] if matches else None
 
 
-def _missing(folder: Path, file: Path) -> str:
+def _missing_file_message(folder: Path, file: Path) -> str:
     if not folder.is_dir():
         return f"no such folder: {folder}"
     message = f"no such file: {file}"
@@ -421,10 +422,10 @@ def _token_text(value: Any) -> str | None:
 def _token_id(backend: Backend, text: str | None, file: Path) -> list[int]:
     if text is None:
         return []
-    found = backend.token_to_id(text)
-    if found is None:
+    token_id = backend.token_to_id(text)
+    if token_id is None:
         raise ConfigurationError(f"{file}: tokenizer_config.json names {text!r}, which is not in the vocabulary")
-    return [found]
+    return [token_id]
 
 
 def _id_list(value: Any, file: Path) -> list[int]:
@@ -437,15 +438,15 @@ def _id_list(value: Any, file: Path) -> list[int]:
 
 
 def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """The folder's chat templates by name, as transformers takes them: files of their own stand for all of
-    tokenizer_config.json, whose value is a text or a list of named texts."""
+    """Read the folder's chat templates, by name, as transformers does: separate template files replace the value in
+    tokenizer_config.json, which is a text or a list of named texts."""
     files = {"default": folder / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    if found := {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}:
-        return found
+    if templates_by_name := {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}:
+        return templates_by_name
     value = _json_object(folder / "chat_template.json").get("chat_template", settings.get("chat_template"))
     listed = [{"name": "default", "template": value}] if isinstance(value, str) else value or []
-    named: dict[str, Any] = {str(one.get("name")): one.get("template") for one in listed if isinstance(one, dict)}
+    named: dict[str, Any] = {str(raw.get("name")): raw.get("template") for raw in listed if isinstance(raw, dict)}
     if not isinstance(listed, list) or not all(isinstance(text, str) for text in named.values()):
         raise ConfigurationError(f"{folder}: chat_template: valid is a text, or a list of objects of name and template")
     return named

@@ -1,5 +1,5 @@
-"""Grammars of whole answers, in llguidance's dialect of Lark: text of a JSON schema, tool calls as the model's chat
-template writes them, or either; behind reasoning where the template has it."""
+"""Grammars of whole answers, in llguidance's dialect of Lark: JSON of a schema, tool calls as the model's chat template
+writes them, or either, after reasoning where the template has it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _KEY = r"/[A-Za-z_][A-Za-z0-9_.\-]*/"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AskedSchema:
+class RequestedSchema:
     """A JSON schema that a request asks for."""
 
-    param: str  # the request's field that has it
+    param: str  # the request's field that holds the schema
     schema: Mapping[str, Any] | bool
     strict: bool = True  # a keyword that grammars don't know is an error; False: it is ignored
 
@@ -35,7 +35,7 @@ class CallableTool:
     """A tool that an answer may call."""
 
     name: str
-    arguments: AskedSchema
+    arguments: RequestedSchema
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class Constraint:
     Calls that are not ``forced`` may be left out: the answer is a text then.
     """
 
-    text: AskedSchema | None = None  # None: any text
+    text: RequestedSchema | None = None  # None: any text
     tools: tuple[CallableTool, ...] = ()
     forced: bool = False  # a tool is called, and no text written
     single: bool = False  # one call at most
@@ -58,16 +58,16 @@ class Constraint:
         return self.calls_param if self.text is None else self.text.param
 
     @property
-    def schemas(self) -> Sequence[AskedSchema]:
-        """All schemas in it."""
+    def schemas(self) -> Sequence[RequestedSchema]:
+        """All schemas of the constraint."""
         texts = () if self.text is None else (self.text,)
         return [*texts, *(tool.arguments for tool in self.tools)]
 
 
-def answer_grammar(wanted: Constraint, written: OutputFormat, *, opened: bool = False) -> str:
-    """The grammar of an answer that ``written`` says how to write; ``opened``: it begins inside reasoning. Reasoning is
-    free, and the constraint begins behind it. Raises RequestRefused for calls that the chat template has no form for,
-    and GrammarRefused as `json_part`.
+def answer_grammar(constraint: Constraint, written: OutputFormat, *, opened: bool = False) -> str:
+    """Build the grammar of an answer in the format ``written``; ``opened``: the answer begins inside reasoning.
+    Reasoning is free, and the constraint begins after it. Raises RequestRefused for calls that the chat template has no
+    form for, and GrammarRefused as `json_part`.
 
     Example, an answer that may call one tool, in the format "hermes" (the arguments are a grammar of their own, so that
     references inside their schema stay as they are):
@@ -79,24 +79,24 @@ def answer_grammar(wanted: Constraint, written: OutputFormat, *, opened: bool = 
         arguments0: %json {...}
         more: "\n<tool_call>\n{\"name\": \"add\", \"arguments\": " arguments0 "}\n</tool_call>"
     """
-    _require_written(wanted, written)
+    _require_expressible(constraint, written)
     syntax = next(iter(written.syntaxes), None)
     rules = _Rules(dict(written.special))
     opening, closing = written.thought
     thinks = written.reasoning and not opened  # an answer that begins with the mark is reasoning
     plain = thinks and not rules.pieces(opening)[0][1]
     unthought = rf" & ~/\s*{_pattern(opening)}{_ANY}/" if plain else ""
-    free = wanted.text is None and not wanted.forced
+    free = constraint.text is None and not constraint.forced
     mark = f"({rules.literal(written.content_mark)})? " if written.content_mark else ""
     ways = list[str]()
-    if wanted.text is not None:
+    if constraint.text is not None:
         ways.append(mark + "json")
-        rules.add(f"json: {_part(wanted.text)}")
+        rules.add(f"json: {_schema_rule(constraint.text)}")
     if free:
         ways.append(mark + "TEXT")
         rules.add(f"TEXT: {_free_text(syntax)}{unthought}")
-    if wanted.tools and syntax is not None:
-        ways.append(_calls(wanted, syntax, rules, unthought if free else None))
+    if constraint.tools and syntax is not None:
+        ways.append(_calls(constraint, syntax, rules, unthought if free else None))
     start = f"({' | '.join(ways)})"
     if written.reasoning:
         start = f"(thought BREAK)? {start}" if thinks else f"thought BREAK {start}"
@@ -110,7 +110,7 @@ def answer_grammar(wanted: Constraint, written: OutputFormat, *, opened: bool = 
 
 
 class _Rules:
-    """Rules of a grammar, as they are made."""
+    """The rules of a grammar that is being built."""
 
     def __init__(self, special: Mapping[str, int]) -> None:
         """``special``: marks that are special tokens, which no text has."""
@@ -123,18 +123,18 @@ class _Rules:
             self.lines.append(line)
 
     def pieces(self, text: str) -> list[tuple[str, int | None]]:
-        """A mark as texts and special tokens, with the ids of these."""
-        found, at = list[tuple[str, int | None]](), 0
+        """Split a mark into texts and special tokens; a special token comes with its id."""
+        parts, end = list[tuple[str, int | None]](), 0
         for token in self._split.finditer(text):
-            found += [(text[at : token.start()], None)] * (at < token.start()) + [(token[0], self._special[token[0]])]
-            at = token.end()
-        return found + [(text[at:], None)] * (at < len(text) or not found)
+            parts += [(text[end : token.start()], None)] * (end < token.start()) + [(token[0], self._special[token[0]])]
+            end = token.end()
+        return parts + [(text[end:], None)] * (end < len(text) or not parts)
 
     def literal(self, text: str) -> str:
         return " ".join(f"<[{i}]>" if i is not None else _quoted(piece) for piece, i in self.pieces(text) if piece)
 
     def up_to(self, mark: str, without: str = "") -> str:
-        """Any text and the first ``mark`` behind it; ``without``: as an intersection that the text is in."""
+        """Return a rule for any text up to and with the first ``mark``; ``without``: an intersection for the text."""
         (first, i), *rest = self.pieces(mark)
         name = f"mark{len(self.lines)}"
         if i is None:
@@ -147,7 +147,7 @@ class _Rules:
 
 
 def _free_text(syntax: CallSyntax | None) -> str:
-    """Texts that aren't calls and don't hold any."""
+    """Return the pattern of texts that contain no call."""
     if syntax is None:
         return f"/{_ANY}/"
     if not syntax.marks:
@@ -159,22 +159,23 @@ def _first_call(syntax: CallSyntax) -> str:
     return (syntax.opening + syntax.head).lstrip("\n")
 
 
-def _calls(wanted: Constraint, syntax: CallSyntax, rules: _Rules, before: str | None) -> str:
-    """The sequence of calls alone, or (``before``: an intersection with it) of a text with calls behind it."""
+def _calls(constraint: Constraint, syntax: CallSyntax, rules: _Rules, text_filter: str | None) -> str:
+    """Return the sequence of calls alone, or of a text and calls after it where ``text_filter``, an intersection for
+    the text, isn't None."""
     head, start = _first_call(syntax), ""
-    if before is not None and syntax.marks:
+    if text_filter is not None and syntax.marks:
         mark, _ = rules.pieces(head.lstrip())[0] if rules.pieces(head.lstrip())[0][1] else (syntax.marks[0], None)
-        head, start = head.lstrip()[len(mark) :], rules.up_to(mark, before)
-    for number, tool in enumerate(wanted.tools):
+        head, start = head.lstrip()[len(mark) :], rules.up_to(mark, text_filter)
+    for number, tool in enumerate(constraint.tools):
         if syntax.pairs is None:
-            rules.add(f"arguments{number}: {_part(tool.arguments)}")
+            rules.add(f"arguments{number}: {_schema_rule(tool.arguments)}")
         else:
             _add_pairs(tool, number, syntax.pairs, rules)
     heads = {"first": head, "more": (syntax.between or "; " * (not syntax.marks)) + syntax.head}
-    several = not wanted.single and syntax.most != 1
+    several = not constraint.single and syntax.most != 1
     for rule, text in heads.items():
         if rule == "first" or several:
-            ways = [_call(tool, number, text, syntax, rules) for number, tool in enumerate(wanted.tools)]
+            ways = [_call(tool, number, text, syntax, rules) for number, tool in enumerate(constraint.tools)]
             rules.add(f"{rule}: {' | '.join(ways)}")
     return " ".join(filter(None, (start, "first", "more*" * several, rules.literal(syntax.closing.rstrip()))))
 
@@ -188,7 +189,7 @@ def _call(tool: CallableTool, number: int, head: str, syntax: CallSyntax, rules:
 
 
 def _add_pairs(tool: CallableTool, number: int, pairs: Pairs, rules: _Rules) -> None:
-    """The rule ``arguments`` + ``number`` for arguments that are written one by one, in the schema's order."""
+    """Add the rule ``arguments`` + ``number`` for arguments that are written one by one, in the schema's order."""
     schema = tool.arguments.schema if isinstance(tool.arguments.schema, Mapping) else {}
     properties: Mapping[str, Any] = schema.get("properties") or {}
     separator = rules.literal(pairs.separator)
@@ -199,18 +200,18 @@ def _add_pairs(tool: CallableTool, number: int, pairs: Pairs, rules: _Rules) -> 
         rules.add(f"other{number}: {other}")
     rules.add(f"pairs{number}_{last}: " + (f"(other{number} {others})?" if open_ended else _NOTHING))
     rules.add(f"further{number}_{last}: " + (others if open_ended else _NOTHING))
-    for place, (key, part) in reversed(list(enumerate(properties.items()))):
+    for index, (key, part) in reversed(list(enumerate(properties.items()))):
         rules.add(
-            f"pair{number}_{place}: {rules.literal(pairs.before + key)} {_value(part, schema, pairs, rules, tool)}"
+            f"pair{number}_{index}: {rules.literal(pairs.before + key)} {_value(part, schema, pairs, rules, tool)}"
         )
         for rule, joint in (("pairs", ""), ("further", separator)):
-            without = "" if key in (schema.get("required") or ()) else f" | {rule}{number}_{place + 1}"
-            rules.add(f"{rule}{number}_{place}: {joint} pair{number}_{place} further{number}_{place + 1}{without}")
+            without = "" if key in (schema.get("required") or ()) else f" | {rule}{number}_{index + 1}"
+            rules.add(f"{rule}{number}_{index}: {joint} pair{number}_{index} further{number}_{index + 1}{without}")
     rules.add(f"arguments{number}: pairs{number}_0")
 
 
 def _value(part: Any, root: Mapping[str, Any], pairs: Pairs, rules: _Rules, tool: CallableTool) -> str:
-    """A value with its marks; ``part``: its schema, None for any text."""
+    """Return the rule of a value with its marks; ``part``: its schema, None for any text."""
     kinds = kinds_of(part, root)
     ways = list[str]()
     if part is None or not kinds or "string" in kinds:
@@ -229,15 +230,15 @@ def _value(part: Any, root: Mapping[str, Any], pairs: Pairs, rules: _Rules, tool
             rules.add(f"{name}: {' | '.join(f'{kind}_literal' for kind in others)}")
         else:
             shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-            own = {**(part or {}), **shared}
-            narrowed = {**own, "type": others} if "type" in own else own
+            value_schema = {**(part or {}), **shared}
+            narrowed = {**value_schema, "type": others} if "type" in value_schema else value_schema
             rules.add(f"{name}: {json_part(narrowed, lenient=not tool.arguments.strict)}")
         ways.append(f"{rules.literal(pairs.assign)} {name} {rules.literal(pairs.end)}")
     return f"({' | '.join(ways)})"
 
 
 def _add_literals(quote: str, rules: _Rules) -> None:
-    """Rules of values that aren't JSON, by type."""
+    """Add rules, by type, for values that aren't written as JSON."""
     python = quote in ("'", '"')
     text = r"/'[^'\\\n]*'/" if python else f"{rules.literal(quote)} {rules.up_to(quote)}"
     rules.add("boolean_literal: " + ('"True" | "False"' if python else '"true" | "false"'))
@@ -251,7 +252,7 @@ def _add_literals(quote: str, rules: _Rules) -> None:
     rules.add(f"any_literal: {' | '.join(f'{kind}_literal' for kind in kinds)}")
 
 
-def _part(asked: AskedSchema) -> str:
+def _schema_rule(asked: RequestedSchema) -> str:
     return json_part(asked.schema, lenient=not asked.strict)
 
 
@@ -260,16 +261,18 @@ def _quoted(text: str) -> str:
 
 
 def _pattern(text: str) -> str:
-    """A text in a regular expression of the grammar."""
+    """Escape a text for a regular expression of the grammar."""
     return re.escape(text).replace("\\\n", r"\n").replace("\\ ", " ").replace("/", r"\/")
 
 
-def _require_written(wanted: Constraint, written: OutputFormat) -> None:
-    """Raise RequestRefused where answers can't be written as wanted."""
-    if wanted.calls_param and not written.syntaxes:
+def _require_expressible(constraint: Constraint, written: OutputFormat) -> None:
+    """Raise RequestRefused where the format has no form for the constraint."""
+    if constraint.calls_param and not written.syntaxes:
         why = "the model's chat template writes tool calls in no form that is known here (endpoint.tools sets one)"
-        valid = "false" if wanted.calls_param.endswith("strict") else "'auto' and 'none'"
-        raise RequestRefused(f"{wanted.calls_param}: {why}; valid: {valid}", param=wanted.calls_param)
-    if wanted.text is not None and wanted.tools and written.syntaxes and not written.syntaxes[0].marks:
+        valid = "false" if constraint.calls_param.endswith("strict") else "'auto' and 'none'"
+        raise RequestRefused(f"{constraint.calls_param}: {why}; valid: {valid}", param=constraint.calls_param)
+    if constraint.text is not None and constraint.tools and written.syntaxes and not written.syntaxes[0].marks:
         why = "the model's chat template writes tool calls as bare JSON, which can't be told from an answer in JSON"
-        raise RequestRefused(f"{wanted.param}: beside tools, {why}; valid: tool_choice = 'none'", param=wanted.param)
+        raise RequestRefused(
+            f"{constraint.param}: beside tools, {why}; valid: tool_choice = 'none'", param=constraint.param
+        )

@@ -1,4 +1,4 @@
-"""Whether a chat template renders all that a conversation holds: its texts are tagged, and the tags looked for."""
+"""Check that a chat template renders all texts of a conversation: they are tagged, and the tags searched for."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from headway.records.errors import ConfigurationError
-from headway.tokens.chat_template import REASONING, normal_call, reasoning_of
+from headway.tokens.chat_template import REASONING, normalized_call, reasoning_of
 from headway.tokens.messages import canonical_value
 from headway.tokens.tokenizer import Tokenizer
 
 _THOUGHT = re.compile(r"(\s*(?:<think>)?)(.*?)(</think>\s*)(.*)", re.DOTALL)  # closed, opened or not
 _HEAD = re.compile(r"\s*(?:<[^<>\s]{1,40}>\s*)*")
 _TAIL = re.compile(r"(?:\s*<[^<>\s]{1,40}>)*\s*\Z")
-_OTHER_ROLE = {"user": "assistant"}  # that a role's text is compared with; of any other: user
+_OTHER_ROLE = {"user": "assistant"}  # role -> the role whose rendering is compared with it; default: user
 
 
 class _Tags:
     """Texts with a tag at either end. Invariant: each tag occurs once."""
 
     def __init__(self) -> None:
-        self.placed: list[tuple[str, str]] = []  # of each text: its name, and why it may be dropped ("": it mayn't)
+        self.placed: list[tuple[str, str]] = []  # for each text: its name, and why it may be dropped ("": it mayn't)
 
     def text(self, text: Any, name: str, droppable: str = "") -> Any:
-        """The ``text`` with its tags; a blank one, and what is none, as it is."""
+        """Return ``text`` with its tags; a blank one, and a value that is no text, as it is."""
         if not isinstance(text, str) or not text.strip():
             return text
         self.placed.append((name, droppable))
-        # inside its own markup: templates look at the beginning and end of a text for <tool_response>, say
-        head = found.end() if (found := _HEAD.match(text)) and found.end() < len(text) else 0
-        tail = found.start() if (found := _TAIL.search(text, max(head, len(text) - 200))) else len(text)
+        # tags go inside the text's own markup: templates check its beginning and end for <tool_response>, say
+        head = match.end() if (match := _HEAD.match(text)) and match.end() < len(text) else 0
+        tail = match.start() if (match := _TAIL.search(text, max(head, len(text) - 200))) else len(text)
         number, tail = len(self.placed), tail if tail > head else len(text)
         return f"{text[:head]}xQ{number}bQx{text[head:tail]}xQ{number}eQx{text[tail:]}"
 
     def value(self, value: Any, name: str) -> Any:
-        """A JSON value with all its texts tagged, names of fields too."""
+        """Return a JSON value with all its texts tagged, names of fields too."""
         if isinstance(value, Mapping):
-            return {self.text(key, name): self.value(one, name) for key, one in value.items()}
-        return [self.value(one, name) for one in value] if isinstance(value, list) else self.text(value, name)
+            return {self.text(key, name): self.value(child, name) for key, child in value.items()}
+        return [self.value(child, name) for child in value] if isinstance(value, list) else self.text(value, name)
 
     def schema(self, value: Any, name: str) -> Any:
-        """A tool or its schema with tags around what its writer chose: names, descriptions, values."""
+        """Return a tool or its schema with tags around the texts that its author chose: names, descriptions, values."""
         if isinstance(value, list):
-            return [self.schema(one, name) for one in value]
+            return [self.schema(child, name) for child in value]
         if not isinstance(value, Mapping):
             return value
         named = properties if isinstance(properties := value.get("properties"), Mapping) else {}
@@ -53,13 +53,13 @@ class _Tags:
             key: self.value(value[key], f"{name} {key}") for key in ("name", "description", "enum") if key in value
         }
         if named:
-            chosen["properties"] = {tagged[key]: self.schema(one, name) for key, one in named.items()}
+            chosen["properties"] = {tagged[key]: self.schema(child, name) for key, child in named.items()}
         if isinstance(required := value.get("required"), list):
             chosen["required"] = [tagged.get(key, key) for key in required]
-        return {key: self.schema(one, name) for key, one in value.items() if key not in chosen} | chosen
+        return {key: self.schema(child, name) for key, child in value.items() if key not in chosen} | chosen
 
     def message(self, message: Mapping[str, Any], name: str, learned: bool) -> dict[str, Any]:
-        """A message with tags around its texts. Raises ConfigurationError for a call without an object of arguments."""
+        """Return a message with tagged texts. Raises ConfigurationError for a call without an object of arguments."""
         entry = dict(message)
         beside = "" if learned else "reasoning of turns that aren't learned"
         if (reasoning := reasoning_of(entry)) and entry["role"] == "assistant":
@@ -74,16 +74,16 @@ class _Tags:
             entry["content"] = [{**part, "text": self.text(part.get("text"), f"{name}.content")} for part in content]
         else:
             entry["content"] = self.text(content, f"{name}.content")
-        calls = [normal_call(call) for call in entry.get("tool_calls") or ()]
+        calls = [normalized_call(call) for call in entry.get("tool_calls") or ()]
         for number, call in enumerate(calls):
-            place = f"{name}.tool_calls[{number}]"
+            field = f"{name}.tool_calls[{number}]"
             function: Any = call.get("function") if isinstance(call, Mapping) else None
             arguments: Any = function.get("arguments") if isinstance(function, Mapping) else None
             named = isinstance(arguments, Mapping) and isinstance(function.get("name"), str)
             if not named or not _is_json(arguments):
                 valid = "valid is a function with its name and its arguments, a JSON object"
-                raise ConfigurationError(f"{place} = {str(call)[:80]}: {valid}")
-            tagged = {"name": self.text(function["name"], place), "arguments": self.value(arguments, place)}
+                raise ConfigurationError(f"{field} = {str(call)[:80]}: {valid}")
+            tagged = {"name": self.text(function["name"], field), "arguments": self.value(arguments, field)}
             calls[number] = {**call, "function": {**function, **tagged}}
         if calls:
             entry["tool_calls"] = calls
@@ -100,14 +100,14 @@ def require_rendered(
     add_generation_prompt: bool = False,
 ) -> set[str]:
     """Raise ConfigurationError where the chat template drops a text of the conversation, puts it before an earlier
-    message, or renders a role as another one. Reasoning may be dropped but in the messages that are ``learned``, and so
-    may the ``name`` of a tool's answer: returns what of these is."""
+    message, or renders a role as another one. Reasoning may be dropped except in the messages that are ``learned``, and
+    so may the ``name`` of a tool's answer: the function returns which of these are dropped."""
     templates, tags = tokenizer.templates, _Tags()
     source, known = templates.source(tools), templates.rendered
     for number in learned:
-        place = f"messages[{number}].{REASONING[0]}"
+        field = f"messages[{number}].{REASONING[0]}"
         if reasoning_of(messages[number]) and "</think>" not in source and not templates.reads_reasoning(tools):
-            raise ConfigurationError(f"the chat template drops {place}: a model would learn the turn without it")
+            raise ConfigurationError(f"the chat template drops {field}: a model would learn the turn without it")
 
     def text_of(entries: Sequence[Mapping[str, Any]], tools: Any) -> str:
         return tokenizer.render_messages(entries, tools=tools, add_generation_prompt=add_generation_prompt)
@@ -119,18 +119,18 @@ def require_rendered(
         ends.append(len(tags.placed))
     tagged = tools if offered in known else tags.schema(list(tools or ()), "the tools'") or None
     text, dropped = text_of(entries, tagged), set[str]()
-    at = reached = number = 0
-    for place, (name, droppable) in enumerate(tags.placed):
-        while number < len(ends) and place >= ends[number]:
-            number, at = number + 1, reached
+    search_start = reached = number = 0
+    for index, (name, droppable) in enumerate(tags.placed):
+        while number < len(ends) and index >= ends[number]:
+            number, search_start = number + 1, reached
         anywhere = number == len(ends) or messages[number]["role"] in ("system", "developer")
-        begins, behind = (text.find(f"xQ{place + 1}{end}Qx", 0 if anywhere else at) for end in "be")
+        begins, behind = (text.find(f"xQ{index + 1}{end}Qx", 0 if anywhere else search_start) for end in "be")
         if begins >= 0 and behind >= 0:
             reached = reached if anywhere else max(reached, behind)
         elif droppable:
             dropped.add(droppable)
         else:
-            does = "puts it elsewhere" if f"xQ{place + 1}bQx" in text else "drops it"
+            does = "puts it elsewhere" if f"xQ{index + 1}bQx" in text else "drops it"
             raise ConfigurationError(f"{name}: the chat template {does}, so the model wouldn't see what the row says")
     roles = tuple(message["role"] for message in messages)
     for role in () if roles in known else {*roles}:
@@ -138,11 +138,11 @@ def require_rendered(
         changed = [{**entry, "role": other} if entry["role"] == role else entry for entry in entries]
         try:
             same = text_of(changed, tagged) == text
-        except ConfigurationError:  # it refuses that, so it looks at roles
+        except ConfigurationError:  # the template refuses that, so it distinguishes roles
             continue
         if same:
-            place = f"messages[{roles.index(role)}].role = {role!r}"
-            raise ConfigurationError(f"{place}: the chat template renders it as it does {other!r}: it has no such role")
+            field = f"messages[{roles.index(role)}].role = {role!r}"
+            raise ConfigurationError(f"{field}: the chat template renders it as it does {other!r}: it has no such role")
     known |= {offered, roles}
     return dropped
 

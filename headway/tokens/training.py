@@ -21,7 +21,7 @@ RESERVED_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_
 BYTES = tuple(f"<0x{value:02X}>" for value in range(256))
 MINIMUM_SIZE = len(SPECIAL_TOKENS) + len(RESERVED_TOKENS) + len(BYTES)
 
-# Words keep their leading space; every digit and every symbol stands alone; runs of white space stay together.
+# Words keep their leading space; every digit and every symbol is a piece; runs of white space stay together.
 _PIECES = r" ?\p{L}+|\p{N}|[^\p{L}\p{N}\s]|\s+"
 
 CHAT_TEMPLATE = (
@@ -57,12 +57,12 @@ def train_byte_fallback_tokenizer(
             f"{MINIMUM_SIZE - len(BYTES)} special tokens)"
         )
     corpus = list(texts)
-    room = size - MINIMUM_SIZE
+    capacity = size - MINIMUM_SIZE
     counts = Counter(character for text in corpus for character in text)
-    ranked = sorted(counts, key=lambda c: (-counts[c], c))[:room]
+    ranked = sorted(counts, key=lambda c: (-counts[c], c))[:capacity]
     tokens, merges = sorted(ranked), []
-    if not character_level and len(tokens) < room:
-        tokens, merges = _learn_merges(corpus, sorted(ranked), room)
+    if not character_level and len(tokens) < capacity:
+        tokens, merges = _learn_merges(corpus, sorted(ranked), capacity)
     ordered = [*SPECIAL_TOKENS, *RESERVED_TOKENS, *BYTES, *tokens]
     backend = _assemble({token: index for index, token in enumerate(dict.fromkeys(ordered))}, merges)
     folder = Path(path)
@@ -73,12 +73,12 @@ def train_byte_fallback_tokenizer(
     return Tokenizer.load(folder)
 
 
-def _learn_merges(corpus: list[str], alphabet: list[str], room: int) -> tuple[list[str], list[tuple[str, str]]]:
-    """Characters and merged tokens, at most ``room`` of them, and the list of merges."""
+def _learn_merges(corpus: list[str], alphabet: list[str], size: int) -> tuple[list[str], list[tuple[str, str]]]:
+    """Learn BPE merges; return characters and merged tokens, at most ``size`` of them, and the list of merges."""
     learner = Backend(models.BPE())
     learner.pre_tokenizer = _pre_tokenizer()
     trainer = trainers.BpeTrainer(
-        vocab_size=room, show_progress=False, initial_alphabet=alphabet, limit_alphabet=len(alphabet), min_frequency=2
+        vocab_size=size, show_progress=False, initial_alphabet=alphabet, limit_alphabet=len(alphabet), min_frequency=2
     )
     learner.train_from_iterator(corpus, trainer)
     learned: dict[str, Any] = json.loads(learner.to_str())["model"]

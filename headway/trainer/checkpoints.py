@@ -1,10 +1,10 @@
-"""Durable folders that appear whole or not at all: checkpoints and the best model. Torch-free.
+"""Atomic and durable writing of folders: checkpoints and the best model. Torch-free.
 
 A folder is written next to its target as ``NAME.tmp``: first its files, last ``state.json`` with the checksum of every
-other file; all files and folders are flushed to disk, then it is renamed. An existing folder of that name is moved to
-``NAME.old`` first and removed afterwards. A kill at any instant therefore leaves one of: the previous folder, or
-``NAME.old`` without ``NAME`` (restored by `remove_leftovers`), or the new folder; and perhaps leftovers named
-``*.tmp`` or ``*.old``, which the next start removes.
+other file. All files and folders are flushed to disk, then it is renamed. An existing folder of that name is moved to
+``NAME.old`` first and removed afterwards. A kill at any instant therefore leaves the previous folder, or ``NAME.old``
+without ``NAME`` (restored by `remove_leftovers`), or the new folder. It may also leave folders named ``*.tmp`` or
+``*.old``, which the next start removes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headway.runtime.scratch import flush, flush_folder
 
 STATE_FILE = "state.json"
 CHECKPOINTS = "checkpoints"
-CANDIDATE = "candidate"  # weights that become the best if the evaluation under way says so
+CANDIDATE = "candidate"  # weights that become the best if the running evaluation confirms it
 _NAME = re.compile(r"step_(\d{8})")
 CARD_FILE = "README.md"  # the model card beside exported weights
 CARD_MARK = "<!-- Written by Headway and replaced by the next export; without this line it is kept. -->"
@@ -39,26 +39,26 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     consumed: dict[int, list[int]] = {}  # step -> admission indices of the groups it trained
     random_state: str = ""  # torch's generator, base64
     schedule: dict[str, float | int | str] = {}  # learning-rate schedule; a function of the version
-    metrics: dict[str, float] = {}  # e.g. the score the best model was chosen by
+    metrics: dict[str, float] = {}  # e.g. the score by which the best model was chosen
     files: dict[str, str] = {}  # relative path -> xxh3-128 of every other file
     checksum: str = ""  # xxh3-128 of all of the above
 
     def sealed(self) -> CheckpointState:
-        """A copy with ``checksum`` set to that of all other fields."""
+        """A copy whose ``checksum`` is that of all other fields."""
         open_state = msgspec.structs.replace(self, checksum="")
         checksum = xxhash.xxh3_128_hexdigest(msgspec.json.encode(open_state))
         return msgspec.structs.replace(self, checksum=checksum)
 
 
 def checkpoint_path(run: str | Path, version: int) -> Path:
-    """Path of the checkpoint of ``version``: ``RUN/checkpoints/step_XXXXXXXX``."""
+    """The path of the checkpoint of ``version``: ``RUN/checkpoints/step_XXXXXXXX``."""
     return Path(run) / CHECKPOINTS / f"step_{version:08d}"
 
 
 def write_folder(path: str | Path, fill: Callable[[Path], None], state: CheckpointState) -> None:
     """Replace the folder ``path`` atomically by one with the files that ``fill(folder)`` writes, and ``state``.
 
-    Raises whatever ``fill`` raises, and OSError (a full disk); the previous content is then kept.
+    Raises any error of ``fill``, and OSError (a full disk); the previous content is then kept.
     """
     target = Path(path)
     scratch, retired = target.with_name(target.name + ".tmp"), target.with_name(target.name + ".old")
@@ -73,7 +73,7 @@ def write_folder(path: str | Path, fill: Callable[[Path], None], state: Checkpoi
         (scratch / STATE_FILE).write_bytes(
             msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(state, files=files).sealed()), indent=1)
         )
-        mark.unlink()  # from here on `state.json` lists the files that we wrote
+        mark.unlink()  # from here on `state.json` lists the written files
         flush_folder(scratch)
         if target.exists():
             target.rename(retired)
@@ -85,46 +85,46 @@ def write_folder(path: str | Path, fill: Callable[[Path], None], state: Checkpoi
 
 
 def require_replaceable(path: str | Path, key: str) -> None:
-    """Raise ConfigurationError, naming ``key``, unless `write_folder` would remove only files it wrote itself: ``path``
-    is free, or empty, or has no files but those that its ``state.json`` lists. The same holds for ``NAME.tmp`` and
+    """Raise ConfigurationError, which names ``key``, unless `write_folder` would remove only its own files: ``path``
+    doesn't exist, is empty, or has only the files that its ``state.json`` lists. The same holds for ``NAME.tmp`` and
     ``NAME.old`` next to it, which may instead have the mark of a folder that a killed process was writing."""
     target = Path(path)
     if target.name in ("", ".."):
         raise ConfigurationError(f"{key} = {str(path)!r}: a folder's own name is needed, such as 'models/tiny'")
     for beside in (target.with_name(target.name + ".tmp"), target.with_name(target.name + ".old")):
-        if os.path.lexists(beside) and not (_replaceable(beside) or _unfinished(beside)):
+        if os.path.lexists(beside) and not (_is_replaceable(beside) or _is_unfinished(beside)):
             raise ConfigurationError(f"{key} = {str(path)!r} would remove {beside}: move it, or choose another {key}")
-    if os.path.lexists(target) and not _replaceable(target):
+    if os.path.lexists(target) and not _is_replaceable(target):
         raise ConfigurationError(
             f"{key} = {str(path)!r} exists, and what is in it would be removed; valid: a new folder, an empty one, or "
             "one that holds what this command wrote and nothing else"
         )
 
 
-def _replaceable(target: Path) -> bool:
+def _is_replaceable(target: Path) -> bool:
     if target.is_symlink() or not target.is_dir():
         return False
-    found = {str(file.relative_to(target)) for file in target.rglob("*") if file.is_symlink() or not file.is_dir()}
+    names = {str(file.relative_to(target)) for file in target.rglob("*") if file.is_symlink() or not file.is_dir()}
     try:
-        return found <= {*read_state(target).files, STATE_FILE, *([CARD_FILE] if has_own_card(target) else [])}
+        return names <= {*read_state(target).files, STATE_FILE, *([CARD_FILE] if has_own_card(target) else [])}
     except CheckpointCorrupt:
         return not any(target.iterdir())
 
 
 def has_own_card(folder: Path) -> bool:
-    """Whether the model card in ``folder`` is one that Headway wrote."""
+    """Whether Headway wrote the model card in ``folder``."""
     try:
         return CARD_MARK in (folder / CARD_FILE).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
 
 
-def _unfinished(scratch: Path) -> bool:
+def _is_unfinished(scratch: Path) -> bool:
     return not scratch.is_symlink() and (scratch / _UNFINISHED).is_file()
 
 
 def read_state(path: str | Path) -> CheckpointState:
-    """Read ``state.json`` of a folder and check its checksum. Raises CheckpointCorrupt naming the file."""
+    """Read ``state.json`` of a folder and check its checksum. Raises CheckpointCorrupt, which names the file."""
     file = Path(path) / STATE_FILE
     try:
         state = msgspec.json.decode(file.read_bytes(), type=CheckpointState)
@@ -137,7 +137,7 @@ def read_state(path: str | Path) -> CheckpointState:
 
 def verify(path: str | Path) -> CheckpointState:
     """Check every file of a folder against its checksum, and the version of a checkpoint against its folder's name.
-    Raises CheckpointCorrupt naming the first bad file."""
+    Raises CheckpointCorrupt, which names the first bad file."""
     folder = Path(path)
     state = read_state(folder)
     if _NAME.fullmatch(folder.name) and state.version != version_of(folder):
@@ -145,11 +145,11 @@ def verify(path: str | Path) -> CheckpointState:
     for name, expected in sorted(state.files.items()):
         file = folder / name
         try:
-            found = _checksum(file)
+            checksum = _checksum(file)
         except OSError as error:
             raise CheckpointCorrupt(f"{file}: {error.strerror}") from None
-        if found != expected:
-            raise CheckpointCorrupt(f"{file}: checksum {found}, expected {expected}")
+        if checksum != expected:
+            raise CheckpointCorrupt(f"{file}: checksum {checksum}, expected {expected}")
     return state
 
 
@@ -162,10 +162,10 @@ def find_checkpoints(run: str | Path) -> list[Path]:
 
 
 def latest_valid(run: str | Path, on_corrupt: Callable[[CheckpointCorrupt], None] | None = None) -> Path | None:
-    """The newest checkpoint whose checksums match; None when the run has no checkpoint.
+    """The newest checkpoint whose checksums match; None: the run has no checkpoint.
 
-    ``on_corrupt`` is called for each newer one that is corrupt. Raises CheckpointCorrupt when all are: starting from
-    scratch would silently discard the run.
+    ``on_corrupt`` is called for each newer corrupt checkpoint. Raises CheckpointCorrupt if all are corrupt, because
+    starting from scratch would silently discard the run.
     """
     newest_error: CheckpointCorrupt | None = None
     for path in reversed(find_checkpoints(run)):
@@ -183,24 +183,24 @@ def latest_valid(run: str | Path, on_corrupt: Callable[[CheckpointCorrupt], None
 
 
 def version_of(path: Path) -> int:
-    """The version in the name of a checkpoint's folder; reads nothing from disk."""
+    """The version in the name of a checkpoint's folder, without reading from disk."""
     return int(path.name.removeprefix("step_"))
 
 
-def set_aside(run: str | Path, newer_than: Path) -> list[Path]:
-    """Rename the checkpoints newer than the valid one ``newer_than``, all corrupt, to ``NAME.corrupt``, so that none
-    is counted among those to keep; returns their new paths."""
+def rename_corrupt(run: str | Path, newer_than: Path) -> list[Path]:
+    """Rename the checkpoints newer than the valid one ``newer_than``, all of which are corrupt, to ``NAME.corrupt``, so
+    that they don't count among those to keep; returns their new paths."""
     moved: list[Path] = []
     for path in find_checkpoints(run):
         if version_of(path) > version_of(newer_than):
-            place = path.with_name(path.name + ".corrupt")
-            shutil.rmtree(place, ignore_errors=True)
-            moved.append(path.rename(place))
+            target = path.with_name(path.name + ".corrupt")
+            shutil.rmtree(target, ignore_errors=True)
+            moved.append(path.rename(target))
     return moved
 
 
 def keep_last(run: str | Path, count: int) -> list[Path]:
-    """Delete all but the newest ``count`` checkpoints of a run; returns the deleted ones. To be called only after the
+    """Delete all but the newest ``count`` checkpoints of a run; returns the deleted ones. Callers make sure that the
     newest one is durable. Raises ValueError for ``count`` < 1."""
     if count < 1:
         raise ValueError(f"count = {count}: at least one checkpoint is kept")
@@ -216,7 +216,7 @@ def keep_last(run: str | Path, count: int) -> list[Path]:
 def remove_leftovers(run: str | Path) -> list[Path]:
     """Restore folders that a kill left as ``NAME.old`` and remove half-written ones; returns the removed folders.
 
-    Called at the start of a run, while no trainer writes to it.
+    It is called at the start of a run, while no trainer writes to the run.
     """
     run = Path(run)
     for folder in (run, run / CHECKPOINTS):
@@ -246,7 +246,7 @@ def recover_folder(path: str | Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder if it exists. The files that mark it as ours go last, in case a kill leaves a part of it."""
+    """Delete a folder if it exists. Files that mark it as Headway's are deleted last, in case a kill leaves a part."""
     for entry in folder.iterdir() if folder.is_dir() and not folder.is_symlink() else ():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)

@@ -21,21 +21,21 @@ from headway.records.generation import ProbeScores, PublishedWeights
 from headway.records.trace import WorkerState
 from headway.records.training import CheckpointInfo, OptimiserSettings, PartReport, StepReport, TrainBatch
 from headway.runtime.devices import parse_device
-from headway.runtime.fork_server import LEARNING
-from headway.runtime.worker_slots import own_cause
+from headway.runtime.fork_server import MODEL_CODE
+from headway.runtime.worker_slots import typed_cause
 from headway.runtime.workers import Launcher, WorkerHandle, WorkerSpec, call_all
 
 T = TypeVar("T")
 
 SERVICE = "headway.trainer.service:TrainerService"
-_DEATH_S = 5.0  # from the others' broken connections until a rank's death is noticed, at most
+_DEATH_S = 5.0  # longest time from the others' broken connections until a rank's death is noticed
 
 
 class TrainerClient:
-    """Trainer ranks as worker processes.
+    """The handle of the trainer ranks, which are worker processes.
 
-    Lifecycle: `start` -> calls -> `stop`. When a rank dies, the call in progress raises WorkerDied (sums over the
-    ranks can't complete without it) and so does every later one, until `restart` has replaced all ranks; the version
+    Lifecycle: `start` -> calls -> `stop`. When a rank dies, the call in progress raises WorkerDied, because sums over
+    the ranks can't complete without it. Later calls raise it too, until `restart` has replaced all ranks; the version
     is then 0 and `load_checkpoint` must follow.
     """
 
@@ -48,8 +48,7 @@ class TrainerClient:
         log_directory: str | Path | None = None,
         host_of: Callable[[str], Awaitable[str]] | None = None,
     ) -> None:
-        """``host_of(node)``: address of a node (of this machine: "") by which the others reach it; needed for ranks on
-        nodes."""
+        """``host_of(node)``: the address by which others reach a node ("": this machine); needed for ranks on nodes."""
         self._launcher = launcher
         self._experiment = experiment
         self._run_id = run_id
@@ -74,7 +73,7 @@ class TrainerClient:
     async def start(self) -> None:
         """Start one process per device of ``trainer.devices``; returns when all have loaded the model.
 
-        Raises the error of the first rank that fails; no process is left then.
+        Raises the error of the first rank that fails, after killing all others.
         """
         self.accumulated_parts = 0
         # A rendezvous file can be used for one start only, and must outlive it: groups may be made lazily.
@@ -84,25 +83,25 @@ class TrainerClient:
         try:
             self.workers = tuple(await asyncio.gather(*starts))
         except RemoteError as error:
-            raise own_cause(error) from error
+            raise typed_cause(error) from error
         finally:
             if not self.workers:
-                await self._abandon(starts)
+                await self._kill_started(starts)
 
-    def place(self, devices: tuple[str, ...]) -> None:
-        """Have the ranks start on ``devices``, one each, the next time."""
+    def set_devices(self, devices: tuple[str, ...]) -> None:
+        """Set the devices, one per rank, for the next start."""
         trainer = self._experiment.trainer.model_copy(update={"devices": devices})
         self._experiment = self._experiment.model_copy(update={"trainer": trainer})
 
     async def restart(self) -> None:
         """Replace every rank by a new process with the initial weights."""
-        self._restarts += bool(self.workers)  # none after `kill`: that was meant
+        self._restarts += bool(self.workers)  # a start after `kill` isn't counted: the kill was intended
         await self.kill()
         await self.start()
 
     async def train_step(self, batch: TrainBatch) -> StepReport:
         """Train on ``batch``. Raises ValueError for a rollout whose parts differ in length."""
-        self.accumulated_parts = 0  # it forgets them
+        self.accumulated_parts = 0  # the ranks discard them
         reports: list[StepReport] = await self._all("train_step", lay_out(batch))
         return msgspec.structs.replace(reports[0], rank_compute_s=tuple(report.compute_s for report in reports))
 
@@ -111,18 +110,18 @@ class TrainerClient:
     ) -> PartReport:
         """See `records.clients.Trainer.forward_backward`."""
         laid_out = lay_out(part)
-        before, self.accumulated_parts = self.accumulated_parts, 0  # what an error leaves, unless nothing was changed
+        previous_parts, self.accumulated_parts = self.accumulated_parts, 0  # after an error, unless nothing was changed
         try:
             report: PartReport = (await self._all("forward_backward", laid_out, loss, divisor))[0]
         except StepRefused:
-            self.accumulated_parts = before
+            self.accumulated_parts = previous_parts
             raise
-        self.accumulated_parts = before + 1
+        self.accumulated_parts = previous_parts + 1
         return report
 
     async def optim_step(self, settings: OptimiserSettings | None = None) -> StepReport:
         """See `records.clients.Trainer.optim_step`."""
-        self.accumulated_parts = 0  # an error, too, leaves none
+        self.accumulated_parts = 0  # after an error too
         reports: list[StepReport] = await self._all("optim_step", settings)
         return msgspec.structs.replace(reports[0], rank_compute_s=tuple(report.compute_s for report in reports))
 
@@ -142,21 +141,21 @@ class TrainerClient:
 
     async def load_checkpoint(self, path: str) -> int:
         version = (await self._all("load_checkpoint", path))[0]
-        self.accumulated_parts = 0  # it forgets them
+        self.accumulated_parts = 0  # the ranks discard them
         return version
 
     async def load_weights(self, path: str) -> None:
         await self._all("load_weights", path)
 
     async def measure_peak(self) -> float:
-        """FLOP/s of large matrix products at the training dtype: the denominator of MFU."""
+        """Measure the FLOP/s of large matrix products at the training dtype, the denominator of MFU."""
         return await self._first("measure_peak")
 
     async def offload(self) -> list[MemoryMove]:
-        """Move every rank's state off its device (`TrainerService.offload`), accumulated parts included; what each
-        moved. Raises StorageFailed when a rank stays: so do all."""
+        """Move every rank's state, including accumulated parts, off its device (`TrainerService.offload`); returns each
+        rank's move. Raises StorageFailed if a rank fails; then no rank is offloaded."""
         outcomes = await asyncio.gather(
-            *(_unwrapped(worker.call("offload")) for worker in self.workers), return_exceptions=True
+            *(_with_own_cause(worker.call("offload")) for worker in self.workers), return_exceptions=True
         )
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
@@ -170,18 +169,18 @@ class TrainerClient:
         return await self._all("onload")
 
     async def stop(self, grace_s: float = 10.0) -> None:
-        """Stop all ranks gracefully; the weights they published are unlinked."""
+        """Stop all ranks gracefully; their published weights are unlinked."""
         workers, self.workers = self.workers, ()
         await asyncio.gather(*(worker.stop(grace_s) for worker in workers))
-        self._forget_rendezvous()
+        self._remove_rendezvous()
 
     async def kill(self) -> None:
-        """Kill all ranks, whatever they are doing; returns when they are dead."""
+        """Kill all ranks in any state; returns when they are dead."""
         workers, self.workers = self.workers, ()
         for worker in workers:
             worker.kill()
             await worker.died
-        self._forget_rendezvous()
+        self._remove_rendezvous()
 
     def _spec(self, rank: int, device: str) -> WorkerSpec:
         name = f"trainer-{rank}"
@@ -196,17 +195,17 @@ class TrainerClient:
                 "rendezvous": self._rendezvous,
             },
             device=device,
-            preload=LEARNING,
+            preload=MODEL_CODE,
             log_path=None if self._log_directory is None else Path(self._log_directory) / f"{name}.log",
         )
 
     async def _first(self, method: str, *arguments: Any) -> Any:
-        return await _unwrapped(self._running()[0].call(method, *arguments))
+        return await _with_own_cause(self._running()[0].call(method, *arguments))
 
     async def _all(self, method: str, *arguments: Any) -> list[Any]:
         workers = self._running()
         try:
-            return await _unwrapped(call_all(workers, method, *arguments))
+            return await _with_own_cause(call_all(workers, method, *arguments))
         except RemoteError:
             # When a rank dies in the middle of a sum, the others' broken connections may be known before its death is.
             if len(workers) > 1:
@@ -221,34 +220,34 @@ class TrainerClient:
             raise HeadwayError("the trainer is not running: start() or restart() it first")
         return self.workers
 
-    async def _abandon(self, starts: list[asyncio.Task[WorkerHandle]]) -> None:
-        """Kill the other ranks after one failed to start: they would wait for it forever."""
+    async def _kill_started(self, starts: list[asyncio.Task[WorkerHandle]]) -> None:
+        """Kill the other ranks after one failed to start, since they would wait for it forever."""
         for start in starts:
             start.cancel()
         for outcome in await asyncio.gather(*starts, return_exceptions=True):
             if not isinstance(outcome, BaseException):
                 outcome.kill()
                 await outcome.died
-        self._forget_rendezvous()
+        self._remove_rendezvous()
 
     async def _make_rendezvous(self) -> str:
-        """Where the ranks meet: a file of this machine, or a port of rank 0's when any is on another."""
+        """The ranks' rendezvous: a file of this machine, or a port of rank 0's node if any rank is on a node."""
         devices = [parse_device(name) for name in self._experiment.trainer.devices]
         if len(devices) == 1 or self._host_of is None or not any(device.node for device in devices):
             return f"file://{tempfile.gettempdir()}/headway-ranks-{uuid.uuid4().hex}"
         self._starts += 1
         ports = self._experiment.cluster.ports
-        # Another one at each start: the last one's may still be closing.
+        # Another port at each start: the last start's may still be closing.
         return f"tcp://{await self._host_of(devices[0].node)}:{ports[self._starts % len(ports)]}"
 
-    def _forget_rendezvous(self) -> None:
+    def _remove_rendezvous(self) -> None:
         if self._rendezvous.startswith("file://"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._rendezvous.removeprefix("file://"))
 
 
-async def _unwrapped(call: Coroutine[Any, Any, T]) -> T:
+async def _with_own_cause(call: Coroutine[Any, Any, T]) -> T:
     try:
         return await call
     except RemoteError as error:
-        raise own_cause(error) from error
+        raise typed_cause(error) from error

@@ -18,11 +18,11 @@ _ROUNDING = 1e-6  # share of a step's time
 
 
 class FakeTrainer:
-    """Stand-in for `client.TrainerClient`: same protocol, configured latencies, real (empty) checkpoints.
+    """A stand-in for `client.TrainerClient` with the same protocol, configured latencies and real (empty) checkpoints.
 
-    ``seconds_per_sample``: a number, or a function of the batch that returns the seconds of its whole step.
+    ``seconds_per_sample``: a number, or a function of the batch that returns the seconds of its complete step.
     ``skip_steps``: calls of `train_step` (0, 1, ...) that report a non-finite step. The attribute ``batches`` keeps
-    every batch trained on, for tests.
+    every trained batch for tests.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class FakeTrainer:
         on_work: Callable[[bool], None] = lambda computes: None,
     ) -> None:
         """``flops_per_token``: of forward and backward, for MFU. ``keep_batches``: whether ``batches`` is filled.
-        ``lost_s``: returns the seconds of training that other work on the device has cost so far; it grows more slowly
-        than time passes. ``on_work`` is told when it begins and ends to compute."""
+        ``lost_s``: returns the seconds of training lost so far to other work on the device; it grows more slowly than
+        time. ``on_work`` is called with True when computation begins and with False when it ends."""
         self._on_work = on_work
         self._lost_s = lost_s
         self._flops_per_token = flops_per_token
@@ -65,13 +65,13 @@ class FakeTrainer:
         self.started = True
 
     async def restart(self) -> None:
-        """Start again as a new process would: at version 0, until a checkpoint is loaded."""
+        """Restart as a new process would, at version 0 until a checkpoint is loaded."""
         self.version = 0
-        self._forget_parts()
+        self._clear_parts()
         self.started = True
 
     async def train_step(self, batch: TrainBatch) -> StepReport:
-        self._forget_parts()
+        self._clear_parts()
         await self.forward_backward(batch)
         return await self.optim_step()
 
@@ -96,7 +96,7 @@ class FakeTrainer:
         samples = tuple(sample for part in self._parts for sample in part.samples)
         if self._keep_batches:
             self.batches.append(TrainBatch(step=step, samples=samples))
-        compute_s = self._forget_parts()
+        compute_s = self._clear_parts()
         self.version += 0 if skipped else 1
         rollouts = [sample.rollout for sample in samples]
         tokens = sum(r.all_tokens for r in rollouts)
@@ -119,14 +119,14 @@ class FakeTrainer:
     def accumulated_parts(self) -> int:
         return len(self._parts)
 
-    def _forget_parts(self) -> float:
-        """Forget the parts since the last step; returns the seconds they took."""
+    def _clear_parts(self) -> float:
+        """Discard the parts since the last step; returns the seconds they took."""
         spent_s, self._parts_s = self._parts_s, 0.0
         self._parts.clear()
         return spent_s
 
     async def _work(self, seconds: float) -> None:
-        """Sleep for ``seconds`` of training at full speed, extended by the time lost meanwhile."""
+        """Sleep for ``seconds`` of training at full speed, extended by the time lost in that period."""
         if self._lost_s is None:
             await self._clock.sleep(seconds)
             return
@@ -160,7 +160,7 @@ class FakeTrainer:
 
     async def load_checkpoint(self, path: str) -> int:
         self.version = verify(path).version
-        self._forget_parts()
+        self._clear_parts()
         return self.version
 
     async def load_weights(self, path: str) -> None:

@@ -20,22 +20,23 @@ from torch import Tensor
 from headway.config.consistency import MOST_KL_ERROR
 from headway.trainer.losses import MAX_LOG_RATIO, ratio
 
-_MOST_ROUNDED = 16.0  # nats: exp(16) = 8.9e6, the largest r that float32 can still subtract
+_MAX_ROUNDED = 16.0  # nats: exp(16) = 8.9e6, the largest r that float32 can still subtract
 
 KlEstimator = Literal["k1", "k2", "k3", "k1_unbiased", "k3_unbiased"]
 
 
 def adapted_coefficient(coefficient: float, kl: float, *, target: float, samples: int, horizon: float) -> float:
-    """The coefficient after a step of ``samples`` whose mean KL was ``kl`` nats per token: times ``1 + K e`` with
-    ``e = clip((kl - target) / target, -0.2, 0.2)`` (Fine-Tuning Language Models from Human Preferences, 2019, section
-    2.2) and ``K = samples / horizon``, as its code has it. Never below 0."""
+    """The coefficient after a step of ``samples`` with a mean KL of ``kl`` nats per token: ``coefficient (1 + K e)``
+    with ``e = clip((kl - target) / target, -0.2, 0.2)`` (Fine-Tuning Language Models from Human Preferences, 2019,
+    section 2.2) and ``K = samples / horizon``, as in the paper's code. It is never below 0."""
     error = min(max((kl - target) / target, -MOST_KL_ERROR), MOST_KL_ERROR)
     return coefficient * max(0.0, 1.0 + error * samples / horizon)
 
 
 def kl_estimate(estimator: KlEstimator, logprobs_m: Tensor, reference_m: Tensor, behaviour_m: Tensor) -> Tensor:
-    """KL estimates [M], finite for any finite log-probabilities, as are their gradients, whose sign is that of the
-    formulas above: beyond ``MAX_LOG_RATIO`` k3 goes on as its tangent, and a clamped weight keeps its own gradient."""
+    """KL estimates [M]. They and their gradients are finite for any finite log-probabilities, with the gradients' sign
+    as in the formulas above: beyond ``MAX_LOG_RATIO`` k3 continues as its tangent, and a clamped weight keeps its
+    gradient."""
     log_ratio_m = logprobs_m - reference_m  # -log r
     name, _, unbiased = estimator.partition("_")
     if name == "k1":
@@ -52,6 +53,6 @@ def kl_estimate(estimator: KlEstimator, logprobs_m: Tensor, reference_m: Tensor,
     weighted_m = weight_m * by_logprobs_m.exp() * value_m  # whose gradient has a factor weight_m, clamped or not
     if name == "k1":
         return weighted_m
-    # w (k3 + 1 - r) = -w log r: of a large r the left side is rounding error.
+    # w (k3 + 1 - r) = -w log r: for a large r the left side is rounding error.
     exact_m = weighted_m.detach() + weight_m * log_ratio_m.detach() * by_logprobs_m
-    return torch.where(-log_ratio_m > _MOST_ROUNDED, exact_m, weighted_m)
+    return torch.where(-log_ratio_m > _MAX_ROUNDED, exact_m, weighted_m)

@@ -1,4 +1,4 @@
-"""The model under training: its log-probabilities, its optimiser and the guarded update. RL and SFT share it.
+"""The model under training, shared by RL and SFT: its log-probabilities, its optimiser and the guarded update.
 
 Legend: ``_n`` one value per packed token, ``_m`` per token that carries loss, ``d`` width, ``v`` vocabulary.
 """
@@ -26,46 +26,46 @@ from headway.models.experts import ExpertReplay
 from headway.models.hidden_states import HiddenStates, chosen_logprobs
 from headway.models.hub.pixels import Pixels, PixelStore
 from headway.models.loading import DTYPES, copy_weights, weights_of
-from headway.models.opening import load_into, open_model, open_policy, save_opened, without_adapter
+from headway.models.opening import load_into, open_model, open_policy, save_policy, without_adapter
 from headway.models.packed_model import PackedModel
 from headway.records.errors import ConfigurationError, ExpertsMismatch
 from headway.records.generation import PathScores, Probe, ProbeScores
 from headway.records.tokens import EXPERTS, KEPT, ExpertRouting, pixels_of
 from headway.records.training import OptimiserSettings
-from headway.runtime.devices import native_kernels_wanted
+from headway.runtime.devices import native_kernels_enabled
 from headway.tokens.grammar import Grammars
 from headway.tokens.tokenizer import Tokenizer
 from headway.trainer.kept_sets import KeptSets, MicroBatchSets
 from headway.trainer.optimizer import AdamW
 from headway.trainer.ranks import Ranks
 
-# Logits of one chunk: 2^25 float32 values are 128 MiB. More are computed in chunks, and recomputed in the backward.
+# Logits of one chunk: 2^25 float32 values are 128 MiB. More logits are computed in chunks, again in the backward.
 CHUNK_LOGITS = 1 << 25
 
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """Result of one optimiser step. If not ``applied``, weights and optimiser state are unchanged."""
+    """The result of one optimiser step. If not ``applied``, weights and optimiser state are unchanged."""
 
     applied: bool
-    reason: str  # why it was skipped; "" if it was applied
+    reason: str  # the reason why it was skipped; "": it was applied
     grad_norm: float  # before clipping
 
 
 class TokenScores(NamedTuple):
-    """A forward pass's scores of the tokens that carry loss."""
+    """The scores of the tokens that carry loss, from a forward pass."""
 
     logprobs_m: Tensor  # log-softmax(z/T) of each, with gradient
     entropies_m: Tensor  # without
-    kept: MicroBatchSets | None  # the sets that these are over; None: all are the whole vocabulary
-    expert_counts: tuple[int, int, int]  # `ExpertReplay.counts`, all layers together
+    kept: MicroBatchSets | None  # the sets over which these are normalised; None: all are the complete vocabulary
+    expert_counts: tuple[int, int, int]  # `ExpertReplay.counts`, summed over all layers
 
 
 class Learner:
     """Float32 master weights, AdamW and the forward pass in the chosen dtype.
 
     bfloat16 means autocast: matrix products in bfloat16; weights, norms' sums, softmax and optimiser in float32.
-    With an adapter only its weights are trained, published and saved; the model's stay as they are in its folder.
+    With an adapter only its weights are trained, published and saved; the model's weights don't change.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Learner:
         replays: bool = False,
         pixels: PixelStore | None = None,
     ) -> None:
-        """``seed``: of a new adapter's weights. ``chat``: as in `Tokenizer.load`. ``replays``: experts that a batch has
-        for the model in training are chosen again. ``pixels``: of the run's folder, where batches may have pictures."""
+        """``seed``: of a new adapter's weights. ``chat``: as in `Tokenizer.load`. ``replays``: the model in training
+        chooses the batch's recorded experts. ``pixels``: of the run's folder, if batches may have pictures."""
         self._chosen, self._folder, self._chat = chosen, chosen.path, chat
         self.model, self.lora = open_policy(chosen, device, seed)
         self.model.checkpoints_layers = settings.gradient_checkpointing
@@ -92,7 +92,7 @@ class Learner:
         self.ranks = ranks
         self.settings = settings
         self.dtype = DTYPES[settings.dtype]
-        native_kernels = native_kernels_wanted() and self.dtype == torch.float32
+        native_kernels = native_kernels_enabled() and self.dtype == torch.float32
         self._kernels = native.kernels_for(self.dtype, device) if native_kernels else None
         self.parameters = list(self._trained().values())
         self.optimiser = AdamW(self.parameters)
@@ -103,17 +103,18 @@ class Learner:
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights that are published, the model's or its adapter's, by name and without copying."""
+        """The published weights, of the model or its adapter, by name and without copying."""
         return weights_of(self.model) if self.lora is None else self.lora.weights()
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether samples may share a prefix in a micro-batch: every model that computes it can."""
-        return all(one.shares_prefixes for one in (self.model, self.reference) if one is not None)
+        """Whether samples may share a prefix in a micro-batch, which all models that compute it must support."""
+        return all(model.shares_prefixes for model in (self.model, self.reference) if model is not None)
 
     def load_reference(self, model_path: str | Path) -> None:
-        """Load the frozen reference model of a KL penalty, in the forward pass's dtype; beside an adapter the model's
-        own folder is the model without it. Raises ConfigurationError when its vocabulary size differs."""
+        """Load the frozen reference model of a KL penalty, in the forward pass's dtype. With an adapter and the model's
+        folder as ``model_path`` it is the model without its adapter. Raises ConfigurationError if its vocabulary size
+        differs."""
         if self.lora is not None and Path(model_path) == Path(self._folder):
             self.reference = without_adapter(self.model, self.lora)
             return
@@ -129,9 +130,9 @@ class Learner:
     def logprobs(
         self, batch: MicroBatchArrays, arrays: SampleArrays, temperature: float, model: PackedModel | None = None
     ) -> TokenScores:
-        """Score the tokens that carry loss under ``model`` (default: the one in training, whose routers choose the
-        batch's recorded experts where it replays them), over the kept sets of these tokens, where the batch has them.
-        Raises ExpertsMismatch for experts of another model, KeptSetMismatch for sets without their tokens."""
+        """Score the tokens that carry loss under ``model`` (default: the model in training, whose routers choose the
+        batch's recorded experts if it replays them), over the kept sets of these tokens, if the batch has them. Raises
+        ExpertsMismatch for experts of another model, KeptSetMismatch for sets without their tokens."""
         chosen = model or self.model
         replay, counts = self._replay(batch) if chosen is self.model else None, (0, 0, 0)
         pictures = self._pictures(batch)
@@ -139,7 +140,7 @@ class Learner:
         predictors_m = self._tensor(batch.predictors_m)
         targets_m = self._tensor(arrays.token_ids_n[batch.targets_m])
         with self._precision(), native.using(self._kernels):
-            if pictures:  # a model of transformers: others aren't shown any
+            if pictures:  # a transformers model: only these get pictures
                 documents = input_ids_n, batch.input_lengths, batch.continues
                 hidden_nd = chosen.forward_packed(*documents, pictures)  # pyright: ignore[reportCallIssue]
             elif replay is None:
@@ -149,33 +150,33 @@ class Learner:
                 hidden_nd = chosen.forward_packed(input_ids_n, batch.input_lengths, batch.continues, replay)
                 counts = replay.counts.sum(0).tolist()
             hidden_md, kept = hidden_nd.index_select(0, predictors_m), self._kept(batch, arrays)
-            found = token_logprobs(chosen, hidden_md, targets_m, temperature, kept=kept)
-            return TokenScores(*found, kept, cast("tuple[int, int, int]", tuple(counts)))
+            outputs = token_logprobs(chosen, hidden_md, targets_m, temperature, kept=kept)
+            return TokenScores(*outputs, kept, cast("tuple[int, int, int]", tuple(counts)))
 
     @torch.no_grad()
     def score(self, probe: Probe) -> ProbeScores:
-        """Score a probe as training computes it, alone and packed between two other documents, of which the second has
-        the same pictures. Raises BufferCorrupt as `logprobs`."""
+        """Score a probe as training computes it, alone and packed between two other documents, the second of which has
+        the same pictures. Raises BufferCorrupt as `logprobs` does."""
         ids, cut, paths = probe.prompt + probe.ids, len(probe.ids) // 3, dict[str, PathScores]()
         seen, forward = self._read([probe.pixels]), cast("Any", self.model.forward_packed)  # some take pictures
-        for path, before, after in (("alone", (), ()), ("packed", probe.ids[:cut], probe.prompt + probe.ids[cut:])):
-            lengths = [len(part) for part in (before, ids, after) if part]
-            pictures = [{} if part is before else seen[0] for part in (before, ids, after) if part and seen]
-            packed_n, states = torch.tensor([*before, *ids, *after], device=self.device), HiddenStates()
-            with self._precision(), native.using(self._kernels), states.watching(self.model.layers):
+        for path, prefix, suffix in (("alone", (), ()), ("packed", probe.ids[:cut], probe.prompt + probe.ids[cut:])):
+            lengths = [len(part) for part in (prefix, ids, suffix) if part]
+            pictures = [{} if part is prefix else seen[0] for part in (prefix, ids, suffix) if part and seen]
+            packed_n, states = torch.tensor([*prefix, *ids, *suffix], device=self.device), HiddenStates()
+            with self._precision(), native.using(self._kernels), states.recording(self.model.layers):
                 hidden_nd = forward(packed_n, lengths, *([None, pictures] if pictures else []))
-                scored = slice(len(before) + max(0, len(probe.prompt) - 1), len(before) + len(ids))
+                scored = slice(len(prefix) + max(0, len(probe.prompt) - 1), len(prefix) + len(ids))
                 logits_nv = self.model.head(hidden_nd[scored])
             if len(lengths) == 1 or (self.model.packs and not seen):
-                paths[path] = states.scores(logits_nv, ids, len(before))
-            else:  # documents were rows of a batch, in another order
+                paths[path] = states.scores(logits_nv, ids, len(prefix))
+            else:  # the documents were rows of a batch in another order
                 paths[path] = PathScores(logprobs=chosen_logprobs(logits_nv, ids))
         mixture = self.model.config.has_experts
         return ProbeScores(probe=probe, precision=self.settings.dtype, mixture=mixture, paths=paths)
 
     @property
     def routing(self) -> ExpertRouting | None:
-        """The shape of the recorded experts that are replayed; None: none are."""
+        """The shape of the replayed experts; None: experts aren't replayed."""
         return self.model.config.routing if self._replays and isinstance(self.model, Decoder) else None
 
     def _replay(self, batch: MicroBatchArrays) -> ExpertReplay | None:
@@ -198,12 +199,12 @@ class Learner:
     def _grammars(self) -> Grammars:
         return Grammars(Tokenizer.load(self._folder, chat=self._chat), self.model.config.vocabulary_size, patient=True)
 
-    def forget_sets(self) -> None:
-        """Forget the last batch, whose kept sets several passes may have asked for."""
+    def clear_kept_sets(self) -> None:
+        """Discard the last batch's kept sets, which are cached for several passes."""
         self._sets = None
 
     def _pictures(self, batch: MicroBatchArrays) -> list[Pixels]:
-        """The pixel arrays of each document; empty where none has any. Raises BufferCorrupt for missing ones."""
+        """The pixel arrays of each document; []: no document has any. Raises BufferCorrupt for missing arrays."""
         firsts = np.cumsum(batch.input_lengths) - batch.input_lengths
         return self._read([pixels_of(batch.token_rows, first) for first in firsts.tolist()] if batch.token_rows else [])
 
@@ -214,26 +215,26 @@ class Learner:
         return [self._pixels.read(digest) if digest else {} for digest in digests]
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the loss's gradients in the parameters."""
+        """Accumulate the gradients of ``loss`` in the parameters."""
         with native.using(self._kernels):  # checkpointed layers must be recomputed as they were computed
             loss.backward()
 
     def flops(self, batch: MicroBatchArrays, model: PackedModel | None = None) -> float:
-        """Model FLOP of one forward pass over the micro-batch by ``model`` (default: the one in training). Shared
+        """Model FLOP of one forward pass over the micro-batch by ``model`` (default: the model in training). Shared
         prefixes count once; recomputation by gradient checkpointing isn't counted."""
         config = (model or self.model).config
         return config.flops(batch.input_lengths, len(batch.targets_m), batch.continues)
 
     def training_flops(self, batch: MicroBatchArrays) -> float:
-        """Model FLOP of forward and backward. Beside an adapter the model's matrices have no gradients; the adapter's
-        own few products aren't counted."""
-        whole = 3.0 * self.flops(batch)
+        """Model FLOP of forward and backward. With an adapter the model's matrices have no gradients; the adapter's few
+        products aren't counted."""
+        full = 3.0 * self.flops(batch)
         if self.lora is None:
-            return whole
-        return whole - self.model.config.product_flops(sum(batch.input_lengths), len(batch.targets_m))
+            return full
+        return full - self.model.config.product_flops(sum(batch.input_lengths), len(batch.targets_m))
 
     def optimiser_settings(self, learning_rate: float) -> OptimiserSettings:
-        """The run's settings, at this learning rate."""
+        """The run's optimiser settings with this learning rate."""
         settings = self.settings
         return OptimiserSettings(
             learning_rate=learning_rate,
@@ -244,9 +245,10 @@ class Learner:
         )
 
     def update(self, settings: OptimiserSettings, loss: float, divisor: float = 1.0) -> Update:
-        """Sum the gradients over the ranks, divide, clip, step, clear them. ``loss``: this rank's part of the step's.
+        """Sum the gradients over the ranks, divide them by ``divisor``, clip them, take a step, and clear them.
+        ``loss``: this rank's part of the step's loss.
 
-        A loss or gradient norm that isn't finite on any rank skips the step on all of them.
+        A loss or gradient norm that isn't finite on any rank skips the step on all ranks.
         """
         gradients = self.gradients()
         self.ranks.sum_all_(gradients)
@@ -266,21 +268,21 @@ class Learner:
         return Update(applied=finite, reason=reason, grad_norm=norm)
 
     def clear_gradients(self) -> None:
-        """Forget all gradients. The next backward then stores its own instead of adding them to zeros: two passes over
-        memory less."""
+        """Discard all gradients. The next backward then stores its gradients instead of adding them to zeros, which
+        saves two passes over memory."""
         for parameter in self.parameters:
             parameter.grad = None
 
     def gradients(self) -> list[Tensor]:
-        """Gradients of all parameters; zeros for those that no micro-batch of this rank reached."""
+        """The gradients of all parameters, with zeros for parameters that no micro-batch of this rank used."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def load_weights(self, path: str | Path) -> None:
-        """Overwrite the weights with those of a folder that `save_weights` wrote, or any model folder, or any adapter's
-        beside the same base; the optimiser keeps its state. Raises ConfigurationError before anything is changed."""
+        """Overwrite the weights with those of a folder that `save_weights` wrote, any model folder, or any adapter of
+        the same base; the optimiser keeps its state. Raises ConfigurationError before any change."""
         if self.lora is None:
             copy_weights(self.model, weights_of(open_model(self._chosen, torch.float32, self.device, path)))
         else:
@@ -288,7 +290,7 @@ class Learner:
 
     def save_weights(self, path: str | Path) -> None:
         """Write a model folder with its tokenizer, or the adapter alone. Not atomic."""
-        save_opened(self.model, self.lora, path, self._folder)
+        save_policy(self.model, self.lora, path, self._folder)
 
     def optimiser_tensors(self) -> dict[str, Tensor]:
         """AdamW's state by parameter name; empty before the first step."""
@@ -299,17 +301,17 @@ class Learner:
         return tensors
 
     def resident(self) -> list[Tensor]:
-        """Everything that lies on the device between two calls: weights, the reference model's, gradients, AdamW's
-        moments."""
+        """All tensors that stay on the device between two calls: weights, the reference model's weights, gradients, and
+        AdamW's moments."""
         models = [self.model] if self.reference is None else [self.model, self.reference]
-        found = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
-        found += [] if self.lora is None else list(self.lora.parameters.values())
-        found += [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        found += [value for state in self.optimiser.state.values() for value in state.values()]
-        return list({id(tensor): tensor for tensor in found}.values())  # PEFT's matrices are the model's parameters too
+        tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+        tensors += [] if self.lora is None else list(self.lora.parameters.values())
+        tensors += [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        tensors += [value for state in self.optimiser.state.values() for value in state.values()]
+        return list({id(tensor): tensor for tensor in tensors}.values())  # PEFT's matrices are parameters of both
 
     def load_optimiser_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Inverse of `optimiser_tensors`. Raises KeyError for a parameter this model doesn't have."""
+        """Load the tensors of `optimiser_tensors`. Raises KeyError for a parameter that this model doesn't have."""
         named = self._trained()
         self.optimiser.state.clear()
         for full_name, value in tensors.items():
@@ -336,15 +338,15 @@ def token_logprobs(
     chunk_logits: int = CHUNK_LOGITS,
     kept: MicroBatchSets | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log-softmax(z/T) at the targets [M] and entropy of the whole distribution [M], from hidden states [M, d]. With
-    ``kept`` that of each target's set, whose probability is written to its ``masses_m``.
+    """log-softmax(z/T) at the targets [M] and entropy of the complete distribution [M], from hidden states [M, d]. With
+    ``kept`` both are over each target's set, whose log-probability is written to ``kept.masses_m``.
 
     Above ``chunk_logits`` values the [M, V] logits and masks are computed in chunks and never exist at once.
     """
 
     def head(hidden_cd: Tensor, targets_c: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-        behind, logits_cv = first + len(targets_c), model.head(hidden_cd)
-        sets = () if kept is None else (kept.outside(first, behind), kept.masses_m[first:behind])
+        stop, logits_cv = first + len(targets_c), model.head(hidden_cd)
+        sets = () if kept is None else (kept.outside(first, stop), kept.masses_m[first:stop])
         return _ChosenLogprobs.apply(logits_cv, targets_c, temperature, *sets)  # pyright: ignore[reportReturnType]
 
     rows = max(1, chunk_logits // model.config.vocabulary_size)
@@ -359,8 +361,8 @@ def token_logprobs(
 
 class _ChosenLogprobs(torch.autograd.Function):
     """Map logits [C, V] to the log-probability of each target [C] and the entropy [C] (without gradient) of
-    softmax(z/T), in float32 at least; where ``outside_cv`` is given, of what it leaves, whose log-probability goes into
-    ``masses_c``. Saves only the probabilities [C, V]: d log p_y / dz = (1_y - p) / T, and outside p is 0.
+    softmax(z/T), in float32 at least. ``outside_cv`` excludes ids; the log-probability of the others is written to
+    ``masses_c``. Saves only the probabilities [C, V], since d log p_y / dz = (1_y - p) / T; p of excluded ids is 0.
     """
 
     @staticmethod
@@ -375,13 +377,13 @@ class _ChosenLogprobs(torch.autograd.Function):
         wide_cv = logits_cv if logits_cv.dtype == torch.float64 else logits_cv.float()
         scaled_cv = wide_cv if temperature == 1.0 else wide_cv / temperature
         if outside_cv is not None and masses_c is not None:
-            whole_c = scaled_cv.logsumexp(-1)
+            total_c = scaled_cv.logsumexp(-1)
             scaled_cv = scaled_cv.masked_fill(outside_cv, -math.inf)
-            masses_c.copy_(scaled_cv.logsumexp(-1) - whole_c)
+            masses_c.copy_(scaled_cv.logsumexp(-1) - total_c)
         logprobs_cv = torch.log_softmax(scaled_cv, dim=-1)
         chosen_c = logprobs_cv.gather(-1, targets_c[:, None]).squeeze(-1)
         probabilities_cv = logprobs_cv.exp()
-        # Where p is 0, p log p is 0 as well, not 0 x -inf.
+        # For p = 0, p log p must be 0, not 0 x -inf.
         finite_cv = logprobs_cv.clamp_(min=torch.finfo(logprobs_cv.dtype).min)
         entropy_c = finite_cv.mul_(probabilities_cv).sum(-1).neg_()
         ctx.save_for_backward(probabilities_cv, targets_c)

@@ -1,7 +1,7 @@
-"""Checks that a loss keeps its contract: ``python -m headway.trainer.loss_conformance module:function`` (or a name).
+"""Check of a loss's contract: ``python -m headway.trainer.loss_conformance module:function`` (or a name).
 
-The contract: one finite value per token for any finite log-probabilities; tokens of one sample don't affect those of
-another, so that packing can't change the gradient; a gradient through ``logprobs_m`` only; deterministic.
+A loss returns one finite value per token for any finite log-probabilities. Tokens of one sample don't affect those of
+another, so that packing can't change the gradient. It has a gradient through ``logprobs_m`` only, and is deterministic.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SETTINGS = LossSettings()
 
 
 def loss_violations(loss: Hook) -> Iterator[str]:
-    """Yield the violations of its contract by ``loss``; nothing if it holds."""
+    """Yield the violations of the contract by ``loss``."""
     try:
         yield from _violations(loss)
     except HookFailed as error:
@@ -30,32 +30,32 @@ def loss_violations(loss: Hook) -> Iterator[str]:
 
 def _violations(loss: Hook) -> Iterator[str]:
     terms = _terms(scale=0.3)
-    whole = token_loss(loss, terms, _SETTINGS).loss_m
-    if not torch.equal(whole, token_loss(loss, terms, _SETTINGS).loss_m):
+    batch_loss_m = token_loss(loss, terms, _SETTINGS).loss_m
+    if not torch.equal(batch_loss_m, token_loss(loss, terms, _SETTINGS).loss_m):
         yield str(loss.failed("gives another loss for the same terms: a replay would train on something else"))
         return
     start = 0
     for sample, tokens in enumerate(_TOKENS_S):
-        alone = token_loss(loss, _of(terms, slice(start, start + tokens)), _SETTINGS).loss_m
-        if not torch.allclose(alone, whole[start : start + tokens], rtol=1e-5, atol=1e-6):
+        alone = token_loss(loss, _slice_terms(terms, slice(start, start + tokens)), _SETTINGS).loss_m
+        if not torch.allclose(alone, batch_loss_m[start : start + tokens], rtol=1e-5, atol=1e-6):
             yield str(loss.failed(f"gives sample {sample} another loss with others beside it: packing would change it"))
         start += tokens
-    if not whole.requires_grad:
+    if not batch_loss_m.requires_grad:
         yield str(loss.failed("has no gradient: it doesn't depend on logprobs_m, or detaches it"))
-    for scale, what in ((500.0, "log-ratios of 500"), (0.0, "equal log-probabilities")):
+    for scale, case in ((500.0, "log-ratios of 500"), (0.0, "equal log-probabilities")):
         loss_m = token_loss(loss, _terms(scale=scale), _SETTINGS).loss_m
         if not torch.isfinite(loss_m).all():
-            yield str(loss.failed(f"isn't finite for {what}: losses.ratio bounds them"))
+            yield str(loss.failed(f"isn't finite for {case}: losses.ratio bounds them"))
 
 
 def _terms(scale: float) -> TokenTerms:
     """Make a batch of three samples. ``scale``: largest size of its log-ratios, in nats."""
     tokens = sum(_TOKENS_S)
-    away_m = scale * torch.linspace(-1.0, 1.0, tokens)
+    log_ratio_m = scale * torch.linspace(-1.0, 1.0, tokens)
     behaviour_m = -1.0 - scale - 0.1 * torch.arange(tokens)
     return TokenTerms(
-        logprobs_m=(behaviour_m + away_m).requires_grad_(),
-        proximal_m=behaviour_m + 0.5 * away_m,
+        logprobs_m=(behaviour_m + log_ratio_m).requires_grad_(),
+        proximal_m=behaviour_m + 0.5 * log_ratio_m,
         behaviour_m=behaviour_m,
         advantages_m=torch.repeat_interleave(torch.tensor([2.3, -0.7, 0.5]), torch.tensor(_TOKENS_S)),
         sequence_m=torch.repeat_interleave(torch.arange(len(_TOKENS_S)), torch.tensor(_TOKENS_S)),
@@ -63,15 +63,15 @@ def _terms(scale: float) -> TokenTerms:
     )
 
 
-def _of(terms: TokenTerms, tokens: slice) -> TokenTerms:
-    found = {field.name: getattr(terms, field.name)[tokens] for field in dataclasses.fields(terms)}
-    found["sequence_m"] = found["sequence_m"] - found["sequence_m"][0]
-    return TokenTerms(**found)
+def _slice_terms(terms: TokenTerms, tokens: slice) -> TokenTerms:
+    sliced = {field.name: getattr(terms, field.name)[tokens] for field in dataclasses.fields(terms)}
+    sliced["sequence_m"] = sliced["sequence_m"] - sliced["sequence_m"][0]
+    return TokenTerms(**sliced)
 
 
 def main(names: list[str]) -> int:
-    """Check the losses ``names``. Returns the exit code: 0 when all keep their contract, 1 when one doesn't, 2 when
-    one can't be found."""
+    """Check the losses ``names``. Returns the exit code: 0 if all keep their contract, 1 if one doesn't, 2 if one can't
+    be found."""
     violations: list[str] = []
     try:
         for name in names:

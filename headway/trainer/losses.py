@@ -1,9 +1,9 @@
 """Policy losses: pure functions from per-token terms to a per-token loss.
 
-A user's own loss is named ``module:function`` and has the signature of `Loss`: it takes `TokenTerms` and
+A loss of the user is named ``module:function`` and has the signature of `Loss`: it takes `TokenTerms` and
 `LossSettings` and returns a `TokenLoss`, one value per token. It may combine tokens of one sample (a sample is never
-split), never of several: the trainer sums what it returns over all tokens of the batch, weighted and divided as
-`algorithms/aggregation.py` fixed beforehand, so that any packing or number of ranks gives the same gradient.
+split), but not of several. The trainer sums the returned values over all tokens of the batch, with weights and divisor
+that `algorithms/aggregation.py` computes beforehand, so that any packing or number of ranks gives the same gradient.
 
 Legend: suffix ``_m`` is one value per token that carries loss; all tensors are float32 (float64 in tests), in nats.
 """
@@ -32,11 +32,11 @@ class TokenTerms:
     proximal_m: Tensor  # log pi_prox, the weights at the start of the step (or detached logprobs_m)
     behaviour_m: Tensor  # log pi_behav, stored at sampling
     advantages_m: Tensor
-    sequence_m: Tensor | None = None  # [M] int64, ascending: the token's sample in this micro-batch; None: all of one
-    keep_m: Tensor | None = None  # [M] bool: not masked for staleness or its importance weight; None: all kept
+    sequence_m: Tensor | None = None  # [M] int64, ascending: the token's sample in this micro-batch; None: one sample
+    keep_m: Tensor | None = None  # [M] bool: not masked for staleness or its importance weight; None: all are kept
 
     def sequence_mean(self, values_m: Tensor) -> Tensor:
-        """[M] mean of ``values_m`` over the kept tokens of each token's sample; 0 where none is kept."""
+        """[M] mean of ``values_m`` over the kept tokens of each token's sample; 0 if no token of it is kept."""
         keep_m = torch.ones_like(values_m) if self.keep_m is None else self.keep_m.to(values_m.dtype)
         if not len(values_m):
             return values_m
@@ -54,14 +54,14 @@ class LossSettings:
 
     clip_low: float = 0.2  # ratios are clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 0.28
-    dual_clip: float | None = None  # bound c > 1 of the ratio where the advantage is negative
+    dual_clip: float | None = None  # bound c > 1 of the ratio for a negative advantage
     behaviour_weight_cap: float | None = 2.0  # largest importance weight (TIS); None: not truncated
-    temperature_positive: float = 1.0  # sapo: steepness of the gate where the advantage is positive
-    temperature_negative: float = 1.05  # ... where it isn't
+    temperature_positive: float = 1.0  # sapo: steepness of the gate for a positive advantage
+    temperature_negative: float = 1.05  # ... for another advantage
     beta: float = 0.05  # dro: weight of the squared log ratio
-    divergence: Literal["tv", "kl"] = "tv"  # dppo: how far a token is: |pi_theta - pi_behav|, or `binary_kl` in nats
+    divergence: Literal["tv", "kl"] = "tv"  # dppo: a token's divergence: |pi_theta - pi_behav|, or `binary_kl` in nats
     divergence_limit: float = 0.15  # dppo: the largest divergence of a token
-    parameters: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of a loss of one's own, as they are given
+    parameters: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of a loss of the user, unchanged
 
 
 def loss_settings(algorithm: AlgorithmConfig) -> LossSettings:
@@ -113,9 +113,9 @@ def clipped_surrogate(ratio_m: Tensor, advantages_m: Tensor, settings: LossSetti
 def ppo_clip(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
     """PPO-clip against the behaviour policy, u = pi_theta / pi_behav (AReaL, 2025, calls it naive PPO).
 
-    With ``behaviour_weight_cap`` the importance weight of the *gradient* is min(u, cap): tokens beyond the cap
-    keep a gradient of the size of the cap instead of one that grows with u. Clipping itself is decided by u: the cap
-    only scales the loss of tokens that aren't clipped.
+    With ``behaviour_weight_cap`` the importance weight of the *gradient* is min(u, cap): tokens beyond the cap keep a
+    gradient of the size of the cap instead of one that grows with u. Clipping depends on u alone; the cap only scales
+    the loss of tokens that aren't clipped.
     """
     ratio_m = ratio(terms.logprobs_m, terms.behaviour_m)
     surrogate = clipped_surrogate(ratio_m, terms.advantages_m, settings)
@@ -148,8 +148,8 @@ def gspo(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
 
 def gmpo(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
     """Geometric-Mean Policy Optimization (2025, arXiv:2507.20673): ``-A`` times the geometric mean of the sequence's
-    u = pi_theta / pi_behav, each clipped for itself: log u to at most ``clip_high`` where A > 0, at least ``-clip_low``
-    where A < 0.
+    u = pi_theta / pi_behav, each clipped separately: log u to at most ``clip_high`` for A > 0, to at least
+    ``-clip_low`` for A < 0.
 
     With seq_mean_token_mean this is the paper's objective (both 0.4 there); masked tokens don't count in the mean.
     """
@@ -165,7 +165,7 @@ def sapo(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
     A``.
 
     u = pi_theta / pi_behav; t is ``temperature_positive`` for a positive advantage, ``temperature_negative``
-    otherwise. On policy the gradient is the policy gradient's; it fades as u leaves 1 either way, and is never removed.
+    otherwise. On policy the gradient is the policy gradient's; it decays as u moves away from 1, and is never removed.
     """
     positive, negative = settings.temperature_positive, settings.temperature_negative
     temperature_m = torch.where(terms.advantages_m > 0, positive, negative).to(terms.logprobs_m.dtype)
@@ -180,8 +180,8 @@ def reinforce(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
 
 
 def cispo(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
-    """CISPO (MiniMax-M1, 2025): the policy gradient weighted by u clipped to at most 1 + clip_high, a constant;
-    like the paper, without a lower bound. No token's gradient is removed."""
+    """CISPO (MiniMax-M1, 2025): the policy gradient weighted by u clipped to at most 1 + clip_high, a constant, without
+    a lower bound as in the paper. No token's gradient is removed."""
     return _weighted_gradient(terms, 1.0 + settings.clip_high)
 
 
@@ -194,10 +194,10 @@ def _weighted_gradient(terms: TokenTerms, cap: float | None) -> TokenLoss:
 
 
 def dro(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
-    """Direct Reward Optimisation (2024, arXiv:2405.19107), token by token as Tinker has it, where the paper and Kimi
-    k1.5 (2025) square the log ratio of a whole response: ``-A log pi_theta + beta / 2 (log u)^2``, u = pi_theta /
-    pi_behav. No importance weight and no clip: tokens are held to the policy that sampled them by the square, those
-    without an advantage too."""
+    """Direct Reward Optimisation (2024, arXiv:2405.19107) per token, as in Tinker: ``-A log pi_theta + beta / 2
+    (log u)^2``, u = pi_theta / pi_behav. The paper and Kimi k1.5 (2025) square the log ratio of a complete response. It
+    has no importance weight and no clip; the square keeps all tokens, also those without an advantage, close to the
+    policy that sampled them."""
     log_ratio_m = terms.logprobs_m - terms.behaviour_m
     loss_m = 0.5 * settings.beta * log_ratio_m.square() - terms.advantages_m * terms.logprobs_m
     return TokenLoss(loss_m=loss_m, clipped_m=torch.zeros_like(loss_m, dtype=torch.bool))
@@ -214,19 +214,18 @@ def binary_kl(behaviour_m: Tensor, logprobs_m: Tensor) -> Tensor:
 
 
 def dppo(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
-    """DPPO (2026, arXiv:2602.04879): `reinforce` (verl's truncates u at 20) without tokens that move further away
-    although their divergence already exceeds ``divergence_limit``: u > 1 with a positive advantage, u < 1 with a
-    negative one. ``divergence``: "tv", the paper's Binary-TV |pi_theta - pi_behav| (its limit: 0.15), or "kl", its
-    Binary-KL (`binary_kl`; its limit: 0.05). Unlike a bound on the ratio this lets rare tokens grow and restrains
-    likely ones."""
+    """DPPO (2026, arXiv:2602.04879): `reinforce` (verl's truncates u at 20) without tokens whose divergence exceeds
+    ``divergence_limit`` and would grow: u > 1 with a positive advantage, u < 1 with a negative one. ``divergence``:
+    "tv", the paper's Binary-TV |pi_theta - pi_behav| (its limit: 0.15), or "kl", its Binary-KL (`binary_kl`; its limit:
+    0.05). Unlike a bound on the ratio this allows rare tokens to grow and restrains likely ones."""
     logprobs_m = terms.logprobs_m.detach()
     ratio_m = ratio(logprobs_m, terms.behaviour_m)
     if settings.divergence == "kl":
         divergence_m = binary_kl(terms.behaviour_m, logprobs_m)
     else:
         divergence_m = (logprobs_m.exp() - terms.behaviour_m.exp()).abs()
-    away_m = ((ratio_m > 1) & (terms.advantages_m > 0)) | ((ratio_m < 1) & (terms.advantages_m < 0))
-    removed_m = away_m & (divergence_m > settings.divergence_limit)
+    diverging_m = ((ratio_m > 1) & (terms.advantages_m > 0)) | ((ratio_m < 1) & (terms.advantages_m < 0))
+    removed_m = diverging_m & (divergence_m > settings.divergence_limit)
     free = _weighted_gradient(terms, settings.behaviour_weight_cap)
     return TokenLoss(loss_m=torch.where(removed_m, 0.0, free.loss_m), clipped_m=removed_m)
 
@@ -245,14 +244,14 @@ LOSSES: dict[str, Loss] = {
 
 
 def resolve(name: str) -> Hook:
-    """Load the loss named ``name``, or the user's own ``module:function``. Raises ConfigurationError."""
+    """Load the loss named ``name``, or the user's ``module:function``. Raises ConfigurationError."""
     return load_hook("algorithm.loss", name, LOSSES, ("terms", "settings"))
 
 
 def token_loss(loss: Hook, terms: TokenTerms, settings: LossSettings) -> TokenLoss:
     """Apply ``loss`` to ``terms`` and check its result: one value per token, shape [M].
 
-    Raises HookFailed for anything else: the gradient of a mean, say, would depend on how the tokens were packed."""
+    Raises HookFailed for any other shape; the gradient of a mean, for example, would depend on the packing."""
     result: object = loss(terms, settings)
     if not isinstance(result, TokenLoss):
         raise loss.failed(f"returned a {type(result).__name__}: a TokenLoss is needed")

@@ -1,4 +1,4 @@
-"""The optimiser: AdamW, and the learning rate of each step as a pure function of the version, so that a resumed run
+"""The optimiser AdamW, and the learning rate of each step as a pure function of the version, so that a resumed run
 needs no scheduler state."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from headway.records.training import OptimiserSettings
 
 
 class AdamW:
-    """AdamW (Loshchilov & Hutter, 2019): the numbers of ``torch.optim.AdamW(fused=True)``, bit for bit, without torch's
-    compiler, which ``torch.optim.AdamW`` imports when it is built, in seconds of every start."""
+    """AdamW (Loshchilov & Hutter, 2019), bit for bit equal to ``torch.optim.AdamW(fused=True)``. It avoids torch's
+    compiler, which ``torch.optim.AdamW`` imports when it is constructed, at the cost of seconds at every start."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = list(parameters)
@@ -24,12 +24,12 @@ class AdamW:
 
     def step(self, settings: OptimiserSettings) -> None:
         """Take one step. Parameters without a gradient stay as they are."""
-        moved = [parameter for parameter in self._parameters if parameter.grad is not None]
-        states = [self._state_of(parameter) for parameter in moved]
+        updated = [parameter for parameter in self._parameters if parameter.grad is not None]
+        states = [self._state_of(parameter) for parameter in updated]
         with torch.no_grad():
             adamw(
-                moved,
-                [parameter.grad for parameter in moved if parameter.grad is not None],
+                updated,
+                [parameter.grad for parameter in updated if parameter.grad is not None],
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [],
@@ -55,7 +55,7 @@ class AdamW:
 
 
 def learning_rate(step: int, settings: TrainerConfig | SftConfig, total_steps: int) -> float:
-    """Learning rate of the step that follows ``step`` completed ones.
+    """The learning rate of the step that follows ``step`` completed ones.
 
     Warm-up is linear and reaches its peak at the last of ``warmup_steps``; a linear or cosine decay reaches 0 at
     ``total_steps`` and stays there.

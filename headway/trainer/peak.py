@@ -1,4 +1,4 @@
-"""The arithmetic peak a device reaches in practice: the denominator of MFU."""
+"""Measurement of the arithmetic peak that a device reaches in practice, the denominator of MFU."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ def measure_peak_flops(
     limit_s: float | None = None,
     size: int | None = None,
 ) -> float:
-    """Best FLOP/s of a square matrix product on ``device`` at ``dtype`` with the present thread count.
+    """Measure the best FLOP/s of a square matrix product on ``device`` at ``dtype`` with the present thread count.
 
-    Takes about ``limit_s`` seconds (default: `LIMIT_S`). ``size``: rows and columns; default 1024 on a CPU, 8192 on a
-    GPU. The best of several runs is taken, the one disturbed least by other work.
+    It takes about ``limit_s`` seconds (default: `LIMIT_S`). ``size``: rows and columns; default 1024 on a CPU, 8192 on
+    a GPU. The best of several runs is the one disturbed least by other work.
     """
-    where = torch.device(device)
-    size = size or (1024 if where.type == "cpu" else 8192)
-    a = torch.randn(size, size, device=where).to(dtype)
-    b = torch.randn(size, size, device=where).to(dtype)
-    out = torch.empty(size, size, device=where, dtype=dtype)
+    torch_device = torch.device(device)
+    size = size or (1024 if torch_device.type == "cpu" else 8192)
+    a = torch.randn(size, size, device=torch_device).to(dtype)
+    b = torch.randn(size, size, device=torch_device).to(dtype)
+    out = torch.empty(size, size, device=torch_device, dtype=dtype)
 
     def once() -> float:
         started = time.perf_counter()
         torch.mm(a, b, out=out)
-        if where.type == "cuda":
-            torch.cuda.synchronize(where)
+        if torch_device.type == "cuda":
+            torch.cuda.synchronize(torch_device)
         return time.perf_counter() - started
 
     end = time.perf_counter() + (limit_s or LIMIT_S)

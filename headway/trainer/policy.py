@@ -51,7 +51,7 @@ from headway.trainer.progress import (
 
 @dataclass(frozen=True, kw_only=True)
 class AccumulatedPart:
-    """A part whose gradients are accumulated."""
+    """A part of a step whose gradients are accumulated."""
 
     step: int
     samples: int  # attempts, branches not counted
@@ -64,7 +64,7 @@ class AccumulatedPart:
 
 
 class PolicyGradient:
-    """Trains on one batch after another: splits it into micro-batches, accumulates gradients, updates, measures."""
+    """Trains on batches: splits each into micro-batches, accumulates gradients, updates the weights, measures."""
 
     def __init__(self, learner: Learner, experiment: Experiment) -> None:
         self.learner = learner
@@ -80,8 +80,8 @@ class PolicyGradient:
 
     @property
     def recomputes_proximal(self) -> bool:
-        """Whether the log-probabilities at the start of the step are computed in a forward pass of their own (only
-        the decoupled objective, or a user's, uses them; with one optimiser step they equal the current ones)."""
+        """Whether the log-probabilities at the start of the step are computed in a separate forward pass. Only the
+        decoupled objective, or a loss of the user, uses them; with one optimiser step they equal the current ones."""
         if self.algorithm.proximal == "auto":
             uses_them = self.algorithm.loss not in LOSSES or self.algorithm.loss == "decoupled_ppo"
             return self.trainer.optimizer_steps_per_batch > 1 and uses_them
@@ -94,35 +94,35 @@ class PolicyGradient:
         return any(limit is not None for limit in limits)
 
     def run(self, arrays: SampleArrays, settings: OptimiserSettings, step: int = 0) -> Progress:
-        """Train on the batch of ``step``: one update per minibatch, minibatches in admission order."""
+        """Train on the batch of ``step`` with one update per minibatch; minibatches are in admission order."""
         self.clear()
         progress = Progress.over(arrays)
         progress.prepared = prepared = self.prepare(arrays, step, progress)
         minibatches = split_by_group(arrays, self.trainer.optimizer_steps_per_batch)
         for number, minibatch in enumerate(minibatches):
-            if number and self._moved_too_far(progress, prepared):
+            if number and self._exceeds_early_stop(progress, prepared):
                 progress.skipped_minibatches = len(minibatches) - number
                 break
             weights = self._weighting(arrays, minibatch)
             loss = self._accumulate(arrays, minibatch, weights, weights.divisor, prepared, progress, self.loss)
             progress.updates.append(self.learner.update(settings, loss))
             progress.loss += loss
-        self.learner.forget_sets()
+        self.learner.clear_kept_sets()
         self._sum_over_ranks(progress)
         return progress
 
-    def _moved_too_far(self, progress: Progress, prepared: Prepared) -> bool:
-        """Whether mean |ratio - 1| of the step's loss tokens so far, masked ones left out, exceeds
-        ``early_stop_ratio``; equal on all ranks. The ratio is the loss's: to the policy that sampled, or to that of the
-        start of the step where it is recomputed."""
+    def _exceeds_early_stop(self, progress: Progress, prepared: Prepared) -> bool:
+        """Whether mean |ratio - 1| of the step's unmasked loss tokens so far exceeds ``early_stop_ratio``; equal on all
+        ranks. The ratio is the loss's: to the policy that sampled, or to that of the start of the step if it is
+        recomputed."""
         limit = self.algorithm.early_stop_ratio
         if limit is None:
             return False
-        away_n = progress.logprobs_n - (progress.proximal_n if self.recomputes_proximal else progress.behaviour_n)
-        at = np.flatnonzero((progress.seen_n > 0) & prepared.keep_n & np.isfinite(away_n))
-        away_m = away_n[at]
-        away = float(np.abs(np.expm1(away_m.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))).sum())
-        sums = torch.tensor([away, len(at)], dtype=torch.float64, device=self.learner.device)
+        log_ratio_n = progress.logprobs_n - (progress.proximal_n if self.recomputes_proximal else progress.behaviour_n)
+        idx_m = np.flatnonzero((progress.seen_n > 0) & prepared.keep_n & np.isfinite(log_ratio_n))
+        log_ratio_m = log_ratio_n[idx_m]
+        deviation = float(np.abs(np.expm1(log_ratio_m.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))).sum())
+        sums = torch.tensor([deviation, len(idx_m)], dtype=torch.float64, device=self.learner.device)
         total, tokens = self.learner.ranks.sum_(sums).tolist()
         return total > limit * tokens
 
@@ -131,18 +131,17 @@ class PolicyGradient:
     ) -> AccumulatedPart:
         """Accumulate the gradients of a part of ``step``, for `optim_step`. ``loss``: name of the loss function
         (default: the run's). ``divisor``: of its weighted token losses; by default `optim_step` divides by that of all
-        parts together. Raises StepRefused for a part that doesn't go with those before it, and where the algorithm
-        needs the whole batch; after any other error the parts before it are forgotten as well, as its gradients may be
-        half there."""
+        parts together. Raises StepRefused for a part that is incompatible with earlier ones, and if the algorithm needs
+        the complete batch. Any other error discards the earlier parts too, since the gradients may be incomplete."""
         started = time.perf_counter()
         name = loss or self.algorithm.loss
         self._require_part(step, name, divisor)
         if not self.parts:
-            self.learner.clear_gradients()  # what a step that failed has left
+            self.learner.clear_gradients()  # of a failed step
         function = self.loss if name == self.algorithm.loss else resolve(name)
         weights = self._weighting(arrays, np.arange(arrays.samples))
         try:
-            progress = self._accumulate_whole(arrays, step, weights, divisor or 1.0, function)
+            progress = self._accumulate_batch(arrays, step, weights, divisor or 1.0, function)
             self._sum_over_ranks(progress)
         except BaseException:
             self.clear()
@@ -161,13 +160,13 @@ class PolicyGradient:
         return part
 
     def accumulate_gradients(self, arrays: SampleArrays, step: int = 0) -> Progress:
-        """Accumulate the gradients of the whole batch as one minibatch, without an update."""
+        """Accumulate the gradients of the complete batch as one minibatch, without an update."""
         weights = self._weighting(arrays, np.arange(arrays.samples))
-        return self._accumulate_whole(arrays, step, weights, weights.divisor, self.loss)
+        return self._accumulate_batch(arrays, step, weights, weights.divisor, self.loss)
 
     def optim_step(self, settings: OptimiserSettings) -> Progress:
-        """Apply the gradients of the parts since the last step. A part whose loss isn't finite skips the step and is
-        named. Raises StepRefused without parts."""
+        """Apply the gradients of the parts since the last step. A part with a non-finite loss skips the step, and the
+        update's reason names it. Raises StepRefused without parts."""
         if not self.parts:
             raise StepRefused("optim_step without gradients: forward_backward comes first")
         parts, self.parts = self.parts, []
@@ -184,8 +183,8 @@ class PolicyGradient:
         return progress
 
     def adapt_kl(self, kl: float | None, samples: int) -> None:
-        """Move the KL coefficient towards ``kl_target`` after an applied step of ``samples`` with the measured ``kl``,
-        in nats per token; None, or no finite number: nothing was measured. Does nothing without a target."""
+        """Adapt the KL coefficient to ``kl_target`` after an applied step of ``samples`` with the measured ``kl``, in
+        nats per token; None or a non-finite number: it wasn't measured. No-op without a target."""
         target, horizon = self.algorithm.kl_target, KL_HORIZON
         if target is not None and kl is not None and math.isfinite(kl):
             self.kl_coefficient = adapted_coefficient(
@@ -193,18 +192,18 @@ class PolicyGradient:
             )
 
     def clear(self) -> None:
-        """Forget the parts since the last step, and all gradients."""
+        """Discard the parts since the last step, and all gradients."""
         self.parts.clear()
         self.learner.clear_gradients()
 
-    def _accumulate_whole(
+    def _accumulate_batch(
         self, arrays: SampleArrays, step: int, weights: Weighting, divisor: float, function: Hook
     ) -> Progress:
         progress = Progress.over(arrays)
         progress.prepared = prepared = self.prepare(arrays, step, progress)
         everything = np.arange(arrays.samples)
         progress.loss = self._accumulate(arrays, everything, weights, divisor, prepared, progress, function)
-        self.learner.forget_sets()
+        self.learner.clear_kept_sets()
         return progress
 
     def _require_part(self, step: int, loss: str, divisor: float | None) -> None:
@@ -236,8 +235,8 @@ class PolicyGradient:
         )
 
     def prepare(self, arrays: SampleArrays, step: int, progress: Progress) -> Prepared:
-        """Compute the constants of the batch: forward passes without gradient where they are needed, then the KL
-        inside the reward, the staleness mask and the importance masks."""
+        """Compute the constants of the batch: forward passes without gradient if they are needed, then the KL inside
+        the reward, the staleness mask and the importance masks."""
         algorithm = self.algorithm
         kl_in_reward = algorithm.kl_coefficient > 0 and algorithm.kl_in == "reward"
         start_n = reference_n = None
@@ -251,10 +250,10 @@ class PolicyGradient:
         if kl_in_reward:
             assert start_n is not None
             assert reference_n is not None
-            at = np.flatnonzero(arrays.loss_mask_n)
-            to_go_m = reward_to_go((start_n - reference_n)[at].astype(np.float64), sequence_of_token(arrays)[at])
+            idx_m = np.flatnonzero(arrays.loss_mask_n)
+            to_go_m = reward_to_go((start_n - reference_n)[idx_m].astype(np.float64), sequence_of_token(arrays)[idx_m])
             advantages_n = advantages_n.copy()
-            advantages_n[at] -= (self.kl_coefficient * to_go_m).astype(np.float32)
+            advantages_n[idx_m] -= (self.kl_coefficient * to_go_m).astype(np.float32)
         keep_n = np.ones(arrays.tokens, np.bool_)
         if self.token_budget is not None:
             keep_n &= step - arrays.versions_n <= self.token_budget
@@ -265,20 +264,20 @@ class PolicyGradient:
     def _mask_by_importance(
         self, arrays: SampleArrays, start_n: np.ndarray, advantages_n: np.ndarray, keep_n: np.ndarray
     ) -> None:
-        """Clear ``keep_n`` for tokens that an importance mask drops; each mask sees the tokens kept by those before."""
-        algorithm = self.algorithm
+        """Clear ``keep_n`` for tokens that an importance mask drops; each mask applies to the tokens kept so far."""
+        config = self.algorithm
         log_weight_n = (start_n - arrays.behaviour_logprobs_n).astype(np.float64)
-        if algorithm.token_mask is not None:
-            at = np.flatnonzero(arrays.loss_mask_n & keep_n)
-            keep_n[at] = token_mask(log_weight_n[at], algorithm.token_mask)
-        if algorithm.sequence_mask is not None:
-            at = np.flatnonzero(arrays.loss_mask_n & keep_n)
-            samples_m = sequence_of_token(arrays)[at]
-            keep_n[at] = sequence_mask(log_weight_n[at], samples_m, algorithm.sequence_mask, algorithm.sequence_mask_by)
-        if algorithm.second_moment_limit is not None:
-            at = np.flatnonzero(arrays.loss_mask_n & keep_n)
-            advantages_m = advantages_n[at].astype(np.float64)
-            keep_n[at] = second_moment_mask(log_weight_n[at], advantages_m, algorithm.second_moment_limit)
+        if config.token_mask is not None:
+            idx_m = np.flatnonzero(arrays.loss_mask_n & keep_n)
+            keep_n[idx_m] = token_mask(log_weight_n[idx_m], config.token_mask)
+        if config.sequence_mask is not None:
+            idx_m = np.flatnonzero(arrays.loss_mask_n & keep_n)
+            samples_m = sequence_of_token(arrays)[idx_m]
+            keep_n[idx_m] = sequence_mask(log_weight_n[idx_m], samples_m, config.sequence_mask, config.sequence_mask_by)
+        if config.second_moment_limit is not None:
+            idx_m = np.flatnonzero(arrays.loss_mask_n & keep_n)
+            advantages_m = advantages_n[idx_m].astype(np.float64)
+            keep_n[idx_m] = second_moment_mask(log_weight_n[idx_m], advantages_m, config.second_moment_limit)
 
     def _accumulate(
         self,
@@ -295,44 +294,44 @@ class PolicyGradient:
         total = 0.0
         for batch in self._micro_batches(arrays, minibatch):
             scores = self.learner.logprobs(batch, arrays, self.temperature)
-            logprobs_m, at = scores.logprobs_m, batch.targets_m
-            terms = self._terms(arrays, prepared, at, samples_n[at], logprobs_m)
+            logprobs_m, idx_m = scores.logprobs_m, batch.targets_m
+            terms = self._terms(arrays, prepared, idx_m, samples_n[idx_m], logprobs_m)
             result = token_loss(function, terms, self.settings)
             loss_m = result.loss_m
             if prepared.reference_n is not None and self.algorithm.kl_in == "loss":
-                reference_m = self._tensor(prepared.reference_n[at])
+                reference_m = self._tensor(prepared.reference_n[idx_m])
                 penalty_m = kl_estimate(self.algorithm.kl_estimator, logprobs_m, reference_m, terms.behaviour_m)
                 loss_m = loss_m + self.kl_coefficient * penalty_m
-            loss_m = torch.where(self._tensor(prepared.keep_n[at]), loss_m, 0.0)
-            weights_m = self._tensor(weights.weights_s[samples_n[at]].astype(np.float32))
+            loss_m = torch.where(self._tensor(prepared.keep_n[idx_m]), loss_m, 0.0)
+            weights_m = self._tensor(weights.weights_s[samples_n[idx_m]].astype(np.float32))
             loss = (loss_m * weights_m).sum() / divisor
             self.learner.backward(loss)
             total += float(loss.detach())
-            progress.logprobs_n[at] = logprobs_m.detach().cpu().numpy()
-            progress.proximal_n[at] = terms.proximal_m.cpu().numpy()
-            progress.entropies_n[at] = scores.entropies_m.cpu().numpy()
-            progress.clipped_n[at] = result.clipped_m.cpu().numpy()
-            progress.seen_n[at] = 1.0
+            progress.logprobs_n[idx_m] = logprobs_m.detach().cpu().numpy()
+            progress.proximal_n[idx_m] = terms.proximal_m.cpu().numpy()
+            progress.entropies_n[idx_m] = scores.entropies_m.cpu().numpy()
+            progress.clipped_n[idx_m] = result.clipped_m.cpu().numpy()
+            progress.seen_n[idx_m] = 1.0
             progress.tokens += batch.sample_tokens
             progress.computed_tokens += len(batch.input_ids)
             progress.micro_batches += 1
             progress.flops += self.learner.training_flops(batch)
-            progress.count(scores, at, len(batch.input_ids), self.learner.routing)
+            progress.count(scores, idx_m, len(batch.input_ids), self.learner.routing)
         return total
 
     def _terms(
-        self, arrays: SampleArrays, prepared: Prepared, at: IntArray, samples_m: IntArray, logprobs_m: torch.Tensor
+        self, arrays: SampleArrays, prepared: Prepared, idx_m: IntArray, samples_m: IntArray, logprobs_m: torch.Tensor
     ) -> TokenTerms:
         start_n = prepared.start_n if self.algorithm.proximal != "current" else None
-        proximal_m = logprobs_m.detach() if start_n is None else self._tensor(start_n[at])
-        behaviour_m = self._tensor(arrays.behaviour_logprobs_n[at])
+        proximal_m = logprobs_m.detach() if start_n is None else self._tensor(start_n[idx_m])
+        behaviour_m = self._tensor(arrays.behaviour_logprobs_n[idx_m])
         return TokenTerms(
             logprobs_m=logprobs_m,
             proximal_m=proximal_m,
             behaviour_m=behaviour_m,
-            advantages_m=self._tensor(prepared.advantages_n[at]),
+            advantages_m=self._tensor(prepared.advantages_n[idx_m]),
             sequence_m=self._tensor(np.cumsum(np.diff(samples_m, prepend=samples_m[:1]) != 0)),
-            keep_m=self._tensor(prepared.keep_n[at]),
+            keep_m=self._tensor(prepared.keep_n[idx_m]),
         )
 
     def _logprobs_of_batch(self, arrays: SampleArrays, model: PackedModel, progress: Progress) -> np.ndarray:
@@ -343,7 +342,7 @@ class PolicyGradient:
                 logprobs_m = self.learner.logprobs(batch, arrays, self.temperature, model).logprobs_m
                 logprobs_n[batch.targets_m] = logprobs_m.cpu().numpy()
                 progress.flops += self.learner.flops(batch, model)
-        # The minibatches are packed differently, so another rank may need a sample later: every rank gets all values.
+        # Minibatches are packed differently, so that another rank may need a sample later: every rank gets all values.
         return self.learner.ranks.sum_(torch.from_numpy(logprobs_n).to(self.learner.device)).cpu().numpy()
 
     def _micro_batches(self, arrays: SampleArrays, minibatch: IntArray) -> Iterator[MicroBatchArrays]:
@@ -353,7 +352,7 @@ class PolicyGradient:
         ranks, settings = self.learner.ranks, self.trainer
         sharing = settings.shared_prefix and self.learner.shares_prefixes
         replays = self.learner.routing is not None
-        tree = prefix_tree(arrays, minibatch, with_rows=replays) if sharing else PrefixTree.apart(lengths)
+        tree = prefix_tree(arrays, minibatch, with_rows=replays) if sharing else PrefixTree.separate(lengths)
         if settings.packing == "fixed":
             assert settings.micro_batch_samples is not None, "the configuration is refused without it"
             plan = pack_in_order(len(minibatch), settings.micro_batch_samples, ranks.size)
@@ -371,23 +370,23 @@ class PolicyGradient:
             sum_progress(progress, self.learner.ranks.sum_, self.learner.device)
 
     def metrics(self, progress: Progress) -> dict[str, float]:
-        """Metrics of the whole batch, or part, equal on every rank."""
-        at = np.flatnonzero(progress.seen_n)
+        """Metrics of the complete batch, or part, equal on every rank."""
+        idx_m = np.flatnonzero(progress.seen_n)
         norms = [update.grad_norm for update in progress.updates]
         return {
             "loss": progress.loss / max(1, len(progress.updates)),
             "grad_norm": max(norms, default=0.0),
             **({} if self.algorithm.early_stop_ratio is None else {SKIPPED_MINIBATCHES: progress.skipped_minibatches}),
             **token_metrics(
-                logprobs_m=progress.logprobs_n[at],
-                proximal_m=progress.proximal_n[at],
-                behaviour_m=progress.behaviour_n[at].astype(np.float64),
-                entropies_m=progress.entropies_n[at],
-                clipped_m=progress.clipped_n[at],
+                logprobs_m=progress.logprobs_n[idx_m],
+                proximal_m=progress.proximal_n[idx_m],
+                behaviour_m=progress.behaviour_n[idx_m].astype(np.float64),
+                entropies_m=progress.entropies_n[idx_m],
+                clipped_m=progress.clipped_n[idx_m],
                 cap=self.settings.behaviour_weight_cap,
             ),
-            **prepared_metrics(progress, at),
+            **prepared_metrics(progress, idx_m),
             **expert_metrics(progress),
-            **kept_metrics(progress, at),
+            **kept_metrics(progress, idx_m),
             **({} if self.algorithm.kl_target is None else {"kl_coefficient": self.kl_coefficient}),
         }

@@ -1,4 +1,4 @@
-"""The values that a policy-gradient step computes per token, and its metrics.
+"""Per-token values that a policy-gradient step computes, and its metrics.
 
 Legend: ``_n`` one value per token of the batch, ``_m`` one value per token that carries loss.
 """
@@ -25,15 +25,15 @@ class Prepared:
 
     advantages_n: np.ndarray  # with a KL penalty inside the reward: minus its sum to go
     keep_n: np.ndarray  # bool: not masked for staleness or importance
-    start_n: np.ndarray | None = None  # log-probabilities under the weights at the start of the step, where needed
-    reference_n: np.ndarray | None = None  # log-probabilities under the reference model, where there is a KL penalty
+    start_n: np.ndarray | None = None  # log-probabilities under the weights at the start of the step, if needed
+    reference_n: np.ndarray | None = None  # log-probabilities under the reference model, with a KL penalty
 
     @classmethod
     def joined(cls, parts: Sequence[Prepared]) -> Prepared:
-        """The parts of a step as one."""
-        found: dict[str, Any] = {key.name: [getattr(part, key.name) for part in parts] for key in fields(cls)}
+        """Concatenate the parts of a step."""
+        lists: dict[str, Any] = {key.name: [getattr(part, key.name) for part in parts] for key in fields(cls)}
         arrays: dict[str, Any] = {
-            name: None if values[0] is None else np.concatenate(values) for name, values in found.items()
+            name: None if values[0] is None else np.concatenate(values) for name, values in lists.items()
         }
         return cls(**arrays)
 
@@ -47,20 +47,20 @@ class Progress:
     proximal_n: np.ndarray  # under the weights at the start of the step (or the same as logprobs_n)
     entropies_n: np.ndarray
     clipped_n: np.ndarray
-    masses_n: np.ndarray  # log-probability of the set that each token was sampled among; 0: the whole vocabulary
-    seen_n: np.ndarray  # 1 where a value was computed
+    masses_n: np.ndarray  # log-probability of the set among which each token was sampled; 0: the complete vocabulary
+    seen_n: np.ndarray  # 1 for tokens whose values were computed
     loss: float = 0.0  # sum over optimiser steps
     tokens: int = 0  # fed tokens of the samples
     computed_tokens: int = 0  # the same, shared prefixes counted once
     micro_batches: int = 0
     flops: float = 0.0
-    routers: int = 0  # of computed tokens, one for each layer with experts
-    experts_recorded: int = 0  # those with recorded experts to replay
-    experts_disagree: int = 0  # those of them that would have chosen other experts
-    experts_astray: int = 0  # those of them whose tokens went to other experts
+    routers: int = 0  # (computed token, layer with experts) pairs
+    experts_recorded: int = 0  # routers with recorded experts to replay
+    experts_disagree: int = 0  # of these, routers that would have chosen other experts
+    experts_astray: int = 0  # of these, routers whose tokens went to other experts
     kept_tokens: int = 0  # sampled among a part of the vocabulary
-    kept_ids: int = 0  # in the sets of all of them
-    constrained_tokens: int = 0  # sampled by a grammar
+    kept_ids: int = 0  # in the sets of all kept_tokens
+    constrained_tokens: int = 0  # constrained by a grammar
     updates: list[Update] = field(default_factory=list)
     skipped_minibatches: int = 0  # by algorithm.early_stop_ratio; equal on all ranks
     prepared: Prepared | None = None
@@ -72,9 +72,9 @@ class Progress:
             behaviour_n=arrays.behaviour_logprobs_n,
         )
 
-    def count(self, scores: TokenScores, at: IntArray, tokens: int, routing: ExpertRouting | None) -> None:
-        """Count the kept sets and the replayed experts, if any, of a forward pass over ``tokens``, whose targets are
-        ``at``."""
+    def count(self, scores: TokenScores, idx_m: IntArray, tokens: int, routing: ExpertRouting | None) -> None:
+        """Count the kept sets and the replayed experts, if any, of a forward pass over ``tokens``. ``idx_m``: the
+        indices of its targets."""
         if routing is not None:
             recorded, disagree, astray = scores.expert_counts
             self.routers += tokens * routing.layers
@@ -82,14 +82,14 @@ class Progress:
             self.experts_disagree += disagree
             self.experts_astray += astray
         if (kept := scores.kept) is not None:
-            self.masses_n[at] = kept.masses_m.cpu().numpy()
+            self.masses_n[idx_m] = kept.masses_m.cpu().numpy()
             self.kept_tokens += kept.tokens
             self.kept_ids += kept.ids
             self.constrained_tokens += kept.constrained
 
     @classmethod
     def joined(cls, parts: Sequence[Progress]) -> Progress:
-        """The parts of a step as one."""
+        """Concatenate the values and sum the totals of a step's parts."""
         arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ("behaviour_n", *_COMPUTED)}
         counts: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in _COUNTED}
         return cls(**arrays, **counts, prepared=Prepared.joined([part.prepared for part in parts if part.prepared]))
@@ -102,10 +102,10 @@ _COUNTED = ("loss", "tokens", "computed_tokens", "micro_batches", "flops", *_EXP
 
 
 def expert_metrics(progress: Progress) -> dict[str, float]:
-    """Metrics of replayed experts. experts_replayed: share of the routers (a token's in a layer with experts) with
-    recorded experts. Of these, experts_disagree: share that would have chosen others by the trainer's scores, which is
-    the disagreement with the engine without replay; experts_disagree_replayed: share whose tokens went to others all
-    the same."""
+    """Metrics of replayed experts. experts_replayed: share of the routers (one per token and layer with experts) with
+    recorded experts. experts_disagree: share of these that would have chosen others by the trainer's scores, which is
+    the disagreement with the engine without replay. experts_disagree_replayed: share of these whose tokens still went
+    to others."""
     if not progress.routers:
         return {}
     recorded = max(1, progress.experts_recorded)
@@ -116,31 +116,31 @@ def expert_metrics(progress: Progress) -> dict[str, float]:
     }
 
 
-def kept_metrics(progress: Progress, at: IntArray) -> dict[str, float]:
-    """Metrics of replayed kept sets. kept_ids: mean ids that a token was sampled among, of those that had less than the
+def kept_metrics(progress: Progress, idx_m: IntArray) -> dict[str, float]:
+    """Metrics of replayed kept sets. kept_ids: mean size of the sets of tokens that were sampled among a part of the
     vocabulary. kept_constrained_share: share of the loss tokens that a grammar constrained. mismatch_k3_unreplayed:
-    mismatch_k3 as it would be of log-probabilities over the whole vocabulary."""
+    mismatch_k3 as it would be with log-probabilities over the complete vocabulary."""
     if not progress.kept_tokens:
         return {}
-    log_weight = progress.proximal_n[at] + progress.masses_n[at] - progress.behaviour_n[at].astype(np.float64)
+    log_weight = progress.proximal_n[idx_m] + progress.masses_n[idx_m] - progress.behaviour_n[idx_m].astype(np.float64)
     return {
         "kept_ids": progress.kept_ids / progress.kept_tokens,
-        "kept_constrained_share": progress.constrained_tokens / len(at),
+        "kept_constrained_share": progress.constrained_tokens / len(idx_m),
         "mismatch_k3_unreplayed": float((np.exp(log_weight.clip(max=700.0)) - 1.0 - log_weight).mean()),
     }
 
 
-def prepared_metrics(progress: Progress, at: IntArray) -> dict[str, float]:
+def prepared_metrics(progress: Progress, idx_m: IntArray) -> dict[str, float]:
     """Metrics of masks and KL. masked_share: share of the loss tokens that staleness and importance masks drop.
     kl_reference: k3 estimate of the KL from the reference model, if there is one, in nats per token."""
     prepared = progress.prepared
-    if prepared is None or not len(at):
+    if prepared is None or not len(idx_m):
         return {"masked_share": 0.0}
-    found = {"masked_share": float(1.0 - prepared.keep_n[at].mean())}
+    metrics = {"masked_share": float(1.0 - prepared.keep_n[idx_m].mean())}
     if prepared.reference_n is not None:
-        away_m = prepared.reference_n[at] - progress.logprobs_n[at]
-        found["kl_reference"] = float((np.expm1(away_m.clip(max=MAX_LOG_RATIO)) - away_m).mean())
-    return found
+        log_ratio_m = prepared.reference_n[idx_m] - progress.logprobs_n[idx_m]
+        metrics["kl_reference"] = float((np.expm1(log_ratio_m.clip(max=MAX_LOG_RATIO)) - log_ratio_m).mean())
+    return metrics
 
 
 def token_metrics(
@@ -152,7 +152,7 @@ def token_metrics(
     clipped_m: np.ndarray,
     cap: float | None,
 ) -> dict[str, float]:
-    """Means, quantiles and extremes over the loss tokens, as if of one token with all values 0 when there is none.
+    """Means, quantiles and extremes over the loss tokens; without any, those of one token with all values 0.
 
     ratio_*: pi_theta / pi_behav. behaviour_weight_*: pi_prox / pi_behav before truncation. mismatch_k3: the
     estimator ``w - 1 - log w`` of KL(behaviour || proximal), w = pi_prox / pi_behav; mismatch_max: the largest
@@ -181,8 +181,8 @@ def token_metrics(
 
 
 def sum_progress(progress: Progress, sum_: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
-    """Sum ``progress`` over the ranks. Every token was computed on one rank and is 0 on all others, so the sums
-    assemble the whole batch."""
+    """Sum ``progress`` over the ranks. Every token was computed on one rank and is 0 on all others, so that the sums
+    assemble the complete batch."""
     arrays = [getattr(progress, name) for name in _COMPUTED]
     stacked = sum_(torch.from_numpy(np.stack(arrays)).to(device)).cpu().numpy()
     for name, row in zip(_COMPUTED, stacked, strict=True):

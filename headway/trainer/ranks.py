@@ -22,10 +22,10 @@ _SIOCGIFADDR = 0x8915  # ioctl: an interface's IPv4 address
 
 
 class Ranks:
-    """A data-parallel rank. A single rank starts no process group; its sums are identities.
+    """A data-parallel rank. A single rank starts no process group, and its sums are identities.
 
-    ``rendezvous``: where ranks meet, the same for all of them and new at every start: ``file://PATH`` of a file that
-    doesn't exist yet, or ``tcp://HOST:PORT`` where rank 0 will listen, for ranks on several machines.
+    ``rendezvous``: equal for all ranks and new at every start: ``file://PATH`` of a file that doesn't exist yet, or
+    ``tcp://HOST:PORT`` on which rank 0 will listen, for ranks on several machines.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, rendezvous: str = "", device: torch.device | None = None) -> None:
@@ -50,7 +50,7 @@ class Ranks:
         if self.size > 1:
             with COLLECTIVES.inside("all_reduce"):
                 torch.distributed.all_reduce(tensor)
-                if tensor.is_cuda:  # NCCL only enqueues it: that this rank waits for another would show nowhere
+                if tensor.is_cuda:  # NCCL only enqueues it: without this, no stall report would show the wait
                     torch.cuda.current_stream(tensor.device).synchronize()
         return tensor
 
@@ -69,16 +69,16 @@ class Ranks:
 
 
 def interface_to(rendezvous: str) -> str:
-    """Name of the network interface by which this machine reaches the ranks' rendezvous; "lo" for a file."""
+    """The name of the network interface by which this machine reaches the ranks' rendezvous; "lo" for a file."""
     if not rendezvous.startswith("tcp://"):
         return "lo"
     host, port = split_address(rendezvous.removeprefix("tcp://"))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))  # sends nothing: the kernel chooses the route
-        own = probe.getsockname()[0]
+        address = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             with contextlib.suppress(OSError):  # an interface without an address
-                if socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]) == own:
+                if socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]) == address:
                     return name
-    raise HeadwayError(f"no network interface of this machine has the address {own}, by which it reaches {host}")
+    raise HeadwayError(f"no network interface of this machine has the address {address}, by which it reaches {host}")

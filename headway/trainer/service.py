@@ -1,4 +1,4 @@
-"""The trainer's process, one per rank; `client.TrainerClient` makes the same calls on all of them."""
+"""The trainer's process, one per rank; `client.TrainerClient` makes the same calls on all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from headway.algorithms.samples import FlatBatch
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment, TrainerConfig
-from headway.models.cpu.native import why_none
+from headway.models.cpu.native import missing_reason
 from headway.models.hub.pixels import FOLDER, PixelStore
 from headway.models.loading import DTYPES
 from headway.models.offload import OffloadedTensors
@@ -27,7 +27,7 @@ from headway.records.execution import MemoryMove
 from headway.records.generation import POLICY_ADAPTER, PROBE_TOKENS, Probe, ProbeScores, PublishedWeights, probe_ids
 from headway.records.tokens import TokenLogprobs
 from headway.records.training import CheckpointInfo, OptimiserSettings, PartReport, StepReport
-from headway.runtime.devices import native_kernels_wanted
+from headway.runtime.devices import native_kernels_enabled
 from headway.tokens.grammar import GRAMMAR_VERSION
 from headway.trainer.checkpoints import STATE_FILE, CheckpointState, keep_last, verify, write_folder
 from headway.trainer.learner import Learner
@@ -40,9 +40,9 @@ from headway.trainer.token_recorder import TokenRecorder
 from headway.weights.shared_memory import Publisher
 
 MODEL_FOLDER = "model"  # of a checkpoint
-ADAPTER_FOLDER = "adapter"  # in its place where an adapter is trained
+ADAPTER_FOLDER = "adapter"  # in its place if an adapter is trained
 OPTIMISER_FILE = "optimizer.safetensors"
-GRAMMAR_FILE = "grammars.txt"  # GRAMMAR_VERSION of what reads the run's grammars, where it has any
+GRAMMAR_FILE = "grammars.txt"  # GRAMMAR_VERSION of the library that reads the run's grammars, if it has any
 
 
 class ModelService:
@@ -66,7 +66,7 @@ class ModelService:
         self.experiment = experiment
         self.ranks = ranks or Ranks()
         device, seed = use_device(context.device), experiment.run.seed
-        options: dict[str, Any] = {"chat": experiment.chats, "replays": replays, "pixels": pixels}
+        options: dict[str, Any] = {"chat": experiment.uses_chat, "replays": replays, "pixels": pixels}
         self.learner = Learner(experiment.model, settings, device, self.ranks, seed, **options)
         self.version = 0  # completed steps
         self._run_id = run_id
@@ -75,30 +75,30 @@ class ModelService:
         self._publisher: Publisher | None = None
 
     def publish(self, version: int) -> PublishedWeights:
-        """Publish what is trained under ``version``, in the generator's dtype."""
+        """Publish the trained weights under ``version``, in the generator's dtype."""
         if self._publisher is None:
             self._publisher = Publisher(self._run_id, dtype=DTYPES[self.experiment.generator.dtype])
         published = self._publisher.publish(version, self.learner.weights())
         return msgspec.structs.replace(published, adapter="" if self.learner.lora is None else POLICY_ADAPTER)
 
     def offload(self) -> MemoryMove:
-        """Move weights, accumulated gradients and the optimiser's state off the device: to a file in the run's folder,
-        from a GPU to pinned host memory. Until `onload` nothing can be computed, published or saved. Raises
-        StorageFailed, with nothing changed."""
+        """Move weights, accumulated gradients and the optimiser's state off the device: from a GPU to pinned host
+        memory, from a CPU to a file in the run's folder. Until `onload` nothing can be computed, published or saved.
+        Raises StorageFailed before any change."""
         return self._offloaded.offload(self.learner.resident())
 
     def onload(self) -> MemoryMove:
-        """Undo `offload`: everything is as it was, bit for bit."""
+        """Undo `offload`, bit for bit."""
         return self._offloaded.onload()
 
     def load_weights(self, path: str) -> None:
-        """Replace only the weights (a checkpoint's ``model`` folder, ``best``, any model folder; or adapters')."""
+        """Replace only the weights (by a checkpoint's ``model`` folder, ``best``, any model or adapter folder)."""
         if (Path(path) / STATE_FILE).is_file():
             verify(path)
         self.learner.load_weights(path)
 
     def measure_peak(self) -> float:
-        """FLOP/s of large matrix products at the training dtype, summed over the ranks (taken to be equal)."""
+        """Measure the FLOP/s of large matrix products at the training dtype, times the number of ranks."""
         return measure_peak_flops(self.learner.device, self.learner.dtype) * self.ranks.size
 
     def close(self) -> None:
@@ -110,14 +110,14 @@ class ModelService:
         self.ranks.close()
 
     def _save_model(self, path: str, state: CheckpointState) -> None:
-        """Write a model folder, or an adapter's, and ``state``, atomically. Raises StorageFailed."""
+        """Write a model or adapter folder, and ``state``, atomically. Raises StorageFailed."""
         _write(path, self.learner.save_weights, state)
 
 
 class TrainerService(ModelService):
-    """Worker class: the model, its optimiser and the version.
+    """The worker class of an RL trainer's rank: the model, its optimiser and the version.
 
-    Every rank has all weights; `train_step` gets the whole batch on every rank and computes a share of it.
+    Every rank has all weights; `train_step` gets the complete batch on every rank and computes a share of it.
     ``context``: the worker's (device, log). ``experiment``: the validated experiment as a JSON mapping.
     """
 
@@ -136,18 +136,18 @@ class TrainerService(ModelService):
         ranks = Ranks(rank, world_size, rendezvous, use_device(context.device))
         replays, pixels = replayed_routing(validated) is not None, PixelStore(Path(validated.run.directory) / FOLDER)
         super().__init__(context, validated, run_id, settings, ranks, replays=replays, pixels=pixels)
-        wanted = native_kernels_wanted() and settings.dtype == "float32" and torch.get_num_threads() == 1
-        if wanted and (reason := why_none(torch.float32, self.learner.device)):
+        uses_native = native_kernels_enabled() and settings.dtype == "float32" and torch.get_num_threads() == 1
+        if uses_native and (reason := missing_reason(torch.float32, self.learner.device)):
             context.log.warning("training without the native kernels, which costs a tenth of the speed: %s", reason)
         if validated.algorithm.kl_coefficient > 0:
             self.learner.load_reference(validated.model.reference or validated.model.path)
         torch.manual_seed(validated.run.seed)
         self.policy = PolicyGradient(self.learner, validated)
-        # After their sum every rank has the values of all; the first can write to the run's folder: it checkpoints.
+        # After the sum every rank has all values; rank 0 can write to the run's folder, since it writes checkpoints.
         self._recorder = TokenRecorder(validated.run.directory, validated.ledger) if rank == 0 else None
 
     def train_step(self, batch: FlatBatch) -> StepReport:
-        """Train on one batch. Raises StepRefused when its step isn't the present version."""
+        """Train on one batch. Raises StepRefused if its step isn't the present version."""
         if batch.step != self.version:
             raise StepRefused(f"batch of step {batch.step} given to a trainer at version {self.version}")
         started = time.perf_counter()
@@ -158,8 +158,8 @@ class TrainerService(ModelService):
         return self._report(progress, settings, started, samples=batch.samples, loss_tokens=arrays.loss_tokens)
 
     def forward_backward(self, part: FlatBatch, loss: str | None = None, divisor: float | None = None) -> PartReport:
-        """Accumulate the gradients of a part of the next step; see `PolicyGradient.forward_backward`. Raises
-        StepRefused when its step isn't the present version."""
+        """Accumulate the gradients of a part of the next step (see `PolicyGradient.forward_backward`). Raises
+        StepRefused if its step isn't the present version."""
         if part.step != self.version:
             raise StepRefused(f"a part of step {part.step} given to a trainer at version {self.version}")
         arrays = part.arrays()
@@ -177,8 +177,8 @@ class TrainerService(ModelService):
         )
 
     def optim_step(self, settings: OptimiserSettings | None = None) -> StepReport:
-        """Apply the gradients of all parts since the last step, which makes a version; see
-        `PolicyGradient.optim_step`. ``settings``: by default the run's."""
+        """Apply the gradients of all parts since the last step, which makes a version (see
+        `PolicyGradient.optim_step`). ``settings``: by default the run's."""
         settings, parts = settings or self._settings(), tuple(self.policy.parts)
         started = time.perf_counter() - sum(part.compute_s for part in parts)
         progress = self.policy.optim_step(settings)
@@ -186,20 +186,20 @@ class TrainerService(ModelService):
         return self._report(progress, settings, started, samples=samples, loss_tokens=loss_tokens)
 
     def score(self, prompt: tuple[int, ...] = (), pixels: str = "") -> ProbeScores:
-        """Score random tokens, behind a prompt with these pictures if there is one: see `Learner.score`."""
-        most = min(
+        """Score random tokens, after a prompt with these pictures if there is one (see `Learner.score`)."""
+        max_tokens = min(
             self.experiment.max_sequence_tokens - len(prompt),
             self.experiment.generator.kv_capacity_tokens or PROBE_TOKENS + 1,
         )
         model = self.learner.model
         drawn_v = np.delete(np.arange(model.config.vocabulary_size), model.placeholders)
-        ids = drawn_v[list(probe_ids(self.version, len(drawn_v), most))].tolist()
+        ids = drawn_v[list(probe_ids(self.version, len(drawn_v), max_tokens))].tolist()
         return self.learner.score(Probe(ids=tuple(ids), prompt=prompt, pixels=pixels))
 
     def _report(
         self, progress: Progress, settings: OptimiserSettings, started: float, *, samples: int, loss_tokens: int
     ) -> StepReport:
-        """Make the version of the step that was just taken, unless it was skipped, and report it."""
+        """Increment the version after a step unless it was skipped, and report the step."""
         step, applied = self.version, sum(update.applied for update in progress.updates)
         metrics = self.policy.metrics(progress)
         if applied:
@@ -228,7 +228,7 @@ class TrainerService(ModelService):
         super().close()
 
     def save_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> CheckpointInfo:
-        """Write atomically everything a resume needs; afterwards delete older checkpoints beyond ``keep_last``.
+        """Write atomically everything that a resume needs, then delete older checkpoints beyond ``keep_last``.
 
         Raises StorageFailed on a full disk; the older checkpoints are then kept."""
 
@@ -250,8 +250,8 @@ class TrainerService(ModelService):
         return CheckpointInfo(path=path, version=self.version)
 
     def load_checkpoint(self, path: str) -> int:
-        """Load a checkpoint; returns its version. Raises CheckpointCorrupt before anything is changed, and
-        ConfigurationError where the run's grammars would be read by another library."""
+        """Load a checkpoint; returns its version. Raises CheckpointCorrupt before any change, and ConfigurationError if
+        another library would read the run's grammars."""
         state = verify(path)
         pinned = Path(path) / GRAMMAR_FILE
         if pinned.is_file() and (theirs := pinned.read_text()) != GRAMMAR_VERSION:
@@ -277,7 +277,7 @@ class TrainerService(ModelService):
 
     @property
     def _constrains(self) -> bool:
-        """Whether answers that grammars constrained may be trained on."""
+        """Whether the run may train on answers that grammars constrained."""
         return self.experiment.kept_sets > 0 and self.experiment.environment.calls
 
     @property
@@ -303,7 +303,7 @@ class TrainerService(ModelService):
 
 
 def _write(path: str, fill: Callable[[Path], None], state: CheckpointState) -> None:
-    """Call `write_folder`; storage errors become a StorageFailed that says what to do."""
+    """Call `write_folder`; convert storage errors to a StorageFailed that names the remedy."""
     try:
         write_folder(path, fill, state)
     except (OSError, SafetensorError) as error:
@@ -313,7 +313,7 @@ def _write(path: str, fill: Callable[[Path], None], state: CheckpointState) -> N
 
 
 def use_device(device: Any) -> torch.device:
-    """Torch device of the worker; sets the number of compute threads to its cores."""
+    """Return the torch device of the worker, and set the number of compute threads to its cores."""
     if device.threads is not None:
         torch.set_num_threads(device.threads)
     return torch.device(device.torch_device())

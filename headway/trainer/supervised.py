@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: next-token cross-entropy over the tokens that are to be learned.
+"""Supervised fine-tuning by next-token cross-entropy over the tokens that carry loss.
 
 Legend: ``_n`` one value per token, ``_s`` one value per sequence.
 """
@@ -19,7 +19,7 @@ from headway.algorithms.packing import pack
 from headway.algorithms.samples import SampleArrays, slice_micro_batch
 from headway.config.load import validate_experiment
 from headway.records.errors import ConfigurationError, NoProgress
-from headway.records.training import MOST_SKIPPED_IN_A_ROW
+from headway.records.training import MAX_CONSECUTIVE_SKIPS
 from headway.trainer.checkpoints import CheckpointState
 from headway.trainer.learner import Update
 from headway.trainer.optimizer import learning_rate
@@ -27,7 +27,7 @@ from headway.trainer.service import ModelService
 
 
 class SupervisedService(ModelService):
-    """Worker class: the same model and optimiser as the RL trainer, next-token cross-entropy instead of rewards.
+    """The worker class of SFT, with the RL trainer's model and optimiser and next-token cross-entropy as loss.
 
     Lifecycle: `prepare` once, then `steps` any number of times, with `publish` and `save` in between and at the end.
     """
@@ -52,18 +52,18 @@ class SupervisedService(ModelService):
         lengths_s: npt.NDArray[np.int64],
         held_out: int = 0,
     ) -> None:
-        """Set the sequences, concatenated, and their tokens that carry loss (orchestrator/jobs/sft_data.py).
-        ``held_out`` sequences, drawn by the seed, are not trained on: see `held_out_loss`."""
+        """Set the concatenated sequences, and their tokens that carry loss (orchestrator/jobs/sft_data.py).
+        ``held_out``: number of sequences, drawn by the seed, that are only evaluated (`held_out_loss`)."""
         self._token_ids_n, self._learned_n = token_ids_n, learned_n
         self._lengths_s, self._starts_s = lengths_s, np.cumsum(lengths_s) - lengths_s
         count, seed = len(lengths_s), self.experiment.run.seed
         self._held_out = sorted(np.random.default_rng([seed, count]).permutation(count)[:held_out].tolist())
         trained = np.delete(np.arange(count), self._held_out)
         self._trained = len(trained)
-        self._order = (int(trained[i]) for i in _shuffled_for_ever(self._trained, seed))
+        self._order = (int(trained[i]) for i in _endless_permutations(self._trained, seed))
 
     def held_out_loss(self) -> float:
-        """Mean cross-entropy over the loss tokens of the held-out sequences, nats."""
+        """The mean cross-entropy over the loss tokens of the held-out sequences, in nats."""
         arrays, total = self._arrays(self._held_out), 0.0
         with torch.no_grad():
             for chosen in pack((arrays.lengths_s - 1).tolist(), self.experiment.trainer.micro_batch_tokens)[0]:
@@ -76,7 +76,7 @@ class SupervisedService(ModelService):
 
         Returns version, the last step's loss, learning_rate and grad_norm, loss_mean over the steps, tokens,
         tokens_per_s, effective_token_share (tokens with loss ÷ tokens computed), flops, seconds, and, since the
-        start, skipped steps and epochs. Raises NoProgress after MOST_SKIPPED_IN_A_ROW skipped steps.
+        start, skipped steps and epochs. Raises NoProgress after MAX_CONSECUTIVE_SKIPS skipped steps.
         """
         if not len(self._lengths_s):
             raise ConfigurationError("prepare() must come before steps()")
@@ -118,24 +118,24 @@ class SupervisedService(ModelService):
             return
         self.skipped += 1
         self._skipped_in_a_row += 1
-        if self._skipped_in_a_row == MOST_SKIPPED_IN_A_ROW:
+        if self._skipped_in_a_row == MAX_CONSECUTIVE_SKIPS:
             raise NoProgress(
-                f"{MOST_SKIPPED_IN_A_ROW} steps in a row were skipped, the last because of {update.reason}; a lower "
+                f"{MAX_CONSECUTIVE_SKIPS} steps in a row were skipped, the last because of {update.reason}; a lower "
                 f"sft.learning_rate than {self.settings.learning_rate:g} may help; nothing was saved"
             )
 
     def save(self, path: str, metrics: dict[str, float] | None = None) -> None:
-        """Write the model folder (weights, configuration, tokenizer, state.json) atomically. ``metrics``: what
-        state.json says of the model. Raises StorageFailed."""
+        """Write the model folder (weights, configuration, tokenizer, state.json) atomically. ``metrics``: of the model,
+        for state.json. Raises StorageFailed."""
         self._save_model(path, CheckpointState(version=self.version, metrics=metrics or {}))
 
     def _arrays(self, chosen: list[int]) -> SampleArrays:
         lengths_s = self._lengths_s[chosen]
-        places_n = np.concatenate([np.arange(self._lengths_s[i]) + self._starts_s[i] for i in chosen])
-        tokens = len(places_n)
+        index_n = np.concatenate([np.arange(self._lengths_s[i]) + self._starts_s[i] for i in chosen])
+        tokens = len(index_n)
         return SampleArrays(
-            token_ids_n=self._token_ids_n[places_n].astype(np.int64),
-            loss_mask_n=self._learned_n[places_n],
+            token_ids_n=self._token_ids_n[index_n].astype(np.int64),
+            loss_mask_n=self._learned_n[index_n],
             behaviour_logprobs_n=np.zeros(tokens, np.float32),
             advantages_n=np.zeros(tokens, np.float32),
             versions_n=np.full(tokens, -1, np.int64),
@@ -149,22 +149,22 @@ class SupervisedService(ModelService):
         lengths = (arrays.lengths_s - 1).tolist()
         for number, chosen in enumerate(pack(lengths, self.experiment.trainer.micro_batch_tokens)[0]):
             batch = slice_micro_batch(arrays, chosen)
-            self._drop(f"{self.experiment.run.seed}/{self.version + self.skipped}/{number}")
+            self._set_dropout_key(f"{self.experiment.run.seed}/{self.version + self.skipped}/{number}")
             loss: Tensor = -self.learner.logprobs(batch, arrays, 1.0).logprobs_m.sum() / arrays.loss_tokens
             self.learner.backward(loss)
             total += float(loss.detach())
             flops += self.learner.training_flops(batch)
-        self._drop(None)
+        self._set_dropout_key(None)
         return total, flops
 
-    def _drop(self, key: str | None) -> None:
-        """Apply the adapter's dropout by ``key``, if it has any; None: no more."""
+    def _set_dropout_key(self, key: str | None) -> None:
+        """Set the key of the adapter's dropout, if it has dropout; None: disable dropout."""
         if (lora := self.learner.lora) is not None and lora.dropout.rate:
             lora.dropout.key = key
 
 
-def _shuffled_for_ever(count: int, seed: int) -> Iterator[int]:
-    """Yield every index once per epoch, endlessly; each epoch's order depends only on the seed and its number."""
+def _endless_permutations(count: int, seed: int) -> Iterator[int]:
+    """Yield every index once per epoch, endlessly; an epoch's order depends only on the seed and the epoch's number."""
     epoch = 0
     while True:
         yield from np.random.default_rng([seed, epoch]).permutation(count).tolist()

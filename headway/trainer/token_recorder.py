@@ -1,4 +1,4 @@
-"""The trainer's part of the record of rollouts: what it saw of each response token, ``RUN/rollouts/trained``.
+"""The trainer's part of the record of rollouts, ``RUN/rollouts/trained``: its values of each response token.
 
 Legend: ``_n`` one value per token of the batch, ``_r`` per response token, ``_s`` per sequence.
 """
@@ -13,18 +13,18 @@ import pyarrow as pa
 from headway.algorithms.samples import FlatBatch, SampleArrays
 from headway.config.schema import LedgerConfig
 from headway.records.errors import StorageFailed
-from headway.telemetry.rollouts.columns import TRAINED, listed, share_of, takes, trained_batch
+from headway.telemetry.rollouts.columns import TRAINED, is_recorded, list_array, recorded_share, trained_batch
 from headway.telemetry.rollouts.segments import FOLDER, SegmentWriter
 from headway.trainer.progress import Progress
 
 
 class TokenRecorder:
-    """Writes the values of every sequence that was trained on, in one batch for each step or part. Never raises:
-    ``take_error`` says why it stopped."""
+    """Writes the values of every trained sequence, in one batch per step or part. It never raises; ``take_error``
+    returns the reason why it stopped."""
 
     def __init__(self, run_dir: str | Path, settings: LedgerConfig) -> None:
-        """Without the run's folder on this machine nothing is recorded."""
-        self._share = share_of(settings)
+        """Nothing is recorded if this machine doesn't have the run's folder."""
+        self._share = recorded_share(settings)
         self._folder = Path(run_dir) / FOLDER / "trained"
         self._max_bytes = settings.rollouts_max_bytes
         self._writer: SegmentWriter | None = None
@@ -32,20 +32,20 @@ class TokenRecorder:
         self._recording = self._share > 0 and Path(run_dir).is_dir()
 
     def record(self, batch: FlatBatch, arrays: SampleArrays, progress: Progress) -> None:
-        """Record a batch, or part, with the values that were computed of it, those of all ranks."""
+        """Record a batch, or part, with its computed values from all ranks."""
         if not self._recording:
             return
         try:
-            if self._writer is None:  # not before the first step: the process may only publish, or be measured
+            if self._writer is None:  # not before the first step: some processes only publish or measure
                 self._writer = SegmentWriter(self._folder, TRAINED, first=batch.step, max_bytes=self._max_bytes)
             self._writer.append(_values(batch, arrays, progress, self._share), batch.step)
-        except Exception as error:  # the boundary to the record: it must not cost the step
+        except Exception as error:  # the boundary to the record: its failure must not affect the step
             self._recording = False
             cause = str(error) if isinstance(error, StorageFailed) else f"{type(error).__name__}: {error}"
             self._error = f"what is trained is recorded no further: {cause}"
 
     def take_error(self) -> str:
-        """Why recording has ended, once; "" where it has not."""
+        """Return the reason why recording ended, once; "": it hasn't ended, or the reason was returned."""
         error, self._error = self._error, ""
         return error
 
@@ -57,23 +57,23 @@ class TokenRecorder:
 def _values(batch: FlatBatch, arrays: SampleArrays, progress: Progress, share: float) -> pa.RecordBatch:
     prepared = progress.prepared
     assert prepared is not None, "the step has prepared it"
-    taken_s = takes(arrays.groups_s, share)
+    taken_s = is_recorded(arrays.groups_s, share)
     response_n = (arrays.versions_n >= 0) & np.repeat(taken_s, arrays.lengths_s)
-    at = np.flatnonzero(response_n)
+    idx_r = np.flatnonzero(response_n)
     before_n = np.concatenate([[0], np.cumsum(response_n)])
     tokens_s = (before_n[arrays.starts_s + arrays.lengths_s] - before_n[arrays.starts_s])[taken_s]
-    seen_r = progress.seen_n[at] > 0
-    whole, owners_s = np.arange(arrays.samples), arrays.rollouts_s
-    firsts_s = whole if owners_s is None else np.searchsorted(owners_s, owners_s)
+    seen_r = progress.seen_n[idx_r] > 0
+    index_s, owners_s = np.arange(arrays.samples), arrays.rollouts_s
+    firsts_s = index_s if owners_s is None else np.searchsorted(owners_s, owners_s)
     weights_s = np.ones(arrays.samples) if arrays.weights_s is None else arrays.weights_s
     return trained_batch(
         step=np.full(len(tokens_s), batch.step),
         group=arrays.groups_s[taken_s],
         member=batch.members_s[taken_s],
-        sequence=(whole - firsts_s)[taken_s],
+        sequence=(index_s - firsts_s)[taken_s],
         weight=weights_s[taken_s],
-        logprobs=listed(np.where(seen_r, progress.logprobs_n[at], np.nan).astype(np.float32), tokens_s),
-        clipped=listed(progress.clipped_n[at] > 0, tokens_s),
-        trained=listed(seen_r & prepared.keep_n[at], tokens_s),
-        advantages=listed(prepared.advantages_n[at].astype(np.float32), tokens_s),
+        logprobs=list_array(np.where(seen_r, progress.logprobs_n[idx_r], np.nan).astype(np.float32), tokens_s),
+        clipped=list_array(progress.clipped_n[idx_r] > 0, tokens_s),
+        trained=list_array(seen_r & prepared.keep_n[idx_r], tokens_s),
+        advantages=list_array(prepared.advantages_n[idx_r].astype(np.float32), tokens_s),
     )

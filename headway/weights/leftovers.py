@@ -1,4 +1,4 @@
-"""Names of the files and folders in which weights are published, and their removal after a crash. Torch-free."""
+"""Names the files and folders in which weights are published, and removes them after a crash. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHARED_MEMORY = Path("/dev/shm")
 _EXCHANGE = ".exchange"  # suffix of folders from which a server reads weights
 
 
-def stem(run_id: str) -> str:
+def slot_stem(run_id: str) -> str:
     """File name stem of a run's slots. A run id that isn't a plain file name is replaced by its hash."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", run_id):
         run_id = hashlib.sha256(run_id.encode()).hexdigest()[:16]
@@ -27,11 +27,11 @@ def reap(run_id: str, *, directory: str | Path | None = None) -> list[str]:
     """Remove the slots that killed runs left behind: all of ``run_id``, and those of other runs that no process holds.
     Returns their paths. The caller must hold the lock of ``run_id``, whose processes must have ended."""
     folders = [Path(directory)] if directory is not None else [SHARED_MEMORY, Path(tempfile.gettempdir())]
-    own = re.compile(re.escape(stem(run_id)) + r"-\d+\.weights")
+    run_slot = re.compile(re.escape(slot_stem(run_id)) + r"-\d+\.weights")
     removed: list[str] = []
     for folder in folders:
         for file in folder.glob("headway-*.weights"):
-            if own.fullmatch(file.name):
+            if run_slot.fullmatch(file.name):
                 file.unlink(missing_ok=True)
                 removed.append(str(file))
         removed += map(str, remove_unlocked(folder, "headway-*-*.weights"))
@@ -46,14 +46,13 @@ def reap_folders(directory: str | Path) -> list[str]:
 
 @contextmanager
 def exchange_folder(directory: str | Path) -> Iterator[Path]:
-    """A new folder of this process for weights that others read; removed at the end, or by ``reap_folders`` after a
-    crash."""
+    """Make a folder of this process for weights that others read. It is removed at the end of the block, or by
+    ``reap_folders`` after a crash."""
     with ScratchFolder("headway-", _EXCHANGE, directory) as folder:
         folder.chmod(0o755)  # the reader may be another user
         yield folder
 
 
 def hold(descriptor: int) -> None:
-    """Mark an open slot as in use by this process, until it is closed and unmapped (a mapping has its own
-    descriptor)."""
+    """Mark an open slot as used by this process, until it is closed and unmapped. A mapping has its own descriptor."""
     fcntl.flock(descriptor, fcntl.LOCK_SH)

@@ -28,7 +28,7 @@ from headway.records.generation import PublishedWeights
 from headway.runtime.nodes.dial import TIMEVAL, dial, outlast
 from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, ConnectionRefused, Hello, NotAdmitted, admit
 from headway.runtime.nodes.listener import listen_on_first
-from headway.weights.leftovers import stem
+from headway.weights.leftovers import slot_stem
 from headway.weights.slot_file import HEADER, UNWRITTEN, default_folders, new_slot, version_in
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ _PATIENCE_S = 30.0  # for a chunk that another mirror is fetching
 
 
 @dataclass
-class _Arriving:
-    """A version in a slot: how much of it has arrived, in order."""
+class _IncomingVersion:
+    """A version in a slot, and the part of it that has arrived without a gap."""
 
     version: int
     content: memoryview
@@ -84,23 +84,23 @@ class MirrorService:
         ``certificate``: with its key, of encrypted connections; empty: they aren't. Raises ConfigurationError when no
         port is free."""
         self._log = context.log
-        self._stem = f"{stem(run_id)}-{node or 'head'}"
+        self._stem = f"{slot_stem(run_id)}-{node or 'head'}"
         self._key, self._epoch, self._orphan_s = key, epoch, orphan_s
         self._slots: dict[int, tuple[Path, mmap.mmap]] = {}  # by slot number
         self._next = 0
-        self._arriving: dict[int, _Arriving] = {}  # by version
-        self._gone = -1  # the newest version whose slot was taken by another
+        self._arriving: dict[int, _IncomingVersion] = {}  # by version
+        self._newest_overwritten = -1  # the newest version whose slot was taken by another
         self._changed = threading.Condition()
         self._published: dict[int, PublishedWeights] = {}  # on this machine, by the trainer
         self._certificate = certificate
         self.served_bytes = 0
         self._loop = asyncio.new_event_loop()  # of the listener alone
         threading.Thread(target=self._loop.run_forever, name="mirror", daemon=True).start()
-        listening = listen_on_first(host, ports, key, epoch, self._take, self._log.warning, certificate)
+        listening = listen_on_first(host, ports, key, epoch, self._accept, self._log.warning, certificate)
         self._listener = asyncio.run_coroutine_threadsafe(listening, self._loop).result()
 
     def address(self) -> str:
-        """Where other mirrors reach it."""
+        """The address at which other mirrors reach it."""
         return self._listener.address
 
     def serve_published(self, published: PublishedWeights) -> None:
@@ -112,11 +112,11 @@ class MirrorService:
                 # The first, not the lowest version: the best one is published again at the end.
                 first = next(iter(self._published))
                 del self._published[first]
-                self._gone = max(self._gone, first)
+                self._newest_overwritten = max(self._newest_overwritten, first)
             self._changed.notify_all()
 
     def problem_with(self, source: str) -> str:
-        """Why nothing could be fetched from the mirror at ``source``; empty: it can be reached, and takes the key."""
+        """Explain why nothing can be fetched from the mirror at ``source``; "" where it can."""
         hello = Hello(purpose="mirror", subject="check", epoch=self._epoch)
         try:
             dialling = dial(source, self._key, hello, self._orphan_s, encrypted=bool(self._certificate))
@@ -130,7 +130,7 @@ class MirrorService:
         return {"served_bytes": self.served_bytes}
 
     def fetch(self, published: PublishedWeights, source: str) -> PublishedWeights:
-        """Fetch a version from the mirror at ``source``; returns where it lies here. Raises WeightsCorrupt when the
+        """Fetch a version from the mirror at ``source``; returns its location here. Raises WeightsCorrupt when the
         transfer breaks or the version is gone there: nothing of it can be read then."""
         hello = Hello(purpose="mirror", subject=str(published.version), epoch=self._epoch)
 
@@ -144,7 +144,7 @@ class MirrorService:
         with _Transfer(source, published.version, connect) as transfer:
             arriving = self._begin(published.version, transfer.size)
             try:
-                transfer.into(arriving.content, lambda chunk: self._arrived(arriving, chunk))
+                transfer.receive_into(arriving.content, lambda chunk: self._arrived(arriving, chunk))
                 if version_in(transfer.header) != published.version:
                     raise WeightsCorrupt(
                         f"version {published.version} was overwritten at {source} while it was fetched"
@@ -169,8 +169,8 @@ class MirrorService:
 
     # --- this machine's slots -------------------------------------------------------------------------------
 
-    def _begin(self, version: int, size: int) -> _Arriving:
-        """Make room for a version of ``size`` bytes in the next slot."""
+    def _begin(self, version: int, size: int) -> _IncomingVersion:
+        """Prepare the next slot for a version of ``size`` bytes."""
         number, self._next = self._next, (self._next + 1) % SLOTS
         known = self._slots.get(number)
         if known is None or len(known[1]) != size:
@@ -179,11 +179,11 @@ class MirrorService:
             known = self._slots[number] = self._create(number, size)
         path, mapped = known
         HEADER.pack_into(mapped, 0, b"", UNWRITTEN, UNWRITTEN, 0, 0)
-        arriving = _Arriving(version, memoryview(mapped), path)
+        arriving = _IncomingVersion(version, memoryview(mapped), path)
         with self._changed:
             for old in [v for v, other in self._arriving.items() if other.path == path]:
                 del self._arriving[old]
-                self._gone = max(self._gone, old)
+                self._newest_overwritten = max(self._newest_overwritten, old)
             self._arriving[version] = arriving
             self._changed.notify_all()
         return arriving
@@ -198,7 +198,7 @@ class MirrorService:
                 refused.append(f"{folder}: {error.strerror}")
         raise ConfigurationError(f"no room for a mirror of {size / 1e6:.1f} MB x {SLOTS} ({'; '.join(refused)})")
 
-    def _arrived(self, arriving: _Arriving, chunk: int) -> None:
+    def _arrived(self, arriving: _IncomingVersion, chunk: int) -> None:
         with self._changed:
             arriving.ahead.add(chunk)
             while arriving.chunks in arriving.ahead:
@@ -208,7 +208,7 @@ class MirrorService:
 
     # --- serving --------------------------------------------------------------------------------------------
 
-    async def _take(self, sock: socket.socket, hello: Hello, peer: str) -> None:
+    async def _accept(self, sock: socket.socket, hello: Hello, peer: str) -> None:
         """Take another mirror: see `OnClient`."""
         if hello.purpose != "mirror":
             raise NotAdmitted(f"connections of a {hello.purpose} aren't accepted here")
@@ -217,9 +217,9 @@ class MirrorService:
         threading.Thread(target=self._serve, args=(sock,), name=f"to {peer}", daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:
-        with sock, suppress(OSError):  # the other mirror has what it wanted, or is gone
+        with sock, suppress(OSError):  # the other mirror has finished, or is gone
             sock.setblocking(True)
-            while request := _exactly(sock, _REQUEST.size):
+            while request := _receive_exactly(sock, _REQUEST.size):
                 self._answer(sock, *_REQUEST.unpack(request))
 
     def _answer(self, sock: socket.socket, version: int, offset: int, count: int) -> None:
@@ -246,7 +246,7 @@ class MirrorService:
         def ready() -> bool:
             arriving = self._arriving.get(version)
             if arriving is None:
-                return version in self._published or version <= self._gone
+                return version in self._published or version <= self._newest_overwritten
             return arriving.failed or arriving.has(offset, count)
 
         with self._changed:
@@ -281,14 +281,14 @@ class _Transfer:
             sock.setblocking(True)
             # By the kernel: with Python's time-out each read would return what is there, not all that was asked for.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, TIMEVAL.pack(int(2 * _PATIENCE_S), 0))
-        self.size = self._ask(self._sockets[0], 0, 0)
+        self.size = self._request(self._sockets[0], 0, 0)
         return self
 
     def __exit__(self, *_: object) -> None:
         for sock in self._sockets:
             sock.close()
 
-    def into(self, content: memoryview, on_chunk: Callable[[int], None]) -> None:
+    def receive_into(self, content: memoryview, on_chunk: Callable[[int], None]) -> None:
         """Fetch everything but the header into ``content``; ``on_chunk(number)`` is called after each chunk."""
         chunks = iter(range(-(-self.size // CHUNK_BYTES)))
         taking = threading.Lock()
@@ -301,42 +301,42 @@ class _Transfer:
                     return
                 first = chunk * CHUNK_BYTES
                 last = min(first + CHUNK_BYTES, self.size)
-                self._ask(sock, first, last - first)
+                self._request(sock, first, last - first)
                 skipped = HEADER.size if chunk == 0 else 0
                 if skipped:
-                    _fill(sock, memoryview(bytearray(skipped)))
-                _fill(sock, content[first + skipped : last])
+                    _receive_into(sock, memoryview(bytearray(skipped)))
+                _receive_into(sock, content[first + skipped : last])
                 on_chunk(chunk)
 
         try:
             with ThreadPoolExecutor(CONNECTIONS) as pool:
                 list(pool.map(fetch, self._sockets))
-            self._ask(self._sockets[0], 0, HEADER.size)
+            self._request(self._sockets[0], 0, HEADER.size)
             header = bytearray(HEADER.size)
-            _fill(self._sockets[0], memoryview(header))
+            _receive_into(self._sockets[0], memoryview(header))
             self.header = bytes(header)
         except (OSError, EOFError) as error:
             raise WeightsCorrupt(f"version {self._version} from {self._source}: {error}") from None
 
-    def _ask(self, sock: socket.socket, offset: int, count: int) -> int:
+    def _request(self, sock: socket.socket, offset: int, count: int) -> int:
         sock.sendall(_REQUEST.pack(self._version, offset, count))
-        there, size = _ANSWER.unpack(_exactly(sock, _ANSWER.size) or _ANSWER.pack(False, 0))
-        if not there:
+        available, size = _ANSWER.unpack(_receive_exactly(sock, _ANSWER.size) or _ANSWER.pack(False, 0))
+        if not available:
             raise WeightsCorrupt(f"version {self._version} is gone at {self._source}")
         return size
 
 
-def _exactly(sock: socket.socket, count: int) -> bytes:
+def _receive_exactly(sock: socket.socket, count: int) -> bytes:
     """The next ``count`` bytes; empty when the connection was closed before them."""
     data = bytearray(count)
     try:
-        _fill(sock, memoryview(data))
+        _receive_into(sock, memoryview(data))
     except EOFError:
         return b""
     return bytes(data)
 
 
-def _fill(sock: socket.socket, target: memoryview) -> None:
+def _receive_into(sock: socket.socket, target: memoryview) -> None:
     while len(target):
         count = sock.recv_into(target, len(target), socket.MSG_WAITALL)
         if not count:

@@ -1,4 +1,4 @@
-"""The mirrors of a run, as its orchestrator sees them: who fetches a version from whom."""
+"""Manages the mirrors of a run for its orchestrator: decides from which node each node fetches a version."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headway.runtime.workers import EventCallback, Launcher, WorkerHandle, Worke
 _FACTORY = "headway.weights.mirror:MirrorService"
 _FETCH_S = 600.0
 _START_S = 60.0
-_REMEMBERED = 3  # versions
+_KEPT_VERSIONS = 3  # versions
 
 
 class Mirrors:
@@ -49,34 +49,34 @@ class Mirrors:
         self._copies: dict[tuple[int, str, str], asyncio.Task[PublishedWeights]] = {}  # version, its checksum, node
 
     async def on_node(self, published: PublishedWeights, node: str) -> PublishedWeights:
-        """``published`` as ``node`` can read it, fetched there first if need be. Raises WeightsCorrupt when that fails:
-        a later version, or the same once more, may succeed."""
+        """Return ``published`` as ``node`` can read it, fetched there first if need be. Raises WeightsCorrupt when that
+        fails: a later version, or the same once more, may succeed."""
         if node == self._origin:
             return published
         key = (published.version, published.checksum, node)
         copying = self._copies.get(key)
         if copying is None or (copying.done() and (copying.cancelled() or copying.exception() is not None)):
             copying = self._copies[key] = asyncio.create_task(self._copy(published, node), name=f"mirror on {node}")
-            for old in [known for known in self._copies if known[0] <= published.version - _REMEMBERED]:
+            for old in [known for known in self._copies if known[0] <= published.version - _KEPT_VERSIONS]:
                 del self._copies[old]
                 self._chains.pop(old[0], None)
         return await asyncio.shield(copying)
 
     async def problems(self, nodes: Iterable[str]) -> list[str]:
         """List what keeps ``nodes`` from fetching, each from the trainer's machine and from the node before it."""
-        found, names = list[str](), list(dict.fromkeys((self._origin, *nodes)))
+        failures, names = list[str](), list(dict.fromkeys((self._origin, *nodes)))
         if names[1:]:  # start them together; failures are found below
             await asyncio.gather(*map(self._mirror, names), return_exceptions=True)
-        for before, here in pairwise(names):
-            for there in dict.fromkeys((self._origin, before)):
+        for previous, reader in pairwise(names):
+            for source in dict.fromkeys((self._origin, previous)):
                 try:
-                    (_, address), (mirror, _) = await self._mirror(there), await self._mirror(here)
+                    (_, address), (mirror, _) = await self._mirror(source), await self._mirror(reader)
                     why = await mirror.call("problem_with", address, timeout_s=_START_S)
                 except (HeadwayError, TimeoutError) as error:
                     why = str(error)
                 if why:
-                    found.append(f"{here or 'this machine'} gets nothing from {there or 'this machine'}: {why}")
-        return found
+                    failures.append(f"{reader or 'this machine'} gets nothing from {source or 'this machine'}: {why}")
+        return failures
 
     async def stop(self) -> None:
         """Stop all mirrors."""
@@ -85,11 +85,11 @@ class Mirrors:
 
     async def _copy(self, published: PublishedWeights, node: str) -> PublishedWeights:
         chain = self._chains.setdefault(published.version, [])
-        before = chain[-1] if chain else self._origin
+        previous = chain[-1] if chain else self._origin
         chain.append(node)
         try:
             try:
-                return await self._fetch(published, node, before)
+                return await self._fetch(published, node, previous)
             except WeightsCorrupt:  # a mirror has died, here or there: its successor may do better
                 return await self._fetch(published, node, self._origin)
         except BaseException:
@@ -99,11 +99,11 @@ class Mirrors:
     async def _fetch(self, published: PublishedWeights, node: str, source: str) -> PublishedWeights:
         """Fetch from ``source``'s mirror into ``node``'s."""
         try:
-            there, address = await self._mirror(source)
+            source_mirror, address = await self._mirror(source)
             if source == self._origin:
-                await there.call("serve_published", published)
-            here, _ = await self._mirror(node)
-            return await here.call("fetch", published, address, timeout_s=_FETCH_S)
+                await source_mirror.call("serve_published", published)
+            node_mirror, _ = await self._mirror(node)
+            return await node_mirror.call("fetch", published, address, timeout_s=_FETCH_S)
         except RemoteError as error:
             if isinstance(error.__cause__, WeightsCorrupt):
                 raise error.__cause__ from None
@@ -114,15 +114,15 @@ class Mirrors:
             raise WeightsCorrupt(f"version {published.version} on node {node}: {error}") from error
 
     async def _mirror(self, node: str) -> tuple[WorkerHandle, str]:
-        """The mirror of ``node`` and where others reach it, started if there is none. Raises the errors of the launcher
-        and of calls."""
+        """The mirror of ``node`` and its address for others, started if there is none. Raises the errors of the
+        launcher and of calls."""
         host = self._host_of(node)  # raises NodeLost: nothing is started, or waited for, on a node that isn't there
         slot = self._slots.get(node)
         if slot is None or slot.spec.arguments["host"] != host:
             arguments = {**self._settings, "node": node, "host": host}
-            place = f"{node}/" if node else ""
+            prefix = f"{node}/" if node else ""
             spec = WorkerSpec(
-                name=f"mirror-{node or 'head'}", factory=_FACTORY, arguments=arguments, device=f"{place}cpu:all"
+                name=f"mirror-{node or 'head'}", factory=_FACTORY, arguments=arguments, device=f"{prefix}cpu:all"
             )
             slot = self._slots[node] = WorkerSlot(spec, self._launcher, self._clock, self._on_event)
         worker = slot.live or await slot.restart(timeout_s=_START_S)

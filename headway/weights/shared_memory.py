@@ -24,7 +24,7 @@ from torch import Tensor
 
 from headway.records.errors import ConfigurationError, WeightsCorrupt
 from headway.records.generation import PublishedWeights
-from headway.weights.leftovers import hold, stem
+from headway.weights.leftovers import hold, slot_stem
 from headway.weights.slot_file import HEADER, MAGIC, PAGE, UNWRITTEN, default_folders, new_slot
 
 _ALIGNMENT = 64  # bytes to which every tensor is aligned: enough for vector loads and any dtype
@@ -33,7 +33,7 @@ _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloa
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    """A tensor's place in the payload."""
+    """The position of a tensor in the payload."""
 
     name: str
     dtype: str
@@ -88,7 +88,7 @@ class Publisher:
     ) -> None:
         if slots < 2:
             raise ConfigurationError(f"weights: slots = {slots}: at least 2, or a reader always races the writer")
-        self._stem = stem(run_id)
+        self._stem = slot_stem(run_id)
         self._slots = slots
         self._dtype = dtype
         self._folders = [Path(directory)] if directory is not None else default_folders()
@@ -96,7 +96,7 @@ class Publisher:
         self._next = 0
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> PublishedWeights:
-        """Copy ``tensors`` (any device) into the next slot. Raises ConfigurationError when there is no room."""
+        """Copy ``tensors`` (any device) into the next slot. Raises ConfigurationError when no folder has the space."""
         if version < 0:
             raise ValueError(f"version = {version}: must not be negative")
         started = time.perf_counter()
@@ -154,7 +154,7 @@ class Publisher:
 
 
 class _Slot:
-    """The writer's side of one mapped file."""
+    """The mapped file that the publisher writes one version to."""
 
     def __init__(self, path: Path, layout: _Layout) -> None:
         self.path = path
@@ -203,10 +203,10 @@ class Subscriber:
         if len(self._buffer) != payload_size:
             self._buffer = _aligned(payload_size)
             self._views = None
-        checksum = _checksum(version, manifest, self._copied(source, start))
-        after = HEADER.unpack_from(source, 0)[1]
-        if after != published.version:
-            raise WeightsCorrupt(_wrong_version(published, after) + " (overwritten while it was read)")
+        checksum = _checksum(version, manifest, self._copy_blocks(source, start))
+        version_after = HEADER.unpack_from(source, 0)[1]
+        if version_after != published.version:
+            raise WeightsCorrupt(_wrong_version(published, version_after) + " (overwritten while it was read)")
         if checksum != published.checksum:
             raise WeightsCorrupt(f"{published.path}: version {version} does not have checksum {published.checksum}")
         if self._views is None or self._views[0] != manifest:
@@ -226,7 +226,7 @@ class Subscriber:
         for _, source in self._maps.values():
             source.madvise(mmap.MADV_DONTNEED)
 
-    def _copied(self, source: mmap.mmap, start: int) -> Iterator[np.ndarray]:
+    def _copy_blocks(self, source: mmap.mmap, start: int) -> Iterator[np.ndarray]:
         """Fill the buffer block by block; yield each block while it is still in the core's cache."""
         payload = np.frombuffer(source, dtype=np.uint8, count=len(self._buffer), offset=start)
         for first in range(0, len(payload), _BLOCK):
@@ -272,6 +272,6 @@ def _checksum(version: int, manifest: bytes, payload: Iterable[np.ndarray]) -> s
     return state.hexdigest()
 
 
-def _wrong_version(published: PublishedWeights, found: int) -> str:
-    state = "is being overwritten" if found == UNWRITTEN else f"holds version {found}"
+def _wrong_version(published: PublishedWeights, actual: int) -> str:
+    state = "is being overwritten" if actual == UNWRITTEN else f"holds version {actual}"
     return f"{published.path}: version {published.version} was announced, but the slot {state}"

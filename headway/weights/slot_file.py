@@ -1,4 +1,4 @@
-"""The files that published weights lie in: their header, where they are made. Torch-free."""
+"""Creates the files in which weights are published, and reads their headers. Torch-free."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def version_in(slot: bytes | bytearray | memoryview) -> int:
 
 
 def new_file(path: Path) -> int:
-    """Create a file held by this process and return its descriptor; readers of an old one at ``path`` keep their
+    """Create a file held by this process and return its descriptor. Readers of an old one at ``path`` keep their
     mapping."""
     while True:
         path.unlink(missing_ok=True)
@@ -37,7 +37,7 @@ def new_file(path: Path) -> int:
 
 
 def new_slot(path: Path, size: int) -> mmap.mmap:
-    """Create and map a file of ``size`` bytes. Raises OSError, with nothing left, where there is no room."""
+    """Create and map a file of ``size`` bytes. Raises OSError, with no file left, where the file system is full."""
     descriptor = new_file(path)
     try:
         os.posix_fallocate(descriptor, 0, size)  # a write to a mapped page beyond a full file system would be a SIGBUS
@@ -50,6 +50,6 @@ def new_slot(path: Path, size: int) -> mmap.mmap:
 
 
 def default_folders() -> list[Path]:
-    """Where slots are made: in shared memory, or in the temporary folder where that is missing or too small."""
+    """The folders to make slots in: shared memory, then the temporary folder for where that is missing or too small."""
     temporary = Path(tempfile.gettempdir())
     return [SHARED_MEMORY, temporary] if os.access(SHARED_MEMORY, os.W_OK) else [temporary]

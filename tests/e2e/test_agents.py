@@ -147,7 +147,7 @@ def test_a_log_has_the_beginning_and_the_end_of_what_was_printed(tmp_path: Path)
 
 
 def test_a_resumed_run_keeps_no_more_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.rollout.hosting.agents.processes._KEPT_LOGS", 3)
+    monkeypatch.setattr("headway.rollout.hosting.agents.processes._MAX_LOGS", 3)
     (tmp_path / "logs").mkdir()
     for number in range(5):
         (tmp_path / "logs" / f"{number}-0.log").write_text("")

@@ -18,7 +18,7 @@ from node_processes import namespaces, no_namespaces, start_agent
 from test_nodes_run import start_run
 from tiers import first
 
-from headway.buffer.replication import BooksCopy
+from headway.buffer.replication import AccountingReplica
 from headway.buffer.store import GroupBuffer
 from headway.records.rollout import Group
 from headway.records.task import Task
@@ -94,7 +94,7 @@ def test_transactions_while_the_whole_books_are_sent_follow_them_once(
 
     async def main() -> None:
         clock, folder = RealClock(), tmp_path / "copy"
-        copy = BooksCopy(
+        copy = AccountingReplica(
             LocalLauncher(clock), clock, f":{folder}", path, lambda name, detail, /, **_: events.append(name)
         )
         buffer = GroupBuffer(path, 1 << 20, journal=copy.journal)

@@ -11,7 +11,7 @@ import pytest
 
 from headway.config.load import validate_experiment
 from headway.orchestrator.preflight.check import check
-from headway.orchestrator.preflight.demonstrations import demonstrated
+from headway.orchestrator.preflight.demonstrations import make_attempts
 from headway.records.check_report import Finding
 from headway.records.task import Task
 
@@ -122,7 +122,7 @@ class Pay(Environment):
         if episode.turns == 3:
             episode.end()
         else:
-            episode.say("more")
+            episode.add_message("more")
 
     async def score(self, episode):
         return {"reward": SCORE, "solved": False}
@@ -208,7 +208,7 @@ def test_demonstrations_are_attempts_at_tasks_that_are_known(tmp_path: Path) -> 
     )
 
     def tried(*tasks: Task) -> tuple[list[tuple[str, str]], bool]:
-        attempts, sure = demonstrated(experiment, {"train": tasks}, "?")
+        attempts, sure = make_attempts(experiment, {"train": tasks}, "?")
         return [(one.task.prompt, one.answers[0]["content"]) for one in attempts], sure
 
     own, other = [("1+1=", "2")] * 3, Task(task_id="b", prompt="3+3=")

@@ -46,8 +46,8 @@ async def played(pool: EnvironmentPool, killed: list[str]) -> Rollout:
     async def gate(parked: PartialRollout) -> Resumption:
         assert parked.episode is not None
         assert parked.snapshot
-        [seat] = [seat for seat in pool._seats if seat.episodes]
-        worker = seat.slot.worker
+        [client] = [client for client in pool._clients if client.episodes]
+        worker = client.slot.worker
         assert worker is not None
         worker.kill("by its test")
         killed.append((await worker.died).worker)

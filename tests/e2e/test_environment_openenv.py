@@ -13,7 +13,7 @@ from packages import needs
 
 from headway.records.errors import ConfigurationError
 from headway.records.task import Task
-from headway.rollout.environments.openenv_server import LocalServer, fetched, free_port
+from headway.rollout.environments.openenv_server import LocalServer, fetch_json, free_port
 
 needs("websockets", "websockets isn't installed: pip install 'headway[openenv]'")
 needs("openenv", "openenv-core isn't installed")
@@ -121,7 +121,7 @@ def test_a_server_that_dies_is_infrastructure_and_started_again() -> None:
         await other.play(["7"])
         await episodes.shut_down()
         with pytest.raises(OSError):  # noqa: PT011  (refused or reset)
-            fetched(f"{address}/health", 1.0)
+            fetch_json(f"{address}/health", 1.0)
         return one.last.failure, other.last.over
 
     failure, over = played(main)

@@ -20,7 +20,7 @@ from repairs import write_repositories
 from headway.records.rollout import Rollout
 from headway.records.tokens import restored
 from headway.tokens.continuing import Chat
-from headway.tokens.output_parsing import client_form
+from headway.tokens.output_parsing import openai_message
 from headway.tokens.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(420)]
@@ -102,7 +102,7 @@ def answers_of(rollout: Rollout, chat: Chat) -> list[str]:
             ids.append(token)
         elif ids:
             message = chat.answer(ids, "", calls=False).message  # which a random model may begin with <think>
-            texts.append(client_form(message, chat.written)["content"] or "")
+            texts.append(openai_message(message, chat.written)["content"] or "")
             ids = []
     return texts
 

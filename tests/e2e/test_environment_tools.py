@@ -85,14 +85,14 @@ def test_calls_that_hang_are_given_up_and_their_worker_is_replaced() -> None:
 
             async def one(name: str, tool: str) -> tuple[list[str], float]:
                 started_s = time.monotonic()
-                async with pool.seated(name) as lease:
+                async with pool.lease(name) as lease:
                     told = await said(lease, (tool, "{}"), ("pid", "{}"))
                 return told, time.monotonic() - started_s
 
             asked = asyncio.Event()
 
             async def stays() -> list[str]:
-                async with pool.seated("6-0") as lease:
+                async with pool.lease("6-0") as lease:
                     await asked.wait()
                     return await said(lease, ("pid", "{}"))
 
@@ -137,7 +137,7 @@ def test_what_tools_raise_is_told_and_only_infrastructure_fails_a_rollout(tmp_pa
         pool = pool_of(events)
         await pool.start()
         try:
-            async with pool.seated("7-0") as lease:
+            async with pool.lease("7-0") as lease:
                 wrong = [("read", f'{{"path": "{tmp_path}/{name}"}}') for name in "abcd"]
                 there, names = (
                     ("read", f'{{"path": "{tmp_path}/there"}}'),

@@ -326,7 +326,7 @@ def test_nothing_is_left_in_shared_memory(tmp_path: Path):
 
     async def workflow(flow: Flow) -> None:
         group = await flow.workers("double", Doubles)
-        folders.append(str(flow._around.machines.settings.folder))
+        folders.append(str(flow._context.machines.settings.folder))
         assert os.listdir(folders[0])
         channel = flow.channel("arrays")
         for _ in range(3):

@@ -162,22 +162,22 @@ def test_a_lent_device_is_idle_even_after_a_restart_and_holds_its_requests(model
         await pool.pause_replicas([1])
         before = await pool.statistics()
         await asyncio.sleep(0.3)
-        own, lent = await pool.statistics()
+        own, yielded = await pool.statistics()
         assert own.generated_tokens > before[0].generated_tokens
-        assert lent.generated_tokens == before[1].generated_tokens
-        assert lent.running > 0
-        assert lent.lent_s - before[1].lent_s >= 0.3
-        assert own.lent_s == 0
+        assert yielded.generated_tokens == before[1].generated_tokens
+        assert yielded.running > 0
+        assert yielded.yielded_s - before[1].yielded_s >= 0.3
+        assert own.yielded_s == 0
         os.kill(pool.pids[1], signal.SIGKILL)
         await until(lambda: "generator_restarted" in events)
         late = [asyncio.create_task(pool.generate(one)) for one in named("late", requests(16))]
         await until(lambda: bool(pool._replicas[1].calls))
         await asyncio.sleep(0.2)
-        assert (await pool.statistics())[1].generated_tokens == lent.generated_tokens
+        assert (await pool.statistics())[1].generated_tokens == yielded.generated_tokens
         await pool.resume_replicas([1])
         for one, result in zip([*requests(), *requests(16)], await asyncio.gather(*jobs, *late), strict=True):
             assert len(result.response.ids) == one.sampling.max_tokens
-        assert (await pool.statistics())[1].generated_tokens > lent.generated_tokens
+        assert (await pool.statistics())[1].generated_tokens > yielded.generated_tokens
         await pool.stop()
 
     asyncio.run(main())

@@ -47,7 +47,7 @@ def test_a_run_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert ended.process.returncode == 0, ended.output
     run = tmp_path / "run"
     audited(run)
-    assert events_of(run, "books")[-1].data["balanced"] == 1
+    assert events_of(run, "accounting")[-1].data["balanced"] == 1
     steps = steps_of(run)
     assert [step.version for step in steps] == [1, 2, 3, 4, 5, 6]
     assert sum(step.filtered.get("user:first of a third", 0) for step in steps) > 0

@@ -51,7 +51,7 @@ def test_loops_are_stopped_and_trained_and_a_judge_of_ones_own_drops(inputs: Pat
     assert loops.saved_tokens > 50 * loops.rollouts
     assert loops.audits > 0
     assert judged.rollouts == judged.dropped > 0
-    books = events_of(run, "books")[-1].data
+    books = events_of(run, "accounting")[-1].data
     assert books["balanced"] == 1
     assert books["pruned"] >= judged.dropped
     kept = [json.loads(line) for line in output_of("show", run, "--json").splitlines()]

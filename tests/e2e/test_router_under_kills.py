@@ -133,7 +133,7 @@ def test_kill_9_in_mid_run_while_a_third_replica_joins(tmp_path: Path) -> None:
     # every rollout finishes, none twice
     report = tiny_run.audited(run)
     assert set(report.groups) <= {"trained", "buffered", "open"}
-    (books,) = tiny_run.events_of(run, "books")
+    (books,) = tiny_run.events_of(run, "accounting")
     assert books.data["balanced"] == 1, books.detail
     assert set(watched.asked.values()) == {1}
     assert {result.request_id for result in watched.results} == set(watched.asked)

@@ -140,7 +140,7 @@ def test_rollouts_cross_updates(inputs: Any, tmp_path: Path, mode: str) -> None:
     assert report.max_staleness <= 3
 
     summary = json.loads(tiny_run.output_of("report", run, "--json"))
-    assert summary["books_balanced"] is True
+    assert summary["accounting_balanced"] is True
     assert summary["max_trajectory_staleness"] == max(step.trajectory_staleness.max for step in tiny_run.steps_of(run))
     assert {
         "solve_rate_before",
@@ -174,7 +174,7 @@ def test_both_sides_on_the_same_cores(inputs: Any, tmp_path: Path, budget: int) 
     command = tiny_run.train(config)
     assert command.process.returncode == 0, command.output
     steps = tiny_run.steps_of(run)
-    assert sum(step.generator_lent_ratio for step in steps) > 0
+    assert sum(step.generator_yielded_ratio for step in steps) > 0
     report = tiny_run.audited(run)
     assert report.rollouts == {"trained": 8 * 16, "open": 0}
     assert report.max_staleness <= budget
@@ -330,7 +330,7 @@ def test_a_resume_without_its_ledger_or_its_buffer(inputs: Any, tmp_path: Path) 
     assert "ledger.jsonl lacks the steps from 0 on (was it removed, or cut?)" in lost.detail
     (corrupt,) = tiny_run.events_of(run, "checkpoint_corrupt")
     assert "step_00000006/state.json: checksum" in corrupt.detail
-    assert tiny_run.events_of(run, "books")[-1].data["balanced"] == 1
+    assert tiny_run.events_of(run, "accounting")[-1].data["balanced"] == 1
     report = tiny_run.audited(run)
     assert (report.completed_steps, report.rollouts["trained"]) == (8, 8 * 16)
     summary = json.loads((run / "summary.json").read_text())

@@ -44,8 +44,8 @@ def trained(folder: Path, inputs: Any, mode: str, part: int | None) -> tuple[dic
     assert command.process.returncode == 0, command.output
     run = folder / "run"
     tiny_run.require_whole(run, STEPS)
-    lent = sum(step.generator_lent_ratio for step in tiny_run.steps_of(run))
-    return load_file(checkpoint_path(run, STEPS) / "model" / "model.safetensors"), lent
+    yielded = sum(step.generator_yielded_ratio for step in tiny_run.steps_of(run))
+    return load_file(checkpoint_path(run, STEPS) / "model" / "model.safetensors"), yielded
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -58,10 +58,10 @@ MORE = [pytest.param(mode, part, marks=pytest.mark.slow) for mode in ("temporal"
 
 @pytest.mark.parametrize(("mode", "part"), [("temporal", 2), ("hybrid", 2), *MORE])
 def test_a_placement_changes_no_bit(tmp_path: Path, inputs: Any, mode: str, part: int | None) -> None:
-    apart, lent = trained(tmp_path / "apart", inputs, "spatial", part)
-    assert lent == 0.0
-    placed, lent = trained(tmp_path / mode, inputs, mode, part)
-    assert lent > 0.0
+    apart, yielded = trained(tmp_path / "apart", inputs, "spatial", part)
+    assert yielded == 0.0
+    placed, yielded = trained(tmp_path / mode, inputs, mode, part)
+    assert yielded > 0.0
     assert distance(apart, placed) == 0.0
 
 

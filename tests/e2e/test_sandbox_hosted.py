@@ -33,7 +33,7 @@ from headway.records.errors import ConfigurationError
 from headway.records.sandbox import Command, SandboxError, Snapshot
 from headway.sandbox.hosted.backend import HostedBackend
 from headway.sandbox.hosted.provider import OWNER, this_owner
-from headway.sandbox.snapshot_store import drop, dropped, note_hosted, remove_others
+from headway.sandbox.snapshot_store import drop, dropped_snapshots, note_hosted, remove_others
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 CLOUDS = {"e2b": (E2B, "e2b"), "prime": (Prime, "prime_sandboxes"), "modal": (Modal, "sys")}  # and what they need
@@ -299,11 +299,11 @@ def test_snapshots_that_are_dropped_are_deleted_there_where_there_is_a_call_for_
             await backend.reap()
             kept = 3 if backend.name == "modal" else 1
             assert len(backend.cloud.snapshots) == kept
-            assert dropped(backend.snapshots) == []
+            assert dropped_snapshots(backend.snapshots) == []
             note_hosted(backend.snapshots, gone := f"{backend.name}:no-such")
             drop(backend.snapshots, gone)
             await backend.reap()
-            assert dropped(backend.snapshots) == []
+            assert dropped_snapshots(backend.snapshots) == []
             assert not (await backend.create(SMALL, snapshot=Snapshot(path=taken[1], bytes=0, sha256=""))).ended
 
     run(main)

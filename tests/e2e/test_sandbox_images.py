@@ -24,7 +24,7 @@ from headway.records.sandbox import MIB, Command, SandboxError, SandboxSpec
 from headway.sandbox.backends import spec_of
 from headway.sandbox.images import store as image_store
 from headway.sandbox.images.resolve import prepare, sandbox_owner
-from headway.sandbox.images.store import Store
+from headway.sandbox.images.store import ImageStore
 from headway.sandbox.local.backend import LocalBackend
 from headway.sandbox.local.zygote_process import LocalSettings
 from headway.sandbox.snapshot_store import remove_others
@@ -204,7 +204,7 @@ def test_an_image_of_a_living_owner_isnt_removed(place: Path, tmp_path: Path):
             assert (await box.exec(Command(argv=["/bin/sh", "-c", "echo still here"]))).stdout == b"still here\n"
 
     run(main)
-    store = Store(place / "store", sandbox_owner(), 1 << 30)
+    store = ImageStore(place / "store", sandbox_owner(), 1 << 30)
     assert [one.in_use for one in store.images()] == [True], "until this process ends"
 
 

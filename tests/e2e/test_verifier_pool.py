@@ -368,5 +368,5 @@ def test_there_is_room_for_a_worker_a_core_as_far_as_memory_goes(tmp_path: Path,
     monkeypatch.setattr(f"{module}.machine_cores", lambda: tuple(range(6)))
     for free, room in ((64 << 30, 6), (600 << 20, 4), (100 << 20, 2)):
         monkeypatch.setattr(f"{module}.machine_memory", lambda free=free: (64 << 30, free))
-        assert verifiers().most_workers() == room
-    assert verifiers(nodes=("a",)).most_workers() > 1000
+        assert verifiers().max_workers() == room
+    assert verifiers(nodes=("a",)).max_workers() > 1000

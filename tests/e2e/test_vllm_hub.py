@@ -19,7 +19,7 @@ from vllm_servers import KEY, LONGEST_TOKENS, served
 from headway.generator.engines.select import build_engine
 from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.vllm.http import KEY_VARIABLE
-from headway.models.hub.model import HubModel, load_hub
+from headway.models.hub.model import HfModel, load_hf
 from headway.models.loading import weights_of
 from headway.records.errors import WeightsMismatch
 from headway.runtime.devices import parse_device
@@ -31,7 +31,7 @@ HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1} 
 NATS = 1e-3
 
 
-def forced(model: HubModel, prompt: list[int], ids: tuple[int, ...]) -> torch.Tensor:
+def forced(model: HfModel, prompt: list[int], ids: tuple[int, ...]) -> torch.Tensor:
     row = torch.tensor([*prompt, *ids])
     with torch.no_grad():
         logits = model(row, [len(row)])[len(prompt) - 1 : -1]
@@ -62,7 +62,7 @@ def engine_of(folder: str, device: str = "cpu:0", engine: str = "vllm") -> Any:
     return build_engine(settings, context)
 
 
-def changed(trained: HubModel) -> dict[str, torch.Tensor]:
+def changed(trained: HfModel) -> dict[str, torch.Tensor]:
     """Another version's weights, which ``trained`` has from now on."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -71,7 +71,7 @@ def changed(trained: HubModel) -> dict[str, torch.Tensor]:
     return weights_of(trained)
 
 
-def require_equal(engine: Any, trained: HubModel, version: int) -> None:
+def require_equal(engine: Any, trained: HfModel, version: int) -> None:
     """What is sampled has the trainer's log-probabilities."""
     session, worst = Session(engine), 0.0
     prompts = {"a": [3, 4, 5, 6], "b": [8], "c": list(range(9, 29))}
@@ -89,7 +89,7 @@ def test_a_server_computes_what_the_trainer_does_before_and_after_an_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_hub_model(tmp_path / "m", "Olmo2", **HEADS, max_position_embeddings=LONGEST_TOKENS)
-    trained = load_hub(folder, "float32", "cpu")
+    trained = load_hf(folder, "float32", "cpu")
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     with served(Path(folder), tmp_path / "server.log") as server, Publisher(f"vllm-hub-{os.getpid()}") as publisher:
         engine = engine_of(folder, server.address, "vllm-server")
@@ -101,7 +101,7 @@ def test_a_server_computes_what_the_trainer_does_before_and_after_an_update(
 @pytest.mark.parametrize("kind", ["Olmo2", "Phi3", "Granite", "GPT2"])
 def test_log_probabilities_are_the_trainers_before_and_after_an_update(tmp_path: Path, kind: str) -> None:
     folder = make_hub_model(tmp_path / "m", kind, **HEADS)
-    trained, engine = load_hub(folder, "float32", "cpu"), engine_of(folder)
+    trained, engine = load_hf(folder, "float32", "cpu"), engine_of(folder)
     for module in trained.modules():  # whose class vLLM has wrapped, where it has no code of its own
         module.do_not_compile = True  # pyright: ignore[reportArgumentType]
     require_equal(engine, trained, 0)

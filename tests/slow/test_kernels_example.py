@@ -24,6 +24,6 @@ def test_example_runs_from_tasks_to_scores(tmp_path: Path):
     assert "after RL" in ended.stdout
     summary = json.loads((tmp_path / "run/rl/summary.json").read_text())
     assert summary["steps"] == 2
-    assert summary["books_balanced"]
+    assert summary["accounting_balanced"]
     for name in ("cold-start", "reinforced"):
         assert json.loads((tmp_path / f"run/{name}.json").read_text())["row"]["candidates"] == 8

@@ -11,7 +11,7 @@ from headway.config.endpoint import EnvironmentConfig
 from headway.records.sandbox import ExecResult, FileInfo, SandboxError, environment_failure, model_failure
 from headway.records.task import Task
 from headway.rollout.environment import Answer, Call, Episode
-from headway.rollout.fixed_models import FixedModels
+from headway.rollout.fixed_models import ExternalModels
 from headway.rollout.hosting.service import load_environment
 
 Does = Callable[["Box", Sequence[str], dict[str, Any]], ExecResult | None]  # a command; None: it was well
@@ -70,7 +70,7 @@ class Boxed:
     def new(self) -> None:
         """Another one."""
         sandbox: Any = self.box
-        self.episode = Episode("7-0", self.task, sandbox, 0, 9, FixedModels({}))
+        self.episode = Episode("7-0", self.task, sandbox, 0, 9, ExternalModels({}))
 
     def begin(self) -> None:
         asyncio.run(self.environment.begin(self.episode))
@@ -82,7 +82,7 @@ class Boxed:
             for index, (name, arguments) in enumerate(commands)
         )
         answer = Answer(text="", message={}, calls=calls)
-        self.episode.hear(answer)
+        self.episode.receive(answer)
         asyncio.run(self.environment.reply(self.episode, answer))
         return [said["content"] for said in self.episode.take_next().said if said["role"] == "tool"]
 

@@ -29,7 +29,9 @@ class Clerk(Environment):
     async def reply(self, episode: Episode, answer: Answer) -> None:
         call = Call(name="wait", arguments=json.dumps({"refused": episode.turns == 2}), call_id="1")
         self.offered = self._tools  # not shown to the model
-        vars(episode)["tell"] = lambda call, content: episode.say(content)  # for its message holds no call
+        vars(episode)["add_tool_result"] = lambda call, content: episode.add_message(
+            content
+        )  # for its message holds no call
         await self.call_tools(episode, dataclasses.replace(answer, calls=(call,)))
         if episode.turns == 3:
             episode.end()

@@ -126,7 +126,7 @@ def words_not_used() -> tuple[set[str], set[str]]:
     style = (PACKAGE.parent / "docs" / "style.md").read_text(encoding="utf-8")
     locals_, words = re.findall(r"<!-- (?:locals|words) -->\n(.*?)\n\n", style, re.S)
     return set(re.findall(r"`(\w+)`", locals_)), {
-        word for row in re.findall(r"^\| ([a-z, ]+) \|", words, re.M) for word in row.split(", ")
+        word for row in re.findall(r"^\| ([a-z, ]+) \|", words, re.M)[1:] for word in row.split(", ")
     }
 
 

@@ -42,7 +42,7 @@ class Diary(Environment):
     async def begin(self, episode: Episode) -> None:
         await super().begin(episode)
         episode.state.update(lines=[], parked=[], resumed=0, drawn=[], turns=turns_of(episode.name))
-        episode.turn_to("", max_tokens=ANSWER_TOKENS)
+        episode.set_active_agent("", max_tokens=ANSWER_TOKENS)
 
     async def reply(self, episode: Episode, answer: Answer) -> None:
         lines = episode.state["lines"]
@@ -55,7 +55,7 @@ class Diary(Environment):
         if len(lines) == episode.state["turns"]:
             episode.end("full")
         else:
-            episode.say(f"{len(lines)}?")
+            episode.add_message(f"{len(lines)}?")
 
     async def score(self, episode: Episode) -> Any:
         await self.compare(episode)

@@ -119,7 +119,7 @@ class _Pool:
         self.episodes = episodes
 
     @asynccontextmanager
-    async def seated(self, name: str) -> AsyncIterator[Any]:
+    async def lease(self, name: str) -> AsyncIterator[Any]:
         try:
             yield _Seated(self.episodes, name)
         finally:

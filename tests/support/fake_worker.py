@@ -12,7 +12,7 @@ import msgspec
 
 from headway.generator.activity import ActivitySpan
 from headway.generator.fake import DrivenReplica, replica_statistics
-from headway.generator.fake_replica import FakeReplica, FakeRequest, ReplicaCosts, made_up
+from headway.generator.fake_replica import FakeReplica, FakeRequest, ReplicaCosts, synthetic_tokens
 from headway.records.errors import RemoteError, WeightsCorrupt, WorkerDied
 from headway.records.generation import (
     AppliedWeights,
@@ -232,9 +232,9 @@ class FakeWorker:
             version=published.version, pause_s=pause_s, in_flight=len(crossing), reprefilled_tokens=reprefilled
         )
 
-    def _lend(self, lent: bool) -> None:
+    def _yield_device(self, yielded: bool) -> None:
         self.engine.advance()
-        self.engine.core.lent = lent
+        self.engine.core.yielded = yielded
         self.engine.settle()
 
     def _statistics(self) -> EngineStatistics:
@@ -316,7 +316,7 @@ class _Streamed:
         for number, (version, tokens) in enumerate(spans, 1):
             first, end = max(end, self.sent), end + tokens
             if end > first:
-                ids, logprobs = made_up(entry, first, end, ended if number == len(spans) else None)
+                ids, logprobs = synthetic_tokens(entry, first, end, ended if number == len(spans) else None)
                 found.append(
                     TokenDelta.of(
                         entry.request.request_id,

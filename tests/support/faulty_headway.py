@@ -29,7 +29,7 @@ POINTS: dict[str, tuple[str, str, str, str]] = {
     "applied": ("headway.generator.client", "GeneratorPool", "update_weights", "after"),
     "log-durable": ("headway.buffer.store", "GroupBuffer", "make_durable", "after"),
     "checkpoint-written": ("headway.buffer.store", "GroupBuffer", "release_covered", "before"),
-    "candidate-saved": ("headway.orchestrator.evaluation", "Evaluations", "_keep", "before"),
+    "candidate-saved": ("headway.orchestrator.evaluation", "Evaluations", "_keep_as_best", "before"),
     "renamed": ("pathlib", "Path", "rename", "after"),  # while best/ is replaced: best -> best.old, candidate -> best
 }
 # faults in the trainer's process: see faulty_trainer.py; "all-..." also ends the orchestrator

@@ -1,4 +1,4 @@
-"""A worker whose process has a `Hub` in a thread of its own, and what the tests of links between workers share."""
+"""A worker whose process has a `PeerNetwork` in its own thread, and what the tests of links between workers share."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from headway.flow.paths import PeerAddress, PeerSettings
-from headway.flow.peers import Hub
+from headway.flow.peers import PeerNetwork
 from headway.flow.segments import new_folder
 from headway.runtime.child import WorkerContext
 from headway.runtime.clock import RealClock
-from headway.runtime.fork_server import TENSORS
+from headway.runtime.fork_server import TORCH_CODE
 from headway.runtime.nodes.handshake import make_key
 from headway.runtime.workers import LocalLauncher, WorkerHandle, WorkerSpec
 
@@ -30,7 +30,7 @@ class Services:
     """What peers may call."""
 
     def __init__(self) -> None:
-        self.hub: Hub
+        self.network: PeerNetwork
 
     async def echo(self, value: Any) -> Any:
         return value
@@ -39,7 +39,7 @@ class Services:
         raise KeyError(text)
 
     async def relay(self, peer: str, value: Any) -> Any:
-        return await self.hub.call(peer, "echo", value)
+        return await self.network.call(peer, "echo", value)
 
     async def hang(self) -> None:
         await asyncio.Event().wait()
@@ -49,24 +49,26 @@ class Services:
 
 
 class FlowPeer:
-    """A worker with a hub."""
+    """A worker with a `PeerNetwork`."""
 
     def __init__(self, context: WorkerContext, driver: PeerAddress, **settings: Any) -> None:
         self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, name="hub", daemon=True).start()
+        threading.Thread(target=self.loop.run_forever, name="network", daemon=True).start()
         services = Services()
-        self.hub = services.hub = Hub(context.name, PeerSettings(**settings), driver=driver, services=services)
-        self._run(self.hub.start())
+        self.network = services.network = PeerNetwork(
+            context.name, PeerSettings(**settings), driver=driver, services=services
+        )
+        self._run(self.network.start())
         self._kept: dict[str, Any] = {}
 
     def _run(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
     def address(self) -> Any:
-        return self.hub.address
+        return self.network.address
 
     def call_peer(self, peer: str, method: str, *args: Any) -> Any:
-        return self._run(self.hub.call(peer, method, *args))
+        return self._run(self.network.call(peer, method, *args))
 
     def keep(self, name: str, value: Any) -> None:
         self._kept[name] = value
@@ -80,7 +82,7 @@ class FlowPeer:
 
     def take(self, peer: str) -> None:
         """Receive a message and read it."""
-        read(self._run(self.hub.recv(peer)))
+        read(self._run(self.network.recv(peer)))
 
     def read(self, value: Any) -> None:
         read(value)
@@ -92,10 +94,10 @@ class FlowPeer:
         return self._kept[name]
 
     def send(self, peer: str, name: str, tag: str = "") -> None:
-        self._run(self.hub.send(peer, self._kept[name], tag))
+        self._run(self.network.send(peer, self._kept[name], tag))
 
     def recv(self, peer: str, name: str = "", tag: str = "") -> str:
-        message = self._run(self.hub.recv(peer, tag))
+        message = self._run(self.network.recv(peer, tag))
         if name:
             self._kept[name] = message
         return digest(message)
@@ -103,23 +105,23 @@ class FlowPeer:
     def bounce(self, peer: str, rounds: int) -> None:
         """Receive messages and drop them, each answered."""
         for _ in range(rounds):
-            self._run(self.hub.recv(peer))
-            self._run(self.hub.send(peer, None))
+            self._run(self.network.recv(peer))
+            self._run(self.network.send(peer, None))
 
     def hold(self, name: str) -> Any:
-        return self._run(self.hub.hold(self._kept[name]))
+        return self._run(self.network.hold(self._kept[name]))
 
     def release(self, ref: Any) -> None:
-        self.loop.call_soon_threadsafe(self.hub.release, ref)
+        self.loop.call_soon_threadsafe(self.network.release, ref)
 
     def fetch(self, ref: Any) -> str:
-        return digest(self._run(self.hub.fetch(ref)))
+        return digest(self._run(self.network.fetch(ref)))
 
     def segments(self) -> int:
-        return len(list(Path(self.hub.address.unix).parent.glob(f"{self.hub.address.incarnation}*.segment")))
+        return len(list(Path(self.network.address.unix).parent.glob(f"{self.network.address.incarnation}*.segment")))
 
     def close(self) -> None:
-        self._run(self.hub.close())
+        self._run(self.network.close())
 
 
 SINK = np.zeros(100 << 20, np.uint8)
@@ -170,26 +172,27 @@ def digest(value: Any) -> str:
 @asynccontextmanager
 async def workflow(
     *names: str, driver: dict[str, Any] | None = None, **settings: Any
-) -> AsyncIterator[tuple[Hub, dict[str, WorkerHandle], Any]]:
-    """A driver's hub, workers with hubs by name, and a function that starts one more. ``settings``: of every hub."""
+) -> AsyncIterator[tuple[PeerNetwork, dict[str, WorkerHandle], Any]]:
+    """A driver's network, workers with networks by name, and a function that starts one more. ``settings``: of
+    every network."""
     common: dict[str, Any] = {"key": KEY, "folder": new_folder()} | settings
     own = common | (driver or {})
     callbacks = {name: own.pop(name) for name in ("on_path",) if name in own}
     services = Services()
-    hub = services.hub = Hub("driver", PeerSettings(**own), driver=None, services=services, **callbacks)
-    await hub.start()
+    network = services.network = PeerNetwork("driver", PeerSettings(**own), driver=None, services=services, **callbacks)
+    await network.start()
     launcher = LocalLauncher(RealClock())
     workers: dict[str, WorkerHandle] = {}
 
     async def start(name: str, **more: Any) -> WorkerHandle:
-        arguments = common | {"driver": hub.address} | more
-        spec = WorkerSpec(name=name, factory="flow_peer:FlowPeer", arguments=arguments, preload=TENSORS)
+        arguments = common | {"driver": network.address} | more
+        spec = WorkerSpec(name=name, factory="flow_peer:FlowPeer", arguments=arguments, preload=TORCH_CODE)
         workers[name] = await launcher.start(spec)
         return workers[name]
 
     try:
         await asyncio.gather(*(start(name) for name in names))
-        yield hub, workers, start
+        yield network, workers, start
     finally:
         await asyncio.gather(*(worker.stop() for worker in workers.values()))
-        await hub.close()
+        await network.close()

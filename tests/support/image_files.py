@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.sandbox.images import resolve
-from headway.sandbox.images.archives import here
+from headway.sandbox.images.archives import this_platform
 from headway.sandbox.images.layers import FileOwner
 from headway.sandbox.images.resolve import Image
 
@@ -84,7 +84,7 @@ class Layout:
         layer_type: str = f"{OCI}.layer.v1.tar+gzip",
         platform: bool = False,
     ) -> Layout:
-        system, own = here().split("/")
+        system, own = this_platform().split("/")
         told = {"os": system, "architecture": architecture or own}
         config = {
             **told,
@@ -119,7 +119,7 @@ class Layout:
 
 def saved(path: Path, *layers: bytes, name: str = "an/image:1", architecture: str = "") -> Path:
     """As `docker save` wrote it until version 25."""
-    system, own = here().split("/")
+    system, own = this_platform().split("/")
     config = json.dumps(
         {
             "architecture": architecture or own,

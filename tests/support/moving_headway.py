@@ -18,22 +18,22 @@ from faulty_headway import note_workers
 
 from headway.cli.main import main
 from headway.orchestrator import pulse
-from headway.orchestrator.actors.moves import Moves
+from headway.orchestrator.actors.moves import PlacementChanger
 from headway.records.plan import PlannedMove, RunPlacement
 
 
 def force(moves: dict[int, PlannedMove], journal: Path) -> None:
-    original = Moves.at_boundary
+    original = PlacementChanger.apply_planned
 
-    def at_boundary(self: Any) -> Awaitable[None]:
+    def apply_planned(self: Any) -> Awaitable[None]:
         state = self._run.state
         if (move := moves.pop(state.version, None)) is not None:
-            state.wanted_move = move
+            state.pending_move = move
             with journal.open("a") as file:
                 file.write(f"move {state.version}\n")
         return original(self)
 
-    Moves.at_boundary = at_boundary  # type: ignore[method-assign]
+    PlacementChanger.apply_planned = apply_planned  # type: ignore[method-assign]
 
 
 def move_to(generator: list[str], trainer: list[str], rate: float = 1.0) -> PlannedMove:
@@ -44,6 +44,6 @@ def move_to(generator: list[str], trainer: list[str], rate: float = 1.0) -> Plan
 if __name__ == "__main__":
     journal_path, wanted, *command = sys.argv[1:]
     note_workers(journal_path)
-    pulse.PULSE_S = 0.1
+    pulse.SNAPSHOT_INTERVAL_S = 0.1
     force({version: move_to(*rest) for version, *rest in json.loads(wanted)}, Path(journal_path))
     sys.exit(main(command))

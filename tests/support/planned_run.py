@@ -31,7 +31,7 @@ def shape_of(**changes: Any) -> RunShape:
         "max_sequence_tokens": 60,
         "max_response_tokens": 40,
         "verifiers": 1,
-        "lent_replicas": 0,
+        "yielded_replicas": 0,
         "steps": 100,
         "time_limit_s": None,
         "evaluated_samples": 0,

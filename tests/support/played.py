@@ -101,7 +101,7 @@ class InProcess:
         self._dies_at = dies_at
 
     @asynccontextmanager
-    async def seated(self, name: str) -> AsyncIterator[Any]:
+    async def lease(self, name: str) -> AsyncIterator[Any]:
         seat, self.working_s[name] = _Seat(self, name), 0
         try:
             yield seat

@@ -17,7 +17,7 @@ from headway.records.rollout import Branch, CallTimes, Failure, FinishedGroup, G
 from headway.records.task import Task
 from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask
 from headway.runtime.clock import VirtualClock
-from headway.telemetry.rollouts.columns import TRAINED, listed, trained_batch
+from headway.telemetry.rollouts.columns import TRAINED, list_array, trained_batch
 from headway.telemetry.rollouts.reader import RolloutRecord
 from headway.telemetry.rollouts.recorder import RolloutRecorder
 from headway.telemetry.rollouts.segments import SegmentWriter
@@ -26,7 +26,7 @@ from headway.telemetry.rollouts.segments import SegmentWriter
 def rollouts_in(run: Path, start: int = 0) -> list[Rollout]:
     """Every recorded rollout that has finished, from number ``start`` on, in the order of arrival, as the record that
     was committed."""
-    return [rollout_of(row) for row in rows_in(run, start) if row["verified"]]
+    return [rollout_from(row) for row in rows_in(run, start) if row["verified"]]
 
 
 def rows_in(run: Path, start: int = 0) -> Iterator[dict[str, Any]]:
@@ -34,7 +34,7 @@ def rows_in(run: Path, start: int = 0) -> Iterator[dict[str, Any]]:
         yield from batch.to_pylist()
 
 
-def rollout_of(row: dict[str, Any]) -> Rollout:
+def rollout_from(row: dict[str, Any]) -> Rollout:
     """The rollout of a row."""
     known = {name: row[name] for name in Rollout.__struct_fields__ if name in row} | _sequence(row)
     known["turn_rewards"] = tuple(row["turn_rewards"])
@@ -148,7 +148,7 @@ def record_texts(run: Path, rows: Iterable[dict[str, Any]], encode: Callable[[st
             alike = np.ones(tokens, np.bool_)
             lists = {"clipped": ~alike, "trained": alike, "logprobs": np.zeros(tokens, np.float32)}
             lists["advantages"] = np.full(tokens, row["advantage"], np.float32)
-            columns = {name: listed(values, [tokens]) for name, values in lists.items()}
+            columns = {name: list_array(values, [tokens]) for name, values in lists.items()}
             of = {"step": [row["step"]], "group": [row["group"]], "member": [row["member"]], "sequence": [0]}
             trained.append(trained_batch(**columns, **of, weight=[1.0]), row["step"])
     recorder.close()

@@ -21,7 +21,7 @@ from headway.records.generation import GenerationResult, PartialResponse, Versio
 from headway.records.tokens import TokenRows
 from headway.tokens.continuing import Chat
 from headway.tokens.messages import Message, normal_messages
-from headway.tokens.output_parsing import client_form
+from headway.tokens.output_parsing import openai_message
 from headway.tokens.tokenizer import Tokenizer
 
 # Qwen 2.5: calls as JSON inside tags, several answers of tools in one turn of the user; nothing is ever rewritten.
@@ -213,7 +213,7 @@ class Agent:
 
     def returned(self, message: Message) -> dict[str, Any]:
         """An answer as the client hands it back."""
-        entry = {**client_form(message, self.recorder.chat.written), "function_call": None, "refusal": None}
+        entry = {**openai_message(message, self.recorder.chat.written), "function_call": None, "refusal": None}
         for call in entry.get("tool_calls", []):
             call["function"]["arguments"] = respaced(call["function"]["arguments"])
         if self.manner == "litellm" and message.reasoning:

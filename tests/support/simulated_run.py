@@ -164,7 +164,7 @@ def simulate(
                     record=lines.append,
                     shared=range((generator_options or {}).get("replicas", 1) if shared else 0),
                     observe=observe and observe(clock),
-                    look=look and look(clock),
+                    controller=look and look(clock),
                     recorder=record_to and RolloutRecorder(record_to, now.ledger, clock, _event_of(lines)),
                 )
                 outcome = await _session(resolved, actors, clock, lines, trainer, kill_s, interrupt_s)
@@ -228,5 +228,5 @@ async def _session(
             admitted_groups=context.buffer.next_index,
             duration_s=context.time_s(),
             bias_lengths=context.meter.length_bias.lengths(),
-            endings=dict(context.state.books.endings),
+            endings=dict(context.state.accounting.endings),
         )

@@ -1,6 +1,6 @@
 """The `headway` command with a stall built in: ``python stalled_headway.py JOURNAL STALL train CONFIG ...``.
 
-The limits of the watch are shortened, so that a stall is named within seconds, and every worker's name and process id
+The limits of the watch are short_path, so that a stall is named within seconds, and every worker's name and process id
 go to JOURNAL. STALL: ``none``, ``collective`` (rank 0 of the trainer skips those of a step), ``generator`` (stuck in
 its 40th step), ``fakes`` and ``fakes-verifier`` (nothing is planted; trainer and generator are fakes, which start at
 once; the verifier is one too, or is not). With STALL_LIMITS=real in the environment the limits are the real ones.
@@ -23,7 +23,7 @@ from headway.orchestrator.stalls.watch import WatchSettings
 from headway.records.training import StepReport
 from headway.trainer.service import TrainerService
 
-SHORT = WatchSettings(tick_s=0.25, lag_s=2.0, limits=StallLimits(floor_s=3.0, unknown_s=8.0, fact_s=2.0, quiet_s=5.0))
+SHORT = WatchSettings(tick_s=0.25, lag_s=2.0, limits=StallLimits(floor_s=3.0, unknown_s=8.0, fact_s=2.0, grace_s=5.0))
 
 
 class SkippingTrainer(TrainerService):

@@ -124,7 +124,7 @@ def synthetic_lines(steps: int = 120) -> list[LedgerLine]:
     lines.append(EventRecord(event="best", step=steps, data={"version": steps}))
     lines.append(evaluation("after", steps, 0.93))
     books = {"balanced": 1, "open": 24, "trained": 64 * steps, "filtered": 16 * steps}
-    lines.append(EventRecord(event="books", step=steps, data=books))
+    lines.append(EventRecord(event="accounting", step=steps, data=books))
     lines.append(EventRecord(event="end", step=steps, time_s=steps * 1.05 + 3))
     return lines
 

@@ -240,7 +240,7 @@ def require_whole(run: Path, steps: int, *, drained: bool = True) -> None:
     assert report.max_staleness <= 2
     assert report.checkpoints[-1] == steps
     assert set(report.groups) <= {"trained", "failed"} | (set() if drained else {"buffered", "open"})
-    (books,) = events_of(run, "books")[-1:]
+    (books,) = events_of(run, "accounting")[-1:]
     assert books.data["balanced"] == 1, books.detail
     recorded = steps_of(run)
     assert [step.step for step in recorded] == list(range(steps))  # a kill before a step's line costs its times alone

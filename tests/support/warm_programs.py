@@ -28,14 +28,22 @@ from typing import Any, cast
 
 from headway.runtime import child, fork_server
 from headway.runtime.devices import every_core
-from headway.runtime.fork_server import LEARNING, SCORING, SERVERS, TENSORS, ForkedProcess, ForkServer, key_of
+from headway.runtime.fork_server import (
+    MODEL_CODE,
+    SERVERS,
+    TORCH_CODE,
+    VERIFIER_CODE,
+    ForkedProcess,
+    ForkServer,
+    key_of,
+)
 from headway.runtime.workers import added_environment
 
 HEADWAY = "headway.cli.main"
 SERVER = "a server"  # instead of a program: a fork server with more modules
 MODULES = (
-    *LEARNING,
-    *SCORING,
+    *MODEL_CODE,
+    *VERIFIER_CODE,
     HEADWAY,
     "headway.orchestrator.train",
     "headway.orchestrator.jobs.evaluate",
@@ -132,7 +140,7 @@ def _fixed(environment: dict[str, str]) -> dict[str, str]:
 
 def _share(server: ForkServer) -> None:
     """Have this process's workers of every kind come from the server."""
-    for modules, device in ((LEARNING, "cpu:0"), (TENSORS, "cpu:0"), (SCORING, every_core())):
+    for modules, device in ((MODEL_CODE, "cpu:0"), (TORCH_CODE, "cpu:0"), (VERIFIER_CODE, every_core())):
         key = key_of(modules, added_environment(device, {}))
         if (other := SERVERS.pop(key, None)) is not None:
             other.end()
@@ -215,7 +223,7 @@ def _fork_a_server() -> ForkServer:
 
 class _OwnServer(ForkServer):
     def __init__(self, pid: int, sock: socket.socket) -> None:
-        self._take(cast("Any", _Child(pid)), sock)
+        self._adopt(cast("Any", _Child(pid)), sock)
 
 
 class _Child(ForkedProcess):

@@ -23,7 +23,7 @@ from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask
 from headway.records.trace import GroupTrace, Mark, RolloutTrace, Span
 from headway.runtime.clock import RealClock
 from headway.runtime.run_directory import SCHEMA
-from headway.telemetry.rollouts.columns import TRAINED, listed, trained_batch
+from headway.telemetry.rollouts.columns import TRAINED, list_array, trained_batch
 from headway.telemetry.rollouts.recorder import RolloutRecorder
 from headway.telemetry.rollouts.segments import SegmentWriter
 from headway.telemetry.trace_file import TraceFile
@@ -176,10 +176,10 @@ def _trained(step: int, rollouts: Sequence[Rollout]) -> Any:
         member=[rollout.member for rollout in rollouts],
         sequence=np.zeros(len(lengths), np.int32),
         weight=np.ones(len(lengths)),
-        logprobs=listed(-np.linspace(0, 9, total).astype(np.float32), lengths),
-        clipped=listed(np.arange(total) % 5 == 0, lengths),
-        trained=listed(np.ones(total, bool), lengths),
-        advantages=listed(np.linspace(-1, 1, total).astype(np.float32), lengths),
+        logprobs=list_array(-np.linspace(0, 9, total).astype(np.float32), lengths),
+        clipped=list_array(np.arange(total) % 5 == 0, lengths),
+        trained=list_array(np.ones(total, bool), lengths),
+        advantages=list_array(np.linspace(-1, 1, total).astype(np.float32), lengths),
     )
 
 

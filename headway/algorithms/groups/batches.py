@@ -1,4 +1,4 @@
-"""Training batches made of finished groups: samples with rewards shaped and advantages computed."""
+"""Builds training batches from finished groups: samples with shaped rewards and advantages."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _Sequence = TypeVar("_Sequence", Rollout, Branch)
 def build_batch(step: int, groups: Sequence[FinishedGroup], experiment: Experiment) -> TrainBatch:
     """Build the batch of ``step``: samples of the valid members, in admission order, with their advantages.
 
-    Responses cut at the length limit are scored as they are, masked (they count for their group's advantages and
-    carry no loss) or penalised, as ``algorithm.overlong`` says. The copies of a member of a padded group are adjacent
-    and share its weight. Pure: the decisions of filters and hooks are stored in the rollouts, so a replay after a
-    crash builds the identical batch.
+    Responses cut at the length limit are scored as they are, masked (they count for their group's advantages and carry
+    no loss) or penalised, according to ``algorithm.overlong``. The copies of a member of a padded group are adjacent
+    and share its weight. Pure: the decisions of filters and hooks are stored in the rollouts, so a replay after a crash
+    builds the identical batch.
     """
     rollouts = [rollout for group in groups for rollout in group.valid]
     masked = experiment.algorithm.overlong == "mask"
     samples: list[Sample] = []
-    for rollout, found in zip(rollouts, advantages_of_turns(rollouts, experiment), strict=True):
+    for rollout, advantages in zip(rollouts, advantages_of_turns(rollouts, experiment), strict=True):
         sample = Sample(
-            rollout=_unlearnt(rollout) if masked and rollout.truncated else rollout,
-            advantage=found[0] if len(found) == 1 else _mean(found, rollout.turn_ends),
-            turn_advantages=found if len(found) > 1 else (),
+            rollout=_masked_rollout(rollout) if masked and rollout.truncated else rollout,
+            advantage=advantages[0] if len(advantages) == 1 else _mean(advantages, rollout.turn_ends),
+            turn_advantages=advantages if len(advantages) > 1 else (),
             weight=1.0 / rollout.copies,
         )
         samples += [sample] * rollout.copies
@@ -44,34 +44,39 @@ def build_batch(step: int, groups: Sequence[FinishedGroup], experiment: Experime
 
 
 def useful_samples(samples: Sequence[Sample]) -> int:
-    """Number of ``samples`` that can have a gradient: with a token that carries loss and an advantage that isn't 0. The
-    copies of a padded member count once."""
-    taught = (s for s in samples if any(s.turn_advantages or (s.advantage,)) and _learnt(s.rollout))
-    return round(sum(sample.weight for sample in taught))
+    """Count the ``samples`` that can have a gradient: with a loss token and an advantage that isn't 0.
+
+    The copies of a padded member count once."""
+    useful = (s for s in samples if any(s.turn_advantages or (s.advantage,)) and _loss_tokens(s.rollout))
+    return round(sum(sample.weight for sample in useful))
 
 
 def advantages_of_turns(rollouts: Sequence[Rollout], experiment: Experiment) -> list[tuple[float, ...]]:
-    """The advantages of each rollout: one for all its tokens, or one for each turn if `algorithm.turn_discount` is set
-    and the rollout has rewards by turn. Its returns are then compared with those of all turns of its group."""
+    """Compute the advantages of each rollout: one for all its tokens, or one for each turn.
+
+    There is one for each turn if `algorithm.turn_discount` is set and the rollout has turn rewards. Its returns are
+    then compared with those of all turns of its group."""
     algorithm = experiment.algorithm
     credits_s = [credits_of(r, shaped_reward(r, experiment), algorithm.turn_discount) for r in rollouts]
-    groups_c = np.array([r.group for r, own in zip(rollouts, credits_s, strict=True) for _ in own], dtype=np.int64)
-    credits_c = np.array([credit for own in credits_s for credit in own], dtype=np.float64)
-    tokens_c = np.array([_learnt(r) for r, own in zip(rollouts, credits_s, strict=True) for _ in own], dtype=np.int64)
+    groups_c = np.array([r.group for r, turns in zip(rollouts, credits_s, strict=True) for _ in turns], dtype=np.int64)
+    credits_c = np.array([credit for turns in credits_s for credit in turns], dtype=np.float64)
+    tokens_c = np.array(
+        [_loss_tokens(r) for r, turns in zip(rollouts, credits_s, strict=True) for _ in turns], dtype=np.int64
+    )
     rule = resolve(algorithm.advantage, algorithm.parameters.k, tokens_c)
     advantages_c = iter(rule(credits_c, groups_c).tolist())
-    return [tuple(next(advantages_c) for _ in own) for own in credits_s]
+    return [tuple(next(advantages_c) for _ in turns) for turns in credits_s]
 
 
 def shaped_reward(rollout: Rollout, experiment: Experiment) -> float:
-    """The reward that advantages are computed from: the hooks' result, or the verifier's reward plus `length_cost`."""
+    """Return the reward for advantages: the hooks' result, or the verifier's reward plus `length_cost`."""
     if rollout.trained_reward is not None:
         return rollout.trained_reward
     return rollout.reward + length_cost(rollout, experiment)
 
 
 def length_cost(rollout: Rollout, experiment: Experiment) -> float:
-    """The penalty added to a reward for its response's length: 0 or negative, in units of reward."""
+    """Return the penalty added to a reward for its response's length: 0 or negative, in units of reward."""
     algorithm, limit = experiment.algorithm, experiment.rollout.max_response_tokens
     if algorithm.overlong != "penalty":
         return 0.0
@@ -79,17 +84,17 @@ def length_cost(rollout: Rollout, experiment: Experiment) -> float:
 
 
 def _mean(advantages_t: Sequence[float], ends_t: Sequence[int]) -> float:
-    """Mean advantage over tokens, from one advantage per turn."""
+    """Average advantages per turn over tokens."""
     tokens_t = np.diff(ends_t, prepend=0)
     return float(np.dot(advantages_t, tokens_t) / max(1, tokens_t.sum()))
 
 
-def _learnt(rollout: Rollout) -> int:
-    """Tokens of the rollout that carry loss."""
+def _loss_tokens(rollout: Rollout) -> int:
+    """Count the tokens of the rollout that carry loss."""
     return sum(sampled_tokens(sequence.response_mask) for sequence in rollout.sequences)
 
 
-def _unlearnt(rollout: Rollout) -> Rollout:
+def _masked_rollout(rollout: Rollout) -> Rollout:
     """Mask all loss tokens of a truncated rollout, its branches' too: the cut is at its last call."""
     branches = tuple(_masked(branch) for branch in rollout.branches)
     return msgspec.structs.replace(_masked(rollout), branches=branches)

@@ -1,4 +1,4 @@
-"""Filters and group hooks, applied once when a group has finished: which members stay, and whether the group does."""
+"""Applies filters and group hooks once when a group has finished: they remove members, or the group."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class FilteredGroup(msgspec.Struct, frozen=True, kw_only=True):
 class GroupFilters:
     """The filters and hooks of an experiment.
 
-    Their order: overlong members are filtered; rewards are shaped; statistics are taken; the group fails when too few
-    members are sound, or is refused; members are filtered; the group is filtered when too few are kept or their rewards
-    don't differ; rewards are normalised; the group is filtered when its advantages are too small; copies pad it. A
-    filtered group ends at once and returns its credit, so that another is generated in its place.
+    They are applied in this order: overlong members are filtered; rewards are shaped; statistics are taken; the group
+    fails when too few members are sound, or is refused; members are filtered; the group is filtered when too few are
+    kept or their rewards don't differ; rewards are normalised; the group is filtered when its advantages are too small;
+    copies pad it. A filtered group ends at once and returns its credit, so that another is generated in its place.
     """
 
     def __init__(self, experiment: Experiment, text: Callable[[Rollout], str]) -> None:
@@ -39,28 +39,29 @@ class GroupFilters:
         self._hooks: GroupHooks = resolve_hooks(experiment.hooks)
         self._text = text
 
-    def judge(self, finished: FinishedGroup) -> FilteredGroup:
-        """Filter a group whose members are verified: decide which members leave, and its outcome. Pure but for the
-        hooks. A hook that breaks its contract (any but group_meta) fails the group."""
+    def apply(self, finished: FinishedGroup) -> FilteredGroup:
+        """Filter a group whose members are verified: mark the members that leave, and decide the group's outcome.
+
+        Pure but for the hooks. A hook that breaks its contract (any but group_meta) fails the group."""
         group, problems = finished.group, list[HookFailed]()
         meta: dict[str, float] = {}
         try:
             members = self._shaped(group, self._without_overlong(finished.rollouts))
         except HookFailed as problem:
-            return self._broken(finished, meta, [problem])
+            return self._failed(finished, meta, [problem])
         try:
             meta = self._hooks.meta_of(group, members)
         except HookFailed as problem:
             problems.append(problem)
         try:
-            members, outcome = self._decided(group, members)
+            members, outcome = self._with_outcome(group, members)
         except HookFailed as problem:
-            return self._broken(finished, meta, [*problems, problem])
-        judged = FinishedGroup(group=group, rollouts=members)
-        return FilteredGroup(finished=judged, outcome=outcome, meta=meta, problems=tuple(problems))
+            return self._failed(finished, meta, [*problems, problem])
+        filtered = FinishedGroup(group=group, rollouts=members)
+        return FilteredGroup(finished=filtered, outcome=outcome, meta=meta, problems=tuple(problems))
 
-    def _broken(self, finished: FinishedGroup, meta: dict[str, float], problems: list[HookFailed]) -> FilteredGroup:
-        """Fail the group: training on members that a broken hook should have judged would be worse than losing it."""
+    def _failed(self, finished: FinishedGroup, meta: dict[str, float], problems: list[HookFailed]) -> FilteredGroup:
+        """Fail the group: training on members that a broken hook didn't filter would be worse than losing it."""
         outcome = GroupOutcome(ending="failed", reason=f"hook:{problems[-1].short}", valid=len(finished.valid))
         return FilteredGroup(finished=finished, outcome=outcome, meta=meta, problems=tuple(problems))
 
@@ -78,16 +79,16 @@ class GroupFilters:
             for r in members
         )
 
-    def _decided(self, group: Group, members: tuple[Rollout, ...]) -> tuple[tuple[Rollout, ...], GroupOutcome]:
+    def _with_outcome(self, group: Group, members: tuple[Rollout, ...]) -> tuple[tuple[Rollout, ...], GroupOutcome]:
         hooks, experiment = self._hooks, self._experiment
         failed = failed_outcome(members, size=group.size, limits=experiment.queue)
         if failed is not None:
             return members, failed
-        if refusal := hooks.refuses_group(group, members):
+        if refusal := hooks.group_refusal(group, members):
             valid = sum(r.valid for r in members)
             return members, GroupOutcome(ending="filtered", reason=refusal, valid=valid)
         if not hooks.default("filter_item"):
-            members = tuple(self._asked(group, r) if r.valid else r for r in members)
+            members = tuple(self._filtered_by_hook(group, r) if r.valid else r for r in members)
         discount = experiment.algorithm.turn_discount
         signal = [c for r in members if r.valid for c in credits_of(r, _reward(r), discount)]
         outcome = group_outcome(members, size=group.size, limits=experiment.queue, signal=signal)
@@ -100,8 +101,8 @@ class GroupFilters:
             outcome = advantage_outcome(outcome, advantages, experiment.queue.min_advantage)
         return (members if outcome.ending is not None else self._padded(group, members)), outcome
 
-    def _asked(self, group: Group, rollout: Rollout) -> Rollout:
-        refusal = self._hooks.refuses_item(group, rollout)
+    def _filtered_by_hook(self, group: Group, rollout: Rollout) -> Rollout:
+        refusal = self._hooks.item_refusal(group, rollout)
         return _filtered(rollout, refusal) if refusal else rollout
 
     def _normalized(self, group: Group, members: tuple[Rollout, ...]) -> tuple[Rollout, ...]:

@@ -1,8 +1,8 @@
 """Checks that hooks keep their contracts, on kinds of groups that are rare in a run.
 
-A run would find violations group by group; `headway check` finds them before: each hook is called twice on made-up
-groups of a real task. Cases: rewards above 1, negative, large, all equal; members that failed, were filtered or came
-too late; one member; no member left.
+A run would find violations group by group; `headway check` finds them before it: each hook is called twice on synthetic
+groups of a real task. Cases: rewards above 1, negative, large, all equal; members that failed, were filtered or
+finished too late; one member; no valid member.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from headway.records.generation import VersionSpan
 from headway.records.rollout import Failure, FinishedGroup, Group, Rollout
 from headway.records.task import Task
 from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask
-from headway.runtime.hooks import Hook, shown
+from headway.runtime.hooks import Hook, quoted
 
-_Given = TypeVar("_Given")
-Gone = str  # "failed", "filtered" or "discarded": a member that has no reward to learn from
-_TOKENS = 3  # length of every made-up response
+_Argument = TypeVar("_Argument")
+Removal = str  # "failed", "filtered" or "discarded": a member without a reward
+_TOKENS = 3  # length of every synthetic response
 
-CASES: dict[str, tuple[float | Gone, ...]] = {
+CASES: dict[str, tuple[float | Removal, ...]] = {
     "rewards above 1 and negative": (2.3, 0.5, -0.7, 1.0),
     "large rewards": (1e6, -1e6, 3.0, 0.0),
     "rewards all equal": (1.0, 1.0, 1.0, 1.0),
@@ -40,15 +40,15 @@ CASES: dict[str, tuple[float | Gone, ...]] = {
 }
 
 
-def made_up_group(task: Task, members: Sequence[float | Gone], index: int = 0) -> FinishedGroup:
-    """Make a finished group: for each member its reward, or the way it left."""
+def synthetic_group(task: Task, members: Sequence[float | Removal], index: int = 0) -> FinishedGroup:
+    """Make a finished group from each member's reward or removal."""
     group = Group(
         index=index, task=task, prompt_ids=TokenIds((7,)), size=len(members), admitted_version=0, admitted_s=0.0
     )
-    return FinishedGroup(group=group, rollouts=tuple(_member(index, m, given) for m, given in enumerate(members)))
+    return FinishedGroup(group=group, rollouts=tuple(_member(index, m, outcome) for m, outcome in enumerate(members)))
 
 
-def _member(index: int, member: int, given: float | Gone) -> Rollout:
+def _member(index: int, member: int, outcome: float | Removal) -> Rollout:
     plain = Rollout(
         group=index,
         member=member,
@@ -58,48 +58,48 @@ def _member(index: int, member: int, given: float | Gone) -> Rollout:
         response_mask=TokenMask.filled(True, _TOKENS),
         versions=(VersionSpan(version=0, tokens=_TOKENS),),
     )
-    if not isinstance(given, str):
-        return msgspec.structs.replace(plain, reward=given, solved=given >= 1)
-    if given == "failed":
+    if not isinstance(outcome, str):
+        return msgspec.structs.replace(plain, reward=outcome, solved=outcome >= 1)
+    if outcome == "failed":
         failure = Failure(boundary="reward", cause="made up", infrastructure=True)
         return msgspec.structs.replace(plain, failure=failure)
-    left = "discarded" if given == "discarded" else "filtered"
-    return msgspec.structs.replace(plain, left=left, left_reason="made up")
+    ending = "discarded" if outcome == "discarded" else "filtered"
+    return msgspec.structs.replace(plain, left=ending, left_reason="made up")
 
 
 def hook_violations(hooks: GroupHooks, task: Task) -> Iterator[str]:
-    """Yield the violations of their contracts by ``hooks``, at most one per hook (the first case); none if all hold."""
+    """Yield contract violations of ``hooks``: for each hook at most one, of its first case."""
     for short in ARGUMENTS:
         hook: Hook = getattr(hooks, short)
         for name, members in CASES.items():
-            finished = made_up_group(task, members)
-            if found := _violation(hook, finished, lambda given, short=short: _calls(hooks, short, given)):
-                yield f"{found} (case: {name})"
+            finished = synthetic_group(task, members)
+            if violation := _violation(hook, finished, lambda group, short=short: _calls(hooks, short, group)):
+                yield f"{violation} (case: {name})"
                 break
 
 
 def advantage_violations(hook: Hook) -> Iterator[str]:
-    """Yield the first violation of its contract by a rule for the advantages of a group; nothing if it holds."""
+    """Yield the first contract violation of a rule for group advantages, if there is one."""
     for name, members in CASES.items():
-        rewards = [given for given in members if not isinstance(given, str)]
+        rewards = [reward for reward in members if not isinstance(reward, str)]
         if not rewards:
             continue
-        if found := _violation(hook, rewards, lambda given: advantages_of(hook, np.array(given)).tolist()):
-            yield f"{found} (case: {name})"
+        if violation := _violation(hook, rewards, lambda values: advantages_of(hook, np.array(values)).tolist()):
+            yield f"{violation} (case: {name})"
             return
 
 
 def _calls(hooks: GroupHooks, short: str, finished: FinishedGroup) -> object:
-    """Make every call of one hook that a run would make for this group; returns the results."""
+    """Make every call of one hook that a run would make for this group; return the results."""
     group, everyone, valid = finished.group, finished.rollouts, finished.valid
     if short == "reward":
         return [hooks.reward_of(group, rollout, "a response") for rollout in valid]
     if short == "group_meta":
         return hooks.meta_of(group, everyone)
     if short == "is_valid_group":
-        return hooks.refuses_group(group, everyone)
+        return hooks.group_refusal(group, everyone)
     if short == "filter_item":
-        return [hooks.refuses_item(group, rollout) for rollout in valid]
+        return [hooks.item_refusal(group, rollout) for rollout in valid]
     if not valid:
         return None
     if short == "normalize_group":
@@ -107,16 +107,16 @@ def _calls(hooks: GroupHooks, short: str, finished: FinishedGroup) -> object:
     return hooks.copies(group, valid)
 
 
-def _violation(hook: Hook, given: _Given, calls: Callable[[_Given], object]) -> str:
-    """The violation of its contract by ``hook`` when ``calls`` passes it ``given``, or ""."""
-    before = copy.deepcopy(given)
+def _violation(hook: Hook, argument: _Argument, calls: Callable[[_Argument], object]) -> str:
+    """Return the contract violation of ``hook`` when ``calls`` passes it ``argument``, or ""."""
+    original = copy.deepcopy(argument)
     try:
-        once, again = calls(given), calls(given)
+        once, again = calls(argument), calls(argument)
     except HookFailed as error:
         return str(error)
     if once != again:
         replay = "a replay would train on something else"
-        return str(hook.failed(f"returned {shown(once)}, then {shown(again)} of the same arguments: {replay}"))
-    if given != before:
+        return str(hook.failed(f"returned {quoted(once)}, then {quoted(again)} of the same arguments: {replay}"))
+    if argument != original:
         return str(hook.failed("changed the group or rollouts it was given: return what is new"))
     return ""

@@ -1,4 +1,4 @@
-"""The hooks on rollouts and groups that have finished: contracts, defaults, and the boundary to a user's own.
+"""The hooks on finished rollouts and groups: contracts, defaults, and the boundary to user code.
 
 They are called in this order, in the orchestrator's event loop (milliseconds: slow work belongs in a verifier).
 
@@ -12,7 +12,7 @@ They are called in this order, in the orchestrator's event loop (milliseconds: s
 | pad_group | group, valid rollouts | members to repeat, at most as many as have left |
 
 All are pure: the same arguments give the same result. Records are immutable; `Rollout.reward` stays the verifier's,
-whatever hooks return. A hook that raises or breaks its contract is reported as a `HookFailed` that names it.
+independent of what hooks return. A hook that raises or breaks its contract is reported as a `HookFailed` that names it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from headway.algorithms.advantages import finite_numbers
 from headway.config.hooks import HOOKS, HooksConfig
 from headway.records.rollout import Group, Rollout
-from headway.runtime.hooks import Hook, finite_number, load_hook, shown
+from headway.runtime.hooks import Hook, finite_number, load_hook, quoted
 
 FloatArray = NDArray[np.float64]
 LONGEST_REASON = 60  # characters of a user's reason that are kept
@@ -65,22 +65,22 @@ def reward_statistics(group: Group, rollouts: Sequence[Rollout]) -> dict[str, fl
 
 
 def every_group(group: Group, rollouts: Sequence[Rollout]) -> bool:
-    """Keep every group that has enough members (`queue.min_valid_group_ratio` is checked before)."""
+    """Keep every group with enough members (`queue.min_valid_group_ratio` is checked before)."""
     return True
 
 
 def every_item(group: Group, rollout: Rollout) -> bool:
-    """Keep every member, whatever its reward: rewards above 1 and negative ones are valid."""
+    """Keep every member regardless of its reward: rewards above 1 and negative ones are valid."""
     return True
 
 
 def identity(group: Group, rollouts: Sequence[Rollout], rewards: FloatArray) -> FloatArray:
-    """Rewards unchanged, of any scale: advantages are differences, and the default divides by their deviation."""
+    """Return rewards unchanged: advantages are differences, and the default divides by their deviation."""
     return rewards
 
 
 def no_padding(group: Group, rollouts: Sequence[Rollout]) -> tuple[int, ...]:
-    """No copies: groups stay as small as they are."""
+    """Pad with no copies: groups keep their size."""
     return ()
 
 
@@ -117,61 +117,62 @@ class GroupHooks:
     pad_group: Hook
 
     def default(self, short: str) -> bool:
-        """Whether the hook is the default, which changes nothing and needs no call."""
+        """Return whether the hook is the default, which changes nothing and needs no call."""
         return getattr(self, short).name == HOOKS[short][0]
 
     def reward_of(self, group: Group, rollout: Rollout, response: str) -> float:
-        """The reward to train on instead of ``rollout.reward``, a finite number."""
+        """Return the reward to train on instead of ``rollout.reward``, a finite number."""
         result = self.reward(group, rollout, response)
         number = finite_number(result)
         if number is None:
             who = f"for rollout {rollout.rollout_id}"
-            raise self.reward.failed(f"returned {shown(result)} {who}: a finite number is needed")
+            raise self.reward.failed(f"returned {quoted(result)} {who}: a finite number is needed")
         return number
 
     def meta_of(self, group: Group, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Statistics of a group by name. ``rollouts``: all its members."""
+        """Return statistics of a group by name. ``rollouts``: all its members."""
         result = self.group_meta(group, tuple(rollouts))
         if not isinstance(result, Mapping):
-            raise self.group_meta.failed(f"returned {shown(result)}: a dictionary of numbers is needed")
+            raise self.group_meta.failed(f"returned {quoted(result)}: a dictionary of numbers is needed")
         numbers: dict[str, float] = {}
         for name, value in cast("Mapping[object, object]", result).items():
             number = finite_number(value)
             if not isinstance(name, str) or number is None:
-                wanted = "names are text, values finite numbers"
-                raise self.group_meta.failed(f"returned {shown(name)}: {shown(value)} in its dictionary: {wanted}")
+                expected = "names are text, values finite numbers"
+                raise self.group_meta.failed(f"returned {quoted(name)}: {quoted(value)} in its dictionary: {expected}")
             numbers[name] = number
         return numbers
 
-    def refuses_group(self, group: Group, rollouts: Sequence[Rollout]) -> str:
-        """The reason why a group may not be trained, or "" when it may. ``rollouts``: all its members."""
+    def group_refusal(self, group: Group, rollouts: Sequence[Rollout]) -> str:
+        """Return the reason why a group may not be trained, or "" when it may. ``rollouts``: all its members."""
         return _refusal(self.is_valid_group, self.is_valid_group(group, tuple(rollouts)))
 
-    def refuses_item(self, group: Group, rollout: Rollout) -> str:
-        """The reason why a rollout leaves its group, or "" when it stays."""
+    def item_refusal(self, group: Group, rollout: Rollout) -> str:
+        """Return the reason why a rollout leaves its group, or "" when it stays."""
         return _refusal(self.filter_item, self.filter_item(group, rollout))
 
     def normalized(self, group: Group, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> list[float]:
-        """The rewards to compute advantages from, one for each of ``rollouts``, the valid members."""
-        given = np.array(rewards, dtype=np.float64)
-        result = self.normalize_group(group, tuple(rollouts), given.copy())
-        return finite_numbers(self.normalize_group, result, given).tolist()
+        """Return the rewards to compute advantages from, one for each of ``rollouts``, the valid members."""
+        rewards_g = np.array(rewards, dtype=np.float64)
+        result = self.normalize_group(group, tuple(rollouts), rewards_g.copy())
+        return finite_numbers(self.normalize_group, result, rewards_g).tolist()
 
     def copies(self, group: Group, rollouts: Sequence[Rollout]) -> dict[int, int]:
-        """member -> its copies in the batch: 1 for each valid member and 1 more for each place it fills. Sample weights
-        are divided by this, so that the loss of a member counts once."""
+        """Return the copies of each valid member in the batch, by member: 1, and 1 more for each slot it pads.
+
+        Sample weights are divided by this, so that the loss of a member counts once."""
         hook, members = self.pad_group, [rollout.member for rollout in rollouts]
         result = hook(group, tuple(rollouts))
         copies = dict.fromkeys(members, 1)
         if not isinstance(result, Sequence) or isinstance(result, str):
-            raise hook.failed(f"returned {shown(result)}: a list of members is needed")
+            raise hook.failed(f"returned {quoted(result)}: a list of members is needed")
         padded = cast("Sequence[object]", result)
-        room = group.size - len(members)
-        if len(padded) > room:
-            raise hook.failed(f"returned {len(padded)} members to fill {room} places of a group of {group.size}")
+        capacity = group.size - len(members)
+        if len(padded) > capacity:
+            raise hook.failed(f"returned {len(padded)} members to fill {capacity} places of a group of {group.size}")
         for member in padded:
             if isinstance(member, bool) or not isinstance(member, Integral) or int(member) not in copies:
-                raise hook.failed(f"returned member {shown(member)}: valid are {members}")
+                raise hook.failed(f"returned member {quoted(member)}: valid are {members}")
             copies[int(member)] += 1
         return copies
 
@@ -193,7 +194,7 @@ def _refusal(hook: Hook, result: object) -> str:
         parts = cast("tuple[object, ...]", result)
         keep, why = parts if len(parts) == 2 else (None, "")
     if not isinstance(keep, (bool, np.bool_)) or not isinstance(why, str):
-        raise hook.failed(f"returned {shown(cast('object', result))}: True, False or (True or False, why) is needed")
+        raise hook.failed(f"returned {quoted(cast('object', result))}: True, False or (True or False, why) is needed")
     if keep:
         return ""
     return "user:" + (" ".join(why.split())[:LONGEST_REASON] or hook.key.removeprefix("hooks."))

@@ -1,4 +1,4 @@
-"""The outcome of a group whose members have finished: timeout, too few valid ones, zero variance, small advantages."""
+"""Decides the outcome of a finished group: timeout, too few valid members, zero variance, small advantages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GROUP_TIMEOUT = "group_timeout"  # reason of members that are discarded because 
 
 
 class GroupOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a group whose members have all finished is trained, and the reason if it isn't."""
+    """Outcome of a group whose members have all finished: trained or not, and the reason if it isn't."""
 
     ending: Ending | None  # None: trainable; "failed", "filtered" or "pruned": it ends now
     # too_few_valid | group_timeout | too_few_kept | zero_variance | low_advantage | user:WHY | hook:NAME
@@ -23,7 +23,7 @@ class GroupOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_zero_variance(rewards: Sequence[float]) -> bool:
-    """Whether all rewards are equal up to rounding: every group-relative advantage is then 0."""
+    """Return whether all rewards are equal up to rounding: every group-relative advantage is then 0."""
     if not rewards:
         return True
     low, high = min(rewards), max(rewards)
@@ -33,9 +33,11 @@ def is_zero_variance(rewards: Sequence[float]) -> bool:
 def group_timeout(
     *, size: int, finished: Collection[int], open_s: float, timeout_s: float | None
 ) -> tuple[int, ...] | None:
-    """The members to stop of a group that has been generating for ``open_s`` seconds, ``timeout_s`` or more; None
-    while it may continue. They leave as *discarded* with reason GROUP_TIMEOUT, and `group_outcome` decides about the
-    others. finished: the members whose generation has ended, successfully or not.
+    """Return the members to stop in a group open for ``open_s`` seconds; None while it may continue.
+
+    They are the unfinished members of a group that has been generating for ``timeout_s`` or more. They leave as
+    *discarded* with reason GROUP_TIMEOUT, and `group_outcome` decides about the others. finished: the members whose
+    generation has ended, successfully or not.
     """
     if timeout_s is None or open_s < timeout_s or len(finished) >= size:
         return None
@@ -43,11 +45,11 @@ def group_timeout(
 
 
 def failed_outcome(rollouts: Sequence[Rollout], *, size: int, limits: QueueConfig) -> GroupOutcome | None:
-    """The ending, before any filter, of a group with too few sound members; None if it has enough (DESIGN rule 11).
+    """Return the outcome of a group with too few sound members, None if it has enough (design.md, rule 11).
 
-    Sound members neither failed nor were pruned or stopped. Too few are fewer than 2 (1 in a group of one), or fewer
-    than ``min_valid_group_ratio`` of its size; ``min_timeout_group_ratio`` replaces that ratio after a timeout. The
-    group is *pruned* when it would have enough without the pruning, else *failed*.
+    It is taken before any filter. Sound members neither failed nor were pruned or stopped. Too few are fewer than 2 (1
+    in a group of one), or fewer than ``min_valid_group_ratio`` of its size; ``min_timeout_group_ratio`` replaces that
+    ratio after a timeout. The group is *pruned* when it would have enough without the pruning, else *failed*.
 
     Example, size 4: ratio 0.5 tolerates two failures, not three; with one member stopped at the timeout and
     min_timeout_group_ratio 0.7 the other three must be sound.
@@ -68,9 +70,11 @@ def failed_outcome(rollouts: Sequence[Rollout], *, size: int, limits: QueueConfi
 def group_outcome(
     rollouts: Sequence[Rollout], *, size: int, limits: QueueConfig, signal: Sequence[float] | None = None
 ) -> GroupOutcome:
-    """Decide the outcome of a group whose members have all finished or left: first `failed_outcome`. The group is
-    *filtered* when fewer than 2 members (1 in a group of one) or fewer than ``min_valid_item_ratio`` of its size are
-    valid, or when all values of ``signal`` are equal and ``filter_zero_variance`` is set; else it is trainable.
+    """Decide the outcome of a group whose members have all finished or left.
+
+    `failed_outcome` comes first. Then the group is *filtered* when fewer than 2 members (1 in a group of one) or fewer
+    than ``min_valid_item_ratio`` of its size are valid, or when all values of ``signal`` are equal and
+    ``filter_zero_variance`` is set; else it is trainable.
 
     rollouts: all members. signal: values to compare; by default the valid members' rewards. Raises ValueError when
     the number of rollouts is not ``size``.
@@ -92,9 +96,9 @@ def group_outcome(
 
 
 def advantage_outcome(outcome: GroupOutcome, advantages: Sequence[float], min_advantage: float) -> GroupOutcome:
-    """``outcome``, or *filtered* if no absolute value of the group's ``advantages`` reaches ``min_advantage``.
+    """Return ``outcome``, or *filtered* if no absolute value of ``advantages`` reaches ``min_advantage``.
 
-    Groups are filtered, not members: the others are compared with a member of small advantage."""
+    Groups are filtered, not members: a member of small advantage is part of the others' baseline."""
     if outcome.ending is not None or not min_advantage or max(map(abs, advantages), default=0.0) >= min_advantage:
         return outcome
     return GroupOutcome(

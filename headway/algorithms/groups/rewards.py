@@ -1,4 +1,4 @@
-"""Reward arithmetic: the overlong penalty, returns from rewards by turn, a KL penalty inside the reward."""
+"""Reward arithmetic: overlong penalty, returns from turn rewards, and a KL penalty inside the reward."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from headway.records.rollout import Rollout
 
 
 def overlong_penalty(tokens: int, limit: int, buffer: int) -> float:
-    """Soft overlong punishment (DAPO, 2025, Eq. 13): 0 up to ``limit - buffer`` response tokens, then falling
-    linearly to -1 at ``limit``.
+    """Soft overlong punishment (DAPO, 2025, Eq. 13).
+
+    It is 0 up to ``limit - buffer`` response tokens, then falls linearly to -1 at ``limit``.
 
     Example, limit 100 and buffer 20: 80 tokens cost 0, 90 cost -0.5, 100 cost -1.
     """
@@ -21,8 +22,10 @@ def overlong_penalty(tokens: int, limit: int, buffer: int) -> float:
 
 
 def reward_to_go(penalties_m: NDArray[np.float64], sequence_m: NDArray[np.int64]) -> NDArray[np.float64]:
-    """[M] sum of the penalties of a token and of all later ones of its sample, to be subtracted from the token's
-    advantage (a penalty inside the reward: REINFORCE++, 2025). ``sequence_m``: the token's sample, ascending."""
+    """[M] sum of the penalties of a token and of all later tokens of its sample.
+
+    It is subtracted from the token's advantage (a penalty inside the reward: REINFORCE++, 2025). ``sequence_m``: the
+    token's sample, ascending."""
     total_s = np.bincount(sequence_m, weights=penalties_m)
     before_m = np.cumsum(penalties_m) - penalties_m  # sum over all earlier tokens, earlier samples' included
     before_s = np.cumsum(total_s) - total_s
@@ -34,21 +37,22 @@ def returns_to_go(rewards: Sequence[float], discount: float) -> list[float]:
 
     Example, discount 0.5: rewards 1, 0, 4 give 1 + 0.5 x 2 = 2, 0 + 0.5 x 4 = 2 and 4.
     """
-    found: list[float] = []
+    reversed_returns: list[float] = []
     to_go = 0.0
     for reward in reversed(rewards):
         to_go = reward + discount * to_go
-        found.append(to_go)
-    return found[::-1]
+        reversed_returns.append(to_go)
+    return reversed_returns[::-1]
 
 
 def credits_of(rollout: Rollout, reward: float, discount: float | None) -> list[float]:
-    """The values a rollout's advantages are computed from: one return to go per turn, or ``reward`` alone for all its
-    tokens if it has no turn rewards or ``discount`` is None.
+    """Return the values from which a rollout's advantages are computed: one return to go per turn, or ``reward``.
+
+    It is ``reward`` alone, for all tokens, if the rollout has no turn rewards or ``discount`` is None.
 
     ``reward``: the rollout's shaped reward; its difference from the verifier's is added to the last turn's reward.
     """
     if discount is None or not rollout.turn_rewards:
         return [reward]
-    *before, last = rollout.turn_rewards
-    return returns_to_go([*before, last + reward - rollout.reward], discount)
+    *earlier, last = rollout.turn_rewards
+    return returns_to_go([*earlier, last + reward - rollout.reward], discount)

@@ -1,4 +1,4 @@
-"""A task's solve rate as a Beta distribution, and what follows for a group of attempts.
+"""Models a task's solve rate as a Beta distribution, and derives probabilities for a group of attempts.
 
 With p ~ Beta(a, b) and n independent attempts, E[p^n] = prod_{i<n} (a + i) / (a + b + i): the beta-binomial
 distribution, so every probability below includes the uncertainty about p.
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 
 def mixed_probability(alpha: float, beta: float, size: int) -> float:
-    """Probability that ``size`` attempts are neither all solved nor all unsolved: 1 - E[p^n] - E[(1-p)^n]."""
+    """Return the probability that ``size`` attempts have mixed outcomes: 1 - E[p^n] - E[(1-p)^n]."""
     solved = unsolved = 1.0
     for i in range(size):
         total = alpha + beta + i
@@ -21,11 +21,11 @@ def mixed_probability(alpha: float, beta: float, size: int) -> float:
 
 
 def group_size(alpha: float, beta: float, smallest: int, largest: int, gain: float) -> int:
-    """Choose the number of attempts of a group: ``smallest``, and more up to ``largest`` as long as each raises the
-    probability of mixed outcomes by at least ``gain``.
+    """Choose the number of attempts of a group, from ``smallest`` to ``largest``.
 
-    A rate known to be near 1/2 needs few more, one near 0 or 1 or still unknown needs many, and one that is surely 0 or
-    1 none: no number of attempts would show anything. The gain of another member can't rise with their number, since
+    Attempts are added as long as each raises the probability of mixed outcomes by at least ``gain``. A rate known to be
+    near 1/2 needs few more, one near 0 or 1 or still unknown needs many, and one that is surely 0 or 1 none: no number
+    of attempts would have mixed outcomes. The gain of another member can't rise with their number, since
     E[p^n (1-p)] + E[(1-p)^n p] falls in n.
     """
     size, reached = smallest, mixed_probability(alpha, beta, smallest)
@@ -38,14 +38,16 @@ def group_size(alpha: float, beta: float, smallest: int, largest: int, gain: flo
 
 
 def interval(alpha: float, beta: float, mass: float = 0.9) -> tuple[float, float]:
-    """The central interval that contains ``mass`` of Beta(alpha, beta)."""
+    """Return the central interval that contains ``mass`` of Beta(alpha, beta)."""
     tail = (1.0 - mass) / 2
     return _quantile(alpha, beta, tail), _quantile(alpha, beta, 1.0 - tail)
 
 
 def cumulative(alpha: float, beta: float, x: float) -> float:
-    """P(p <= x): the regularised incomplete beta function, by its continued fraction (Abramowitz and Stegun 26.5.8)
-    with Lentz's recurrence, on the side of the mean where it converges fast."""
+    """Compute P(p <= x), the regularised incomplete beta function.
+
+    It is evaluated by its continued fraction (Abramowitz and Stegun 26.5.8) with Lentz's recurrence, on the side of the
+    mean where it converges fast."""
     if x <= 0.0 or x >= 1.0:
         return 0.0 if x <= 0.0 else 1.0
     if x > (alpha + 1.0) / (alpha + beta + 2.0):
@@ -81,8 +83,10 @@ def _quantile(alpha: float, beta: float, share: float) -> float:
 
 
 def known_limits(signal: float, size: int) -> tuple[float, float]:
-    """The solve rates between which ``size`` attempts differ with probability ``signal`` at least, were they known:
-    1 - p^n - (1-p)^n >= signal. (0.5, 0.5) where none is enough."""
+    """Return the interval of solve rates p with 1 - p^n - (1-p)^n >= ``signal``, n = ``size``.
+
+    Inside it ``size`` attempts at a task of known rate differ with probability ``signal`` or more. (0.5, 0.5) where no
+    rate reaches it."""
     if 1.0 - 2 * 0.5**size < signal:
         return 0.5, 0.5
     _, limit = _bisected(lambda p: 1.0 - p**size - (1.0 - p) ** size < signal, 0.5)
@@ -90,7 +94,7 @@ def known_limits(signal: float, size: int) -> tuple[float, float]:
 
 
 def _bisected(is_below: Callable[[float], bool], high: float) -> tuple[float, float]:
-    """Narrow down, from 0 and ``high``, the two sides of the point up to which ``is_below`` holds."""
+    """Bisect 0 to ``high`` for the point up to which ``is_below`` holds; return its lower and upper bound."""
     low = 0.0
     for _ in range(50):
         middle = (low + high) / 2

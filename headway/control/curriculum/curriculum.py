@@ -1,7 +1,9 @@
-"""Chooses which task to draw and how large its group is: solve rates as Beta distributions, a band of tasks whose
-outcomes are likely to differ, replays of unsolved tasks after a while, and a plain walk over all tasks.
+"""Chooses the next task and the size of its group.
 
-A group teaches by the difference between its members' rewards, so a task is worth drawing by its *signal*, the
+It combines solve rates as Beta distributions, a band of tasks whose outcomes are likely to differ, replays of unsolved
+tasks after a while, and a sequential walk over all tasks.
+
+A group trains by the difference between its members' rewards, so a task is worth drawing by its *signal*, the
 probability that a group of it has mixed outcomes: E[1 - p^G - (1-p)^G] under what is known of its solve rate p. All
 decisions depend on counts, so the same draws and the same finished groups, in the order in which they finished, give
 the same state, however the two are interleaved.
@@ -26,20 +28,20 @@ from headway.records.curriculum import BandMove, Draw, DrawReason, Region, TaskE
 BAND_WINDOW_GROUPS = 64  # groups drawn from the band between two adjustments of its limit
 BAND_STEP = 0.05  # largest adjustment
 PRIOR_GROUPS = 2.0  # weight of "nothing is known" (Beta(1, 1)) beside a source's own groups
-WEAKEST_PRIOR, STRONGEST_PRIOR = 0.2, 4.0  # attempts that a prior stands for
+WEAKEST_PRIOR, STRONGEST_PRIOR = 0.2, 4.0  # bounds on the attempts that a prior counts as
 MOST_DOUBLINGS = 12  # of the delay after which an unsolved task is due
 _UNIT = 1 << 20  # a signal of 1 as a weight
 
 
 class TaskChoice(NamedTuple):
-    """A task chosen, and why."""
+    """A chosen task, and the reason."""
 
     task: int  # its number within its source
     draw: Draw
 
     @property
     def walks(self) -> bool:
-        """Whether it is the plain walk's next task."""
+        """True for the sequential walk's next task."""
         return self.draw.reason in ("cursor", "explore")
 
 
@@ -47,8 +49,8 @@ class Band:
     """The lower limit of signal, adjusted by the measured share of flat groups among those drawn from the band.
 
     It is adjusted once ``BAND_WINDOW_GROUPS`` groups drawn from the band have finished, by ``BAND_STEP``: up (narrower)
-    when more of them were flat than ``zero_variance_range`` allows, down (wider: more tasks) when fewer. Between the
-    two it stays. Only finished groups move it.
+    when more of them were flat than ``zero_variance_range`` allows, down (wider: more tasks) when fewer. Within
+    the range it stays. Only finished groups move it.
     """
 
     def __init__(self, settings: CurriculumConfig) -> None:
@@ -83,8 +85,10 @@ class Band:
 
 
 class _Prior:
-    """The prior of a source's unseen tasks: the Beta distribution whose mean and spread over tasks are those of the
-    groups that the plain walk drew (the only unbiased sample of all tasks).
+    """The prior of a source's unseen tasks, a Beta distribution.
+
+    Its mean and spread over tasks are those of the groups that the sequential walk drew (the only unbiased sample of
+    all tasks).
 
     A group with k of n solved estimates E[p] by k / n and E[p^2] by k (k - 1) / n (n - 1), both without bias; from the
     two follows the strength a + b = (m - q) / (q - m^2).
@@ -114,7 +118,7 @@ class _Prior:
 
 
 def _aged(then: int, now: int, half_life: float) -> tuple[float, float]:
-    """Weights of the evidence known at version ``then`` and of new evidence of version ``now``."""
+    """Return the weights of the evidence as of version ``then`` and of new evidence of version ``now``."""
     return 0.5 ** (max(0, now - then) / half_life), 0.5 ** (max(0, then - now) / half_life)
 
 
@@ -135,8 +139,10 @@ class SourceCurriculum:
     def __init__(
         self, tasks: int, settings: CurriculumConfig, band: Band, *, size: int, rest: tuple[int, int], seed: int | str
     ) -> None:
-        """``size``: rollout.group_size; signals are those of groups of that size. ``rest``: number of groups before a
-        task of the band is drawn again: the minimum, and that used where there is a choice."""
+        """Create the curriculum of ``tasks`` unseen tasks.
+
+        ``size``: rollout.group_size; signals are those of groups of that size. ``rest``: number of groups before a task
+        of the band is drawn again: the minimum, and the value used where there is a choice."""
         self._settings = settings
         self._band = band
         self._size = size
@@ -163,7 +169,7 @@ class SourceCurriculum:
     # -- decisions -----------------------------------------------------------------------------------
 
     def choose(self, index: int, walk_next: int) -> TaskChoice:
-        """Choose the task for the group with admission index ``index``; ``walk_next``: the plain walk's next task."""
+        """Choose the task for the group with admission index ``index``; ``walk_next``: the walk's next task."""
         self._wake(index)
         settings, turn = self._settings, self.draws
         walked = int(turn * settings.cursor_share)
@@ -181,14 +187,14 @@ class SourceCurriculum:
             if rested is not None:
                 return self._choice(rested, "band", 1.0)
             return self._choice(walk_next, "explore", 1.0)
-        at = (_random64(self._seed, index) * (known + unknown)) >> 64
-        if at >= known:
+        offset = (_random64(self._seed, index) * (known + unknown)) >> 64
+        if offset >= known:
             return self._choice(walk_next, "explore", unknown / (known + unknown))
-        task = self._weights.find(at)
+        task = self._weights.find(offset)
         return self._choice(task, "band", self._weights[task] / (known + unknown))
 
     def posterior(self, task: int) -> tuple[float, float]:
-        """(alpha, beta) of a task's solve rate: as of its last evidence, or the source's present prior."""
+        """Return (alpha, beta) of a task's solve rate: as of its last evidence, or the source's current prior."""
         if self.signal[task] < 0:
             return self.prior.alpha, self.prior.beta
         return float(self.alpha[task]), float(self.beta[task])
@@ -201,7 +207,7 @@ class SourceCurriculum:
         return "trivial" if self.alpha[task] >= self.beta[task] else "unsolved"
 
     def regions(self) -> dict[Region, int]:
-        """Number of tasks in each region."""
+        """Count the tasks in each region."""
         seen, band = self.signal >= 0, self.signal >= self._band.limit
         trivial = seen & ~band & (self.alpha >= self.beta)
         counts = [int(np.count_nonzero(part)) for part in (~seen, band, trivial)]
@@ -209,7 +215,7 @@ class SourceCurriculum:
         return {"unseen": counts[0], "unsolved": unsolved, "band": counts[1], "trivial": counts[2]}
 
     def band_probability(self, task: int, index: int) -> float:
-        """Probability that a draw from the band at ``index`` falls on ``task``."""
+        """Return the probability that a draw from the band at ``index`` is ``task``."""
         self._wake(index)
         total = self._weights.total + self._unknown_weight()
         return self._weights[task] / total if total else 0.0
@@ -231,7 +237,7 @@ class SourceCurriculum:
         Returns the band's move if it moved."""
         valid, solved = evidence.valid, float(evidence.solved)
         if not evidence.zero_variance and evidence.solved in (0, valid):
-            solved = valid / 2  # rewards differ though no outcome does: as good a signal
+            solved = valid / 2  # rewards differ although outcomes don't: an equally good signal
         if reason in ("cursor", "explore"):
             self.prior.learn(solved, valid, evidence.version)
         old, new = _aged(int(self.version[task]), evidence.version, self._settings.half_life_steps)
@@ -279,7 +285,7 @@ class SourceCurriculum:
         return TaskChoice(task, draw)
 
     def _unknown_weight(self) -> int:
-        """Weight of all tasks that were never drawn: their expected signal, where that reaches the band's limit."""
+        """Return the weight of all undrawn tasks: their expected signal, where that reaches the band's limit."""
         if not self.undrawn:
             return 0
         signal = mixed_probability(self.prior.alpha, self.prior.beta, self._size)
@@ -295,8 +301,9 @@ class SourceCurriculum:
         return None
 
     def _longest_rested(self, index: int) -> int | None:
-        """The band's task that was drawn longest ago, for when all of them rest and none is unseen; None where a group
-        of it may still be open."""
+        """Return the band's task that was drawn longest ago; None where a group of it may still be open.
+
+        It is used when all of the band's tasks rest and none is unseen."""
         resting = self._resting_in_band
         while resting and resting[0][0] + self._least_rest <= index:
             drawn_at, task = resting[0]
@@ -352,7 +359,7 @@ class Curriculum:
         return move
 
     def regions(self) -> dict[str, int]:
-        """Tasks in each region, all sources together."""
+        """Count the tasks in each region over all sources."""
         totals = Counter[str]()
         for source in self.sources:
             totals.update(source.regions())
@@ -360,5 +367,5 @@ class Curriculum:
 
 
 def _random64(seed: int | str, index: int) -> int:
-    """64 random bits that depend on (seed, index) alone."""
+    """Return 64 random bits that depend on (seed, index) alone."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:draw:{index}".encode(), digest_size=8).digest(), "little")

@@ -1,4 +1,4 @@
-"""Weighted sampling from many items: changing one weight and finding a draw cost O(log n)."""
+"""Samples from many weighted items: changing a weight and looking up a draw cost O(log n)."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import numpy.typing as npt
 
 
 class WeightTree:
-    """Integer weights of n items (Fenwick 1994). Integers, so the sums are exact and don't depend on the order of
-    changes.
+    """Integer weights of n items in a Fenwick tree (Fenwick 1994).
+
+    As they are integers, sums are exact and don't depend on the order of changes.
 
     Example: weights [2, 0, 3]: ``total`` is 5; ``find(0)`` and ``find(1)`` are 0, ``find(2)`` to ``find(4)`` are 2.
     """
 
     def __init__(self, weights: npt.NDArray[np.int64]) -> None:
-        """O(n). ``weights`` [n]: >= 0 each."""
-        before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(weights)])  # of all up to each
-        places = np.arange(1, len(weights) + 1)
+        """Build the tree in O(n). ``weights`` [n]: >= 0 each."""
+        cumulative = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(weights)])  # sums of the first weights
+        ends = np.arange(1, len(weights) + 1)
         self._weights: list[int] = weights.tolist()
-        self._sums: list[int] = [0, *(before[places] - before[places - (places & -places)]).tolist()]
-        self.total = int(before[-1])
+        self._sums: list[int] = [0, *(cumulative[ends] - cumulative[ends - (ends & -ends)]).tolist()]
+        self.total = int(cumulative[-1])
         self._top = 1 << (len(self._weights).bit_length() - 1) if self._weights else 0
 
     def __getitem__(self, index: int) -> int:
@@ -36,15 +37,15 @@ class WeightTree:
             self._sums[i] += change
             i += i & -i
 
-    def find(self, at: int) -> int:
-        """The item that ``at`` (0 <= at < total) falls on when the weights are laid end to end."""
-        if not 0 <= at < self.total:
-            raise ValueError(f"{at} is not within 0..{self.total - 1}")
+    def find(self, offset: int) -> int:
+        """Return the item that contains ``offset`` (0 <= offset < total) in the concatenation of all weights."""
+        if not 0 <= offset < self.total:
+            raise ValueError(f"{offset} is not within 0..{self.total - 1}")
         position, step = 0, self._top
         while step:
             beyond = position + step
-            if beyond < len(self._sums) and self._sums[beyond] <= at:
+            if beyond < len(self._sums) and self._sums[beyond] <= offset:
                 position = beyond
-                at -= self._sums[beyond]
+                offset -= self._sums[beyond]
             step >>= 1
         return position

@@ -1,4 +1,4 @@
-"""Folds a workflow's cycles: loops become units of the graph around them, and keep a graph of their own inside."""
+"""Folds a workflow's cycles: a loop becomes one unit of the enclosing graph and contains a graph of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from headway.records.errors import ConfigurationError
 from headway.records.plan import DevicePool, Workflow, WorkflowStage
 
-# Down-closed subsets, smaller ones first, each with the larger ones and their differences.
+# Down-closed subsets, smaller first, each with its down-closed supersets and their differences.
 Cuts = list[tuple[int, list[tuple[int, int]]]]
 
 
@@ -21,39 +21,39 @@ class Unit:
 
     name: str
     stages: tuple[WorkflowStage, ...]
-    loop: Body | None = None  # None: a stage
+    loop: UnitGraph | None = None  # None: a stage
 
     @cached_property
     def switch_s(self) -> float:
-        """Seconds to take a turn: all stages of a loop move at once."""
+        """Seconds to switch to this unit: all stages of a loop move at once."""
         return max(stage.switch_s for stage in self.stages)
 
 
 @dataclass(frozen=True)
-class Body:
-    """An acyclic graph of units, the whole workflow or the inside of a loop. Sets of units are bit masks."""
+class UnitGraph:
+    """An acyclic graph of units, of the whole workflow or inside a loop. Sets of units are bit masks."""
 
     rounds: int
     units: tuple[Unit, ...]
-    before: tuple[int, ...]  # of each unit, the set of its direct predecessors
-    bytes_between: Mapping[tuple[int, int], float]  # per item and round, the loop's way back included
+    before: tuple[int, ...]  # set of direct predecessors of each unit
+    bytes_between: Mapping[tuple[int, int], float]  # per item and round, the loop's back edge included
     _steps: dict[int, Cuts] = field(default_factory=dict[int, Cuts])
 
     @property
-    def whole(self) -> int:
+    def all_units(self) -> int:
         return (1 << len(self.units)) - 1
 
     @cached_property
     def neighbours(self) -> tuple[int, ...]:
         """Direct predecessors and successors of each unit, as a set."""
-        found = list(self.before)
+        masks = list(self.before)
         for unit, mask in enumerate(self.before):
             for other in members(mask):
-                found[other] |= 1 << unit
-        return tuple(found)
+                masks[other] |= 1 << unit
+        return tuple(masks)
 
     def ordered(self, within: int) -> list[int]:
-        """Units of ``within`` in an order in which each stands behind its predecessors."""
+        """Return the units of ``within`` in topological order."""
         placed, order = 0, list[int]()
         while placed != within:
             ready = next(unit for unit in members(within & ~placed) if not self.before[unit] & within & ~placed)
@@ -62,15 +62,16 @@ class Body:
         return order
 
     def received_bytes(self, part: int) -> float:
-        """Bytes per item that ``part`` receives from units outside it."""
+        """Return the bytes per item that ``part`` receives from units outside it."""
         return sum(
             size for (source, to), size in self.bytes_between.items() if part >> to & 1 and not part >> source & 1
         )
 
     def steps(self, within: int) -> Cuts:
-        """The cuts of the set ``within``: each down-closed subset, smaller ones first, with (larger one, the
-        difference) for every down-closed subset that contains it. ``within`` is the difference of two down-closed
-        sets."""
+        """Return the cuts of the set ``within``, itself the difference of two down-closed sets.
+
+        A cut is a down-closed subset, smaller ones first, with (superset, difference) for every down-closed subset that
+        contains it."""
         if within not in self._steps:
             closed = [0]
             for position in self.ordered(within):
@@ -84,18 +85,18 @@ class Body:
         return self._steps[within]
 
     def components(self, within: int) -> list[int]:
-        """Sets of units of ``within`` that no edge connects."""
-        found: list[int] = []
-        left = within
-        while left:
-            grown, reached = 0, left & -left
+        """Return the connected components of ``within``."""
+        components: list[int] = []
+        remaining = within
+        while remaining:
+            grown, reached = 0, remaining & -remaining
             while reached != grown:
                 grown = reached
                 for unit in members(grown):
                     reached |= self.neighbours[unit] & within
-            found.append(reached)
-            left &= ~reached
-        return found
+            components.append(reached)
+            remaining &= ~reached
+        return components
 
 
 class _Loop(NamedTuple):
@@ -105,15 +106,15 @@ class _Loop(NamedTuple):
 
 
 def members(mask: int) -> Iterator[int]:
-    """Indices of the bits of ``mask``, ascending."""
+    """Yield the indices of the bits of ``mask``, ascending."""
     while mask:
         lowest = mask & -mask
         yield lowest.bit_length() - 1
         mask ^= lowest
 
 
-def fold(workflow: Workflow) -> Body:
-    """The workflow with its loops folded, outermost first.
+def fold(workflow: Workflow) -> UnitGraph:
+    """Fold the loops of a workflow, outermost first.
 
     Raises ConfigurationError for a cycle without a loop variable, a loop variable without a cycle, and loops that
     overlap without one inside the other.
@@ -140,39 +141,39 @@ def fold(workflow: Workflow) -> Body:
         for other, _, others in loops[:first]:
             if stages & others and not stages <= others and not others <= stages:
                 raise ConfigurationError(f"loops {other!r} and {name!r} overlap, and neither contains the other")
-    loops.sort(key=lambda found: -len(found.stages))  # stable: of two with the same stages the first is the outer one
+    loops.sort(key=lambda inner: -len(inner.stages))  # stable: of two with the same stages the first is the outer one
     return _body(workflow, _Loop("", 1, frozenset(range(len(names)))), loops)
 
 
-def _body(workflow: Workflow, own: _Loop, loops: Sequence[_Loop]) -> Body:
+def _body(workflow: Workflow, enclosing: _Loop, loops: Sequence[_Loop]) -> UnitGraph:
     units: list[Unit] = []
     unit_of: dict[int, int] = {}
     for position, loop in enumerate(loops):
-        if loop.stages <= own.stages and loop.stages.isdisjoint(unit_of):
+        if loop.stages <= enclosing.stages and loop.stages.isdisjoint(unit_of):
             unit_of.update(dict.fromkeys(loop.stages, len(units)))
             inside = tuple(workflow.stages[stage] for stage in sorted(loop.stages))
             units.append(Unit(loop.name, inside, _body(workflow, loop, loops[position + 1 :])))
-    for stage in sorted(own.stages - unit_of.keys()):
+    for stage in sorted(enclosing.stages - unit_of.keys()):
         unit_of[stage] = len(units)
         units.append(Unit(workflow.stages[stage].name, (workflow.stages[stage],)))
     index = {stage.name: number for number, stage in enumerate(workflow.stages)}
-    before = [0] * len(units)
+    predecessors = [0] * len(units)
     sizes: dict[tuple[int, int], float] = {}
     for edge in workflow.edges:
         source, to = unit_of.get(index[edge.source]), unit_of.get(index[edge.to])
-        if source is None or to is None or source == to or edge.loop not in (None, own.name):
+        if source is None or to is None or source == to or edge.loop not in (None, enclosing.name):
             continue
         sizes[source, to] = sizes.get((source, to), 0.0) + edge.bytes_per_item
         if edge.loop is None:
-            before[to] |= 1 << source
-    crossed = _cycles(len(units), [(source, to) for to, mask in enumerate(before) for source in members(mask)])
+            predecessors[to] |= 1 << source
+    crossed = _cycles(len(units), [(source, to) for to, mask in enumerate(predecessors) for source in members(mask)])
     if crossed:
         raise ConfigurationError(f"loops {', '.join(units[unit].name for unit in sorted(crossed[0]))} feed one another")
-    return Body(own.rounds, tuple(units), tuple(before), sizes)
+    return UnitGraph(enclosing.rounds, tuple(units), tuple(predecessors), sizes)
 
 
 def _cycles(count: int, edges: Iterable[tuple[int, int]]) -> list[frozenset[int]]:
-    """Strongly connected components with a cycle, from the transitive closure (graphs of tens of nodes)."""
+    """Return strongly connected components with a cycle, from the transitive closure (graphs of tens of nodes)."""
     reach = [0] * count
     for source, to in edges:
         reach[source] |= 1 << to
@@ -180,22 +181,21 @@ def _cycles(count: int, edges: Iterable[tuple[int, int]]) -> list[frozenset[int]
         for node in range(count):
             if reach[node] >> middle & 1:
                 reach[node] |= reach[middle]
-    found: set[frozenset[int]] = set()
+    components: set[frozenset[int]] = set()
     for node in range(count):
         if reach[node] >> node & 1:
-            found.add(frozenset(other for other in members(reach[node]) if reach[other] >> node & 1))
-    return sorted(found, key=sorted)
+            components.add(frozenset(other for other in members(reach[node]) if reach[other] >> node & 1))
+    return sorted(components, key=sorted)
 
 
 def require_valid(workflow: Workflow, pool: DevicePool) -> None:
-    """Raise ConfigurationError, naming the key, for names that are unknown or given twice, and chunks that don't divide
-    the items."""
+    """Raise ConfigurationError, with the key, for unknown or duplicate names and chunks that don't divide the items."""
     names = [stage.name for stage in workflow.stages]
     classes = [kind.device for kind in pool.classes]
     loops = [loop.name for loop in workflow.loops]
-    for key, given in (("stages", names), ("pool.classes", classes), ("loops", loops)):
-        if len(set(given)) != len(given) or (not given and key != "loops"):
-            raise ConfigurationError(f"{key}: {', '.join(given) or 'empty'}; valid: at least one, each name once")
+    for key, declared in (("stages", names), ("pool.classes", classes), ("loops", loops)):
+        if len(set(declared)) != len(declared) or (not declared and key != "loops"):
+            raise ConfigurationError(f"{key}: {', '.join(declared) or 'empty'}; valid: at least one, each name once")
     for chunk in workflow.granularities:
         if workflow.items % chunk:
             raise ConfigurationError(f"granularities: {chunk} doesn't divide items = {workflow.items}")
@@ -212,7 +212,7 @@ def require_valid(workflow: Workflow, pool: DevicePool) -> None:
 
 
 def _require_name(key: str, name: str, valid: Sequence[str]) -> None:
-    """Raise ConfigurationError where ``name`` isn't among ``valid``, with the nearest one that is."""
+    """Raise ConfigurationError where ``name`` isn't among ``valid``, with the nearest valid name."""
     if name in valid:
         return
     near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)

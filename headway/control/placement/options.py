@@ -1,4 +1,4 @@
-"""Device counts that are worth giving to a stage, a part or a level, with the time of one chunk on them."""
+"""Enumerates useful device counts of a stage, a part or a level, with the time of one chunk on them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import product
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from headway.control.placement.graph import Body
+from headway.control.placement.graph import UnitGraph
 from headway.records.errors import ConfigurationError
 from headway.records.plan import DevicePool, Mode, PoolDevices, TimePoint, Workflow, WorkflowStage
 
@@ -17,17 +17,17 @@ Vector = tuple[int, ...]  # devices of each class, in the pool's order
 
 
 class Option(NamedTuple):
-    """Seconds of one chunk on ``devices``; ``made`` is what a plan is written from."""
+    """Seconds of one chunk on ``devices``; ``made`` is the data from which a plan is written."""
 
     seconds: float
     devices: Vector
     made: Any
 
 
-class Options(NamedTuple):
-    """A Pareto frontier: options sorted by seconds, none of which needs as much as a faster one.
+class Frontier(NamedTuple):
+    """A Pareto frontier: options sorted by seconds, each of which needs less than all faster ones.
 
-    ``shares`` is the least share of the pool (`Choices.share`) among the options up to each, negated to be ascending.
+    ``shares`` is the least share of the pool (`OptionTable.share`) among the options up to each, negated.
     """
 
     options: list[Option]
@@ -35,20 +35,20 @@ class Options(NamedTuple):
     shares: list[float]
 
     def share_within(self, seconds: float) -> float:
-        """Least share of the pool that does a chunk within ``seconds``."""
-        place = bisect_right(self.seconds, seconds)
-        return -self.shares[place - 1] if place else math.inf
+        """Return the least share of the pool that processes a chunk within ``seconds``."""
+        position = bisect_right(self.seconds, seconds)
+        return -self.shares[position - 1] if position else math.inf
 
     def seconds_within(self, share: float) -> float:
-        """Least time of a chunk on options of at most ``share`` of the pool."""
-        place = bisect_left(self.shares, -share)
-        return self.seconds[place] if place < len(self.seconds) else math.inf
+        """Return the least time of a chunk on options of at most ``share`` of the pool."""
+        position = bisect_left(self.shares, -share)
+        return self.seconds[position] if position < len(self.seconds) else math.inf
 
-    def at(self, devices: Vector) -> Option | None:
-        """The fastest option that ``devices`` have room for."""
+    def fastest_on(self, devices: Vector) -> Option | None:
+        """Return the fastest option that fits on ``devices``."""
         if len(devices) == 1:
-            place = bisect_left(self.shares, -devices[0])
-            return self.options[place] if place < len(self.options) else None
+            position = bisect_left(self.shares, -devices[0])
+            return self.options[position] if position < len(self.options) else None
         return next((option for option in self.options if fits(option.devices, devices)), None)
 
 
@@ -56,63 +56,64 @@ def fits(small: Vector, large: Vector) -> bool:
     return all(map(int.__le__, small, large))
 
 
-def added(left: Vector, right: Vector) -> Vector:
-    return tuple(map(int.__add__, left, right))
+def vector_sum(first: Vector, second: Vector) -> Vector:
+    return tuple(map(int.__add__, first, second))
 
 
-class Front:
-    """A staircase of pairs of numbers, none of which is at most as large as another in both."""
+class ParetoFront:
+    """A set of pairs of numbers, none of which is dominated: at least as large as another in both."""
 
     def __init__(self) -> None:
         self._pairs: list[tuple[float, float]] = []  # the first number ascending, the second descending
 
     def add(self, first: float, second: float) -> bool:
-        """Add a pair; False where one that is at most as large in both numbers is there already."""
+        """Add a pair and drop those that it dominates; return False where it is dominated itself."""
         pairs = self._pairs
-        place = bisect_right(pairs, (first, second))
-        if place and pairs[place - 1][1] <= second:
+        position = bisect_right(pairs, (first, second))
+        if position and pairs[position - 1][1] <= second:
             return False
-        end = place
+        end = position
         while end < len(pairs) and pairs[end][1] >= second:
             end += 1
-        pairs[place:end] = [(first, second)]
+        pairs[position:end] = [(first, second)]
         return True
 
 
 class SearchSettings(NamedTuple):
-    """How long and how exactly to search; plans and limits to leave out, so that a plan can be compared with others."""
+    """Budget and precision of a search, and the plans and limits to exclude, for comparisons."""
 
-    tolerance: float = 0.0  # a plan proven to be within this share of the best will do
-    expansions: int = 2_000_000  # budget; a search that spends it returns its best plan, with the gap that is left
+    tolerance: float = 0.0  # a plan proven to be within this share of the best is accepted
+    expansions: int = 2_000_000  # budget; a search that spends it returns its best plan, with the remaining gap
     memory_limits: bool = True
     switch_costs: bool = True
     mode: Mode | None = None  # temporal or spatial: plans of that mode alone
-    without: frozenset[tuple[frozenset[str], int]] = frozenset()  # no phase of these units in chunks of so many items
+    without: frozenset[tuple[frozenset[str], int]] = frozenset()  # excluded phases: units, and items of a chunk
 
 
-class Choices:
-    """Options of stages, parts and levels in one pool; each is computed when it is first asked for."""
+class OptionTable:
+    """Frontiers of stages, parts and levels in one pool, computed on demand."""
 
     def __init__(self, workflow: Workflow, pool: DevicePool, settings: SearchSettings) -> None:
         self.pool = pool
         self.weights = _weights(workflow, pool)
-        self.most: Vector = tuple(kind.devices for kind in pool.classes)
+        self.total: Vector = tuple(kind.devices for kind in pool.classes)
         self.settings = settings
         self._points: dict[str, list[tuple[int, PoolDevices, list[TimePoint]]]] = {}
 
     def share(self, devices: Vector) -> float:
-        """Weighs devices of different classes against each other. A share is linear in the devices: what doesn't
-        fit by share doesn't fit at all; with one class it is their number."""
+        """Return the weighted share of the pool that ``devices`` are; with one class it is their number.
+
+        A share is linear in the devices: an allocation that doesn't fit by share doesn't fit at all."""
         if len(devices) == 1:
             return devices[0]
         return sum(weight * count for weight, count in zip(self.weights, devices, strict=True))
 
-    def frontier(self, found: Iterable[Option]) -> Options:
-        """Keep what no other option beats in time and devices; of equals the first."""
+    def frontier(self, options: Iterable[Option]) -> Frontier:
+        """Return the Pareto frontier of ``options`` in time and devices; of equal ones the first stays."""
         kept: list[Option] = []
-        front = Front()
-        for option in sorted(found, key=itemgetter(0, 1)):
-            if len(self.most) > 2:
+        front = ParetoFront()
+        for option in sorted(options, key=itemgetter(0, 1)):
+            if len(self.total) > 2:
                 if not any(fits(other.devices, option.devices) for other in kept):
                     kept.append(option)
             elif front.add(option.devices[0], option.devices[-1]):
@@ -120,11 +121,12 @@ class Choices:
         shares: list[float] = []
         for option in kept:
             shares.append(max(-self.share(option.devices), shares[-1] if shares else -math.inf))
-        return Options(kept, [option.seconds for option in kept], shares)
+        return Frontier(kept, [option.seconds for option in kept], shares)
 
-    def of_stage(self, stage: WorkflowStage, items: int) -> Options:
-        """Options of a stage for ``items`` items at once: within the memory, times between measured ones
-        interpolated."""
+    def of_stage(self, stage: WorkflowStage, items: int) -> Frontier:
+        """Return the frontier of a stage for ``items`` items at once.
+
+        Options fit into memory, and times are interpolated between measured ones."""
         if stage.name not in self._points:
             self._points[stage.name] = [
                 (position, kind, sorted(points, key=lambda point: point.items))
@@ -132,92 +134,92 @@ class Choices:
                 for points in by_count(stage, kind).values()
                 if points[0].devices <= kind.devices
             ]
-        found: list[Option] = []
+        options: list[Option] = []
         for position, kind, points in self._points[stage.name]:
             seconds = seconds_between(points, items)
             if seconds is None or (self.settings.memory_limits and not has_memory(stage, kind, points[0], items)):
                 continue
             devices = points[0].devices
-            vector = tuple(devices if place == position else 0 for place in range(len(self.most)))
-            found.append(Option(seconds, vector, (kind.device, devices)))
-        return self.frontier(found)
+            vector = tuple(devices if index == position else 0 for index in range(len(self.total)))
+            options.append(Option(seconds, vector, (kind.device, devices)))
+        return self.frontier(options)
 
-    def turns(self, body: Body, part: int, items: int, units: Mapping[int, Options]) -> Options:
-        """Options of one part whose units take turns on its devices."""
+    def turns(self, body: UnitGraph, part: int, items: int, units: Mapping[int, Frontier]) -> Frontier:
+        """Return the frontier of one part whose units take turns on its devices."""
         order = body.ordered(part)
         switch_s = [self.switch_s(body, unit) if len(order) > 1 else 0.0 for unit in order]
         size = body.received_bytes(part)
         receive_s = size * items / self.pool.link_bytes_per_s if size and self.pool.link_bytes_per_s else 0.0
         fixed_s = receive_s + sum(switch_s)
-        fastest = [units[unit].at for unit in order]
-        if len(self.most) > 1:
-            fastest = [_table(units[unit].options, self.most) for unit in order]
+        lookups = [units[unit].fastest_on for unit in order]
+        if len(self.total) > 1:
+            lookups = [_table(units[unit].options, self.total) for unit in order]
         each = {option.devices for unit in order for option in units[unit].options}
-        counts = [sorted({0, *(devices[place] for devices in each)}) for place in range(len(self.most))]
-        found: list[Option] = []
+        counts = [sorted({0, *(devices[index] for devices in each)}) for index in range(len(self.total))]
+        options: list[Option] = []
         for vector in product(*counts):
-            chosen = [at(vector) for at in fastest]
+            chosen = [lookup(vector) for lookup in lookups]
             if None not in chosen:
                 seconds = fixed_s + sum(option.seconds for option in chosen if option is not None)
-                found.append(Option(seconds, vector, (order, chosen, switch_s, receive_s)))
-        return self.frontier(found)
+                options.append(Option(seconds, vector, (order, chosen, switch_s, receive_s)))
+        return self.frontier(options)
 
-    def switch_s(self, body: Body, unit: int) -> float:
+    def switch_s(self, body: UnitGraph, unit: int) -> float:
         return body.units[unit].switch_s if self.settings.switch_costs else 0.0
 
-    def beside(self, left: Options, right: Options) -> list[Option]:
-        """Options of two sets of parts side by side: the slower one's time, both ones' devices."""
-        if len(self.most) > 1:
-            pairs = product(left.options, right.options)
-        else:  # at each time the cheapest of both
-            times = sorted({*left.seconds, *right.seconds})
-            places = ((bisect_right(left.seconds, t), bisect_right(right.seconds, t)) for t in times)
-            pairs = ((left.options[a - 1], right.options[b - 1]) for a, b in places if a and b)
-        found = ((max(a.seconds, b.seconds), added(a.devices, b.devices), a, b) for a, b in pairs)
+    def side_by_side(self, first: Frontier, second: Frontier) -> list[Option]:
+        """Return the options of two sets of parts side by side: the slower one's time, the devices of both."""
+        if len(self.total) > 1:
+            pairs = product(first.options, second.options)
+        else:  # at each time the cheapest option of both
+            times = sorted({*first.seconds, *second.seconds})
+            positions = ((bisect_right(first.seconds, t), bisect_right(second.seconds, t)) for t in times)
+            pairs = ((first.options[a - 1], second.options[b - 1]) for a, b in positions if a and b)
+        both = ((max(a.seconds, b.seconds), vector_sum(a.devices, b.devices), a, b) for a, b in pairs)
         return [
-            Option(seconds, devices, (*a.made, *b.made)) for seconds, devices, a, b in found if fits(devices, self.most)
+            Option(seconds, devices, (*a.made, *b.made)) for seconds, devices, a, b in both if fits(devices, self.total)
         ]
 
 
-def _table(options: list[Option], most: Vector) -> Callable[[Vector], Option | None]:
-    """The fastest of ``options`` that fits, for any devices: each class's counts in between are those below."""
-    counts = [sorted({0, *(option.devices[place] for option in options)}) for place in range(len(most))]
+def _table(options: list[Option], limits: Vector) -> Callable[[Vector], Option | None]:
+    """Return a function from devices to the fastest fitting option; counts are rounded down to those of options."""
+    counts = [sorted({0, *(option.devices[index] for option in options)}) for index in range(len(limits))]
     table: dict[Vector, Option | None] = {}
     exact = {option.devices: option for option in options}
-    for places in product(*(range(len(count)) for count in counts)):
-        best = exact.get(tuple(map(list[int].__getitem__, counts, places)))
-        for position, place in enumerate(places):  # what fits with one step less of a class fits here
-            other = table[*places[:position], place - 1, *places[position + 1 :]] if place else None
+    for steps in product(*(range(len(count)) for count in counts)):
+        best = exact.get(tuple(map(list[int].__getitem__, counts, steps)))
+        for index, step in enumerate(steps):  # an option that fits with one step less of a class fits here
+            other = table[*steps[:index], step - 1, *steps[index + 1 :]] if step else None
             if best is None or (other is not None and other.seconds <= best.seconds):
                 best = other
-        table[places] = best
+        table[steps] = best
     return lambda devices: table[tuple(bisect_right(count, d) - 1 for count, d in zip(counts, devices, strict=True))]
 
 
 def by_count(stage: WorkflowStage, kind: PoolDevices) -> dict[int, list[TimePoint]]:
-    """Times of a stage on one class, by number of devices."""
-    found: dict[int, list[TimePoint]] = {}
+    """Return the times of a stage on one class, by number of devices."""
+    points_by_count: dict[int, list[TimePoint]] = {}
     for point in stage.times:
         if point.device == kind.device:
-            found.setdefault(point.devices, []).append(point)
-    return found
+            points_by_count.setdefault(point.devices, []).append(point)
+    return points_by_count
 
 
 def seconds_between(points: list[TimePoint], items: int) -> float | None:
-    """Time for ``items`` from points by ascending items, linear between two neighbours; None outside of them."""
-    place = bisect_left(points, items, key=lambda point: point.items)
-    if place == len(points) or (place == 0 and points[0].items != items):
+    """Interpolate the time for ``items`` linearly between points of ascending items; None outside of them."""
+    position = bisect_left(points, items, key=lambda point: point.items)
+    if position == len(points) or (position == 0 and points[0].items != items):
         return None
-    above = points[place]
+    above = points[position]
     if above.items == items:
         return above.seconds
-    below = points[place - 1]
+    below = points[position - 1]
     share = (items - below.items) / (above.items - below.items)
     return below.seconds + share * (above.seconds - below.seconds)
 
 
 def needed_bytes(stage: WorkflowStage, point: TimePoint, items: int) -> float:
-    """Memory of each of the point's devices for ``items`` items at once: a + b * items of a device."""
+    """Return the bytes on each of the point's devices for ``items`` items at once: a + b * items of a device."""
     fixed = stage.fixed_bytes if point.fixed_bytes is None else point.fixed_bytes
     return fixed + stage.bytes_per_item * math.ceil(items / point.devices)
 
@@ -227,27 +229,28 @@ def has_memory(stage: WorkflowStage, kind: PoolDevices, point: TimePoint, items:
 
 
 def _weights(workflow: Workflow, pool: DevicePool) -> list[float]:
-    """Weights of the classes: the mean over stages of how fast one device is, relative to the stage's best class."""
+    """Return the weight of each class: the mean over stages of a device's speed relative to the best class."""
     speeds: list[list[float]] = [[] for _ in pool.classes]
     for stage in workflow.stages:
         work = [
             min((p.seconds * p.devices / p.items for p in stage.times if p.device == kind.device), default=math.inf)
             for kind in pool.classes
         ]
-        for speed, own in zip(speeds, work, strict=True):
-            if own < math.inf:
-                speed.append(min(work) / own if own else 1.0)
+        for speed, device_seconds in zip(speeds, work, strict=True):
+            if device_seconds < math.inf:
+                speed.append(min(work) / device_seconds if device_seconds else 1.0)
     return [sum(speed) / len(speed) if speed else 0.0 for speed in speeds]
 
 
 def require_memory(workflow: Workflow, pool: DevicePool) -> None:
-    """Raise ConfigurationError where a stage fits on no devices of the pool at any granularity: which stage, how much
-    is missing, and the smallest pool that would do."""
+    """Raise ConfigurationError where a stage fits on no devices of the pool at any granularity.
+
+    The message names the stage, the missing memory, and the smallest sufficient pool."""
     chunks = sorted({*workflow.granularities, workflow.items})
     lacking: list[str] = []
     grown = {kind.device: float(kind.devices) for kind in pool.classes}
     for stage in workflow.stages:
-        # Missing bytes, needed bytes, where; of every measured count, those that the pool doesn't have included.
+        # (missing bytes, needed bytes, class, point, items) of every measured count, also beyond the pool's.
         needs: list[tuple[float, float, PoolDevices, TimePoint, int]] = []
         for kind in pool.classes:
             for points in by_count(stage, kind).values():

@@ -1,11 +1,10 @@
-"""Pipelines over parts: partial allocations, grown along the cuts of a graph, of which only those that can still win
-stay.
+"""Searches pipelines over parts: partial allocations are extended along the cuts of a graph, dominated ones dropped.
 
-A *label* is a partial allocation: the levels of a down-closed set of units, the devices they use, their *fill* (the
-sum of their seconds, one chunk's way through) and the *slowest* of them. K chunks take fill + (K - 1) * slowest; in a
-loop of r rounds max(fill + (r K - 1) * slowest, r * fill + (K - 1) * slowest): the longest path through the grid of
-chunks and levels either stays in the slowest level for all visits, or follows one chunk around. Both grow with fill,
-slowest and devices, so a label that is no better than another in any of the three can be dropped.
+A *label* is a partial allocation: the levels of a down-closed set of units, the devices they use, their *fill* (the sum
+of their seconds, one chunk's way through) and the *slowest* of them. K chunks take fill + (K - 1) * slowest; in a loop
+of r rounds max(fill + (r K - 1) * slowest, r * fill + (K - 1) * slowest): the longest path through the grid of chunks
+and levels either stays in the slowest level for all visits, or follows one chunk through all rounds. Both grow with
+fill, slowest and devices, so a label that is no better than another in any of the three is dropped.
 """
 
 from __future__ import annotations
@@ -16,41 +15,41 @@ from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
-from headway.control.placement.graph import Body, Cuts, members
-from headway.control.placement.options import Choices, Front, Option, Options, Vector, added, fits
+from headway.control.placement.graph import Cuts, UnitGraph, members
+from headway.control.placement.options import Frontier, Option, OptionTable, ParetoFront, Vector, fits, vector_sum
 
-ROUNDING = 1e-12  # relative: sums of the same terms in another order differ by less
+ROUNDING = 1e-12  # relative: sums of the same terms in different order differ by less
 
 
 class Label(NamedTuple):
-    """A partial allocation, and the one that it extends by ``level``."""
+    """A partial allocation, which extends ``previous`` by ``level``."""
 
     fill: float
     slowest: float
     used: Vector
-    behind: Label | None
+    previous: Label | None
     level: Option | None
 
     def levels(self) -> list[Option]:
-        label, found = self, list[Option]()
-        while label.behind is not None and label.level is not None:
-            found.append(label.level)
-            label = label.behind
-        return found[::-1]
+        label, levels = self, list[Option]()
+        while label.previous is not None and label.level is not None:
+            levels.append(label.level)
+            label = label.previous
+        return levels[::-1]
 
 
 def elapsed_s(fill: float, slowest: float, chunks: int, rounds: int = 1) -> float:
-    """Seconds until ``chunks`` chunks have gone ``rounds`` times through levels whose seconds sum up to ``fill``."""
+    """Return the seconds for ``chunks`` chunks to pass ``rounds`` times through levels that sum up to ``fill``."""
     once = fill + (rounds * chunks - 1) * slowest
     return once if rounds == 1 else max(once, rounds * fill + (chunks - 1) * slowest)
 
 
 class BudgetSpentError(Exception):
-    """The budget of expansions is spent: what was being computed is incomplete."""
+    """The budget of expansions is spent, so the current computation is incomplete."""
 
 
 class Expansions:
-    """Counts the work of a search, and says when its budget is spent."""
+    """Counts the work of a search against its budget."""
 
     def __init__(self, budget: int) -> None:
         self.done = 0
@@ -67,56 +66,56 @@ class Expansions:
 
 
 class Limits(NamedTuple):
-    """Bounds on what an allocation may still become; all of it is relative to one pool, chunk and set of units."""
+    """Bounds on the completion of a partial allocation, for one pool, chunk and set of units."""
 
     devices: Vector
     slowest: float  # no level may take longer
     weight: int  # K - 1
-    least: float  # bound of the slowest level from below
-    share: dict[int, float]  # of each down-closed set, the least share of the pool that the levels behind it need
-    fill: dict[int, float]  # ... and the least fill they add
+    least: float  # lower bound of the slowest level
+    share: dict[int, float]  # by down-closed set, the least share of the pool that the levels after it need
+    fill: dict[int, float]  # ... and the least fill that they add
 
 
 class _Edge(NamedTuple):
-    """A level that may follow: the labels it leads to, its options, and bounds of what comes behind it."""
+    """A level that may follow: the labels it leads to, its options, and bounds of the levels after it."""
 
     reached: list[Label]
-    options: Options
-    complete: bool  # nothing comes behind it
+    options: Frontier
+    complete: bool  # no level comes after it
     share: float
     fill: float
 
 
 class Pipelines:
-    """Options and allocations for the units of one graph; loops inside it have theirs."""
+    """Frontiers and allocations for the units of one graph; each loop inside it has a separate instance."""
 
     def __init__(
-        self, body: Body, choices: Choices, chunks: Sequence[int], expansions: Expansions, bounded: bool = True
+        self, body: UnitGraph, choices: OptionTable, chunks: Sequence[int], expansions: Expansions, bounded: bool = True
     ) -> None:
         self.body = body
         self.choices = choices
         self.chunks = chunks  # granularities, ascending
         self.expansions = expansions
-        self.bounded = bounded  # by the budget: not inside loops, which every plan needs
+        self.bounded = bounded  # by the budget; not inside loops, which every plan needs
         self.inner = {
             number: Pipelines(unit.loop, choices, chunks, expansions, bounded=False)
             for number, unit in enumerate(body.units)
             if unit.loop is not None
         }
-        self._units: dict[int, dict[int, Options]] = {}
-        self._parts: dict[tuple[int, int], Options] = {}
-        self._levels: dict[tuple[int, int], Options] = {}
+        self._units: dict[int, dict[int, Frontier]] = {}
+        self._parts: dict[tuple[int, int], Frontier] = {}
+        self._levels: dict[tuple[int, int], Frontier] = {}
         self._seconds: dict[tuple[int, int], list[float]] = {}
         self._around: dict[int, list[Label]] = {}
 
     def cuts(self, within: int) -> Cuts:
-        """Down-closed subsets between which a pipeline's levels lie: of a temporal plan none but the two ends."""
+        """Return the down-closed subsets between a pipeline's levels: of a temporal plan only the two ends."""
         if self.choices.settings.mode == "temporal":
             return [(0, [(within, within)]), (within, [])]
         return self.body.steps(within)
 
-    def units(self, items: int) -> Mapping[int, Options]:
-        """Options of every unit for ``items`` items at once."""
+    def units(self, items: int) -> Mapping[int, Frontier]:
+        """Return the frontier of every unit for ``items`` items at once."""
         if items not in self._units:
             self._units[items] = {
                 number: self.inner[number].loop(items)
@@ -126,49 +125,49 @@ class Pipelines:
             }
         return self._units[items]
 
-    def part(self, part: int, items: int) -> Options:
-        """Options of the set ``part`` taking turns."""
+    def part(self, part: int, items: int) -> Frontier:
+        """Return the frontier of the set ``part`` whose units take turns."""
         if (part, items) not in self._parts:
             none = self.choices.settings.mode == "spatial" and part & (part - 1)
             units = self.units(items)
             self._parts[part, items] = (
-                Options([], [], []) if none else self.choices.turns(self.body, part, items, units)
+                Frontier([], [], []) if none else self.choices.turns(self.body, part, items, units)
             )
         return self._parts[part, items]
 
-    def level(self, units: int, items: int) -> Options:
-        """Options of the set ``units``: as one part, or as parts side by side where no edge connects them."""
+    def level(self, units: int, items: int) -> Frontier:
+        """Return the frontier of the set ``units``: as one part, or as unconnected parts side by side."""
         if (units, items) in self._levels:
             return self._levels[units, items]
-        found = [Option(*option[:2], ((units, option),)) for option in self.part(units, items).options]
+        options = [Option(*option[:2], ((units, option),)) for option in self.part(units, items).options]
         mode = self.choices.settings.mode
         components = self.body.components(units) if mode != "temporal" else [units]
         for chosen in range(1, 1 << len(components) - 1):
             if self.bounded:
                 self.expansions.require()
-            # The first component always stands in the remaining set, so that each split is met once.
-            left = sum(components[number + 1] for number in members(chosen))
-            one = [Option(*option[:2], ((left, option),)) for option in self.part(left, items).options]
-            found += self.choices.beside(self.choices.frontier(one), self.level(units ^ left, items))
-        self.expansions.done += len(found)
-        self._levels[units, items] = self.choices.frontier(found)
+            # The first component always stays in the remaining set, so that each split is visited once.
+            rest = sum(components[number + 1] for number in members(chosen))
+            alone = [Option(*option[:2], ((rest, option),)) for option in self.part(rest, items).options]
+            options += self.choices.side_by_side(self.choices.frontier(alone), self.level(units ^ rest, items))
+        self.expansions.done += len(options)
+        self._levels[units, items] = self.choices.frontier(options)
         return self._levels[units, items]
 
-    def loop(self, items: int) -> Options:
-        """Options of this graph as a loop: ``items`` items around it, in chunks of any granularity."""
-        found: list[Option] = []
+    def loop(self, items: int) -> Frontier:
+        """Return the frontier of this graph as a loop over ``items`` items, in chunks of any granularity."""
+        options: list[Option] = []
         for chunk in self.chunks:
             if items % chunk:
                 continue
             if chunk not in self._around:
-                self._around[chunk] = self.allocations(self.body.whole, chunk, None, math.inf)
+                self._around[chunk] = self.allocations(self.body.all_units, chunk, None, math.inf)
             for label in self._around[chunk]:
                 seconds = elapsed_s(label.fill, label.slowest, items // chunk, self.body.rounds)
-                found.append(Option(seconds, label.used, (chunk, label)))
-        return self.choices.frontier(found)
+                options.append(Option(seconds, label.used, (chunk, label)))
+        return self.choices.frontier(options)
 
     def level_seconds(self, within: int, items: int) -> list[float]:
-        """Every time that a level of ``within`` may take, ascending."""
+        """Return every time that a level of ``within`` may take, ascending."""
         if (within, items) not in self._seconds:
             sets = {units for _, above in self.cuts(within) for _, units in above}
             times = {seconds for units in sets for seconds in self.level(units, items).seconds}
@@ -176,14 +175,15 @@ class Pipelines:
         return self._seconds[within, items]
 
     def least_slowest(self, within: int, items: int, share: float) -> float:
-        """The least time within which every level of a pipeline over ``within`` can do a chunk on ``share`` of the
-        pool; infinite where none can."""
+        """Return the least limit on a level's seconds for which a pipeline fits on ``share`` of the pool.
+
+        The pipeline is over ``within``; the limit is infinite where none fits."""
         times = self.level_seconds(within, items)
-        place = bisect_left(times, True, key=lambda seconds: self._shares(within, items, seconds)[0] <= share)
-        return times[place] if place < len(times) else math.inf
+        position = bisect_left(times, True, key=lambda seconds: self._shares(within, items, seconds)[0] <= share)
+        return times[position] if position < len(times) else math.inf
 
     def _shares(self, within: int, items: int, slowest: float) -> dict[int, float]:
-        """The least share of the pool that the rest of ``within`` needs, behind each of its down-closed sets."""
+        """Return the least share of the pool for the levels after each down-closed set of ``within``."""
         least = {within: 0.0}
         of: dict[int, float] = {}
         for below, above in reversed(self.cuts(within)[:-1]):
@@ -196,35 +196,35 @@ class Pipelines:
         return least
 
     def limits(self, within: int, items: int, devices: Vector, weight: int, slowest: float, least: float) -> Limits:
-        """Bounds for pipelines of ``within`` on ``devices`` in which no level takes longer than ``slowest``."""
+        """Compute bounds for pipelines of ``within`` on ``devices`` in which no level takes longer than ``slowest``."""
         steps = self.cuts(within)
-        behind = self._shares(within, items, slowest)
-        before = dict.fromkeys(behind, math.inf) | {0: 0.0}
+        suffix = self._shares(within, items, slowest)
+        prefix = dict.fromkeys(suffix, math.inf) | {0: 0.0}
         for below, above in steps[:-1]:
             for larger, units in above:
-                before[larger] = min(before[larger], before[below] + self.level(units, items).share_within(slowest))
+                prefix[larger] = min(prefix[larger], prefix[below] + self.level(units, items).share_within(slowest))
         share = self.choices.share(devices) * (1 + ROUNDING)
         fill = {within: 0.0}
         for below, above in reversed(steps[:-1]):
             fill[below] = min(
-                self.level(units, items).seconds_within(share - before[below] - behind[larger]) + fill[larger]
+                self.level(units, items).seconds_within(share - prefix[below] - suffix[larger]) + fill[larger]
                 for larger, units in above
             )
-        return Limits(devices, slowest, weight, least, behind, fill)
+        return Limits(devices, slowest, weight, least, suffix, fill)
 
     def allocations(self, within: int, items: int, limits: Limits | None, threshold: float) -> list[Label]:
-        """Undominated allocations of ``within`` for chunks of ``items``.
+        """Return the undominated allocations of ``within`` for chunks of ``items``.
 
         With limits: those whose pipeline takes less than ``threshold`` seconds, and at least the fastest of them.
-        Raises BudgetSpentError; without limits, as for a loop, which every plan needs, the budget doesn't end it.
+        Raises BudgetSpentError; without limits, as for a loop, which every plan needs, the budget isn't checked.
         """
-        devices = self.choices.most if limits is None else limits.devices
+        devices = self.choices.total if limits is None else limits.devices
         single, weight, most_s, least_s = len(devices) == 1, 0, math.inf, 0.0
         share_behind, fill_behind = dict[int, float](), dict[int, float]()
         if limits is not None:
             weight, most_s, least_s = limits.weight, limits.slowest, limits.least
             share_behind, fill_behind = limits.share, limits.fill
-        room = self.choices.share(devices) * (1 + ROUNDING)
+        share_limit = self.choices.share(devices) * (1 + ROUNDING)
         grown: dict[int, list[Label]] = {0: [Label(0.0, least_s, tuple(0 for _ in devices), None, None)]}
         for below, above in self.cuts(within)[:-1]:
             edges = [
@@ -241,27 +241,27 @@ class Pipelines:
                 if limits is not None:
                     self.expansions.require()
                 so_far, slowest_so_far, used_so_far, *_ = label
-                left = room - self.choices.share(used_so_far)
+                free_share = share_limit - self.choices.share(used_so_far)
                 for reached, (options, seconds, shares), complete, share, rest in edges:
-                    start, before = bisect_left(shares, share - left), len(reached)
+                    start, previous_count = bisect_left(shares, share - free_share), len(reached)
                     for option in options[start : bisect_right(seconds, most_s)]:
                         fill = so_far + option.seconds
                         slowest = slowest_so_far if slowest_so_far > option.seconds else option.seconds
                         if fill + rest + weight * slowest >= threshold:
                             break  # later options of this level are slower
-                        used = added(used_so_far, option.devices)
+                        used = vector_sum(used_so_far, option.devices)
                         if single or fits(used, devices):
                             reached.append(Label(fill, slowest, used, label, option))
                             if complete:
                                 threshold = min(threshold, fill + weight * slowest)
-                    self.expansions.done += len(reached) - before
+                    self.expansions.done += len(reached) - previous_count
         return undominated(grown.get(within, []))
 
 
 def undominated(labels: list[Label]) -> list[Label]:
-    """Labels that no other one equals or beats in fill, slowest and devices at once; of equals the first stays."""
+    """Return the labels that none dominates in fill, slowest and devices at once; of equal ones the first stays."""
     kept: list[Label] = []
-    front = Front()
+    front = ParetoFront()
     for label in sorted(labels, key=itemgetter(0, 1, 2)):
         if len(label.used) > 1:
             if not any(other.slowest <= label.slowest and fits(other.used, label.used) for other in kept):

@@ -1,4 +1,4 @@
-"""Says why a plan is as it is: the second best one, what binds, and what other devices would bring."""
+"""Explains a plan: the second best one, the binding limits, and the effect of other devices."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _CHANGED = 1e-9  # relative: less is rounding
 def explain(
     workflow: Workflow, pool: DevicePool, objective: Objective = "time", settings: SearchSettings = SearchSettings()
 ) -> PlacementReport:
-    """The plan that `place` finds, and its reasons, each of which is another search with the same budget."""
+    """Return the plan of `place` and its reasons, each of which is another search with the same budget."""
 
-    def placed(settings: SearchSettings, given: DevicePool = pool) -> PlacementPlan | None:
+    def placed(settings: SearchSettings, candidate_pool: DevicePool = pool) -> PlacementPlan | None:
         try:
-            return place(workflow, given, objective, settings)
+            return place(workflow, candidate_pool, objective, settings)
         except ConfigurationError:
-            return None  # the input is valid, for it had a plan before: nothing is left of it
+            return None  # the input is valid, as it had a plan before: no plan remains
 
     plan = place(workflow, pool, objective, settings)
     relaxations = (
@@ -68,8 +68,9 @@ def _value(plan: PlacementPlan | None) -> float | None:
 def _second_best(
     plan: PlacementPlan, settings: SearchSettings, placed: Callable[[SearchSettings], PlacementPlan | None]
 ) -> Alternative | None:
-    """The best plan of another structure: other phases or granularities, or all temporal, or all spatial. A plan with
-    other phases lacks at least one of this plan's, so that leaving each of them out in turn meets it."""
+    """Return the best plan of another structure: other phases or granularities, all temporal, or all spatial.
+
+    A plan with other phases lacks at least one of this plan's, so excluding each of these in turn finds it."""
     others: list[tuple[str, PlacementPlan | None]] = []
     for phase in plan.phases:
         units = frozenset(turn.name for level in phase.levels for part in level for turn in part.turns)
@@ -78,17 +79,17 @@ def _second_best(
         others.append(("temporal", placed(settings._replace(mode="temporal"))))
     if plan.mode != "spatial":
         others.append(("spatial", placed(settings._replace(mode="spatial"))))
-    found: list[Alternative] = []
+    alternatives: list[Alternative] = []
     for name, other in others:
         if other is None or (name == "spatial" and other.mode != name):
             continue  # one stage alone is temporal and spatial at once
         phases = "; ".join(f"{phase.name} in chunks of {phase.items_per_chunk}" for phase in other.phases)
-        found.append(Alternative(name=f"{other.mode}: {phases}", value=_value(other)))
-    return min(found, key=lambda other: math.inf if other.value is None else other.value, default=None)
+        alternatives.append(Alternative(name=f"{other.mode}: {phases}", value=_value(other)))
+    return min(alternatives, key=lambda other: math.inf if other.value is None else other.value, default=None)
 
 
 def _binds(plan: PlacementPlan, relaxations: tuple[Alternative, ...]) -> tuple[str, ...]:
-    """Limits whose absence would make the plan better, then the stages by the share of the step in which they work."""
+    """Describe the limits whose absence would improve the plan, then the stages by their share of the step."""
     value = _value(plan) or 0.0
     reasons: list[tuple[float, str]] = []
     for other in relaxations:
@@ -103,7 +104,7 @@ def _binds(plan: PlacementPlan, relaxations: tuple[Alternative, ...]) -> tuple[s
 
 
 def busy_shares(plan: PlacementPlan) -> dict[str, float]:
-    """The share of the step in which every stage, and loop, works."""
+    """Return the share of the step in which each stage, and loop, works."""
     busy: dict[str, float] = {}
     for phase in plan.phases:
         _add_turns(busy, phase, 1)
@@ -111,7 +112,7 @@ def busy_shares(plan: PlacementPlan) -> dict[str, float]:
 
 
 def _add_turns(busy: dict[str, float], pipeline: PlacedPipeline, times: int) -> None:
-    """Add the seconds of all turns in a pipeline that runs so many times in a step."""
+    """Add the seconds of all turns in a pipeline that runs ``times`` times in a step."""
     times *= pipeline.items // pipeline.items_per_chunk * pipeline.rounds
     for turn in (turn for level in pipeline.levels for part in level for turn in part.turns):
         seconds = turn.seconds if turn.inside is None else turn.inside.seconds

@@ -1,32 +1,32 @@
-"""Placement: which stage runs on which devices, in which mode and granularity, so that a step is fastest or cheapest.
+"""Searches placements: devices, mode and granularity of each stage, for the fastest or cheapest step.
 
-**Plans.** A plan is a sequence of *phases* that follow each other on the same devices. A phase is a pipeline of
+**Plans.** A plan is a sequence of *phases* that run one after another on the same devices. A phase is a pipeline of
 levels over disjoint device sets, through which the items go in chunks of m. A level has one part, or several side by
 side where no edge connects them. A part is a device set whose stages take turns, once a chunk. A loop counts as one
-stage of the graph around it and has such a pipeline inside, around which its chunks go for as many rounds as the loop
-variable says. One phase with one part is *temporal*, one phase whose parts have one stage each is *spatial*, the
-others are *hybrid*. Each stage runs on one class of devices, and on no more of them than it gains from. Parts that
+stage of the enclosing graph and contains such a pipeline, through which its chunks go for the loop variable's number of
+rounds. One phase with one part is *temporal*, one phase whose parts have one stage each is *spatial*, the
+others are *hybrid*. Each stage runs on one class of devices, and on no more of them than make it faster. Parts that
 share devices pay load and offload at every turn, phases at each change; parts pay the transfer of what they receive.
 
 **Source.** RLinf (2025), Algorithm 1: fold cycles; over cuts and device splits the cheaper of sharing (T_s + T_t +
 switch) and of separating (T_critical + (M/m - 1) * T_bottleneck); memoised. Different here: cuts are all down-closed
 sets of the graph, not prefixes of one order; loops pipeline inside; classes of devices, memory and transfers count;
-the formula is the exact completion time of the plan's chunks (`control/placement/timeline.py` runs them), for which a
+the formula is the exact completion time of the plan's chunks (`tests/support/plan_timeline.py` runs them), for which a
 pipeline is the longest path through the grid of chunks and levels; and the result comes with a proven bound. Two
 limits: pipelines nest only through loops, and the levels of a pipeline are crossed in order, so that a level waits
-for all parts of the one before.
+for all parts of the previous one.
 
-**Algorithm.** *Why it is exact.* (1) Devices of a class are alike: an allocation is a vector of counts. Only those
-counts matter at which a curve falls (Pareto frontiers: `options.py`). (2) Phases add up, so the best plan is a
+**Algorithm.** *Why it is exact.* (1) Devices of a class are equal: an allocation is a vector of counts. Only those
+counts matter at which a curve decreases (Pareto frontiers: `options.py`). (2) Phases add up, so the best plan is a
 shortest path over down-closed sets, whose edges are phases. (3) A pipeline's time depends on its levels through fill
-and slowest alone and grows with both, so dominated partial allocations can go (`pipelines.py`). *Why it is fast.* An
-edge starts with a bound that costs nothing: no pipeline's slowest level is faster than its stages' least
-device-seconds spread over all devices, or than its slowest stage on all of them; none's fill is shorter than its
-longest path. Only edges on the shortest path by bounds are refined: first by the least slowest level that fits into
-the pool (bisection; each trial is a shortest path over shares of the pool), then by the exact search, in which a
-partial allocation is dropped when even its bound is no better than the best plan known less the bounds of the other
-phases. When the shortest path by bounds isn't shorter than the best plan, that plan is proven optimal; when the
-budget of expansions is spent earlier, the path by bounds is the proven bound.
+and slowest alone and grows with both, so dominated partial allocations can be dropped (`pipelines.py`). *Why it is
+fast.* An edge starts with a cheap bound: no pipeline's slowest level is faster than its stages' least device-seconds
+spread over all devices, or than its slowest stage on all of them; none's fill is shorter than its longest path. Only
+edges on the shortest path by bounds are refined: first by the least slowest level that fits into the pool (bisection;
+each trial is a shortest path over shares of the pool), then by the exact search, in which a partial allocation is
+dropped when even its bound is no better than the best plan known less the bounds of the other phases. When the shortest
+path by bounds isn't shorter than the best plan, that plan is proven optimal; when the budget of expansions is spent
+earlier, the path by bounds is the proven bound.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from collections.abc import Mapping
 from itertools import product
 
 from headway.control.placement.graph import fold, members, require_valid
-from headway.control.placement.options import Choices, Option, SearchSettings, Vector, require_memory
+from headway.control.placement.options import Option, OptionTable, SearchSettings, Vector, require_memory
 from headway.control.placement.pipelines import ROUNDING, BudgetSpentError, Expansions, Label, Pipelines, elapsed_s
-from headway.control.placement.written import mode_of, used_devices, written_phase
+from headway.control.placement.written import mode_of, placed_phase, used_devices
 from headway.records.errors import ConfigurationError
 from headway.records.plan import DevicePool, Objective, PlacedPipeline, PlacementPlan, Workflow
 
 
 class _Candidate:
-    """A phase in chunks of one granularity: how far its bound is refined."""
+    """A phase in chunks of one granularity, with its bound and the bound's refinement."""
 
     def __init__(self, items: int, lower: float) -> None:
         self.items = items
         self.lower = lower
-        self.refined = 0  # 0: bound that costs nothing; 1: least slowest level; 2: exact, or no better than needed
+        self.refined = 0  # 0: cheap bound; 1: least slowest level; 2: exact, or no better than required
         self.least = 0.0  # of the slowest level
 
 
@@ -58,7 +58,7 @@ class Phase:
 
     def __init__(self, units: int, switch_s: float) -> None:
         self.units = units
-        self.switch_s = switch_s  # to begin it where another one has used the devices: all its stages move at once
+        self.switch_s = switch_s  # to start after a phase on the same devices: all its stages move at once
         self.candidates: list[_Candidate] = []
         self.upper = math.inf
         self.items = 0  # of a chunk, of the best pipeline
@@ -69,7 +69,7 @@ class Phase:
         return min(self.upper, min((c.lower for c in self.candidates), default=math.inf))
 
     def loosest(self) -> _Candidate | None:
-        """The candidate of the least bound, where refining it can change the phase's."""
+        """Return the candidate of the least bound, where refining it can change the phase's bound."""
         least = min((c for c in self.candidates if c.refined < 2), key=lambda c: c.lower, default=None)
         return least if least is not None and least.lower < self.upper else None
 
@@ -79,7 +79,7 @@ class Phase:
 
 
 class TimeSearch:
-    """The fastest sequence of phases on given devices. Bounds are seconds of the whole workflow's step."""
+    """Searches the fastest sequence of phases on given devices. Bounds are seconds of the whole workflow's step."""
 
     def __init__(self, pipelines: Pipelines, items: int, devices: Vector) -> None:
         self.pipelines = pipelines
@@ -93,23 +93,23 @@ class TimeSearch:
         self.best: list[Phase] = []
         work = {
             chunk: {
-                unit: (found.seconds, min(s * -w for s, w in zip(options.seconds, options.shares, strict=True)))
+                unit: (fastest.seconds, min(s * -w for s, w in zip(options.seconds, options.shares, strict=True)))
                 for unit, options in pipelines.units(chunk).items()
-                if (found := options.at(devices)) is not None
+                if (fastest := options.fastest_on(devices)) is not None
             }
             for chunk in pipelines.chunks
         }
-        for _, above in self.body.steps(self.body.whole):
+        for _, above in self.body.steps(self.body.all_units):
             for _, units in above:
                 one_phase = pipelines.choices.settings.mode == "spatial"
-                if units not in self.phases and (units == self.body.whole or not one_phase):
-                    self.phases[units] = self._opened(units, work)
+                if units not in self.phases and (units == self.body.all_units or not one_phase):
+                    self.phases[units] = self._make_phase(units, work)
 
-    def _opened(self, units: int, work: Mapping[int, Mapping[int, tuple[float, float]]]) -> Phase:
+    def _make_phase(self, units: int, work: Mapping[int, Mapping[int, tuple[float, float]]]) -> Phase:
         settings = self.pipelines.choices.settings
         names = frozenset(self.body.units[unit].name for unit in members(units))
         switches = [self.pipelines.choices.switch_s(self.body, unit) for unit in members(units)]
-        phase = Phase(units, 0.0 if units == self.body.whole else max(switches))
+        phase = Phase(units, 0.0 if units == self.body.all_units else max(switches))
         order = self.body.ordered(units)
         turns_s = sum(switches) if len(order) > 1 else 0.0
         size = self.body.received_bytes(units)
@@ -130,8 +130,9 @@ class TimeSearch:
         return phase
 
     def run(self, limit: float) -> None:
-        """Refine until the best plan is within the tolerance of the bound, no plan is faster than ``limit`` seconds, or
-        the budget is spent."""
+        """Refine bounds until the best plan is proven within the tolerance.
+
+        The search also ends when no plan is faster than ``limit`` seconds, or when the budget is spent."""
         tolerance = max(0.0, self.pipelines.choices.settings.tolerance - 1e-9)  # so that the gap isn't above it
         while True:
             self.upper, self.best = self._shortest(lower=False)
@@ -148,10 +149,10 @@ class TimeSearch:
                 try:
                     self._refine(phase, candidate, target - (self.lower - phase.lower))
                 except BudgetSpentError:
-                    continue  # bounds stay as they were; the next look at the paths is the last
+                    continue  # bounds stay as they were; the next evaluation of the paths is the last
 
     def _refine(self, phase: Phase, candidate: _Candidate, threshold: float) -> None:
-        """Raise the candidate's bound; ``threshold`` is the time from which on the phase is of no use."""
+        """Raise the candidate's bound; from ``threshold`` seconds on the phase can't improve the plan."""
         pipelines, units, items = self.pipelines, phase.units, candidate.items
         weight = self.items // items - 1
         if candidate.refined == 0:
@@ -179,34 +180,34 @@ class TimeSearch:
         candidate.lower = max(candidate.lower, threshold)
 
     def _shortest(self, lower: bool) -> tuple[float, list[Phase]]:
-        """Seconds and phases of the shortest path by bounds, or by the best pipelines known."""
-        whole = self.body.whole
+        """Return seconds and phases of the shortest path, by lower bounds or by the best pipelines known."""
+        all_units = self.body.all_units
         best: dict[int, tuple[float, int]] = {0: (0.0, 0)}
         cost: dict[int, float] = {}
         for units, phase in self.phases.items():
             cost[units] = (phase.lower if lower else phase.upper) + phase.switch_s
-        for below, above in self.body.steps(whole)[:-1]:
+        for below, above in self.body.steps(all_units)[:-1]:
             seconds = best[below][0]
             for larger, units in above:
                 reached = seconds + cost.get(units, math.inf)
                 if larger not in best or reached < best[larger][0]:
                     best[larger] = (reached, below)
         phases: list[Phase] = []
-        at = whole
-        while at:
-            if at ^ best[at][1] not in self.phases:
+        mask = all_units
+        while mask:
+            if mask ^ best[mask][1] not in self.phases:
                 return math.inf, []
-            phases.append(self.phases[at ^ best[at][1]])
-            at = best[at][1]
-        return best[whole][0], phases[::-1]
+            phases.append(self.phases[mask ^ best[mask][1]])
+            mask = best[mask][1]
+        return best[all_units][0], phases[::-1]
 
 
 def place(
     workflow: Workflow, pool: DevicePool, objective: Objective = "time", settings: SearchSettings = SearchSettings()
 ) -> PlacementPlan:
-    """The fastest or cheapest plan. A plan costs the devices that it uses, for the time of the step.
+    """Return the fastest or cheapest plan. A plan costs the devices that it uses, for the time of the step.
 
-    Raises ConfigurationError for what isn't valid and for a pool without the memory for any plan.
+    Raises ConfigurationError for invalid input and for a pool without the memory for any plan.
     """
     require_valid(workflow, pool)
     for kind in pool.classes:
@@ -216,25 +217,25 @@ def place(
     if settings.memory_limits:
         require_memory(workflow, pool)
     chunks = sorted({*workflow.granularities, workflow.items})
-    pipelines = Pipelines(body, Choices(workflow, pool, settings), chunks, Expansions(settings.expansions))
+    pipelines = Pipelines(body, OptionTable(workflow, pool, settings), chunks, Expansions(settings.expansions))
     if objective == "cost":
         return _cheapest(workflow, pipelines)
-    search = TimeSearch(pipelines, workflow.items, pipelines.choices.most)
+    search = TimeSearch(pipelines, workflow.items, pipelines.choices.total)
     search.run(math.inf)
     return _plan(workflow, search, objective, search.lower)
 
 
 def _cheapest(workflow: Workflow, pipelines: Pipelines) -> PlacementPlan:
-    """The cheapest plan: the fastest one of every choice of devices, by ascending bounds of its cost."""
+    """Return the cheapest plan: search the fastest one of each choice of devices, by ascending cost bounds."""
     pool = pipelines.choices.pool
     rented: list[tuple[float, Vector]] = []
     work_usd = _least_cost(pipelines, workflow.items)
-    for devices in product(*(range(most + 1) for most in pipelines.choices.most)):
+    for devices in product(*(range(count + 1) for count in pipelines.choices.total)):
         alone = [_alone_s(pipelines, unit, workflow.items, devices) for unit in range(len(pipelines.body.units))]
         if max(alone) < math.inf:
             lower = max(work_usd, max(alone) * usd_per_s(pool, devices)) * (1 - ROUNDING)
             rented.append((lower, devices))
-    best, best_usd, proven = TimeSearch(pipelines, workflow.items, pipelines.choices.most), math.inf, math.inf
+    best, best_usd, proven = TimeSearch(pipelines, workflow.items, pipelines.choices.total), math.inf, math.inf
     for lower, devices in sorted(rented):
         if lower >= best_usd * (1 - pipelines.choices.settings.tolerance) or pipelines.expansions.spent:
             proven = min(proven, lower)
@@ -251,13 +252,13 @@ def _cheapest(workflow: Workflow, pipelines: Pipelines) -> PlacementPlan:
 
 
 def _alone_s(pipelines: Pipelines, unit: int, items: int, devices: Vector) -> float:
-    """A bound of any step's seconds on ``devices``: one unit's, with nothing beside it."""
-    found = ((chunk, pipelines.units(chunk)[unit].at(devices)) for chunk in pipelines.chunks)
-    return min((option.seconds * (items // chunk) for chunk, option in found if option is not None), default=math.inf)
+    """Return a lower bound of any step's seconds on ``devices``: those of one unit alone."""
+    timed = ((chunk, pipelines.units(chunk)[unit].fastest_on(devices)) for chunk in pipelines.chunks)
+    return min((option.seconds * (items // chunk) for chunk, option in timed if option is not None), default=math.inf)
 
 
 def _least_cost(pipelines: Pipelines, items: int) -> float:
-    """A bound of any plan's cost: each unit on its cheapest devices for just as long as it needs."""
+    """Return a lower bound of any plan's cost: each unit on its cheapest devices, for its own time."""
     pool = pipelines.choices.pool
     total = 0.0
     for unit in range(len(pipelines.body.units)):
@@ -268,7 +269,7 @@ def _least_cost(pipelines: Pipelines, items: int) -> float:
 
 
 def usd_per_s(pool: DevicePool, devices: Vector) -> float:
-    """Price of ``devices`` for a second; a class without a price counts as free, which `place` refuses beforehand."""
+    """Return the price of ``devices`` for a second; a class without a price, which `place` refuses, is free."""
     return sum((kind.usd_per_hour or 0.0) * count for kind, count in zip(pool.classes, devices, strict=True)) / 3600
 
 
@@ -287,10 +288,10 @@ def _plan(workflow: Workflow, search: TimeSearch, objective: Objective, lower: f
     phases: list[PlacedPipeline] = []
     for phase in search.best:
         label = phase.label
-        alone = pipelines.part(phase.units, phase.items).at(search.devices) if label is None else None
+        alone = pipelines.part(phase.units, phase.items).fastest_on(search.devices) if label is None else None
         levels = label.levels() if label is not None else [Option(0.0, search.devices, ((phase.units, alone),))]
         phases.append(
-            written_phase(pipelines, levels, workflow.items, phase.items, phase.switch_s, phase.upper, search.devices)
+            placed_phase(pipelines, levels, workflow.items, phase.items, phase.switch_s, phase.upper, search.devices)
         )
     seconds = sum(phase.seconds for phase in phases)
     used = used_devices(phases)

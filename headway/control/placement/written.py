@@ -1,4 +1,4 @@
-"""Writes what the search found as a plan: every part with its devices, every loop with its own pipeline."""
+"""Converts a search result to a plan's records: every part with its devices, every loop with its pipeline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headway.records.plan import Mode, PlacedPart, PlacedPipeline, PlacedTurn
 Ranges = Mapping[str, tuple[int, int]]  # class -> first index in the pool, number
 
 
-def written_phase(
+def placed_phase(
     pipelines: Pipelines,
     levels: Sequence[Option],
     items: int,
@@ -20,7 +20,7 @@ def written_phase(
     seconds: float,
     devices: Vector,
 ) -> PlacedPipeline:
-    """A phase that begins ``switch_s`` after the one before and then takes ``seconds``."""
+    """Make the record of a phase that starts ``switch_s`` after the previous one and then takes ``seconds``."""
     classes = [kind.device for kind in pipelines.choices.pool.classes]
     ranges = {device: (0, count) for device, count in zip(classes, devices, strict=True)}
     placed = _levels(pipelines, levels, chunk, ranges)
@@ -39,22 +39,22 @@ def written_phase(
 def _levels(
     pipelines: Pipelines, levels: Sequence[Option], chunk: int, ranges: Ranges
 ) -> tuple[tuple[PlacedPart, ...], ...]:
-    """Give every part devices next to each other: the largest part first, so that powers of two stay within nodes."""
+    """Assign adjacent devices to every part, the largest first, so that powers of two stay within nodes."""
     classes = [kind.device for kind in pipelines.choices.pool.classes]
     parts: list[tuple[int, Option]] = [(number, part) for number, level in enumerate(levels) for _, part in level.made]
     free = {device: first for device, (first, _) in ranges.items()}
     placed: dict[int, PlacedPart] = {}
-    for position in sorted(range(len(parts)), key=lambda place: (-sum(parts[place][1].devices), place)):
+    for position in sorted(range(len(parts)), key=lambda index: (-sum(parts[index][1].devices), index)):
         part = parts[position][1]
-        given: dict[str, tuple[int, int]] = {}
+        spans: dict[str, tuple[int, int]] = {}
         for device, count in zip(classes, part.devices, strict=True):
             if count:
-                given[device] = (free[device], count)
+                spans[device] = (free[device], count)
                 free[device] += count
         order, chosen, switch_s, receive_s = part.made
         placed[position] = PlacedPart(
-            devices=given,
-            turns=tuple(_turn(pipelines, *turn, chunk, given) for turn in zip(order, chosen, switch_s, strict=True)),
+            devices=spans,
+            turns=tuple(_turn(pipelines, *turn, chunk, spans) for turn in zip(order, chosen, switch_s, strict=True)),
             receive_s=receive_s,
             seconds=part.seconds,
         )
@@ -84,7 +84,7 @@ def _turn(pipelines: Pipelines, unit: int, option: Option, switch_s: float, item
 
 
 def pipelines_of(phases: Iterable[PlacedPipeline]) -> Iterable[PlacedPipeline]:
-    """The phases and, behind each, the pipelines of the loops inside it."""
+    """Yield the phases, each followed by the pipelines of the loops inside it."""
     for phase in phases:
         yield phase
         inside = (turn.inside for level in phase.levels for part in level for turn in part.turns)
@@ -92,7 +92,7 @@ def pipelines_of(phases: Iterable[PlacedPipeline]) -> Iterable[PlacedPipeline]:
 
 
 def mode_of(phases: Sequence[PlacedPipeline]) -> Mode:
-    """Temporal: every device set is all there is. Spatial: no two stages share devices. Else hybrid."""
+    """Return temporal (one part in each pipeline), spatial (no two stages share devices), or else hybrid."""
     parts = [[part for level in pipeline.levels for part in level] for pipeline in pipelines_of(phases)]
     if all(len(of) == 1 for of in parts):
         return "temporal"
@@ -100,7 +100,7 @@ def mode_of(phases: Sequence[PlacedPipeline]) -> Mode:
 
 
 def used_devices(phases: Iterable[PlacedPipeline]) -> dict[str, int]:
-    """Devices of each class that a plan needs: of its phases the most."""
+    """Return the devices of each class that a plan needs: the maximum over its phases."""
     used: dict[str, int] = {}
     for phase in phases:
         counts: dict[str, int] = {}

@@ -7,23 +7,23 @@ from collections.abc import Sequence
 
 
 def loop_period(ids: Sequence[int], *, longest_period: int, repeats: int, loop_tokens: int) -> int | None:
-    """The shortest period (tokens) with which the end of ``ids`` repeats exactly; None when it doesn't.
+    """Return the shortest period (tokens) with which the end of ``ids`` repeats exactly; None when it doesn't.
 
-    A period p counts when the last max(p x repeats, loop_tokens) tokens have it: at least ``repeats`` times the same p
-    tokens (>= 2), over at least ``loop_tokens``. Of the periods up to ``longest_period`` only those are tried at which
-    the last token occurred before, which mostly ends the search at once.
+    A period p counts when the last max(p x repeats, loop_tokens) tokens are periodic in it: at least ``repeats`` times
+    the same p tokens (>= 2), over at least ``loop_tokens``. Of the periods up to ``longest_period`` only those are
+    tried at which the last token occurred before, which usually ends the search at once.
 
     Example: 7 1 2 1 2 1 2 with repeats = 3 and loop_tokens = 6: period 2. With loop_tokens = 7: none.
     """
     total = len(ids)
     if total < max(2, loop_tokens):
         return None
-    before = list(ids[max(0, total - 1 - longest_period) : total - 1])
+    history = list(ids[max(0, total - 1 - longest_period) : total - 1])
     last = ids[-1]
-    if last not in before:
+    if last not in history:
         return None
-    for period in range(1, len(before) + 1):
-        if before[-period] != last:
+    for period in range(1, len(history) + 1):
+        if history[-period] != last:
             continue
         span = max(period * repeats, loop_tokens)
         if period < span <= total and ids[total - span + period :] == ids[total - span : total - period]:
@@ -32,8 +32,7 @@ def loop_period(ids: Sequence[int], *, longest_period: int, repeats: int, loop_t
 
 
 class NgramWindow:
-    """The share of repeated n-grams in the last ``window_tokens`` tokens: of its runs of ``ngram`` tokens, those that
-    are not the first of their kind, 1 - distinct / all.
+    """The share of repeated n-grams in the last ``window_tokens`` tokens: 1 - distinct / all runs of ``ngram`` tokens.
 
     Call ``extend`` with all tokens so far, any number of times: each new token costs O(1), memory is one window. The
     share is 0.0 until the window is full, so a short response raises no alarm.
@@ -53,7 +52,7 @@ class NgramWindow:
     def extend(self, ids: Sequence[int]) -> None:
         """Add the tokens that ``ids`` has gained since the last call (it only ever grows)."""
         first = max(self._seen, self._ngram - 1, len(ids) - self._most)
-        if first > max(self._seen, self._ngram - 1):  # everything before has left the window
+        if first > max(self._seen, self._ngram - 1):  # all earlier tokens have left the window
             self._runs.clear()
             self._counts.clear()
         fresh = tuple(ids[first - self._ngram + 1 :])

@@ -1,8 +1,8 @@
-"""Figures of models and devices that rate models compute with, and how a model is spread over devices.
+"""Figures of models and devices for the rate models, and the parallelism of a model over devices.
 
-Bytes, seconds, FLOP. *Efficiencies* are the shares of data-sheet figures that real programs reach. They are fixed here,
-each with its source, and never set for one comparison; a profile (`planner/profile.py`) replaces the rates by measured
-ones.
+Bytes, seconds, FLOP. *Efficiencies* are the shares of data-sheet figures that real programs achieve. They are fixed
+here, each with its source, and never set for one comparison; a profile (`planner/profile.py`) replaces the rates by
+measured ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DeviceFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Efficiencies(msgspec.Struct, frozen=True, kw_only=True):
-    """Shares of data-sheet figures that real programs reach."""
+    """Shares of data-sheet figures that real programs achieve."""
 
     # Llama 3 (arXiv:2407.21783, table 4): 0.38 to 0.43 of the FLOP/s of 16,384 H100, communication and pipeline bubbles
     # of some 15 % included, which are terms of their own here
@@ -47,10 +47,10 @@ class Efficiencies(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of a model that rates and memory follow from (`models/sizes.py` reads them from a config.json)."""
+    """Counts of a model from which rates and memory follow (`models/sizes.py` reads them from a config.json)."""
 
     parameters: float
-    active: float  # weights that a token goes through
+    active: float  # weights that one token uses
     expert_parameters: float = 0.0  # weights of routed experts, a part of ``parameters``
     active_experts: Share = 1.0  # share of a layer's routed experts that a token goes to, and ...
     experts_per_token: int = 0  # ... their number
@@ -60,29 +60,30 @@ class ModelFigures(msgspec.Struct, frozen=True, kw_only=True):
     kv_heads: int = 1
     attended: float  # query values of all layers: a query and a key take 4 FLOP for each
     cached: tuple[tuple[float, int | None], ...]  # (values cached of a token, window in tokens) of groups of layers
-    state: float = 0.0  # values kept of a sequence whatever its length
-    kept: float = 0.0  # bytes of activations that the backward needs of a token, and ...
-    kept_again: float = 0.0  # ... with each layer computed again from its input
+    state: float = 0.0  # values kept of a sequence regardless of its length
+    kept: float = 0.0  # bytes of activations per token that the backward needs, and ...
+    kept_again: float = 0.0  # ... with each layer recomputed from its input
 
     def kv_bytes(self, tokens: float, number_bytes: float) -> float:
-        """Bytes of the cache of a sequence of ``tokens``."""
+        """Return the bytes of the KV cache of a sequence of ``tokens``."""
         values = sum(count * min(tokens, window or tokens) for count, window in self.cached) + self.state
         return values * number_bytes
 
     def seen(self, tokens: float) -> float:
-        """Mean share of the keys that a query of a sequence's end attends to, windows considered."""
+        """Return the mean share of keys to which a query at a sequence's end attends, windows included."""
         total = sum(count for count, _ in self.cached)
         return sum(c * min(tokens, w or tokens) for c, w in self.cached) / (total * tokens) if total * tokens else 0.0
 
     def touched(self, tokens: float) -> float:
-        """Weights that a step of ``tokens`` tokens reads: of E experts, k of them for each token evenly drawn,
-        1 - (1 - k/E)^tokens are hit. Of one expert, or of many tokens, all: a dense model's."""
+        """Return the number of weights that a step of ``tokens`` tokens reads.
+
+        With E experts and k per token, evenly drawn, the share 1 - (1 - k/E)^tokens is used; a dense model uses all."""
         hit = 1.0 - (1.0 - self.active_experts) ** max(1.0, tokens)
         return self.parameters - self.expert_parameters * (1.0 - hit)
 
 
 class Parallelism(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one copy of a model is spread. Experts are spread over devices that the other dimensions make up."""
+    """Parallelism of one copy of a model. Experts are sharded over devices of the other dimensions."""
 
     tensor: Count = 1
     pipeline: Count = 1
@@ -95,23 +96,23 @@ class Parallelism(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class RatedDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """A device with what connects it; figures that aren't known are refused where they are needed."""
+    """A device with its links and efficiencies; an unknown figure raises where it is needed."""
 
     name: str
     figures: DeviceFigures
     per_node: int = 1
-    network_bytes_per_s: float | None = None  # of a device, out of its node
+    network_bytes_per_s: float | None = None  # of a device, to other nodes
     reached: Efficiencies = Efficiencies()
 
     def figure(self, key: str) -> float:
-        """A data-sheet figure. Raises ConfigurationError where it isn't known."""
+        """Return a data-sheet figure. Raises ConfigurationError where it isn't known."""
         value = getattr(self.figures, key)
         if value is None:
             raise ConfigurationError(f"devices.{self.name}.{key} is not known: give it in a --catalogue")
         return value
 
     def flops_per_s(self, dtype: str) -> float:
-        """FLOP/s that matrix products reach; of a dtype that only makes weights smaller, those of bfloat16."""
+        """Return the FLOP/s of matrix products; a dtype that only compresses weights has those of bfloat16."""
         peaks = self.figures.flops_per_s
         peak = peaks.get(dtype) or (peaks.get("bfloat16") if dtype == "int4" else None)
         if peak is None:
@@ -128,7 +129,7 @@ class RatedDevice(msgspec.Struct, frozen=True, kw_only=True):
         return self.figure("memory_bytes") * self.reached.usable_memory
 
     def link_bytes_per_s(self, devices: int) -> float:
-        """Bytes/s that ``devices`` devices exchange with each other: inside a node by links, else by the network."""
+        """Return the bytes/s between ``devices`` devices: over links inside a node, else over the network."""
         if devices <= 1:
             return math.inf
         if devices > self.per_node:
@@ -142,5 +143,5 @@ class RatedDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def all_reduce_s(size: float, devices: int, device: RatedDevice) -> float:
-    """Seconds to sum ``size`` bytes over ``devices``: a ring carries 2 (n - 1) / n of them."""
+    """Return the seconds of an all-reduce of ``size`` bytes over ``devices``: a ring carries 2 (n - 1) / n of them."""
     return 2.0 * (devices - 1) / devices * size / device.link_bytes_per_s(devices) if devices > 1 else 0.0

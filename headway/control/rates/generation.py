@@ -1,8 +1,8 @@
-"""Seconds of decode steps, of prefills and of a step's whole generation, by roofline.
+"""Predicts the seconds of decode steps, prefills and a step's whole generation by a roofline model.
 
 A decode step of n requests: products take the longer of reading the weights that are touched and computing with them;
-then attention reads the cache; then devices that share layers sum up their parts. Kernels of products and of attention
-follow each other, so their times add up.
+then attention reads the cache; then devices that share layers all-reduce. Kernels of products and of attention run one
+after the other, so their times add up.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from headway.control.rates.figures import (
 )
 from headway.records.errors import ConfigurationError
 
-_ACTIVATION_TOKENS = 8192  # of a prefill that is computed at once: vLLM's default max_num_batched_tokens
+_ACTIVATION_TOKENS = 8192  # of a prefill computed at once: vLLM's default max_num_batched_tokens
 
 
 class GenerationRecipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a replica generates. Each option at its default changes nothing."""
+    """Settings with which a replica generates. Each option at its default changes nothing."""
 
     dtype: str = "bfloat16"  # of weights and products; float8: FP8 generation
     kv_dtype: str = "bfloat16"
     parallelism: Parallelism = Parallelism()
     slots: Count | None = None  # requests that may decode at once; None: as many as memory allows
-    prefill_devices: Annotated[int, msgspec.Meta(ge=0)] = 0  # of a replica, that prefill alone (prefill/decode split)
-    draft_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # most that speculative decoding drafts ahead
+    prefill_devices: Annotated[int, msgspec.Meta(ge=0)] = 0  # of a replica, that only prefill (prefill/decode split)
+    draft_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # most tokens that speculative decoding drafts ahead
     draft_acceptance: Share = 0.0  # of a drafted token, given that those before it were accepted
     draft_cost: Annotated[float, msgspec.Meta(ge=0)] = 0.1  # of drafting one token, in decode steps
     offload_bytes: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # host memory of a device for the cache
@@ -55,45 +55,48 @@ class ReplicaRates(msgspec.Struct, frozen=True, kw_only=True):
         return self.recipe.parallelism.devices + self.recipe.prefill_devices
 
     def weight_bytes(self) -> float:
-        """Bytes of weights on each device."""
+        """Return the bytes of weights on each device."""
         return self.model.parameters * NUMBER_BYTES[self.recipe.dtype] / self.recipe.parallelism.devices
 
     def cache_bytes(self) -> float:
-        """Bytes for the cache, all decoding devices. Raises ConfigurationError where weights leave none."""
+        """Return the bytes for the KV cache on all decoding devices. Raises ConfigurationError where there are none."""
         working = _ACTIVATION_TOKENS * 6 * self.model.width * 2.0
-        left = self.device.usable_bytes - self.weight_bytes() - working
-        if left <= 0:
+        free_bytes = self.device.usable_bytes - self.weight_bytes() - working
+        if free_bytes <= 0:
             raise ConfigurationError(
                 f"generate: {self.weight_bytes() / 1e9:.1f} GB of weights and {working / 1e9:.1f} GB of activations "
                 f"don't fit into {self.device.usable_bytes / 1e9:.1f} GB of {self.device.name} on "
                 f"{self.recipe.parallelism.devices} devices a replica"
             )
-        return left * self.recipe.parallelism.devices
+        return free_bytes * self.recipe.parallelism.devices
 
     def cached_bytes(self, context: float) -> float:
-        """Bytes of a request's cache on all devices; where there are more of them than heads, each head lies on
-        several."""
+        """Return the bytes of a request's KV cache on all devices.
+
+        With more tensor-parallel devices than KV heads, each head is replicated."""
         copies = max(1.0, self.recipe.parallelism.tensor / self.model.kv_heads)
         return copies * self.model.kv_bytes(context, NUMBER_BYTES[self.recipe.kv_dtype])
 
     def concurrency(self, context: float) -> int:
-        """Requests of ``context`` tokens in the mean whose caches fit, within the slots. Raises ConfigurationError
-        where not even one does."""
+        """Return the number of requests with ``context`` tokens on average whose caches fit, at most the slots.
+
+        Raises ConfigurationError where not even one fits."""
         recipe = self.recipe
-        each = self.cached_bytes(context)
-        room = self.cache_bytes() + recipe.offload_bytes * recipe.parallelism.devices
-        fit = int(room // each) if each else 1 << 20
+        size = self.cached_bytes(context)
+        free = self.cache_bytes() + recipe.offload_bytes * recipe.parallelism.devices
+        fit = int(free // size) if size else 1 << 20
         if fit < 1:
             raise ConfigurationError(
-                f"generate: the cache of one request of {context:,.0f} tokens, {each / 1e9:.2f} GB, doesn't fit into "
-                f"the {room / 1e9:.2f} GB that {recipe.parallelism.devices} devices of {self.device.name} have for it"
+                f"generate: the cache of one request of {context:,.0f} tokens, {size / 1e9:.2f} GB, doesn't fit into "
+                f"the {free / 1e9:.2f} GB that {recipe.parallelism.devices} devices of {self.device.name} have for it"
             )
         return min(fit, recipe.slots or fit)
 
     def step_s(self, requests: float, context: float) -> float:
-        """Seconds in which each of ``requests`` requests gets a token, with ``context`` tokens in its cache. With
-        speculative decoding, of the number of drafted tokens up to draft_tokens that is best: seconds over the tokens
-        that a request then gets in the mean, (1 - a^(k+1)) / (1 - a)."""
+        """Return the seconds per token of each of ``requests`` requests, with ``context`` tokens in its cache.
+
+        With speculative decoding it is the best over the number k of drafted tokens up to draft_tokens: the seconds of
+        a step over the tokens that a request then gets on average, (1 - a^(k+1)) / (1 - a)."""
         recipe = self.recipe
         plain = self._verified_s(requests, context, 0)
         best = plain
@@ -107,17 +110,17 @@ class ReplicaRates(msgspec.Struct, frozen=True, kw_only=True):
         model, device, recipe = self.model, self.device, self.recipe
         spread, tokens = recipe.parallelism, requests * (1 + drafted)
         count = spread.devices
-        # of a pipeline's stages each reads its weights for every micro-batch, of which there are as many as stages
+        # each pipeline stage reads its weights for every micro-batch, of which there are as many as stages
         weights = model.touched(tokens) * NUMBER_BYTES[recipe.dtype] / count * spread.pipeline
         even = 2.0 * tokens * model.active / count
         experts = model.expert_parameters / model.parameters if spread.expert > 1 else 0.0
         imbalance = 1.0 + experts * (recipe.expert_imbalance - 1.0)
         products = max(weights / device.memory_bytes_per_s, even * imbalance / device.flops_per_s(recipe.dtype))
-        cached = requests * self.cached_bytes(context)
-        attention = cached / count / device.memory_bytes_per_s
-        away = max(0.0, cached - self.cache_bytes()) if recipe.offload_bytes else 0.0
-        if away:  # what lies in host memory comes once a step
-            attention += away / count / (device.figure("host_bytes_per_s") * device.reached.link)
+        cached_bytes = requests * self.cached_bytes(context)
+        attention = cached_bytes / count / device.memory_bytes_per_s
+        offloaded_bytes = max(0.0, cached_bytes - self.cache_bytes()) if recipe.offload_bytes else 0.0
+        if offloaded_bytes:  # the part in host memory is transferred once a step
+            attention += offloaded_bytes / count / (device.figure("host_bytes_per_s") * device.reached.link)
         summed = 2.0 * model.layers * all_reduce_s(tokens * model.width * 2.0, spread.tensor, device)
         if spread.expert > 1:  # there and back
             size = 4.0 * tokens / count * model.experts_per_token * model.width * model.layers
@@ -125,14 +128,15 @@ class ReplicaRates(msgspec.Struct, frozen=True, kw_only=True):
         return products + attention + summed + model.layers * device.reached.layer_s
 
     def prefill_tokens_per_s(self, prompt: float) -> float:
-        """Tokens/s of prompts of ``prompt`` tokens, by the devices that prefill."""
+        """Return the tokens/s at which the prefilling devices process prompts of ``prompt`` tokens."""
         count = self.recipe.prefill_devices or self.recipe.parallelism.devices
         attention = 2.0 * self.model.attended * prompt * self.model.seen(prompt)
         return count * self.device.flops_per_s(self.recipe.dtype) / (2.0 * self.model.active + attention)
 
     def rate(self, prompt: float, response: float, requests: float) -> float:
-        """Samples/s in steady state, ``requests`` of them decoding together; prefills take the decoding devices' time,
-        unless they have devices of their own."""
+        """Return the samples/s in steady state, with ``requests`` of them decoding together.
+
+        Prefills take the decoding devices' time, unless they have separate devices."""
         decode_s = response * self.step_s(requests, prompt + response / 2)
         prefill_s = prompt / self.prefill_tokens_per_s(prompt) if prompt else 0.0
         if self.recipe.prefill_devices:
@@ -140,18 +144,20 @@ class ReplicaRates(msgspec.Struct, frozen=True, kw_only=True):
         return requests / (decode_s + requests * prefill_s)
 
     def batch_s(self, items: int, prompt: float, lengths: Sequence[float]) -> float:
-        """Seconds from the first prefill to the last token of ``items`` samples, whose response lengths are like
-        ``lengths`` (rising, each as likely): full slots while samples wait, then ever fewer until the longest ends."""
+        """Return the seconds from the first prefill to the last token of ``items`` samples.
+
+        Response lengths are drawn from ``lengths`` (ascending, equally likely). All slots are full while samples wait;
+        then fewer and fewer decode until the longest ends."""
         mean = sum(lengths) / len(lengths)
         together = min(items, self.concurrency(prompt + mean / 2))
         prefill_s = items * prompt / self.prefill_tokens_per_s(prompt) if prompt else 0.0
         queued_s = (items - together) * mean / together * self.step_s(together, prompt + mean / 2)
-        drain_s, at = 0.0, 0.0
+        drain_s, generated_tokens = 0.0, 0.0
         for index, length in enumerate(lengths):
-            if length > at:
+            if length > generated_tokens:
                 running = max(1.0, together * (len(lengths) - index) / len(lengths))
-                drain_s += (length - at) * self.step_s(running, prompt + (at + length) / 2)
-                at = length
+                drain_s += (length - generated_tokens) * self.step_s(running, prompt + (generated_tokens + length) / 2)
+                generated_tokens = length
         decode_s = queued_s + drain_s
         if self.recipe.prefill_devices:
             return max(decode_s, prefill_s)

@@ -1,4 +1,4 @@
-"""Rate limits of foreign callers: token buckets, a bound on open requests, and a bounded queue; the rest is refused."""
+"""Limits the rate of external callers by token buckets, a bound on open requests and a bounded queue."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from headway.config.router import RouterConfig
 
 LONGEST_RETRY_S = 60  # the longest retry-after that a refused caller gets
-_RATE_S = 30.0  # time constant of the measured rate at which tokens get done
+_RATE_S = 30.0  # time constant of the measured throughput
 _ROUNDING_S = 1e-6  # rounding error of summed times
 
 
@@ -19,7 +19,7 @@ class RateLimited(msgspec.Struct, frozen=True, kw_only=True):
     """The refusal of a request, with its reason."""
 
     why: str
-    retry_after_s: int  # 1 .. LONGEST_RETRY_S: when there will likely be a place
+    retry_after_s: int  # 1 .. LONGEST_RETRY_S: when the request will likely be admitted
 
 
 Decision = Literal["admitted", "waiting"] | RateLimited
@@ -28,7 +28,7 @@ Decision = Literal["admitted", "waiting"] | RateLimited
 class TokenBucket:
     """A token bucket of capacity ``rate_per_s`` x ``burst_s`` that refills at ``rate_per_s``.
 
-    A cost above the capacity is taken from a full bucket, which then is in debt; so over any time t no more than
+    A cost above the capacity is taken from a full bucket, which is then in debt; so over any time t at most
     rate x t + capacity + one such cost is taken.
     """
 
@@ -39,15 +39,15 @@ class TokenBucket:
         self._at_s = now
 
     def level(self, now: float) -> float:
-        """The bucket's level at ``now``; below 0: debt."""
+        """Return the bucket's level at ``now``; below 0: debt."""
         return min(self._size, self._level + self._rate * max(0.0, now - self._at_s))
 
     def wait_s(self, cost: float, now: float) -> float:
-        """Seconds until ``cost`` can be taken; 0: now."""
+        """Return the seconds until ``cost`` can be taken; 0: now."""
         return self.refill_s(min(cost, self._size), now)
 
     def refill_s(self, amount: float, now: float) -> float:
-        """Seconds until ``amount`` could be taken in parts, as the bucket refills; it may exceed the capacity."""
+        """Return the seconds until the bucket has refilled ``amount``, which may exceed the capacity."""
         return max(0.0, amount - self.level(now)) / self._rate
 
     def take(self, cost: float, now: float) -> None:
@@ -67,13 +67,14 @@ class _Waiting(msgspec.Struct, kw_only=True, gc=False):
 
 
 class RateLimit:
-    """Requests are *admitted* at once, or *wait*, oldest first, and are admitted or refused in the end; an admitted one
-    is open until it is *finished*.
+    """Admits, queues or refuses requests.
 
-    A request waits while the buckets of requests/s and tokens/s can't cover its cost, while its tokens and those of the
-    open ones exceed ``open_limit_tokens`` (a request that is alone may), or while one ahead of it waits: lower
-    priorities first, then by arrival; a large request is never overtaken for its size. Invariant: at most
-    ``queue_requests`` wait, none for longer than ``queue_s``; the tokens of the open ones add up to ``open_tokens``.
+    Lifecycle of a request: *admitted* at once, or *waiting*, oldest first, and then admitted or refused; an admitted
+    one is open until it is *finished*. A request waits while the buckets of requests/s and tokens/s can't cover its
+    cost, while its tokens and those of the open ones exceed ``open_limit_tokens`` (a request that is alone may), or
+    while one ahead of it waits: lower priorities first, then by arrival; a large request is never overtaken because of
+    its size. Invariant: at most ``queue_requests`` wait, none for longer than ``queue_s``; the tokens of the open ones
+    add up to ``open_tokens``.
 
     Usage: ``offer`` each request; call ``decide`` whenever something changed or ``next_event_s`` has come.
     """
@@ -83,7 +84,7 @@ class RateLimit:
         rates = {"requests": settings.requests_per_s, "tokens": settings.tokens_per_s}
         self._buckets = {name: TokenBucket(rate, settings.burst_s, now) for name, rate in rates.items() if rate}
         self._open: dict[str, int] = {}  # name -> tokens
-        self._order: list[tuple[int, int, str]] = []  # (priority, serial, name) of those that wait or have left
+        self._order: list[tuple[int, int, str]] = []  # (priority, serial, name) of requests that wait or have left
         self._waiting: dict[str, _Waiting] = {}  # in the order they came
         self._serial = 0
         self._began_s = self._done_s = now
@@ -99,22 +100,23 @@ class RateLimit:
         return len(self._waiting)
 
     def oldest_age_s(self, now: float) -> float:
-        """Seconds that the earliest waiting request has waited; 0.0 when none waits."""
+        """Return the seconds that the earliest waiting request has waited; 0.0 when none waits."""
         first = next(iter(self._waiting.values()), None)
         return 0.0 if first is None else now - first.since_s
 
     def offer(self, name: str, tokens: int, priority: int, now: float) -> Decision:
-        """Admit, queue or refuse a request that may use ``tokens`` tokens, prompt and response. Raises ValueError for a
-        name that is open or waiting already."""
+        """Admit, queue or refuse a request that may use ``tokens`` tokens, prompt and response.
+
+        Raises ValueError for a name that is open or waiting already."""
         if name in self._open or name in self._waiting:
             raise ValueError(f"request {name!r} is already there")
         if not self._waiting and self._may_go(tokens, now):
             self._admit(name, tokens, now)
             return "admitted"
         if len(self._waiting) >= self._settings.queue_requests:
-            full = f"{len(self._waiting)} requests wait already"
-            nobody = "there is no room now, and none may wait (router.queue_requests = 0)"
-            return self._refused(full if self._waiting else nobody, tokens, now)
+            full_reason = f"{len(self._waiting)} requests wait already"
+            closed_reason = "there is no room now, and none may wait (router.queue_requests = 0)"
+            return self._refused(full_reason if self._waiting else closed_reason, tokens, now)
         heapq.heappush(self._order, (priority, self._serial, name))
         self._waiting[name] = _Waiting(name=name, serial=self._serial, tokens=tokens, since_s=now)
         self._serial += 1
@@ -123,12 +125,12 @@ class RateLimit:
         return "waiting"
 
     def decide(self, now: float) -> list[tuple[str, RateLimited | None]]:
-        """Return the names of waiting requests now decided, in order, with None for an admitted one."""
+        """Decide waiting requests; return (name, refusal) of those decided now, in order, None if admitted."""
         decided: list[tuple[str, RateLimited | None]] = []
         limit_s = self._settings.queue_s
-        for one in [one for one in self._waiting.values() if now >= one.since_s + limit_s]:
-            self._leave(one.name)
-            decided.append((one.name, self._refused(f"no place within {limit_s:g} s", one.tokens, now)))
+        for request in [request for request in self._waiting.values() if now >= request.since_s + limit_s]:
+            self._leave(request.name)
+            decided.append((request.name, self._refused(f"no place within {limit_s:g} s", request.tokens, now)))
         while (name := self._first()) is not None and self._may_go(self._waiting[name].tokens, now):
             tokens = self._waiting[name].tokens
             self._leave(name)
@@ -137,7 +139,7 @@ class RateLimit:
         return decided
 
     def withdraw(self, name: str) -> None:
-        """Remove a waiting request that its caller has given up. Unknown names: no-op."""
+        """Remove a waiting request that its caller has cancelled. Unknown names: no-op."""
         if name in self._waiting:
             self._leave(name)
 
@@ -152,7 +154,7 @@ class RateLimit:
         self._done_s = now
 
     def next_event_s(self, now: float) -> float:
-        """Time at which to call ``decide`` again if nothing else happens; inf: no request waits."""
+        """Return the time at which to call ``decide`` again if nothing changes before; inf: no request waits."""
         first = self._first()
         if first is None:
             return math.inf
@@ -180,14 +182,14 @@ class RateLimit:
         self.open_tokens += tokens
 
     def _first(self) -> str | None:
-        """Name of the next waiting request; drops entries that have left the queue. None: none waits."""
+        """Return the name of the next waiting request and drop entries that have left the queue. None: none waits."""
         while self._order and not self._waits(self._order[0]):
             heapq.heappop(self._order)
         return self._order[0][2] if self._order else None
 
     def _waits(self, entry: tuple[int, int, str]) -> bool:
-        found = self._waiting.get(entry[2])
-        return found is not None and found.serial == entry[1]
+        request = self._waiting.get(entry[2])
+        return request is not None and request.serial == entry[1]
 
     def _leave(self, name: str) -> None:
         self.waiting_tokens -= self._waiting.pop(name).tokens
@@ -196,7 +198,7 @@ class RateLimit:
             heapq.heapify(self._order)
 
     def _rate(self, now: float) -> float:
-        """Measured throughput of finished requests, tokens/s."""
+        """Return the measured throughput of finished requests, tokens/s."""
         seen = 1.0 - math.exp(-(now - self._began_s) / _RATE_S)
         return self._faded(now) / seen if seen > 0 else 0.0
 

@@ -1,4 +1,4 @@
-"""The rule for who waits for whom in a run: report, live view, watch page, doctor and forecast all judge by it."""
+"""Classifies a run's bottleneck by its waits, for report, live view, watch page, doctor and forecast."""
 
 from __future__ import annotations
 
@@ -25,36 +25,37 @@ Balance = Literal[
 BUSY = 0.10  # a side that waits less is busy
 IDLE = 0.20  # a side that waits more isn't what the other waits for
 CLEAR_DIFFERENCE = 0.10  # of the two waits, above which one side is the bottleneck
-ENVIRONMENT_SHARE = 0.40  # of the rollouts' time in their environments, above which these bind where both sides idle
+ENVIRONMENT_SHARE = 0.40  # of the rollouts' time in their environments, above which they bind where both sides are idle
 
 
 class WaitShares(msgspec.Struct, frozen=True, kw_only=True):
-    """Shares of a run's time, 0 to 1, by which its bottleneck is found."""
+    """Shares of a run's time, 0 to 1, from which its bottleneck follows."""
 
     trainer: float  # the trainer waits
     generator: float  # the generator has nothing to do
-    lent: float = 0.0  # the generator's devices are the trainer's
+    yielded: float = 0.0  # the trainer computes on the generator's devices
     environment: float = 0.0  # of the rollouts' time: in their environments, tools and sandboxes
 
 
 def between_turns(records: Sequence[StepRecord]) -> float:
-    """Share of the rollouts' time, from admission to the last token, in which they needed no slot: between turns."""
+    """Return the share of the rollouts' time, from admission to the last token, between turns, without a slot."""
     return sum(r.flow.environment_s for r in records) / max(1e-9, sum(r.flow.generating_s for r in records))
 
 
 def environment_share(records: Sequence[StepRecord]) -> float:
-    """Share of the rollouts' time that was spent in their environments, tools and sandboxes: `between_turns` without
-    the ways there and back, which make up most of it where an environment is instant."""
+    """Return the share of the rollouts' time in their environments, tools and sandboxes.
+
+    It is `between_turns` without the transfers there and back, which dominate where an environment is instant."""
     hops_s = sum(r.flow.environment_hop_s for r in records)
     return between_turns(records) - hops_s / max(1e-9, sum(r.flow.generating_s for r in records))
 
 
 def waits_of(steps: Sequence[StepRecord]) -> WaitShares:
-    """The waits over ``steps``, each step counting by its time."""
+    """Average the waits over ``steps``, each step weighted by its time."""
     return WaitShares(
         trainer=weighted_mean(steps, attrgetter("trainer_wait_ratio"), attrgetter("step_s")),
         generator=weighted_mean(steps, attrgetter("generator_wait_ratio"), attrgetter("step_s")),
-        lent=weighted_mean(steps, attrgetter("generator_lent_ratio"), attrgetter("step_s")),
+        yielded=weighted_mean(steps, attrgetter("generator_yielded_ratio"), attrgetter("step_s")),
         environment=environment_share(steps),
     )
 
@@ -62,13 +63,13 @@ def waits_of(steps: Sequence[StepRecord]) -> WaitShares:
 def balance_of(waits: WaitShares, budget: int | None) -> Balance:
     """Name the bottleneck of a run with these waits and staleness ``budget`` (None: not known).
 
-    In this order: devices that the trainer borrows -> time-shared (the trainer waits while they generate); budget 0 ->
-    synchronous (both sides wait by design); both sides wait more than IDLE -> neither is what the other waits for: the
-    environments bind where rollouts spend more than ENVIRONMENT_SHARE of their time there, else something else does;
-    one waits CLEAR_DIFFERENCE more -> the other side binds; both wait less than IDLE -> matched; else something else.
+    The rules, in order: shared devices -> time-shared (the trainer waits while they generate); budget 0 -> synchronous
+    (both sides wait by design); both sides wait more than IDLE -> neither binds: environment-bound where rollouts spend
+    more than ENVIRONMENT_SHARE of their time there, else other-bound; one waits CLEAR_DIFFERENCE more -> the other side
+    binds; both wait less than IDLE -> matched; else other-bound.
     """
     less, more = sorted((waits.trainer, waits.generator))
-    if waits.lent > 0:
+    if waits.yielded > 0:
         return "time-shared"
     if budget == 0:
         return "synchronous"
@@ -80,7 +81,7 @@ def balance_of(waits: WaitShares, budget: int | None) -> Balance:
 
 
 def measured_limits(steps: Sequence[StepRecord]) -> str:
-    """Say in a sentence what ``steps`` have measured that both sides wait for, the largest shares first."""
+    """Describe in a sentence what both sides waited for in ``steps``, the largest shares first."""
 
     def total(name: str) -> float:
         return sum(attrgetter(name)(step) for step in steps)
@@ -95,7 +96,7 @@ def measured_limits(steps: Sequence[StepRecord]) -> str:
         "the trainer waited {} for its weights to be applied": total("flow.update_wait_s") / step_s,
         "publishing took {}": total("publish_s") / step_s,
     }
-    found = sorted(((share, text) for text, share in shares.items() if share > BUSY), reverse=True)[:3]
-    if not found:
+    largest = sorted(((share, text) for text, share in shares.items() if share > BUSY), reverse=True)[:3]
+    if not largest:
         return "None of what a step measures limits them: evaluations, or processes that share cores, are left."
-    return "The steps measured: " + "; ".join(text.format(f"{share:.0%}") for share, text in found) + "."
+    return "The steps measured: " + "; ".join(text.format(f"{share:.0%}") for share, text in largest) + "."

@@ -1,34 +1,34 @@
-"""The controller, which matches the two rates during the run: it decides which knobs to set, and why.
+"""The controller matches production and consumption during a run: it decides which knobs to set, and why.
 
 Pure: ``decide`` takes the controller's state and the run's last records, and returns the next state and the actions.
-The aim is *trained samples with non-zero advantage per second* within the staleness budget (admission keeps it whatever
-the knobs are) and the length-bias limit; of settings whose rate is within 1 % of the best, the one with the younger
-samples.
+The aim is *trained samples with non-zero advantage per second* within the staleness budget (admission keeps it for any
+knobs) and the length-bias limit; of settings whose rate is within 1 % of the best it takes the one with the
+youngest samples.
 
-Each decision looks at the records since the last one and does the first of these that applies:
+Each decision reads the records since the last one and takes the first of these actions that applies:
 
-1. *Drift.* The queue's parameters (lengths, acceptance, cost of a token on either side, verification) differ from the
-   records before: those records are dropped, and so is what was learnt about the knobs.
-2. *Measured effect.* The last change has had time to show. When the rate fell by more than noise and below the
+1. *Drift.* The queue's parameters (lengths, acceptance, cost of a token on either side, verification) differ from
+   earlier records: these are dropped, and so is the knowledge about the knobs.
+2. *Measured effect.* The last change has had time to take effect. When the rate fell by more than noise and below the
    prediction, the change is reverted, and its direction isn't tried again in this regime.
 3. *Reflex.* The trainer starves while all verifiers score, or while the limit on open groups keeps slots empty, or the
-   one on concurrent rollouts keeps groups waiting: that number is raised, by half or twofold.
+   one on concurrent rollouts keeps groups waiting: that number is raised, by half or doubled.
 4. *Model.* After a budget's worth of steps ``ledger_model`` estimates the queue and ``queue_model`` simulates the
    neighbouring settings, with a generator a tenth slower than measured: the reserve against bursts. The best one is
-   taken if it gains enough; twice as much for every time a knob has reversed in this regime. While nothing is found
-   the looks become rarer, half of the verifier workers are let go where they hardly score, and, once a regime, another
-   split of the devices is *recommended* where it would pay (``replan``). With ``control.devices = "move"`` the run
-   makes it, before any knob: those are of the placement, and are searched anew after it.
+   taken if it gains enough; the required gain doubles with every reversal of a knob in this regime. While nothing is
+   found, searches become rarer, half of the verifier workers are stopped where they hardly score, and, once a regime,
+   another split of the devices is *recommended* where it would amortize (``replan``). With ``control.devices = "move"``
+   the run changes to it before any knob: knobs depend on the placement, and are searched again after it.
 
-A look that finds nothing after ``WINDOW`` records of one setting *settles* the plan: these records are the reference,
-and nothing is looked at or changed until the last few steps, or the last ``SLOWLY`` where it came step by step, differ
-from them beyond doubt, in the queue's parameters or in how long the trainer waits for groups: that is a drift.
+A search that finds nothing after ``WINDOW`` records of one setting *settles* the plan: these records are the reference,
+and nothing is searched or changed until the last few steps, or the last ``SLOWLY`` where the change was gradual, differ
+from them significantly, in the queue's parameters or in the trainer's wait for groups: that is a drift.
 
-A change must pay within the steps that are left, what the switch costs included (``replan``): near its end a run keeps
-its knobs. Guards apply whatever the model predicts: while the trainer starves for want of groups no load is removed
+A change must amortize within the remaining steps, the cost of the switch included (``replan``): near its end a run
+keeps its knobs. Guards apply to any prediction: while the trainer starves for lack of groups no load is removed
 (open groups, concurrent rollouts, replicas that generate, verifier workers), while finished groups pile up none is
 added, and no knob returns to a value at which the trainer starved. The publish interval is no load: the guards don't
-concern it.
+apply to it.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ from headway.control.tuning.drift import RECENT, SLOWLY, find_drift
 from headway.control.tuning.knob_search import KNOBS, LEAST_GAIN, Allowed, ControlLimits, Search
 from headway.control.tuning.ledger_model import LedgerModel, estimate
 from headway.control.tuning.measured import rate_of, relative_noise, usable
-from headway.control.tuning.replan import Remainder, remainder, split_sentence, split_that_pays, switch_s
+from headway.control.tuning.replan import RemainingWork, describe_split, remaining_work, switch_s, worthwhile_split
 from headway.records.control import Knobs
 from headway.records.ledger import StepRecord
 
 WINDOW = 16  # records that an estimate is made from, at most
 LEAST_YOUNGER = 0.1  # versions of mean staleness ...
 LEAST_YOUNGER_SHARE = 0.05  # ... and relative
-STARVES, FULL = 0.05, 0.02  # shares of the time the trainer waits for want of groups
-# Least share of the time the generator has nothing to do, for groups waiting in the queue to be given up for younger
-# samples. Where both sides are about as fast these groups are the reserve against fluctuations of either, which the
-# model lacks: it takes equal steps to last equally long.
+STARVES, FULL = 0.05, 0.02  # shares of the time the trainer waits for lack of groups
+# Least share of the time the generator is idle at which groups waiting in the queue are traded for younger samples.
+# Where both sides are about as fast these groups are the reserve against fluctuations of either, which the model lacks:
+# it assumes that equal steps take equally long.
 LEAST_SPARE = 0.1
-_ALL_SCORE = 0.9  # share of the time the verifiers score: more is all of it, but for what is between two groups
+_ALL_SCORE = 0.9  # share of the time the verifiers score that counts as all, as some passes between two groups
 _STARVED_Z = 4.0  # standard errors by which the trainer must wait longer than when the plan was settled
-_RATE_DIFFERS = 0.2  # |ln|: worth another look
-_MOST_RESTS = 3  # doublings of the time between two looks
+_RATE_DIFFERS = 0.2  # |ln|: worth another search
+_MOST_RESTS = 3  # doublings of the time between two searches
 
 Kind = Literal["set", "rollback", "measured", "drift", "recommended", "move"]
 
@@ -72,7 +72,7 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind
     reason: str
     knob: KnobName | Literal[""] = ""
-    old: int = 0  # open_groups: no limit is given as the most that admission allows
+    old: int = 0  # open_groups: no limit is reported as the most that admission allows
     new: int = 0
     predicted: float = 0.0  # rate after / rate before; 0: not predicted
     measured: float = 0.0  # ... as measured; 0: not yet
@@ -100,16 +100,16 @@ class ControllerState(msgspec.Struct, frozen=True, kw_only=True):
     regime_step: int = 0  # records of earlier steps are of another regime
     decided_step: int = 0  # version at the last change
     trial: Trial | None = None
-    floors: dict[str, int] = {}  # knob -> value at which the trainer starved
+    floors: dict[str, int] = {}  # knob -> highest value at which the trainer starved
     refused: tuple[tuple[str, int], ...] = ()  # (knob, direction) whose effect was worse
     directions: dict[str, int] = {}  # knob -> its last direction
     turns: dict[str, int] = {}  # knob -> number of reversals
-    rests: int = 0  # looks at the model in a row that found nothing
+    rests: int = 0  # consecutive searches that found nothing
     looked_step: int = 0  # version at the last of them, and the rate then
     looked_rate: float = 0.0
-    drifted: bool = False  # the regime began with a drift, which may go on
-    reference: tuple[StepRecord, ...] = ()  # of a settled plan: what it was settled on
-    recommended: bool = False  # another split of the devices, in this regime
+    drifted: bool = False  # the regime began with a drift, which may continue
+    reference: tuple[StepRecord, ...] = ()  # records on which the plan was settled
+    recommended: bool = False  # a split of the devices was recommended in this regime
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,18 +117,20 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     state: ControllerState
     actions: tuple[Action, ...] = ()
-    due: bool = False  # it is time to ask the model, which ``look`` forbade
+    due: bool = False  # it is time to ask the model, which ``ask_model`` forbade
 
 
 def decide(
-    state: ControllerState, records: Sequence[StepRecord], limits: ControlLimits, *, look: bool = True
+    state: ControllerState, records: Sequence[StepRecord], limits: ControlLimits, *, ask_model: bool = True
 ) -> Decision:
-    """Decide what to do after the last of ``records``, the run's own in their order (some dozen are enough). ``look``:
-    the model may be asked, whose simulations take a tenth of a second or more; all else takes half a millisecond."""
+    """Decide the actions after the last of ``records``, the run's records in order (some dozen are enough).
+
+    ``ask_model``: whether the model may be simulated, which takes a tenth of a second or more; all else takes half a
+    millisecond."""
     every = usable(records)
     actions: list[Action] = []
     regime = [r for r in every if r.step >= state.regime_step]
-    departed = _departed(state.reference, regime, limits)
+    departed = _drift_from_reference(state.reference, regime, limits)
     drifted = departed if state.reference else find_drift(regime[-WINDOW - RECENT :])
     if drifted is not None:
         step, reason = drifted
@@ -141,28 +143,28 @@ def decide(
     if len(since) < limits.interval_steps:
         return Decision(state=state, actions=tuple(actions))
     now = _evidence(since[-limits.interval_steps :], limits)
-    for next_ in (_measured, _reflex):
-        if (decision := next_(state, window, now, limits)) is not None:
+    for rule in (_measure_effect, _reflex):
+        if (decision := rule(state, window, now, limits)) is not None:
             state = decision.state
             actions += decision.actions
             if state.decided_step > window[-1].step:  # changed something
                 return Decision(state=state, actions=tuple(actions))
     due = _due(state, window, limits)
-    if due and look:
+    if due and ask_model:
         lately = _evidence(since[-2 * limits.patience_steps :], limits)
         if (decision := _by_model(state, window, lately, limits)) is not None:
             state = decision.state
             actions += decision.actions
-    return Decision(state=state, actions=tuple(actions), due=due and not look)
+    return Decision(state=state, actions=tuple(actions), due=due and not ask_model)
 
 
-def found_nothing(state: ControllerState, version: int) -> ControllerState:
-    """The state after a look that found nothing: the next one comes later."""
+def backed_off(state: ControllerState, version: int) -> ControllerState:
+    """Return the state after a search that found nothing: the next one comes later."""
     return msgspec.structs.replace(state, rests=min(_MOST_RESTS, state.rests + 1), looked_step=version)
 
 
-def set_at(decision: Decision, version: int) -> Decision:
-    """``decision`` dated to ``version``, at which its knobs come into effect: it was made from older records."""
+def effective_at(decision: Decision, version: int) -> Decision:
+    """Return ``decision`` dated to ``version``, at which its knobs take effect: it was made from older records."""
     state = decision.state
     if not any(action.kind == "set" for action in decision.actions):
         return decision
@@ -170,10 +172,10 @@ def set_at(decision: Decision, version: int) -> Decision:
     return msgspec.structs.replace(decision, state=msgspec.structs.replace(state, decided_step=version, trial=trial))
 
 
-def _departed(
+def _drift_from_reference(
     reference: Sequence[StepRecord], regime: Sequence[StepRecord], limits: ControlLimits
 ) -> tuple[int, str] | None:
-    """Whether the last records differ from those on which the plan was settled, as ``find_drift`` says it."""
+    """Compare the last records with those on which the plan was settled; return as ``find_drift``."""
     later = [r for r in regime if reference and r.step > reference[-1].step]
     for count in (RECENT, SLOWLY):
         drifted = find_drift([*reference, *later[-count:]], count) if len(later) >= count else None
@@ -195,9 +197,9 @@ class ControllerEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """Means over the steps since the last decision."""
 
     wait: float  # share of the time the trainer waited
-    lack: float  # ... of it for want of finished groups, not for stragglers or its devices
-    idle: float  # share of the time the replicas had nothing to do
-    stock: float  # groups left in the buffer after a batch was taken, in batches
+    lack: float  # ... for lack of finished groups, not for stragglers or its devices
+    idle: float  # share of the time the replicas were idle
+    stock: float  # groups in the buffer after a batch was taken, in batches
     in_generation: float  # rollouts between admission and last token
     verifying: float  # share of the time the verifier workers score
     preempted: bool
@@ -205,12 +207,12 @@ class ControllerEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def starving(self) -> bool:
-        """Whether the trainer waits for want of groups, rather than for stragglers."""
+        """True when the trainer waits for lack of groups, rather than for stragglers."""
         return self.lack >= STARVES and self.lack >= self.wait / 2 and self.stock < 1 and not self.preempted
 
     @property
     def glut(self) -> bool:
-        """Whether the trainer doesn't wait, while the generator does or its groups pile up."""
+        """True when the trainer doesn't wait while the generator does or finished groups accumulate."""
         return self.wait < FULL and (self.idle > STARVES or self.stock >= 1)
 
 
@@ -232,7 +234,7 @@ def _evidence(records: Sequence[StepRecord], limits: ControlLimits) -> Controlle
 def _allowed(
     state: ControllerState, evidence: ControllerEvidence, limits: ControlLimits, *, drifting: bool = False
 ) -> Allowed:
-    """Make the guards: the function that says whether a knob may move from one value to another."""
+    """Make the guards: a function that returns whether a knob may change from one value to another."""
 
     def allowed(name: KnobName, old: int, new: int) -> bool:
         up = new > old
@@ -254,10 +256,10 @@ def _allowed(
 # --- the three kinds of action ---------------------------------------------------------------------------
 
 
-def _measured(
+def _measure_effect(
     state: ControllerState, window: Sequence[StepRecord], evidence: ControllerEvidence, limits: ControlLimits
 ) -> Decision | None:
-    """Report the effect of the last change once it shows; revert it when it is worse than noise and prediction."""
+    """Report the effect of the last change once it is measurable; revert it when it is worse than predicted."""
     trial = state.trial
     if trial is None:
         return None
@@ -268,70 +270,73 @@ def _measured(
     spread = relative_noise(window, rate_of(window))
     noise = math.hypot(trial.noise, max(relative_noise(after, rate), spread * math.sqrt(len(window) / len(after))))
     ratio = rate / trial.rate
-    done = msgspec.structs.replace(state, trial=None)
-    said = Action(
+    next_state = msgspec.structs.replace(state, trial=None)
+    report = Action(
         kind="measured",
         reason=f"{rate:.3g} samples/s over {len(after)} steps, {trial.rate:.3g} before (± {noise:.0%})",
         predicted=trial.predicted,
         measured=ratio,
     )
     if ratio > 1.0 - max(LEAST_GAIN, 2 * noise) or ratio > trial.predicted - 2 * noise:
-        return Decision(state=done, actions=(said,))
-    allowed, actions = _allowed(state, evidence, limits), [said]
+        return Decision(state=next_state, actions=(report,))
+    allowed, actions = _allowed(state, evidence, limits), [report]
     knobs, refused = state.knobs, dict.fromkeys(state.refused)
     reason = f"the rate fell to {ratio:.2f} of what it was, {trial.predicted:.2f} was predicted"
     for name in KNOBS:
-        there, before = limits.value(state.knobs, name), limits.value(trial.before, name)
-        if before != there and allowed(name, there, before):
-            knobs = limits.with_value(knobs, name, before)
-            refused[name, 1 if there > before else -1] = None
-            back = msgspec.structs.replace(said, kind="rollback", reason=reason, knob=name, old=there, new=before)
+        current, previous = limits.value(state.knobs, name), limits.value(trial.before, name)
+        if previous != current and allowed(name, current, previous):
+            knobs = limits.with_value(knobs, name, previous)
+            refused[name, 1 if current > previous else -1] = None
+            back = msgspec.structs.replace(report, kind="rollback", reason=reason, knob=name, old=current, new=previous)
             actions.append(back)
     if len(actions) > 1:
         version = window[-1].version
-        done = msgspec.structs.replace(done, knobs=knobs, decided_step=version, refused=tuple(refused))
-    return Decision(state=done, actions=tuple(actions))
+        next_state = msgspec.structs.replace(next_state, knobs=knobs, decided_step=version, refused=tuple(refused))
+    return Decision(state=next_state, actions=tuple(actions))
 
 
 def _settling(window: Sequence[StepRecord]) -> int:
-    """Number of steps until the groups that were open at a change are mostly trained."""
+    """Return the number of steps until most groups that were open at a change are trained."""
     return min(3, 1 + round(window[-1].trajectory_staleness.mean))
 
 
 def _reflex(
     state: ControllerState, window: Sequence[StepRecord], evidence: ControllerEvidence, limits: ControlLimits
 ) -> Decision | None:
-    """Raise the number that a starving trainer waits for: of verifier workers where all of them score; else the limit
-    on open groups where fewer rollouts are generated than may run at once, else the one on those."""
+    """Raise the knob on which a starving trainer waits.
+
+    It is the number of verifier workers where all of them score; else the limit on open groups where fewer rollouts are
+    generated than may run at once; else the limit on concurrent rollouts."""
     knobs = state.knobs
     if not evidence.starving:
         return None
     scoring = evidence.verifying >= _ALL_SCORE
-    room = evidence.in_generation < 0.9 * (knobs.concurrent_rollouts - limits.largest_group + 1)
-    name: KnobName = "verifier_workers" if scoring else "open_groups" if room else "concurrent_rollouts"
+    below_concurrency = evidence.in_generation < 0.9 * (knobs.concurrent_rollouts - limits.largest_group + 1)
+    name: KnobName = "verifier_workers" if scoring else "open_groups" if below_concurrency else "concurrent_rollouts"
     slots = limits.shape.slots * (limits.shape.replicas - len(knobs.resting))
     filled = knobs.concurrent_rollouts >= slots + limits.largest_group and evidence.idle < STARVES
     if name == "concurrent_rollouts" and filled:
         return None  # more would only wait for slots
-    old, (_, most) = limits.value(knobs, name), limits.bounds(name)
-    new = min(most, math.ceil(old * (2.0 if evidence.lack >= 4 * STARVES else 1.5)))
+    old, (_, upper) = limits.value(knobs, name), limits.bounds(name)
+    new = min(upper, math.ceil(old * (2.0 if evidence.lack >= 4 * STARVES else 1.5)))
     if new == old or not _allowed(state, evidence, limits)(name, old, new):
         return None
     target = limits.with_value(knobs, name, new)
-    left, cost_s = _left(window, limits), switch_s(knobs, target, limits)
-    if not left.pays(1.0 / (1.0 - min(0.9, evidence.lack)), cost_s, _settling(window)):
+    rest, cost_s = _rest(window, limits), switch_s(knobs, target, limits)
+    if not rest.amortizes(1.0 / (1.0 - min(0.9, evidence.lack)), cost_s, _settling(window)):
         return None
     generating = f"{evidence.in_generation:.0f} of {knobs.concurrent_rollouts} rollouts are being generated"
-    shown = f"the verifiers score {evidence.verifying:.0%} of it" if scoring else generating
-    short = "verifier workers are" if scoring else "open groups are" if room else "rollouts at once are"
-    reason = f"the trainer waits {evidence.lack:.0%} of the time for groups, and {shown}: {short} what is short"
+    observation = f"the verifiers score {evidence.verifying:.0%} of it" if scoring else generating
+    short = "verifier workers are" if scoring else "open groups are" if below_concurrency else "rollouts at once are"
+    reason = f"the trainer waits {evidence.lack:.0%} of the time for groups, and {observation}: {short} what is short"
     floors = {**state.floors, name: max(old, state.floors.get(name, 0))}
     return _set(msgspec.structs.replace(state, floors=floors), target, window, limits, reason, 0.0)
 
 
 def _due(state: ControllerState, window: Sequence[StepRecord], limits: ControlLimits) -> bool:
-    """Whether enough steps have passed since the model was last asked; twice as many after each time that it found
-    nothing, unless the rate has changed."""
+    """Return whether enough steps have passed since the last search of the model.
+
+    The number doubles after each search that found nothing, unless the rate has changed."""
     if state.trial is not None or limits.pinned == frozenset(KNOBS):
         return False
     patience = limits.patience_steps
@@ -343,89 +348,90 @@ def _due(state: ControllerState, window: Sequence[StepRecord], limits: ControlLi
     return waited >= patience << state.rests or changed
 
 
-def _left(window: Sequence[StepRecord], limits: ControlLimits) -> Remainder:
-    return remainder(window[-1], limits.shape, sum(r.step_s for r in window) / len(window))
+def _rest(window: Sequence[StepRecord], limits: ControlLimits) -> RemainingWork:
+    return remaining_work(window[-1], limits.shape, sum(r.step_s for r in window) / len(window))
 
 
 def _by_model(
     state: ControllerState, window: Sequence[StepRecord], evidence: ControllerEvidence, limits: ControlLimits
 ) -> Decision | None:
-    """Set the neighbouring setting that the model rates best, or half the verifier workers, where that is worth it;
-    else recommend a split of the devices that is."""
+    """Set the neighbouring setting with the best predicted rate, or halve the verifier workers, where worthwhile.
+
+    Else recommend a worthwhile split of the devices."""
     idle = msgspec.structs.replace(
-        found_nothing(state, window[-1].version), looked_rate=rate_of(window[-limits.patience_steps :])
+        backed_off(state, window[-1].version), looked_rate=rate_of(window[-limits.patience_steps :])
     )
-    found = estimate(window, limits.shape)
-    if found is None:
+    fitted = estimate(window, limits.shape)
+    if fitted is None:
         return None
     drifting = state.drifted and len(window) < WINDOW
-    # what gains no rate can wait for a better estimate, and until a drift has ended
+    # a change without a gain waits for a better estimate, and until a drift has ended
     settled = len(window) >= min(WINDOW, 2 * limits.patience_steps) and not drifting
-    left = _left(window, limits)
+    rest = _rest(window, limits)
     splits = settled and not state.recommended
-    if splits and limits.moves and (split := split_that_pays(found, limits, left)) is not None:
-        return _change_devices("move", split, found, idle, evidence, limits, left)
+    if splits and limits.moves and (split := worthwhile_split(fitted, limits, rest)) is not None:
+        return _change_devices("move", split, fitted, idle, evidence, limits, rest)
     allowed = _allowed(state, evidence, limits, drifting=drifting)
-    search = Search(found, state.knobs, allowed, limits, drifting=drifting)
-    for target in (search.best(), search.spared() if settled else state.knobs):
+    search = Search(fitted, state.knobs, allowed, limits, drifting=drifting)
+    for target in (search.best(), search.fewer_verifiers() if settled else state.knobs):
         if target == state.knobs:
             continue
-        if (decision := _to(target, search, found, state, window, evidence, limits, settled)) is not None:
+        if (decision := _set_if_better(target, search, fitted, state, window, evidence, limits, settled)) is not None:
             return decision
     if len(window) == WINDOW and window[0].step >= state.decided_step:
         idle = msgspec.structs.replace(idle, reference=tuple(window))
-    if not splits or limits.moves or (split := split_that_pays(found, limits, left)) is None:
+    if not splits or limits.moves or (split := worthwhile_split(fitted, limits, rest)) is None:
         return Decision(state=idle)
-    return _change_devices("recommended", split, found, idle, evidence, limits, left)
+    return _change_devices("recommended", split, fitted, idle, evidence, limits, rest)
 
 
 def _change_devices(
     kind: Kind,
     split: Recommendation,
-    found: LedgerModel,
+    fitted: LedgerModel,
     state: ControllerState,
     evidence: ControllerEvidence,
     limits: ControlLimits,
-    left: Remainder,
+    rest: RemainingWork,
 ) -> Decision:
     """Recommend another split of the devices, or have the run change to it."""
     waits = f"the trainer waits {evidence.wait:.0%}, the generator {evidence.idle:.0%}"
-    reason = split_sentence(split, found, limits, left, waits)
-    said = Action(kind=kind, reason=reason, predicted=1.0 + split.gain, settings=split.settings)
-    return Decision(state=msgspec.structs.replace(state, recommended=True), actions=(said,))
+    reason = describe_split(split, fitted, limits, rest, waits)
+    action = Action(kind=kind, reason=reason, predicted=1.0 + split.gain, settings=split.settings)
+    return Decision(state=msgspec.structs.replace(state, recommended=True), actions=(action,))
 
 
-def _to(
+def _set_if_better(
     target: Knobs,
     search: Search,
-    found: LedgerModel,
+    fitted: LedgerModel,
     state: ControllerState,
     window: Sequence[StepRecord],
     evidence: ControllerEvidence,
     limits: ControlLimits,
     settled: bool,
 ) -> Decision | None:
-    """Set ``target`` if it is better by enough, and pays within the steps that are left."""
+    """Set ``target`` if it is better by enough and amortizes within the remaining steps."""
     now, then = search.outcome(state.knobs), search.outcome(target)
     gain = then.samples_per_s / now.samples_per_s
     younger = now.staleness_mean - then.staleness_mean
-    strict = 2.0 ** max((_turns(state, name, target, limits) for name in KNOBS), default=0)
-    left, cost_s, settling = _left(window, limits), switch_s(state.knobs, target, limits, found), _settling(window)
-    worth = gain >= 1.0 + LEAST_GAIN * strict and left.pays(gain, cost_s, settling)
-    # a replica that lends its device pauses, and so never shows as idle
-    spare = evidence.idle >= LEAST_SPARE or found.model.lent_share > 0
+    strict = 2.0 ** max((_reversals(state, name, target, limits) for name in KNOBS), default=0)
+    rest, cost_s, settling = _rest(window, limits), switch_s(state.knobs, target, limits, fitted), _settling(window)
+    worth = gain >= 1.0 + LEAST_GAIN * strict and rest.amortizes(gain, cost_s, settling)
+    # a replica that yields its device pauses, and so never shows as idle
+    spare = evidence.idle >= LEAST_SPARE or fitted.model.yielded_share > 0
     fresh = spare and younger >= strict * max(LEAST_YOUNGER, LEAST_YOUNGER_SHARE * now.staleness_mean)
     fewer = target.verifier_workers < state.knobs.verifier_workers
-    free = gain >= 1.0 - limits.tolerance - 1e-9 and left.bears(limits.tolerance, cost_s, settling)
+    free = gain >= 1.0 - limits.tolerance - 1e-9 and rest.affords(limits.tolerance, cost_s, settling)
     if not worth and not (settled and (fresh or fewer) and free):
         return None
     reason = (
-        f"predicted {found.useful_per_s * gain:.3g} useful samples/s for {found.useful_per_s:.3g}, mean staleness "
+        f"predicted {fitted.useful_per_s * gain:.3g} useful samples/s for {fitted.useful_per_s:.3g}, mean staleness "
         f"{then.staleness_mean:.1f} for {now.staleness_mean:.1f} (the trainer waits {evidence.wait:.0%}, the generator "
         f"{evidence.idle:.0%})"
     )
-    drifting = state.drifted and len(window) < WINDOW  # then the rate falls by itself: no effect could be measured
-    return _set(state, target, window, limits, reason, gain, None if drifting else found)
+    drifting = state.drifted and len(window) < WINDOW  # then the rate may fall by itself: no effect could be measured
+    return _set(state, target, window, limits, reason, gain, None if drifting else fitted)
 
 
 def _set(
@@ -435,7 +441,7 @@ def _set(
     limits: ControlLimits,
     reason: str,
     predicted: float,
-    found: LedgerModel | None = None,
+    fitted: LedgerModel | None = None,
 ) -> Decision:
     version = window[-1].version
     actions: list[Action] = []
@@ -444,13 +450,13 @@ def _set(
         old, new = limits.value(state.knobs, name), limits.value(target, name)
         if old == new:
             continue
-        turns[name] = _turns(state, name, target, limits)
+        turns[name] = _reversals(state, name, target, limits)
         directions[name] = 1 if new > old else -1
         actions.append(Action(kind="set", reason=reason, knob=name, old=old, new=new, predicted=predicted))
     trial = None
-    if found is not None:
+    if fitted is not None:
         trial = Trial(
-            before=state.knobs, version=version, predicted=predicted, rate=found.samples_per_s, noise=found.noise
+            before=state.knobs, version=version, predicted=predicted, rate=fitted.samples_per_s, noise=fitted.noise
         )
     after = msgspec.structs.replace(
         state, knobs=target, decided_step=version, trial=trial, turns=turns, directions=directions, rests=0
@@ -458,8 +464,8 @@ def _set(
     return Decision(state=after, actions=tuple(actions))
 
 
-def _turns(state: ControllerState, name: KnobName, target: Knobs, limits: ControlLimits) -> int:
-    """Number of reversals of the knob, with the move to ``target`` included."""
-    before = state.turns.get(name, 0)
+def _reversals(state: ControllerState, name: KnobName, target: Knobs, limits: ControlLimits) -> int:
+    """Return the number of reversals of the knob, the change to ``target`` included."""
+    previous = state.turns.get(name, 0)
     step = limits.value(target, name) - limits.value(state.knobs, name)
-    return before + (step * state.directions.get(name, 0) < 0)
+    return previous + (step * state.directions.get(name, 0) < 0)

@@ -1,9 +1,9 @@
-"""Diagnoses a run from its ledger: its binding constraint, and changes that would help, predicted relative to it.
+"""Diagnoses a run from its ledger: its binding constraint, and helpful changes with predicted gains.
 
-Every change is simulated beside the run as it is, with the same random lengths; the predicted rate is the measured one
-times the ratio of the two. So effects missing from the model matter only where a change alters them. The uncertainty of
-a prediction combines the noise of the measured rate, the spread over random lengths, and how far the ratio moves when
-the poorly identified parameters (``LedgerModel.variants``) are moved by a standard deviation.
+Every change is simulated beside the current configuration, with the same random lengths; the predicted rate is the
+measured one times the ratio of the two. So effects missing from the model matter only where a change alters them. The
+uncertainty of a prediction combines the noise of the measured rate, the spread over random lengths, and how far the
+ratio moves when the poorly identified parameters (``LedgerModel.variants``) are moved by a standard deviation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headway.control.tuning.drift import RECENT, find_drift
 from headway.control.tuning.forecast import RANK_ERROR, WORTH_IT, RunShape, binding_constraint, token_s_with
 from headway.control.tuning.ledger_model import LedgerModel, as_recorded, estimate, training_s
 from headway.control.tuning.measured import usable
-from headway.control.tuning.queue_model import QueueModel, needed_budget, simulate_or_still
+from headway.control.tuning.queue_model import QueueModel, needed_budget, simulate_or_zero
 from headway.records.check_report import Constraint, QueueOutcome
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import StepRecord
@@ -34,36 +34,36 @@ LEAST_STEPS = 8  # usable records, without those in which the queue was filling
 _MOST_STEPS = 60
 _SEEDS = (0, 1, 2)
 _ROLLOUTS = 2000
-_SHOWN = 3
-_ACTING = 0.30  # share of the rollouts' time between turns, above which more rollouts at once are tried
+_CHANGES_LISTED = 3
+_ENVIRONMENT_SHARE = 0.30  # of the rollouts' time between turns, above which more rollouts at once are tried
 _FULL = 0.9  # share of the slots in use, above which more rollouts would only wait for one
-_BELIEVED = 2.0  # times the best measured rate of the run's devices, above which a prediction is refused
+_CREDIBLE = 2.0  # times the best measured rate of the run's devices, above which a prediction is rejected
 
 
 class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
     """A change of the configuration, its predicted effect, and the uncertainty of that."""
 
-    settings: dict[str, str]  # key -> value as TOML: to be set together
+    settings: dict[str, str]  # key -> value as TOML; set together
     relieves: Constraint
     samples_per_s: float  # predicted
     useful_per_s: float  # predicted, of samples whose advantage isn't 0
     gain: float  # relative
     error: float  # standard error of the predicted rates, relative
     staleness_mean: float  # predicted, versions
-    needs: str = ""  # its cost, or other effects
+    needs: str = ""  # its cost, or side effects
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """The diagnosis of a run's last steps: measured rates, the binding constraint, recommended changes."""
 
-    first_step: int  # of those it is based on
+    first_step: int  # of the records it is based on
     last_step: int
     samples_per_s: float  # measured
     useful_per_s: float
     error: float  # standard error of both, relative
-    simulated_per_s: float  # the model's rate for the run as it is: shows how good the model is
-    balance: Balance  # of these steps, by the rule of every verdict
-    binding: Constraint  # what it comes from
+    simulated_per_s: float  # the model's rate for the current configuration: shows the model's accuracy
+    balance: Balance  # of these steps, by `balance_of`
+    binding: Constraint  # its cause
     reason: str
     trainer_wait: float  # shares of the time ...
     straggler_wait: float  # ... of the trainer's wait
@@ -78,14 +78,14 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceSplit(msgspec.Struct, frozen=True, kw_only=True):
-    """Another split of a run's devices between generator and trainer, and what its experiment would then be."""
+    """Another split of a run's devices between generator and trainer, and the resulting experiment's figures."""
 
     settings: dict[str, str]  # key -> value as TOML
     replicas: int
     ranks: int
     concurrent_rollouts: int
     open_groups: int | None
-    lent_share: float = 0.0  # share of the replicas whose device is the trainer's too
+    yielded_share: float = 0.0  # share of the replicas whose device is the trainer's too
 
 
 def diagnose(
@@ -95,8 +95,9 @@ def diagnose(
     shared_devices: Sequence[str] = (),
     splits: Sequence[DeviceSplit] = (),
 ) -> Diagnosis | str:
-    """Diagnose the run's last regime, or describe what is missing for that. ``shared_devices``: the trainer's devices
-    on which no replica generates yet; ``splits``: of `device_splits`."""
+    """Diagnose the run's last regime, or return a sentence on the missing data.
+
+    ``shared_devices``: the trainer's devices on which no replica generates yet; ``splits``: of `device_splits`."""
     steps = steady_steps(records, shape.budget)
     if len(steps) < LEAST_STEPS:
         return (
@@ -105,70 +106,72 @@ def diagnose(
             "worker's restart say nothing)"
         )
     shape = as_recorded(shape, steps)
-    found = estimate(steps, shape)
-    if found is None:
+    fitted = estimate(steps, shape)
+    if fitted is None:
         return "no response finished in the last steps"
-    now = _outcomes(found.model)
-    if not all(one.samples_per_s for one in now):
+    now = _outcomes(fitted.model)
+    if not all(outcome.samples_per_s for outcome in now):
         return "the queue that this ledger describes would stand still: nothing can be predicted from it"
-    simulated, shown = fmean(one.samples_per_s for one in now), _shown_per_s(steps, found)
-    if simulated > _BELIEVED * shown:
+    simulated, shown = fmean(outcome.samples_per_s for outcome in now), _peak_samples_per_s(steps, fitted)
+    if simulated > _CREDIBLE * shown:
         return (
             f"steps {steps[0].step} to {steps[-1].step} describe a queue of {simulated:.3g} samples/s, and the run's "
             f"devices have shown {shown:.3g} at most: their times can't be right, and nothing is predicted from them"
         )
     needed = needed_budget(
-        longest_tokens=found.lengths.at(0.99),
-        concurrency=max(1, round(found.in_generation)),
+        longest_tokens=fitted.lengths.quantile(0.99),
+        concurrency=max(1, round(fitted.in_generation)),
         samples_per_step=shape.samples_per_step,
-        mean_tokens=found.lengths.mean_tokens,
+        mean_tokens=fitted.lengths.mean_tokens,
     )
-    candidates = _candidates(found, experiment, shape, needed, shared_devices, between_turns(steps))
-    candidates = itertools.chain(candidates, _of_splits(found.model, shape, splits))
-    changes = _recommendations(candidates, found, experiment, now)
-    for one in [one for one in changes if one.samples_per_s > _BELIEVED**2 * shown]:  # it may double a device
-        changes.remove(one)
-        found.unidentified[next(iter(one.settings))] = (
-            f"{one.samples_per_s:.3g} samples/s would be predicted: the run's devices have shown {shown:.3g} at most"
+    candidates = _candidates(fitted, experiment, shape, needed, shared_devices, between_turns(steps))
+    candidates = itertools.chain(candidates, _split_changes(fitted.model, shape, splits))
+    changes = _recommendations(candidates, fitted, experiment, now)
+    # A change may double the devices, hence the square.
+    for change in [change for change in changes if change.samples_per_s > _CREDIBLE**2 * shown]:
+        changes.remove(change)
+        fitted.unidentified[next(iter(change.settings))] = (
+            f"{change.samples_per_s:.3g} samples/s would be predicted: the run's devices have shown {shown:.3g} at most"
         )
-    waits, measured = waits_of(steps), msgspec.structs.replace(now[0], straggler_wait=found.straggler_wait)
-    gains: list[tuple[Constraint, float]] = [(one.relieves, one.gain) for one in changes]
-    binding, reason = binding_constraint(shape, found.model, measured, waits, gains)
+    waits, measured = waits_of(steps), msgspec.structs.replace(now[0], straggler_wait=fitted.straggler_wait)
+    gains: list[tuple[Constraint, float]] = [(change.relieves, change.gain) for change in changes]
+    binding, reason = binding_constraint(shape, fitted.model, measured, waits, gains)
     reason += f". {measured_limits(steps).rstrip('.')}" if binding == "other" else ""
     return Diagnosis(
         first_step=steps[0].step,
         last_step=steps[-1].step,
-        samples_per_s=found.samples_per_s,
-        useful_per_s=found.useful_per_s,
-        error=found.noise,
+        samples_per_s=fitted.samples_per_s,
+        useful_per_s=fitted.useful_per_s,
+        error=fitted.noise,
         simulated_per_s=simulated,
         balance=balance_of(waits, shape.budget),
         binding=binding,
         reason=reason.replace("would wait", "waits"),
         trainer_wait=waits.trainer,
-        straggler_wait=found.straggler_wait,
+        straggler_wait=fitted.straggler_wait,
         generator_wait=waits.generator,
-        staleness_mean=found.staleness_mean,
-        acceptance=found.model.acceptance,
-        in_generation=found.in_generation,
+        staleness_mean=fitted.staleness_mean,
+        acceptance=fitted.model.acceptance,
+        in_generation=fitted.in_generation,
         needed_budget=needed,
-        kv_slots=found.model.slots,
-        changes=changes[:_SHOWN],
-        unidentified=found.unidentified,
+        kv_slots=fitted.model.slots,
+        changes=changes[:_CHANGES_LISTED],
+        unidentified=fitted.unidentified,
     )
 
 
-def _shown_per_s(steps: Sequence[StepRecord], found: LedgerModel) -> float:
-    """The largest samples/s that both trainer and generators have reached, while they computed, in one of ``steps``."""
+def _peak_samples_per_s(steps: Sequence[StepRecord], fitted: LedgerModel) -> float:
+    """Return the largest samples/s that trainer and generators both reached, while computing, in one of ``steps``."""
     trained = max(r.samples / training_s(r) for r in steps)
     generating = [(r.flow.generated_tokens, r.flow.generator_busy_s) for r in steps if r.flow.generator_busy_s > 0]
     tokens_per_s = max((tokens / busy_s for tokens, busy_s in generating), default=math.inf)
-    return min(trained, tokens_per_s * found.model.replicas / found.lengths.mean_tokens)
+    return min(trained, tokens_per_s * fitted.model.replicas / fitted.lengths.mean_tokens)
 
 
 def steady_steps(records: Sequence[StepRecord], budget: int) -> list[StepRecord]:
-    """The last regime's records, 60 at most, without those in which the queue was filling. A regime that has only just
-    started is taken together with the steps before it."""
+    """Return the last regime's records, 60 at most, without those in which the queue was filling.
+
+    A regime that has just started is taken together with earlier steps."""
     steps = [r for r in usable(records) if r.step > budget]
     kept: list[StepRecord] = []
     for record in steps[-_MOST_STEPS:]:
@@ -180,29 +183,31 @@ def steady_steps(records: Sequence[StepRecord], budget: int) -> list[StepRecord]
         kept = steps[-2 * LEAST_STEPS :]
     flows = [(r.flow.open_groups, r.flow.concurrent_rollouts, r.flow.steps_per_publish, r.flow.resting) for r in kept]
     changed = max((i for i in range(1, len(flows)) if flows[i] != flows[i - 1]), default=0)
-    return kept[changed:] if len(kept) - changed >= LEAST_STEPS else kept  # knobs as they are now
+    return kept[changed:] if len(kept) - changed >= LEAST_STEPS else kept  # since the knobs last changed
 
 
 def _outcomes(model: QueueModel) -> list[QueueOutcome]:
-    return [simulate_or_still(model, seed=seed, rollouts=_ROLLOUTS) for seed in _SEEDS]
+    return [simulate_or_zero(model, seed=seed, rollouts=_ROLLOUTS) for seed in _SEEDS]
 
 
 def device_splits(experiment: Experiment) -> tuple[DeviceSplit, ...]:
-    """The valid ways to move 1, 2, 4, … devices from one side of an experiment to the other; each side keeps one. Only
-    for sides that share no device and whose devices are alike."""
+    """Return the valid splits that move 1, 2, 4, … devices from one side to the other; each side keeps one.
+
+    Only for sides that share no device and whose devices are of one kind."""
     generator, trainer = experiment.generator.devices, experiment.trainer.devices
     if experiment.generator.engine_arguments.get("tensor_parallel_size", 1) != 1:
-        return ()  # a replica has more devices than its name says
+        return ()  # a replica has more devices than are listed
     sides = [([*generator, *trainer[-k:]], trainer[:-k]) for k in (1, 2, 4, 8, 16, 32) if k < len(trainer)]
     sides += [(generator[:-k], [*generator[-k:], *trainer]) for k in (1, 2, 4, 8, 16, 32) if k < len(generator)]
     return _valid_splits(experiment, sides)
 
 
-def every_split(experiment: Experiment) -> tuple[DeviceSplit, ...]:
-    """The valid other ways to run on an experiment's devices, which must be alike: each side has its own (spatial),
-    both have all (temporal), or one has all and the other some (hybrid). The generator's come first in their order, the
-    trainer's last, so that a change moves as few as can be. GPUs are shared only where the experiment shares some:
-    whether one has the memory for both sides isn't known here."""
+def all_device_splits(experiment: Experiment) -> tuple[DeviceSplit, ...]:
+    """Return all other valid splits of an experiment's devices, which must be of one kind.
+
+    Each side has its own devices (spatial), both have all (temporal), or one has all and the other some (hybrid). The
+    generator's devices come first in order, the trainer's last, so that a change moves as few as possible. GPUs are
+    shared only where the experiment shares some: whether one has the memory for both sides isn't known here."""
     generator, trainer = list(experiment.generator.devices), list(experiment.trainer.devices)
     pool = list(dict.fromkeys([*generator, *trainer]))
     cuts = sorted({cut for k in (1, 2, 4, 8, 16, 32) for cut in (k, len(pool) - k) if 0 < cut < len(pool)})
@@ -215,7 +220,7 @@ def every_split(experiment: Experiment) -> tuple[DeviceSplit, ...]:
 def _valid_splits(
     experiment: Experiment, sides: Iterable[tuple[Sequence[str], Sequence[str]]]
 ) -> tuple[DeviceSplit, ...]:
-    found: list[DeviceSplit] = []
+    splits: list[DeviceSplit] = []
     for replicas, ranks in sides:
         settings = {"generator.devices": json.dumps(replicas), "trainer.devices": json.dumps(ranks)}
         try:
@@ -228,19 +233,19 @@ def _valid_splits(
             ranks=len(ranks),
             concurrent_rollouts=then.concurrent_rollouts,
             open_groups=then.open_groups,
-            lent_share=len(set(replicas) & set(ranks)) / len(replicas),
+            yielded_share=len(set(replicas) & set(ranks)) / len(replicas),
         )
-        found.append(split)
-    return tuple(found)
+        splits.append(split)
+    return tuple(splits)
 
 
-def best_split(found: LedgerModel, shape: RunShape, splits: Sequence[DeviceSplit]) -> Recommendation | None:
-    """The split of the devices with the largest predicted gain, beside the run as it is; None where none gains."""
-    now = _outcomes(found.model) if splits else []
-    if not splits or not all(one.samples_per_s for one in now):
-        return None  # a model under which this very run would stand still says nothing of another one
-    changes = _recommendations(_of_splits(found.model, shape, splits), found, None, now)
-    return max(changes, key=lambda one: one.gain, default=None)
+def best_split(fitted: LedgerModel, shape: RunShape, splits: Sequence[DeviceSplit]) -> Recommendation | None:
+    """Return the split of the devices with the largest predicted gain over the current one; None where none gains."""
+    now = _outcomes(fitted.model) if splits else []
+    if not splits or not all(outcome.samples_per_s for outcome in now):
+        return None  # a model under which the current run would deadlock predicts nothing about another one
+    changes = _recommendations(_split_changes(fitted.model, shape, splits), fitted, None, now)
+    return max(changes, key=lambda change: change.gain, default=None)
 
 
 # --- changes ---------------------------------------------------------------------------------------------
@@ -255,42 +260,43 @@ class _Candidate(msgspec.Struct, frozen=True):
 
 
 def _recommendations(
-    candidates: Iterable[_Candidate], found: LedgerModel, experiment: Experiment | None, now: Sequence[QueueOutcome]
+    candidates: Iterable[_Candidate], fitted: LedgerModel, experiment: Experiment | None, now: Sequence[QueueOutcome]
 ) -> list[Recommendation]:
-    """Simulate every candidate; return those worth making, the largest gain first, for each key only the best value.
-    Without an ``experiment`` they have the figures of one already."""
+    """Simulate every candidate; return the worthwhile ones, the largest gain first, one value for each key.
+
+    Without an ``experiment`` the candidates have its figures already."""
     best: dict[str, Recommendation] = {}
     for candidate in candidates:
-        one = candidate if experiment is None else _as_configured(candidate, experiment)
-        if one is None:
+        configured = candidate if experiment is None else _as_configured(candidate, experiment)
+        if configured is None:
             continue
-        changed = msgspec.structs.replace(found.model, **one.change)
+        changed = msgspec.structs.replace(fitted.model, **configured.change)
         then = _outcomes(changed)
         ratios = [b.samples_per_s / a.samples_per_s for a, b in zip(now, then, strict=True)]
         gain = fmean(ratios) - 1.0
         if gain < WORTH_IT:
             continue
-        shifts = [_ratio(variant, one.change) / ratios[0] - 1.0 for variant in found.variants()]
-        model_error = math.sqrt(sum(shift**2 for shift in shifts) / 2)  # each parameter is moved both ways
+        shifts = [_ratio(variant, configured.change) / ratios[0] - 1.0 for variant in fitted.variants()]
+        model_error = math.sqrt(sum(shift**2 for shift in shifts) / 2)  # each parameter is moved in both directions
         spread = stdev(ratios) / math.sqrt(len(ratios)) / (1 + gain)
         recommended = Recommendation(
-            settings=one.settings,
-            relieves=one.relieves,
-            samples_per_s=found.samples_per_s * (1 + gain),
-            useful_per_s=found.useful_per_s * (1 + gain),
+            settings=configured.settings,
+            relieves=configured.relieves,
+            samples_per_s=fitted.samples_per_s * (1 + gain),
+            useful_per_s=fitted.useful_per_s * (1 + gain),
             gain=gain,
-            error=math.hypot(found.noise, model_error, spread, one.error),
+            error=math.hypot(fitted.noise, model_error, spread, configured.error),
             staleness_mean=fmean(outcome.staleness_mean for outcome in then),
-            needs=one.needs,
+            needs=configured.needs,
         )
-        key = next(iter(one.settings))
+        key = next(iter(configured.settings))
         if key not in best or recommended.gain > best[key].gain:
             best[key] = recommended
-    return sorted(best.values(), key=lambda one: -one.gain)
+    return sorted(best.values(), key=lambda change: -change.gain)
 
 
 def _as_configured(candidate: _Candidate, experiment: Experiment) -> _Candidate | None:
-    """The candidate with the figures that a run with its settings would have; None where they would be refused."""
+    """Return the candidate with the figures of a run with its settings; None where these are invalid."""
     try:
         then = changed_experiment(experiment, candidate.settings)
     except ConfigurationError:
@@ -306,39 +312,40 @@ def _as_configured(candidate: _Candidate, experiment: Experiment) -> _Candidate 
 
 
 def _ratio(model: QueueModel, change: Mapping[str, Any]) -> float:
-    run = partial(simulate_or_still, seed=_SEEDS[0], rollouts=_ROLLOUTS)
+    run = partial(simulate_or_zero, seed=_SEEDS[0], rollouts=_ROLLOUTS)
     return run(msgspec.structs.replace(model, **change)).samples_per_s / max(run(model).samples_per_s, 1e-9)
 
 
 def _candidates(
-    found: LedgerModel,
+    fitted: LedgerModel,
     experiment: Experiment,
     shape: RunShape,
     needed: int,
     shared_devices: Sequence[str],
     acting: float,
 ) -> Iterator[_Candidate]:
-    model = found.model
-    yield from _of_the_queue(found, experiment, shape, needed)
-    held = found.in_generation * (1 - acting) / (model.slots * model.replicas)
-    if acting > _ACTING and held < _FULL:  # more slots or replicas would help only by the extra rollouts they bring
-        yield from (_more_in_environments(model, experiment, factor) for factor in (1.5, 2.0))
-        yield from _of_the_generator(model, experiment, shape, larger=False)
+    model = fitted.model
+    yield from _queue_changes(fitted, experiment, shape, needed)
+    held = fitted.in_generation * (1 - acting) / (model.slots * model.replicas)
+    if acting > _ENVIRONMENT_SHARE and held < _FULL:
+        # More slots or replicas would help only by their additional rollouts.
+        yield from (_environment_change(model, experiment, factor) for factor in (1.5, 2.0))
+        yield from _generator_changes(model, experiment, shape, larger=False)
     else:
-        yield from _of_the_generator(model, experiment, shape)
-        yield from _of_devices(model, experiment, shape, shared_devices)
+        yield from _generator_changes(model, experiment, shape)
+        yield from _sharing_changes(model, experiment, shape, shared_devices)
     if model.verify_response_s:
         workers = 2 * shape.verifiers
         yield _Candidate({"verifier.workers": str(workers)}, "verifier", {"verifiers": workers})
-    p99 = found.lengths.at(0.99)
+    p99 = fitted.lengths.quantile(0.99)
     if p99 < shape.max_response_tokens * 3 // 4:
-        cut = {"length_at": found.lengths.capped(p99).at}
+        cut = {"length_at": fitted.lengths.capped(p99).quantile}
         needs = "cuts 1 % of the responses: it changes what is learnt"
         yield _Candidate({"rollout.max_response_tokens": str(p99)}, "admission", cut, needs)
 
 
-def _of_the_queue(found: LedgerModel, experiment: Experiment, shape: RunShape, needed: int) -> Iterator[_Candidate]:
-    model, queue = found.model, experiment.queue
+def _queue_changes(fitted: LedgerModel, experiment: Experiment, shape: RunShape, needed: int) -> Iterator[_Candidate]:
+    model, queue = fitted.model, experiment.queue
     budgets = {2 * shape.budget, shape.budget + 1, min(needed, 4 * shape.budget + 4)}
     for budget in sorted(b for b in budgets if b > shape.budget):
         yield _Candidate({"queue.budget": str(budget)}, "admission", {"budget": budget}, "older samples")
@@ -367,13 +374,14 @@ def _of_the_queue(found: LedgerModel, experiment: Experiment, shape: RunShape, n
         yield _Candidate(settings, "trainer", {"steps_per_publish": 2}, "older samples")
 
 
-def _more_in_environments(model: QueueModel, experiment: Experiment, factor: float) -> _Candidate:
-    """``factor`` times as many rollouts at once, with room for them in their environments: while waiting for a tool
-    they need no slot."""
+def _environment_change(model: QueueModel, experiment: Experiment, factor: float) -> _Candidate:
+    """Make a candidate with ``factor`` times as many concurrent rollouts, and environment capacity for them.
+
+    While a rollout waits for a tool it needs no slot."""
     rollouts = round(factor * model.concurrent_rollouts / model.group_size) * model.group_size
     settings = {"queue.max_concurrent_rollouts": str(rollouts)}
     environment = experiment.environment
-    if environment.replies and experiment.sandbox.live < rollouts:
+    if environment.is_class and experiment.sandbox.live < rollouts:
         settings["sandbox.live"] = str(rollouts)
     if environment.concurrency is not None and environment.concurrency < rollouts:
         settings["environment.concurrency"] = str(rollouts)
@@ -381,7 +389,7 @@ def _more_in_environments(model: QueueModel, experiment: Experiment, factor: flo
     return _Candidate(settings, "environment", {"concurrent_rollouts": rollouts}, needs)
 
 
-def _of_the_generator(
+def _generator_changes(
     model: QueueModel, experiment: Experiment, shape: RunShape, *, larger: bool = True
 ) -> Iterator[_Candidate]:
     fixed = experiment.queue.max_concurrent_rollouts
@@ -406,33 +414,34 @@ def _of_the_generator(
             yield _Candidate(settings, "generator", {"concurrent_rollouts": rollouts})
 
 
-def _of_splits(model: QueueModel, shape: RunShape, splits: Sequence[DeviceSplit]) -> Iterator[_Candidate]:
+def _split_changes(model: QueueModel, shape: RunShape, splits: Sequence[DeviceSplit]) -> Iterator[_Candidate]:
     for split in splits:
         change = {
             "replicas": split.replicas,
             "train_token_s": token_s_with(model, shape.ranks, split.ranks),
             "concurrent_rollouts": split.concurrent_rollouts,
             "open_groups": split.open_groups,
-            "lent_share": split.lent_share,
+            "yielded_share": split.yielded_share,
         }
         error = RANK_ERROR if split.ranks != shape.ranks else 0.0
         relieves: Constraint = "generator" if split.replicas > shape.replicas else "trainer"
         yield _Candidate(split.settings, relieves, change, "a resume with these devices", error)
 
 
-def _of_devices(
+def _sharing_changes(
     model: QueueModel, experiment: Experiment, shape: RunShape, shared_devices: Sequence[str]
 ) -> Iterator[_Candidate]:
-    """Changes that share devices: the generator also on the trainer's, or both on all; the side that would wait lends
-    them."""
+    """Yield changes that share devices: the generator also on the trainer's, or both on all.
+
+    The waiting side yields them."""
     generator, trainer = experiment.generator.devices, experiment.trainer.devices
-    if shape.lent_replicas or not shared_devices:
+    if shape.yielded_replicas or not shared_devices:
         return
     replicas = shape.replicas + len(shared_devices)
     rollouts = model.concurrent_rollouts + len(shared_devices) * model.slots
     more = {
         "replicas": replicas,
-        "lent_share": len(shared_devices) / replicas,
+        "yielded_share": len(shared_devices) / replicas,
         "concurrent_rollouts": rollouts,
     }
     devices = json.dumps([*generator, *shared_devices])
@@ -442,6 +451,6 @@ def _of_devices(
     yield _Candidate(settings, "generator", more, "memory for weights and KV beside the trainer")
     ranks = shape.ranks + len(generator)
     both = {"trainer.devices": json.dumps([*generator, *trainer])}
-    lent = {"lent_share": 1.0, "train_token_s": token_s_with(model, shape.ranks, ranks)}
+    yielded = {"yielded_share": 1.0, "train_token_s": token_s_with(model, shape.ranks, ranks)}
     needs = "memory for both sides on every device"
-    yield _Candidate({**both, **settings}, "trainer", {**more, **lent}, needs, RANK_ERROR)
+    yield _Candidate({**both, **settings}, "trainer", {**more, **yielded}, needs, RANK_ERROR)

@@ -1,7 +1,7 @@
-"""Detects drift of a run: compares its last steps with those before.
+"""Detects drift of a run by comparing its last steps with earlier ones.
 
 Each test requires a change that is both large and significant; serial correlation of the steps makes the uncertainty
-larger than it looks, hence the high scores.
+larger than it seems, hence the high thresholds.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from headway.control.tuning.balance import between_turns
 from headway.control.tuning.ledger_model import decode_line, decode_point, length_correlation, training_s
 from headway.records.ledger import StepRecord
 
-RECENT = 3  # steps that must differ from those before
-SLOWLY = 8  # ... where the change may have come step by step
+RECENT = 3  # steps that must differ from earlier ones
+SLOWLY = 8  # ... where the change may have been gradual
 _FACTOR = 1.25
 _Z = 4.0
 _LENGTHS_DIFFER, _LENGTHS_DIFFER_Z = 0.2, 2.5  # KS statistic, and in its scale (p < 1e-5)
 
-_LEAST_SHARE = 0.1  # of a verifier's time, or of a rollout's: a smaller part decides no rate
+_LEAST_SHARE = 0.1  # of a verifier's time, or of a rollout's: a smaller part affects no rate
 _COSTS: dict[str, Callable[[StepRecord], float]] = {
     "training time per token": lambda r: training_s(r) / r.flow.trained_tokens if r.flow.trained_tokens else 0.0,
     "training time per sample": lambda r: training_s(r) / r.samples,
@@ -32,48 +32,48 @@ _COSTS: dict[str, Callable[[StepRecord], float]] = {
 
 
 def find_drift(records: Sequence[StepRecord], last: int = RECENT) -> tuple[int, str] | None:
-    """(first step of a new regime, what changed) when the ``last`` records differ from those before; else None."""
-    recent, before = records[-last:], records[:-last]
-    if len(before) < 4:
+    """Return (first step of a new regime, what changed) when the ``last`` records differ from earlier ones, or None."""
+    recent, former = records[-last:], records[:-last]
+    if len(former) < 4:
         return None
-    changes = {name: _change(signal, before, recent) for name, signal in _COSTS.items()}
+    changes = {name: _change(signal, former, recent) for name, signal in _COSTS.items()}
     for name, share in _SHARES.items():
-        if max(share(before), share(recent)) < _LEAST_SHARE:
+        if max(share(former), share(recent)) < _LEAST_SHARE:
             del changes[name]
     # The cost of a step may depend on its tokens or its samples: a slower trainer shows in both.
     trainer = [changes.pop("training time per token"), changes.pop("training time per sample")]
     changes["training time"] = min(trainer, key=abs) if trainer[0] * trainer[1] > 0 else 0.0
-    changes["time of a decode step"] = _change(_decode_cost(before), before, recent)
+    changes["time of a decode step"] = _change(_decode_cost(former), former, recent)
     for name, change in changes.items():
         if change:
             return recent[0].step, f"{name}: {math.exp(change):.2f} times what it was"
-    reason = _length_drift(before, recent) or _acceptance_drift(before, recent)
+    reason = _length_drift(former, recent) or _acceptance_drift(former, recent)
     return (recent[0].step, reason) if reason else None
 
 
-def _verifying(records: Sequence[StepRecord]) -> float:
+def _verification_share(records: Sequence[StepRecord]) -> float:
     return sum(r.verify_s for r in records) / sum(r.step_s for r in records)
 
 
-_SHARES = {"verification of a response": _verifying, "time with tools": between_turns}
+_SHARES = {"verification of a response": _verification_share, "time with tools": between_turns}
 
 
-def _change(signal: Callable[[StepRecord], float], before: Sequence[StepRecord], recent: Sequence[StepRecord]) -> float:
-    """Logarithm of the factor by which a signal has changed; 0 where the change isn't significant."""
-    then = [math.log(value) for r in before if (value := signal(r)) > 0]
+def _change(signal: Callable[[StepRecord], float], former: Sequence[StepRecord], recent: Sequence[StepRecord]) -> float:
+    """Return the logarithm of the factor by which a signal has changed; 0 where that isn't significant."""
+    then = [math.log(value) for r in former if (value := signal(r)) > 0]
     now = [math.log(value) for r in recent if (value := signal(r)) > 0]
     if len(then) < 4 or len(now) < len(recent):
         return 0.0
     change = fmean(now) - fmean(then)
     error = max(0.05, stdev(then)) * math.sqrt(1 / len(now) + 1 / len(then))
     certain = _Z * (1.5 if len(then) < 8 else 1.0)  # few values: their spread is poorly known
-    alike = all((value - fmean(then)) * change > 0 for value in now)
-    return change if abs(change) > math.log(_FACTOR) and abs(change) > certain * error and alike else 0.0
+    consistent = all((value - fmean(then)) * change > 0 for value in now)
+    return change if abs(change) > math.log(_FACTOR) and abs(change) > certain * error and consistent else 0.0
 
 
-def _decode_cost(before: Sequence[StepRecord]) -> Callable[[StepRecord], float]:
-    """Make a signal: a decode step's time over its time ``before`` with as many requests; 0 where not known."""
-    line, _ = decode_line(before)  # our engine's prior, also on a GPU: it matters little near ``x_mean``
+def _decode_cost(former: Sequence[StepRecord]) -> Callable[[StepRecord], float]:
+    """Make a signal: a decode step's time over its ``former`` time with as many requests; 0 where unknown."""
+    line, _ = decode_line(former)  # our engine's prior, also on a GPU: it matters little near ``x_mean``
 
     def cost(record: StepRecord) -> float:
         point = decode_point(record)
@@ -85,29 +85,30 @@ def _decode_cost(before: Sequence[StepRecord]) -> Callable[[StepRecord], float]:
     return cost
 
 
-def _length_drift(before: Sequence[StepRecord], recent: Sequence[StepRecord]) -> str:
-    """Describe a drift of response lengths, by a two-sample Kolmogorov-Smirnov test; "": none. Lengths in a group are
-    correlated: n of them weigh as n / (1 + (group size - 1) x intraclass correlation) independent ones (Kish's design
-    effect)."""
-    then, now = (pooled(r.lengths.histogram for r in records if r.lengths) for records in (before, recent))
+def _length_drift(former: Sequence[StepRecord], recent: Sequence[StepRecord]) -> str:
+    """Describe a drift of response lengths by a two-sample Kolmogorov-Smirnov test; "": none.
+
+    Lengths in a group are correlated: n of them count as n / (1 + (group size - 1) x intraclass correlation)
+    independent ones (Kish's design effect)."""
+    then, now = (pooled(r.lengths.histogram for r in records if r.lengths) for records in (former, recent))
     if min(then.total(), now.total()) < 20:
         return ""
     distance = ks_statistic(then, now)
-    every = (*before, *recent)
+    every = (*former, *recent)
     size = sum(r.flow.responses for r in every) / max(1, sum(r.flow.finished_groups for r in every))
-    alike = max(2.0, 1.0 + (size - 1.0) * length_correlation(every, size))
-    error = math.sqrt(alike / then.total() + alike / now.total())
+    design_effect = max(2.0, 1.0 + (size - 1.0) * length_correlation(every, size))
+    error = math.sqrt(design_effect / then.total() + design_effect / now.total())
     if distance < max(_LENGTHS_DIFFER, _LENGTHS_DIFFER_Z * error):
         return ""
     means = [sum(end * count for end, count in lengths.items()) / lengths.total() for lengths in (now, then)]
     return f"response length: {means[0] / means[1]:.2f} times what it was (KS {distance:.2f})"
 
 
-def _acceptance_drift(before: Sequence[StepRecord], recent: Sequence[StepRecord]) -> str:
-    groups = sum(r.flow.finished_groups for r in before), sum(r.flow.finished_groups for r in recent)
+def _acceptance_drift(former: Sequence[StepRecord], recent: Sequence[StepRecord]) -> str:
+    groups = sum(r.flow.finished_groups for r in former), sum(r.flow.finished_groups for r in recent)
     if not all(groups):
         return ""
-    accepted = sum(r.flow.accepted_groups for r in before), sum(r.flow.accepted_groups for r in recent)
+    accepted = sum(r.flow.accepted_groups for r in former), sum(r.flow.accepted_groups for r in recent)
     then, now = accepted[0] / groups[0], accepted[1] / groups[1]
     pooled = (sum(accepted) + 1) / (sum(groups) + 2)
     error = math.sqrt(pooled * (1 - pooled) * (1 / groups[0] + 1 / groups[1]))

@@ -1,5 +1,7 @@
-"""Forecasts a run's rates before it starts: from a few seconds' measurements of the real workers to samples/s, waits,
-staleness, and the binding constraint. Pure arithmetic; the queue between the two sides is ``queue_model``'s.
+"""Forecasts a run before it starts, from a few seconds' measurements of the real workers.
+
+It predicts samples/s, waits, staleness and the binding constraint. Pure arithmetic; the queue between the two sides is
+simulated by ``queue_model``.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from headway.records.check_report import BudgetShare, Calibration, Change, Const
 LEAST_GROUPS = 8  # with fewer finished groups the share that will be filtered is unknown
 WORTH_IT = 0.03  # smaller gains are below the resolution of a simulation of some dozen steps
 EVEN_REQUESTS = 16.0  # of our engine on a core (benchmarks/results/engine-2-cores.txt): see RunShape.even_requests
-# Of more trainer ranks: all make the optimiser step, and gradients are added up. The mean of benchmarks/ranks.py on two
-# cores (0.61 to 0.82), and how far that swings; on GPUs unmeasured.
+# Of several trainer ranks, which all make the optimiser step and all-reduce gradients. Mean and spread of
+# benchmarks/ranks.py on two cores (0.61 to 0.82); not measured on GPUs.
 RANK_EFFICIENCY, RANK_ERROR = 0.7, 0.1
 
 
@@ -31,34 +33,34 @@ class RunShape(QueueShape, frozen=True, kw_only=True):
     kv_tokens: int  # capacity of one replica
     max_sequence_tokens: int
     max_response_tokens: int
-    lent_replicas: int  # of ``replicas``: the trainer computes on their devices, and they pause meanwhile
+    yielded_replicas: int  # of ``replicas``: the trainer computes on their devices, and they pause meanwhile
     steps: int
     time_limit_s: float | None
     evaluated_samples: int  # held evaluations before and after, together
     evaluated_per_step: float = 0.0  # validation samples inside the run, per training step ...
     evaluated_per_s: float = 0.0  # ... and per second
     free_devices: int = 0  # of the generator's and trainer's kind that neither of them uses
-    even_requests: float = EVEN_REQUESTS  # at which half of a decode step grows with them, where it wasn't measured
+    even_requests: float = EVEN_REQUESTS  # at which half of a decode step is proportional to them, where unmeasured
 
     @property
     def samples_per_step(self) -> int:
         return self.groups_per_step * self.group_size
 
     @property
-    def lent_share(self) -> float:
-        return self.lent_replicas / self.replicas
+    def yielded_share(self) -> float:
+        return self.yielded_replicas / self.replicas
 
 
 def forecast(shape: RunShape, measured: Calibration, lengths: LengthDistribution) -> Forecast:
-    """Rates, waits, staleness and the binding constraint of the run that ``shape`` describes."""
+    """Forecast rates, waits, staleness and the binding constraint of the run that ``shape`` describes."""
     model = queue_model(shape, measured, lengths)
     production, consumption = production_rate(model, lengths.mean_tokens), consumption_rate(model, lengths.mean_tokens)
     acceptance = measured.accepted_groups / measured.groups if measured.groups >= LEAST_GROUPS else None
     production_left = max(1e-9, production - shape.evaluated_per_s)
     effective = production_left * model.acceptance
     effective = 1.0 / (1.0 / effective + shape.evaluated_per_step / shape.samples_per_step / production)
-    ideal = ideal_rate(effective, consumption, shape.lent_share)
-    slowed = effective / max(1e-9, production * model.acceptance)  # share of the generator that evaluation leaves
+    ideal = ideal_rate(effective, consumption, shape.yielded_share)
+    slowed = effective / max(1e-9, production * model.acceptance)  # share of the generator left by evaluation
     model = msgspec.structs.replace(
         model, decode_fixed_s=model.decode_fixed_s / slowed, decode_request_s=model.decode_request_s / slowed
     )
@@ -71,8 +73,8 @@ def forecast(shape: RunShape, measured: Calibration, lengths: LengthDistribution
         mean_tokens=lengths.mean_tokens,
     )
     changes = _changes(shape, model, lengths, needed, outcome)
-    waits = WaitShares(trainer=outcome.trainer_wait, generator=outcome.generator_wait, lent=shape.lent_share)
-    binding, reason = binding_constraint(shape, model, outcome, waits, [(one.constraint, one.gain) for one in changes])
+    waits = WaitShares(trainer=outcome.trainer_wait, generator=outcome.generator_wait, yielded=shape.yielded_share)
+    binding, reason = binding_constraint(shape, model, outcome, waits, [(fix.constraint, fix.gain) for fix in changes])
     steps_per_s = outcome.samples_per_s / shape.samples_per_step
     training_s = min(shape.steps / steps_per_s, math.inf if shape.time_limit_s is None else shape.time_limit_s)
     evaluation_s = shape.evaluated_samples / production
@@ -82,7 +84,7 @@ def forecast(shape: RunShape, measured: Calibration, lengths: LengthDistribution
         effective_per_s=effective,
         consumption_per_s=consumption,
         verify_per_s=shape.verifiers / measured.verify_response_s if measured.verify_response_s else None,
-        lent_share=shape.lent_share,
+        yielded_share=shape.yielded_share,
         balance=effective / consumption,
         ideal_per_s=ideal,
         outcome=outcome,
@@ -96,8 +98,8 @@ def forecast(shape: RunShape, measured: Calibration, lengths: LengthDistribution
         budgets=_budget_shares(shape, model, needed, ideal, outcome),
         binding=binding,
         reason=reason,
-        # the best, and before others the best that can be had at once
-        changes=sorted(changes, key=lambda one: bool(one.needs) and one is not changes[0])[:2],
+        # the best one, then the best of those that need nothing
+        changes=sorted(changes, key=lambda fix: bool(fix.needs) and fix is not changes[0])[:2],
     )
 
 
@@ -105,20 +107,20 @@ def forecast(shape: RunShape, measured: Calibration, lengths: LengthDistribution
 
 
 def queue_model(shape: RunShape, measured: Calibration, lengths: LengthDistribution) -> QueueModel:
-    """Make the queue's model from a calibration; an unknown acceptance (too few groups) is taken to be 1."""
+    """Make the queue's model from a calibration; an unknown acceptance (too few groups) is assumed to be 1."""
     beside = measured.decode_beside_tokens_per_s
     factor = max(1.0, measured.decode_tokens_per_s / beside) if beside else 1.0
     accepted = measured.accepted_groups / measured.groups if measured.groups >= LEAST_GROUPS else 1.0
     slots = min(shape.slots, kv_slots(shape, measured.prompt_tokens + lengths.mean_tokens))
     return QueueModel(
         **queue_shape(shape, slots=slots),
-        length_at=lengths.at,
+        length_at=lengths.quantile,
         group_correlation=measured.lengths.group_correlation,
         prompt_tokens=measured.prompt_tokens,
         decode_fixed_s=measured.decode_fixed_s,
         decode_request_s=measured.decode_request_s,
         beside=factor,
-        lent_share=shape.lent_share,
+        yielded_share=shape.yielded_share,
         train_fixed_s=measured.train_fixed_s,
         train_token_s=measured.train_token_s,
         publish_s=measured.publish_s,
@@ -130,43 +132,46 @@ def queue_model(shape: RunShape, measured: Calibration, lengths: LengthDistribut
 
 
 def kv_slots(shape: RunShape, mean_sequence_tokens: float) -> int:
-    """Mean number of requests whose KV fits into one replica; a request half-way has its prompt and half its response
-    there, so counting whole sequences errs on the safe side. At least 1."""
+    """Return the mean number of requests whose KV fits into one replica, at least 1.
+
+    Whole sequences are counted, which is conservative: a request half-way holds its prompt and half its response."""
     return max(1, math.floor(shape.kv_tokens / max(1.0, mean_sequence_tokens)))
 
 
 def decoding_together(model: QueueModel) -> int:
-    """Number of requests with a slot when the generator is full, all replicas."""
+    """Return the number of requests with a slot when the generator is full, over all replicas."""
     admitted = model.groups_per_step * (model.budget + 1) * model.group_size
     return max(1, min(model.slots * model.replicas, model.concurrent_rollouts, admitted))
 
 
 def production_rate(model: QueueModel, mean_tokens: float) -> float:
-    """Samples/s at full concurrency: concurrency / latency, latency = mean tokens x time of a decode step. Assumes a
-    trainer that computes all the time, on devices of its own; for lent replicas, the time the generator has them."""
+    """Return the samples/s at full concurrency: concurrency / (mean tokens x time of a decode step).
+
+    It assumes a trainer that always computes, on separate devices; replicas on shared devices count only while the
+    generator has them."""
     together = decoding_together(model)
     step_s = model.decode_fixed_s + model.decode_request_s * together / model.replicas
     return together / (max(step_s, 1e-12) * model.beside * mean_tokens)
 
 
 def consumption_rate(model: QueueModel, mean_tokens: float) -> float:
-    """Samples/s the trainer takes if it never waits, publishing included."""
+    """Return the samples/s that the trainer consumes if it never waits, publishing included."""
     samples = model.groups_per_step * model.group_size
     tokens = samples * (model.prompt_tokens + mean_tokens)
     step_s = model.train_fixed_s + tokens * model.train_token_s + model.publish_s / model.steps_per_publish
     return samples / max(step_s, 1e-12)
 
 
-def ideal_rate(production: float, consumption: float, lent_share: float) -> float:
-    """Samples/s when only the rates of the two sides limit.
+def ideal_rate(production: float, consumption: float, yielded_share: float) -> float:
+    """Return the samples/s when only the rates of the two sides limit.
 
-    While the trainer computes, ``lent_share`` of the generator pauses. With x the share of the time in which it
-    computes, consumption * x = production * (1 - lent_share * x): the slower side's rate where nothing is lent,
-    1 / (1 / production + 1 / consumption) where everything is, and the trainer's where the rest keeps up with it.
+    While the trainer computes, ``yielded_share`` of the generator pauses. With x the share of the time in which it
+    computes, consumption * x = production * (1 - yielded_share * x): the slower side's rate for a share of 0,
+    1 / (1 / production + 1 / consumption) for 1, and the trainer's where the other replicas keep up with it.
     """
     if min(production, consumption) <= 0:
         return 0.0
-    computing = min(1.0, production / (consumption + lent_share * production))
+    computing = min(1.0, production / (consumption + yielded_share * production))
     return consumption * computing
 
 
@@ -176,20 +181,20 @@ def ideal_rate(production: float, consumption: float, lent_share: float) -> floa
 def _longest(
     shape: RunShape, measured: Calibration, lengths: LengthDistribution
 ) -> tuple[int, Literal["limit", "p99"]]:
-    """L_max: the p99 when it was observed and enough responses ended for it to be meaningful, else the limit."""
+    """Return L_max: the p99 when it was observed and enough responses ended, else the limit."""
     summary = measured.lengths
     if summary.p99_seen and summary.finished >= 300:
-        return lengths.at(0.99), "p99"
+        return lengths.quantile(0.99), "p99"
     return shape.max_response_tokens, "limit"
 
 
 def _budget_shares(
     shape: RunShape, model: QueueModel, needed: int, ideal: float, outcome: QueueOutcome
 ) -> list[BudgetShare]:
-    """Simulated rates under other budgets: half, twice, and the needed one beside the configured."""
-    wanted = {shape.budget, max(1, shape.budget // 2), max(1, 2 * shape.budget), needed}
+    """Simulate the rates under other budgets: half, twice, and the needed one, beside the configured one."""
+    budgets = {shape.budget, max(1, shape.budget // 2), max(1, 2 * shape.budget), needed}
     shares: list[BudgetShare] = []
-    for budget in sorted(b for b in wanted if b >= shape.steps_per_publish - 1):
+    for budget in sorted(b for b in budgets if b >= shape.steps_per_publish - 1):
         reached = outcome if budget == shape.budget else simulate(msgspec.structs.replace(model, budget=budget))
         share = min(1.0, reached.samples_per_s / ideal)
         shares.append(BudgetShare(budget=budget, share=share, staleness_mean=reached.staleness_mean))
@@ -199,28 +204,28 @@ def _budget_shares(
 # --- the binding constraint, and changes that would help -------------------------------------------------
 
 
-_Candidate = tuple[str, str, Constraint, QueueModel, str]  # key, value, what it relieves, the model then, its needs
+_Candidate = tuple[str, str, Constraint, QueueModel, str]  # key, value, relieved constraint, changed model, needs
 
 
 def _changes(
     shape: RunShape, model: QueueModel, lengths: LengthDistribution, needed: int, now: QueueOutcome
 ) -> list[Change]:
-    """Simulate every candidate alone; return those worth making, the largest gain first."""
-    found: list[Change] = []
+    """Simulate every candidate separately; return the worthwhile ones, the largest gain first."""
+    worthwhile: list[Change] = []
     for key, value, relieved, then, needs in _candidates(shape, model, lengths, needed):
         gain = simulate(then).samples_per_s / now.samples_per_s - 1.0
         if gain >= WORTH_IT:
-            found.append(Change(key=key, value=value, constraint=relieved, gain=gain, needs=needs))
-    return sorted(found, key=lambda change: -change.gain)
+            worthwhile.append(Change(key=key, value=value, constraint=relieved, gain=gain, needs=needs))
+    return sorted(worthwhile, key=lambda change: -change.gain)
 
 
 def token_s_with(model: QueueModel, ranks: int, more: int) -> float:
-    """Seconds of training per token with ``more`` ranks (or fewer) instead of ``ranks``."""
+    """Return the seconds of training per token with ``more`` ranks (or fewer) instead of ``ranks``."""
     return model.train_token_s * rank_speed(ranks) / rank_speed(more)
 
 
 def rank_speed(ranks: int) -> float:
-    """Speed of so many ranks, in those of a single one."""
+    """Return the speed of ``ranks`` ranks relative to a single one."""
     return ranks * RANK_EFFICIENCY if ranks > 1 else 1.0
 
 
@@ -236,7 +241,7 @@ def _candidates(shape: RunShape, model: QueueModel, lengths: LengthDistribution,
     else:
         more = with_(slots=2 * shape.slots, concurrent_rollouts=rollouts)
         yield "generator.slots", str(2 * shape.slots), "generator", more, "memory for the KV"
-    if not shape.lent_replicas:
+    if not shape.yielded_replicas:
         replicas = shape.replicas + 1
         more = with_(replicas=replicas, concurrent_rollouts=shape.concurrent_rollouts + shape.slots)
         yield "generator.devices", f"{replicas} devices", "generator", more, device
@@ -245,10 +250,10 @@ def _candidates(shape: RunShape, model: QueueModel, lengths: LengthDistribution,
     if model.verify_response_s:
         workers = 2 * shape.verifiers
         yield "verifier.workers", str(workers), "verifier", with_(verifiers=workers), ""
-    p99 = lengths.at(0.99)
+    p99 = lengths.quantile(0.99)
     if p99 < shape.max_response_tokens * 3 // 4:
         needs = "cutting 1 % of the responses: it changes what is learnt"
-        yield "rollout.max_response_tokens", str(p99), "admission", with_(length_at=lengths.capped(p99).at), needs
+        yield "rollout.max_response_tokens", str(p99), "admission", with_(length_at=lengths.capped(p99).quantile), needs
 
 
 def binding_constraint(
@@ -258,12 +263,12 @@ def binding_constraint(
     waits: WaitShares,
     gains: Sequence[tuple[Constraint, float]],
 ) -> tuple[Constraint, str]:
-    """The binding constraint of a run, and a sentence that explains it. ``waits``: as they were measured or predicted;
-    ``gains``: (constraint, gain) of the changes that would relieve it.
+    """Return the binding constraint of a run, and a sentence that explains it.
 
-    `balance_of` decides between trainer, environments and the rest; a trainer that hardly waits binds as well. In what
-    is left: the budget, when the trainer waits mostly for stragglers or slots stay empty for want of credit; the
-    verifiers, when their relief gains most; neither model, where both wait for something else; else the generator.
+    ``waits``: measured or predicted; ``gains``: (constraint, gain) of the changes that would relieve it. `balance_of`
+    decides between trainer, environments and the rest; a trainer that hardly waits binds as well. For the rest it is
+    the budget, when the trainer waits mostly for stragglers or slots stay empty for lack of credit; the verifiers, when
+    their relief gains most; "other", where both wait for something else; else the generator.
     """
     balance = balance_of(waits, shape.budget)
     waiting = f"the trainer would wait {waits.trainer:.0%} of the time"
@@ -273,8 +278,8 @@ def binding_constraint(
     if balance == "environment-bound":
         spent = f"rollouts spend {waits.environment:.0%} of their time in their environments"
         return "environment", f"{waiting}, {filled}: {spent}"
-    most = max((gain for _, gain in gains), default=0.0)
-    relieved = {constraint for constraint, gain in gains if gain >= most > 0}
+    largest_gain = max((gain for _, gain in gains), default=0.0)
+    relieved = {constraint for constraint, gain in gains if gain >= largest_gain > 0}
     if outcome.straggler_wait > waits.trainer / 2 or "admission" in relieved:
         stragglers = f", {outcome.straggler_wait:.0%} for the longest responses at the edge of the budget"
         return "admission", f"{waiting}{stragglers}; {filled}"
@@ -285,6 +290,6 @@ def binding_constraint(
         return "other", f"{waiting}, the generator {waits.generator:.0%}: neither is what the other waits for"
     if model.slots < shape.slots:
         return "kv", f"{waiting}: the KV cache holds about {model.slots} of {shape.slots} requests at once"
-    if waits.lent:
+    if waits.yielded:
         return "generator", f"{waiting} while the generator has the devices: they take turns"
     return "generator", f"{waiting}, {filled}"

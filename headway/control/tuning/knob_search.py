@@ -1,4 +1,4 @@
-"""The knobs that the controller may set, their bounds, and a search over simulated settings near the present one."""
+"""Defines the controller's knobs and their bounds, and searches simulated settings near the current one."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import msgspec
 
 from headway.config.control import KnobName
 from headway.config.schema import Experiment
-from headway.control.tuning.diagnosis import DeviceSplit, device_splits, every_split
+from headway.control.tuning.diagnosis import DeviceSplit, all_device_splits, device_splits
 from headway.control.tuning.forecast import RunShape
 from headway.control.tuning.ledger_model import LedgerModel, shape_of
-from headway.control.tuning.queue_model import QueueModel, simulate_or_still
+from headway.control.tuning.queue_model import QueueModel, simulate_or_zero
 from headway.records.check_report import QueueOutcome
 from headway.records.control import Knobs
 
 KNOBS: tuple[KnobName, ...] = get_args(KnobName)
-LEAST_GAIN = 0.03  # in samples/s, relative: less is within what simulation and measurement can tell apart
+LEAST_GAIN = 0.03  # in samples/s, relative: less is below the resolution of simulation and measurement
 _FACTORS = (0.5, 1 / 1.5, 0.8, 1.25, 1.5, 2.0)
-_CAREFUL = (0.8, 1.25)  # where the model is far from what was measured
-_SMALL = ("steps_per_publish", "resting", "verifier_workers")  # moved by one at a time; the last one up twofold, too
-_VERIFYING = 0.5  # share of the verifiers' time: below, more of them change nothing, and half of them would do
+_CAREFUL = (0.8, 1.25)  # where the model is far from the measurement
+_SMALL = ("steps_per_publish", "resting", "verifier_workers")  # changed by one at a time; the last also doubled
+_VERIFYING = 0.5  # share of the verifiers' time: below, more of them change nothing, and half of them suffice
 _FAR = 0.3  # |ln(simulated / measured)|
 _ROLLOUTS = 1500  # of one simulation
 _RESERVE = 1.1  # factor by which the generator and the verifiers are simulated slower than measured ...
-_DRIFTING_RESERVE = 1.5  # ... while a drift may go on
-_OF_THE_GENERATOR = ("decode_fixed_s", "decode_request_s", "delay_s", "environment_s", "verify_response_s")
+_DRIFTING_RESERVE = 1.5  # ... while a drift may continue
+_GENERATOR_TIMES = ("decode_fixed_s", "decode_request_s", "delay_s", "environment_s", "verify_response_s")
 _CLIMB = 0.01  # relative: least difference at which a simulated rate counts as higher
 
 
-_MOST_VERIFIERS = 8  # that it may set, where cores and free memory suffice: rewards are seldom more work
+_MOST_VERIFIERS = 8  # that the controller may set, where cores and free memory suffice: rewards rarely need more
 
 
 class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,27 +40,27 @@ class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
     shape: RunShape
     most_concurrent: int
     largest_group: int  # rollouts; the lower bound of concurrent_rollouts
-    most_open: int  # what admission allows at best
+    most_open: int  # most that admission allows
     least_open: int
     most_steps_per_publish: int
-    least_verifiers: int = 1  # what the experiment sets
+    least_verifiers: int = 1  # as the experiment sets
     most_verifiers: int = 1
-    splits: tuple[DeviceSplit, ...] = ()  # of the devices between generator and trainer: others than the run's
+    splits: tuple[DeviceSplit, ...] = ()  # of the devices between generator and trainer, other than the run's
     moves: bool = False  # the run can change to one of them
     switch_s: dict[str, float] = {}  # measured: "verifier_workers", "devices"; absent: not known
-    shared: tuple[int, ...] = ()  # replicas on the trainer's devices, where others are left to generate
+    shared: tuple[int, ...] = ()  # replicas on the trainer's devices that may rest, as others remain to generate
     pinned: frozenset[KnobName] = frozenset()
-    interval_steps: int = 2  # least number between two decisions, which are based on these: one alone is noise
+    interval_steps: int = 2  # least number between two decisions, which are based on these; a single step is noise
     length_bias_limit: float = 0.1  # KS due to scheduling; beyond it no load is added
-    tolerance: float = 0.01  # share of the rate given up for younger samples: no more than it is measured to
+    tolerance: float = 0.01  # share of the rate traded for younger samples: within its measurement error
 
     @property
     def patience_steps(self) -> int:
-        """Number of steps until an estimate or a measured effect is meaningful: until the queue has turned over."""
+        """Number of steps until an estimate or an effect is meaningful: until the queue was replaced once."""
         return max(self.interval_steps, 4, self.shape.budget + 1)
 
     def value(self, knobs: Knobs, name: KnobName) -> int:
-        """A knob's value as a number: no limit on open groups becomes the most that admission allows."""
+        """Return a knob's value as a number; no limit on open groups becomes the most that admission allows."""
         if name == "open_groups":
             return self.most_open if knobs.open_groups is None else min(knobs.open_groups, self.most_open)
         return len(knobs.resting) if name == "resting" else getattr(knobs, name)
@@ -75,7 +75,7 @@ class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
         }[name]
 
     def with_value(self, knobs: Knobs, name: KnobName, value: int) -> Knobs:
-        """``knobs`` with one of them set to ``value``, clamped to its bounds."""
+        """Return ``knobs`` with one of them set to ``value``, clamped to its bounds."""
         low, high = self.bounds(name)
         kept = max(low, min(high, value))
         if name == "open_groups":
@@ -84,11 +84,13 @@ class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.structs.replace(knobs, resting=self.shared[len(self.shared) - kept :])
         return msgspec.structs.replace(knobs, **{name: kept})
 
-    def resumed(self, knobs: Knobs, first: Knobs, before: Mapping[KnobName, int]) -> Knobs:
-        """Knobs of an earlier session under these limits. Pinned knobs are as the experiment sets them now (``first``),
-        and so are those whose setting was another ``before`` (0: not known)."""
+    def resumed(self, knobs: Knobs, first: Knobs, previous_settings: Mapping[KnobName, int]) -> Knobs:
+        """Return the knobs of an earlier session under these limits.
+
+        Pinned knobs are as the experiment sets them now (``first``), and so are those whose setting has changed since
+        ``previous_settings`` (0: not known)."""
         for name in KNOBS:
-            changed = before.get(name, 0) not in (0, self.value(first, name))
+            changed = previous_settings.get(name, 0) not in (0, self.value(first, name))
             source = first if changed or name in self.pinned else knobs
             knobs = self.with_value(knobs, name, self.value(source, name))
             if name in self.pinned:
@@ -97,7 +99,7 @@ class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def first_knobs(experiment: Experiment) -> Knobs:
-    """The knobs as the experiment sets them."""
+    """Return the knobs as the experiment sets them."""
     return Knobs(
         open_groups=experiment.open_groups,
         concurrent_rollouts=experiment.concurrent_rollouts,
@@ -106,14 +108,15 @@ def first_knobs(experiment: Experiment) -> Knobs:
     )
 
 
-def limits_of(experiment: Experiment, shared: Sequence[int] = (), *, alike: bool = False) -> ControlLimits:
-    """Make the limits that an experiment sets. ``shared``: replicas on the trainer's devices; ``alike``: all devices
-    are of one kind, so that one side can do with another's."""
+def limits_of(experiment: Experiment, shared: Sequence[int] = (), *, same_kind: bool = False) -> ControlLimits:
+    """Make the limits that an experiment sets. ``shared``: replicas on the trainer's devices.
+
+    ``same_kind``: all devices are of one kind, so that each side can use the other's."""
     queue, control, verifiers = experiment.queue, experiment.control, experiment.verifier.workers
-    apart, moves = len(experiment.generator.devices) - len(shared), control.devices == "move"
-    splits = device_splits(experiment) if alike and not shared else ()
-    # A replica needn't rest where it can leave.
-    resting = () if moves else tuple(shared) if apart else tuple(shared)[1:]
+    separate, moves = len(experiment.generator.devices) - len(shared), control.devices == "move"
+    splits = device_splits(experiment) if same_kind and not shared else ()
+    # A replica needn't rest where it can be removed.
+    resting = () if moves else tuple(shared) if separate else tuple(shared)[1:]
     return ControlLimits(
         shape=shape_of(experiment, len(shared)),
         most_concurrent=experiment.concurrent_rollouts,
@@ -123,7 +126,7 @@ def limits_of(experiment: Experiment, shared: Sequence[int] = (), *, alike: bool
         most_steps_per_publish=max(experiment.weights.steps_per_publish, queue.budget + 1),
         least_verifiers=verifiers,
         most_verifiers=max(verifiers, _MOST_VERIFIERS),
-        splits=every_split(experiment) if moves else splits,
+        splits=all_device_splits(experiment) if moves else splits,
         moves=moves,
         shared=resting,
         pinned=frozenset(control.pin),
@@ -134,22 +137,22 @@ Allowed = Callable[[KnobName, int, int], bool]  # whether a knob may go from one
 
 
 class Search:
-    """A search over simulated settings near the present one."""
+    """A search over simulated settings near the current one."""
 
     def __init__(
-        self, found: LedgerModel, present: Knobs, allowed: Allowed, limits: ControlLimits, *, drifting: bool = False
+        self, fitted: LedgerModel, present: Knobs, allowed: Allowed, limits: ControlLimits, *, drifting: bool = False
     ) -> None:
-        """``drifting``: the estimate is of a regime that only just began; what began it may go on."""
-        model, reserve = found.model, _DRIFTING_RESERVE if drifting else _RESERVE
-        slowed = {name: getattr(model, name) * reserve for name in _OF_THE_GENERATOR}
+        """Prepare a search. ``drifting``: the estimate is of a regime that just began, whose drift may continue."""
+        model, reserve = fitted.model, _DRIFTING_RESERVE if drifting else _RESERVE
+        slowed = {name: getattr(model, name) * reserve for name in _GENERATOR_TIMES}
         self._model = msgspec.structs.replace(model, **slowed)
         self._present, self._limits, self._allowed = present, limits, allowed
         self._outcomes: dict[tuple[Knobs, int], QueueOutcome] = {}
-        now = self.outcome(present).samples_per_s
-        far = abs(math.log(max(now, 1e-9) / found.samples_per_s)) > _FAR and not drifting
+        simulated_per_s = self.outcome(present).samples_per_s
+        far = abs(math.log(max(simulated_per_s, 1e-9) / fitted.samples_per_s)) > _FAR and not drifting
         self._factors = _CAREFUL if far else _FACTORS
-        events_s = found.model.publish_s + found.model.pause_s
-        seldom = events_s * found.samples_per_s > 0.02 * model.groups_per_step * model.group_size
+        events_s = fitted.model.publish_s + fitted.model.pause_s
+        seldom = events_s * fitted.samples_per_s > 0.02 * model.groups_per_step * model.group_size
         publishing = seldom or present.steps_per_publish > 1
         needless = set[KnobName]() if publishing else {"steps_per_publish"}
         if self._verifying(present) < _VERIFYING:
@@ -159,12 +162,13 @@ class Search:
     def outcome(self, knobs: Knobs, seed: int = 0) -> QueueOutcome:
         if (knobs, seed) not in self._outcomes:
             model = with_knobs(self._model, knobs, self._limits.shape)
-            self._outcomes[knobs, seed] = simulate_or_still(model, seed=seed, rollouts=_ROLLOUTS)
+            self._outcomes[knobs, seed] = simulate_or_zero(model, seed=seed, rollouts=_ROLLOUTS)
         return self._outcomes[knobs, seed]
 
     def best(self) -> Knobs:
-        """Climb by rate, one knob after the other; then return the setting with the youngest samples within the
-        tolerance of that rate."""
+        """Climb by rate, one knob after the other; return the setting with the youngest samples at nearly that rate.
+
+        Nearly: within the tolerance."""
         top = self._present
         for name in self._names:
             step = LEAST_GAIN if name in _SMALL else _CLIMB
@@ -177,8 +181,8 @@ class Search:
         good.sort(key=lambda knobs: self.outcome(knobs).staleness_mean)
         return next(knobs for knobs in good if knobs == top or self._confirmed(knobs, top))
 
-    def spared(self) -> Knobs:
-        """The present setting with half of the verifier workers, where these would have half of their time left."""
+    def fewer_verifiers(self) -> Knobs:
+        """Return the current setting with half of the verifier workers, if these would be idle half of their time."""
         present, name = self._present, "verifier_workers"
         fewer = self._limits.with_value(present, name, present.verifier_workers // 2)
         if not self._allowed(name, present.verifier_workers, fewer.verifier_workers):
@@ -187,34 +191,36 @@ class Search:
         return fewer if enough else present
 
     def _verifying(self, knobs: Knobs) -> float:
-        """Share of their time that the verifier workers would score, at the present rate."""
+        """Return the share of their time that the verifier workers would score, at the current rate."""
         scored_per_s = self._rate(self._present) / self._model.acceptance
         return scored_per_s * self._model.verify_response_s / knobs.verifier_workers
 
     def _confirmed(self, knobs: Knobs, top: Knobs) -> bool:
-        """Whether simulations with other random lengths confirm the rate."""
-        rate, best = (sum(self.outcome(one, seed).samples_per_s for seed in (1, 2)) for one in (knobs, top))
+        """Return whether simulations with other random lengths confirm the rate."""
+        rate, best = (sum(self.outcome(setting, seed).samples_per_s for seed in (1, 2)) for setting in (knobs, top))
         return rate >= (1.0 - self._limits.tolerance) * best
 
     def _rate(self, knobs: Knobs) -> float:
         return self.outcome(knobs).samples_per_s
 
     def _options(self, name: KnobName, around: Knobs) -> list[Knobs]:
-        """Settings with one knob moved, within the trust region (twofold from its present value), bounds and guards."""
+        """Return settings with one knob changed, within the trust region, bounds and guards.
+
+        The trust region is a factor of two around the knob's current value."""
         limits = self._limits
         present, centre = limits.value(self._present, name), limits.value(around, name)
         small = name in _SMALL
-        around_it = {centre - 1, centre + 1} if name != "verifier_workers" else {centre + 1, 2 * centre}
-        wanted = around_it if small else {round(centre * factor) for factor in self._factors}
+        neighbours = {centre - 1, centre + 1} if name != "verifier_workers" else {centre + 1, 2 * centre}
+        candidates = neighbours if small else {round(centre * factor) for factor in self._factors}
         low, high = limits.bounds(name)
-        found = {max(low, min(high, value)) for value in wanted}
-        near = [v for v in sorted(found) if v != centre and (small or present <= 2 * v <= 4 * present)]
+        values = {max(low, min(high, value)) for value in candidates}
+        near = [v for v in sorted(values) if v != centre and (small or present <= 2 * v <= 4 * present)]
         kept = [v for v in near if v == present or self._allowed(name, present, v)]
         return [limits.with_value(around, name, value) for value in kept]
 
 
 def with_knobs(model: QueueModel, knobs: Knobs, shape: RunShape) -> QueueModel:
-    """``model`` under other knobs."""
+    """Return ``model`` under other knobs."""
     awake = max(1, shape.replicas - len(knobs.resting))
     return msgspec.structs.replace(
         model,
@@ -223,5 +229,5 @@ def with_knobs(model: QueueModel, knobs: Knobs, shape: RunShape) -> QueueModel:
         steps_per_publish=knobs.steps_per_publish,
         verifiers=knobs.verifier_workers,
         replicas=awake,
-        lent_share=max(0, shape.lent_replicas - len(knobs.resting)) / awake,
+        yielded_share=max(0, shape.yielded_replicas - len(knobs.resting)) / awake,
     )

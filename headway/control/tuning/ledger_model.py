@@ -1,10 +1,9 @@
 """Estimates the parameters of ``queue_model`` from a ledger, that is, from the steps of a run.
 
-Pure arithmetic over ``StepRecord``s; the records must be of one regime (``controller`` cuts its window where something
-changed). Sums are divided by sums, so that a long step counts for more; costs of a single event (a publish) are
-medians; the two straight lines, time of a decode step by requests and time of a training step by tokens, are least
-squares with a prior, because in steady state their arguments hardly vary. Parameters that the data don't determine are
-in ``unidentified``.
+Pure arithmetic over ``StepRecord``s; the records must be of one regime (``controller`` cuts its window at changes).
+Sums are divided by sums, so that a long step counts for more; costs of a single event (a publish) are medians; the two
+straight lines, time of a decode step by requests and time of a training step by tokens, are least squares with a prior,
+because in steady state their arguments hardly vary. Parameters that the data don't determine are in ``unidentified``.
 """
 
 from __future__ import annotations
@@ -19,38 +18,38 @@ from headway.config.schema import Experiment
 from headway.control.lengths import LengthDistribution, intraclass_correlation, length_distribution
 from headway.control.summaries import bucket_middle, pooled
 from headway.control.tuning.forecast import EVEN_REQUESTS, RunShape, kv_slots
-from headway.control.tuning.measured import Figures, figures, relative_noise, usable
+from headway.control.tuning.measured import RunFigures, figures, relative_noise, usable
 from headway.control.tuning.queue_model import QueueModel, queue_shape
 from headway.records.ledger import QueueFlow, StepRecord
 
 LEAST_STEPS = 2
 _LEAST_ACCEPTANCE = 0.05
 _EVEN_ON_GPU = 128.0  # by the roofline, unmeasured: bfloat16 FLOP/s over twice the bytes/s, less as the KV is read too
-_EVEN_FACTOR = 2.5  # one standard deviation of such a figure, as a factor
-_LEAST_OTHER = 0.1  # of the time requests occupy their slots: less is within the error of that estimate
+_EVEN_FACTOR = 2.5  # one standard deviation of these figures, as a factor
+_LEAST_OTHER = 0.1  # of the time requests occupy their slots: less is within the estimate's error
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """y = fixed + slope x, through the centre of the data."""
+    """A line y = fixed + slope x through the centre of the data."""
 
     fixed: float
     slope: float
-    share: float  # slope x mean / y mean: how much of the mean y depends on x, 0 to 1
+    share: float  # slope x mean / y mean: share of the mean y that depends on x, 0 to 1
     share_error: float  # its standard deviation, with the prior
     identified: bool  # by the data alone
 
     x_mean: float = 0.0
 
     def tilted(self, deviations: float) -> Line:
-        """The line through the same centre with its share moved by ``deviations`` standard deviations."""
+        """Return the line through the same centre with its share moved by ``deviations`` standard deviations."""
         centre = self.fixed + self.slope * self.x_mean
         share = min(1.0, max(0.0, self.share + deviations * self.share_error))
         slope = centre * share / self.x_mean if self.x_mean else 0.0
         return msgspec.structs.replace(self, fixed=centre * (1 - share), slope=slope, share=share)
 
 
-class LedgerModel(Figures, frozen=True, kw_only=True):
-    """The model of a run (or of one regime of it), estimated from its ledger, beside the measured figures."""
+class LedgerModel(RunFigures, frozen=True, kw_only=True):
+    """Model of a run (or of one regime of it), estimated from its ledger, beside the measured figures."""
 
     model: QueueModel
     lengths: LengthDistribution
@@ -58,28 +57,29 @@ class LedgerModel(Figures, frozen=True, kw_only=True):
     useful_share: float  # of the trained samples: advantage not 0
     decode: Line  # seconds of a decode step over the requests of one replica
     train: Line  # seconds of a training step over its tokens
-    running: float  # requests that decoded together, one replica, in the mean
-    in_generation: float  # rollouts between admission and last token, all replicas, in the mean
+    running: float  # mean requests that decoded together, one replica
+    in_generation: float  # mean rollouts between admission and last token, all replicas
     straggler_wait: float  # share of the time that the trainer waited while a whole batch had finished
     preemptions_per_response: float
-    unidentified: dict[str, str]  # parameter -> why, and the value taken instead
+    unidentified: dict[str, str]  # parameter -> reason, and the assumed value
 
     @property
     def useful_per_s(self) -> float:
         return self.samples_per_s * self.useful_share
 
     def variants(self) -> list[QueueModel]:
-        """Variants of the model with each uncertain parameter moved by a standard deviation, one at a time: predictions
-        are repeated with them to measure their uncertainty."""
-        replace, found = msgspec.structs.replace, list[QueueModel]()
+        """Return variants of the model, each with one uncertain parameter moved by a standard deviation.
+
+        Predictions are repeated with them to measure their uncertainty."""
+        replace, models = msgspec.structs.replace, list[QueueModel]()
         for sign in (-1.0, 1.0):
             decode, train = self.decode.tilted(sign), self.train.tilted(sign)
-            found.append(replace(self.model, decode_fixed_s=decode.fixed, decode_request_s=decode.slope))
-            found.append(replace(self.model, train_fixed_s=train.fixed, train_token_s=train.slope))
-        return found
+            models.append(replace(self.model, decode_fixed_s=decode.fixed, decode_request_s=decode.slope))
+            models.append(replace(self.model, train_fixed_s=train.fixed, train_token_s=train.slope))
+        return models
 
 
-def shape_of(experiment: Experiment, lent_replicas: int = 0, free_devices: int = 0) -> RunShape:
+def shape_of(experiment: Experiment, yielded_replicas: int = 0, free_devices: int = 0) -> RunShape:
     """Make the model's shape from an experiment, without evaluations (they depend on the task sets)."""
     generator, queue, rollout = experiment.generator, experiment.queue, experiment.rollout
     longest = experiment.max_sequence_tokens
@@ -97,7 +97,7 @@ def shape_of(experiment: Experiment, lent_replicas: int = 0, free_devices: int =
         max_sequence_tokens=longest,
         max_response_tokens=rollout.max_response_tokens,
         verifiers=experiment.verifier.workers,
-        lent_replicas=lent_replicas,
+        yielded_replicas=yielded_replicas,
         steps=experiment.run.steps,
         time_limit_s=experiment.run.time_limit_s,
         evaluated_samples=0,
@@ -109,21 +109,23 @@ def shape_of(experiment: Experiment, lent_replicas: int = 0, free_devices: int =
 
 
 def even_requests(devices: Sequence[str]) -> float:
-    """Requests at which half of a replica's decode step is assumed to grow with them, where a ledger can't determine
-    it."""
+    """Return the requests at which half of a replica's decode step is assumed to be proportional to them.
+
+    It is the prior where a ledger can't determine it."""
     return _EVEN_ON_GPU if "cuda:" in devices[0] else EVEN_REQUESTS
 
 
 def as_recorded(shape: RunShape, steps: Sequence[StepRecord]) -> RunShape:
-    """``shape`` with the mean size of the finished groups: an adaptive curriculum chooses it for each group."""
+    """Return ``shape`` with the mean size of the finished groups, which an adaptive curriculum chooses for each."""
     groups = sum(r.flow.finished_groups for r in steps)
     rollouts = sum(r.production_per_s * r.step_s for r in steps)
     return msgspec.structs.replace(shape, group_size=round(rollouts / groups)) if groups and rollouts else shape
 
 
 def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | None:
-    """Estimate the model behind ``records``; None when fewer than two of them are usable or no response has finished in
-    them. Its knobs are those of the last record."""
+    """Estimate the model from ``records``; its knobs are those of the last record.
+
+    None when fewer than two of them are usable or no response has finished in them."""
     steps = usable(records)
     responses = sum(r.flow.responses for r in steps)
     tokens = sum(r.flow.generated_tokens for r in steps)
@@ -143,7 +145,7 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
     flow = steps[-1].flow
     awake = max(1, shape.replicas - flow.resting)
     environment_s = sum(r.flow.environment_s for r in steps)
-    per_decoding, other_s = _held(steps, slots * awake, in_generation - environment_s / seconds, running)
+    per_decoding, other_s = _split_occupancy(steps, slots * awake, in_generation - environment_s / seconds, running)
     decode = msgspec.structs.replace(decode, slope=decode.slope / per_decoding, x_mean=decode.x_mean * per_decoding)
     knobs = {
         "steps_per_publish": flow.steps_per_publish or shape.steps_per_publish,
@@ -153,19 +155,19 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
     }
     model = QueueModel(
         **queue_shape(shape, slots=slots, replicas=awake, **knobs),
-        length_at=lengths.at,
+        length_at=lengths.quantile,
         group_correlation=length_correlation(steps, shape.group_size),
         prompt_tokens=prompt,
         delay_s=other_s / responses,
         environment_s=environment_s / responses,
         decode_fixed_s=decode.fixed,
         decode_request_s=decode.slope,
-        lent_share=max(0, shape.lent_replicas - flow.resting) / awake,
+        yielded_share=max(0, shape.yielded_replicas - flow.resting) / awake,
         train_fixed_s=train.fixed,
         train_token_s=train.slope,
-        publish_s=_of_one(r.publish_s for r in steps),
-        apply_s=_of_one(r.apply_s for r in steps),
-        pause_s=_of_one(r.apply_pause_s for r in steps),
+        publish_s=_median_positive(r.publish_s for r in steps),
+        apply_s=_median_positive(r.apply_s for r in steps),
+        pause_s=_median_positive(r.apply_pause_s for r in steps),
         verify_response_s=sum(r.verify_s for r in steps) / responses,
         acceptance=acceptance,
     )
@@ -186,14 +188,13 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
 
 
 def training_s(record: StepRecord) -> float:
-    """Seconds of a step without waiting, publishing and checkpoints: the trainer's compute, and the overhead of calling
-    it."""
+    """Return the seconds of a step without waits, publishing and checkpoints: compute and call overhead."""
     other_s = record.trainer_wait_s + record.publish_s + record.checkpoint_s + record.flow.update_wait_s
     return max(record.trainer_compute_s, record.step_s - other_s)
 
 
 def training_line(steps: Sequence[StepRecord]) -> Line:
-    """Seconds of a training step over the tokens of its batch."""
+    """Fit the seconds of a training step over the tokens of its batch."""
     points = [(float(r.flow.trained_tokens), training_s(r)) for r in steps]
     return fit_line(points, prior_share=0.85, prior_error=0.15)
 
@@ -202,9 +203,10 @@ def training_line(steps: Sequence[StepRecord]) -> Line:
 
 
 def fit_line(points: Sequence[tuple[float, float]], *, prior_share: float, prior_error: float) -> Line:
-    """Fit a line by least squares through the means, its share (slope x mean / y mean) combined with a prior of the
-    given standard deviation by their precisions, and clamped to 0 to 1. Points whose residual is beyond four times the
-    median absolute one are left out, once."""
+    """Fit a line by least squares through the means, with a prior on its share (slope x mean / y mean).
+
+    The share is combined with the prior of the given standard deviation by their precisions, and clamped to 0 to 1.
+    Points whose residual is beyond four times the median absolute one are left out, once."""
     kept = [(x, y) for x, y in points if x > 0 and y > 0]
     if not kept:
         return Line(fixed=0.0, slope=0.0, share=0.0, share_error=0.0, identified=False)
@@ -230,24 +232,24 @@ def fit_line(points: Sequence[tuple[float, float]], *, prior_share: float, prior
 
 
 def _least_squares(points: Sequence[tuple[float, float]]) -> tuple[float, float, float, float]:
-    """(share, its standard error, mean x, mean y); an infinite error where x doesn't vary."""
+    """Return (share, its standard error, mean x, mean y); the error is infinite where x doesn't vary."""
     count = len(points)
     x_mean, y_mean = sum(x for x, _ in points) / count, sum(y for _, y in points) / count
     spread = sum((x - x_mean) ** 2 for x, _ in points)
     if count < 4 or spread <= (1e-3 * x_mean) ** 2 * count:
         return 0.0, math.inf, x_mean, y_mean
     slope = sum((x - x_mean) * (y - y_mean) for x, y in points) / spread
-    left = sum((y - y_mean - slope * (x - x_mean)) ** 2 for x, y in points)
-    error = math.sqrt(left / (count - 2) / spread)
+    residual_squares = sum((y - y_mean - slope * (x - x_mean)) ** 2 for x, y in points)
+    error = math.sqrt(residual_squares / (count - 2) / spread)
     return slope * x_mean / y_mean, error * x_mean / y_mean, x_mean, y_mean
 
 
 def decode_line(steps: Sequence[StepRecord], even: float = EVEN_REQUESTS) -> tuple[Line, float]:
-    """(line of seconds of a decode step over the requests of one replica, mean requests).
+    """Return (line of a decode step's seconds over the requests of one replica, mean requests).
 
-    From the engines' own counters where they count decode steps: prefills are then part of a step. Else from the time
-    between two tokens as rollouts saw it, less the time in which nothing was generated. A step reads the weights once
-    and computes for each request: with n of them a share n / (n + ``even``) grows with them, which is the prior
+    The data are the engines' counters where they count decode steps: prefills are then part of a step. Else they are
+    the rollouts' times between two tokens, less the time in which nothing was generated. A step reads the weights once
+    and computes for each request: with n of them a share n / (n + ``even``) is proportional to them, which is the prior
     (Williams, Waterman and Patterson 2009: the roofline's two limits, added up).
     """
     points = [point for r in steps if (point := decode_point(r)) is not None]
@@ -261,7 +263,7 @@ def decode_line(steps: Sequence[StepRecord], even: float = EVEN_REQUESTS) -> tup
 
 
 def decode_point(record: StepRecord) -> tuple[float, float] | None:
-    """(requests of one replica, seconds of its decode step), means over one training step; None: not measured."""
+    """Return (requests of one replica, seconds of its decode step), means over one training step; None: unmeasured."""
     flow = record.flow
     if not flow.generated_tokens or flow.generator_busy_s <= 0:
         return None
@@ -276,17 +278,17 @@ def decode_point(record: StepRecord) -> tuple[float, float] | None:
 
 
 def _decode_s(flow: QueueFlow) -> float:
-    """Seconds between tokens, summed over rollouts, without the tools between turns."""
+    """Return the seconds between tokens, summed over rollouts, without the tools between turns."""
     return max(0.0, flow.decode_s - flow.environment_s)
 
 
-def _held(steps: Sequence[StepRecord], slots: int, in_engines: float, running: float) -> tuple[float, float]:
-    """Split the occupied slots (all, when as many rollouts are with the engines) into decoding and other use, in
-    request-seconds while the generator computed. Returns (all of them for each that decodes, the others: prefills
-    outside of decode steps, and anything else before the first token).
+def _split_occupancy(steps: Sequence[StepRecord], slots: int, in_engines: float, running: float) -> tuple[float, float]:
+    """Split the occupied slots into decoding and other use, in request-seconds while the generator computed.
 
-    Decoding is known from the engines (requests x time) and from the rollouts (tokens x time between two); the larger
-    figure is taken, so that other use is rather under- than overestimated.
+    Returns (occupied over decoding, other use). Other use is prefills outside of decode steps, and anything else before
+    the first token. All slots are occupied when as many rollouts are in the engines. Decoding follows from the engines
+    (requests x time) and from the rollouts (tokens x time between two); the larger figure is taken, so that other use
+    is rather under- than overestimated.
     """
     busy_s = sum(r.flow.generator_busy_s for r in steps)
     with_work_s = sum(r.flow.generator_s * (1.0 - r.generator_wait_ratio) for r in steps)
@@ -303,10 +305,10 @@ def _held(steps: Sequence[StepRecord], slots: int, in_engines: float, running: f
 
 
 def ledger_lengths(steps: Sequence[StepRecord], limit_tokens: int) -> LengthDistribution:
-    """Lengths of the responses that finished: the middle of each histogram bucket, scaled to the exact mean."""
-    found = [r.lengths for r in steps if r.lengths]
-    counts = {bucket_middle(end): count for end, count in pooled(one.histogram for one in found).items()}
-    tokens = sum(one.mean * one.responses for one in found)
+    """Estimate the lengths of finished responses from the middle of each histogram bucket, scaled to the exact mean."""
+    step_lengths = [r.lengths for r in steps if r.lengths]
+    counts = {bucket_middle(end): count for end, count in pooled(summary.histogram for summary in step_lengths).items()}
+    tokens = sum(summary.mean * summary.responses for summary in step_lengths)
     rough = sum(middle * count for middle, count in counts.items())
     factor = tokens / rough if rough else 1.0
     ended = ((max(1, round(middle * factor)), True) for middle, count in counts.items() for _ in range(count))
@@ -314,7 +316,7 @@ def ledger_lengths(steps: Sequence[StepRecord], limit_tokens: int) -> LengthDist
 
 
 def length_correlation(steps: Sequence[StepRecord], group_size: float) -> float:
-    """Intraclass correlation of the logarithms of the lengths inside a group, 0 to 1."""
+    """Return the intraclass correlation of log lengths inside a group, 0 to 1."""
     weight = sum(r.flow.finished_groups for r in steps if r.flow.length_variance_within > 0)
     if group_size < 2 or not weight:
         return 0.0
@@ -323,8 +325,8 @@ def length_correlation(steps: Sequence[StepRecord], group_size: float) -> float:
     return min(0.99, intraclass_correlation(between, within, group_size))
 
 
-def _of_one(values: Iterable[float]) -> float:
-    """Median of the positive values, that is, of the events that happened; 0.0 without any."""
+def _median_positive(values: Iterable[float]) -> float:
+    """Return the median of the positive values, that is, of the events that happened; 0.0 without any."""
     happened = [value for value in values if value > 0]
     return median(happened) if happened else 0.0
 
@@ -332,20 +334,20 @@ def _of_one(values: Iterable[float]) -> float:
 def _unidentified(
     decode: Line, train: Line, running: float, lengths: LengthDistribution, acceptance: float, finished: int
 ) -> dict[str, str]:
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     if not decode.identified:
-        found["decode step"] = (
+        reasons["decode step"] = (
             f"the generator always decoded about {running:.0f} requests: how its step time depends on their "
             f"number is unknown; {decode.share:.0%} ± {decode.share_error:.0%} of it is taken to grow with them"
         )
     if not train.identified:
-        found["training step"] = (
+        reasons["training step"] = (
             f"batches were all about as long: {train.share:.0%} ± {train.share_error:.0%} of a training step is taken "
             "to grow with its tokens"
         )
     if finished and acceptance <= _LEAST_ACCEPTANCE:
-        found["acceptance"] = f"(almost) no group was accepted: {_LEAST_ACCEPTANCE:.0%} is taken"
+        reasons["acceptance"] = f"(almost) no group was accepted: {_LEAST_ACCEPTANCE:.0%} is taken"
     if lengths.finished < 100:
-        found["lengths"] = f"only {lengths.finished} responses finished: their tail is not known"
-    found["interference"] = "what the two sides cost each other is in the rates as they were, not told apart"
-    return found
+        reasons["lengths"] = f"only {lengths.finished} responses finished: their tail is not known"
+    reasons["interference"] = "what the two sides cost each other is in the rates as they were, not told apart"
+    return reasons

@@ -1,4 +1,4 @@
-"""Rates, waits, staleness, lengths and acceptance over some steps of a run, by which models and changes are judged."""
+"""Measures rates, waits, staleness, lengths and acceptance over some steps of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headway.control.summaries import weighted_mean
 from headway.records.ledger import StepRecord
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Rates, waits, staleness, length and acceptance over some steps of a run."""
 
     samples_per_s: float  # trained samples
@@ -22,7 +22,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     acceptance: float  # share of finished groups that entered the buffer
 
 
-def figures(records: Sequence[StepRecord]) -> Figures | None:
+def figures(records: Sequence[StepRecord]) -> RunFigures | None:
     """Compute the figures of ``records``; None where no step trained."""
     steps = usable(records)
     if not steps:
@@ -30,35 +30,36 @@ def figures(records: Sequence[StepRecord]) -> Figures | None:
     seconds, samples = sum(r.step_s for r in steps), sum(r.samples for r in steps)
     lengths = [r.lengths for r in steps if r.lengths]
     finished = sum(r.flow.finished_groups for r in steps)
-    return Figures(
+    return RunFigures(
         samples_per_s=samples / seconds,
         trainer_wait=sum(r.trainer_wait_s for r in steps) / seconds,
         generator_wait=sum(r.generator_wait_ratio * r.step_s for r in steps) / seconds,
         staleness_mean=sum(r.trajectory_staleness.mean * r.samples for r in steps) / samples,
-        length_mean=weighted_mean(lengths, lambda one: one.mean, lambda one: one.responses),
+        length_mean=weighted_mean(lengths, lambda summary: summary.mean, lambda summary: summary.responses),
         acceptance=sum(r.flow.accepted_groups for r in steps) / finished if finished else 1.0,
     )
 
 
 def usable(records: Sequence[StepRecord]) -> list[StepRecord]:
-    """The records with information about rates: trained, and not rebuilt after a kill."""
+    """Return the records with information about rates: trained, and not rebuilt after a kill."""
     return [r for r in records if not r.skipped and r.samples and r.step_s > 0 and r.flow.generator_s > 0]
 
 
 def steady(records: Sequence[StepRecord], budget: int, steps: int) -> list[StepRecord]:
-    """``records`` without the steps in which the queue was filling, and without those at the end of a run of ``steps``
-    in which it ran empty because no step was left to open groups for."""
+    """Return ``records`` without the steps in which the queue was filling or draining.
+
+    It drains at the end of a run of ``steps``, when no further step needs groups."""
     return [r for r in usable(records) if budget < r.step < steps - budget - 1]
 
 
 def rate_of(records: Sequence[StepRecord]) -> float:
-    """Trained samples/s over these records; 0 without any."""
+    """Return the trained samples/s over these records; 0 without any."""
     return sum(r.samples for r in records) / max(1e-9, sum(r.step_s for r in records))
 
 
 def relative_noise(steps: Sequence[StepRecord], rate: float) -> float:
-    """Relative standard error of samples / seconds, as a ratio of sums over steps."""
+    """Return the relative standard error of samples / seconds, as a ratio of sums over steps."""
     count = len(steps)
-    left = sum((r.samples - rate * r.step_s) ** 2 for r in steps)
+    residual_squares = sum((r.samples - rate * r.step_s) ** 2 for r in steps)
     samples = sum(r.samples for r in steps)
-    return math.sqrt(left * count / max(1, count - 1)) / samples
+    return math.sqrt(residual_squares * count / max(1, count - 1)) / samples

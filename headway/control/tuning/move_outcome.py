@@ -1,4 +1,4 @@
-"""Compares a change of placement with its expectation: the rate after it, the one before, and the cost."""
+"""Compares a change of placement with its expectation: the rates after and before it, and the cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SAME_LOAD = 1.1  # times the tokens per trained sample: beyond, the rate falls 
 
 
 class PlanOutcome(NamedTuple):
-    """The outcome of a move: rates beside what was expected, and whether to revert it."""
+    """The outcome of a move: measured and expected rates, and whether to revert it."""
 
     detail: str  # with ``data``: an event's
     data: dict[str, float]
@@ -24,8 +24,10 @@ class PlanOutcome(NamedTuple):
 
 
 class MoveOutcome:
-    """Compares each move with its expectation when ``MEASURED`` steps are recorded after it, without the first of them,
-    in which the queue of ``budget`` steps fills again. Pure: it sees the records, and the last move."""
+    """Compares each move with its expectation once ``MEASURED`` steps are recorded after it.
+
+    The first steps after a move, in which the queue of ``budget`` steps fills again, are left out. Pure: its inputs are
+    the records and the last move."""
 
     def __init__(self, budget: int, moved: ExecutedMove | None = None) -> None:
         self._filling = budget + 1
@@ -35,16 +37,16 @@ class MoveOutcome:
         self._records: deque[StepRecord] = deque(maxlen=MEASURED)
 
     def changes(self, record: StepRecord, moved: ExecutedMove | None) -> bool:
-        """Note a step, and the run's last move; returns whether that has changed the placement since the last call."""
+        """Add a step and the run's last move; return whether the placement has changed since the last call."""
         self._records.append(record)
-        before, self._moved = self._moved, moved
-        if moved is None or moved is before or moved.placement != moved.planned.placement:
+        previous, self._moved = self._moved, moved
+        if moved is None or moved is previous or moved.placement != moved.planned.placement:
             return False
         self._due, self._load = moved, _load(list(self._records)[:-1])
         return True
 
     def due(self) -> PlanOutcome | None:
-        """The comparison that the last step has completed."""
+        """Return the comparison that the last step has completed, if any."""
         moved = self._due
         if moved is None or self._records[-1].step < moved.version + self._filling + MEASURED - 1:
             return None
@@ -63,10 +65,10 @@ class MoveOutcome:
         return PlanOutcome(detail, {name: round(value, 3) for name, value in data.items()}, worse)
 
     def rate(self, first: int) -> float:
-        """Trained samples/s over the last ``MEASURED`` steps, from step ``first`` on."""
+        """Return the trained samples/s over the last ``MEASURED`` steps, from step ``first`` on."""
         return rate_of([r for r in self._records if r.step >= first and not r.skipped])
 
 
 def _load(records: list[StepRecord]) -> float:
-    """Response tokens generated per trained sample."""
+    """Return the response tokens generated per trained sample."""
     return sum(sum(r.tokens.ended.values()) for r in records if r.tokens) / max(1, sum(r.samples for r in records))

@@ -1,6 +1,6 @@
 """A discrete-event simulation of the queue between generator and trainer, under admission and the staleness budget.
 
-Latencies are given by the model. Which groups may open and which form a batch is decided by the run's own rules
+Latencies come from the model. The groups that may open or form a batch are decided by the run's own rules
 (``admission.credit``, ``staleness.select_batch``). Pure: no clock, and the same numbers for the same seed.
 """
 
@@ -27,15 +27,15 @@ _LEAST_STEPS, _MOST_STEPS = 8, 60
 _LARGEST_BATCH = 512  # samples; larger ones are simulated in proportion
 
 
-class Standstill(ValueError):
-    """The model reached a state in which nothing would ever be trained again."""
+class QueueDeadlock(ValueError):
+    """The model reached a state from which nothing would be trained any more."""
 
 
 class QueueShape(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters of a queue that its run's experiment and knobs set."""
+    """Parameters of a queue that the run's experiment and knobs set."""
 
     groups_per_step: int
-    group_size: int  # of all groups; where a curriculum adapts it, rollout.group_size or the mean of a ledger
+    group_size: int  # of every group; where a curriculum adapts it, rollout.group_size or a ledger's mean
     budget: int
     overdue: OverduePolicy = "wait"
     steps_per_publish: int = 1
@@ -48,22 +48,22 @@ class QueueShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def queue_shape(shape: QueueShape, **changes: Any) -> dict[str, Any]:
-    """The fields of ``shape`` that are those of any QueueShape, with ``changes``."""
+    """Return the fields of ``shape`` that any QueueShape has, with ``changes``."""
     return {name: getattr(shape, name) for name in QueueShape.__struct_fields__} | changes
 
 
 class QueueModel(QueueShape, frozen=True, kw_only=True):
-    """The parameters of a run that the simulation needs. Times in seconds, lengths in tokens."""
+    """Parameters of a run for the simulation. Times in seconds, lengths in tokens."""
 
     length_at: Callable[[float], int]  # quantile function of the response lengths
     group_correlation: float = 0.0  # of the lengths in a group (Gaussian copula)
     prompt_tokens: float = 0.0
     delay_s: float = 0.0  # time that a request occupies its slot before its first token
-    environment_s: float = 0.0  # time of a rollout with tools and sandboxes, without a slot
+    environment_s: float = 0.0  # time of a rollout in tools and sandboxes, without a slot
     decode_fixed_s: float  # a decode step of one replica: fixed + its requests x request
     decode_request_s: float
     beside: float = 1.0  # factor on a decode step while the trainer computes
-    lent_share: float = 0.0  # share of the replicas that pause while it does
+    yielded_share: float = 0.0  # share of the replicas that pause while the trainer computes
     train_fixed_s: float  # a training step: fixed + tokens x token
     train_token_s: float
     publish_s: float = 0.0
@@ -87,8 +87,9 @@ class _Group:
 
 
 class _Simulation:
-    """The simulation's state between two events. ``work``: tokens that a request running since the start would have
-    gained."""
+    """The simulation's state between two events.
+
+    ``work``: tokens that a request running since the start would have gained."""
 
     def __init__(self, model: QueueModel, seed: int) -> None:
         self.model = model
@@ -114,38 +115,39 @@ class _Simulation:
     # --- time -----------------------------------------------------------------------------------------------
 
     def step_s(self, running: int | None = None) -> float:
-        """Seconds of a decode step, which gives every running request (or ``running`` of them) one token; inf while all
-        replicas are lent."""
+        """Return the seconds of a decode step of all running requests (or of ``running``), one token for each.
+
+        It is inf while all replicas have yielded their devices."""
         model = self.model
         running = len(self.running) if running is None else running
-        one = model.decode_fixed_s + model.decode_request_s * running / model.replicas
+        decode_s = model.decode_fixed_s + model.decode_request_s * running / model.replicas
         if not self.busy:
-            return max(one, 1e-12)
-        working = 1.0 - model.lent_share
-        return max(one, 1e-12) * model.beside / working if working else math.inf
+            return max(decode_s, 1e-12)
+        working = 1.0 - model.yielded_share
+        return max(decode_s, 1e-12) * model.beside / working if working else math.inf
 
     def advance(self) -> None:
-        """Advance to the next event and handle it. Raises Standstill where there is none."""
+        """Advance to the next event and process it. Raises QueueDeadlock where there is none."""
         due_s = self.timers[0][0] if self.timers else math.inf
         if self.running:
             resumed_s = max(self.now, self.paused_until_s)
             end_s = resumed_s + max(0.0, self.running[0][0] - self.work) * self.step_s()
             if end_s < due_s:
-                self._pass(end_s)
+                self._elapse(end_s)
                 self.work = max(self.work, self.running[0][0])
                 return self._finish_members()
         if due_s == math.inf:
-            raise Standstill("the simulated run stands still: nothing runs and nothing is due")
-        self._pass(due_s)
+            raise QueueDeadlock("the simulated run stands still: nothing runs and nothing is due")
+        self._elapse(due_s)
         _, _, _, kind, groups = heapq.heappop(self.timers)
         getattr(self, f"_{kind}")(groups)
 
-    def _pass(self, until_s: float) -> None:
+    def _elapse(self, until_s: float) -> None:
         elapsed_s = until_s - self.now
         if not self.busy and not self.publishing:
             self.trainer_wait_s += elapsed_s
             self.straggler_s += elapsed_s if self.stalled else 0.0
-        standing = self.busy and self.model.lent_share == 1.0
+        standing = self.busy and self.model.yielded_share == 1.0
         if not self.running or standing:
             self.generator_idle_s += elapsed_s
         self.filled_s += elapsed_s * len(self.running)
@@ -154,7 +156,7 @@ class _Simulation:
             self.work += decoding_s / self.step_s()
         self.now = until_s
 
-    def _after(self, seconds: float, kind: str, groups: list[_Group]) -> None:
+    def _schedule(self, seconds: float, kind: str, groups: list[_Group]) -> None:
         self.serial += 1
         heapq.heappush(self.timers, (self.now + seconds, _EVENTS[kind], self.serial, kind, groups))
 
@@ -173,20 +175,21 @@ class _Simulation:
             group.first = min(group.first, self.applied)
             group.tokens += model.prompt_tokens + length
             self.serial += 1
-            # As tokens it would have gained meanwhile in full slots: a lone request would gain more, and be charged for
-            # them at the pace of all that start after it.
+            # In tokens that it would have gained meanwhile in full slots: a single request would gain more, and be
+            # charged for them at the rate of all that start after it.
             delay = model.delay_s / self.step_s(model.slots * model.replicas) if model.delay_s else 0.0
             heapq.heappush(self.running, (self.work + delay + length, self.serial, group))
 
     def _begin(self, group: _Group) -> None:
-        """Start a group: its members wait for slots. With tools they first spend their whole time there, as if the
-        first token were sampled now."""
+        """Start a group, whose members wait for slots.
+
+        With tools the members first spend their whole environment time, as if the first token were sampled now."""
         if not self.model.environment_s:
             return self.waiting.extend((group, length) for length in self._lengths())
         group.first = self.applied
         group.acting = True
         self.acting += group.left
-        self._after(self.model.environment_s, "acted", [group])
+        self._schedule(self.model.environment_s, "acted", [group])
 
     def _acted(self, groups: list[_Group]) -> None:
         for group in groups:
@@ -196,7 +199,7 @@ class _Simulation:
                 self.waiting.extend((group, length) for length in self._lengths())
 
     def _credit(self) -> int:
-        """Groups that may open now."""
+        """Return the number of groups that may open now."""
         model = self.model
         groups = credit(
             open_groups=len(self.open),
@@ -210,9 +213,9 @@ class _Simulation:
 
     def _lengths(self) -> list[int]:
         model, normal = self.model, self.random.normalvariate
-        common, own = math.sqrt(model.group_correlation), math.sqrt(1.0 - model.group_correlation)
+        common_weight, member_weight = math.sqrt(model.group_correlation), math.sqrt(1.0 - model.group_correlation)
         shared = normal(0.0, 1.0)
-        scores = (common * shared + own * normal(0.0, 1.0) for _ in range(model.group_size))
+        scores = (common_weight * shared + member_weight * normal(0.0, 1.0) for _ in range(model.group_size))
         return [model.length_at(min(self.normal.cdf(score), 1.0 - 1e-12)) for score in scores]
 
     def _finish_members(self) -> None:
@@ -226,7 +229,7 @@ class _Simulation:
         start_s = max(self.now, heapq.heappop(self.verifier_free_s))
         end_s = start_s + self.model.verify_response_s * self.model.group_size
         heapq.heappush(self.verifier_free_s, end_s)
-        self._after(end_s - self.now, "verified", [group])
+        self._schedule(end_s - self.now, "verified", [group])
 
     def _verified(self, groups: list[_Group]) -> None:
         for group in groups:
@@ -244,7 +247,7 @@ class _Simulation:
     # --- training -------------------------------------------------------------------------------------------
 
     def train(self) -> bool:
-        """Start a step when the trainer is free and the budget allows a batch; return whether groups have left."""
+        """Start a step when the trainer is free and the budget allows a batch; return whether groups were removed."""
         model = self.model
         if self.busy or self.publishing or self.finished < model.groups_per_step or self.missing > 0:
             return False
@@ -271,7 +274,7 @@ class _Simulation:
         self.trained += [self.version - group.version for group in batch]
         self.busy = True
         tokens = sum(group.tokens for group in batch)
-        self._after(model.train_fixed_s + tokens * model.train_token_s, "trained", batch)
+        self._schedule(model.train_fixed_s + tokens * model.train_token_s, "trained", batch)
         return True
 
     def _end_overdue(self, group: _Group) -> None:
@@ -294,28 +297,27 @@ class _Simulation:
         if self.version % self.model.steps_per_publish == 0:
             self.publishing = True
             if not self.updating:  # else: when the last version is in place
-                self._after(self.model.publish_s, "published", [])
+                self._schedule(self.model.publish_s, "published", [])
 
     def _published(self, _: list[_Group]) -> None:
         self.published, self.updating = self.version, True
         self.publishing = self.model.budget == 0  # synchronous: wait until it is applied
         self.paused_until_s = max(self.paused_until_s, self.now + self.model.pause_s)
-        self._after(self.model.apply_s, "applied", [])
+        self._schedule(self.model.apply_s, "applied", [])
 
     def _applied(self, _: list[_Group]) -> None:
         self.applied, self.updating = self.published, False
         if self.publishing and self.model.budget == 0:
             self.publishing = False
         elif self.publishing:
-            self._after(self.model.publish_s, "published", [])
+            self._schedule(self.model.publish_s, "published", [])
 
 
 def simulate(model: QueueModel, *, seed: int = 0, rollouts: int = _MAX_ROLLOUTS) -> QueueOutcome:
-    """Run ``model`` until it is in steady state, then long enough to count (8 to 60 steps, by batch size: about
-    ``rollouts`` rollouts).
+    """Simulate ``model`` until it is in steady state, then count over 8 to 60 steps, about ``rollouts`` rollouts.
 
-    Batches of more than 512 samples are simulated in proportion: fewer groups in fewer slots, each as much slower.
-    Raises Standstill for a model under which the run would stand still (a budget below steps_per_publish - 1).
+    Batches of more than 512 samples are scaled down: fewer groups in fewer slots, each proportionally slower.
+    Raises QueueDeadlock for a model under which the run would deadlock (a budget below steps_per_publish - 1).
     """
     scale, model = _scaled_down(model)
     per_step = model.groups_per_step * model.group_size
@@ -323,11 +325,11 @@ def simulate(model: QueueModel, *, seed: int = 0, rollouts: int = _MAX_ROLLOUTS)
     warm = model.budget + max(2, counted // 4)
     simulation = _Simulation(model, seed)
     _run_to(simulation, warm)
-    before = _totals(simulation)
+    totals = _totals(simulation)
     trained = len(simulation.trained)
     _run_to(simulation, warm + counted)
     elapsed_s, waited_s, straggler_s, idle_s, filled_s = (
-        after - then for after, then in zip(_totals(simulation), before, strict=True)
+        after - then for after, then in zip(_totals(simulation), totals, strict=True)
     )
     elapsed_s = max(elapsed_s, 1e-12)
     ages = simulation.trained[trained:]
@@ -342,11 +344,11 @@ def simulate(model: QueueModel, *, seed: int = 0, rollouts: int = _MAX_ROLLOUTS)
     )
 
 
-def simulate_or_still(model: QueueModel, *, seed: int = 0, rollouts: int = _MAX_ROLLOUTS) -> QueueOutcome:
-    """Simulate; where the run would stand still, return an outcome of rate 0 in which both sides always wait."""
+def simulate_or_zero(model: QueueModel, *, seed: int = 0, rollouts: int = _MAX_ROLLOUTS) -> QueueOutcome:
+    """Simulate; where the run would deadlock, return an outcome of rate 0 in which both sides always wait."""
     try:
         return simulate(model, seed=seed, rollouts=rollouts)
-    except Standstill:
+    except QueueDeadlock:
         return QueueOutcome(
             samples_per_s=0.0,
             trainer_wait=1.0,
@@ -364,9 +366,9 @@ def _totals(simulation: _Simulation) -> tuple[float, ...]:
 
 
 def _scaled_down(model: QueueModel) -> tuple[float, QueueModel]:
-    """(factor, ``model`` with batch, slots and concurrency divided by it and times multiplied)."""
-    wanted = model.groups_per_step * model.group_size / _LARGEST_BATCH
-    groups = max(1, round(model.groups_per_step / max(1.0, wanted)))
+    """Return (factor, ``model`` with batch, slots and concurrency divided by it and times multiplied)."""
+    target_scale = model.groups_per_step * model.group_size / _LARGEST_BATCH
+    groups = max(1, round(model.groups_per_step / max(1.0, target_scale)))
     scale = model.groups_per_step / groups
     if scale <= 1.0 or model.slots / scale < 1.0:
         return 1.0, model
@@ -388,18 +390,18 @@ def _run_to(simulation: _Simulation, version: int) -> None:
     while simulation.version < version:
         simulation.admit()
         if simulation.train():
-            simulation.admit()  # groups ended as overdue make room
+            simulation.admit()  # groups ended as overdue free credit
         simulation.advance()
 
 
 def needed_budget(*, longest_tokens: float, concurrency: int, samples_per_step: int, mean_tokens: float) -> int:
-    """The smallest eta under which ``wait`` does not stall on the longest response:
+    """Return the smallest eta under which ``wait`` does not stall on the longest response:
 
         eta >= L_max x concurrency / (samples_per_step x L_mean)
 
     While one response grows to L_max tokens, its neighbours in ``concurrency`` slots end L_max x concurrency / L_mean
-    times in the mean: so many samples, so many steps. An upper bound where fewer of them are trained (filters, a slower
-    trainer). Raises ValueError for arguments that are not positive.
+    times on average: these samples make that many steps. It is an upper bound where fewer are trained (filters, a
+    slower trainer). Raises ValueError for arguments that are not positive.
     """
     if min(longest_tokens, concurrency, samples_per_step, mean_tokens) <= 0:
         raise ValueError(

@@ -37,15 +37,15 @@ class MessageStream(AnswerWriter):
 
     ping = event({"type": "ping"}, "ping")
 
-    def __init__(self, asked: ParsedRequest, call: RecordedCall) -> None:
-        super().__init__(asked, call)
+    def __init__(self, parsed: ParsedRequest, call: RecordedCall) -> None:
+        super().__init__(parsed, call)
         self._blocks = 0
         self._open = ""  # type of the open block
         self._turn: RecordedTurn | None = None
 
     def begin(self) -> bytes:
         start = {"input_tokens": len(self._call.prompt_ids), "output_tokens": 0}
-        message = {**_envelope(self._asked), "content": [], "usage": start}
+        message = {**_envelope(self._parsed), "content": [], "usage": start}
         return _named({"type": "message_start", "message": {**message, "stop_reason": None, "stop_sequence": None}})
 
     def more(self, piece: Piece) -> bytes:
@@ -108,7 +108,7 @@ class Messages(Dialect):
             "tools": fields.raw(ANTHROPIC_TOOLS, settings.max_tools),
             "tool_choice": anthropic_tool_choice(),
             "output_config": fields.structure(format=text_format("json_schema")),
-            "max_tokens": fields.integer(1, fields.MOST_TOKENS, required=True),
+            "max_tokens": fields.integer(1, fields.MAX_TOKENS, required=True),
             "stop_sequences": fields.stop(),
             "thinking": fields.raw({}),  # disabled is this API's default, which asks for nothing
             "thread": Field(_refuse_thread, {"type": "null"}),
@@ -116,9 +116,9 @@ class Messages(Dialect):
 
     def request(self, values: Values) -> CallRequest:
         paths: dict[str, str] = {}
-        found = openai_messages(values, paths)
-        with fields.renamed(paths):
-            messages = normal_messages(found)
+        chat_messages = openai_messages(values, paths)
+        with fields.client_names(paths):
+            messages = normal_messages(chat_messages)
         return CallRequest(
             messages=messages,
             continues=messages[-1].role == "assistant",
@@ -132,26 +132,26 @@ class Messages(Dialect):
         tools, text = placed_tools(values["tools"], "input_schema"), values["output_config"].get("format")
         return constraint(values["tool_choice"], tools, text, key="input_schema")
 
-    def whole(self, asked: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
+    def response_body(self, parsed: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
         [turn] = answers(call)
-        content = _blocks(turn, asked.setting)
-        return {**_envelope(asked), "content": content, **_stop(turn, asked.setting), "usage": _usage(call)}
+        content = _blocks(turn, parsed.setting)
+        return {**_envelope(parsed), "content": content, **_stop(turn, parsed.setting), "usage": _usage(call)}
 
 
 def _refuse_thread(name: str, value: Any) -> None:
-    """Refuse a conversation that the server is to keep, so that the client sends the whole of it instead."""
-    what = f"{name}: this server keeps no conversations: send all messages, without it"
-    raise RequestRefused(what, param=name, code="thread_unsupported_request")
+    """Refuse a conversation that the server would have to store, so that the client sends all of it instead."""
+    message = f"{name}: this server keeps no conversations: send all messages, without it"
+    raise RequestRefused(message, param=name, code="thread_unsupported_request")
 
 
 def openai_messages(values: Values, paths: dict[str, str]) -> list[dict[str, Any]]:
-    """Convert a request's conversation to OpenAI's message format. ``paths``: takes the request's fields by the paths
-    of what they become. Raises RequestRefused naming the field."""
-    found: list[dict[str, Any]] = []
+    """Convert a request's conversation to OpenAI's message format. ``paths`` is filled: path of a converted field
+    -> path of the request's field. Raises RequestRefused naming the field."""
+    chat_messages: list[dict[str, Any]] = []
     system = values["system"]
     if system:
         paths["messages[0].content"] = "system"
-        found.append({"role": "system", "content": system})
+        chat_messages.append({"role": "system", "content": system})
     messages = values["messages"]
     if not isinstance(messages, list) or not messages:
         raise RequestRefused("messages: a list of one or more messages is needed", param="messages")
@@ -165,73 +165,73 @@ def openai_messages(values: Values, paths: dict[str, str]) -> list[dict[str, Any
         blocks: list[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
             raise RequestRefused(f"{field}.content: a text or a list of blocks is needed", param=f"{field}.content")
-        places = [f"{field}.content[{at}]" for at in range(len(blocks))] if blocks is content else [field]
+        block_paths = [f"{field}.content[{index}]" for index in range(len(blocks))] if blocks is content else [field]
         if role == "assistant":
-            converted, their = _assistant(blocks, places)
+            converted, field_paths = _assistant(blocks, block_paths)
         else:
-            converted, their = _user(blocks, places, role)
-        for at, inner in enumerate(their):
-            here = f"messages[{len(found) + at}]"
-            paths |= {here: field} | {f"{here}.{ours}": place for ours, place in inner.items()}
-        found += converted
-    return found
+            converted, field_paths = _user(blocks, block_paths, role)
+        for index, paths_by_field in enumerate(field_paths):
+            target = f"messages[{len(chat_messages) + index}]"
+            paths |= {target: field} | {f"{target}.{subfield}": path for subfield, path in paths_by_field.items()}
+        chat_messages += converted
+    return chat_messages
 
 
-Converted = tuple[list[dict[str, Any]], list[dict[str, str]]]  # messages; of each, places by the names of its fields
+Converted = tuple[list[dict[str, Any]], list[dict[str, str]]]  # messages; of each, the request's paths by its fields
 
 
-def _assistant(blocks: Sequence[Mapping[str, Any]], places: Sequence[str]) -> Converted:
+def _assistant(blocks: Sequence[Mapping[str, Any]], block_paths: Sequence[str]) -> Converted:
     texts: list[Mapping[str, Any]] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     paths: dict[str, str] = {}
-    for place, block in zip(places, blocks, strict=True):
+    for path, block in zip(block_paths, blocks, strict=True):
         kind = block.get("type")
         if kind == "tool_use":
-            given: Any = block.get("input")
-            written = given.get(_RAW) if isinstance(given, Mapping) and list(given) == [_RAW] else json_text(given)
-            ours = f"tool_calls[{len(calls)}]"
-            paths |= {ours: place, f"{ours}.function": place, f"{ours}.function.arguments": f"{place}.input"}
+            inputs: Any = block.get("input")
+            written = inputs.get(_RAW) if isinstance(inputs, Mapping) and list(inputs) == [_RAW] else json_text(inputs)
+            target = f"tool_calls[{len(calls)}]"
+            paths |= {target: path, f"{target}.function": path, f"{target}.function.arguments": f"{path}.input"}
             calls.append({"id": block.get("id"), "function": {"name": block.get("name"), "arguments": written}})
         elif kind == "thinking" and isinstance(block.get("thinking"), str):
-            paths["reasoning_content"] = f"{place}.thinking"
+            paths["reasoning_content"] = f"{path}.thinking"
             thoughts.append(block["thinking"])
         elif kind == "text":
-            paths[f"content[{len(texts)}]"] = place
+            paths[f"content[{len(texts)}]"] = path
             texts.append(block)
         else:
-            what = f"{place}.type = {fields.shown(kind)}: valid are text, thinking and tool_use"
-            raise RequestRefused(what, param=place)
+            reason = f"{path}.type = {fields.formatted(kind)}: valid are text, thinking and tool_use"
+            raise RequestRefused(reason, param=path)
     answer = {"role": "assistant", "content": texts, "tool_calls": calls, "reasoning_content": "\n".join(thoughts)}
     return [answer], [paths]
 
 
-def _user(blocks: Sequence[Mapping[str, Any]], places: Sequence[str], role: str) -> Converted:
+def _user(blocks: Sequence[Mapping[str, Any]], block_paths: Sequence[str], role: str) -> Converted:
     """Convert a message of the user or the system: one tool message for each tool result, then one of its other
     blocks."""
-    placed = list(zip(blocks, places, strict=True))
-    results = [(block, place) for block, place in placed if block.get("type") == "tool_result"]
-    rest = [(block, place) for block, place in placed if block.get("type") != "tool_result"]
-    found: list[dict[str, Any]] = [
-        {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _result(block, place)}
-        for block, place in results
+    placed = list(zip(blocks, block_paths, strict=True))
+    results = [(block, path) for block, path in placed if block.get("type") == "tool_result"]
+    rest = [(block, path) for block, path in placed if block.get("type") != "tool_result"]
+    messages: list[dict[str, Any]] = [
+        {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _result(block, path)}
+        for block, path in results
     ]
-    paths = [{"content": f"{place}.content", "tool_call_id": f"{place}.tool_use_id"} for _, place in results]
-    if rest or not found:
-        found.append({"role": role, "content": [block for block, _ in rest]})
-        paths.append({f"content[{number}]": place for number, (_, place) in enumerate(rest)})
-    return found, paths
+    paths = [{"content": f"{path}.content", "tool_call_id": f"{path}.tool_use_id"} for _, path in results]
+    if rest or not messages:
+        messages.append({"role": role, "content": [block for block, _ in rest]})
+        paths.append({f"content[{number}]": path for number, (_, path) in enumerate(rest)})
+    return messages, paths
 
 
-def _result(block: Mapping[str, Any], place: str) -> Any:
-    """The content of a tool's result; one that is an error says so, as the model reads nothing else of it."""
+def _result(block: Mapping[str, Any], path: str) -> Any:
+    """Return a tool result's content. An error is marked in the text, because the model reads nothing else of it."""
     content, failed = block.get("content") or "", block.get("is_error")
     if failed is not None and not isinstance(failed, bool):
-        raise fields.refused(f"{place}.is_error", failed, "true or false")
+        raise fields.refused(f"{path}.is_error", failed, "true or false")
     if failed and isinstance(content, list):
         return [{"type": "text", "text": "error:"}, *content]
-    unsaid = failed and isinstance(content, str) and not content.lower().startswith("error")
-    return f"error: {content}" if unsaid else content
+    unmarked = failed and isinstance(content, str) and not content.lower().startswith("error")
+    return f"error: {content}" if unmarked else content
 
 
 def openai_tools(raw: Any) -> list[dict[str, Any]] | None:
@@ -244,29 +244,29 @@ def openai_tools(raw: Any) -> list[dict[str, Any]] | None:
     for number, tool in enumerate(raw):
         schema = tool.get("input_schema") if isinstance(tool, Mapping) else None
         if not isinstance(schema, Mapping) or not isinstance(tool.get("name"), str):
-            where = f"tools[{number}]"
-            raise RequestRefused(f"{where}: valid is a tool with a name and an input_schema", param=where)
+            path = f"tools[{number}]"
+            raise RequestRefused(f"{path}: valid is a tool with a name and an input_schema", param=path)
         function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": dict(schema)}
         tools.append({"type": "function", "function": function})
     return tools
 
 
-def _envelope(asked: ParsedRequest) -> dict[str, Any]:
-    identity = f"msg_{asked.setting.answer_id}"
-    return {"id": identity, "type": "message", "role": "assistant", "model": asked.body["model"]}
+def _envelope(parsed: ParsedRequest) -> dict[str, Any]:
+    identity = f"msg_{parsed.setting.answer_id}"
+    return {"id": identity, "type": "message", "role": "assistant", "model": parsed.body["model"]}
 
 
 def _blocks(turn: RecordedTurn, setting: Setting) -> list[dict[str, Any]]:
     """Content blocks of an answer: thinking, text, tool calls."""
-    found = list[dict[str, Any]]()
+    blocks = list[dict[str, Any]]()
     reasoning, text = answer_texts(turn, setting)
     if reasoning:
-        found.append({"type": "thinking", "thinking": reasoning, "signature": ""})
+        blocks.append({"type": "thinking", "thinking": reasoning, "signature": ""})
     if text:
-        found.append({"type": "text", "text": text})
+        blocks.append({"type": "text", "text": text})
     for call in turn.message.calls:
-        found.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": _input(call.arguments)})
-    return found
+        blocks.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": _input(call.arguments)})
+    return blocks
 
 
 def _input(arguments: str) -> dict[str, Any]:
@@ -279,16 +279,16 @@ def _input(arguments: str) -> dict[str, Any]:
 
 def _stop(turn: RecordedTurn, setting: Setting) -> dict[str, str | None]:
     """Fields ``stop_reason`` and ``stop_sequence``: the stop string that ended the answer, if one did."""
-    reason, found = "end_turn", list[tuple[int, str]]()
+    reason, matches = "end_turn", list[tuple[int, str]]()
     if turn.message.calls:
         reason = "tool_use"
     elif turn.finish_reason == "length":
         reason = "max_tokens"
     elif turn.answer.ids[-1] not in setting.chat.tokenizer.stop_ids:
         text = setting.chat.tokenizer.decode(turn.answer.ids)
-        found = [(at, stop) for stop in turn.answer.stop if (at := text.find(stop)) >= 0]
-    sequence = min(found)[1] if found else None
-    return {"stop_reason": "stop_sequence" if found else reason, "stop_sequence": sequence}
+        matches = [(offset, stop) for stop in turn.answer.stop if (offset := text.find(stop)) >= 0]
+    sequence = min(matches)[1] if matches else None
+    return {"stop_reason": "stop_sequence" if matches else reason, "stop_sequence": sequence}
 
 
 def _usage(call: RecordedCall) -> dict[str, int]:

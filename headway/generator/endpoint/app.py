@@ -20,13 +20,13 @@ from headway.generator.endpoint.chat import ChatCompletions
 from headway.generator.endpoint.completions import Completions
 from headway.generator.endpoint.dialect import Dialect, ParsedRequest, Setting
 from headway.generator.endpoint.exchange import ClientGone, HttpExchange
-from headway.generator.endpoint.http_app import Counted, HttpApp, decoded, require_method, unknown_url
+from headway.generator.endpoint.http_app import HttpApp, ResponseCounts, decoded, require_method, unknown_url
 from headway.generator.endpoint.logprobs import TokenTexts
 from headway.generator.endpoint.openapi import REWARD, document
 from headway.generator.endpoint.refusals import HttpError
 from headway.generator.endpoint.responses import Responses
 from headway.generator.endpoint.streams import stream
-from headway.generator.recording.answer_tree import CallRequest, Planned
+from headway.generator.recording.answer_tree import CallPlan, CallRequest
 from headway.generator.recording.sessions import Session
 from headway.records.conversations import RequestRefused
 from headway.records.errors import Overloaded
@@ -47,11 +47,11 @@ _MODELS = "/v1/models"
 _ROLLOUTS = "/v1/rollouts/"
 _REWARD = "/reward"
 _LARGE_BYTES = 20_000  # requests from this size on are tokenized in a thread: it would block the event loop too long
-_MOST_TOLD = 64  # kinds of hosted tools that are reported
+_MAX_REPORTED = 64  # kinds of hosted tools that are reported
 _THREADS = 2  # for large requests
 _GRAMMAR_S = 20.0  # longest wait for a grammar that is compiled behind others ...
 _GRAMMAR_RETRY_S = 5  # ... and Retry-After of a request that waited so long
-_FAULT_S = 10.0  # in which the schemas of a refused grammar are tried: all of them together, as others wait meanwhile
+_FAULT_S = 10.0  # limit for trying all schemas of a refused grammar together, as other requests wait meanwhile
 
 
 class Access(Protocol):
@@ -82,14 +82,14 @@ class App(HttpApp):
         *,
         adapters: Collection[str] = (),
         now_s: Callable[[], float] = time.time,
-        metrics: Callable[[Counted], bytes] | None = None,
+        metrics: Callable[[ResponseCounts], bytes] | None = None,
         further: Mapping[str, Callable[[HttpExchange], Awaitable[None]]] = {},
         on_event: Callable[[str, str], object] = lambda name, detail: None,
     ) -> None:
         """``model_path``: the model's folder; requests may name the model by its path or last component. ``adapters``:
         names of those that are served beside it. ``now_s``: seconds since the epoch, for the answers' creation times.
         ``metrics``: renders `/metrics`; None: no such route. ``further``: routes of a service beside this one, by path;
-        each checks its own keys. ``on_event(name, detail)``: reports what clients ask for and don't get, each once."""
+        each checks its own keys. ``on_event(name, detail)`` reports once what clients request and don't get."""
         super().__init__(settings, proxied=bool(further))
         self._access = access
         self._chat = chat
@@ -101,7 +101,7 @@ class App(HttpApp):
         self._metrics = metrics
         self._further = further
         self._on_event = on_event
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._threads = asyncio.Semaphore(_THREADS)
         self._grammars = Grammars(chat.tokenizer)
         self.compiling = 0  # requests that wait for their grammars
@@ -146,61 +146,61 @@ class App(HttpApp):
             raw = await exchange.body()
             body = decoded(raw)
             adapter = self._adapter_of(body)
-            fingerprint = _identity(exchange, raw)
-            with fields.nesting_named(body), fields.renamed(dialect.names):
-                asked = dialect.read(body, self._setting(session, exchange, adapter))
-                self._report(asked.left_out)
-                planned: Planned | None = None
-                slow = len(raw) > _LARGE_BYTES or asked.constraint is not None
+            fingerprint = _fingerprint(exchange, raw)
+            with fields.limited_nesting(body), fields.client_names(dialect.names):
+                parsed = dialect.read(body, self._setting(session, exchange, adapter))
+                self._report(parsed.left_out)
+                planned: CallPlan | None = None
+                slow = len(raw) > _LARGE_BYTES or parsed.constraint is not None
                 if slow and session.recorder.earlier(fingerprint) is None:
-                    planned = await self._aside(session.recorder.plan, asked.request)
-                    asked = await self._constrained(asked, dialect, planned.text)
-                answering = session.call(asked.request, asked.client, fingerprint, planned)
-            if asked.stream:
-                await stream(exchange, dialect, asked, answering)
+                    planned = await self._in_thread(session.recorder.plan, parsed.request)
+                    parsed = await self._constrained(parsed, dialect, planned.text)
+                answering = session.call(parsed.request, parsed.client, fingerprint, planned)
+            if parsed.stream:
+                await stream(exchange, dialect, parsed, answering)
                 return
             if not answering.over:
                 await answering.wait(exchange.gone())
             if not answering.over:
                 raise ClientGone
             if answering.error is not None:
-                with fields.renamed(dialect.names):
+                with fields.client_names(dialect.names):
                     raise answering.error
-            await exchange.reply(200, msgspec.json.encode(dialect.whole(asked, answering.call)))
+            await exchange.reply(200, msgspec.json.encode(dialect.response_body(parsed, answering.call)))
             exchange.note_received(answering.note_received)
 
     def _report(self, left_out: Sequence[str]) -> None:
         """Report hosted tools that a request names and the model isn't offered, each once."""
         for kind in dict.fromkeys(left_out):
-            if kind not in self._told and len(self._told) < _MOST_TOLD:
-                self._told.add(kind)
-                what = f"a client offers the hosted tool {fields.shown(kind)}: it is left out (reported once)"
-                self._on_event("hosted_tool", what)
+            if kind not in self._reported and len(self._reported) < _MAX_REPORTED:
+                self._reported.add(kind)
+                message = f"a client offers the hosted tool {fields.formatted(kind)}: it is left out (reported once)"
+                self._on_event("hosted_tool", message)
 
-    async def _constrained(self, asked: ParsedRequest, dialect: Dialect, prompt: str) -> ParsedRequest:
-        """The request with the grammar of what its constraint wants behind ``prompt``, which was compiled once. Raises
+    async def _constrained(self, parsed: ParsedRequest, dialect: Dialect, prompt: str) -> ParsedRequest:
+        """Return the request with the grammar of its constraint after ``prompt``; the grammar was compiled once. Raises
         RequestRefused naming the schema at fault, and Overloaded."""
-        wanted = asked.constraint
-        if wanted is None:
-            return asked
+        constraint = parsed.constraint
+        if constraint is None:
+            return parsed
         try:
             written = self._chat.written if dialect.parsed else OutputFormat()
-            grammar = answer_grammar(wanted, written, opened=begins_inside_reasoning(prompt, written))
+            grammar = answer_grammar(constraint, written, opened=begins_inside_reasoning(prompt, written))
             await self._compiled(grammar)
         except GrammarRefused as error:
-            param, fault = await self._at_fault(wanted) or (wanted.param, error)
+            param, fault = await self._at_fault(constraint) or (constraint.param, error)
             raise RequestRefused(f"{param}: {fault}", param=param) from None
-        return dataclasses.replace(asked, request=dataclasses.replace(asked.request, grammar=grammar))
+        return dataclasses.replace(parsed, request=dataclasses.replace(parsed.request, grammar=grammar))
 
-    async def _at_fault(self, wanted: Constraint) -> tuple[str, GrammarRefused] | None:
-        """The first schema that is refused by itself, and why; None: none was found in time."""
+    async def _at_fault(self, constraint: Constraint) -> tuple[str, GrammarRefused] | None:
+        """Find the first schema that is refused by itself, and its error; None if none was found in time."""
         with contextlib.suppress(TimeoutError, Overloaded):
             async with asyncio.timeout(_FAULT_S):
-                for one in wanted.schemas:
+                for schema in constraint.schemas:
                     try:
-                        await self._compiled(answer_grammar(Constraint(text=one), OutputFormat()))
+                        await self._compiled(answer_grammar(Constraint(text=schema), OutputFormat()))
                     except GrammarRefused as fault:
-                        return one.param, fault
+                        return schema.param, fault
         return None
 
     async def _compiled(self, grammar: str) -> None:
@@ -221,9 +221,9 @@ class App(HttpApp):
         body = decoded(raw)
         adapter = self._adapter_of(body)
         count = self._tokens_of
-        with fields.nesting_named(body):
-            asked = Messages().read({"max_tokens": 1, **body}, self._setting(session, exchange, adapter))
-            tokens = await self._aside(count, asked.request) if len(raw) > _LARGE_BYTES else count(asked.request)
+        with fields.limited_nesting(body):
+            parsed = Messages().read({"max_tokens": 1, **body}, self._setting(session, exchange, adapter))
+            tokens = await self._in_thread(count, parsed.request) if len(raw) > _LARGE_BYTES else count(parsed.request)
         await exchange.reply(200, msgspec.json.encode({"input_tokens": tokens}))
 
     def _tokens_of(self, request: CallRequest) -> int:
@@ -241,7 +241,7 @@ class App(HttpApp):
         await exchange.reply(200, msgspec.json.encode(posted))
 
     def _models(self, path: str) -> dict[str, Any]:
-        """Describe what is served: the model and its adapters in a list, or the one that ``path`` names."""
+        """Describe the served models: the model and its adapters in a list, or the one that ``path`` names."""
         served = self.settings.model
         model = {
             "id": served,
@@ -253,20 +253,20 @@ class App(HttpApp):
         if path == _MODELS:
             return {
                 "object": "list",
-                "data": [model, *({**model, "id": one, "parent": served} for one in self._adapters)],
+                "data": [model, *({**model, "id": adapter, "parent": served} for adapter in self._adapters)],
             }
         name = path[len(_MODELS) + 1 :]
         return {**model, "id": name} | ({"parent": served} if self._adapter_of({"model": name}) else {})
 
-    async def _aside(self, work: Callable[[CallRequest], T], request: CallRequest) -> T:
+    async def _in_thread(self, work: Callable[[CallRequest], T], request: CallRequest) -> T:
         """Run ``work`` in a thread, at most `_THREADS` at once: other parts of the process share the thread pool."""
         async with self._threads:
             return await asyncio.to_thread(work, request)
 
-    # --- what every route needs -------------------------------------------------------------------------------------
+    # --- shared by all routes ---------------------------------------------------------------------------------------
 
     def _adapter_of(self, body: Mapping[str, Any]) -> str:
-        """The adapter that a request's ``model`` names; "" where it names the model itself."""
+        """Return the adapter that a request's ``model`` names; "" if it names the model itself."""
         name = body.get("model")
         if not isinstance(name, str):
             raise RequestRefused("you must provide a model parameter", param="model")
@@ -302,9 +302,9 @@ class App(HttpApp):
         return known[0] if known else "other"
 
 
-def _identity(exchange: HttpExchange, raw: bytes) -> str:
-    """Fingerprint of a request that its client named with an Idempotency-Key: the retries of it share it. "" without
-    one: retry counters don't identify the request, and equal bodies may be separate requests for separate samples."""
+def _fingerprint(exchange: HttpExchange, raw: bytes) -> str:
+    """Return the fingerprint of a request with an Idempotency-Key, which its retries share. "" without a key: retry
+    counters don't identify the request, and equal bodies may be separate requests for separate samples."""
     named = exchange.header("idempotency-key")
     if not named:
         return ""

@@ -22,7 +22,7 @@ from headway.generator.endpoint.schemas import CHOICES, MESSAGES, TOOLS
 from headway.generator.recording.answer_tree import CallRequest, RecordedCall, RecordedTurn
 from headway.records.conversations import RequestRefused
 from headway.tokens.messages import normal_messages, normal_tools
-from headway.tokens.output_parsing import client_form
+from headway.tokens.output_parsing import openai_message
 from headway.tokens.tool_grammar import Constraint
 
 _TEMPLATE_OWN = ("messages", "tools", "documents", "add_generation_prompt")  # no client may set these
@@ -42,13 +42,13 @@ class ChatStream(AnswerWriter):
         delta = {
             key: text for key, text in (("reasoning_content", piece.reasoning), ("content", piece.content)) if text
         }
-        if not delta and not (self._asked.logprobs and piece.ids):
+        if not delta and not (self._parsed.logprobs and piece.ids):
             return b""
         return self._chunk(piece.choice, delta, piece=piece)
 
     def end(self, piece: Piece, turn: RecordedTurn) -> bytes:
         written = self._setting.chat.written
-        calls: list[dict[str, Any]] = client_form(turn.message, written).get("tool_calls", [])
+        calls: list[dict[str, Any]] = openai_message(turn.message, written).get("tool_calls", [])
         parts = [self.more(piece)]
         if calls:
             numbered = [{"index": number, **call} for number, call in enumerate(calls)]
@@ -60,11 +60,11 @@ class ChatStream(AnswerWriter):
         self, choice: int, delta: dict[str, Any], *, finish_reason: str | None = None, piece: Piece | None = None
     ) -> bytes:
         entry: dict[str, Any] = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        if self._asked.logprobs and piece is not None:
+        if self._parsed.logprobs and piece is not None:
             content = self._setting.texts.chat(piece.ids, piece.logprobs)
             entry["logprobs"] = {"content": content, "refusal": None}
-        usages = {"usage": None} if self._asked.include_usage else {}
-        return event({**self._same, "choices": [entry], **usages})
+        usages = {"usage": None} if self._parsed.include_usage else {}
+        return event({**self._common_fields, "choices": [entry], **usages})
 
 
 class ChatCompletions(Dialect):
@@ -85,8 +85,8 @@ class ChatCompletions(Dialect):
             "modalities": fields.only(["text"], why="this model writes text alone"),
             "logprobs": fields.flag(),
             "top_logprobs": fields.only(0, why="the sampled token's alone is known; valid is 0"),
-            "max_completion_tokens": fields.integer(1, fields.MOST_TOKENS),
-            "max_tokens": fields.integer(1, fields.MOST_TOKENS),
+            "max_completion_tokens": fields.integer(1, fields.MAX_TOKENS),
+            "max_tokens": fields.integer(1, fields.MAX_TOKENS),
             "n": fields.integer(1, settings.choices),
             "stop": fields.stop(),
             "stream_options": fields.structure(include_usage=fields.flag()),
@@ -114,35 +114,35 @@ class ChatCompletions(Dialect):
         tools, parallel = placed_tools(values["tools"], "parameters"), values["parallel_tool_calls"]
         return constraint(values["tool_choice"], tools, values["response_format"], parallel=parallel)
 
-    def whole(self, asked: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
-        choices = [_choice(number, turn, asked) for number, turn in enumerate(answers(call))]
-        return {**envelope("chatcmpl", "chat.completion", asked), "choices": choices, "usage": usage(call)}
+    def response_body(self, parsed: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
+        choices = [_choice(number, turn, parsed) for number, turn in enumerate(answers(call))]
+        return {**envelope("chatcmpl", "chat.completion", parsed), "choices": choices, "usage": usage(call)}
 
 
 def _continues(values: Values) -> bool:
     """Whether the last message is the beginning of the answer. Raises RequestRefused for demands that contradict each
     other."""
-    asked, begins, given = values["continue_final_message"], values["add_generation_prompt"], values["messages"]
-    marked = [n for n, message in enumerate(given) if any(message.get(key) is True for key in ("prefix", "partial"))]
-    if marked and marked != [len(given) - 1]:
-        what = f"messages[{marked[0]}]: only the last message is a prefix of the answer"
-        raise RequestRefused(what, param=f"messages[{marked[0]}]")
+    asked, begins, messages = values["continue_final_message"], values["add_generation_prompt"], values["messages"]
+    marked = [n for n, message in enumerate(messages) if any(message.get(key) is True for key in ("prefix", "partial"))]
+    if marked and marked != [len(messages) - 1]:
+        reason = f"messages[{marked[0]}]: only the last message is a prefix of the answer"
+        raise RequestRefused(reason, param=f"messages[{marked[0]}]")
     if begins is asked is True:
-        what = "add_generation_prompt = true: valid beside continue_final_message = true is false"
-        raise RequestRefused(what, param="add_generation_prompt")
+        reason = "add_generation_prompt = true: valid beside continue_final_message = true is false"
+        raise RequestRefused(reason, param="add_generation_prompt")
     if begins is False and not asked and not marked:
-        what = "add_generation_prompt = false: valid is true, or continue_final_message = true beside it"
-        raise RequestRefused(what, param="add_generation_prompt")
+        reason = "add_generation_prompt = false: valid is true, or continue_final_message = true beside it"
+        raise RequestRefused(reason, param="add_generation_prompt")
     return asked or bool(marked)
 
 
-def _choice(number: int, turn: RecordedTurn, asked: ParsedRequest) -> dict[str, Any]:
-    logprobs, setting = None, asked.setting
-    if asked.logprobs:
+def _choice(number: int, turn: RecordedTurn, parsed: ParsedRequest) -> dict[str, Any]:
+    logprobs, setting = None, parsed.setting
+    if parsed.logprobs:
         logprobs = {"content": setting.texts.chat(turn.answer.ids, turn.logprobs), "refusal": None}
     return {
         "index": number,
-        "message": {**client_form(turn.message, setting.chat.written), "refusal": None},
+        "message": {**openai_message(turn.message, setting.chat.written), "refusal": None},
         "logprobs": logprobs,
         "finish_reason": _finish_reason(turn),
     }
@@ -156,6 +156,6 @@ def _variables(variables: Values) -> Values:
     """Check ``chat_template_kwargs``: the client's own arguments of the chat template. Raises RequestRefused."""
     for name in variables:
         if name in _TEMPLATE_OWN or not name.isidentifier():
-            what = f"chat_template_kwargs.{name}: valid are names that only the template knows, say enable_thinking"
-            raise RequestRefused(what, param="chat_template_kwargs")
+            message = f"chat_template_kwargs.{name}: valid are names that only the template knows, say enable_thinking"
+            raise RequestRefused(message, param="chat_template_kwargs")
     return variables

@@ -35,12 +35,12 @@ class CompletionStream(AnswerWriter):
     prefix = "cmpl"
     kind = "text_completion"
 
-    def __init__(self, asked: ParsedRequest, call: RecordedCall) -> None:
-        super().__init__(asked, call)
+    def __init__(self, parsed: ParsedRequest, call: RecordedCall) -> None:
+        super().__init__(parsed, call)
         self._offsets = [0] * call.request.choices
 
     def more(self, piece: Piece) -> bytes:
-        if not piece.content and not (self._asked.logprobs and piece.ids):
+        if not piece.content and not (self._parsed.logprobs and piece.ids):
             return b""
         return self._chunk(piece)
 
@@ -49,7 +49,7 @@ class CompletionStream(AnswerWriter):
 
     def _chunk(self, piece: Piece, finish_reason: str | None = None) -> bytes:
         logprobs = None
-        if self._asked.logprobs:
+        if self._parsed.logprobs:
             logprobs = self._setting.texts.completions(piece.ids, piece.logprobs, self._offsets[piece.choice])
             self._offsets[piece.choice] += sum(map(len, logprobs["tokens"]))
         entry = {
@@ -58,7 +58,7 @@ class CompletionStream(AnswerWriter):
             "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
-        return event({**self._same, "choices": [entry]})
+        return event({**self._common_fields, "choices": [entry]})
 
 
 class Completions(Dialect):
@@ -76,7 +76,7 @@ class Completions(Dialect):
             "echo": fields.only(False, why="the prompt isn't scored; valid is false"),
             "suffix": fields.only("", why="this server only continues"),
             "logprobs": fields.only(0, False, why="the sampled token's alone is known; valid is 0"),
-            "max_tokens": fields.integer(1, fields.MOST_TOKENS),
+            "max_tokens": fields.integer(1, fields.MAX_TOKENS),
             "stop": fields.stop(),
             "response_format": text_format(),
             "stream_options": fields.structure(include_usage=fields.flag()),
@@ -85,8 +85,8 @@ class Completions(Dialect):
     def request(self, values: Values) -> CallRequest:
         choices, best_of = values["n"] or 1, values["best_of"]
         if best_of not in (None, choices):
-            what = f"best_of = {fields.shown(best_of)}: this server samples just the n that are asked for"
-            raise RequestRefused(what, param="best_of")
+            message = f"best_of = {fields.formatted(best_of)}: this server samples just the n that are asked for"
+            raise RequestRefused(message, param="best_of")
         return CallRequest(
             prompt=_prompt(values["prompt"]),
             choices=choices,
@@ -99,9 +99,9 @@ class Completions(Dialect):
         text = values["response_format"]
         return None if text is None else Constraint(text=text)
 
-    def whole(self, asked: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
-        choices = [_choice(number, turn, asked) for number, turn in enumerate(answers(call))]
-        return {**envelope("cmpl", "text_completion", asked), "choices": choices, "usage": usage(call)}
+    def response_body(self, parsed: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
+        choices = [_choice(number, turn, parsed) for number, turn in enumerate(answers(call))]
+        return {**envelope("cmpl", "text_completion", parsed), "choices": choices, "usage": usage(call)}
 
 
 def completion_text(turn: RecordedTurn, setting: Setting) -> str:
@@ -109,9 +109,9 @@ def completion_text(turn: RecordedTurn, setting: Setting) -> str:
     return response_text(setting.chat.tokenizer, turn.answer.ids, PLAIN, turn.answer.stop)
 
 
-def _choice(number: int, turn: RecordedTurn, asked: ParsedRequest) -> dict[str, Any]:
-    logprobs = asked.setting.texts.completions(turn.answer.ids, turn.logprobs, 0) if asked.logprobs else None
-    text = completion_text(turn, asked.setting)
+def _choice(number: int, turn: RecordedTurn, parsed: ParsedRequest) -> dict[str, Any]:
+    logprobs = parsed.setting.texts.completions(turn.answer.ids, turn.logprobs, 0) if parsed.logprobs else None
+    text = completion_text(turn, parsed.setting)
     return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": turn.finish_reason}
 
 

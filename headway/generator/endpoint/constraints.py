@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from headway.generator.endpoint.fields import Field, refused, shown
+from headway.generator.endpoint.fields import Field, formatted, refused
 from headway.records.conversations import RequestRefused
-from headway.tokens.tool_grammar import AskedSchema, CallableTool, Constraint
+from headway.tokens.tool_grammar import CallableTool, Constraint, RequestedSchema
 
 _OBJECT: Mapping[str, Any] = {"type": "object"}
 _TYPED = {"type": "object", "required": ["type"]}
@@ -17,8 +17,8 @@ Mode = Literal["none", "auto", "required"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """Which tools an answer calls."""
+class ToolChoice:
+    """The tools that an answer may call, or must."""
 
     mode: Mode = "auto"
     names: tuple[str, ...] | None = None  # of the only tools that may be called; None: all may
@@ -26,123 +26,124 @@ class Choice:
 
 
 def text_format(*kinds: str) -> Field:
-    """Field of a format of text, of ``kinds``; its value is an AskedSchema, None for text. ``kinds`` (): those of
-    OpenAI's APIs, "text", "json_object" and "json_schema". Its chat API nests a schema in ``json_schema``, the others
-    have it beside the type."""
+    """Make the field of a text format of one of ``kinds``, by default those of OpenAI's APIs: "text", "json_object" and
+    "json_schema". Its value is a RequestedSchema, None for plain text. The chat API nests a schema in ``json_schema``,
+    the others have it beside the type."""
     kinds = kinds or ("text", "json_object", "json_schema")
 
-    def checked(name: str, value: Any) -> AskedSchema | None:
+    def checked(name: str, value: Any) -> RequestedSchema | None:
         kind = value.get("type") if isinstance(value, Mapping) else None
         if not isinstance(kind, str) or kind not in kinds:
             valid = " and ".join(repr({"type": kind}) for kind in kinds)
-            raise RequestRefused(f"{name} = {shown(value)}: valid are {valid}", param=name)
+            raise RequestRefused(f"{name} = {formatted(value)}: valid are {valid}", param=name)
         if kind == "text":
             return None
-        place, inner = _inner(name, value, kind)
+        path, inner = _inner(name, value, kind)
         schema = inner.get("schema")
         if schema is None and kind == "json_object":
             schema = _OBJECT
         if not isinstance(schema, Mapping):
-            raise refused(f"{place}.schema", schema, "a JSON schema, an object")
-        return AskedSchema(param=f"{place}.schema" if schema is not _OBJECT else name, schema=schema)
+            raise refused(f"{path}.schema", schema, "a JSON schema, an object")
+        return RequestedSchema(param=f"{path}.schema" if schema is not _OBJECT else name, schema=schema)
 
     typed = {**_TYPED, "properties": {"type": {"enum": list(kinds)}}}
     return Field(checked, typed)
 
 
 def tool_choice() -> Field:
-    """Field ``tool_choice`` of OpenAI's APIs; its value is a Choice. The chat API nests a name in ``function`` and a
-    set of tools in ``allowed_tools``, the Responses API has them beside the type."""
+    """Make the field ``tool_choice`` of OpenAI's APIs; its value is a ToolChoice. The chat API nests a name in
+    ``function`` and a set of tools in ``allowed_tools``, the Responses API has them beside the type."""
 
-    def checked(name: str, value: Any) -> Choice:
+    def checked(name: str, value: Any) -> ToolChoice:
         if isinstance(value, str) and value in _MODES:
-            return Choice(mode=value)
+            return ToolChoice(mode=value)
         kind = value.get("type") if isinstance(value, Mapping) else None
         if kind not in ("function", "custom", "allowed_tools"):
             valid = "'none', 'auto', 'required', and objects of the types 'function', 'custom' and 'allowed_tools'"
-            raise RequestRefused(f"{name} = {shown(value)}: valid are {valid}", param=name)
-        place, inner = _inner(name, value, kind)
+            raise RequestRefused(f"{name} = {formatted(value)}: valid are {valid}", param=name)
+        path, inner = _inner(name, value, kind)
         if kind != "allowed_tools":
-            return Choice(mode="required", names=(_name(place, inner),), single=True)
+            return ToolChoice(mode="required", names=(_name(path, inner),), single=True)
         mode, tools = inner.get("mode"), inner.get("tools")
         if mode not in ("auto", "required"):
-            raise refused(f"{place}.mode", mode, "'auto' or 'required'")
+            raise refused(f"{path}.mode", mode, "'auto' or 'required'")
         if not isinstance(tools, list) or not tools:
-            raise refused(f"{place}.tools", tools, "a list of one or more tools")
-        named = [_inner(f"{place}.tools[{number}]", tool, "function") for number, tool in enumerate(tools)]
-        return Choice(mode=mode, names=tuple(_name(*tool) for tool in named))
+            raise refused(f"{path}.tools", tools, "a list of one or more tools")
+        named = [_inner(f"{path}.tools[{number}]", tool, "function") for number, tool in enumerate(tools)]
+        return ToolChoice(mode=mode, names=tuple(_name(*tool) for tool in named))
 
     allowed = {**_TYPED, "properties": {"type": {"enum": ["function", "custom", "allowed_tools"]}}}
-    return Field(checked, {"anyOf": [{"enum": list(_MODES)}, allowed]}, default=Choice())
+    return Field(checked, {"anyOf": [{"enum": list(_MODES)}, allowed]}, default=ToolChoice())
 
 
 def anthropic_tool_choice() -> Field:
-    """Field ``tool_choice`` of Anthropic's API; its value is a Choice."""
+    """Make the field ``tool_choice`` of Anthropic's API; its value is a ToolChoice."""
     modes: dict[str, Mode] = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 
-    def checked(name: str, value: Any) -> Choice:
+    def checked(name: str, value: Any) -> ToolChoice:
         kind = value.get("type") if isinstance(value, Mapping) else None
         if not isinstance(kind, str) or kind not in modes:
             raise refused(name, value, "an object with a type: 'auto', 'any', 'tool' or 'none'")
         names = (_name(name, value),) if kind == "tool" else None
         single = value.get("disable_parallel_tool_use") is True or kind == "tool"
-        return Choice(mode=modes[kind], names=names, single=single)
+        return ToolChoice(mode=modes[kind], names=names, single=single)
 
-    return Field(checked, {**_TYPED, "properties": {"type": {"enum": list(modes)}}}, default=Choice())
+    return Field(checked, {**_TYPED, "properties": {"type": {"enum": list(modes)}}}, default=ToolChoice())
 
 
 def _inner(name: str, value: Any, kind: str) -> tuple[str, Mapping[str, Any]]:
-    """(place, fields) of what an object of this type holds: inside the field of the type's name, or beside it."""
+    """Return (path, fields) of an object's content, which is in the field named by its type, or beside the type."""
     if not isinstance(value, Mapping):
         raise refused(name, value, "an object")
     inner = value.get(kind)
     return (f"{name}.{kind}", inner) if isinstance(inner, Mapping) else (name, value)
 
 
-def _name(place: str, value: Mapping[str, Any]) -> str:
+def _name(path: str, value: Mapping[str, Any]) -> str:
     name = value.get("name")
     if not isinstance(name, str):
-        raise refused(f"{place}.name", name, "the name of a tool")
+        raise refused(f"{path}.name", name, "the name of a tool")
     namespace = value.get("namespace")
     return f"{namespace}.{name}" if namespace else name
 
 
-PlacedTool = tuple[str, Mapping[str, Any], str]  # its place in the request, the function, the place of its schema
+PlacedTool = tuple[str, Mapping[str, Any], str]  # its path in the request, the function, the path of its schema
 
 
 def placed_tools(tools: Any, key: str) -> list[PlacedTool]:
-    """The functions of a request's tools, which `CallRequest` took, so that each has a name; ``key``: of a schema."""
-    found = (_inner(f"tools[{number}]", tool, "function") for number, tool in enumerate(tools or ()))
-    return [(place, function, f"{place}.{key}") for place, function in found]
+    """Return the functions of a request's tools, with paths; each has a name, as `CallRequest` has checked.
+    ``key``: the field of a function's schema."""
+    functions = (_inner(f"tools[{number}]", tool, "function") for number, tool in enumerate(tools or ()))
+    return [(path, function, f"{path}.{key}") for path, function in functions]
 
 
 def constraint(
-    choice: Choice,
+    choice: ToolChoice,
     tools: Sequence[PlacedTool],
-    text: AskedSchema | None,
+    text: RequestedSchema | None,
     *,
     key: str = "parameters",
     parallel: bool = True,
 ) -> Constraint | None:
-    """The constraint that a request puts on its answer; None: none. ``key``: of a tool's schema; ``parallel``: several
-    calls in an answer are allowed. Raises RequestRefused: a tool that there isn't, a schema that is none."""
+    """Return the constraint that a request puts on its answer, or None. ``key``: the field of a tool's schema;
+    ``parallel``: an answer may have several calls. Raises RequestRefused for an unknown tool or an invalid schema."""
     names = [function["name"] for _, function, _ in tools]
     unknown = [name for name in choice.names or () if name not in names]
     if unknown or (choice.mode == "required" and not tools):
-        what = shown(unknown[0]) if unknown else "a tool is to be called"
+        problem = formatted(unknown[0]) if unknown else "a tool is to be called"
         listed = ", ".join(map(repr, names)) or "none"
-        raise RequestRefused(f"tool_choice: {what}, and the names of tools are: {listed}", param="tool_choice")
+        raise RequestRefused(f"tool_choice: {problem}, and the names of tools are: {listed}", param="tool_choice")
     allowed: list[CallableTool] = []
     demanding = "tool_choice" if choice.mode == "required" or choice.names is not None else ""
     optional = text is None and not demanding
-    for place, function, param in tools:
+    for path, function, param in tools:
         strict, schema = function.get("strict"), function.get(key)
         if strict is not None and not isinstance(strict, bool):
-            raise refused(f"{place}.strict", strict, "true or false")
+            raise refused(f"{path}.strict", strict, "true or false")
         if not isinstance(schema, Mapping | None):
             raise refused(param, schema, "a JSON schema, an object")
         if choice.mode != "none" and (choice.names is None or function["name"] in choice.names):
-            arguments = AskedSchema(param=param, schema={**_OBJECT, **(schema or {})}, strict=bool(strict))
+            arguments = RequestedSchema(param=param, schema={**_OBJECT, **(schema or {})}, strict=bool(strict))
             allowed.append(CallableTool(name=function["name"], arguments=arguments))
             demanding = demanding or (param.replace(f".{key}", ".strict") if strict else "")
     if text is None and not demanding:

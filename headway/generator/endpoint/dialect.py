@@ -35,7 +35,7 @@ class Setting:
     constraints: bool  # answers may be constrained
     created: int  # seconds since the epoch
     answer_id: str  # without the API's prefix
-    adapter: str = ""  # that the request names
+    adapter: str = ""  # the adapter that the request names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,11 +72,11 @@ class AnswerWriter(ABC):
     prefix = ""  # of the answer's id
     kind = ""  # the "object" of every chunk
 
-    def __init__(self, asked: ParsedRequest, call: RecordedCall) -> None:
-        self._asked = asked
+    def __init__(self, parsed: ParsedRequest, call: RecordedCall) -> None:
+        self._parsed = parsed
         self._call = call
-        self._setting = asked.setting
-        self._same = envelope(self.prefix, self.kind, asked)
+        self._setting = parsed.setting
+        self._common_fields = envelope(self.prefix, self.kind, parsed)
 
     def begin(self) -> bytes:
         """Events before the first piece."""
@@ -93,8 +93,8 @@ class AnswerWriter(ABC):
     def close(self) -> bytes:
         """Events after the last choice: usage if asked for, and the end mark."""
         last = b"data: [DONE]\n\n"
-        if self._asked.include_usage:
-            last = event({**self._same, "choices": [], "usage": usage(self._call)}) + last
+        if self._parsed.include_usage:
+            last = event({**self._common_fields, "choices": [], "usage": usage(self._call)}) + last
         return last
 
     def failed(self, error: HttpError) -> bytes:
@@ -120,11 +120,11 @@ class Dialect(ABC):
 
     @abstractmethod
     def constraint(self, values: Values) -> Constraint | None:
-        """Constraint on the answer, of the field values of a request that `request` took; None: none. Raises
+        """Return the constraint on the answer, or None, from field values that `request` accepted. Raises
         RequestRefused naming the field."""
 
     def left_out(self, values: Values) -> Sequence[str]:
-        """Kinds of tools of a request that this server doesn't have and the model isn't offered."""
+        """Return the kinds of hosted tools in a request, which this server lacks and the model isn't offered."""
         return ()
 
     def all_fields(self, settings: EndpointConfig) -> dict[str, Field]:
@@ -167,32 +167,32 @@ class Dialect(ABC):
         )
 
     @abstractmethod
-    def whole(self, asked: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
+    def response_body(self, parsed: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
         """The response body of an answered call, as a mapping."""
 
 
-def _require_answerable(request: CallRequest, constraint: Constraint | None, given: int) -> None:
+def _require_answerable(request: CallRequest, constraint: Constraint | None, message_count: int) -> None:
     """Raise RequestRefused for a conversation that ends with the assistant, unless its last message is to be continued
-    and can be. ``given``: messages as the client counts them."""
-    place = f"messages[{given - 1}]"
+    and can be. ``message_count``: messages as the client counts them."""
+    path = f"messages[{message_count - 1}]"
     if not request.messages or request.messages[-1].role != "assistant":
         if request.continues:
-            what = f"{place}: there is no message to continue; valid is one of the assistant"
-            raise RequestRefused(what, param=place)
+            reason = f"{path}: there is no message to continue; valid is one of the assistant"
+            raise RequestRefused(reason, param=path)
         return
     last = request.messages[-1]
     if not request.continues:
-        what = (
+        reason = (
             "a final message of the assistant is continued with continue_final_message = true, or prefix = true in it"
         )
-        raise RequestRefused(f"{place}: {what}; valid is also another message behind it", param=place)
+        raise RequestRefused(f"{path}: {reason}; valid is also another message behind it", param=path)
     _, opened, thought = last.inline.rpartition("<think>")
     if last.calls or not last.content.strip() or (opened and "</think>" not in thought):
-        what = "a text to be continued is needed, without calls or reasoning that is still open"
-        raise RequestRefused(f"{place}: {what}", param=place)
+        reason = "a text to be continued is needed, without calls or reasoning that is still open"
+        raise RequestRefused(f"{path}: {reason}", param=path)
     if constraint is not None and not constraint.optional:
-        what = f"{constraint.param}: no format or choice of tools holds for the continuation of a final message"
-        raise RequestRefused(what, param=constraint.param)
+        reason = f"{constraint.param}: no format or choice of tools holds for the continuation of a final message"
+        raise RequestRefused(reason, param=constraint.param)
 
 
 def _client_sampling(values: Values, *, fixed: bool) -> ClientSampling:
@@ -205,25 +205,25 @@ def _client_sampling(values: Values, *, fixed: bool) -> ClientSampling:
     return ClientSampling(**{name: values[name] for name in names}, further=further or None)
 
 
-def envelope(prefix: str, kind: str, asked: ParsedRequest) -> dict[str, Any]:
-    """Fields of OpenAI's answers and chunks beside ``choices``: id, object, created, model."""
-    identity = f"{prefix}-{asked.setting.answer_id}"
-    return {"id": identity, "object": kind, "created": asked.setting.created, "model": asked.body["model"]}
+def envelope(prefix: str, kind: str, parsed: ParsedRequest) -> dict[str, Any]:
+    """Return the fields of OpenAI's answers and chunks beside ``choices``: id, object, created, model."""
+    identity = f"{prefix}-{parsed.setting.answer_id}"
+    return {"id": identity, "object": kind, "created": parsed.setting.created, "model": parsed.body["model"]}
 
 
 def answers(call: RecordedCall) -> list[RecordedTurn]:
-    """Answers of an answered call, one for each choice."""
+    """Return the answers of an answered call, one for each choice."""
     return [turn for turn in call.turns if turn is not None]
 
 
 def answer_texts(turn: RecordedTurn, setting: Setting) -> tuple[str, str]:
-    """Reasoning and text of an answer; where the chat template marks no reasoning, it stands in the text."""
+    """Return reasoning and text of an answer; the text has both if the chat template doesn't mark reasoning."""
     message = turn.message
     return (message.reasoning, message.content) if setting.chat.written.reasoning else ("", message.inline)
 
 
 def usage(call: RecordedCall) -> dict[str, int]:
-    """Token counts of an answered call, under OpenAI's names."""
+    """Return the token counts of an answered call, under OpenAI's names."""
     prompt, completion = len(call.prompt_ids), sum(len(turn.answer.ids) for turn in answers(call))
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 

@@ -12,7 +12,7 @@ import msgspec
 
 from headway.config.endpoint import EndpointConfig
 from headway.generator.endpoint.refusals import HttpError
-from headway.runtime.supervision import to_its_end
+from headway.runtime.supervision import run_to_completion
 
 T = TypeVar("T")
 Message = dict[str, Any]
@@ -63,7 +63,7 @@ class HttpExchange:
 
     @property
     def query(self) -> dict[str, str]:
-        """The values of the request's query by name; of a name that is there twice the last one."""
+        """The values of the request's query by name; the last one of a repeated name."""
         return dict(parse_qsl(self._query.decode("latin-1"), keep_blank_values=True))
 
     @property
@@ -93,13 +93,13 @@ class HttpExchange:
                         pieces.clear()
                     more = message.get("more_body", False)
         except TimeoutError:
-            what = f"the request isn't whole after {self._settings.body_timeout_s:g} s"
-            raise HttpError(408, what, code="timeout", headers=((b"connection", b"close"),)) from None
+            reason = f"the request isn't whole after {self._settings.body_timeout_s:g} s"
+            raise HttpError(408, reason, code="timeout", headers=((b"connection", b"close"),)) from None
         if (coding := self.header("content-encoding").strip().lower()) not in ("", "identity"):
             raise HttpError(415, f"content-encoding = {coding!r}: bodies are read as they are; send it uncompressed")
         if size > limit:
-            what = f"the request's body is larger than {limit} bytes"
-            raise HttpError(413, what, code="request_too_large", headers=((b"connection", b"close"),))
+            reason = f"the request's body is larger than {limit} bytes"
+            raise HttpError(413, reason, code="request_too_large", headers=((b"connection", b"close"),))
         return b"".join(pieces)
 
     def gone(self) -> asyncio.Task[None]:
@@ -109,7 +109,7 @@ class HttpExchange:
         return self._gone
 
     async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of ``work``, which is cancelled when the client disconnects: then raises ClientGone. Call it only
+        """Return the result of ``work``. If the client disconnects, cancels it and raises ClientGone. Call this only
         after the body was read."""
         working = asyncio.create_task(work, name="answer")
         try:
@@ -119,7 +119,7 @@ class HttpExchange:
             return working.result()
         finally:
             working.cancel()  # if it isn't done
-            await to_its_end(asyncio.wait({working}))
+            await run_to_completion(asyncio.wait({working}))
 
     async def _wait_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -132,29 +132,29 @@ class HttpExchange:
         length = () if status == 304 else ((b"content-length", str(len(body)).encode()),)
         head = self._head(status, kind, [*length, *headers])
         self.answered = True
-        await self._bounded(head, {"type": "http.response.body", "body": body})
+        await self._deliver(head, {"type": "http.response.body", "body": body})
 
-    async def reply_with(self, found: Any) -> None:
-        """Send ``found`` as JSON, or bytes as the metrics that they are. Raises ClientGone."""
-        if isinstance(found, bytes):
-            await self.reply(200, found, kind=b"text/plain; version=0.0.4; charset=utf-8")
+    async def reply_with(self, payload: Any) -> None:
+        """Send ``payload`` as JSON, or bytes as metrics in Prometheus' text format. Raises ClientGone."""
+        if isinstance(payload, bytes):
+            await self.reply(200, payload, kind=b"text/plain; version=0.0.4; charset=utf-8")
         else:
-            await self.reply(200, msgspec.json.encode(found))
+            await self.reply(200, msgspec.json.encode(payload))
 
     async def begin_stream(self) -> None:
         """Send the head of a stream of server-sent events. Raises ClientGone."""
         self.streaming = True
-        await self._bounded(self._head(200, b"text/event-stream; charset=utf-8", [(b"cache-control", b"no-cache")]))
+        await self._deliver(self._head(200, b"text/event-stream; charset=utf-8", [(b"cache-control", b"no-cache")]))
 
     async def write(self, data: bytes) -> None:
         """Send a piece of the stream, unless it is empty. Raises ClientGone."""
         if data:
-            await self._bounded({"type": "http.response.body", "body": data, "more_body": True})
+            await self._deliver({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end_stream(self, last: bytes) -> None:
         """Send the stream's last piece and the response's end in one write. Raises ClientGone."""
         self.answered = True
-        await self._bounded({"type": "http.response.body", "body": last})
+        await self._deliver({"type": "http.response.body", "body": last})
 
     def note_received(self, note: Callable[[bool], object]) -> None:
         """Call ``note(True)`` now that the whole response was sent, and ``note(False)`` if the client closes the
@@ -172,7 +172,7 @@ class HttpExchange:
         named = [(b"content-type", kind), (b"x-request-id", name), (b"request-id", name), *headers]
         return {"type": "http.response.start", "status": status, "headers": named}
 
-    async def _bounded(self, *messages: Message) -> None:
+    async def _deliver(self, *messages: Message) -> None:
         """Send ASGI messages. Raises ClientGone, also when the client reads nothing for ``body_timeout_s``."""
         try:
             async with asyncio.timeout(self._settings.body_timeout_s):

@@ -11,11 +11,11 @@ from headway.records.conversations import RequestRefused
 from headway.records.generation import LOWEST_TEMPERATURE
 from headway.tokens.grammar_schemas import is_one_of
 
-_MOST_STOPS = 64
+_MAX_STOPS = 64
 _LONGEST_STOP = 1024  # characters
 _SEED = (-(1 << 63), (1 << 63) - 1)
-MOST_TOKENS = 1 << 31  # limit of max_tokens: no context is larger
-_MOST_LEVELS = 200  # of lists and objects in each other
+MAX_TOKENS = 1 << 31  # limit of max_tokens: no context is larger
+_MAX_LEVELS = 200  # of lists and objects in each other
 _CONVERSATION = ("messages", "input", "prompt")  # large, and flat
 _LARGEST_REWARD = 1e30  # of either sign: the squares and sums of larger ones may overflow, which would end a run
 
@@ -46,24 +46,24 @@ def read(body: Mapping[str, Any], fields: Mapping[str, Field], within: str = "")
 
 
 @contextmanager
-def nesting_named(body: Mapping[str, Any]) -> Iterator[None]:
-    """Raise RequestRefused for a schema that is nested too deeply, and with the deepest field of ``body`` where the
-    block meets Python's limit of nesting."""
+def limited_nesting(body: Mapping[str, Any]) -> Iterator[None]:
+    """Raise RequestRefused for a field that is nested too deeply, and for the deepest field of ``body`` if the block
+    meets Python's recursion limit."""
     try:
-        for name in (one for one in body if one not in _CONVERSATION):
-            if _levels(body[name]) > _MOST_LEVELS:
+        for name in (key for key in body if key not in _CONVERSATION):
+            if _levels(body[name]) > _MAX_LEVELS:
                 raise RecursionError
         yield
     except RecursionError:
         levels, name = max((_levels(value), name) for name, value in body.items())
-        what = f"{name}: nested {levels} levels deep; valid are {_MOST_LEVELS}, and fewer where a template reads them"
-        raise RequestRefused(what, param=name) from None
+        text = f"{name}: nested {levels} levels deep; valid are {_MAX_LEVELS}, and fewer where a template reads them"
+        raise RequestRefused(text, param=name) from None
 
 
 @contextmanager
-def renamed(paths: Mapping[str, str]) -> Iterator[None]:
-    """Raise a RequestRefused of the block under the client's own name of its field. ``paths``: that name by ours, or by
-    the beginning of ours."""
+def client_names(paths: Mapping[str, str]) -> Iterator[None]:
+    """Translate the field of a RequestRefused raised in the block to the client's name. ``paths`` maps our path, or
+    its beginning, to the client's."""
     try:
         yield
     except RequestRefused as error:
@@ -79,14 +79,14 @@ def renamed(paths: Mapping[str, str]) -> Iterator[None]:
 
 def _levels(value: Any) -> int:
     levels, layer = 0, [value]
-    while layer := [one for one in layer if isinstance(one, dict | list)]:
+    while layer := [node for node in layer if isinstance(node, dict | list)]:
         levels += 1
-        layer = [part for one in layer for part in (one.values() if isinstance(one, dict) else one)]
+        layer = [part for node in layer for part in (node.values() if isinstance(node, dict) else node)]
     return levels
 
 
 def schema_of(fields: Mapping[str, Field]) -> dict[str, Any]:
-    """JSON schema of an object with these fields; further ones are ignored."""
+    """Make the JSON schema of an object with these fields; further ones are ignored."""
     required = [name for name, field in fields.items() if field.required]
     properties = {
         name: field.schema if field.required or not field.schema else {"anyOf": [field.schema, {"type": "null"}]}
@@ -95,20 +95,20 @@ def schema_of(fields: Mapping[str, Field]) -> dict[str, Any]:
     return {"type": "object", "properties": properties} | ({"required": required} if required else {})
 
 
-def raw(schema: Schema, most: int | None = None, *, required: bool = False) -> Field:
-    """Field whose value is passed on unparsed; a list has at most ``most`` entries."""
+def raw(schema: Schema, max_entries: int | None = None, *, required: bool = False) -> Field:
+    """Make a field whose value is passed on unparsed; a list has at most ``max_entries`` entries."""
 
     def checked(name: str, value: Any) -> Any:
-        if most is not None and isinstance(value, list) and len(value) > most:
-            raise RequestRefused(f"{name}: {len(value)} entries, at most {most} are valid", param=name)
+        if max_entries is not None and isinstance(value, list) and len(value) > max_entries:
+            raise RequestRefused(f"{name}: {len(value)} entries, at most {max_entries} are valid", param=name)
         return value
 
-    limit = {} if most is None else {"maxItems": most}
+    limit = {} if max_entries is None else {"maxItems": max_entries}
     return Field(checked, {**schema, **limit}, required=required)
 
 
 def number(low: float, high: float, smallest: float = 0.0, *, required: bool = False) -> Field:
-    """Field of a number in [low, high]; a value above 0 must be at least ``smallest``."""
+    """Make a field of a number in [low, high]; a value above 0 must be at least ``smallest``."""
 
     def checked(name: str, value: Any) -> float:
         valid = not isinstance(value, bool) and isinstance(value, int | float) and low <= value <= high
@@ -145,22 +145,22 @@ def flag(default: bool | None = False) -> Field:
 
 
 def stop() -> Field:
-    """Field of stop strings: one string, or a list."""
+    """Make the field of stop strings: one string, or a list."""
 
     def checked(name: str, value: Any) -> tuple[str, ...]:
-        given = [value] if isinstance(value, str) else value
-        if not isinstance(given, list) or not all(isinstance(s, str) and 0 < len(s) <= _LONGEST_STOP for s in given):
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(isinstance(s, str) and 0 < len(s) <= _LONGEST_STOP for s in texts):
             raise refused(name, value, f"a text, or a list of texts, of 1 to {_LONGEST_STOP} characters")
-        if len(given) > _MOST_STOPS:
-            raise RequestRefused(f"{name}: {len(given)} texts, at most {_MOST_STOPS} are valid", param=name)
-        return tuple(given)
+        if len(texts) > _MAX_STOPS:
+            raise RequestRefused(f"{name}: {len(texts)} texts, at most {_MAX_STOPS} are valid", param=name)
+        return tuple(texts)
 
     text = {"type": "string", "minLength": 1, "maxLength": _LONGEST_STOP}
-    return Field(checked, {"anyOf": [text, {"type": "array", "items": text, "maxItems": _MOST_STOPS}]}, default=())
+    return Field(checked, {"anyOf": [text, {"type": "array", "items": text, "maxItems": _MAX_STOPS}]}, default=())
 
 
 def structure(**fields: Field) -> Field:
-    """Field of an object whose listed fields are parsed; its others are kept."""
+    """Make a field of an object whose listed fields are parsed; its others are kept."""
 
     def checked(name: str, value: Any) -> Mapping[str, Any]:
         if not isinstance(value, Mapping):
@@ -171,17 +171,17 @@ def structure(**fields: Field) -> Field:
 
 
 def only(*valid: Any, why: str) -> Field:
-    """Field that allows just these values, or none; ``why`` ends the error."""
+    """Make a field that allows only these values, without any only null; ``why`` ends the error."""
 
     def checked(name: str, value: Any) -> Any:
         if not is_one_of(value, valid):
-            raise RequestRefused(f"{name} = {shown(value)}: {why}", param=name)
+            raise RequestRefused(f"{name} = {formatted(value)}: {why}", param=name)
         return value
 
     return Field(checked, {"enum": list(valid)} if valid else {"type": "null"})
 
 
-def shown(value: Any) -> str:
+def formatted(value: Any) -> str:
     """Format a value for an error, in at most 80 characters."""
     try:
         text = repr(value)
@@ -192,11 +192,11 @@ def shown(value: Any) -> str:
 
 def refused(name: str, value: Any, valid: str) -> RequestRefused:
     """Make the error of a field's value."""
-    return RequestRefused(f"{name} = {shown(value)}: valid is {valid}", param=name)
+    return RequestRefused(f"{name} = {formatted(value)}: valid is {valid}", param=name)
 
 
 def sampling() -> dict[str, Field]:
-    """Sampling fields that all APIs share."""
+    """Make the sampling fields that all APIs share."""
     return {
         **{f"{kind}_penalty": number(-2, 2) for kind in ("frequency", "presence", "repetition")},
         "logit_bias": structure(),

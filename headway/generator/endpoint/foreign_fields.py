@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headway.generator.endpoint.fields import Field, Values, only, shown
+from headway.generator.endpoint.fields import Field, Values, formatted, only
 from headway.records.conversations import RequestRefused
 from headway.tokens.grammar_schemas import is_one_of
 
@@ -39,9 +39,9 @@ _FORMS: Mapping[str, str] = {
     "the model's own format tells reasoning from text": "reasoning_format thinking_forced_open "
     "reasoning_in_content chat_format",
 }
-# of these each value asks for something, for false and 0 turn thinking off
+# every value of these has an effect, since false and 0 turn thinking off
 _ASKING = ("enable_thinking", "think", "thinking_budget", "thinking_token_budget", "reasoning_budget")
-# of these a value asks for something where it turns thinking off, or hides it
+# a value of these has an effect where it turns thinking off, or hides it
 _THINKING = ("thinking", "reasoning", "reasoning_effort")
 _OFF: Mapping[str, tuple[Any, ...]] = {
     "type": ("disabled",), "enabled": (False,), "effort": ("none",), "exclude": (True,),
@@ -74,7 +74,7 @@ _SAMPLING: Mapping[str, tuple[Any, ...]] = {
 
 
 def foreign_fields() -> dict[str, Field]:
-    """All fields that have a whole name; those by the beginnings of names are `require_no_foreign`'s."""
+    """Return the fields with complete names; `require_no_foreign` checks those given by their beginnings."""
     forms = {name: only(*_NOTHING, why=why) for why, names in _FORMS.items() for name in names.split()}
     forms |= {name: only(why=_TEMPLATE) for name in _ASKING}
     forms |= {name: Field(_thinking, {}) for name in _THINKING}
@@ -84,33 +84,33 @@ def foreign_fields() -> dict[str, Field]:
 
 
 def _thinking(name: str, value: Any) -> Any:
-    """Take what asks for thinking, however much; refuse what asks for none: only a template can turn it off."""
+    """Accept a value that requests thinking; refuse one that turns it off, which only a template can do."""
     parts = value if isinstance(value, Mapping) else {"type": value, "enabled": value, "effort": value}
     for part, off in _OFF.items():
         if part in parts and is_one_of(parts[part], off):
-            what = "the model's template says whether it thinks; chat completions take chat_template_kwargs"
-            raise RequestRefused(f"{name} = {shown(value)}: {what}", param=name)
+            reason = "the model's template says whether it thinks; chat completions take chat_template_kwargs"
+            raise RequestRefused(f"{name} = {formatted(value)}: {reason}", param=name)
     return value
 
 
-def require_no_foreign(body: Mapping[str, Any], own: Mapping[str, Field]) -> None:
-    """Raise RequestRefused for a field that is known by the beginning of its name."""
+def require_no_foreign(body: Mapping[str, Any], known: Mapping[str, Field]) -> None:
+    """Raise RequestRefused for a field whose name begins like a foreign one's, unless it is ``known``."""
     for why, names in _FORMS.items():
         for begin in (name for name in names.split() if name.endswith("_")):
-            for name in (name for name in body if name.startswith(begin) and name not in own):
+            for name in (name for name in body if name.startswith(begin) and name not in known):
                 if body[name] is not None:
                     only(*_NOTHING, why=why).read(name, body[name])
 
 
 def foreign_sampling(values: Values, *, fixed: bool) -> dict[str, Any]:
-    """Fields that change how tokens are sampled and aren't neutral, where the experiment's parameters hold (``fixed``).
-    Raises RequestRefused where they don't."""
+    """Return the fields that would change how tokens are sampled, if the experiment's parameters hold (``fixed``).
+    Raises RequestRefused for one if they don't hold."""
     asked = {name: values[name] for name in _SAMPLING if values[name] is not None}
-    found = {name: value for name, value in asked.items() if not is_one_of(value, _SAMPLING[name])}
-    for name, value in found.items():
+    effective = {name: value for name, value in asked.items() if not is_one_of(value, _SAMPLING[name])}
+    for name, value in effective.items():
         if not fixed:
-            valid = " or ".join(repr(one) for one in _SAMPLING[name]) or "null"
+            valid = " or ".join(repr(neutral) for neutral in _SAMPLING[name]) or "null"
             raise RequestRefused(
-                f"{name} = {shown(value)}: this server has no such sampling; valid is {valid}", param=name
+                f"{name} = {formatted(value)}: this server has no such sampling; valid is {valid}", param=name
             )
-    return found
+    return effective

@@ -20,7 +20,7 @@ from headway.runtime.addresses import is_loopback, is_loopback_host
 
 _log = logging.getLogger("headway.endpoint")
 _DECODER = msgspec.json.Decoder()
-Counted = Counter[tuple[str, int]]  # responses by route and status; 0: the client left before one was sent
+ResponseCounts = Counter[tuple[str, int]]  # responses by route and status; 0: the client left before one was sent
 
 
 class HttpApp(ABC):
@@ -31,7 +31,7 @@ class HttpApp(ABC):
         need keys then."""
         self._proxied = proxied
         self.settings = settings
-        self.responses: Counted = Counter()
+        self.responses: ResponseCounts = Counter()
         self._numbers = itertools.count(1)
 
     @abstractmethod
@@ -55,7 +55,7 @@ class HttpApp(ABC):
             await self.answer(exchange)
         except ClientGone:
             pass
-        except OnlyHead:
+        except HeadRequest:
             with contextlib.suppress(ClientGone):
                 await exchange.reply(200, b"")
         except asyncio.CancelledError:
@@ -68,12 +68,12 @@ class HttpApp(ABC):
             exchange.close()
 
     def _require_host(self, exchange: HttpExchange) -> None:
-        """Raise HttpError 421 where a server that only this machine reaches is asked for under another's name: a page
-        in a browser may have its own name resolve to 127.0.0.1."""
+        """Raise HttpError 421 if the Host header of a request to a loopback address names another host: a web page may
+        have its own name resolve to 127.0.0.1 (DNS rebinding)."""
         host = exchange.header("host")
         if host and not self._proxied and is_loopback(self.settings.address) and not is_loopback_host(host):
-            what = f"the header Host is {host!r}: valid are localhost, 127.0.0.1 and [::1]: this machine is served"
-            raise HttpError(421, what, code="misdirected_request")
+            message = f"the header Host is {host!r}: valid are localhost, 127.0.0.1 and [::1]: this machine is served"
+            raise HttpError(421, message, code="misdirected_request")
 
     async def _refuse(self, exchange: HttpExchange, error: Exception) -> None:
         """Respond with an error, unless a response has begun."""
@@ -86,8 +86,8 @@ class HttpApp(ABC):
             await exchange.reply(refused.status, self.error_body(exchange, refused), refused.headers)
 
 
-class OnlyHead(Exception):
-    """A HEAD request for a route that there is: it is answered with a status, and no more."""
+class HeadRequest(Exception):
+    """A HEAD request for an existing route, which is answered with a status alone."""
 
 
 def decoded(raw: bytes) -> Mapping[str, Any]:
@@ -102,9 +102,9 @@ def decoded(raw: bytes) -> Mapping[str, Any]:
 
 
 def require_method(exchange: HttpExchange, method: str) -> None:
-    """Raise HttpError 405 for a request with another method, and OnlyHead for a HEAD."""
+    """Raise HttpError 405 for a request with another method, and HeadRequest for a HEAD."""
     if exchange.method == "HEAD":
-        raise OnlyHead
+        raise HeadRequest
     if exchange.method != method:
         headers = ((b"allow", method.encode()),)
         raise HttpError(
@@ -113,5 +113,5 @@ def require_method(exchange: HttpExchange, method: str) -> None:
 
 
 def unknown_url(exchange: HttpExchange) -> HttpError:
-    """The error of a path that no route has."""
+    """Make the error of a path without a route."""
     return HttpError(404, f"unknown request URL: {exchange.method} {exchange.path}", code="unknown_url")

@@ -18,13 +18,13 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._anchor = tokenizer.encode("a")[-1:]  # decoders may strip the first token's leading blank
-        self._before = len(tokenizer.decode(self._anchor))
+        self._anchor_characters = len(tokenizer.decode(self._anchor))
         self.text = functools.cache(self._text)
 
     def _text(self, token: int) -> str:
         if token in self._tokenizer.special_ids:
             return self._tokenizer.token(token) or ""
-        return self._tokenizer.decode([*self._anchor, token], keep_special=True)[self._before :]
+        return self._tokenizer.decode([*self._anchor, token], keep_special=True)[self._anchor_characters :]
 
     def chat(self, ids: Sequence[int], logprobs: Sequence[float]) -> list[dict[str, Any]]:
         """Entries of ``choices[].logprobs.content``, one for each token. ``bytes`` is None for a token that holds part

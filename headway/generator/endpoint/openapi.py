@@ -44,7 +44,7 @@ def document(settings: EndpointConfig, dialects: Mapping[str, Dialect], metrics:
 
 
 def described(title: str, paths: Mapping[str, Any]) -> dict[str, Any]:
-    """The document of a service with these paths, whose keys are bearer tokens."""
+    """Make the OpenAPI document of a service with these paths, whose API keys are bearer tokens."""
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": "1"},
@@ -67,7 +67,7 @@ def operation(
     if session:
         parameters.append({"name": "X-Session-ID", "in": "header", "schema": {**_TEXT, "maxLength": 256}})
     failed = {"description": "an error", "content": {"application/json": {"schema": error}}}
-    found: dict[str, Any] = {
+    spec: dict[str, Any] = {
         "parameters": parameters,
         "responses": {
             "200": {"description": "the answer", "content": content},
@@ -75,5 +75,5 @@ def operation(
         },
     }
     if asked is not None:
-        found["requestBody"] = {"required": True, "content": {"application/json": {"schema": asked}}}
-    return found
+        spec["requestBody"] = {"required": True, "content": {"application/json": {"schema": asked}}}
+    return spec

@@ -54,7 +54,7 @@ class HttpError(Exception):
         return msgspec.json.encode({"error": error})
 
     def anthropic(self, request_id: str) -> bytes:
-        """Its body in Anthropic's shape."""
+        """The body in Anthropic's format."""
         error: dict[str, Any] = {"type": _TYPES[self.status][1], "message": str(self)}
         if self.code in _DETAILED:
             error["details"] = {"error_code": self.code}

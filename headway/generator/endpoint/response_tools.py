@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headway.generator.endpoint.fields import refused, shown
+from headway.generator.endpoint.fields import formatted, refused
 from headway.records.conversations import RequestRefused
 from headway.tokens.grammar import LARK
 from headway.tokens.messages import ToolCall, json_text
@@ -18,9 +18,9 @@ _KINDS = ("function", "custom", "namespace")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResponseTool:
-    """A tool as the model sees it, a function with a name of its own, and as its client calls it."""
+    """A tool as the model sees it (a function with a unique name), and as its client calls it."""
 
-    place: str  # in the request
+    path: str  # in the request
     name: str  # the model's
     own_name: str
     namespace: str = ""
@@ -38,7 +38,7 @@ class ResponseTools:
     """The tools of one request."""
 
     def __init__(self, raw: Any) -> None:
-        """``raw``: the field. Raises RequestRefused naming what is wrong with it."""
+        """``raw``: the value of the field ``tools``. Raises RequestRefused naming the invalid part."""
         if not isinstance(raw, list | None):
             raise refused("tools", raw, "a list")
         self.left_out: list[str] = []
@@ -49,21 +49,21 @@ class ResponseTools:
 
     def _add(self, raw: Sequence[Any], field: str, namespace: str, about: str) -> None:
         for number, tool in enumerate(raw):
-            place = f"{field}[{number}]"
+            path = f"{field}[{number}]"
             kind, name = (tool.get("type"), tool.get("name")) if isinstance(tool, Mapping) else (None, None)
             if kind not in _KINDS and isinstance(kind, str) and kind.isidentifier() and not namespace and name is None:
                 self.left_out.append(kind)
             elif kind not in _KINDS or not isinstance(name, str) or (namespace and kind == "namespace"):
                 valid = "an object with a name and type = 'function', 'custom' or, outside of one, 'namespace'"
-                raise refused(place, tool, f"{valid}, or a hosted tool, which has no name")
+                raise refused(path, tool, f"{valid}, or a hosted tool, which has no name")
             elif kind == "namespace":
                 if not isinstance(inner := tool.get("tools"), list):
-                    raise refused(f"{place}.tools", inner, "a list of functions")
-                self._add(inner, f"{place}.tools", name, tool.get("description") or "")
+                    raise refused(f"{path}.tools", inner, "a list of functions")
+                self._add(inner, f"{path}.tools", name, tool.get("description") or "")
             else:
-                self.tools.append(self._tool(tool, place, namespace, about))
+                self.tools.append(self._tool(tool, path, namespace, about))
 
-    def _tool(self, tool: Mapping[str, Any], place: str, namespace: str, about: str) -> ResponseTool:
+    def _tool(self, tool: Mapping[str, Any], path: str, namespace: str, about: str) -> ResponseTool:
         own_name, custom = tool["name"], tool["type"] == "custom"
         name = _joined(namespace, own_name)
         while namespace and name in self._taken:
@@ -76,45 +76,45 @@ class ResponseTools:
         if custom:
             text: dict[str, Any] = {"type": "string"}
             function["parameters"] = {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT]}
-            schema, asked = _constrained(tool.get("format") or {"type": "text"}, f"{place}.format")
+            schema, asked = _constrained(tool.get("format") or {"type": "text"}, f"{path}.format")
         texts = [text for text in (about, tool.get("description"), asked) if text]
         described = {"description": "\n".join(map(str, texts))} if texts else {}
         return ResponseTool(
-            place=place, name=name, own_name=own_name, namespace=namespace, custom=custom, schema=schema,
+            path=path, name=name, own_name=own_name, namespace=namespace, custom=custom, schema=schema,
             function={**function, **described, "name": name} | ({"strict": tool["strict"]} if "strict" in tool else {}),
         )  # fmt: skip
 
     @property
     def names(self) -> dict[str, str]:
-        """The model's names of tools, by those that a request's ``tool_choice`` gives."""
+        """The model's names of the tools, by the names that a request's ``tool_choice`` gives."""
         return {".".join(filter(None, (tool.namespace, tool.own_name))): tool.name for tool in self.tools}
 
     @property
     def functions(self) -> list[dict[str, Any]]:
-        """As chat templates take them."""
+        """The functions in the form that chat templates take."""
         stripped = ({key: value for key, value in tool.function.items() if key != "strict"} for tool in self.tools)
         return [{"type": "function", "function": function} for function in stripped]
 
     @property
     def constrainable(self) -> Iterator[tuple[str, Mapping[str, Any], str]]:
-        """(place, function with its schema, the schema's place) of each."""
+        """Yield (path, function with its schema, the schema's path) of each tool."""
         for tool in self.tools:
             if tool.schema is None:
-                yield tool.place, tool.function, f"{tool.place}.parameters"
+                yield tool.path, tool.function, f"{tool.path}.parameters"
             else:
                 constrained = {"parameters": tool.schema, "strict": True}
-                yield tool.place, {**tool.function, **constrained}, f"{tool.place}.format.definition"
+                yield tool.path, {**tool.function, **constrained}, f"{tool.path}.format.definition"
 
     def named(self, item: Mapping[str, Any]) -> Any:
-        """The model's name of what a call of the client's conversation names."""
+        """Return the model's name of the tool that a call in the client's conversation names."""
         name, namespace = item.get("name"), item.get("namespace") or ""
         if not (isinstance(name, str) and isinstance(namespace, str)):
-            return None  # which no call may have
-        found = [tool.name for tool in self.tools if (tool.own_name, tool.namespace) == (name, namespace)]
-        return found[0] if found else _joined(namespace, name)
+            return None  # no valid name of a call
+        names = [tool.name for tool in self.tools if (tool.own_name, tool.namespace) == (name, namespace)]
+        return names[0] if names else _joined(namespace, name)
 
     def item(self, call: ToolCall, identity: str) -> dict[str, Any]:
-        """The output item of a call by the model."""
+        """Make the output item of a call by the model."""
         tool = next((tool for tool in self.tools if tool.name == call.name), None)
         named = {"call_id": call.call_id, **({"name": call.name} if tool is None else tool.called)}
         if tool is not None and tool.custom:
@@ -124,7 +124,7 @@ class ResponseTools:
 
 
 def custom_arguments(text: Any) -> str:
-    """Arguments of a custom tool's call with this input."""
+    """Encode the arguments of a custom tool's call with this input."""
     return json_text({_INPUT: text})
 
 
@@ -133,7 +133,7 @@ def _joined(namespace: str, name: str) -> str:
 
 
 def _text(arguments: str) -> str:
-    """The input that a custom tool's call gives; arguments of another form as they are."""
+    """Return the input of a custom tool's call; arguments of another form are returned unchanged."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -142,15 +142,15 @@ def _text(arguments: str) -> str:
     return text if isinstance(text, str) else arguments
 
 
-def _constrained(wanted: Any, place: str) -> tuple[Mapping[str, Any] | None, str]:
-    """(schema of the arguments, None where any text is valid; what the model is told of it) by a tool's format."""
-    kind, syntax = (wanted.get("type"), wanted.get("syntax")) if isinstance(wanted, Mapping) else (None, None)
-    definition = wanted.get("definition") if isinstance(wanted, Mapping) else None
+def _constrained(spec: Any, path: str) -> tuple[Mapping[str, Any] | None, str]:
+    """Return (schema of the arguments, None if any text is valid; its description for the model) of a format."""
+    kind, syntax = (spec.get("type"), spec.get("syntax")) if isinstance(spec, Mapping) else (None, None)
+    definition = spec.get("definition") if isinstance(spec, Mapping) else None
     if kind == "text":
         return None, ""
     if kind != "grammar" or syntax not in ("lark", "regex") or not isinstance(definition, str):
         valid = "{'type': 'text'} and {'type': 'grammar', 'syntax': 'lark' or 'regex', 'definition': a text}"
-        raise RequestRefused(f"{place} = {shown(wanted)}: valid are {valid}", param=place)
+        raise RequestRefused(f"{path} = {formatted(spec)}: valid are {valid}", param=path)
     text = {"type": "string", **({"pattern": f"^(?:{definition})$"} if syntax == "regex" else {LARK: definition})}
     schema = {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT], "additionalProperties": False}
     return schema, f"Its {_INPUT} matches this {syntax} grammar:\n{definition}"

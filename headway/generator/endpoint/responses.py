@@ -34,15 +34,15 @@ _STATE = "this server keeps no responses: send the whole conversation as input"
 class ResponseStream(AnswerWriter):
     """Events of a streamed response: each output item is added, filled and done."""
 
-    def __init__(self, asked: ParsedRequest, call: RecordedCall) -> None:
-        super().__init__(asked, call)
+    def __init__(self, parsed: ParsedRequest, call: RecordedCall) -> None:
+        super().__init__(parsed, call)
         self._sequence = 0
         self._done = 0  # items finished so far
         self._open = ""  # type of the open item
         self._texts = {"reasoning": "", "message": ""}
 
     def begin(self) -> bytes:
-        response = _response(self._asked)
+        response = _response(self._parsed)
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
@@ -61,28 +61,28 @@ class ResponseStream(AnswerWriter):
 
     def end(self, piece: Piece, turn: RecordedTurn) -> bytes:
         parts = [self.more(piece), self._shut()]
-        for item in _output(turn, self._asked):
+        for item in _output(turn, self._parsed):
             if item["type"] not in ("function_call", "custom_tool_call"):
                 continue
-            where = {"item_id": item["id"], "output_index": self._done}
+            item_ref = {"item_id": item["id"], "output_index": self._done}
             key, named = ("arguments", {"name": item["name"]}) if item["type"] == "function_call" else ("input", {})
             events = "response.function_call_arguments" if named else "response.custom_tool_call_input"
             added = {**item, key: "", **({"status": "in_progress"} if named else {})}
             parts.append(self._event("response.output_item.added", output_index=self._done, item=added))
-            parts.append(self._event(f"{events}.delta", **where, delta=item[key]))
-            parts.append(self._event(f"{events}.done", **where, **{key: item[key]}, **named))
+            parts.append(self._event(f"{events}.delta", **item_ref, delta=item[key]))
+            parts.append(self._event(f"{events}.done", **item_ref, **{key: item[key]}, **named))
             parts.append(self._event("response.output_item.done", output_index=self._done, item=item))
             self._done += 1
         return b"".join(parts)
 
     def close(self) -> bytes:
-        response = _response(self._asked, self._call)
+        response = _response(self._parsed, self._call)
         return self._event(f"response.{response['status']}", response=response)
 
     def failed(self, error: HttpError) -> bytes:
-        response = _response(self._asked)
-        what = {"code": "server_error", "message": str(error)}
-        return self._event("response.failed", response={**response, "status": "failed", "error": what})
+        response = _response(self._parsed)
+        failure = {"code": "server_error", "message": str(error)}
+        return self._event("response.failed", response={**response, "status": "failed", "error": failure})
 
     def _into(self, kind: str) -> bytes:
         """Open an item of this type, closing one of another type."""
@@ -141,14 +141,14 @@ class Responses(Dialect):
             "tool_choice": tool_choice(),
             "parallel_tool_calls": fields.flag(default=True),
             "text": fields.structure(format=text_format()),
-            "max_output_tokens": fields.integer(1, fields.MOST_TOKENS),
+            "max_output_tokens": fields.integer(1, fields.MAX_TOKENS),
         }
 
     def request(self, values: Values) -> CallRequest:
         tools, paths = ResponseTools(values["tools"]), dict[str, str]()
-        found = _messages(values, tools, paths)
-        with fields.renamed(paths):
-            messages = normal_messages(found)
+        chat_messages = _messages(values, tools, paths)
+        with fields.client_names(paths):
+            messages = normal_messages(chat_messages)
         return CallRequest(
             messages=messages,
             tools=normal_tools(tools.functions),
@@ -166,20 +166,20 @@ class Responses(Dialect):
     def left_out(self, values: Values) -> list[str]:
         return ResponseTools(values["tools"]).left_out
 
-    def whole(self, asked: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
-        return _response(asked, call)
+    def response_body(self, parsed: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
+        return _response(parsed, call)
 
 
 def _messages(values: Values, tools: ResponseTools, paths: dict[str, str]) -> list[dict[str, Any]]:
-    """Convert a request's conversation to chat messages. ``paths``: takes the request's fields by the paths of what
-    they become. Raises RequestRefused naming the field."""
-    found: list[dict[str, Any]] = []
+    """Convert a request's conversation to chat messages. ``paths`` is filled: path of a converted field -> path of
+    the request's field. Raises RequestRefused naming the field."""
+    messages: list[dict[str, Any]] = []
     instructions = values["instructions"]
     if instructions:
         paths["messages[0].content"] = "instructions"
-        found.append({"role": "system", "content": instructions})
-    given = values["input"]
-    items: Any = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        messages.append({"role": "system", "content": instructions})
+    raw_input = values["input"]
+    items: Any = [{"role": "user", "content": raw_input}] if isinstance(raw_input, str) else raw_input
     if not isinstance(items, list) or not items:
         raise RequestRefused("input: a text or a list of items is needed", param="input")
     answer: dict[str, Any] | None = None  # the assistant's message that the next items extend
@@ -189,26 +189,26 @@ def _messages(values: Values, tools: ResponseTools, paths: dict[str, str]) -> li
             raise RequestRefused(f"{field}: an object is needed", param=field)
         kind = item.get("type", "message")
         begins = kind == "reasoning" or (kind == "message" and item.get("role") == "assistant")
-        here = f"messages[{len(found)}]"
+        path = f"messages[{len(messages)}]"
         if kind in ("function_call_output", "custom_tool_call_output"):
             answer = None
-            paths |= {here: field, f"{here}.content": f"{field}.output", f"{here}.tool_call_id": f"{field}.call_id"}
-            found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+            paths |= {path: field, f"{path}.content": f"{field}.output", f"{path}.tool_call_id": f"{field}.call_id"}
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
         elif kind == "message" and not begins:
             answer = None
-            paths[here] = field
-            found.append({"role": item.get("role"), "content": item.get("content")})
+            paths[path] = field
+            messages.append({"role": item.get("role"), "content": item.get("content")})
         elif begins or kind in ("function_call", "custom_tool_call"):
             if answer is None or (begins and (answer["tool_calls"] or answer["content"])):
                 answer = {"role": "assistant", "content": None, "reasoning_content": "", "tool_calls": []}
-                found.append(answer)
+                messages.append(answer)
             _add(answer, kind, item, field, tools)
-            here, calls = f"messages[{len(found) - 1}]", len(answer["tool_calls"])
-            paths |= {here: field, f"{here}.tool_calls[{calls - 1}].function": field} if calls else {here: field}
+            path, calls = f"messages[{len(messages) - 1}]", len(answer["tool_calls"])
+            paths |= {path: field, f"{path}.tool_calls[{calls - 1}].function": field} if calls else {path: field}
         else:
             valid = "message, function_call, custom_tool_call, the outputs of both, and reasoning"
-            raise RequestRefused(f"{field}.type = {fields.shown(kind)}: valid are {valid}", param=f"{field}.type")
-    return found
+            raise RequestRefused(f"{field}.type = {fields.formatted(kind)}: valid are {valid}", param=f"{field}.type")
+    return messages
 
 
 def _add(answer: dict[str, Any], kind: str, item: Mapping[str, Any], field: str, tools: ResponseTools) -> None:
@@ -227,15 +227,15 @@ def _add(answer: dict[str, Any], kind: str, item: Mapping[str, Any], field: str,
         answer["reasoning_content"] = "\n".join(texts)
 
 
-def _response(asked: ParsedRequest, call: RecordedCall | None = None) -> dict[str, Any]:
+def _response(parsed: ParsedRequest, call: RecordedCall | None = None) -> dict[str, Any]:
     """The response object; ``call``: the answered call, None while in progress."""
-    body, setting, output = asked.body, asked.setting, list[dict[str, Any]]()
+    body, setting, output = parsed.body, parsed.setting, list[dict[str, Any]]()
     status: str = "in_progress"
     used: dict[str, Any] | None = None
     if call is not None:
         [turn] = answers(call)
         status = "incomplete" if turn.finish_reason == "length" else "completed"
-        output, used = _output(turn, asked), _usage(call)
+        output, used = _output(turn, parsed), _usage(call)
     cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
     blank = {"strict": None, "parameters": None, "description": None}
     tools = [{**(blank if tool.get("type") == "function" else {}), **tool} for tool in body.get("tools") or ()]
@@ -261,16 +261,16 @@ def _response(asked: ParsedRequest, call: RecordedCall | None = None) -> dict[st
     }
 
 
-def _output(turn: RecordedTurn, asked: ParsedRequest) -> list[dict[str, Any]]:
+def _output(turn: RecordedTurn, parsed: ParsedRequest) -> list[dict[str, Any]]:
     """Output items of an answer: reasoning, message, calls."""
-    setting, tools = asked.setting, ResponseTools(asked.body.get("tools"))
-    found = list[dict[str, Any]]()
+    setting, tools = parsed.setting, ResponseTools(parsed.body.get("tools"))
+    items = list[dict[str, Any]]()
     for kind, text in zip(("reasoning", "message"), answer_texts(turn, setting), strict=True):
         if text:
-            found.append(_item(kind, text, f"{setting.answer_id}_{len(found)}", "completed"))
+            items.append(_item(kind, text, f"{setting.answer_id}_{len(items)}", "completed"))
     for call in turn.message.calls:
-        found.append(tools.item(call, f"{setting.answer_id}_{len(found)}"))
-    return found
+        items.append(tools.item(call, f"{setting.answer_id}_{len(items)}"))
+    return items
 
 
 def _item(kind: str, text: str, identity: str, status: str) -> dict[str, Any]:

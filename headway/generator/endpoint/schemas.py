@@ -11,7 +11,7 @@ def _object(required: tuple[str, ...] = (), **properties: Part) -> Part:
     return {"type": "object", "properties": properties, **({"required": list(required)} if required else {})}
 
 
-def _whole(**properties: Part) -> Part:
+def _complete(**properties: Part) -> Part:
     return _object(tuple(properties), **properties)
 
 
@@ -36,8 +36,8 @@ PROMPT: Part = {
 }
 
 # Fields of whole answers, all of them present.
-_OPENAI_USAGE = _whole(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
-_TOKENS = _whole(input_tokens=_COUNT, output_tokens=_COUNT)
+_OPENAI_USAGE = _complete(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
+_TOKENS = _complete(input_tokens=_COUNT, output_tokens=_COUNT)
 CHOICES: dict[str, Part] = {
     "id": _TEXT,
     "created": {"type": "integer"},
@@ -62,5 +62,5 @@ MESSAGE: dict[str, Part] = {
     "stop_reason": _TEXT,
     "usage": _TOKENS,
 }
-OPENAI_ERROR = _whole(error=_object(("message", "type", "param", "code"), message=_TEXT, type=_TEXT))
-ANTHROPIC_ERROR = _whole(type={"const": "error"}, error=_whole(type=_TEXT, message=_TEXT), request_id=_TEXT)
+OPENAI_ERROR = _complete(error=_object(("message", "type", "param", "code"), message=_TEXT, type=_TEXT))
+ANTHROPIC_ERROR = _complete(type={"const": "error"}, error=_complete(type=_TEXT, message=_TEXT), request_id=_TEXT)

@@ -18,12 +18,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from headway.config.endpoint import EndpointConfig
 from headway.generator.endpoint.exchange import CONNECTION, Connection
 from headway.generator.endpoint.refusals import HttpError
-from headway.runtime.addresses import BACKLOG, listening
+from headway.runtime.addresses import BACKLOG, listening_socket
 
 _HEAD_BYTES = 64 * 1024  # request line and headers
 _GRACE_S = 2  # for responses under way at shutdown
-_ACCEPTED = 8  # connections accepted at once: the loop would else take all that wait before one of them is closed
-_SPARED = 64  # of the descriptors that this process may open, for everything but connections; a quarter of few
+_ACCEPTED = 8  # connections accepted at once: else the loop would accept all that wait before it closes one
+_SPARED = 64  # descriptors reserved for everything but connections; at most a quarter of the limit
 _log = logging.getLogger("headway.endpoint")
 
 
@@ -41,16 +41,16 @@ _TOO_LATE = _refusal(b"408 Request Timeout", HttpError(408, "the request's head 
 @asynccontextmanager
 async def serving(app: Any, settings: EndpointConfig, listener: socket.socket | None = None) -> AsyncIterator[str]:
     """Serve ``app`` inside the block on ``listener`` (closed at the end), or on a new socket at ``settings.address``.
-    Yields the server's address, http://HOST:PORT. Raises ConfigurationError as `listening`."""
-    connections, files = min(settings.connections, _room()), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    Yields the server's address, http://HOST:PORT. Raises ConfigurationError as `listening_socket`."""
+    connections, files = min(settings.connections, _capacity()), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if connections < settings.connections:
         _log.warning(
             "%d connections may be open: this process may open %d files (ulimit -n), so %d stay open; those that "
             "were never used are closed for others", settings.connections, files, connections,
         )  # fmt: skip
-    most = {"most_connections": settings.connections, "room": connections}
-    limits = {**most, "timeout_s": settings.body_timeout_s, "idle": dict[_Protocol, None]()}
-    with closing(listener or listening(settings.address, "endpoint.address")) as listener:
+    connection_limits = {"max_connections": settings.connections, "capacity": connections}
+    limits = {**connection_limits, "timeout_s": settings.body_timeout_s, "idle": dict[_Protocol, None]()}
+    with closing(listener or listening_socket(settings.address, "endpoint.address")) as listener:
         config = uvicorn.Config(
             app,
             http=type("Protocol", (_Protocol,), limits),
@@ -71,7 +71,7 @@ async def serving(app: Any, settings: EndpointConfig, listener: socket.socket | 
         server = uvicorn.Server(config)
         server.lifespan = config.lifespan_class(config)
         await server.startup(sockets=[listener])
-        listener.listen(BACKLOG)  # the kernel's queue, which startup has made as short as a turn of the loop's
+        listener.listen(BACKLOG)  # the kernel's queue, which startup has made as short as ``_ACCEPTED``
         try:
             host, port = listener.getsockname()[:2]
             yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -79,20 +79,20 @@ async def serving(app: Any, settings: EndpointConfig, listener: socket.socket | 
             await asyncio.shield(server.shutdown(sockets=[listener]))
 
 
-def _room() -> int:
-    """How many connections this process can have open beside the files that it has, and those it may need."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return max(1, most - len(os.listdir("/proc/self/fd")) - min(_SPARED, most // 4))
+def _capacity() -> int:
+    """Return how many connections this process can open beside its open files and those it may need."""
+    file_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return max(1, file_limit - len(os.listdir("/proc/self/fd")) - min(_SPARED, file_limit // 4))
 
 
 class _Protocol(HttpToolsProtocol):
     """HTTP with limits that uvicorn lacks: concurrent connections, size of a request's head, time until a request
     is whole. The application itself waits for the body of a request that it answers."""
 
-    most_connections: ClassVar[int]
-    room: ClassVar[int]  # connections that this process has files for
+    max_connections: ClassVar[int]
+    capacity: ClassVar[int]  # connections that this process has files for
     timeout_s: ClassVar[float]
-    idle: ClassVar[dict[_Protocol, None]]  # without a request under way, the longest first
+    idle: ClassVar[dict[_Protocol, None]]  # those without a request in flight, longest idle first
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -102,12 +102,12 @@ class _Protocol(HttpToolsProtocol):
         self.messages = 0  # complete requests so far
         self.unread: list[Connection] = []  # of exchanges whose responses may be unread
         self.deadline: asyncio.TimerHandle | None = self.loop.call_later(self.timeout_s, self.refuse_late)
-        if len(self.connections) > self.most_connections:
+        if len(self.connections) > self.max_connections:
             transport.abort()
-        elif len(self.connections) > self.room:
-            written = [one for one in self.idle if one is not self and not one.transport.get_write_buffer_size()]
-            unused = (one for one in reversed(written) if not one.messages)
-            closed = next(unused, written[0] if written else self)
+        elif len(self.connections) > self.capacity:
+            idle_peers = [peer for peer in self.idle if peer is not self and not peer.transport.get_write_buffer_size()]
+            unused = (peer for peer in reversed(idle_peers) if not peer.messages)
+            closed = next(unused, idle_peers[0] if idle_peers else self)
             self.idle.pop(closed)
             closed.transport.abort()
 
@@ -118,11 +118,11 @@ class _Protocol(HttpToolsProtocol):
         self.unfinished_bytes = self.unfinished_bytes + len(data) if still else 0
         if self.unfinished_bytes > _HEAD_BYTES:
             self.refuse_head()
-        whole = self.in_head and not self.unfinished_bytes
-        if self.deadline is not None and (whole or messages != self.messages):
+        complete = self.in_head and not self.unfinished_bytes
+        if self.deadline is not None and (complete or messages != self.messages):
             self.deadline.cancel()
             self.deadline = None
-        if self.deadline is None and not whole:
+        if self.deadline is None and not complete:
             self.deadline = self.loop.call_later(self.timeout_s, self.refuse_late)
 
     def connection_lost(self, exc: Exception | None) -> None:

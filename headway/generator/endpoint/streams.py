@@ -16,26 +16,26 @@ from headway.tokens.output_parsing import begins_inside_reasoning
 from headway.tokens.streaming import AnswerStream
 
 
-async def stream(exchange: HttpExchange, dialect: Dialect, asked: ParsedRequest, answering: InflightCall) -> None:
+async def stream(exchange: HttpExchange, dialect: Dialect, parsed: ParsedRequest, answering: InflightCall) -> None:
     """Stream the answer of ``answering`` to its end. Raises ClientGone, and the call's error if it fails before the
     stream begins, when the response can still have an error's status."""
-    news, patience_s = asyncio.Event(), asked.setting.settings.stream_ping_s
-    leave = answering.join(news.set)
+    changed, patience_s = asyncio.Event(), parsed.setting.settings.stream_ping_s
+    leave = answering.join(changed.set)
     try:
         gone = exchange.gone()
-        gone.add_done_callback(lambda task: news.set())
-        writer = dialect.writer(asked, answering.call)
-        choices = [_Choice(dialect, asked, answering, n) for n in range(answering.call.request.choices)]
-        await _beginning(news, answering, gone, patience_s)
+        gone.add_done_callback(lambda task: changed.set())
+        writer = dialect.writer(parsed, answering.call)
+        choices = [_Choice(dialect, parsed, answering, n) for n in range(answering.call.request.choices)]
+        await _wait_first(changed, answering, gone, patience_s)
         if answering.over and answering.error is not None:
             raise answering.error
         await exchange.begin_stream()
         await exchange.write(writer.begin())
         while not answering.over:
-            await exchange.write(b"".join(writer.more(choice.news(answering.partials)) for choice in choices))
+            await exchange.write(b"".join(writer.more(choice.increment(answering.partials)) for choice in choices))
             if gone.done():
                 raise ClientGone
-            if not await _news(news, answering, patience_s):
+            if not await _wait_change(changed, answering, patience_s):
                 await exchange.write(writer.ping)
         if answering.error is not None:
             await exchange.end_stream(writer.failed(http_error(answering.error)))
@@ -52,36 +52,36 @@ async def stream(exchange: HttpExchange, dialect: Dialect, asked: ParsedRequest,
         leave()
 
 
-async def _beginning(news: asyncio.Event, answering: InflightCall, gone: asyncio.Task[None], patience_s: float) -> None:
-    """Wait for the first token, the end, or ``patience_s`` without news. The patience counts only once the generator
-    has accepted the call: until then it may be refused, so nothing may be written."""
+async def _wait_first(changed: asyncio.Event, answering: InflightCall, gone: asyncio.Task[None], wait_s: float) -> None:
+    """Wait for the first token, the end, or ``wait_s`` without a change. The patience counts only once the
+    generator has accepted the call: until then it may be refused, so nothing may be written."""
     while not (answering.over or gone.done() or any(partial.ids for partial in answering.partials)):
-        if not await _news(news, answering, patience_s if answering.placed else None):
+        if not await _wait_change(changed, answering, wait_s if answering.accepted else None):
             return
 
 
-async def _news(news: asyncio.Event, answering: InflightCall, patience_s: float | None) -> bool:
-    """Wait for news; returns whether there were any within ``patience_s`` seconds (None: wait forever)."""
+async def _wait_change(changed: asyncio.Event, answering: InflightCall, patience_s: float | None) -> bool:
+    """Wait for a change; returns whether there was one within ``patience_s`` seconds (None: wait forever)."""
     if not answering.over:
         try:
             async with asyncio.timeout(patience_s):
-                await news.wait()
+                await changed.wait()
         except TimeoutError:
             return False
-    news.clear()
+    changed.clear()
     return True
 
 
 class _Choice:
-    """Progress of one choice: which of its text and tokens were written."""
+    """The progress of one choice: the text and tokens that were written."""
 
-    def __init__(self, dialect: Dialect, asked: ParsedRequest, answering: InflightCall, number: int) -> None:
+    def __init__(self, dialect: Dialect, parsed: ParsedRequest, answering: InflightCall, number: int) -> None:
         self._number = number
         self._streamed = answering.streamed
         self._parsed = dialect.parsed
-        self._setting = asked.setting
+        self._setting = parsed.setting
         self._tokens = 0
-        request, chat = asked.request, asked.setting.chat
+        request, chat = parsed.request, parsed.setting.chat
         self._stream = AnswerStream(
             chat.tokenizer,
             chat.written if dialect.parsed else None,
@@ -90,15 +90,15 @@ class _Choice:
             stop=request.stop,
         )
 
-    def news(self, partials: list[PartialResponse]) -> Piece:
+    def increment(self, partials: list[PartialResponse]) -> Piece:
         partial = partials[self._number]
         self._streamed[self._number] = partial.ids
         return self._piece(*self._stream.push(partial.ids), partial.ids, partial.logprobs)
 
     def last(self, turn: RecordedTurn) -> Piece:
         setting = self._setting
-        whole = answer_texts(turn, setting) if self._parsed else ("", completion_text(turn, setting))
-        return self._piece(*self._stream.finish(*whole), turn.answer.ids, turn.logprobs)
+        texts = answer_texts(turn, setting) if self._parsed else ("", completion_text(turn, setting))
+        return self._piece(*self._stream.finish(*texts), turn.answer.ids, turn.logprobs)
 
     def _piece(self, reasoning: str, content: str, ids: IdSequence, logprobs: LogprobSequence) -> Piece:
         seen, self._tokens = self._tokens, max(self._tokens, len(ids))

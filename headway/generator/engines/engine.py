@@ -1,4 +1,4 @@
-"""Base of the engines, whatever samples for them: accepting, refusing and ending requests; idle and paused time."""
+"""The base class of the engines: it accepts, refuses and ends requests, and counts idle and paused time."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ Entry = TypeVar("Entry", bound=EngineRequest)
 
 
 class Memory(Protocol):
-    """An engine's weights and KV on its device, which they can leave."""
+    """An engine's weights and KV, which can be moved off its device."""
 
-    directory: str | None  # of the file, on a CPU; None: the machine's temporary folder
+    directory: str | None  # of the file with them, on a CPU; None: the machine's temporary folder
 
     @property
-    def away(self) -> bool:
-        """Whether it is off the device: the engine must not step, nor apply weights."""
+    def offloaded(self) -> bool:
+        """Whether weights and KV are off the device: then the engine must neither step nor apply weights."""
         ...
 
     def offload(self) -> MemoryMove:
-        """Free weights and KV; requests stay, and may come and go. No-op while away. Raises StorageFailed, with
-        nothing changed."""
+        """Free weights and KV; requests stay, and may come and end. No-op while offloaded. Raises StorageFailed,
+        with nothing changed."""
         ...
 
     def onload(self) -> MemoryMove:
-        """Undo `offload`; no-op while not away."""
+        """Undo `offload`; no-op while not offloaded."""
         ...
 
 
 class Engine(ABC, Generic[Entry]):
-    """An engine as its replica's process calls it, and the request bookkeeping before and after sampling.
+    """The interface of an engine to its replica's process, and the request bookkeeping around sampling.
 
     Invariant: a request is in ``_open`` from ``submit`` to its one delta with a ``finish_reason``.
 
-    An engine that samples within grammars itself sets ``_compiling``: requests with one wait there first.
+    An engine that enforces grammars itself sets ``_compiling``, where requests with a grammar wait first.
     """
 
-    memory: Memory | None = None  # None: it can't leave
+    memory: Memory | None = None  # None: it can't be offloaded
     sees = False  # requests may have pictures
 
     def __init__(
@@ -119,8 +119,8 @@ class Engine(ABC, Generic[Entry]):
     ) -> None:
         """Make a delta of a request's unsent tokens; with ``finish_reason``, its last."""
 
-    def _unserved(self, entry: Entry) -> str:
-        """Return why this engine alone can't serve a valid request; "" when it can."""
+    def _refusal(self, entry: Entry) -> str:
+        """Return why this engine, unlike others, can't serve a valid request; "" if it can."""
         return ""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -158,7 +158,7 @@ class Engine(ABC, Generic[Entry]):
         entry = self._entry(request, self._arrivals)
         self._arrivals += 1
         self._open[entry.request_id] = entry
-        error = refusal(request, self.context_tokens, self._vocabulary, self._tokenizer) or self._unserved(entry)
+        error = refusal(request, self.context_tokens, self._vocabulary, self._tokenizer) or self._refusal(entry)
         if not error and entry.pixels and not self.sees:
             error = "its prompt has pictures, which this engine can't read; valid: a model of transformers that can"
         if error:

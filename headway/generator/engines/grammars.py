@@ -1,4 +1,4 @@
-"""Requests whose grammars are being compiled, beside an engine that goes on with the others."""
+"""Requests whose grammars are being compiled while the engine serves the others."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from headway.tokens.tokenizer import Tokenizer
 
 Entry = TypeVar("Entry", bound=EngineRequest)
 
-COMPILE_S = 60.0  # most seconds that a request waits for its grammar, others' before it included
-_PAUSE_S = 0.01  # an engine with nothing else to do waits so long at a time: it may be given something
+COMPILE_S = 60.0  # longest wait of a request for its grammar, including those compiled before it
+_PAUSE_S = 0.01  # an otherwise idle engine waits this long at a time, since requests may arrive
 
 
 class CompilingGrammars(Generic[Entry]):
-    """Requests that wait for their grammar. They begin with their matcher behind the tokens that they have."""
+    """Requests that wait for their grammar. Each begins with a matcher that has consumed the tokens it has."""
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, now: Callable[[], float]) -> None:
         self.grammars = Grammars(tokenizer, vocabulary)
         self._now = now
-        self._waiting: dict[Entry, tuple[Future[Matcher], float]] = {}  # and until when
+        self._waiting: dict[Entry, tuple[Future[Matcher], float]] = {}  # with the deadline
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def start(self, entry: Entry) -> None:
-        """Compile a request's grammar, unless it is there already; from the second time that its states were used up
-        on, for it alone."""
-        future = self.grammars.start(entry.sampling.grammar, entry.response, alone=entry.exhausted > 1)
+        """Compile a request's grammar, unless it is compiled already. Once its states were exhausted twice, compile it
+        for this request alone."""
+        future = self.grammars.start(entry.sampling.grammar, entry.response, exclusive=entry.exhausted > 1)
         self._waiting[entry] = future, self._now() + COMPILE_S
 
     def discard(self, entry: Entry) -> bool:
-        """Forget a request; whether it waited here."""
-        if (found := self._waiting.pop(entry, None)) is None:
+        """Forget a request; returns whether it waited here."""
+        if (pending := self._waiting.pop(entry, None)) is None:
             return False
-        return found[0].cancel() or True
+        return pending[0].cancel() or True
 
     def take(self, *, idle: bool = False) -> Iterator[tuple[Entry, str, bool]]:
-        """Yield the requests that wait no longer: with their matcher, or with why they have none and whether that is
-        their grammar's fault. ``idle``: wait a moment for the first."""
+        """Yield (request, error, whether its grammar is at fault) for each request that waits no longer; error "": it
+        has its matcher. ``idle``: wait a moment for the first."""
         if idle and self._waiting:
             wait([future for future, _ in self._waiting.values()], _PAUSE_S, FIRST_COMPLETED)
         late = self._now()
@@ -55,6 +55,6 @@ class CompilingGrammars(Generic[Entry]):
             elif (error := future.exception()) is None:
                 entry.matcher = future.result()
                 yield entry, "", False
-            else:  # or whatever else the library raises
+            else:  # GrammarRefused, or any other error of the library
                 refused = isinstance(error, GrammarRefused)
                 yield entry, str(error) if refused else f"grammar: {error!r}", refused

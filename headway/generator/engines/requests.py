@@ -1,4 +1,4 @@
-"""A request inside an engine, and what makes one invalid."""
+"""A request inside an engine, and the check that it is valid."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class EngineRequest:
         self.prefix_update = -1  # number of the update whose weights computed the KV of the whole prompt
         # Tokens whose experts its caller has.
         self.rows = request.rows_known + len(request.partial.token_rows.get(EXPERTS, ()))
-        # Tokens of whose kept sets the same is true, and the sets of those sampled since.
+        # Tokens whose kept sets its caller has, and the sets of the tokens sampled since.
         self.kept_rows = request.rows_known + len(request.partial.token_rows.get(KEPT, ()))
         self.kept: list[NDArray[np.int32]] = []
-        self.matcher: Matcher | None = None  # its place in its grammar, once that is compiled
-        self.exhausted = 0  # how often that grammar's states were used up
+        self.matcher: Matcher | None = None  # its state in its grammar, once that is compiled
+        self.exhausted = 0  # how often that grammar's states were exhausted
         self.reprefilled = False  # the KV of sampled tokens was recomputed since the last delta
         self.stop_strings: IncrementalDecoder | None = None
 
@@ -64,10 +64,10 @@ class EngineRequest:
         return how.temperature > 0 and (how.top_p < 1 or how.top_k > 0)
 
     def take_kept(self, tokens: int, item_bytes: int) -> dict[str, TokenRows]:
-        """The rows of kept sets that its caller hasn't got, of a sequence of so many tokens; {}: none."""
+        """Return the rows of kept sets that its caller lacks, of a sequence of ``tokens`` tokens; {} if none."""
         if not self.kept:
             return {}
-        lengths = np.zeros(tokens - self.kept_rows, RowLengths.dtype)  # none of what was given
+        lengths = np.zeros(tokens - self.kept_rows, RowLengths.dtype)  # 0 for tokens that the request came with
         lengths[len(lengths) - len(self.kept) :] = [len(ids) for ids in self.kept]
         values = np.concatenate(self.kept).astype(f"<u{item_bytes}").view(RowBytes.dtype)
         self.kept, self.kept_rows = [], tokens

@@ -1,4 +1,4 @@
-"""Registered revisions of adapters, by name and by the update that made each: what the engines of this package keep."""
+"""Registered revisions of adapters, by name and by the update that made each, for the engines of this package."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ class Revisions(Generic[R]):
         self._newest[revision.name] = self._by_update[revision.update] = revision
 
     def newest(self, name: str) -> R | None:
-        """The revision that a new request gets; None: the model alone. ``name`` as in `GenerationRequest.adapter`."""
+        """Return the revision for a new request; None: the model alone. ``name`` as in `GenerationRequest.adapter`."""
         return self._newest.get(name or POLICY_ADAPTER)
 
     def held(self, name: str, version: int) -> R | None:
-        """The newest registered revision of this version."""
-        wanted = name or POLICY_ADAPTER
-        found = [one for one in self._by_update.values() if (one.name, one.version) == (wanted, version)]
-        return found[-1] if found else None
+        """Return the newest registered revision of this adapter and version; None if there is none."""
+        key = (name or POLICY_ADAPTER, version)
+        matches = [revision for revision in self._by_update.values() if (revision.name, revision.version) == key]
+        return matches[-1] if matches else None
 
     def of(self, update: int) -> R | None:
-        """The revision that this update made; None: it was of the model."""
+        """Return the revision that this update made; None if it was an update of the model."""
         return self._by_update.get(update)
 
     def unknown(self, name: str) -> str:
-        """Reason why no request can have this adapter; "" when one can."""
+        """Return why no request can use this adapter; "" if it is registered."""
         return "" if name in ("", BASE_MODEL, *self._newest) else f"there is no adapter {name!r}; {self.known}"
 
     def unload(self, requests: Iterable[EngineRequest]) -> None:

@@ -1,7 +1,7 @@
 """Sampling by inverse CDF from counter-based random numbers.
 
 The uniform number of a token depends only on (request seed, position in the response), so equal weights
-give equal tokens wherever a request runs, whoever runs beside it and however often it was resumed.
+give equal tokens wherever a request runs, whichever requests run beside it and however often it was resumed.
 
 Shapes: n rows (requests), v vocabulary, w words of 32 bits for it.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from headway.models.cpu import native
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_SORTED = 1024  # of a distribution's largest masses, first
+_SORTED = 1024  # of a distribution's largest masses, tried first
 
 
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -29,12 +29,12 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def counter_bits(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """64 random bits for each row, [n] uint64: a pure function of (seed, position)."""
+    """Return 64 random bits for each row, [n] uint64: a pure function of (seed, position)."""
     return _mix(_mix(seeds + _GOLDEN) + positions.astype(np.uint64) * _GOLDEN)
 
 
 def counter_uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Uniform numbers in (0, 1), [n] float64: for each row a pure function of (seed, position).
+    """Return uniform numbers in (0, 1), [n] float64: for each row a pure function of (seed, position).
 
     They are odd multiples of 2^-33, so that a number times a total is never the total itself.
     """
@@ -42,13 +42,13 @@ def counter_uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> 
 
 
 class KeptRows(NamedTuple):
-    """Rows that aren't sampled from their whole distribution, [m] each."""
+    """Parameters of the m rows that aren't sampled from their whole distribution, [m] each."""
 
     rows: Tensor  # int64, their numbers
     greedy: Tensor  # bool: takes the most likely
     top_p: Tensor  # float64, 1 where off
     top_k: Tensor  # int64, at least the vocabulary's size where off
-    most: Tensor  # int64, > 0: the log-probability is over what is kept, whose ids are returned if they are no more
+    most: Tensor  # int64; if > 0, log-probabilities are over the kept ids, which are returned unless they are more
     masks: Tensor | None = None  # [m, w] int32, of grammars: see `tokens.grammar`; -1 where there is none
 
 
@@ -61,21 +61,21 @@ class RowSampling(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """The tokens sampled for a batch of rows, a token a row."""
+    """The tokens sampled for a batch of rows, one token for each row."""
 
     tokens: Tensor  # [2, n] float32: ids (exact below 2^24) and log-probabilities
     kept: KeptRows | None = None
-    sizes: Tensor | None = None  # [m] int64: among how many ids by top-p and top-k; -1 where these don't restrict it
-    ids: Tensor | None = None  # int32: these, row after row, of those that are returned
+    sizes: Tensor | None = None  # [m] int64: count of ids kept by top-p and top-k; -1 where these don't restrict it
+    ids: Tensor | None = None  # int32: the kept ids of the returned sets, row after row
 
     def host(self) -> tuple[NDArray[np.int64], NDArray[np.float32], dict[int, NDArray[np.int32] | int]]:
-        """Tokens and log-probabilities on the host, and by row the set to return, or the size of one too large."""
+        """Return tokens and log-probabilities on the host, and by row the kept set, or its size if it is too large."""
         tokens, sets = self.tokens.cpu().numpy(), dict[int, NDArray[np.int32] | int]()
         if self.kept is not None and self.sizes is not None and self.ids is not None:
-            rows, most, sizes = (one.cpu().numpy() for one in (self.kept.rows, self.kept.most, self.sizes))
-            for n in np.flatnonzero((most > 0) & (sizes > most)):
+            rows, limits, sizes = (tensor.cpu().numpy() for tensor in (self.kept.rows, self.kept.most, self.sizes))
+            for n in np.flatnonzero((limits > 0) & (sizes > limits)):
                 sets[int(rows[n])] = int(sizes[n])
-            returned = np.flatnonzero((most > 0) & (sizes >= 0) & (sizes <= most))
+            returned = np.flatnonzero((limits > 0) & (sizes >= 0) & (sizes <= limits))
             ends = sizes[returned].cumsum()
             if len(ends):
                 ids, first = self.ids[: int(ends[-1])].cpu().numpy().copy(), 0
@@ -85,10 +85,10 @@ class Sampled(NamedTuple):
 
 
 def sample_tokens(logits_nv: Tensor, how: RowSampling) -> Sampled:
-    """Sample one token a row.
+    """Sample one token for each row.
 
     The log-probability is log-softmax(z/T) in float32 (DESIGN rule 5): over the full vocabulary, also where a grammar,
-    top-p or top-k restrict what is sampled, unless a row asks for that over what is kept. A row's result does not
+    top-p or top-k restrict what is sampled, unless a row asks for it over the kept ids. A row's result does not
     depend on the other rows' parameters.
     """
     fast, kept, n = native.active(logits_nv), how.kept, len(logits_nv)
@@ -119,14 +119,14 @@ def _scaled(logits_nv: Tensor, temperature_n: Tensor | None) -> Tensor:
 
 
 def _invert(cdf_nv: Tensor, uniform_n: Tensor) -> Tensor:
-    """First index whose cumulative mass exceeds uniform x total, so never one of zero mass. Returns [n, 1]."""
+    """Return the first index [n, 1] whose cumulative mass exceeds uniform x total, so never one of zero mass."""
     target_n1 = (uniform_n * cdf_nv[:, -1])[:, None]
     tokens_n1 = torch.searchsorted(cdf_nv, target_n1, right=True)
     return tokens_n1.clamp_(max=cdf_nv.shape[-1] - 1)  # only a row of NaN comes out past the end
 
 
 def _sample_kept(logits_nv: Tensor, how: RowSampling, kept: KeptRows, out: Tensor) -> tuple[Tensor, Tensor]:
-    """As `Kernels.sample_kept`."""
+    """Do what `Kernels.sample_kept` does, in plain torch."""
     rows, v = kept.rows, logits_nv.shape[-1]
     whole_mv = _scaled(logits_nv[rows], None if how.temperature_n is None else how.temperature_n[rows])
     logits_mv = whole_mv
@@ -153,7 +153,7 @@ def _sample_kept(logits_nv: Tensor, how: RowSampling, kept: KeptRows, out: Tenso
 
 
 def _most_likely(mass_nv: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """Which of the top_k most likely are the fewest with top_p of their mass, [n, v] bool; of equals the first."""
+    """Mask [n, v] of the fewest of the top_k most likely ids that have top_p of their mass; of equal ids the first."""
     v = mass_nv.shape[-1]
     for width in (min(v, _SORTED), v):  # few distributions have more than the first, and sorting all takes long
         largest_nw = mass_nv.topk(width).values

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from headway.config.engines import cpu_refused, foreign_refused
+from headway.config.engines import cpu_refusal, transformers_refusal
 from headway.config.model import ModelConfig
 from headway.generator.engines.engine import Engine
 from headway.generator.engines.settings import EngineSettings
@@ -17,10 +17,10 @@ from headway.generator.engines.torch.engine import TorchEngine
 from headway.generator.engines.torch.slot_engine import SlotOptions
 from headway.models.adapter_files import open_adapter
 from headway.models.configuration import DecoderConfig
-from headway.models.cpu.native import why_none
-from headway.models.hub.configuration import HubConfig, implementation_of, read_config
+from headway.models.cpu.native import missing_reason
+from headway.models.hub.configuration import HfConfig, implementation_of, read_config
 from headway.models.hub.pixels import PixelStore
-from headway.models.opening import open_hub_adapter
+from headway.models.opening import open_hf_adapter
 from headway.models.quantization import load_sampled
 from headway.records.errors import ConfigurationError
 from headway.runtime.child import WorkerContext
@@ -30,15 +30,15 @@ from headway.tokens.tokenizer import Tokenizer
 
 def build_engine(settings: EngineSettings, context: WorkerContext) -> Engine[Any]:
     """Build the engine of a replica. Raises ConfigurationError when it can't be built."""
-    foreign = implementation_of(settings.model_path, settings.implementation) == "transformers"
-    if foreign:
+    in_transformers = implementation_of(settings.model_path, settings.implementation) == "transformers"
+    if in_transformers:
         _require_served(settings)
     if settings.engine == "vllm":
         engine = _vllm(settings, context.device)
     elif settings.engine == "vllm-server":
         engine = _vllm_server(settings, context.device)
     else:
-        engine = _hub(settings, context) if foreign else _torch(settings, context)
+        engine = _hf(settings, context) if in_transformers else _torch(settings, context)
     folder = settings.offload_directory
     if engine.memory is not None and folder and Path(folder).is_dir():
         engine.memory.directory = folder
@@ -49,9 +49,9 @@ def _torch(settings: EngineSettings, context: WorkerContext) -> TorchEngine:
     path, device = settings.model_path, torch.device(context.device.torch_device())
     model = load_sampled(path, settings.quantization, settings.dtype, device)
     adapters = {
-        name: open_adapter(path, model.config, one, seed=settings.seed) for name, one in settings.adapters.items()
+        name: open_adapter(path, model.config, config, seed=settings.seed) for name, config in settings.adapters.items()
     }
-    if settings.native_kernels and (reason := why_none(model.dtype, model.device)):
+    if settings.native_kernels and (reason := missing_reason(model.dtype, model.device)):
         context.log.warning("decoding without the native kernels, which costs speed: %s", reason)
     return TorchEngine(
         model,
@@ -63,8 +63,8 @@ def _torch(settings: EngineSettings, context: WorkerContext) -> TorchEngine:
 
 
 def _require_served(settings: EngineSettings) -> None:
-    """Raise ConfigurationError for what isn't sampled from a model that runs in transformers."""
-    if refused := foreign_refused(settings.engine, bool(settings.adapters)):
+    """Raise ConfigurationError for settings that exclude sampling from a model that runs in transformers."""
+    if refused := transformers_refusal(settings.engine, bool(settings.adapters)):
         raise ConfigurationError(f"generator.engine = {refused}")
     if settings.quantization:
         raise ConfigurationError(
@@ -73,17 +73,17 @@ def _require_served(settings: EngineSettings) -> None:
         )
 
 
-def _hub(settings: EngineSettings, context: WorkerContext) -> Engine[Any]:
-    from headway.generator.engines.hub.engine import HubEngine
-    from headway.models.hub.model import load_hub
+def _hf(settings: EngineSettings, context: WorkerContext) -> Engine[Any]:
+    from headway.generator.engines.hub.engine import HfEngine
+    from headway.models.hub.model import load_hf
 
     device = torch.device(context.device.torch_device())
     narrow = settings.dtype == "bfloat16" and device.type == "cpu" and not cpu_multiplies_bfloat16()
     dtype = "float32" if narrow else settings.dtype  # as `load_for_generation`
-    model = load_hub(settings.model_path, dtype, device, settings.trust_remote_code)
+    model = load_hf(settings.model_path, dtype, device, settings.trust_remote_code)
     path, seed = settings.model_path, settings.seed
-    adapters = {name: open_hub_adapter(model, path, one, seed) for name, one in settings.adapters.items()}
-    engine = HubEngine(
+    adapters = {name: open_hf_adapter(model, path, config, seed) for name, config in settings.adapters.items()}
+    engine = HfEngine(
         model,
         adapters=adapters,
         pixels=None if settings.pixels_directory is None else PixelStore(settings.pixels_directory),
@@ -94,7 +94,7 @@ def _hub(settings: EngineSettings, context: WorkerContext) -> Engine[Any]:
 
 
 def _options(settings: EngineSettings, positions: int) -> SlotOptions:
-    """The options of an engine that computes in this process, for a model of so many positions."""
+    """Make the options of an engine that computes in this process, for a model of ``positions`` positions."""
     return SlotOptions(
         slots=settings.slots,
         max_context_tokens=min(settings.max_context_tokens, positions),
@@ -118,9 +118,9 @@ def _vllm_server(settings: EngineSettings, device: Device) -> Engine[Any]:
     from headway.generator.engines.vllm.server_engine import VllmServerEngine
     from headway.generator.engines.vllm.server_info import connect
 
-    published = PublishedModel.of(_chosen(settings))
+    published = PublishedModel.of(_model_config(settings))
     published.load(settings.dtype)
-    settings = _within(settings, published.shape.max_positions)
+    settings = _with_context(settings, published.shape.max_positions)
     adapters = VllmAdapters(settings, published) if settings.adapters else None
     server = VllmServer(device.address)
     served = connect(
@@ -142,15 +142,15 @@ def _vllm(settings: EngineSettings, device: Device) -> Engine[Any]:
     from headway.generator.engines.vllm.reference import PublishedModel
 
     prepare_process(device, settings.engine_arguments.get("tensor_parallel_size", 1))
-    chosen = _chosen(settings)
+    chosen = _model_config(settings)
     model = read_config(chosen)
     if isinstance(model, DecoderConfig):
         mixture = bool(settings.adapters) and model.mixture is not None
-        if refused := cpu_refused("vllm", (str(device),), model.head_dim, mixture):
+        if refused := cpu_refusal("vllm", (str(device),), model.head_dim, mixture):
             raise ConfigurationError(f"generator.engine = {refused}")
-    settings = _within(settings, model.max_positions)
+    settings = _with_context(settings, model.max_positions)
     if settings.kv_capacity_tokens is not None:  # one request must always fit alone
-        settings = _within(settings, settings.kv_capacity_tokens)
+        settings = _with_context(settings, settings.kv_capacity_tokens)
     adapters = None
     if settings.adapters:
         published = PublishedModel.of(chosen)
@@ -164,8 +164,8 @@ def _vllm(settings: EngineSettings, device: Device) -> Engine[Any]:
     return engine
 
 
-def _bias(settings: EngineSettings, model: DecoderConfig | HubConfig) -> dict[int, float]:
-    """By id, of the tokens that pictures stand for: the trainer gives them no probability either."""
+def _bias(settings: EngineSettings, model: DecoderConfig | HfConfig) -> dict[int, float]:
+    """Return the logit bias, by id, of pictures' placeholder tokens: the trainer gives them no probability either."""
     if isinstance(model, DecoderConfig):
         return {}
     from transformers import AutoConfig
@@ -177,8 +177,8 @@ def _bias(settings: EngineSettings, model: DecoderConfig | HubConfig) -> dict[in
     return dict.fromkeys(placeholders_of(config, model.vocabulary_size), -100.0)  # the least that vLLM takes
 
 
-def _chosen(settings: EngineSettings) -> ModelConfig:
-    """The model as the trainer runs it."""
+def _model_config(settings: EngineSettings) -> ModelConfig:
+    """Make the configuration of the model as the trainer runs it."""
     return ModelConfig(
         path=settings.model_path,
         implementation=settings.implementation,
@@ -186,5 +186,5 @@ def _chosen(settings: EngineSettings) -> ModelConfig:
     )
 
 
-def _within(settings: EngineSettings, context_tokens: int) -> EngineSettings:
+def _with_context(settings: EngineSettings, context_tokens: int) -> EngineSettings:
     return dataclasses.replace(settings, max_context_tokens=min(settings.max_context_tokens, context_tokens))

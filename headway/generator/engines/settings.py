@@ -34,7 +34,7 @@ class EngineSettings:
     engine_arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     probe_every_updates: int = 1
     exchange_directory: str | None = None
-    offload_directory: str | None = None  # of what is offloaded; no folder: the temporary one
+    offload_directory: str | None = None  # of offloaded tensors; the temporary folder if this is none
     pixels_directory: str | None = None  # of pixel arrays; None: requests have no pictures
-    return_experts: bool = False  # those that each token goes through, as rows of its deltas
-    restarted: bool = False  # of a replica that died: a server that is away is waited for
+    return_experts: bool = False  # return the experts of each token, as rows of its deltas
+    restarted: bool = False  # the replica died before: wait for a server that is unavailable

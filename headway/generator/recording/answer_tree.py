@@ -1,4 +1,4 @@
-"""Calls and answers of a rollout as a tree; for training, as a trunk and a branch for each other end."""
+"""The calls and answers of a rollout as a tree, and its training sequences: a trunk and further branches."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class RecordedTurn:
     token_rows: Mapping[str, TokenRows] = field(
         default_factory=dict[str, TokenRows]
     )  # of the tokens behind those that its parents have rows for
-    grammar: str = ""  # that it was sampled by
+    grammar: str = ""  # the grammar that constrained it
     finish_reason: Literal["stop", "length"]
     own_limit: bool = False  # cut by the client's max_tokens, not by the context or a limit of the rollout
     begun: Message | None = None  # the beginning of the answer that its request gave, which carries no loss
     messages: int  # in the request and the answer: its place in a conversation that continues it
-    adapter: str = ""  # that sampled it
+    adapter: str = ""  # the adapter that sampled it
     received: bool = False  # a client got every byte: only then its tokens carry loss
     children: list[RecordedTurn] = field(default_factory=list["RecordedTurn"])
 
@@ -47,22 +47,22 @@ class RecordedTurn:
 
     @property
     def sent(self) -> Message:
-        """The message as a client sends it back: with the beginning that it gave itself."""
-        begun, said = self.begun, self.message
+        """The message as a client sends it back, with the beginning that its own request gave."""
+        begun, message = self.begun, self.message
         if begun is None:
-            return said
-        reasoning = begun.reasoning or said.reasoning
-        return assistant_message(begun.content + said.content, reasoning, said.calls, said.name)
+            return message
+        reasoning = begun.reasoning or message.reasoning
+        return assistant_message(begun.content + message.content, reasoning, message.calls, message.name)
 
     @property
     def path(self) -> list[RecordedTurn]:
         """Answers from the first to this one."""
-        found: list[RecordedTurn] = []
+        turns: list[RecordedTurn] = []
         turn: RecordedTurn | None = self
         while turn is not None:
-            found.append(turn)
+            turns.append(turn)
             turn = turn.parent
-        return found[::-1]
+        return turns[::-1]
 
     @property
     def start(self) -> int:
@@ -71,12 +71,12 @@ class RecordedTurn:
 
     def read_as_fed(self, text: str) -> int | None:
         """Character offset of this answer in a prompt's ``text``; None unless that begins with the answer's prompt."""
-        at = 0
+        offset = 0
         for step in self.path:
-            if not text.startswith(step.text, at):
+            if not text.startswith(step.text, offset):
                 return None
-            at += len(step.text)
-        return at
+            offset += len(step.text)
+        return offset
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +94,7 @@ class CallRequest:
     stop: tuple[str, ...] = ()
     grammar: str = ""  # as in SamplingParameters
     seed: int | None = None  # the client's; distinguishes calls of one rollout only
-    adapter: str = ""  # that answers; "": the model that is served
+    adapter: str = ""  # the adapter that answers; "": the served model
 
     @property
     def param(self) -> str:
@@ -103,8 +103,8 @@ class CallRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
-    """Place of a request in the tree: the answer it continues, and its prompt from there."""
+class CallPlan:
+    """The position of a request in the tree: the answer that it continues, and its prompt after that."""
 
     parent: RecordedTurn | None
     text: str  # of the prompt, after the parent's
@@ -119,7 +119,7 @@ class RecordedCall:
 
     number: int
     request: CallRequest
-    planned: Planned
+    planned: CallPlan
     prompt_ids: TokenIds  # the whole prompt
     max_tokens: int  # of each choice, at least 1
     purposes: tuple[str, ...]  # keys of each choice's random numbers, independent of time
@@ -135,8 +135,8 @@ class RecordedCall:
 
 
 def rows_known(turn: RecordedTurn | None) -> int:
-    """Count of tokens, from the first prompt's first on, that have rows of every kind by the path to this answer."""
-    return sum(_new_rows(one) for one in turn.path) if turn is not None else 0
+    """Count the leading tokens of the path to this answer that have rows of every kind."""
+    return sum(_new_rows(earlier) for earlier in turn.path) if turn is not None else 0
 
 
 def _new_rows(turn: RecordedTurn) -> int:
@@ -159,13 +159,13 @@ def branches_of(turns: Sequence[RecordedTurn]) -> tuple[Branch, ...]:
     Each answer carries loss in the first sequence that contains it; the tokens before it are the same in all of them.
     An answer that no client received is masked where others continue it, and left out elsewhere.
     """
-    kept: set[int] = set()  # numbers of answers that a received one continues
+    continued: set[int] = set()  # numbers of answers that a received one continues
     ends: list[RecordedTurn] = []
     for turn in reversed(turns):  # children have higher numbers than their parents
-        if turn.received and turn.number not in kept:
+        if turn.received and turn.number not in continued:
             ends.append(turn)
-        if turn.parent is not None and (turn.received or turn.number in kept):
-            kept.add(turn.parent.number)
+        if turn.parent is not None and (turn.received or turn.number in continued):
+            continued.add(turn.parent.number)
     if not ends:
         return ()
     trunk = max(ends, key=lambda turn: (turn.call, -turn.choice))
@@ -175,21 +175,21 @@ def branches_of(turns: Sequence[RecordedTurn]) -> tuple[Branch, ...]:
     branches: list[Branch] = []
     for end in (trunk, *ends):
         path = end.path
-        own = [turn for turn in path if turn.number not in learned]  # the path's answers from some point on
-        learned |= {turn.number for turn in own}
-        before = path[: len(path) - len(own)]
-        branches.append(_branch(before, own))
+        loss_turns = [turn for turn in path if turn.number not in learned]  # the path's answers from some point on
+        learned |= {turn.number for turn in loss_turns}
+        prefix_turns = path[: len(path) - len(loss_turns)]
+        branches.append(_branch(prefix_turns, loss_turns))
     return tuple(branches)
 
 
-def _branch(before: Sequence[RecordedTurn], own: Sequence[RecordedTurn]) -> Branch:
+def _branch(prefix_turns: Sequence[RecordedTurn], loss_turns: Sequence[RecordedTurn]) -> Branch:
     block, ends, known = TokenBlock(), list[int](), 0
     grammars: dict[str, tuple[tuple[int, int], ...]] = {}
-    for turn in (*before, *own):
+    for turn in (*prefix_turns, *loss_turns):
         block.append_rows(turn.token_rows, known)
         known += _new_rows(turn)
-    for turn in own:
-        if turn is not own[0]:
+    for turn in loss_turns:
+        if turn is not loss_turns[0]:
             ends.append(len(block) + len(turn.context_ids))
             block.append_reply(turn.context_ids)
         if turn.grammar:
@@ -198,7 +198,7 @@ def _branch(before: Sequence[RecordedTurn], own: Sequence[RecordedTurn]) -> Bran
         block.extend(turn.answer.ids, turn.logprobs, turn.versions, learned=turn.received)
     ends.append(len(block))
     return Branch(
-        prompt_ids=TokenIds.joined((_ids_of(before), own[0].context_ids)),
+        prompt_ids=TokenIds.joined((_ids_of(prefix_turns), loss_turns[0].context_ids)),
         response_ids=block.ids,
         response_logprobs=block.logprobs,
         response_mask=block.mask,
@@ -206,5 +206,5 @@ def _branch(before: Sequence[RecordedTurn], own: Sequence[RecordedTurn]) -> Bran
         token_rows=block.token_rows,
         grammars=grammars,
         turn_ends=tuple(ends),
-        finish_reason="stop" if own[-1].own_limit else own[-1].finish_reason,
+        finish_reason="stop" if loss_turns[-1].own_limit else loss_turns[-1].finish_reason,
     )

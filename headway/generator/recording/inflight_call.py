@@ -24,7 +24,7 @@ class CallFailed(Exception):
 
 
 class InflightCall:
-    """State of a call: *sampling* -> *over*: then ``call.turns`` has an answer for each choice, or ``error`` is set.
+    """State of a call: *sampling* -> *over*, when ``call.turns`` has an answer for each choice, or ``error`` is set.
 
     Listeners ``join`` and leave; when the last one leaves before the end, the call is abandoned and its requests end
     in the engine. A call is answered entirely or not at all: if one choice fails, the call fails.
@@ -38,7 +38,7 @@ class InflightCall:
         self.task: asyncio.Task[None] | None = None  # None for a call that was answered before
         self._recorder = recorder
         self._listeners: set[Callable[[], object]] = set()
-        self._unplaced = set(range(call.request.choices))
+        self._unaccepted = set(range(call.request.choices))
         for turn in call.turns or (None,) * call.request.choices:
             done = turn is not None and PartialResponse(ids=turn.answer.ids, logprobs=turn.logprobs)
             self.partials.append(done or PartialResponse())
@@ -53,12 +53,12 @@ class InflightCall:
         return self.task is None or self.task.done()
 
     @property
-    def placed(self) -> bool:
+    def accepted(self) -> bool:
         """Whether the generator has accepted all choices, so that none can be refused."""
-        return not self._unplaced
+        return not self._unaccepted
 
     @property
-    def unheard(self) -> list[GenerationResult]:
+    def undelivered(self) -> list[GenerationResult]:
         """Tokens sampled so far, as aborted results."""
         return [GenerationResult(request_id="", response=p, finish_reason="abort") for p in self.partials]
 
@@ -90,23 +90,23 @@ class InflightCall:
         """End the call without an answer, with ``error``. No-op for one that is over."""
         if self.task is not None and not self.task.done():
             self.error = error or self.error
-            self._recorder.abandon(self.call, self.unheard)
+            self._recorder.abandon(self.call, self.undelivered)
             self.task.cancel()
 
-    def _goes_on(self, choice: int, partial: PartialResponse) -> bool:
-        """Whether ``partial`` begins with the tokens that a client was sent of this choice."""
+    def _extends_streamed(self, choice: int, partial: PartialResponse) -> bool:
+        """Whether ``partial`` begins with the tokens of this choice that were sent to a client."""
         streamed = self.streamed[choice]
         return partial.ids[: len(streamed)] == streamed
 
-    def _tell(self) -> None:
+    def _notify_listeners(self) -> None:
         for listener in tuple(self._listeners):
             listener()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
             self.error = self.error or CallFailed("the call was cancelled")
-        self._recorder.abandon(self.call, self.unheard)  # no-op if answered
-        self._tell()
+        self._recorder.abandon(self.call, self.undelivered)  # no-op if answered
+        self._notify_listeners()
 
     async def _answer(self, sample: SampleTurn, client: ClientSampling, timeout_s: float) -> None:
         recorder, call = self._recorder, self.call
@@ -129,16 +129,16 @@ class InflightCall:
         """Sample all choices concurrently; returns a result for each. The first error cancels the others."""
         call = self.call
 
-        async def one(choice: int) -> GenerationResult:
-            def told(partial: PartialResponse) -> None:
-                if not self._goes_on(choice, partial):  # no record would match what the client was sent
+        async def sample_choice(choice: int) -> GenerationResult:
+            def on_partial(partial: PartialResponse) -> None:
+                if not self._extends_streamed(choice, partial):  # no record would match what the client was sent
                     self.cancel(CallFailed(_VOID))
                     return
                 self.partials[choice] = partial
-                self._unplaced.discard(choice)
-                self._tell()
+                self._unaccepted.discard(choice)
+                self._notify_listeners()
 
-            wanted = TurnRequest(
+            turn_request = TurnRequest(
                 prompt_ids=call.prompt_ids,
                 max_tokens=call.max_tokens,
                 stop=call.request.stop,
@@ -148,15 +148,15 @@ class InflightCall:
                 adapter=call.request.adapter,
                 rows_known=rows_known(call.planned.parent),
             )
-            result = await sample(wanted, told)
-            if not self._goes_on(choice, result.response):
+            result = await sample(turn_request, on_partial)
+            if not self._extends_streamed(choice, result.response):
                 raise CallFailed(_VOID)
             self.partials[choice] = result.response
             return result
 
         if call.request.choices == 1:
-            return [await one(0)]
-        tasks = [asyncio.create_task(one(choice)) for choice in range(call.request.choices)]
+            return [await sample_choice(0)]
+        tasks = [asyncio.create_task(sample_choice(choice)) for choice in range(call.request.choices)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:

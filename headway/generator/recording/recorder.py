@@ -14,8 +14,8 @@ from typing import Literal
 
 from headway.config.endpoint import EndpointConfig
 from headway.generator.recording.answer_tree import (
+    CallPlan,
     CallRequest,
-    Planned,
     RecordedCall,
     RecordedTurn,
     branches_of,
@@ -49,7 +49,7 @@ class Recorder:
 
     def __init__(self, chat: Chat, settings: EndpointConfig, context_tokens: int, name: str = "") -> None:
         """``settings``: limits on the calls, beyond which requests are refused. ``context_tokens``: limit of a call's
-        prompt and response. ``name``: of the rollout; the ids of its tool calls are no other's."""
+        prompt and response. ``name``: the rollout's; it makes the ids of its tool calls unique."""
         self.chat = chat
         self._name = name
         self._settings = settings
@@ -76,35 +76,35 @@ class Recorder:
         return self._turns
 
     def earlier(self, fingerprint: str) -> RecordedCall | None:
-        """Return the call with this fingerprint, open or answered: its tokens answer a retry. None if there is none
-        any more, or it was abandoned."""
+        """Return the call with this fingerprint, open or answered, whose tokens answer a retry. None if it was
+        forgotten or abandoned."""
         return self._earlier.get(fingerprint)
 
-    def plan(self, request: CallRequest) -> Planned:
-        """Compute the slow part of `begin`: find the place of a large request and tokenize its prompt. Doesn't change
+    def plan(self, request: CallRequest) -> CallPlan:
+        """Compute the slow part of `begin`: find the parent of a large request and tokenize its prompt. Doesn't change
         the tree, so it may run in a thread while other calls begin and end. Raises RequestRefused."""
         with self._cuts_noted():
             self._require_open()
-            self._require_room()
+            self._require_budget()
             self._require_valid(request)
-            return self._planned(request)
+            return self._plan(request)
 
-    def begin(self, request: CallRequest, fingerprint: str = "", planned: Planned | None = None) -> RecordedCall:
+    def begin(self, request: CallRequest, fingerprint: str = "", planned: CallPlan | None = None) -> RecordedCall:
         """Open a call for a request; ``planned``: the result of `plan`, if it was called. Raises RequestRefused: over a
         limit, too long for the context, or refused by the template."""
         with self._cuts_noted():
             self._require_open()
             if planned is None:
                 self._require_valid(request)
-            self._require_room()
-            planned = planned or self._planned(request)
+            self._require_budget()
+            planned = planned or self._plan(request)
             prompt_ids = TokenIds.joined((ids_to(planned.parent), planned.context_ids))
             call = RecordedCall(
                 number=self._begun,
                 request=request,
                 planned=planned,
                 prompt_ids=prompt_ids,
-                max_tokens=self._room(prompt_ids, request),
+                max_tokens=self._response_limit(prompt_ids, request),
                 purposes=self._purposes(prompt_ids, request),
                 fingerprint=fingerprint,
             )
@@ -134,7 +134,7 @@ class Recorder:
         for result in results:
             _require_exact(call, result)
         self._end(call, "answered")
-        call.turns = tuple(self._entered(call, choice, result) for choice, result in enumerate(results))
+        call.turns = tuple(self._record_turn(call, choice, result) for choice, result in enumerate(results))
         call.forget_question()
         if call.fingerprint:
             self._repeatable.append(call)
@@ -148,18 +148,18 @@ class Recorder:
             self._abandoned_calls += 1
 
     def note_received(self, call: RecordedCall, received: bool = True) -> None:
-        """Note that a client got every byte of an answered call, whose tokens then carry loss. ``received`` False: take
-        that back, as the client closed its connection before reading. No-op for a call without an answer."""
+        """Note that a client got every byte of an answered call, whose tokens then carry loss. ``received`` False
+        revokes that: the client closed its connection before reading. No-op for a call without an answer."""
         turns = [turn for turn in call.turns if turn is not None]
         if not turns:
             return
-        before, call.readers = call.readers > 0, call.readers + (1 if received else -1)
+        was_received, call.readers = call.readers > 0, call.readers + (1 if received else -1)
         for turn in turns:
             turn.received = call.readers > 0
-        if before == turns[0].received:
+        if was_received == turns[0].received:
             return
-        self._causes[call.planned.cause] += -1 if before else 1
-        if before:
+        self._causes[call.planned.cause] += -1 if was_received else 1
+        if was_received:
             self._unread[call.number] = call
         else:
             del self._unread[call.number]
@@ -199,18 +199,18 @@ class Recorder:
             turn.children.clear()
         return conversation
 
-    # Place of a request in the tree.
+    # Position of a request in the tree.
 
-    def _planned(self, request: CallRequest) -> Planned:
+    def _plan(self, request: CallRequest) -> CallPlan:
         keys = history_keys(_root_key(request), request.messages)
-        parent, text, context_ids, cause = self._continued(request, keys)
-        return Planned(parent=parent, text=text, context_ids=context_ids, cause=cause, keys=keys)
+        parent, text, context_ids, cause = self._find_parent(request, keys)
+        return CallPlan(parent=parent, text=text, context_ids=context_ids, cause=cause, keys=keys)
 
-    def _continued(self, request: CallRequest, keys: list[bytes]) -> tuple[RecordedTurn | None, str, TokenIds, Cause]:
+    def _find_parent(self, request: CallRequest, keys: list[bytes]) -> tuple[RecordedTurn | None, str, TokenIds, Cause]:
         """Return (the answer that a request continues, text and token ids of its prompt after it, cause)."""
-        chat, most = self.chat, self._context_tokens
+        chat, limit = self.chat, self._context_tokens
         if isinstance(request.prompt, tuple):
-            return self._continued_ids(TokenIds(request.prompt), request.adapter)
+            return self._find_parent_of_ids(TokenIds(request.prompt), request.adapter)
         raw = request.prompt is not None
         if request.prompt is not None:
             text, candidates = request.prompt, self._raw_candidates(keys[0])
@@ -220,33 +220,33 @@ class Recorder:
             candidates = self._candidates(messages, keys)
         rewritten = False
         for turn, answered in candidates:
-            at = turn.read_as_fed(text)
-            if at is None:
+            offset = turn.read_as_fed(text)
+            if offset is None:
                 rewritten |= answered and not raw
                 continue
-            if not answered and raw and at < len(text):  # a token may cross the end of the shared prompt
+            if not answered and raw and offset < len(text):  # a token may cross the end of the shared prompt
                 continue
             if not answered:  # the same prompt, continued differently
-                more = chat.encode_behind(turn.context_ids[-1] if turn.context_ids else None, text[at:], most)
+                more = chat.encode_after(turn.context_ids[-1] if turn.context_ids else None, text[offset:], limit)
                 cause: Cause = "rewritten" if rewritten else "branched" if more else "sibling"
                 return turn.parent, text[turn.start :], turn.context_ids + more, cause
-            behind = chat.behind(turn.answer, text, at, exactly=raw, tools=request.tools)
+            behind = chat.answer_end(turn.answer, text, offset, exactly=raw, tools=request.tools)
             if behind is None:
                 rewritten |= not raw
                 continue
-            ids = TokenIds(chat.encode_behind(turn.answer.ids[-1], text[behind:], most))
-            return turn, text[at:], ids, "rewritten" if rewritten else "branched" if turn.children else "continued"
-        whole = chat.tokenizer.encode_prompt(text, most) if raw else chat.encode(text, most)
-        return None, text, TokenIds(whole), "rewritten" if rewritten else "branched" if self._roots else "start"
+            ids = TokenIds(chat.encode_after(turn.answer.ids[-1], text[behind:], limit))
+            return turn, text[offset:], ids, "rewritten" if rewritten else "branched" if turn.children else "continued"
+        prompt_ids = chat.tokenizer.encode_prompt(text, limit) if raw else chat.encode(text, limit)
+        return None, text, TokenIds(prompt_ids), "rewritten" if rewritten else "branched" if self._roots else "start"
 
-    def _continued_ids(self, prompt: TokenIds, adapter: str) -> tuple[RecordedTurn | None, str, TokenIds, Cause]:
-        """Find the longest path of an adapter that a prompt of token ids begins with; returns as `_continued`."""
+    def _find_parent_of_ids(self, prompt: TokenIds, adapter: str) -> tuple[RecordedTurn | None, str, TokenIds, Cause]:
+        """Find the longest path of an adapter that a prompt of token ids begins with; returns as `_find_parent`."""
         best, taken = None, 0
         further = [(turn, 0) for turn in self._roots if turn.adapter == adapter]
         while further:
-            turn, at = further.pop()
-            asked, end = at + len(turn.context_ids), at + len(turn.context_ids) + len(turn.answer.ids)
-            if prompt[at:asked] == turn.context_ids and prompt[asked:end] == turn.answer.ids:
+            turn, offset = further.pop()
+            asked, end = offset + len(turn.context_ids), offset + len(turn.context_ids) + len(turn.answer.ids)
+            if prompt[offset:asked] == turn.context_ids and prompt[asked:end] == turn.answer.ids:
                 further += [(child, end) for child in turn.children]
                 if best is None or (end, turn.number) > (taken, best.number):  # ties: the newest
                     best, taken = turn, end
@@ -297,20 +297,20 @@ class Recorder:
         return best
 
     def _restored(self, messages: tuple[Message, ...], keys: list[bytes]) -> tuple[Message, ...]:
-        """Return the messages with reasoning that the client left out put back, if configured. The longest match
+        """Return the messages with the reasoning restored that the client left out, if configured. The longest match
         decides for all answers on its path."""
         if self._settings.history_reasoning == "as_sent":
             return messages
         restored, settled = list(messages), set[int]()
-        for place in range(len(messages) - 1, -1, -1):
-            if messages[place].role != "assistant" or messages[place].reasoning or place in settled:
+        for index in range(len(messages) - 1, -1, -1):
+            if messages[index].role != "assistant" or messages[index].reasoning or index in settled:
                 continue
-            turn = self._match(messages, keys, place + 1, missing=True)
+            turn = self._match(messages, keys, index + 1, missing=True)
             for earlier in [] if turn is None else turn.path:
-                at, ours = earlier.messages - 1, earlier.sent
-                if at not in settled and ours.reasoning and not messages[at].reasoning:
-                    restored[at] = dataclasses.replace(messages[at], reasoning=ours.reasoning, written=ours.inline)
-                settled.add(at)
+                pos, ours = earlier.messages - 1, earlier.sent
+                if pos not in settled and ours.reasoning and not messages[pos].reasoning:
+                    restored[pos] = dataclasses.replace(messages[pos], reasoning=ours.reasoning, written=ours.inline)
+                settled.add(pos)
         return tuple(restored)
 
     # Limits.
@@ -332,38 +332,38 @@ class Recorder:
         if request.max_tokens is not None and request.max_tokens < 1:
             raise RequestRefused(f"max_tokens = {request.max_tokens}: 1 or more are needed", param="max_tokens")
 
-    def _require_room(self) -> None:
-        for what, used, most in (
+    def _require_budget(self) -> None:
+        for unit, used, limit in (
             ("calls", self._begun, self._settings.calls),
             ("sampled tokens", self._sampled, self._settings.sampled_tokens),
         ):
-            if used >= most:
-                raise RequestRefused(f"this rollout has had its {most} {what}", code="rollout_limit_exceeded")
+            if used >= limit:
+                raise RequestRefused(f"this rollout has had its {limit} {unit}", code="rollout_limit_exceeded")
 
-    def _room(self, prompt_ids: TokenIds, request: CallRequest) -> int:
-        """Count of tokens that each response may have. Raises RequestRefused for a prompt that leaves none."""
+    def _response_limit(self, prompt_ids: TokenIds, request: CallRequest) -> int:
+        """Return how many tokens each response may have. Raises RequestRefused for a prompt that leaves none."""
         if not prompt_ids:
             raise RequestRefused("the prompt has no token", param=request.param)
         self._require_context(len(prompt_ids), request)
-        left = min(self._context_tokens - len(prompt_ids), self._settings.sampled_tokens - self._sampled)
-        return min(left, request.max_tokens or left)
+        remaining = min(self._context_tokens - len(prompt_ids), self._settings.sampled_tokens - self._sampled)
+        return min(remaining, request.max_tokens or remaining)
 
     def _require_context(self, tokens: int, request: CallRequest) -> None:
-        """Raise RequestRefused if a prompt of ``tokens`` tokens leaves no room in the context."""
-        whole = self._context_tokens
-        if tokens >= whole:  # clients recognise an overflow by this text
-            shown = tokens if tokens <= 2 * whole else f"more than {2 * whole}"
+        """Raise RequestRefused if a prompt of ``tokens`` tokens leaves no token for the response."""
+        limit = self._context_tokens
+        if tokens >= limit:  # clients recognise an overflow by this text
+            count = tokens if tokens <= 2 * limit else f"more than {2 * limit}"
             raise RequestRefused(
-                f"This model's maximum context length is {whole} tokens. However, your request has {shown} prompt "
+                f"This model's maximum context length is {limit} tokens. However, your request has {count} prompt "
                 "tokens, which leaves none for the response. Please shorten it.",
                 param=request.param,
                 code="context_length_exceeded",
             )
 
     def _purposes(self, prompt_ids: TokenIds, request: CallRequest) -> tuple[str, ...]:
-        """Keys of the choices' random numbers: prompt tokens, the client's seed, and a count of equal requests before.
-        So concurrent calls get the same random numbers in any order, and a fixed seed of a client's doesn't make
-        rollouts equal."""
+        """Make the keys of the choices' random numbers: prompt tokens, the client's seed, and a count of equal requests
+        before. So concurrent calls get the same random numbers in any order, and a fixed seed of a client's doesn't
+        make rollouts equal."""
         asked = f"{_digest(prompt_ids.array.astype('<i8').tobytes())}:{'' if request.seed is None else request.seed}"
         first = self._siblings[asked]
         self._siblings[asked] += request.choices
@@ -388,7 +388,7 @@ class Recorder:
         if result.response.ids and result.first_token_s > 0:
             self._first_token_s = min(self._first_token_s or result.first_token_s, result.first_token_s)
 
-    def _entered(self, call: RecordedCall, choice: int, result: GenerationResult) -> RecordedTurn | None:
+    def _record_turn(self, call: RecordedCall, choice: int, result: GenerationResult) -> RecordedTurn | None:
         self._count(result)
         response, finish_reason = result.response, result.finish_reason
         if not response.ids or (finish_reason != "stop" and finish_reason != "length"):
@@ -428,14 +428,14 @@ class Recorder:
         if not isinstance(call.request.prompt, tuple):
             self._asked.setdefault(planned.keys[-1], []).append(turn)
         if call.request.prompt is None:
-            before = planned.keys[-2 if call.request.continues else -1]
-            self._answered.setdefault(next_key(before, turn.sent), []).append(turn)
+            key = planned.keys[-2 if call.request.continues else -1]
+            self._answered.setdefault(next_key(key, turn.sent), []).append(turn)
         return turn
 
 
 def _root_key(request: CallRequest) -> str:
-    """Key of a conversation's adapter, tools and template variables, which a continuation must share: what another
-    adapter has answered is a prompt to it."""
+    """Return the key of a conversation's adapter, tools and template variables, which a continuation must share: the
+    answers of another adapter are part of its prompt."""
     raw = request.prompt is not None
     return request.adapter + (_RAW if raw else canonical_value([request.tools or [], dict(request.variables)]))
 

@@ -13,14 +13,14 @@ from typing import Any
 import msgspec
 
 from headway.config.endpoint import EndpointConfig
-from headway.generator.recording.answer_tree import CallRequest, Planned, RecordedCall
+from headway.generator.recording.answer_tree import CallPlan, CallRequest, RecordedCall
 from headway.generator.recording.inflight_call import InflightCall
 from headway.generator.recording.recorder import Recorder
 from headway.records.conversations import ChatAnswer, ClientSampling, RecordedConversation, RequestRefused, SampleTurn
 from headway.records.generation import GenerationResult
 from headway.tokens.continuing import Chat
 from headway.tokens.messages import normal_messages, normal_tools
-from headway.tokens.output_parsing import client_form
+from headway.tokens.output_parsing import openai_message
 
 _LARGE_CHARACTERS = 100_000  # longer conversations are rendered in a thread
 _SEALED_KEPT = 32768  # newest revoked keys, refused with "this rollout has ended"; older ones are unknown
@@ -102,7 +102,7 @@ class Session:
         request: CallRequest,
         client: ClientSampling = ClientSampling(),
         fingerprint: str = "",
-        planned: Planned | None = None,
+        planned: CallPlan | None = None,
     ) -> InflightCall:
         """Start a call, or return an earlier one with the same ``fingerprint``, open or answered ("": no fingerprint).
         ``planned``: result of `Recorder.plan`. Raises RequestRefused."""
@@ -134,7 +134,7 @@ class Session:
         await answering.wait()
         if answering.error is not None:
             raise answering.error
-        return self._said(answering.call)
+        return self._delivered(answering.call)
 
     def replay(
         self,
@@ -148,14 +148,14 @@ class Session:
         """See :class:`headway.records.conversations.OpenConversation`."""
         call = self.recorder.begin(_request(messages, tools, stop, max_tokens))
         self.recorder.commit(call, [result])
-        return self._said(call)
+        return self._delivered(call)
 
-    def _said(self, call: RecordedCall) -> ChatAnswer:
+    def _delivered(self, call: RecordedCall) -> ChatAnswer:
         """Return the answer of a call to its caller in this process, and note it as received."""
         self.recorder.note_received(call)
         turn = call.turns[0]
         assert turn is not None
-        return ChatAnswer(message=client_form(turn.message, self.chat.written), cut=turn.finish_reason == "length")
+        return ChatAnswer(message=openai_message(turn.message, self.chat.written), cut=turn.finish_reason == "length")
 
     def _ended(self, call: RecordedCall) -> None:
         self._open.pop(call, None)
@@ -208,7 +208,7 @@ class Sessions:
         self._open: dict[bytes, Session] = {}
         self._rewarding: dict[bytes, Session] = {}  # the same sessions, by their reward keys
         self._sealed: OrderedDict[bytes, None] = OrderedDict()
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -260,15 +260,15 @@ class Sessions:
             self._sealed.popitem(last=False)
 
     def _note(self, client: ClientSampling) -> None:
-        given = msgspec.structs.asdict(client)
-        further = given.pop("further") or {}
-        known = (*self._told, "seed")  # a client's seed is used
-        new = {name: value for name, value in (given | further).items() if value is not None and name not in known}
+        parameters = msgspec.structs.asdict(client)
+        further = parameters.pop("further") or {}
+        known = (*self._reported, "seed")  # a client's seed is used
+        new = {name: value for name, value in (parameters | further).items() if value is not None and name not in known}
         if new:
-            self._told |= set(new)
+            self._reported |= set(new)
             asked = ", ".join(f"{name} = {value}" for name, value in new.items())
-            what = f"a client asks for {asked}: the experiment's value is used (reported once)"
-            self._on_event("client_sampling", what)
+            message = f"a client asks for {asked}: the experiment's value is used (reported once)"
+            self._on_event("client_sampling", message)
 
 
 def _request(

@@ -25,9 +25,9 @@ class OpenRequest:
 
     __slots__ = (
         "_block",
-        "_least_tokens",
-        "_most_tokens",
-        "_told_tokens",
+        "_max_tokens",
+        "_notified_tokens",
+        "_prompt_tokens",
         "cancelled",
         "first_token_s",
         "future",
@@ -49,16 +49,16 @@ class OpenRequest:
         self, request: GenerationRequest, future: asyncio.Future[GenerationResult], watch: Watch | None = None
     ) -> None:
         self.request = request
-        self._least_tokens = len(request.prompt_ids)
-        self._most_tokens = self._least_tokens + request.sampling.max_tokens
+        self._prompt_tokens = len(request.prompt_ids)
+        self._max_tokens = self._prompt_tokens + request.sampling.max_tokens
         self.outstanding_tokens = 0  # prompt and still allowed response tokens: what it may cost a replica
         self.future = future
         self.replica: int | None = None
         self.ticket = ""  # the id it has inside that replica
         self._start_over()
         self.watch = watch
-        self._told_tokens = len(self._block)
-        self.serial = 0  # in the order they came
+        self._notified_tokens = len(self._block)
+        self.serial = 0  # order of arrival
         self.opened_s = 0.0
         self.prefix: list[tuple[int, int]] | None = None  # keys of its prompt's prefixes, once computed
         self.cancelled = False  # ends with its tokens so far, even if its replica dies before the abort arrives
@@ -78,17 +78,17 @@ class OpenRequest:
         return self._block.tokens
 
     def _start_over(self) -> None:
-        """Drop all tokens but those that the request came with."""
+        """Drop all tokens except those that the request was opened with."""
         self._block = TokenBlock(self.request.partial)
         self._count()
 
     def _count(self) -> None:
-        left = self._most_tokens - self._block.tokens
-        self.outstanding_tokens = left if left > self._least_tokens else self._least_tokens
+        remaining = self._max_tokens - self._block.tokens
+        self.outstanding_tokens = remaining if remaining > self._prompt_tokens else self._prompt_tokens
 
     def absorb(self, delta: TokenDelta, now: float) -> None:
-        """Append a delta's tokens; a void one revokes all that were gained, and where the request goes on all that it
-        has."""
+        """Append a delta's tokens. A void delta revokes all tokens sampled since the request was opened; if the request
+        continues, those that it was opened with too."""
         if delta.reprefilled:
             self.reprefills += 1
         if delta.void:
@@ -101,15 +101,15 @@ class OpenRequest:
             if not self.first_token_s:
                 self.first_token_s = now
             self._block.append(data, delta.version)
-            left = self._most_tokens - self._block.tokens  # as _count: this runs for every delta
-            self.outstanding_tokens = left if left > self._least_tokens else self._least_tokens
+            remaining = self._max_tokens - self._block.tokens  # as _count: this runs for every delta
+            self.outstanding_tokens = remaining if remaining > self._prompt_tokens else self._prompt_tokens
 
     def notify_watch(self) -> None:
-        """Notify the watch once enough tokens are new."""
+        """Notify the watch if enough tokens are new."""
         watch = self.watch
-        if watch is not None and len(self._block) - self._told_tokens >= watch.every_tokens:
-            self._told_tokens = len(self._block)
-            watch.told(self._block.response(with_rows=False))
+        if watch is not None and len(self._block) - self._notified_tokens >= watch.every_tokens:
+            self._notified_tokens = len(self._block)
+            watch.on_tokens(self._block.response(with_rows=False))
 
     def partial(self) -> PartialResponse:
         """All tokens so far."""

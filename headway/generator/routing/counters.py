@@ -14,7 +14,7 @@ _COUNTERS = (
     "busy_s",
     "idle_s",
     "paused_s",
-    "lent_s",
+    "yielded_s",
     "decode_steps",
 )
 

@@ -47,7 +47,7 @@ class Health:
             while True:
                 await self._clock.sleep(self._settings.health_interval_s)
                 self.note_versions([replica])
-                if replica.told_behind:
+                if replica.reported_behind:
                     await self._bring_up(replica)
                     self.note_versions([replica])
                 if replica.updating_since_s is None:  # a replica answers no calls during an update
@@ -70,18 +70,18 @@ class Health:
         last call."""
         replicas = self._replicas if replicas is None else replicas
         standings = self._router.standings(self._clock.now(), replicas)
-        said: list[tuple[str, str]] = []
+        events: list[tuple[str, str]] = []
         for replica, standing in zip(replicas, standings, strict=True):
             behind = standing == "behind"
-            if not replica.live or behind == replica.told_behind:
+            if not replica.live or behind == replica.reported_behind:
                 continue
-            replica.told_behind = behind
+            replica.reported_behind = behind
             if behind:
                 why = f"still at version {replica.version}, which others have replaced: it takes no requests"
-                said.append(("generator_behind", f"{replica.name}: {why}"))
+                events.append(("generator_behind", f"{replica.name}: {why}"))
             else:
-                said.append(("generator_caught_up", f"{replica.name}: version {replica.version}"))
-        for name, detail in said:
+                events.append(("generator_caught_up", f"{replica.name}: version {replica.version}"))
+        for name, detail in events:
             self._on_event(name, detail)
 
     async def _answer(self, replica: Replica) -> str:

@@ -15,11 +15,11 @@ from headway.records.errors import Overloaded
 from headway.runtime.clock import Clock
 from headway.runtime.workers import EventCallback
 
-_QUIET_S = 60.0  # at most one event about refusals in this time
+_EVENT_INTERVAL_S = 60.0  # at most one event about refusals in this time
 _ROUNDING_S = 1e-6  # a timer may come this much too early
 
 
-class Place:
+class Permit:
     """Admission of one request. Its holder sets ``used_tokens`` to the actual use before releasing it."""
 
     __slots__ = ("used_tokens",)
@@ -31,8 +31,8 @@ class Place:
 class Limiter:
     """Admits requests by the rules of ``control.routing.rate_limit``, without regard to the caller's identity.
 
-    Example: ``async with limiter.place(len(prompt) + max_tokens) as place: result = await pool.generate(request);
-    place.used_tokens = ...``. Overloaded becomes HTTP 429 with Retry-After at the edge.
+    Example: ``async with limiter.permit(len(prompt) + max_tokens) as permit: result = await pool.generate(request);
+    permit.used_tokens = ...``. Overloaded becomes HTTP 429 with Retry-After at the edge.
     """
 
     def __init__(
@@ -47,16 +47,16 @@ class Limiter:
         self._names = itertools.count()
         self._waiting: dict[str, asyncio.Future[RateLimited | None]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._told_s = -math.inf
+        self._reported_s = -math.inf
 
     @property
     def waiting(self) -> int:
-        """Count of requests that wait for a place."""
+        """Count of requests that wait for a permit."""
         return self._rules.waiting
 
     @property
     def open_tokens(self) -> int:
-        """Tokens of the places in use."""
+        """Tokens of the permits in use."""
         return self._rules.open_tokens
 
     @property
@@ -69,17 +69,17 @@ class Limiter:
         return self._rules.oldest_age_s(self._clock.now())
 
     @contextlib.asynccontextmanager
-    async def place(self, tokens: int, priority: int = 0) -> AsyncIterator[Place]:
-        """Acquire a place for a request of up to ``tokens``, prompt and response; waits if needed: lower priorities
-        first, then in order of arrival. Raises Overloaded when no place will be free soon."""
+    async def permit(self, tokens: int, priority: int = 0) -> AsyncIterator[Permit]:
+        """Acquire a permit for a request of up to ``tokens``, prompt and response. Requests wait in order of priority
+        (lower numbers first), then of arrival. Raises Overloaded when no permit will be free soon."""
         name = str(next(self._names))
         await self._admission(name, tokens, priority)
-        place = Place(tokens)
+        permit = Permit(tokens)
         try:
-            yield place
+            yield permit
         finally:
-            self._rules.finish(name, place.used_tokens, self._clock.now())
-            self.go_on()
+            self._rules.finish(name, permit.used_tokens, self._clock.now())
+            self.admit_waiting()
 
     async def _admission(self, name: str, tokens: int, priority: int) -> None:
         self._rules.open_limit_tokens = self._settings.overcommit * self._capacity_tokens()
@@ -96,22 +96,22 @@ class Limiter:
             if waiting.done() and not waiting.cancelled() and waiting.result() is None:
                 self._rules.finish(name, 0, self._clock.now())  # admitted in the same pass of the event loop
             self._rules.withdraw(name)
-            self.go_on()
+            self.admit_waiting()
             raise
         finally:
             self._waiting.pop(name, None)
         if refused is not None:
             self._refuse(refused)
 
-    def _refuse(self, refused: RateLimited) -> NoReturn:
+    def _refuse(self, refusal: RateLimited) -> NoReturn:
         now = self._clock.now()
-        if now >= self._told_s + _QUIET_S:
-            self._told_s = now
-            self._on_event("requests_refused", f"{refused.why}; {self._rules.refusals} so far")
-        raise Overloaded(refused.why, refused.retry_after_s)
+        if now >= self._reported_s + _EVENT_INTERVAL_S:
+            self._reported_s = now
+            self._on_event("requests_refused", f"{refusal.why}; {self._rules.refusals} so far")
+        raise Overloaded(refusal.why, refusal.retry_after_s)
 
-    def go_on(self) -> None:
-        """Admit or refuse waiting requests as the rules now say; called after every change."""
+    def admit_waiting(self) -> None:
+        """Admit or refuse waiting requests by the present rules; called after every change."""
         if self._rules.waiting:
             self._decide()
         self._wake()
@@ -132,7 +132,7 @@ class Limiter:
             self._timer.cancel()
             self._timer = None
         if due_s < math.inf:
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, due_s - now) + _ROUNDING_S, self.go_on)
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, due_s - now) + _ROUNDING_S, self.admit_waiting)
 
     def stop(self) -> None:
         """Refuse all waiting requests."""

@@ -19,21 +19,21 @@ from headway.records.errors import RemoteError, StorageFailed, WorkerDied
 from headway.records.execution import MemoryMove
 from headway.records.generation import POLICY_ADAPTER, EngineStatistics, Probe, ProbeScores
 from headway.records.trace import EngineSteps, Span
-from headway.runtime.devices import native_kernels_wanted, parse_device
-from headway.runtime.fork_server import LEARNING
+from headway.runtime.devices import native_kernels_enabled, parse_device
+from headway.runtime.fork_server import MODEL_CODE
 from headway.runtime.retries import Breaker
-from headway.runtime.worker_slots import WorkerSlot, own_cause
+from headway.runtime.worker_slots import WorkerSlot, typed_cause
 from headway.runtime.workers import WorkerHandle, WorkerSpec
 
 _FACTORY = "headway.generator.service:GeneratorService"
-# A replica serves calls between two decode steps. One that takes ten minutes over it is stuck, though its worker's
-# health checks (another thread answers them) see nothing: better killed than waited for.
+# A replica serves calls between two decode steps. One that takes ten minutes is stuck and is killed, though its
+# worker's health checks see nothing: another thread answers them.
 _CALL_TIMEOUT_S = 600.0
 
 
 class Replica:
     """State of a replica: *starting* -> *live* -> *starting* again after a death, *lost* after too many deaths, or
-    *left* after it was drained."""
+    *removed* after it was drained."""
 
     def __init__(self, index: int, slot: WorkerSlot, experiment: Experiment, router: RouterConfig) -> None:
         generator = experiment.generator
@@ -42,15 +42,15 @@ class Replica:
         self.node = parse_device(slot.spec.device).node
         self.breaker = Breaker(router)
         self.resting = False  # takes no requests while another is live
-        self.lent = False  # paused: another computes on its device now
-        self.returned = asyncio.Event()  # cleared while its memory makes room for another's
-        self.returned.set()
+        self.yielded = False  # paused: another worker computes on its device now
+        self.onloaded = asyncio.Event()  # cleared while its memory is offloaded
+        self.onloaded.set()
         self.silent = False  # its answer to a health check is overdue
-        self.leaving = False  # takes no more requests
-        self.left = False  # drained, and its process has ended
-        self.emptied = asyncio.Event()  # set when it is leaving and has no requests left
+        self.draining = False  # takes no more requests
+        self.removed = False  # drained, and its process has ended
+        self.emptied = asyncio.Event()  # set when it is draining and has no requests
         self.updating_since_s: float | None = None  # when the update in progress began
-        self.told_behind = False  # reported as behind on versions
+        self.reported_behind = False  # reported as behind on versions
         self.epoch = 0  # counts invalidations of its KV: weight updates and process deaths
         self.live = False  # its process runs with the newest weights announced by its start
         self.version = 0  # applied last
@@ -76,7 +76,7 @@ class Replica:
     @property
     def gone(self) -> bool:
         """Whether the replica will never be live again."""
-        return self.left or self.slot.lost is not None
+        return self.removed or self.slot.lost is not None
 
     @property
     def capacity_tokens(self) -> int:
@@ -84,17 +84,17 @@ class Replica:
         return self.present.kv_capacity_tokens or self._capacity_tokens
 
     async def offload(self) -> list[MemoryMove]:
-        """See `GeneratorService.offload`. Raises WorkerDied, and StorageFailed where it stays."""
-        self.returned.clear()
+        """See `GeneratorService.offload`. Raises WorkerDied, and StorageFailed with the memory still on the device."""
+        self.onloaded.clear()
         try:
             return await self._called("offload")
         except StorageFailed:
-            self.returned.set()
+            self.onloaded.set()
             raise
 
     async def onload(self) -> list[MemoryMove]:
         """See `GeneratorService.onload`. Raises WorkerDied."""
-        self.returned.set()
+        self.onloaded.set()
         return await self._called("onload")
 
     async def _called(self, method: str, *arguments: Any) -> Any:
@@ -103,18 +103,18 @@ class Replica:
         try:
             return await call_replica(self.worker, method, *arguments)
         except RemoteError as error:
-            raise own_cause(error) from None
+            raise typed_cause(error) from None
 
     @staticmethod
     async def score_all(replicas: Iterable[Replica], probe: Probe) -> list[ProbeScores]:
-        """See `GeneratorService.score`: the scores of live ``replicas`` that don't die meanwhile."""
+        """Return the scores of live ``replicas`` that don't die meanwhile; see `GeneratorService.score`."""
         scored = (replica._score(probe) for replica in replicas if replica.live)
         outcomes = await asyncio.gather(*scored, return_exceptions=True)
         raise_but_deaths(outcomes)
         return [outcome for outcome in outcomes if isinstance(outcome, ProbeScores)]
 
     async def _score(self, probe: Probe) -> ProbeScores:
-        await self.returned.wait()
+        await self.onloaded.wait()
         return await self._called("score", probe)
 
     def standing(self, now: float, newest_update: int, grace_s: float) -> Standing:
@@ -125,9 +125,9 @@ class Replica:
         """The replica's state as the rules of ``control.routing.replicas`` take it."""
         return ReplicaCondition(
             live=self.live,
-            leaving=self.leaving,
+            leaving=self.draining,
             resting=self.resting,
-            lent=self.lent,
+            yielded=self.yielded,
             silent=self.silent,
             allowed=self.breaker.allows(now),
             update=self.update,
@@ -142,25 +142,25 @@ def replica_spec(
     log_directory: str | Path | None,
     adapters: Mapping[str, AdapterConfig] | None = None,
 ) -> WorkerSpec:
-    """The worker specification of replica ``index`` on ``device``; ``adapters``: by name, beside the experiment's."""
+    """Make the worker specification of a replica on ``device``; ``adapters``: by name, beside the experiment's."""
     name = f"generator-{index}"
     settings, model = experiment.generator, experiment.model
     sleeps = settings.engine == "vllm" and experiment.run.offload
-    own = {} if model.adapter is None else {POLICY_ADAPTER: model.adapter}
+    policy_adapter = {} if model.adapter is None else {POLICY_ADAPTER: model.adapter}
     return WorkerSpec(
         name=name,
         factory=_FACTORY,
         arguments={
             "model_path": model.path,
-            "chat": experiment.chats,
+            "chat": experiment.uses_chat,
             "implementation": model.implementation,
             "trust_remote_code": model.trust_remote_code,
             "quantization": model.quantization,
-            "adapters": {**own, **(adapters or {})},
+            "adapters": {**policy_adapter, **(adapters or {})},
             "seed": experiment.run.seed,
             "adapter_revisions": experiment.queue.budget + 2,
             "dtype": settings.dtype,
-            "native_kernels": native_kernels_wanted(),
+            "native_kernels": native_kernels_enabled(),
             "prefill_tokens_per_step": settings.prefill_tokens_per_step,
             "slots": settings.slots,
             "max_context_tokens": experiment.max_sequence_tokens,
@@ -175,7 +175,7 @@ def replica_spec(
             "return_experts": replayed_routing(experiment) is not None,
         },
         device=device,
-        preload=LEARNING if settings.engine == "torch" else (),
+        preload=MODEL_CODE if settings.engine == "torch" else (),
         log_path=Path(log_directory) / f"{name}.log" if log_directory is not None else None,
     )
 
@@ -195,13 +195,13 @@ async def activity_of(name: str, worker: WorkerHandle) -> list[Span | EngineStep
     with contextlib.suppress(WorkerDied):
         spans, rows = await call_replica(worker, "activity")
         shift_s = worker.clock_offset_s
-        lines = [Span(track=name, name=what, start_s=s + shift_s, end_s=e + shift_s) for what, s, e in spans]
+        lines = [Span(track=name, name=state, start_s=s + shift_s, end_s=e + shift_s) for state, s, e in spans]
         return lines + ([EngineSteps(track=name, rows=tuple(rows)).shifted(shift_s)] if rows else [])
     return []
 
 
 def raise_but_deaths(outcomes: Sequence[object]) -> None:
-    """Raise the first error that isn't a WorkerDied: each replica's keeper handles its death."""
+    """Raise the first error that isn't a WorkerDied: each replica's supervisor handles its death."""
     for outcome in outcomes:
         if isinstance(outcome, BaseException) and not isinstance(outcome, WorkerDied):
             raise outcome

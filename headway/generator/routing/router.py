@@ -23,16 +23,16 @@ from headway.runtime.clock import Clock
 from headway.runtime.supervision import cancel_all, spawn
 from headway.runtime.workers import EventCallback
 
-_TAKING: tuple[Standing, ...] = ("serving", "lent", "resting")
+_ACCEPTING: tuple[Standing, ...] = ("serving", "yielded", "resting")
 _ROUNDING_S = 1e-6  # a timer may come this much too early
 
 
 class Router:
-    """Open requests and the replicas they are on.
+    """Assigns open requests to replicas.
 
     A request goes to the replica that ``control.routing`` chooses; all requests of one pass of the event loop are
     submitted in one call. While no replica takes requests a request is *held*; held requests are assigned oldest first.
-    A request whose replica died, rests, leaves or didn't accept it resumes elsewhere from its tokens, or is held again.
+    A request whose replica died, rests, drains or didn't accept it resumes elsewhere from its tokens, or is held again.
 
     The number of open requests is bounded by the callers: admission for rollouts, `routing.limiter` for clients.
 
@@ -57,7 +57,7 @@ class Router:
         self._serials = itertools.count()
         self._counts: Counter[str] = Counter()
         self._used_tokens = self._peak_tokens = 0
-        self._news: deque[tuple[str, str]] = deque()  # events not reported yet
+        self._pending_events: deque[tuple[str, str]] = deque()  # events not reported yet
         self._flushes: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._emptied: asyncio.Event | None = None  # set when a replica has no requests left; None: not draining
@@ -119,10 +119,11 @@ class Router:
         return [call.tokens for call in self._calls.values()]
 
     def statistics(self) -> RouterStatistics:
-        """Statistics of the open requests and of the replicas' breakers."""
+        """Return the statistics of the open requests and of the replicas' breakers."""
         now = self._clock.now()
         standings = self.standings(now)
         first = next(iter(self._calls.values()), None)
+        breakers = [replica.breaker for replica in self._replicas if not replica.gone]
         return RouterStatistics(
             used_tokens=self._used_tokens,
             capacity_tokens=self.capacity_tokens(standings),
@@ -130,32 +131,33 @@ class Router:
             open_requests=len(self._calls),
             waiters=sum(not call.future.done() for call in self._held),
             oldest_age_s=0.0 if first is None else now - first.opened_s,
-            breakers_open=sum(not one.gone and one.breaker.state(now) != "closed" for one in self._replicas),
+            breakers_open=sum(breaker.state(now) != "closed" for breaker in breakers),
             **self._counts,
         )
 
     def capacity_tokens(self, standings: Sequence[Standing] | None = None) -> int:
-        """Sum of the KV capacity, in tokens, of the replicas that take requests."""
-        found = self.standings(self._clock.now()) if standings is None else standings
-        return sum(one.capacity_tokens for one, how in zip(self._replicas, found, strict=True) if how in _TAKING)
+        """Return the total KV capacity, in tokens, of the replicas that take requests."""
+        standings = self.standings(self._clock.now()) if standings is None else standings
+        pairs = zip(self._replicas, standings, strict=True)
+        return sum(replica.capacity_tokens for replica, standing in pairs if standing in _ACCEPTING)
 
     # --- replicas -------------------------------------------------------------------------------------------
 
     def standings(self, now: float, replicas: Sequence[Replica] | None = None) -> list[Standing]:
         """Return the standing of each of ``replicas``, by default of all, in order."""
         replicas = self._replicas if replicas is None else replicas
-        for one in replicas:
-            if one.live and one.update > self._newest_update:
-                self._newest_update = one.update
+        for replica in replicas:
+            if replica.live and replica.update > self._newest_update:
+                self._newest_update = replica.update
         newest, grace_s = self._newest_update, self._settings.update_grace_s
-        return [  # a healthy one's in this line: every request looks at every replica
+        return [  # inlined for healthy replicas: every request checks every replica
             "serving"
-            if one.live
-            and one.update >= newest
-            and not (one.leaving or one.silent or one.resting or one.lent)
-            and one.breaker.closed
-            else one.standing(now, newest, grace_s)
-            for one in replicas
+            if replica.live
+            and replica.update >= newest
+            and not (replica.draining or replica.silent or replica.resting or replica.yielded)
+            and replica.breaker.closed
+            else replica.standing(now, newest, grace_s)
+            for replica in replicas
         ]
 
     def settle(self) -> None:
@@ -168,8 +170,8 @@ class Router:
 
     @contextlib.asynccontextmanager
     async def drained(self, slots: int) -> AsyncIterator[None]:
-        """No replica has a request inside this block: it is entered when those under way have finished. New ones are
-        held until it ends, and so are those that wait for one of a replica's ``slots``."""
+        """Keep all replicas free of requests inside the block, which begins when those in flight have finished. New
+        requests are held until it ends, and so are those that wait for one of a replica's ``slots``."""
         self._emptied = asyncio.Event()
         try:
             for replica in self._replicas:
@@ -211,11 +213,11 @@ class Router:
                 call.resumes += 1
                 self._counts["moves"] += 1
             self._release(call)
-        if not replica.leaving and replica.breaker.trip(now):
+        if not replica.draining and replica.breaker.trip(now):
             self._note_opened(replica, "it died")
         self._route_again(orphans)
 
-    def renewed(self, replica: Replica) -> None:
+    def note_restarted(self, replica: Replica) -> None:
         """Close the breaker of a replica that was restarted and answers."""
         if replica.breaker.reset():
             self._note_closed(replica, "it was restarted and answers")
@@ -241,15 +243,15 @@ class Router:
         standings = self.standings(now, candidates)
         if call.refused_by:  # prefer other replicas; retry there if there is no other
             others: list[Standing] = [how if i not in call.refused_by else "down" for i, how in enumerate(standings)]
-            standings = others if any(how in _TAKING for how in others) else standings
+            standings = others if any(how in _ACCEPTING for how in others) else standings
         loads = [
             ReplicaLoad(
                 standing=how,
-                outstanding_tokens=one.outstanding_tokens,
-                saved_tokens=saved.get(one.index, 0),
-                capacity_tokens=one.capacity_tokens,
+                outstanding_tokens=candidate.outstanding_tokens,
+                saved_tokens=saved.get(candidate.index, 0),
+                capacity_tokens=candidate.capacity_tokens,
             )
-            for one, how in zip(candidates, standings, strict=True)
+            for candidate, how in zip(candidates, standings, strict=True)
         ]
         route = choose_replica(loads, needed)
         if route is None:
@@ -269,13 +271,13 @@ class Router:
         return True
 
     def _candidates(self, now: float, saved: Mapping[int, int], needed: int) -> Sequence[Replica]:
-        """The replicas among which the choice is made, by index: where the least loaded that serves has room, it
-        and those that save something, since none of the others could be chosen; else all."""
+        """Return the replicas to choose among, by index. If the least loaded serving replica has the capacity, these
+        are that one and those that save tokens, since no other could be chosen; else all."""
         least: Replica | None = None
-        for one in self._replicas:
-            lighter = least is None or one.outstanding_tokens < least.outstanding_tokens
-            if lighter and self.standings(now, (one,))[0] == "serving":
-                least = one
+        for replica in self._replicas:
+            lighter = least is None or replica.outstanding_tokens < least.outstanding_tokens
+            if lighter and self.standings(now, (replica,))[0] == "serving":
+                least = replica
         if least is None or least.outstanding_tokens + needed > least.capacity_tokens:
             return self._replicas
         return [self._replicas[index] for index in sorted({least.index, *saved})]
@@ -285,14 +287,14 @@ class Router:
         affinity = self._settings.affinity
         if not affinity:
             return {}
-        epochs = {one.index: one.epoch for one in self._replicas if one.live}
+        epochs = {replica.index: replica.epoch for replica in self._replicas if replica.live}
         if call.prefix is None:
             prompt, adapter = call.request.prompt_ids, call.request.adapter
             if self._last_prompt[0] is not prompt or self._last_prompt[1] != adapter:  # a group shares the object
                 self._last_prompt, self._last_keys = (prompt, adapter), self._prefixes.keys(prompt, adapter)
             call.prefix = self._last_keys
-        found = self._prefixes.cached_tokens(call.prefix, epochs)
-        return found if affinity == 1.0 else {index: round(affinity * tokens) for index, tokens in found.items()}
+        cached = self._prefixes.cached_tokens(call.prefix, epochs)
+        return cached if affinity == 1.0 else {index: round(affinity * tokens) for index, tokens in cached.items()}
 
     def _remember_session(self, call: OpenRequest, replica: Replica) -> None:
         """Remember the call's whole context as this replica's: the session's next turn begins with it."""
@@ -308,8 +310,8 @@ class Router:
 
     def _wake_for_probe(self) -> None:
         now = self._clock.now()
-        due = [one.breaker.opens_s() for one in self._replicas if one.live and one.breaker.state(now) == "open"]
-        times = [at_s for at_s in due if at_s is not None]
+        breakers = [replica.breaker for replica in self._replicas if replica.live]
+        times = [due_s for b in breakers if b.state(now) == "open" and (due_s := b.opens_s()) is not None]
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -335,7 +337,7 @@ class Router:
             replica.breaker.withdraw()
             self._settle_soon()
         if not replica.calls:
-            if replica.leaving:
+            if replica.draining:
                 replica.emptied.set()
             if self._emptied is not None:
                 self._emptied.set()
@@ -361,7 +363,7 @@ class Router:
         if worker is None or not replica.live:
             return  # the replica died meanwhile: its calls have been moved
         tickets = [call.ticket for call in calls]
-        with contextlib.suppress(WorkerDied):  # the replica's keeper moves the calls
+        with contextlib.suppress(WorkerDied):  # the replica's supervisor moves the calls
             try:
                 if requests := self._encoded(calls):
                     await call_replica(worker, "submit", requests)
@@ -376,8 +378,8 @@ class Router:
         self.report()
 
     def _encoded(self, calls: list[OpenRequest]) -> bytes:
-        """The message of a submission; b"": nothing to submit. A request that can't be written (a number of more than
-        64 bits, text that is no Unicode) fails alone."""
+        """Encode the message of a submission; b"" if there is nothing to submit. A request that can't be encoded (a
+        number of more than 64 bits, text that is no Unicode) fails alone."""
         try:
             return self._encoder.encode([call.resubmission() for call in calls]) if calls else b""
         except (OverflowError, TypeError, ValueError):
@@ -391,7 +393,7 @@ class Router:
         return self._encoder.encode(requests) if requests else b""
 
     def _not_accepted(self, replica: Replica, calls: list[OpenRequest], error: RemoteError) -> None:
-        """Move calls that a replica raised on to other replicas, or fail them: no other, or no retry left."""
+        """Move calls on which a replica raised to others, or fail those with no other replica or no retry left."""
         probe = any(call.probe for call in calls)
         for call in calls:
             call.probe = False
@@ -415,9 +417,9 @@ class Router:
             call = replica.calls.get(delta.request_id)  # engines know requests by their tickets
             if call is None:
                 continue  # its caller is gone
-            before = call.outstanding_tokens
+            previous = call.outstanding_tokens
             call.absorb(delta, now)
-            gained = before - call.outstanding_tokens
+            gained = previous - call.outstanding_tokens
             replica.outstanding_tokens -= gained
             self._used_tokens -= gained
             if delta.finish_reason is None and not call.probe:
@@ -444,10 +446,10 @@ class Router:
 
     # --- breakers -------------------------------------------------------------------------------------------
 
-    def _others(self, but: Collection[int]) -> bool:
-        """Whether any replica other than ``but`` takes requests."""
+    def _others(self, excluded: Collection[int]) -> bool:
+        """Whether any replica other than ``excluded`` takes requests."""
         standings = self.standings(self._clock.now())
-        return any(how in _TAKING and index not in but for index, how in enumerate(standings))
+        return any(standing in _ACCEPTING and index not in excluded for index, standing in enumerate(standings))
 
     def _note_failure(self, replica: Replica, probe: bool, why: str) -> None:
         """Count a failed request on a replica's breaker."""
@@ -459,17 +461,17 @@ class Router:
 
     def _note_opened(self, replica: Replica, why: str) -> None:
         self._counts["breaker_openings"] += 1
-        self._news.append(("breaker_opened", f"{replica.name}: {why}"))
+        self._pending_events.append(("breaker_opened", f"{replica.name}: {why}"))
         self._wake_for_probe()
 
     def _note_closed(self, replica: Replica, why: str) -> None:
-        self._news.append(("breaker_closed", f"{replica.name}: {why}"))
+        self._pending_events.append(("breaker_closed", f"{replica.name}: {why}"))
         self._settle_soon()
 
     def report(self) -> None:
         """Report the noted events. Called last: the event handler may raise."""
-        while self._news:
-            self._on_event(*self._news.popleft())
+        while self._pending_events:
+            self._on_event(*self._pending_events.popleft())
 
     async def stop(self) -> None:
         """Cancel the timer and all submissions under way; open requests stay as they are."""

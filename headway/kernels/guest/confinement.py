@@ -1,4 +1,4 @@
-"""A further filter of system calls for a candidate's process: threads may be started, processes and programs not."""
+"""A further system call filter for a candidate's process: it may start threads, but no processes or programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _THREAD = 0x10000  # CLONE_THREAD
 
 
 def forbid_processes() -> None:
-    """Refuse new processes and programs to this process from now on. Raises OSError."""
+    """Install a filter that refuses new processes and programs to this process. Raises OSError."""
     machine = platform.machine()
     refuse = (seccomp.RETURN, 0, 0, seccomp.ERRNO | errno.EPERM)
     steps: list[seccomp.Instruction] = [(seccomp.LOAD, 0, 0, seccomp.NUMBER_AT)]

@@ -1,7 +1,8 @@
-"""The program that a reference or a candidate runs in, in a sandbox of its own. It makes models, calls them on inputs
-in shared memory, and tells where their outputs lie: whoever asked reads them from outside.
+"""The program of a guest, in which a reference or a candidate runs in its own sandbox. It makes models, calls them on
+inputs in shared memory, and reports the addresses of their outputs, which the evaluator reads from outside.
 
-What it says isn't trusted: the source it runs is in the same process. Standard library and preloaded torch alone.
+Its answers aren't trusted, since the source runs in the same process. It imports the standard library and preloaded
+torch alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from headway.sandbox.guest import wire
 
 LOG_CHARACTERS = 4000
 _INTERPRETER = "headway.kernels.guest.triton_interpreter"
-# What torch imports late, of what every task uses: here it costs each sandbox nothing.
+# These calls make torch import its lazy modules that every task uses, once in the zygote rather than in each sandbox.
 torch.manual_seed(0)
 with torch.no_grad():
     torch.nn.Linear(2, 2)(torch.ones(1, 2))
@@ -34,8 +35,8 @@ Head = dict[str, Any]
 
 
 class GuestRefusal(Exception):
-    """The compiler has refused a source (``kind`` compile: the message is what it said), or an output is no plain
-    tensor, so that its values could come later than it (output)."""
+    """The compiler refused a source (``kind`` compile, with the compiler's message), or an output is no plain tensor,
+    so that its values could be computed after the answer (``kind`` output)."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -43,11 +44,11 @@ class GuestRefusal(Exception):
 
 
 class Program:
-    """The loop: one request after another, each answered with its number."""
+    """The guest's request loop; each answer carries its request's number."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
-        self._frames = wire.Frames()
+        self._frames = wire.FrameAssembler()
         self._received: list[tuple[Head, bytes]] = []
         self._modules: dict[str, types.ModuleType] = {}
         self._models: dict[str, Any] = {}
@@ -55,8 +56,8 @@ class Program:
         self._arguments: list[tuple[Any, ...]] = []
         self._outputs: list[tuple[torch.Tensor, ...]] = []
         if recorder := getattr(sys.modules.get(_INTERPRETER), "RECORDER", None):
-            recorder.tell = lambda launch: self._send({"ask": "launch", "launch": launch})
-        self._before = integrity.marks()
+            recorder.on_launch = lambda launch: self._send({"ask": "launch", "launch": launch})
+        self._ids_at_start = integrity.callable_ids()
 
     def serve(self) -> None:
         """Answer requests until the channel ends."""
@@ -77,8 +78,8 @@ class Program:
         except GuestRefusal as error:
             return {"error": str(error)[:LOG_CHARACTERS], "kind": error.kind}, b""
         except SyntaxError as error:
-            where = f"line {error.lineno}: " if error.lineno else ""
-            return {"error": f"{where}{error.msg}", "kind": "syntax", "log": _trace(error)}, b""
+            position = f"line {error.lineno}: " if error.lineno else ""
+            return {"error": f"{position}{error.msg}", "kind": "syntax", "log": _trace(error)}, b""
         except BaseException as error:
             first = _first_cause(error)
             return {"error": f"{type(first).__name__}: {first}"[:1000], "kind": "raised", "log": _trace(error)}, b""
@@ -86,7 +87,7 @@ class Program:
     # Requests.
 
     def _load(self, head: Head, body: bytes) -> Head:
-        """Run a source as a module of its own, with `load_cpp` in it."""
+        """Run a source as a module that has `load_cpp` among its globals."""
         if head["confined"]:
             confinement.forbid_processes()
         name = head["module"]
@@ -106,63 +107,63 @@ class Program:
         return self._patched()
 
     def _make(self, head: Head, body: bytes) -> Head:
-        """Make a model of a module's class, the random numbers seeded before, as KernelBench does."""
+        """Make a model of a module's class, after seeding the random numbers as KernelBench does."""
         module = self._modules[head["module"]]
         if not hasattr(module, head["kind"]):
             raise AttributeError(f"no class {head['kind']} in the source")
         torch.manual_seed(head["seed"])
         arguments = head["arguments"]
         if arguments is None:
-            arguments = [encoded(one) for one in module.get_init_inputs()]
+            arguments = [encoded(argument) for argument in module.get_init_inputs()]
         torch.manual_seed(head["seed"])
         self._models[head["module"]] = getattr(module, head["kind"])(*map(decoded, arguments))
         return {"arguments": arguments, **self._patched()}
 
     def _inputs(self, head: Head, body: bytes) -> Head:
-        """Inputs made for a seed; their tensors lie where the answer says until the next request."""
+        """Make inputs for a seed; their tensors stay at the reported addresses until the next request."""
         torch.manual_seed(head["seed"])
         made = list(self._modules[head["module"]].get_inputs())
-        self._outputs = [tuple(one.detach().contiguous() for one in made if isinstance(one, torch.Tensor))]
+        self._outputs = [tuple(arg.detach().contiguous() for arg in made if isinstance(arg, torch.Tensor))]
         kept = iter(self._outputs[0])
-        return {"inputs": [described(next(kept)) if isinstance(one, torch.Tensor) else encoded(one) for one in made]}
+        return {"inputs": [report_of(next(kept)) if isinstance(arg, torch.Tensor) else encoded(arg) for arg in made]}
 
     def _prepare(self, head: Head, body: bytes) -> None:
-        """Make the calls' arguments of what will lie in the shared memory."""
-        self._arguments = [tuple(self._argument(one) for one in call) for call in head["calls"]]
+        """Make the calls' arguments as views of the shared memory, which the evaluator fills."""
+        self._arguments = [tuple(self._argument(spec) for spec in call) for call in head["calls"]]
         self._outputs = []
         gc.collect()
 
-    def _argument(self, one: Any) -> Any:
-        if not (isinstance(one, dict) and "dtype" in one):
-            return decoded(one)
+    def _argument(self, spec: Any) -> Any:
+        if not (isinstance(spec, dict) and "dtype" in spec):
+            return decoded(spec)
         assert self._memory is not None
-        dtype = getattr(torch, one["dtype"])
-        if not (count := math.prod(one["shape"])):
-            return torch.empty(one["shape"], dtype=dtype)
-        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=one["offset"]).view(one["shape"])
+        dtype = getattr(torch, spec["dtype"])
+        if not (count := math.prod(spec["shape"])):
+            return torch.empty(spec["shape"], dtype=dtype)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=spec["offset"]).view(spec["shape"])
 
     def _go(self, head: Head) -> tuple[Head, bytes]:
-        """Call a model on the first ``calls`` prepared arguments. Only the addresses of the outputs are told where
-        ``brief``: that costs next to nothing."""
+        """Call a model on the first ``calls`` prepared arguments. ``brief``: report only the addresses of the outputs,
+        which is nearly free."""
         model, calls = self._models[head["module"]], self._arguments[: head["calls"]]
         self._outputs = []
-        with torch.no_grad(), Operators() if head["record"] else contextlib.nullcontext() as seen:
+        with torch.no_grad(), OperatorRecorder() if head["record"] else contextlib.nullcontext() as seen:
             self._outputs = [_flat(model(*arguments)) for arguments in calls]
         addresses = [output.data_ptr() for parts in self._outputs for output in parts]
         data = struct.pack(f"<{len(addresses)}Q", *addresses)
         if head["brief"]:
             return {}, data
-        told = [[described(output) for output in parts] for parts in self._outputs]
-        return {"outputs": told, "operators": sorted(seen.names) if seen else [], **self._patched()}, data
+        outputs = [[report_of(output) for output in parts] for parts in self._outputs]
+        return {"outputs": outputs, "operators": sorted(seen.names) if seen else [], **self._patched()}, data
 
     def _patched(self) -> Head:
-        changed = integrity.changed(self._before)
+        changed = integrity.replaced_names(self._ids_at_start)
         return {"patched": changed} if changed else {}
 
     # The channel.
 
     def _load_cpp(self, source: str) -> Any:
-        """Compile C++ with a plain C interface, and load it as a library of ctypes. OpenMP is on."""
+        """Compile C++ with a C interface, with OpenMP, and load it as a ctypes library."""
         import ctypes
 
         self._send({"ask": "compile"}, source.encode())
@@ -177,20 +178,20 @@ class Program:
     def _receive(self) -> tuple[Head, bytes, list[int]]:
         descriptors = list[int]()
         while not self._received:
-            data, given, _, _ = socket.recv_fds(self._channel, 1 << 20, 1)
+            data, received, _, _ = socket.recv_fds(self._channel, 1 << 20, 1)
             if not data:
-                _leave()
-            descriptors += given
+                _flush_and_exit()
+            descriptors += received
             self._received += self._frames.feed(data)
         return *self._received.pop(0), descriptors
 
 
-class Operators(TorchDispatchMode):
-    """Records the names of the operators of torch that run. The source could undo it: a check of honest ones."""
+class OperatorRecorder(TorchDispatchMode):
+    """Records the names of torch operators that run. A hostile source could disable it; it checks honest ones."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip it, it would be imported first, which takes a second
+        return False  # skipping dynamo would import it first, which takes a second
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,12 +208,12 @@ def _flat(output: Any) -> tuple[torch.Tensor, ...]:
         if type(part) not in (torch.Tensor, torch.nn.Parameter):
             raise GuestRefusal("output", f"output of type {type(part).__name__}: only plain tensors can be compared")
         if part.layout is not torch.strided or part.device.type != "cpu":
-            where = f"{part.layout} on {part.device}"
-            raise GuestRefusal("output", f"output of layout {where}: only dense tensors of the device")
+            placement = f"{part.layout} on {part.device}"
+            raise GuestRefusal("output", f"output of layout {placement}: only dense tensors of the device")
     return tuple(part if part.is_contiguous() else part.contiguous() for part in parts)
 
 
-def described(tensor: torch.Tensor) -> Head:
+def report_of(tensor: torch.Tensor) -> Head:
     return {
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "shape": list(tensor.shape),
@@ -221,30 +222,30 @@ def described(tensor: torch.Tensor) -> Head:
 
 
 def encoded(value: Any) -> Any:
-    """A plain value as JSON has it, tuples marked. Raises TypeError for others."""
+    """A plain value in its JSON form, with tuples marked. Raises TypeError for other types."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, tuple):
-        return {"tuple": [encoded(one) for one in value]}
+        return {"tuple": [encoded(part) for part in value]}
     if isinstance(value, list):
-        return [encoded(one) for one in value]
+        return [encoded(part) for part in value]
     raise TypeError(f"an input of type {type(value).__name__}: tensors, numbers, text, lists and tuples of them")
 
 
 def decoded(value: Any) -> Any:
     if isinstance(value, dict):
-        return tuple(decoded(one) for one in value["tuple"])
-    return [decoded(one) for one in value] if isinstance(value, list) else value
+        return tuple(decoded(part) for part in value["tuple"])
+    return [decoded(part) for part in value] if isinstance(value, list) else value
 
 
-def _leave() -> None:
+def _flush_and_exit() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(0)
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """The error that Triton's interpreter has wrapped, once for each function of a kernel."""
+    """The original error, which Triton's interpreter wraps once for each function of a kernel."""
     while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:
         error = error.__cause__
     return error
@@ -255,7 +256,7 @@ def _trace(error: BaseException) -> str:
 
 
 def serve() -> None:
-    """The function that a sandbox runs: standard input is the channel."""
+    """The entry point in the sandbox; standard input is the channel."""
     channel = socket.socket(fileno=os.dup(0))
     nothing = os.open("/dev/null", os.O_RDONLY)
     os.dup2(nothing, 0)

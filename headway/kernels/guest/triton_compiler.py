@@ -1,7 +1,7 @@
-"""Compilation of kernels for devices that aren't there, in a sandbox that runs no other part of a candidate's source.
+"""Compilation of kernels for absent devices, in a sandbox that runs no other part of a candidate's source.
 
-``/work/kernels.py`` holds the kernels, ``/work/launches.json`` the launches and targets; ``/work/outcome.json`` gets
-the first thing amiss, or nothing. Standard library, torch and triton alone.
+``/work/kernels.py`` holds the kernels, ``/work/launches.json`` the launches and targets; ``/work/outcome.json``
+receives the first failure, or {}. It imports the standard library, torch and triton alone.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ import torch
 
 
 def main() -> None:
-    """The function that the sandbox runs."""
+    """The entry point in the sandbox."""
     with open("/work/launches.json", encoding="utf-8") as file:
-        wanted = json.load(file)
-    # The zygote has triton as its interpreter imports it: its own functions are interpreted, too.
+        request = json.load(file)
+    # The zygote imported triton for its interpreter, which interprets triton's own functions too: import it again.
     for name in [name for name in sys.modules if name.split(".")[0] == "triton" and not name.startswith("triton._C")]:
         del sys.modules[name]
     os.environ.pop("TRITON_INTERPRET", None)
     importlib.import_module("triton.compiler")
-    outcome = first_failure(wanted["launches"], wanted["targets"])
+    outcome = first_failure(request["launches"], request["targets"])
     with open("/work/outcome.json", "w", encoding="utf-8") as file:
         json.dump(outcome, file)
 
 
 def first_failure(launches: list[dict[str, Any]], targets: list[dict[str, Any]]) -> dict[str, Any]:
-    """The first launch that doesn't compile for a target, or needs more shared memory than it has; {}: none."""
+    """The first launch that doesn't compile for a target, or exceeds the target's shared memory; {}: none."""
     try:
         sys.path.insert(0, "/work")
         module = importlib.import_module("kernels")
-    except Exception as error:  # its constants and decorators are the source's, too
+    except Exception as error:  # the module's constants and decorators come from the source, too
         return {"error": cause(error)}
     done: set[str] = set()
     for target in targets:
         for launch in launches:
-            where = f"{target['name']}, {launch['kernel']}"
+            position = f"{target['name']}, {launch['kernel']}"
             try:
                 shared = compiled(module, launch, target, done)
-            except Exception as error:  # the boundary to the compiler: whatever it raises is the source's
-                return {"error": f"{where}: {cause(error)}", "log": str(error)[:4000]}
-            if shared > (most := target["shared_bytes"]):
-                text = f"{where}: {shared} bytes of shared memory; at most {most}"
+            except Exception as error:  # the boundary to the compiler: any exception is attributed to the source
+                return {"error": f"{position}: {cause(error)}", "log": str(error)[:4000]}
+            if shared > (limit := target["shared_bytes"]):
+                text = f"{position}: {shared} bytes of shared memory; at most {limit}"
                 return {"error": text, "fault": "shared_memory_exceeded"}
     return {}
 
 
 def compiled(module: Any, launch: dict[str, Any], target: dict[str, Any], done: set[str]) -> int:
-    """Compile one launch as Triton's own launcher does, with this target for the driver's; bytes of shared memory."""
+    """Compile one launch as Triton's launcher does, for this target; returns its shared memory in bytes."""
     compiler, jit = sys.modules["triton.compiler"], sys.modules["triton.runtime.jit"]
     gpu = sys.modules["triton.backends.compiler"].GPUTarget(*target["gpu"])
     kernel = getattr(module, launch["kernel"], None)
@@ -72,7 +72,7 @@ def compiled(module: Any, launch: dict[str, Any], target: dict[str, Any], done: 
 
 
 def argument(module: Any, value: Any) -> Any:
-    """A launch's argument, from what the recorder has told of it."""
+    """A launch's argument, from the recorder's description of it."""
     match value:
         case {"tensor": dtype, "aligned": aligned}:
             tensor = sys.modules["triton.runtime.jit"].MockTensor(getattr(torch, dtype))
@@ -89,7 +89,7 @@ def argument(module: Any, value: Any) -> Any:
 
 
 def cause(error: BaseException) -> str:
-    """Summary of an error in a line: its class and the last line of what it, or the error behind it, says."""
+    """A one-line summary of an error: its class and the last line of its message, or of its cause's message."""
     while error.__cause__ is not None and str(error).rstrip().endswith("^"):
         error = error.__cause__
     last = str(error).strip().rpartition("\n")[2].strip()

@@ -1,5 +1,5 @@
-"""Triton's interpreter in a guest. Launches are told to whoever asked for them, once for each signature, and what the
-interpreter gets wrong ends with an error that says so.
+"""Patches of Triton's interpreter in a guest: each launch signature is reported once, and operations that the
+interpreter computes wrongly raise an error that names them.
 
 A zygote imports it, under TRITON_INTERPRET=1; the names that it replaces are those of Triton 3.9.
 """
@@ -26,36 +26,36 @@ _prune = autotuner.Autotuner.prune_configs
 
 
 class LaunchRecorder:
-    """Tells each launch signature once: the kernel's name, its arguments as far as the compiler looks at them, and the
+    """Reports each launch signature once: the kernel's name, its arguments as the compiler specialises on them, and the
     launch's options."""
 
     def __init__(self) -> None:
-        self.tell: Callable[[dict[str, Any]], None] = lambda launch: None
-        self._told: set[str] = set()
+        self.on_launch: Callable[[dict[str, Any]], None] = lambda launch: None
+        self._recorded: set[str] = set()
 
     def note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         signature = inspect.signature(function.fn)
-        own = {name: value for name, value in kwargs.items() if name in signature.parameters}
+        own_kwargs = {name: value for name, value in kwargs.items() if name in signature.parameters}
         try:
-            bound = signature.bind(*args, **own)
+            bound = signature.bind(*args, **own_kwargs)
         except TypeError:
-            return  # the interpreter says so
+            return  # the interpreter reports it
         bound.apply_defaults()
         arguments = {
             name: specialised(value, constant="constexpr" in str(_normalize_ty(signature.parameters[name].annotation)))
             for name, value in bound.arguments.items()
         }
-        options = {name: specialised(value, constant=True) for name, value in kwargs.items() if name not in own}
+        options = {name: specialised(value, constant=True) for name, value in kwargs.items() if name not in own_kwargs}
         launch = {"kernel": function.fn.__name__, "arguments": arguments, "options": options}
         key = json.dumps(launch)
-        if key not in self._told:
-            self._told.add(key)
-            self.tell(launch)
+        if key not in self._recorded:
+            self._recorded.add(key)
+            self.on_launch(launch)
 
 
 def specialised(value: Any, *, constant: bool) -> Any:
-    """A launch's argument as JSON has it. Of tensors and of numbers that aren't constants, what the compiler looks at:
-    type, alignment, whether it is 1."""
+    """A launch's argument in its JSON form. Tensors and numbers that aren't constants keep only what the compiler
+    specialises on: type, alignment, whether it is 1."""
     if isinstance(value, tl.constexpr):
         return specialised(value.value, constant=True)
     if isinstance(value, interpreter.InterpretedFunction):
@@ -63,7 +63,7 @@ def specialised(value: Any, *, constant: bool) -> Any:
     if isinstance(value, tl.dtype):
         return {"dtype": value.name}
     if isinstance(value, tuple):
-        return {"tuple": [specialised(one, constant=constant) for one in value]}
+        return {"tuple": [specialised(part, constant=constant) for part in value]}
     if hasattr(value, "data_ptr"):
         return {"tensor": str(value.dtype).removeprefix("torch."), "aligned": value.data_ptr() % 16 == 0}
     if value is None or isinstance(value, (bool, str)) or (constant and isinstance(value, (int, float))):
@@ -96,7 +96,7 @@ def _first_config(self: Any, kwargs: Any) -> Any:
 
 
 def _compile_and_exec(self: Any, transformed_ast: Any) -> Any:
-    """Define a kernel as rewritten, without the interpreter's own imports among the source's names."""
+    """Define a rewritten kernel without adding the interpreter's imports to the source's names."""
     names, made = self.fn.__globals__, dict(self.kwargs)
     for name in _INJECTED:
         names.setdefault(name, vars(interpreter)[name])

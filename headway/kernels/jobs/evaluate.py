@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from headway.kernels.jobs.judging import JudgeAll, require_some
+from headway.kernels.jobs.judging import JudgeAll, require_success
 from headway.kernels.jobs.task_files import KernelTaskFile
 from headway.kernels.prompts import source_in
 from headway.kernels.scores import CandidateScores, JudgedTask, score_tasks, scores_by_level
@@ -53,56 +53,56 @@ class KernelReport(msgspec.Struct, frozen=True, kw_only=True):
         return counts | {name: [share.value, *share.interval] for name, share in shares.items()}
 
 
-def read_answers(path: Path, book: KernelTaskFile, most: int | None) -> tuple[dict[str, list[str]], int]:
-    """Candidates' sources by the name of their task, at most ``most`` of each, and how many are left out for that. An
-    answer that holds no source is "". Raises ConfigurationError: a row of no task of the file, or without an answer."""
-    found: dict[str, list[str]] = {name: [] for name in book.tasks}
+def read_answers(path: Path, task_file: KernelTaskFile, max_answers: int | None) -> tuple[dict[str, list[str]], int]:
+    """Candidates' sources by task name, at most ``max_answers`` of each task, and the number left out by that limit. An
+    answer without a source is "". Raises ConfigurationError for a row without an answer or of no task of the file."""
+    sources_by_task: dict[str, list[str]] = {name: [] for name in task_file.tasks}
     surplus = 0
-    for where, row in read_objects(path):
-        name = book.name_of(row, where)
+    for location, row in read_objects(path):
+        name = task_file.name_of(row, location)
         if not name:
-            raise ConfigurationError(f"{where}: {_named(row)} is no task of {book.path}")
-        if most is not None and len(found[name]) == most:
+            raise ConfigurationError(f"{location}: {_task_reference(row)} is no task of {task_file.path}")
+        if max_answers is not None and len(sources_by_task[name]) == max_answers:
             surplus += 1
         else:
-            found[name].append(answer_source(row, where))
-    if not any(found.values()):
+            sources_by_task[name].append(answer_source(row, location))
+    if not any(sources_by_task.values()):
         raise ConfigurationError(f"{path}: no answers; valid: one JSON object a line")
-    return found, surplus
+    return sources_by_task, surplus
 
 
-def answer_source(row: Mapping[str, Any], where: str) -> str:
-    """The source that a row gives, or that its answer's text holds; "": there is none. Raises ConfigurationError."""
+def answer_source(row: Mapping[str, Any], location: str) -> str:
+    """The source in a row, or in its answer's text; "": there is none. Raises ConfigurationError."""
     if isinstance(source := row.get("source"), str):
         return source
     if (text := answer_text(row)) is None:
-        raise ConfigurationError(f'{where}: it has {", ".join(sorted(row))}; needed: "source", or an answer\'s "text"')
+        raise ConfigurationError(
+            f'{location}: it has {", ".join(sorted(row))}; needed: "source", or an answer\'s "text"'
+        )
     return source_in(text)
 
 
 def answer_text(row: Mapping[str, Any]) -> str | None:
-    """The text of the answer in a row; None: it has none."""
+    """The text of a row's answer; None: the row has none."""
     return next((text for key in _TEXTS if isinstance(text := row.get(key), str)), None)
 
 
 async def evaluate_answers(
-    judge: JudgeAll, book: KernelTaskFile, answers: Mapping[str, Sequence[str]], settings: JudgeSettings
+    judge: JudgeAll, task_file: KernelTaskFile, answers: Mapping[str, Sequence[str]], settings: JudgeSettings
 ) -> list[JudgedTask]:
-    """The tasks of the file with their answers' evaluations. Raises HeadwayError as `judge_all` does, and where nothing
+    """The tasks of the file with their answers' evaluations. Raises HeadwayError as `judge_all` does, and if no answer
     could be evaluated."""
     named = [(name, source) for name, sources in answers.items() for source in sources if source]
-    results = await judge([submission_of(book, name, source, settings) for name, source in named])
-    require_some(results)
-    in_turn, nothing = iter(results), KernelEvaluation(text="the answer holds no source")
-    found = {name: tuple(next(in_turn) if one else nothing for one in sources) for name, sources in answers.items()}
-    return [
-        JudgedTask(name=name, level=task.kernel.level, evaluations=found[name]) for name, task in book.tasks.items()
-    ]
+    results = await judge([submission_of(task_file, name, source, settings) for name, source in named])
+    require_success(results)
+    in_turn, no_source = iter(results), KernelEvaluation(text="the answer holds no source")
+    by_task = {name: tuple(next(in_turn) if s else no_source for s in sources) for name, sources in answers.items()}
+    return [JudgedTask(name=n, level=t.kernel.level, evaluations=by_task[n]) for n, t in task_file.tasks.items()]
 
 
-def submission_of(book: KernelTaskFile, name: str, source: str, settings: JudgeSettings) -> KernelSubmission:
+def submission_of(task_file: KernelTaskFile, name: str, source: str, settings: JudgeSettings) -> KernelSubmission:
     """The submission of a candidate."""
-    return KernelSubmission(task=book.tasks[name].kernel, source=source, **msgspec.structs.asdict(settings))
+    return KernelSubmission(task=task_file.tasks[name].kernel, source=source, **msgspec.structs.asdict(settings))
 
 
 def kernel_report(
@@ -113,13 +113,13 @@ def kernel_report(
     files: tuple[str, str],
     surplus: int,
 ) -> KernelReport:
-    """The report on judged tasks of a file, and answers of another."""
+    """The report on judged tasks. ``files``: of the tasks, of the answers."""
     return KernelReport(
         judge=settings,
         scores=score_tasks(judged, ks, timed=settings.timed),
         levels=scores_by_level(judged, ks, timed=settings.timed),
-        tasks={task.name: ["" if one.infrastructure else one.outcome for one in task.evaluations] for task in judged},
-        missing=[(task.name, one.infrastructure) for task in judged for one in task.evaluations if one.infrastructure],
+        tasks={task.name: ["" if e.infrastructure else e.outcome for e in task.evaluations] for task in judged},
+        missing=[(task.name, e.infrastructure) for task in judged for e in task.evaluations if e.infrastructure],
         model=model,
         tasks_file=files[0],
         answers_file=files[1],
@@ -127,5 +127,5 @@ def kernel_report(
     )
 
 
-def _named(row: Mapping[str, Any]) -> str:
+def _task_reference(row: Mapping[str, Any]) -> str:
     return next((f"{key} = {short(row[key])}" for key in ("task", "task_id") if key in row), "its prompt's task")

@@ -1,4 +1,4 @@
-"""Evaluation of many submissions by one evaluator: a service's client, or this machine's own."""
+"""Evaluation of many submissions by one evaluator: a client of kernel services, or this machine's evaluator."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.kernels import KernelEvaluation, KernelSubmission
 from headway.records.sandbox import SandboxError
 
-LONGEST_SOURCE = 1 << 20  # characters
-_NOT_ADMITTED = (401, 403)
+MAX_SOURCE_CHARACTERS = 1 << 20  # characters
+_UNAUTHORIZED = (401, 403)
 OnJudged = Callable[[int, int], None]  # evaluations done, of all
 JudgeAll = Callable[[Sequence[KernelSubmission]], Awaitable[list[KernelEvaluation]]]  # `judge_all` by some judge
 
@@ -30,15 +30,16 @@ async def judge_all(
     concurrent: int,
     on_judged: OnJudged = lambda done, total: None,
 ) -> list[KernelEvaluation]:
-    """Evaluations in the order of the submissions, ``concurrent`` at once. One that fails as infrastructure, or that
-    its task makes impossible, says so in ``infrastructure``. Raises HeadwayError for a key that a service refuses."""
-    found: dict[int, KernelEvaluation] = {}
+    """Evaluate submissions, ``concurrent`` at once; the evaluations have the submissions' order. An infrastructure
+    failure, or a task that can't be evaluated, is an evaluation with ``infrastructure``. Raises HeadwayError for a key
+    that a service refuses."""
+    evaluation_by_index: dict[int, KernelEvaluation] = {}
     waiting = iter(range(len(submissions)))
 
     async def work() -> None:
         for index in waiting:
-            found[index] = await _evaluation(judge, submissions[index])
-            on_judged(len(found), len(submissions))
+            evaluation_by_index[index] = await _evaluation(judge, submissions[index])
+            on_judged(len(evaluation_by_index), len(submissions))
 
     try:
         async with asyncio.TaskGroup() as workers:
@@ -46,22 +47,22 @@ async def judge_all(
                 workers.create_task(work())
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
-    return [found[index] for index in range(len(submissions))]
+    return [evaluation_by_index[index] for index in range(len(submissions))]
 
 
-def require_some(results: Sequence[KernelEvaluation]) -> None:
-    """Raise HeadwayError if there are evaluations, all of which failed as infrastructure."""
-    if results and all(one.infrastructure for one in results):
+def require_success(results: Sequence[KernelEvaluation]) -> None:
+    """Raise HeadwayError if all evaluations, at least one, failed as infrastructure."""
+    if results and all(evaluation.infrastructure for evaluation in results):
         raise HeadwayError(f"none of {len(results)} evaluations succeeded; the first: {results[0].infrastructure}")
 
 
 async def _evaluation(judge: SubmissionJudge, submission: KernelSubmission) -> KernelEvaluation:
-    if len(submission.source) > LONGEST_SOURCE:
-        text = f"source of {len(submission.source):,} characters; at most {LONGEST_SOURCE:,} are evaluated"
+    if len(submission.source) > MAX_SOURCE_CHARACTERS:
+        text = f"source of {len(submission.source):,} characters; at most {MAX_SOURCE_CHARACTERS:,} are evaluated"
         return KernelEvaluation(fault="unknown", text=text)
     try:
         return await judge.evaluate(submission)
     except (KernelRequestRefused, KernelServiceFailed, ConfigurationError, SandboxError) as error:
-        if isinstance(error, KernelRequestRefused) and error.status in _NOT_ADMITTED:
+        if isinstance(error, KernelRequestRefused) and error.status in _UNAUTHORIZED:
             raise
         return KernelEvaluation(infrastructure=str(error))

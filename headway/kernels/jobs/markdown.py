@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from headway.kernels.jobs.evaluate import KernelReport
 from headway.kernels.scores import CandidateScores, Share
 
-_NAMED_MISSING = 10
+_MAX_NAMED_MISSING = 10
 
 
 def markdown_report(report: KernelReport) -> str:
@@ -17,29 +17,29 @@ def markdown_report(report: KernelReport) -> str:
 
 
 def leaderboard(report: KernelReport) -> list[str]:
-    """Head and row of a leaderboard."""
+    """The header and row of a leaderboard, as lines."""
     return _table("model", {report.model: report.scores})
 
 
 def caveats(scores: CandidateScores) -> list[str]:
-    """Sentences on what the figures don't cover; []: they cover all."""
-    found = []
+    """Sentences on candidates and tasks that the figures don't cover; []: the figures cover all."""
+    notes = []
     if scores.missing:
-        found.append(
+        notes.append(
             f"{scores.missing} of {scores.missing + scores.candidates} candidates were not evaluated, by failures of "
             "the infrastructure: no figure includes them."
         )
     if scores.unanswered:
-        found.append(f"{scores.unanswered} of {scores.tasks} tasks have no answer: no figure includes them.")
+        notes.append(f"{scores.unanswered} of {scores.tasks} tasks have no answer: no figure includes them.")
     if scores.untimed and scores.fast:
-        found.append(
+        notes.append(
             f"{scores.untimed} correct candidates have no speed-up, since timing was refused: fast_p counts them as no "
             "faster."
         )
     for k, share in scores.correct.items():
         if share.tasks < scores.tasks:
-            found.append(f"pass@{k} is over {share.tasks} of {scores.tasks} tasks: the others have fewer evaluations.")
-    return found
+            notes.append(f"pass@{k} is over {share.tasks} of {scores.tasks} tasks: the others have fewer evaluations.")
+    return notes
 
 
 def _lines(report: KernelReport) -> Iterator[str]:
@@ -65,16 +65,16 @@ def _lines(report: KernelReport) -> Iterator[str]:
     for name, count in scores.outcomes.items():
         yield f"| {name.replace('_', ' ')} | {count} | {count / scores.candidates:.3f} |"
     if scores.speedups is not None:
-        found = scores.speedups
-        shown = ", ".join(f"{float(q):.0%}: {math.exp(value):.3g}" for q, value in found.quantiles.items())
-        mean = math.exp(found.mean)
+        speedups = scores.speedups
+        quantiles = ", ".join(f"{float(q):.0%}: {math.exp(value):.3g}" for q, value in speedups.quantiles.items())
+        mean = math.exp(speedups.mean)
         yield ""
-        yield f"Speed-up of {found.count} correct candidates: geometric mean {mean:.3g}, quantiles {shown}."
+        yield f"Speed-up of {speedups.count} correct candidates: geometric mean {mean:.3g}, quantiles {quantiles}."
     if report.missing:
         yield from ["", "Not evaluated:", ""]
-        yield from (f"- {name}: {why}" for name, why in report.missing[:_NAMED_MISSING])
-        if len(report.missing) > _NAMED_MISSING:
-            yield f"- and {len(report.missing) - _NAMED_MISSING} more, in the JSON report"
+        yield from (f"- {name}: {why}" for name, why in report.missing[:_MAX_NAMED_MISSING])
+        if len(report.missing) > _MAX_NAMED_MISSING:
+            yield f"- and {len(report.missing) - _MAX_NAMED_MISSING} more, in the JSON report"
 
 
 def _table(named: str, rows: Mapping[str, CandidateScores]) -> list[str]:
@@ -82,21 +82,21 @@ def _table(named: str, rows: Mapping[str, CandidateScores]) -> list[str]:
     heads = {"compiled": "compiles, pass@", "correct": "correct, pass@", "fast": "fast_"}
     columns = [(field, key) for field in heads for key in getattr(every, field)]
     names = [named, "tasks", "candidates", *(f"{heads[field]}{key}" for field, key in columns)]
-    lines = [_joined(names), _joined(["---"] * len(names))]
+    lines = [_table_row(names), _table_row(["---"] * len(names))]
     for name, scores in rows.items():
         tasks = f"{scores.tasks - scores.unanswered} of " * bool(scores.unanswered) + str(scores.tasks)
         candidates = f"{scores.candidates}" + f" ({scores.missing} missing)" * bool(scores.missing)
-        shares = (_shown(getattr(scores, field).get(key)) for field, key in columns)
-        lines.append(_joined([name, tasks, candidates, *shares]))
+        shares = (_format_share(getattr(scores, field).get(key)) for field, key in columns)
+        lines.append(_table_row([name, tasks, candidates, *shares]))
     return lines
 
 
-def _shown(share: Share | None) -> str:
+def _format_share(share: Share | None) -> str:
     if share is None:
         return "–"
     low, high = share.interval
     return f"{share.value:.3f} [{low:.3f}, {high:.3f}]"
 
 
-def _joined(cells: Sequence[str]) -> str:
+def _table_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"

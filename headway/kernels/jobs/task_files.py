@@ -1,4 +1,4 @@
-"""Kernel tasks as rows of Headway's task files: written with their prompts, split, read again and found by answers."""
+"""Kernel tasks as rows of Headway's task files: writing them with prompts, splitting, reading, finding by answer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from headway.kernels.prompts import kernel_prompt
 from headway.kernels.tasks import KERNEL, kernel_task
 from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelTask
-from headway.runtime.run_directory import write_whole
+from headway.runtime.run_directory import write_atomically
 from headway.tasks.sources import read_tasks
 
 
 def require_new(path: Path, option: str) -> None:
-    """Raise ConfigurationError unless a file can be written to ``path`` and none is there."""
+    """Raise ConfigurationError if ``path`` exists or its folder doesn't."""
     if path.exists():
         raise ConfigurationError(f"{option} = {path} exists; valid: a file that doesn't")
     if not path.parent.is_dir():
@@ -27,8 +27,8 @@ def require_new(path: Path, option: str) -> None:
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write JSON objects, one a line, as a whole. Raises HeadwayError."""
-    write_whole(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    """Write JSON objects, one per line, atomically. Raises HeadwayError."""
+    write_atomically(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
 def task_row(task: KernelTask) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def task_row(task: KernelTask) -> dict[str, Any]:
 
 
 def distinct_tasks(tasks: Sequence[KernelTask]) -> list[KernelTask]:
-    """The tasks without those whose prompt an earlier one has."""
+    """The tasks, without those that have an earlier task's prompt."""
     unique: dict[str, KernelTask] = {}
     for task in tasks:
         unique.setdefault(kernel_prompt(task), task)
@@ -45,8 +45,8 @@ def distinct_tasks(tasks: Sequence[KernelTask]) -> list[KernelTask]:
 
 
 def split_tasks(tasks: Sequence[KernelTask], share: float, seed: int) -> tuple[list[KernelTask], list[KernelTask]]:
-    """Split into (kept, held out): of each level the share, rounded, that a hash of seed and name draws. The order is
-    kept, and what is drawn doesn't depend on it."""
+    """Split into (kept, held out). A hash of seed and name draws the share, rounded, of each level to hold out. The
+    order is kept, and the draw doesn't depend on it."""
     drawn: set[str] = set()
     for level in {task.level for task in tasks}:
         names = sorted((task.name for task in tasks if task.level == level), key=lambda name: _hash(seed, name))
@@ -59,7 +59,7 @@ def _hash(seed: int, name: str) -> bytes:
 
 
 class PromptedTask(NamedTuple):
-    """A kernel task, and the prompt that its file has for it."""
+    """A kernel task, and its prompt in the file."""
 
     kernel: KernelTask
     prompt: str
@@ -76,28 +76,28 @@ class KernelTaskFile:
         self.tasks: dict[str, PromptedTask] = {}
         self._names: dict[str, str] = {}  # by task id
         for task in read_tasks(TaskSource(path=str(path))).tasks:
-            kernel = kernel_task(task, where=f'{path}, "{task.prompt[:40]}"')
+            kernel = kernel_task(task, location=f'{path}, "{task.prompt[:40]}"')
             if kernel.name in self.tasks:
                 raise ConfigurationError(f"{path}: two tasks are named {kernel.name!r}; valid: names that differ")
             self.tasks[kernel.name] = PromptedTask(kernel, task.prompt)
             self._names[task.task_id] = kernel.name
 
-    def name_of(self, row: Mapping[str, Any], where: str) -> str:
-        """Name of the task that a row belongs to, by its ``task`` (a name), ``task_id``, or the prompt in its
-        ``prompt`` or first user message, which a chat template may surround; "": a task that the file lacks. Raises
-        ConfigurationError for a row that says nothing of its task."""
+    def name_of(self, row: Mapping[str, Any], location: str) -> str:
+        """The name of a row's task, found by its ``task`` (a name), ``task_id``, or the prompt in its ``prompt`` or
+        first user message, which a chat template may surround; "": a task that the file lacks. Raises
+        ConfigurationError for a row that names no task."""
         if isinstance(name := row.get("task"), str):
             return name if name in self.tasks else ""
         if isinstance(task_id := row.get("task_id"), str):
             return self._names.get(task_id, "")
         asked = row.get("prompt")
         if isinstance(messages := row.get("messages"), list):
-            said = (one for one in messages if isinstance(one, dict) and one.get("role") == "user")
-            asked = next(said, {}).get("content")
+            user_messages = (m for m in messages if isinstance(m, dict) and m.get("role") == "user")
+            asked = next(user_messages, {}).get("content")
         if not isinstance(asked, str):
             raise ConfigurationError(
-                f'{where}: no task: it has {", ".join(sorted(row)) or "nothing"}; valid: "task" (its name), "task_id", '
-                'or the prompt in "prompt" or "messages"'
+                f'{location}: no task: it has {", ".join(sorted(row)) or "nothing"}; valid: "task" (its name), '
+                '"task_id", or the prompt in "prompt" or "messages"'
             )
-        found = (name for name, task in self.tasks.items() if task.prompt in asked)
-        return next(found, "")
+        matches = (name for name, task in self.tasks.items() if task.prompt in asked)
+        return next(matches, "")

@@ -1,4 +1,4 @@
-"""Packed causal attention on a CPU, with shared prefixes of any depth computed once.
+"""Packed causal attention on a CPU, which computes shared prefixes of any depth once.
 
 PyTorch's flash attention for CPUs also gives each query's log-sum-exp, which makes attention divisible by keys: the
 parts' outputs are weighted by exp(lse_part - lse), lse = log sum exp(lse_part). Its backward needs no gradient of the
@@ -31,7 +31,7 @@ class CpuAttention(torch.autograd.Function):
     def forward(ctx: Any, qkv: Tensor, sizes: Sizes, plan: AttentionPlan) -> Tensor:
         heads, _, head_dim = sizes
         wide = _widened(qkv)
-        if len(plan.buckets) == 1 and plan.buckets[0].first == 0:  # nothing was moved, nothing has to be moved back
+        if len(plan.buckets) == 1 and plan.buckets[0].first == 0:  # the rows are in packed order already
             out_bhle, lse_bhl = _flash(*_split_heads(plan.buckets[0].take(wide), sizes), 0.0, True)
             out, lse = (x.transpose(1, 2).reshape(plan.tokens, -1) for x in (out_bhle, lse_bhl))
         else:
@@ -65,16 +65,16 @@ class CpuAttention(torch.autograd.Function):
             grad_heads, out_heads = (_heads(rows[None, prefix.queries], sizes[2]) for rows in (grad, out))
             lse_heads = lse[None, prefix.queries].transpose(1, 2)
             parts = _flash_backward(grad_heads, q, k, v, out_heads, lse_heads, 0.0, False)
-            where = ((prefix.queries,), prefix.keys, prefix.keys)
-            for rows, at, part in zip(_columns(grad_qkv, sizes), where, parts, strict=True):
-                values = part[0].transpose(0, 1).flatten(1).split([place.stop - place.start for place in at])
-                for place, added in zip(at, values, strict=True):
-                    rows[place] += added
+            all_spans = ((prefix.queries,), prefix.keys, prefix.keys)
+            for rows, spans, part in zip(_columns(grad_qkv, sizes), all_spans, parts, strict=True):
+                values = part[0].transpose(0, 1).flatten(1).split([span.stop - span.start for span in spans])
+                for span, added in zip(spans, values, strict=True):
+                    rows[span] += added
         return grad_qkv.to(saved.dtype), None, None
 
 
 def _merge_prefixes(qkv: Tensor, out: Tensor, lse: Tensor, sizes: Sizes, plan: AttentionPlan) -> None:
-    """Add the prefixes' part, in place, to the attention of the rows that continue them, each of which has one."""
+    """Merge the prefixes' part, in place, into the attention of the rows that continue them, each with one prefix."""
     heads, _, head_dim = sizes
     first = plan.first_continued
     out_own, lse_own = out[first:].view(-1, heads, head_dim), lse[first:]
@@ -90,13 +90,13 @@ def _merge_prefixes(qkv: Tensor, out: Tensor, lse: Tensor, sizes: Sizes, plan: A
 
 
 def _widened(rows: Tensor) -> Tensor:
-    """``rows`` in at least float32: sums over keys lose nothing, and on a CPU without bfloat16 instructions the flash
-    backward takes eight times as long in bfloat16. Attention is a small share of a layer's products."""
+    """Cast ``rows`` to at least float32, so that sums over keys lose no precision. On a CPU without bfloat16
+    instructions the flash backward takes eight times as long in bfloat16. Attention is a small share of the FLOP."""
     return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
 def _query_and_prefix(qkv: Tensor, prefix: SharedPrefix, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [1, Hq, q, Dh] of the pieces that follow a prefix, keys and values [1, Hkv, p, Dh] of the prefix."""
+    """Queries [1, Hq, q, Dh] of the pieces that continue a prefix, keys and values [1, Hkv, p, Dh] of the prefix."""
     heads, kv_heads, head_dim = sizes
     q, _, _ = _split_heads(qkv[None, prefix.queries], sizes)
     kv = [qkv[rows, heads * head_dim :] for rows in prefix.keys]

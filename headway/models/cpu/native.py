@@ -1,9 +1,9 @@
-"""C++ kernels for one CPU core, built at first use; without a compiler, plain torch remains.
+"""C++ kernels for one CPU core, built at first use; without a compiler, plain torch is used.
 
-A decode step of a small model is hundreds of tiny operations: what torch spends between them costs more than their
-arithmetic, its attention computes every row as long as the longest, and its products of few rows copy their matrix at
-every call. In a trainer the element-wise parts pass over memory many times. `native.cpp` has the few that matter.
-Inside ``with using(kernels):`` the functions of `kernels.py` take them; nothing else changes.
+A decode step of a small model is hundreds of tiny operations. Torch's overhead between them exceeds their arithmetic,
+its attention computes every row at the length of the longest, and its products of few rows copy their matrix at every
+call. In a trainer the element-wise parts pass over memory many times. `native.cpp` has the kernels that matter.
+Inside ``with using(kernels):`` the functions of `kernels.py` use them; nothing else changes.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class _Tensor:
-    """Type of an argument that is a tensor: its first element's address, or null for None."""
+    """The ctypes type of a tensor argument: the address of its first element, or null for None."""
 
     @staticmethod
     def from_param(tensor: Tensor | None) -> ctypes.c_void_p:
-        return _POINTER(None if tensor is None else tensor.data_ptr())  # no further call: this one is in every step
+        return _POINTER(None if tensor is None else tensor.data_ptr())  # one call only: this runs in every step
 
 
 _INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -64,7 +64,7 @@ _FLOAT32_SIGNATURES: dict[str, tuple[type, ...]] = {
 
 
 class LayerPointers(ctypes.Structure):
-    """A layer for `Kernels.decode`: addresses of its float32 tensors, 0 for one it hasn't got."""
+    """A layer for `Kernels.decode`: addresses of its float32 tensors, 0 for an absent one."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "output", "output_bias")),
@@ -85,13 +85,13 @@ class DecodeSizes(ctypes.Structure):
 
 
 class LowRankPointers(ctypes.Structure):
-    """An adapter's part of a product, for `Kernels.decode`; 0: it has none there."""
+    """An adapter's part of a product, for `Kernels.decode`; zeros: the adapter has none."""
 
     _fields_ = (*((name, _POINTER) for name in ("a", "b", "spans")), ("rank", _INT))
 
 
 class RowGroup(ctypes.Structure):
-    """Neighbouring rows with one adapter; ``products``: address of its `LowRankPointers`, four for each layer."""
+    """Neighbouring rows with one adapter; ``products``: address of its `LowRankPointers`, four per layer."""
 
     _fields_ = (("first", _INT), ("rows", _INT), ("products", _POINTER))
 
@@ -112,17 +112,17 @@ class Kernels:
         self._panels: dict[int, tuple[Tensor, Tensor]] = {}  # id of a weight -> the weight and its panels
 
     def pack(self, weights: Iterable[Tensor]) -> None:
-        """Keep copies of these matrices [columns, depth], and of no others, in the order `linear` reads. Call again
-        when a value changes. No-op for bfloat16, whose products are torch's."""
+        """Keep copies of these matrices [columns, depth], and of no others, in the order in which `linear` reads them.
+        It must be called again when a value changes. No-op for bfloat16, whose products are torch's."""
         if self.dtype != torch.float32:
             return
-        before, self._panels = self._panels, {}
+        previous, self._panels = self._panels, {}
         for weight in weights:
-            known, panels = before.get(id(weight), (None, None))
+            known, panels = previous.get(id(weight), (None, None))
             self._panels[id(weight)] = weight, self.packed(weight, panels if known is weight else None)
 
     def packed(self, weight: Tensor, panels: Tensor | None = None) -> Tensor:
-        """The panels of a float32 matrix [columns, depth], written into ``panels`` where given."""
+        """The panels of a float32 matrix [columns, depth], written into ``panels`` if given."""
         columns, depth = weight.shape
         if panels is None:
             panels = weight.new_empty(-(-columns // self.panel_columns), depth, self.panel_columns)
@@ -130,15 +130,15 @@ class Kernels:
         return panels
 
     def packs(self, weight: Tensor) -> bool:
-        """Whether `linear` takes this matrix: the last `pack` included it."""
+        """Whether `linear` takes this matrix, because the last `pack` included it."""
         return id(weight) in self._panels
 
     def panels(self, weight: Tensor) -> int:
-        """Address of the packed copy of this matrix; unchanged as long as each `pack` includes the matrix."""
+        """The address of the packed copy of this matrix; it stays as long as each `pack` includes the matrix."""
         return self._panels[id(weight)][1].data_ptr()
 
     def linear(self, x_nd: Tensor, weight: Tensor, bias: Tensor | None, add: Tensor | None) -> Tensor:
-        """As `kernels.linear`, [n, columns], of a matrix that `pack` was given."""
+        """`kernels.linear`, [n, columns], for a matrix that the last `pack` included."""
         x_nd = x_nd.contiguous()
         n, columns = len(x_nd), len(weight)
         out = x_nd.new_empty(n, columns)
@@ -158,16 +158,16 @@ class Kernels:
         groups: Sequence[RowGroup] = (),
         most_rank: int = 0,
     ) -> None:
-        """Pass the residual stream [n, d] through all ``layers`` in place and store keys and values; row i is at
-        position[i] of slot[i] (of slot i where ``slot_n`` is None). cos and sin: float32 [n, 1, c / 2]. ``groups``: the
-        rows with adapters, none of whose products has a rank above ``most_rank``."""
+        """Pass the residual stream [n, d] through all ``layers`` in place and store keys and values. Row i is at
+        position[i] of slot[i] (of slot i if ``slot_n`` is None). cos and sin: float32 [n, 1, c / 2]. ``groups``: the
+        rows with adapters; ``most_rank``: the largest rank of their products."""
         array, sizes_at = (RowGroup * len(groups))(*groups), ctypes.addressof(sizes)
         tensors, groups_at = (cos, sin, slot_n, position_n), ctypes.addressof(array)
         layers_at = (ctypes.addressof(layers), len(layers))
         self._functions["decode"](x_nd, *layers_at, *tensors, len(x_nd), sizes_at, groups_at, len(groups), most_rank)
 
     def rms_norm(self, x_nd: Tensor, weight: Tensor, epsilon: float, inverses_n: Tensor | None = None) -> Tensor:
-        """As `kernels.rms_norm`, [n, d]. ``inverses_n`` is filled with 1 / rms(x) for `rms_norm_backward`."""
+        """`kernels.rms_norm`, [n, d]. ``inverses_n`` is filled with 1 / rms(x) for `rms_norm_backward`."""
         x_nd = x_nd.contiguous()
         out, d = torch.empty_like(x_nd), x_nd.shape[-1]
         self._functions["rms_norm"](x_nd, weight, out, inverses_n, x_nd.numel() // d, d, epsilon)
@@ -190,14 +190,14 @@ class Kernels:
         cos: Tensor,
         sin: Tensor,
         sizes: tuple[int, int, int, float],
-        before: Tensor | None = None,
+        unnormed: Tensor | None = None,
         inverses: Tensor | None = None,
     ) -> None:
-        """As `kernels.norm_rotate`: overwrites ``qkv`` [n, (h + 2k) c]; cos and sin are float32 [n, 1, c / 2] and share
-        their row stride. ``before`` [n, h + k, c] and ``inverses`` [n, h + k] are filled for
-        `norm_rotate_backward`."""
+        """`kernels.norm_rotate`, which overwrites ``qkv`` [n, (h + 2k) c]. cos and sin are float32 [n, 1, c / 2] and
+        share their row stride. ``unnormed`` [n, h + k, c], query and key before the norm, and ``inverses`` [n, h + k]
+        are filled for `norm_rotate_backward`."""
         heads, kv_heads, dim, epsilon = sizes
-        tensors, strides = (qkv, q_norm, k_norm, cos, sin, before, inverses), (qkv.stride(0), cos.stride(0))
+        tensors, strides = (qkv, q_norm, k_norm, cos, sin, unnormed, inverses), (qkv.stride(0), cos.stride(0))
         self._functions["norm_rotate"](*tensors, len(qkv), *strides, heads, kv_heads, dim, epsilon)
 
     def norm_rotate_backward(
@@ -208,17 +208,17 @@ class Kernels:
         sin: Tensor,
         sizes: tuple[int, int, int, float],
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Turn the gradient of `norm_rotate`'s output into that of its input in place; return those of the query and
-        key weights. ``norms``: before, inverses, query and key weight. float32."""
+        """Convert the gradient of `norm_rotate`'s output to that of its input in place; returns the gradients of the
+        query and key weights. ``norms``: unnormed, inverses, query and key weight. float32."""
         heads, kv_heads, dim, _ = sizes
-        before, inverses, q_norm, k_norm = norms or (None,) * 4
-        grads = tuple(None if one is None else torch.empty_like(one) for one in (q_norm, k_norm))
-        tensors, strides = (q_norm, k_norm, cos, sin, before, inverses, *grads), (grad.stride(0), cos.stride(0))
+        unnormed, inverses, q_norm, k_norm = norms or (None,) * 4
+        grads = tuple(None if weight is None else torch.empty_like(weight) for weight in (q_norm, k_norm))
+        tensors, strides = (q_norm, k_norm, cos, sin, unnormed, inverses, *grads), (grad.stride(0), cos.stride(0))
         self._functions["norm_rotate_backward"](grad, *tensors, len(grad), *strides, heads, kv_heads, dim)
         return grads[0], grads[1]
 
     def gated_silu(self, gate_up: Tensor) -> Tensor:
-        """As `kernels.gated_silu`: [n, 2f] to [n, f]."""
+        """`kernels.gated_silu`, [n, 2f] to [n, f]."""
         n, f = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(n, f)
         self._functions["gated_silu"](gate_up, out, n, f)
@@ -243,10 +243,10 @@ class Kernels:
         write: bool,
         window: int | None = None,
     ) -> Tensor:
-        """Attention of row i to positions 0 .. position[i] of slot[i] (of slot i where ``slot_n`` is None), or to the
+        """Attention of row i to positions 0 .. position[i] of slot[i] (of slot i if ``slot_n`` is None), or to the
         last ``window`` of them, [n, h * c].
 
-        ``write``: store its own key and value at its position first. q, k and v are heads of one projection: a row's
+        ``write``: store the row's key and value at its position first. q, k and v are heads of one projection: a row's
         elements are contiguous and the three share their row stride.
         """
         n, h, c = q_nhc.shape
@@ -258,7 +258,7 @@ class Kernels:
         return out
 
     def sample(self, logits_nv: Tensor, temperature_n: Tensor | None, uniform_n: Tensor) -> Tensor:
-        """As `sampling.sample_tokens` for rows that are neither greedy nor truncated: [2, n] float32."""
+        """`sampling.sample_tokens` for rows that are neither greedy nor truncated, [2, n] float32."""
         logits_nv = logits_nv.contiguous()
         n, v = logits_nv.shape
         out = torch.empty(2, n)
@@ -273,20 +273,20 @@ class Kernels:
         out: Tensor,
         kept: Sequence[Tensor | None],
     ) -> tuple[Tensor, Tensor]:
-        """As `sampling.sample_tokens` for the rows of a `sampling.KeptRows`, written to ``out`` [2, n]. Returns sizes
-        and ids as `sampling.Sampled` has them."""
-        which, greedy, top_p, top_k, most, masks = kept
+        """`sampling.sample_tokens` for the rows of a `sampling.KeptRows`, written to ``out`` [2, n]. Returns sizes and
+        ids as in `sampling.Sampled`."""
+        which, greedy, top_p, top_k, caps, masks = kept
         assert which is not None
-        assert most is not None
+        assert caps is not None
         (n, v), m = logits_nv.shape, len(which)
-        ids, sizes = torch.empty(min(int(most.max()), v) * m, dtype=torch.int32), torch.empty(m, dtype=torch.int64)
-        tensors = (masks, greedy, top_p, top_k, most, ids, sizes)
+        ids, sizes = torch.empty(min(int(caps.max()), v) * m, dtype=torch.int32), torch.empty(m, dtype=torch.int64)
+        tensors = (masks, greedy, top_p, top_k, caps, ids, sizes)
         self._functions["sample_kept"](logits_nv.contiguous(), temperature_n, uniform_n, out, n, v, which, m, *tensors)
         return sizes, ids
 
 
 def address(tensor: Tensor | None) -> int:
-    """Address of the tensor's first element; 0 for None."""
+    """The address of the tensor's first element; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
@@ -298,8 +298,8 @@ _active = _Active()
 
 
 def active(x: Tensor, weight: Tensor | None = None) -> Kernels | None:
-    """The kernels to compute ``x`` [n, d] with, inside ``using``; None: plain torch, also for inputs they don't take
-    (other dtypes or shapes, non-contiguous tensors)."""
+    """The kernels for computing ``x`` [n, d] inside `using`; None: plain torch is used, also for inputs that they don't
+    take (other dtypes or shapes, non-contiguous tensors)."""
     fast = _active.kernels
     if fast is None or x.dtype != fast.dtype or x.ndim != 2 or not x.is_contiguous():
         return None
@@ -310,12 +310,12 @@ def active(x: Tensor, weight: Tensor | None = None) -> Kernels | None:
 
 @contextmanager
 def using(kernels: Kernels | None) -> Iterator[None]:
-    """Let `kernels.py` compute with ``kernels`` (None: plain torch) in this thread, inside the ``with`` block."""
-    before, _active.kernels = _active.kernels, kernels
+    """Make `kernels.py` compute with ``kernels`` (None: plain torch) in this thread, inside the ``with`` block."""
+    previous, _active.kernels = _active.kernels, kernels
     try:
         yield
     finally:
-        _active.kernels = before
+        _active.kernels = previous
 
 
 def attention_fits(group: int, head_dim: int) -> bool:
@@ -324,16 +324,16 @@ def attention_fits(group: int, head_dim: int) -> bool:
 
 
 def kernels_for(dtype: torch.dtype, device: torch.device) -> Kernels | None:
-    """Kernels for a model of ``dtype`` on ``device``; None on a GPU, on several cores (they use one), for other
-    dtypes, or without a C++ compiler (``CXX``, else g++, c++ or clang++)."""
-    found = _library_for(dtype, device)
-    return None if isinstance(found, str) else Kernels(found, dtype)
+    """The kernels for a model of ``dtype`` on ``device``; None on a GPU, on several cores (the kernels use one), for
+    other dtypes, or without a C++ compiler (``CXX``, else g++, c++ or clang++)."""
+    library = _library_for(dtype, device)
+    return None if isinstance(library, str) else Kernels(library, dtype)
 
 
-def why_none(dtype: torch.dtype, device: torch.device) -> str:
-    """Reason why a CPU gets no kernels from `kernels_for`; "" where it gets them, and for a GPU."""
-    found = _library_for(dtype, device)
-    return found if isinstance(found, str) and device.type == "cpu" else ""
+def missing_reason(dtype: torch.dtype, device: torch.device) -> str:
+    """The reason why `kernels_for` returns None for a CPU; "": it returns kernels, or the device is a GPU."""
+    library = _library_for(dtype, device)
+    return library if isinstance(library, str) and device.type == "cpu" else ""
 
 
 def _library_for(dtype: torch.dtype, device: torch.device) -> ctypes.CDLL | str:
@@ -359,7 +359,7 @@ def _library() -> ctypes.CDLL | str:
     for folder in _folders():
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if folder.stat().st_uid != os.getuid():  # somebody else could put a library there
+            if folder.stat().st_uid != os.getuid():  # another user could put a library there
                 refused.append(f"{folder} belongs to another user")
                 continue
             if not (folder / name).exists():
@@ -371,15 +371,15 @@ def _library() -> ctypes.CDLL | str:
             refused.append(str(error))
         except subprocess.CalledProcessError as error:  # a compiler that fails: treated like a missing one
             lines = error.stderr.decode(errors="replace").split("\n")
-            said = next((line.strip() for line in reversed(lines) if line.strip()), "it printed no error")
-            return f"the compiler {compiler!r} ended with {error.returncode}: {said}"
+            message = next((line.strip() for line in reversed(lines) if line.strip()), "it printed no error")
+            return f"the compiler {compiler!r} ended with {error.returncode}: {message}"
         except subprocess.TimeoutExpired as error:
             return f"the compiler {compiler!r} took more than {error.timeout:.0f} s"
-    return "; ".join(dict.fromkeys(refused))  # a compiler that isn't there is missed once for each folder
+    return "; ".join(dict.fromkeys(refused))  # without duplicates: a missing compiler fails once per folder
 
 
 def _build(compiler: str, target: Path) -> None:
-    """Compile beside ``target`` and rename: replicas that start together each find a whole library."""
+    """Compile beside ``target`` and rename, so that replicas that start together each find a complete library."""
     handle, scratch = tempfile.mkstemp(dir=target.parent, suffix=".so")
     os.close(handle)
     try:
@@ -396,7 +396,7 @@ def _folders() -> tuple[Path, ...]:
 
 
 def _processor() -> str:
-    """The CPU's features, on which ``-march=native`` depends: machines of several kinds may share a home folder."""
+    """The CPU's features, on which ``-march=native`` depends, since different machines may share a home folder."""
 
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

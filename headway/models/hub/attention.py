@@ -1,8 +1,8 @@
-"""Attention over packed documents inside transformers' models, by functions that it is given to call.
+"""Attention over packed documents inside transformers models, by attention functions that are registered there.
 
 Two names are registered, one for each of transformers' plain implementations. Within `packing` a layer's mask is a
-`PackedMask`: documents of similar length then share one padded call of that plain implementation, so sinks, soft caps
-and values of another width keep their meaning. Outside of it both compute what the plain one does.
+`PackedMask`, and documents of similar length share one padded call of that plain implementation, so that sinks, soft
+caps and values of another width keep their meaning. Outside of `packing` both compute what the plain one does.
 
 Shape suffixes: n packed tokens, h heads, e values of a head, b documents of a bucket, l its padded length.
 """
@@ -25,7 +25,7 @@ from transformers.modeling_utils import AttentionInterface
 from headway.models.attention_plan import AttentionPlan
 from headway.models.kernels import PadDocuments, UnpadDocuments
 
-# Name of the packed implementation -> of the plain one that it calls.
+# Name of a plain implementation -> name of the packed one that calls it.
 PACKED = {"sdpa": "headway_packed", "eager": "headway_packed_eager"}
 
 _plan: ContextVar[AttentionPlan | None] = ContextVar("attention plan", default=None)
@@ -33,7 +33,7 @@ _plan: ContextVar[AttentionPlan | None] = ContextVar("attention plan", default=N
 
 @contextmanager
 def packing(plan: AttentionPlan) -> Iterator[None]:
-    """Let the models called in this block take their row of tokens for the documents of ``plan``."""
+    """Make the models called in this block treat their row of tokens as the documents of ``plan``."""
     token = _plan.set(plan)
     try:
         yield
@@ -42,9 +42,9 @@ def packing(plan: AttentionPlan) -> Iterator[None]:
 
 
 class PackedMask:
-    """The mask that a model hands to its layers: the keys that each query sees, for documents of ``plan``.
+    """The mask that a model passes to its layers: the keys that each query sees, for documents of ``plan``.
 
-    ``sees``: transformers' function of batch, head, query and key index; None: all tokens before, plain causality.
+    ``sees``: transformers' function of batch, head, query and key index; None: plain causality.
     """
 
     def __init__(self, plan: AttentionPlan, sees: Callable[..., Any] | None) -> None:
@@ -53,14 +53,14 @@ class PackedMask:
         self._made: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def of(self, length: int, dtype: torch.dtype | None, device: torch.device) -> Tensor | None:
-        """Mask [1, 1, l, l] of documents of ``length`` tokens: boolean, or in ``dtype`` what is added to scores. None:
-        plain causality, boolean. Padding follows a document, so causality hides it."""
+        """The mask [1, 1, l, l] of documents of ``length`` tokens: boolean, or additive in ``dtype``. None: plain
+        causality, boolean. Padding follows a document, so that causality hides it."""
         if self._sees is None and dtype is None:
             return None
         key = (length, dtype or torch.bool)
         if key not in self._made:
-            at = torch.arange(length, device=device)
-            query, tokens = at[:, None], at[None, :]
+            indices = torch.arange(length, device=device)
+            query, tokens = indices[:, None], indices[None, :]
             zero = torch.zeros((), dtype=torch.int64, device=device)
             seen = (tokens <= query) if self._sees is None else self._sees(zero, zero, query, tokens)
             if dtype is not None:
@@ -82,7 +82,7 @@ def _make_mask(
 
 
 def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The plain implementation that stands beside the module's class."""
+    """The plain implementation in the Python module of the layer's class."""
     return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
 
 
@@ -97,7 +97,7 @@ def _attend(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention as transformers' functions compute it: [1, h, N, e] to [1, N, h, e]; ``additive``: the plain
+    """Attention with the signature of transformers' functions: [1, h, N, e] to [1, N, h, e]. ``additive``: the plain
     implementation adds its mask to the scores."""
     if not isinstance(attention_mask, PackedMask):
         return plain(module, query, key, value, attention_mask, *args, **kwargs)
@@ -120,8 +120,8 @@ def _attend(
         mask = attention_mask.of(bucket.length, query.dtype if additive else None, query.device)
         out = plain(module, q, k, v, mask, *args, **kwargs)[0]
         outputs.append(out.reshape(bucket.documents * bucket.length, -1))
-    found: Tensor = UnpadDocuments.apply(scatter_n, *outputs)  # pyright: ignore[reportAssignmentType]
-    return found.view(1, plan.tokens, query.shape[1], -1), None
+    unpadded: Tensor = UnpadDocuments.apply(scatter_n, *outputs)  # pyright: ignore[reportAssignmentType]
+    return unpadded.view(1, plan.tokens, query.shape[1], -1), None
 
 
 for _name, _plain, _mask, _additive in (

@@ -1,5 +1,5 @@
-"""Which implementation runs a model folder, and the sizes of those that transformers runs. Imports neither torch nor
-transformers."""
+"""The choice of the implementation that runs a model folder, and the sizes of transformers models. Imports neither
+torch nor transformers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _NOT_LINEAR = re.compile(r"embed|lm_head|\bwte\b|\bwpe\b|visual|vision")  # matr
 
 
 @dataclass(frozen=True, kw_only=True)
-class HubConfig:
-    """Sizes of a model that transformers runs, under the names that `DecoderConfig` has for them."""
+class HfConfig:
+    """The sizes of a model that transformers runs, under the names of `DecoderConfig`."""
 
     sizes: ModelSizes
 
@@ -59,7 +59,7 @@ class HubConfig:
 
     @property
     def cached_values(self) -> int:
-        """Values cached of one token in all layers; 0 where some keep a state."""
+        """The number of values cached per token in all layers; 0 if some layers keep a state instead."""
         states = any(layer.state or not layer.cached for layer in self.sizes.layers)
         return 0 if states else self.sizes.cached_values
 
@@ -69,25 +69,25 @@ class HubConfig:
 
     @property
     def has_experts(self) -> bool:
-        """Whether tokens are sent to some of a layer's parameters alone."""
+        """Whether tokens use only some of a layer's parameters."""
         return any(layer.idle for layer in self.sizes.layers)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, trust_remote_code: bool = False) -> HubConfig:
-        """Read ``path/config.json`` and the shapes of the folder's tensors. Raises ConfigurationError for what the
-        installed transformers can't run as a language model, for code in the folder that isn't trusted, and for missing
+    def from_pretrained(cls, path: str | Path, trust_remote_code: bool = False) -> HfConfig:
+        """Read ``path/config.json`` and the shapes of the folder's tensors. Raises ConfigurationError for models that
+        the installed transformers can't run as a language model, for untrusted code in the folder, and for missing
         sizes. The context ends where rotary embeddings would begin to depend on the longest document of a call."""
         folder = Path(path)
         raw = read_json(folder / "config.json")
         require_runnable(folder, raw, trust_remote_code)
         sizes, text = sizes_of(folder), {**raw, **(raw.get("text_config") or {})}
-        given = (one | text for one in ropes_by_length(text))  # without an original length it is the whole context
-        most = min([sizes.max_positions, *filter(None, (one.get("original_max_position_embeddings") for one in given))])
-        return cls(sizes=replace(sizes, max_positions=most))
+        ropes = (rope | text for rope in ropes_by_length(text))  # default: the complete context
+        limits = filter(None, (rope.get("original_max_position_embeddings") for rope in ropes))
+        return cls(sizes=replace(sizes, max_positions=min([sizes.max_positions, *limits])))
 
     def flops(self, lengths: list[int], head_tokens: int | None = None, continues: list[int] | None = None) -> float:
-        """Model FLOP of one forward pass over documents of ``lengths`` tokens, as `DecoderConfig.flops` counts them;
-        the recurrence of linear layers isn't counted. ``continues`` isn't supported."""
+        """Model FLOP of one forward pass over documents of ``lengths`` tokens, as `DecoderConfig.flops` counts them,
+        without the recurrence of linear layers. ``continues`` isn't supported."""
         tokens = sum(lengths)
         scores = sum(
             4 * layer.output * attended_pairs(length, layer.window)
@@ -98,34 +98,34 @@ class HubConfig:
         return float(scores + self.product_flops(tokens, tokens if head_tokens is None else head_tokens))
 
     def product_flops(self, tokens: int, head_tokens: int) -> int:
-        """The part of `flops` in products with weights: what their gradients cost as well."""
+        """The part of `flops` in products with weights, which the weights' gradients cost again."""
         active = sum(layer.parameters - layer.idle for layer in self.sizes.layers)
         return 2 * active * tokens + 2 * self.vocabulary_size * self.width * head_tokens
 
 
 def ropes_by_length(text: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rotary embeddings of a language model's configuration which change with the longest row of a call, where that
-    is beyond their original length."""
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    given = [one for one in (rope, *rope.values()) if isinstance(one, dict)]
-    return [one for one in given if (one.get("rope_type") or one.get("type")) in _BY_LENGTH]
+    """The rotary embeddings of a language model's configuration that change with the longest row of a call if it
+    exceeds their original length."""
+    parameters = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    ropes = [rope for rope in (parameters, *parameters.values()) if isinstance(rope, dict)]
+    return [rope for rope in ropes if (rope.get("rope_type") or rope.get("type")) in _BY_LENGTH]
 
 
-def implementation_of(path: str | Path, wanted: Implementation | None) -> Implementation:
-    """The implementation of the model in folder ``path``: ``wanted``, by default the project's own where it has a row
-    for the architecture, or no type is named that transformers could know. Raises ConfigurationError for a folder
+def implementation_of(path: str | Path, requested: Implementation | None) -> Implementation:
+    """The implementation of the model in folder ``path``: ``requested``, or by default the project's if it has the
+    architecture, or if config.json names no type that transformers could know. Raises ConfigurationError for a folder
     without a readable config.json."""
-    if wanted is not None:
-        return wanted
+    if requested is not None:
+        return requested
     raw = read_json(Path(path) / "config.json")
     kind, named = raw.get("model_type"), raw.get("architectures") or ()
     ours = any(row.architecture in named or (not named and row.model_type == kind) for row in FAMILIES.values())
     return "headway" if ours or kind is None else "transformers"
 
 
-def read_config(chosen: ModelConfig, path: str | Path | None = None) -> DecoderConfig | HubConfig:
-    """Sizes of the model in ``path`` (default: that of ``chosen``) under the run's implementation. Raises
-    ConfigurationError for what that can't run, and for files of weights that can be read in two ways."""
+def read_config(chosen: ModelConfig, path: str | Path | None = None) -> DecoderConfig | HfConfig:
+    """The sizes of the model in ``path`` (default: that of ``chosen``) in the run's implementation. Raises
+    ConfigurationError for a model that it can't run, and for ambiguous files of weights."""
     config = _read_config(chosen, path or chosen.path)
     if any((folder := Path(path or chosen.path)).glob("*.safetensors")):
         stored, raw = stored_tensors(weight_files(folder)), read_json(folder / "config.json")
@@ -134,9 +134,9 @@ def read_config(chosen: ModelConfig, path: str | Path | None = None) -> DecoderC
     return config
 
 
-def _read_config(chosen: ModelConfig, path: str | Path) -> DecoderConfig | HubConfig:
+def _read_config(chosen: ModelConfig, path: str | Path) -> DecoderConfig | HfConfig:
     if implementation_of(path, chosen.implementation) == "transformers":
-        return HubConfig.from_pretrained(path, chosen.trust_remote_code)
+        return HfConfig.from_pretrained(path, chosen.trust_remote_code)
     try:
         return DecoderConfig.from_pretrained(path)
     except ConfigurationError as error:
@@ -146,9 +146,9 @@ def _read_config(chosen: ModelConfig, path: str | Path) -> DecoderConfig | HubCo
 
 
 def adapter_size(folder: str | Path, settings: AdapterConfig) -> int:
-    """Count of the weights of a run's adapter beside the model in ``folder``, which runs in transformers: those in
-    ``settings.path``, or about those of the files' matrices that PEFT will choose. Raises ConfigurationError for files
-    that can't be read, targets that none has, and without PEFT."""
+    """The number of weights of a run's adapter of the model in ``folder``, which runs in transformers: those in
+    ``settings.path``, or an estimate by the files' matrices that PEFT will adapt. Raises ConfigurationError for
+    unreadable files, for targets that no matrix has, and without PEFT."""
     if find_spec("peft") is None:
         raise ConfigurationError(
             "an adapter beside a model that runs in transformers is PEFT's, which isn't installed: "
@@ -156,7 +156,7 @@ def adapter_size(folder: str | Path, settings: AdapterConfig) -> int:
         )
     if settings.path:
         return sum(math.prod(shape) for shape in tensor_shapes([Path(settings.path) / WEIGHTS_FILE]).values())
-    every, found = settings.targets == (ALL_LINEAR,), 0
+    every, size = settings.targets == (ALL_LINEAR,), 0
     ends = tuple(f".{target}.weight" for target in settings.targets)
     for name, shape in tensor_shapes(weight_files(Path(folder))).items():
         if len(shape) < 2 or name.endswith("bias") or _NOT_LINEAR.search(name):
@@ -166,18 +166,18 @@ def adapter_size(folder: str | Path, settings: AdapterConfig) -> int:
             chosen, rows = every or bool(settings.target_parameters), rows * (1 + ("down" not in name))
         else:
             chosen = name.endswith(".weight") if every else f".{name}".endswith(ends)
-        found += math.prod(many) * (settings.rank or 0) * (rows + columns) if chosen else 0
-    if not found:
+        size += math.prod(many) * (settings.rank or 0) * (rows + columns) if chosen else 0
+    if not size:
         raise ConfigurationError(f"targets = {list(settings.targets)}: no matrix in {folder} has such a name")
-    return found
+    return size
 
 
 def require_runnable(folder: Path, raw: Mapping[str, Any], trust_remote_code: bool) -> None:
-    """Raise ConfigurationError unless the installed transformers runs the content of ``folder/config.json`` as a
+    """Raise ConfigurationError unless the installed transformers can run the model of ``folder/config.json`` as a
     language model."""
     file, name = folder / "config.json", raw.get("model_type")
-    place = find_spec("transformers")
-    if place is None or place.origin is None:
+    spec = find_spec("transformers")
+    if spec is None or spec.origin is None:
         raise ConfigurationError(
             f"{file}: model_type = {name!r} runs in transformers, which isn't installed: "
             "pip install 'headway[transformers]'"
@@ -194,8 +194,8 @@ def require_runnable(folder: Path, raw: Mapping[str, Any], trust_remote_code: bo
         raise ConfigurationError(f"{file}: is_encoder_decoder = true isn't supported; valid: models that decode alone")
     if raw.get("auto_map") and trust_remote_code:
         return
-    auto = Path(place.origin).parent / "models" / "auto"
-    known = _listed(auto / "auto_mappings.py", "CONFIG_MAPPING_NAMES")
+    auto = Path(spec.origin).parent / "models" / "auto"
+    known = _model_types(auto / "auto_mappings.py", "CONFIG_MAPPING_NAMES")
     if name not in known and known and raw.get("auto_map"):
         raise ConfigurationError(
             f"{file}: auto_map: {name!r} needs Python code that lies in the folder. It would run with your rights in "
@@ -208,8 +208,8 @@ def require_runnable(folder: Path, raw: Mapping[str, Any], trust_remote_code: bo
             f"{file}: model_type = {name!r} is unknown to transformers {version('transformers')}{wants}"
         )
     models = auto / "modeling_auto.py"
-    running = _listed(models, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
-    running |= _listed(models, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
+    running = _model_types(models, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+    running |= _model_types(models, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
     if name not in running and running:
         raise ConfigurationError(
             f"{file}: model_type = {name!r}: transformers has no language model of it (AutoModelForCausalLM, "
@@ -217,11 +217,11 @@ def require_runnable(folder: Path, raw: Mapping[str, Any], trust_remote_code: bo
         )
 
 
-def _listed(file: Path, table: str) -> set[str]:
-    """Model types in one of transformers' tables, read as text; empty where there is none of that name."""
+def _model_types(file: Path, table: str) -> set[str]:
+    """The model types in one of transformers' tables, read as text; empty if there is no table of that name."""
     try:
         text = file.read_text(encoding="utf-8")
     except OSError:
         return set()
-    found = re.search(rf"^{table} = OrderedDict\(\n    \[(.*?)^    \]", text, re.MULTILINE | re.DOTALL)
-    return set(re.findall(r'^\s+\(\s*"([^"]+)"', found[1], re.MULTILINE)) if found else set()
+    match = re.search(rf"^{table} = OrderedDict\(\n    \[(.*?)^    \]", text, re.MULTILINE | re.DOTALL)
+    return set(re.findall(r'^\s+\(\s*"([^"]+)"', match[1], re.MULTILINE)) if match else set()

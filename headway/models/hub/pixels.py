@@ -1,4 +1,4 @@
-"""Pixel arrays of prompts' pictures: stored once by content hash in the run's folder, read by engine and trainer."""
+"""Pixel arrays of prompts' pictures, stored once by content hash in the run's folder and read by engine and trainer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from headway.records.errors import BufferCorrupt
-from headway.runtime.run_directory import write_whole
+from headway.runtime.run_directory import write_atomically
 
 Pixels = Mapping[str, NDArray[Any]]  # by the name under which the model's forward() takes it
 FOLDER = "pixels"  # of a run's folder
@@ -23,15 +23,15 @@ CACHED = 32  # prompts whose arrays a process keeps in memory
 
 
 class PixelStore:
-    """Pixel arrays in a folder, a file for each content hash. ``read(digest)`` keeps those of the last prompts."""
+    """Pixel arrays in a folder, with a file for each content hash. ``read(digest)`` caches the last CACHED prompts'."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
         self.read = lru_cache(CACHED)(self._read)
 
     def write(self, arrays: Pixels) -> str:
-        """Store the arrays, once; those that are there get the present time. Returns their content hash, in hex.
-        Raises HeadwayError on a full disk."""
+        """Store the arrays, or set their file's time to the present if they are stored. Returns their content hash, in
+        hex. Raises HeadwayError on a full disk."""
         data = save(dict(sorted(arrays.items())))
         file = self._file(digest := _digest(data))
         try:
@@ -40,11 +40,11 @@ class PixelStore:
                 return digest
         except FileNotFoundError:  # or it was removed since: `remove` runs in another process
             self._folder.mkdir(parents=True, exist_ok=True)
-        write_whole(file, data)
+        write_atomically(file, data)
         return digest
 
     def _read(self, digest: str) -> Pixels:
-        """The arrays with this hash; not to be written to. Raises BufferCorrupt when they are missing or others."""
+        """The read-only arrays with this hash. Raises BufferCorrupt if they are missing or damaged."""
         file = self._file(digest)
         try:
             data = file.read_bytes()
@@ -55,11 +55,11 @@ class PixelStore:
         raise BufferCorrupt(f"pixel arrays of a prompt aren't what was stored: {file}")
 
     def stored(self) -> dict[str, int]:
-        """The hashes of all that is stored, and when each was written last."""
+        """The hashes of all stored arrays, each with its last write time in ns."""
         return {file.stem: file.stat().st_mtime_ns for file in self._folder.glob(f"[!.]*{_SUFFIX}")}
 
     def remove(self, digest: str, written: int) -> None:
-        """Delete arrays, unless they were written again since ``written`` (as of `stored`)."""
+        """Delete arrays unless they were written again after ``written``, a time of `stored`."""
         file = self._file(digest)
         if file.is_file() and file.stat().st_mtime_ns == written:
             file.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The services that a run's agents need: the endpoint that records them, and the host of their processes."""
+"""Opens the services that a run's agents need: the endpoint that records them, and the host of their processes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from headway.tokens.tokenizer import Tokenizer
 async def open_agents(
     experiment: Experiment, on_event: EventCallback, logs: Path | None = None, started: datetime | None = None
 ) -> AsyncIterator[Agents | None]:
-    """The server and the host, up inside the block; None where ``environment.name`` asks for no agents. ``logs``: the
-    folder of what agents print. ``started``: the run's start, which templates may tell. Raises ConfigurationError: an
-    address that isn't free, a function that can't be imported."""
+    """Run the endpoint and the agents' host within the block. Yields None where ``environment.name`` asks for no
+    agents. ``logs``: the folder of the agents' output. ``started``: the run's start, which chat templates may show.
+    Raises ConfigurationError for an address that is in use and a function that can't be imported."""
     environment = experiment.environment
     if environment.name == "single_turn":
         yield None

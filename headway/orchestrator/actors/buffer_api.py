@@ -22,7 +22,7 @@ from headway.records.conversations import RequestRefused
 from headway.records.errors import ConfigurationError
 from headway.records.rollout import FinishedGroup, Rollout
 from headway.rollout.leases import LeaseBook, LeaseKey, LeaseRefused
-from headway.rollout.makers.agent import shown_task
+from headway.rollout.makers.agent import agent_task
 from headway.rollout.makers.remote import Finish, RemoteHost
 from headway.runtime.line_file import LineFile
 from headway.tasks.rows import require_messages
@@ -30,24 +30,24 @@ from headway.tasks.rows import require_messages
 Route = Callable[[HttpExchange], Awaitable[None]]
 Work = Callable[[HttpExchange, fields.Values], Awaitable[Any]]  # (exchange, its body's fields) -> the answer
 _BODY_BYTES = 4 << 20  # of a request
-_FINISH_BYTES = 1 << 18  # of what a worker says of a member: it is kept until the trainer has the group
-_MOST_GROUPS = 64  # shown at once
+_FINISH_BYTES = 1 << 18  # of a worker's report on a member: it is kept until the trainer has the group
+_MOST_GROUPS = 64  # in one response
 _STATUSES = {"lease_unknown": 404, "session_not_recorded": 400}  # others: 409
 
 _TEXT = fields.raw({"type": "string"})
 _LEASE = {"wait_s": fields.number(0, 60)}
-_NAMED = {
+_ATTEMPT = {
     "group": fields.raw({"anyOf": [{"type": "string"}, {"type": "integer"}]}, required=True),
     "member": fields.integer(0, 1 << 16, required=True),
     "attempt": fields.integer(0, 1 << 31, required=True),
 }
-_SAID = {
+_OUTCOME = {
     "reward": fields.reward(),
     "solved": fields.flag(default=None),
     "metadata": fields.structure(),
     "extra": fields.structure(),
 }
-_FAIL = _NAMED | {"cause": _TEXT, "infrastructure": fields.flag(default=True)}
+_FAIL = _ATTEMPT | {"cause": _TEXT, "infrastructure": fields.flag(default=True)}
 _WRITE = {
     "uid": _TEXT,
     "instance_id": fields.raw({}),
@@ -59,21 +59,22 @@ _READ = {"batch_size": fields.integer(-1, 1 << 31)}
 
 
 class BufferApi:
-    """The routes of the service; `routes` maps their paths. All need a key of the service's, where it has keys.
+    """Implements the routes of the service; `routes` maps their paths. All need one of its keys, where it has keys.
 
-    A worker's calls are ``/buffer/lease``, ``renew``, ``finish`` and ``fail``. TritonForge's names stand beside:
+    A worker's calls are ``/buffer/lease``, ``renew``, ``finish`` and ``fail``. The other paths are TritonForge's:
     ``/buffer/write`` finishes a member, or keeps a demonstration; the others show what waits for the trainer, which
     alone takes it.
     """
 
     def __init__(
-        self, host: RemoteHost, keys: ApiKeys, codec: TextCodec, books: Path | None, demonstrations: Path | None
+        self, host: RemoteHost, keys: ApiKeys, codec: TextCodec, buffer_path: Path | None, demonstrations: Path | None
     ) -> None:
-        """``books``: the run's buffer; ``demonstrations``: the file for text without a session. None: not in a run."""
+        """``buffer_path``: the run's buffer; ``demonstrations``: the file for text without a session. None: not in a
+        run."""
         self.routes: dict[str, Route] = {
             "/buffer/lease": self._route("POST", _LEASE, self._lease),
-            "/buffer/renew": self._route("POST", _NAMED, self._renew),
-            "/buffer/finish": self._route("POST", _NAMED | _SAID, self._finish),
+            "/buffer/renew": self._route("POST", _ATTEMPT, self._renew),
+            "/buffer/finish": self._route("POST", _ATTEMPT | _OUTCOME, self._finish),
             "/buffer/fail": self._route("POST", _FAIL, self._fail),
             "/buffer/write": self._route("POST", _WRITE, self._write),
             "/buffer/read": self._route("POST", _READ, self._read),
@@ -84,26 +85,26 @@ class BufferApi:
             "/buffer/metrics": self._route("GET", {}, self._metrics),
         }
         self._host = host
-        self._desk = host.desk
+        self._manager = host.lease_manager
         self._keys = keys
         self._codec = codec
-        self._books = books
+        self._buffer_path = buffer_path
         self._demonstrations = demonstrations
         self._file: LineFile | None = None
 
-    def _route(self, method: str, wanted: Mapping[str, fields.Field], work: Work) -> Route:
+    def _route(self, method: str, body_fields: Mapping[str, fields.Field], work: Work) -> Route:
         async def answer(exchange: HttpExchange) -> None:
             self._keys.require(exchange.key)
             require_method(exchange, method)
             body = decoded(await exchange.body(_BODY_BYTES) or b"{}") if method == "POST" else {}
-            await exchange.reply_with(await work(exchange, fields.read(body, wanted)))
+            await exchange.reply_with(await work(exchange, fields.read(body, body_fields)))
 
         return answer
 
     # --- leases ---------------------------------------------------------------------------------------------------
 
     async def _lease(self, exchange: HttpExchange, values: fields.Values) -> Any:
-        attempt = await self._desk.lease(values["wait_s"] or 0.0, exchange.gone())
+        attempt = await self._manager.lease(values["wait_s"] or 0.0, exchange.gone())
         if attempt is None:
             return None
         (group, member), number = attempt.key, attempt.number
@@ -116,51 +117,51 @@ class BufferApi:
             "group": group,
             "member": member,
             "attempt": number,
-            "task": shown_task(attempt.group.task, self._host.environment.shows),
+            "task": agent_task(attempt.group.task, self._host.environment.shows),
             "base_url": f"{base}/v1",
             "api_key": attempt.conversation.key,
             "model": self._host.endpoint.model,
-            "lease_s": self._desk.book.lease_s,
+            "lease_s": self._manager.book.lease_s,
         }
 
     async def _renew(self, exchange: HttpExchange, values: fields.Values) -> Any:
-        await self._about(values, self._desk.renew)
-        return {"lease_s": self._desk.book.lease_s}
+        await self._call_attempt(values, self._manager.renew)
+        return {"lease_s": self._manager.book.lease_s}
 
     async def _finish(self, exchange: HttpExchange, values: fields.Values) -> Any:
-        said = _storable(Finish(**{name: values[name] for name in _SAID}))
-        uid, first = await self._about(values, lambda key, number: self._desk.finish(key, number, said))
+        finish = _require_storable(Finish(**{name: values[name] for name in _OUTCOME}))
+        uid, first = await self._call_attempt(values, lambda key, number: self._manager.finish(key, number, finish))
         return {"uid": uid, "finished": True, "repeated": not first}
 
     async def _fail(self, exchange: HttpExchange, values: fields.Values) -> Any:
         cause, infrastructure = str(values["cause"] or "no cause given"), values["infrastructure"]
-        uid, first = await self._about(
-            values, lambda key, number: self._desk.fail(key, number, cause, infrastructure=infrastructure)
+        uid, first = await self._call_attempt(
+            values, lambda key, number: self._manager.fail(key, number, cause, infrastructure=infrastructure)
         )
         return {"uid": uid, "failed": True, "repeated": not first}
 
-    async def _about(self, values: fields.Values, call: Callable[[LeaseKey, int], Any]) -> tuple[str, Any]:
-        """Make a call about the attempt that ``values`` name; returns its uid and what the call returns."""
+    async def _call_attempt(self, values: fields.Values, call: Callable[[LeaseKey, int], Any]) -> tuple[str, Any]:
+        """Make a call on the attempt that ``values`` name; returns the attempt's uid and the call's result."""
         group, number = values["group"], values["attempt"]
         if isinstance(group, bool) or not isinstance(group, str | int) or len(str(group)) > 256:
-            raise RequestRefused(f"group = {fields.shown(group)}: valid is the group of a lease", param="group")
+            raise RequestRefused(f"group = {fields.formatted(group)}: valid is the group of a lease", param="group")
         key = str(group), values["member"]
-        if key not in self._desk.book:
-            await self._recall(*key)
+        if key not in self._manager.book:
+            await self._restore_lease(*key)
         try:
             return _uid(key, number), call(key, number)
         except LeaseRefused as refused:
-            self._desk.book.counts["refused"] += 1
+            self._manager.book.counts["refused"] += 1
             raise HttpError(_STATUSES.get(refused.code, 409), str(refused), code=refused.code) from None
 
-    async def _recall(self, group: str, member: int) -> None:
-        """Restore the lease of a former process from the books, where its worker had finished it. Raises HttpError
-        where they hold the member and no finish of it; what isn't in the books was never leased."""
-        if self._books is None or not re.fullmatch("0|[1-9][0-9]{0,17}", group):
+    async def _restore_lease(self, group: str, member: int) -> None:
+        """Restore a former process's lease from the buffer, where its worker had finished the member. Raises HttpError
+        where the buffer holds the member without a finish. A member that isn't in the buffer was never leased."""
+        if self._buffer_path is None or not re.fullmatch("0|[1-9][0-9]{0,17}", group):
             return
-        state, rollout = await asyncio.to_thread(read_member, self._books, int(group), member)
-        if rollout is not None and (said := Finish.of(rollout)) is not None:
-            self._desk.book.restore((group, member), rollout.attempts, said.ending)
+        state, rollout = await asyncio.to_thread(read_member, self._buffer_path, int(group), member)
+        if rollout is not None and (finish := Finish.of(rollout)) is not None:
+            self._manager.book.restore((group, member), rollout.attempts, finish.ending)
         elif state == "open":
             message = f"group {group}: the run is resuming, and hasn't offered member {member} yet; ask again"
             raise HttpError(503, message, code="not_offered_yet", headers=((b"retry-after", b"1"),))
@@ -178,11 +179,11 @@ class BufferApi:
             if uid is None:
                 raise RequestRefused("uid: valid is the uid of a lease", param="uid")
             named = {"group": uid[1], "member": int(uid[2]), "attempt": int(uid[3])}
-            said = {"reward": values["reward"], "extra": values["extra_info"]}
-            await self._finish(exchange, fields.read(named | said, _NAMED | _SAID))
+            outcome = {"reward": values["reward"], "extra": values["extra_info"]}
+            await self._finish(exchange, fields.read(named | outcome, _ATTEMPT | _OUTCOME))
             message = "the member is finished; its tokens are those recorded"
-        item = {name: value for name, value in values.items() if value is not None}
-        return {"success": True, "message": message, "data": {"data": [item], "meta_info": "write to buffer"}}
+        row = {name: value for name, value in values.items() if value is not None}
+        return {"success": True, "message": message, "data": {"data": [row], "meta_info": "write to buffer"}}
 
     def _keep_demonstration(self, values: fields.Values) -> None:
         """Append a row of `headway sft`'s data. Raises HttpError, RequestRefused."""
@@ -195,35 +196,35 @@ class BufferApi:
         if all(message["role"] != "assistant" for message in messages):  # headway sft would refuse the whole file
             raise RequestRefused("messages: none is the assistant's, so there is nothing to learn", param="messages")
         row = {name: values[name] for name in ("instance_id", "reward", "extra_info") if values[name] is not None}
-        line = msgspec.json.encode(_storable({"messages": messages, **row}, _BODY_BYTES))
+        line = msgspec.json.encode(_require_storable({"messages": messages, **row}, _BODY_BYTES))
         self._file = self._file or LineFile(self._demonstrations)
         self._file.append(line)
 
     async def _read(self, exchange: HttpExchange, values: fields.Values) -> Any:
         """Show the oldest finished groups that the trainer has not trained on."""
-        wanted = values["batch_size"]
-        most = _MOST_GROUPS if wanted is None or wanted < 0 else min(wanted, _MOST_GROUPS)
-        items = await asyncio.to_thread(self._shown, most)
-        groups = list(dict.fromkeys(item["instance_id"] for item in items))
+        batch_size = values["batch_size"]
+        limit = _MOST_GROUPS if batch_size is None or batch_size < 0 else min(batch_size, _MOST_GROUPS)
+        rows = await asyncio.to_thread(self._waiting_rows, limit)
+        groups = list(dict.fromkeys(row["instance_id"] for row in rows))
         meta = {
-            "total_samples": len(items),
+            "total_samples": len(rows),
             "num_groups": len(groups),
-            "avg_group_size": len(items) / max(len(groups), 1),
-            "avg_reward": sum(item["reward"] for item in items) / max(len(items), 1),
+            "avg_group_size": len(rows) / max(len(groups), 1),
+            "avg_reward": sum(row["reward"] for row in rows) / max(len(rows), 1),
             "finished_groups": groups,
         }
         message = "shown, not taken: only the run's trainer takes groups"
-        return {"success": bool(items), "message": message, "data": {"data": items, "meta_info": meta}}
+        return {"success": bool(rows), "message": message, "data": {"data": rows, "meta_info": meta}}
 
-    def _shown(self, most_groups: int) -> list[dict[str, Any]]:
-        found = [] if self._books is None else read_waiting(self._books, most_groups)
-        return [item for group in found for item in shown_items(group, self._codec)]
+    def _waiting_rows(self, most_groups: int) -> list[dict[str, Any]]:
+        groups = [] if self._buffer_path is None else read_waiting(self._buffer_path, most_groups)
+        return [row for group in groups for row in member_rows(group, self._codec)]
 
     async def _stats(self, exchange: HttpExchange, values: fields.Values) -> Any:
         waiting, written, read = (0, 0, 0)
-        if self._books is not None:
-            waiting, written, read = await asyncio.to_thread(read_rollout_counts, self._books)
-        book = self._desk.book
+        if self._buffer_path is not None:
+            waiting, written, read = await asyncio.to_thread(read_rollout_counts, self._buffer_path)
+        book = self._manager.book
         rollouts = {"current_size": waiting, "total_written": written, "total_read": read}
         leases = {"offered": book.offered, "leased": book.leased, "leases": dict(book.counts)}
         return {"success": True, "message": "", "data": rollouts | leases}
@@ -233,7 +234,7 @@ class BufferApi:
         return {"success": True, "message": message, "data": {"status": "running"}}
 
     async def _metrics(self, exchange: HttpExchange, values: fields.Values) -> bytes:
-        return metrics_text(self._desk.book)
+        return metrics_text(self._manager.book)
 
 
 def _uid(key: LeaseKey, attempt: int) -> str:
@@ -241,8 +242,8 @@ def _uid(key: LeaseKey, attempt: int) -> str:
     return f"{key[0]}-{key[1]}.{attempt}"
 
 
-def _storable(value: Any, most_bytes: int = _FINISH_BYTES) -> Any:
-    """Return what a worker has said. Raises RequestRefused where it can't be stored, or is larger than that."""
+def _require_storable(value: Any, most_bytes: int = _FINISH_BYTES) -> Any:
+    """Return ``value``, a worker's report. Raises RequestRefused where it can't be stored or exceeds ``most_bytes``."""
     try:
         size = len(msgspec.msgpack.encode(value))
     except (TypeError, ValueError, OverflowError) as error:  # an integer beyond 64 bits
@@ -252,15 +253,15 @@ def _storable(value: Any, most_bytes: int = _FINISH_BYTES) -> Any:
     return value
 
 
-def shown_items(finished: FinishedGroup, codec: TextCodec) -> list[dict[str, Any]]:
+def member_rows(finished: FinishedGroup, codec: TextCodec) -> list[dict[str, Any]]:
     """The valid members of a finished group in TritonForge's format."""
     task, index = finished.group.task, str(finished.group.index)
-    asked = [{"role": "user", "content": task.shown}] if isinstance(task.shown, str) else list(task.shown)
+    asked = [{"role": "user", "content": task.content}] if isinstance(task.content, str) else list(task.content)
     return [
         {
             "uid": rollout.rollout_id,
             "instance_id": index,
-            "messages": [*asked, *_said(rollout, codec)],
+            "messages": [*asked, *_response_messages(rollout, codec)],
             "reward": rollout.reward,
             "extra_info": {
                 "task_id": task.task_id,
@@ -275,17 +276,17 @@ def shown_items(finished: FinishedGroup, codec: TextCodec) -> list[dict[str, Any
     ]
 
 
-def _said(rollout: Rollout, codec: TextCodec) -> Iterator[dict[str, Any]]:
-    """The texts of a rollout's trunk: sampled ones are the assistant's, what came between them the user's."""
-    at = 0
-    for sampled, run in groupby(rollout.response_mask):
-        end = at + sum(1 for _ in run)
-        yield {"role": "assistant" if sampled else "user", "content": codec.decode(rollout.response_ids[at:end])}
-        at = end
+def _response_messages(rollout: Rollout, codec: TextCodec) -> Iterator[dict[str, Any]]:
+    """Yield the texts of a rollout's trunk as messages: sampled ones as the assistant's, others as the user's."""
+    start = 0
+    for sampled, span in groupby(rollout.response_mask):
+        end = start + sum(1 for _ in span)
+        yield {"role": "assistant" if sampled else "user", "content": codec.decode(rollout.response_ids[start:end])}
+        start = end
 
 
 def metrics_text(book: LeaseBook) -> bytes:
     """The service's metrics in Prometheus' text format."""
-    counts = [f'headway_buffer_leases_total{{what="{what}"}} {count}' for what, count in sorted(book.counts.items())]
+    counts = [f'headway_buffer_leases_total{{what="{label}"}} {count}' for label, count in sorted(book.counts.items())]
     gauges = [f"headway_buffer_offered {book.offered}", f"headway_buffer_leased {book.leased}"]
     return "\n".join([*gauges, "# TYPE headway_buffer_leases_total counter", *counts, ""]).encode()

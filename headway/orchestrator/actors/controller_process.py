@@ -1,8 +1,8 @@
-"""The controller's model, evaluated in a process of its own with the lowest CPU priority.
+"""Evaluates the controller's model in a process of its own with the lowest CPU priority.
 
-A look simulates the queue some dozen times: a tenth of a second or more of one core. In the orchestrator's process the
-loops would wait for it. Its CPU time is reported, as on a machine whose cores are all busy the two sides miss some of
-it even so.
+A decision simulates the queue some dozen times, which takes a tenth of a second or more of one core. In the
+orchestrator's process the loops would wait for it. Its CPU time is reported: on a machine whose cores are all busy,
+generator and trainer lose some of it even so.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from headway.control.tuning.knob_search import ControlLimits
     from headway.runtime.child import WorkerContext
 
-_LAST = 19  # niceness: it gets the CPU time that no other process wants, and on cores that are all busy some 1.5 %
+_NICENESS = 19  # niceness: it gets the CPU time that no other process wants, and on cores that are all busy some 1.5 %
 
 
 class ControllerWorker:
     """Worker class: evaluates the controller."""
 
     def __init__(self, context: WorkerContext) -> None:
-        os.nice(_LAST)
-        from headway.control.tuning.controller import decide  # only now: the imports give way, too
+        os.nice(_NICENESS)
+        from headway.control.tuning.controller import decide  # after nice: the imports run at low priority, too
 
         self._decide = decide
 
@@ -46,7 +46,7 @@ class ControllerWorker:
 
 
 class ControllerProcess:
-    """Asks the controller in a process that is started when it is first needed, and again when it died."""
+    """Runs the controller in a process that is started when it is first needed, and again when it has died."""
 
     def __init__(self, launcher: Launcher, clock: Clock, log_folder: str | Path | None = None) -> None:
         spec = WorkerSpec(
@@ -72,5 +72,5 @@ class ControllerProcess:
         return await worker.call("decide", state, records, limits)
 
     async def stop(self) -> None:
-        """End the process; a decision under way is lost."""
+        """Stop the process; a decision under way is lost."""
         await self._slot.stop(0.0)

@@ -1,4 +1,4 @@
-"""Hosts of rollouts of several turns: agents that call the model, or environments that reply to it."""
+"""Opens the hosts of multi-turn rollouts: of agents that call the model, or of environments that reply to it."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ async def open_multi_turn_host(
     directory: RunDirectory | None = None,
     waits: Waits | None = None,
 ) -> AsyncIterator[MultiTurnHost | None]:
-    """The host of the experiment's agents, environments or outside workers, running inside the block; None where
-    ``environment.name`` asks for single turns. ``directory``: the run's, for what agents print and for sandboxes that
-    are parked. ``waits``: where outside workers are waited for. Raises ConfigurationError."""
+    """Run the host of the experiment's agents, environments or outside workers within the block. Yields None where
+    ``environment.name`` asks for single turns. ``directory``: the run's, for the agents' output and parked sandboxes.
+    ``waits``: where waits for outside workers are registered. Raises ConfigurationError."""
     if experiment.environment.name == "remote":
         async with open_remote(experiment, clock, on_event, directory, waits) as remote:
             yield remote
         return
     logs, started = (None, None) if directory is None else (directory.logs, directory.started())
-    if not experiment.environment.replies:
+    if not experiment.environment.is_class:
         async with open_agents(experiment, on_event, None if logs is None else logs / "agents", started) as agents:
             yield agents
         return

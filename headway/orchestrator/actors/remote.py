@@ -1,4 +1,4 @@
-"""The service that a run's outside workers need: leases of members, and the endpoint that records their model calls."""
+"""Opens the service for a run's outside workers: leases of members, and the endpoint that records their model calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from headway.config.endpoint import EndpointConfig
 from headway.config.schema import Experiment
 from headway.generator.recording.sessions import Sessions
-from headway.rollout.makers.remote import LeaseDesk, RemoteHost
+from headway.rollout.makers.remote import LeaseManager, RemoteHost
 from headway.runtime.addresses import service_keys
 from headway.runtime.clock import Clock
 from headway.runtime.run_directory import RunDirectory
@@ -27,25 +27,25 @@ async def open_remote(
     directory: RunDirectory | None = None,
     waits: Waits | None = None,
 ) -> AsyncIterator[RemoteHost]:
-    """The service, up inside the block at ``endpoint.address``. ``directory``: the run's; ``waits``: where it registers
-    that nobody leases what is offered. Raises ConfigurationError: an address that isn't free, one that other machines
-    reach without keys."""
+    """Run the service at ``endpoint.address`` within the block. ``directory``: the run's. ``waits``: where offers that
+    no worker leases are registered. Raises ConfigurationError for an address that is in use, and for one that other
+    machines reach without keys."""
     from headway.generator.endpoint.api_keys import ApiKeys
     from headway.generator.endpoint.app import App  # an HTTP server's modules, for those who need one
     from headway.generator.endpoint.server import serving
     from headway.orchestrator.actors.buffer_api import BufferApi
 
-    service = experiment.buffer.service
-    at = experiment.endpoint.address
-    keys = service_keys(service.keys, "buffer.service.keys =", at, f"endpoint.address = {at!r}")
+    service, bind_address = experiment.buffer.service, experiment.endpoint.address
+    keys = service_keys(service.keys, "buffer.service.keys =", bind_address, f"endpoint.address = {bind_address!r}")
     endpoint = EndpointConfig.of(experiment.endpoint, call_timeout_s=experiment.rollout.timeout_s)
     chat = Chat(Tokenizer.of(experiment, None if directory is None else directory.started()), endpoint.tools)
     context_tokens = experiment.max_sequence_tokens
     sessions = Sessions(chat, endpoint, context_tokens, on_event)
-    desk = LeaseDesk(service.lease_s, clock, waits, on_event)
-    host = RemoteHost(environment=experiment.environment, endpoint=endpoint, conversations=sessions, desk=desk)
-    books = (None, None) if directory is None else (directory.buffer, directory.demonstrations)
-    api = BufferApi(host, ApiKeys(keys), chat.tokenizer, *books)
+    manager = LeaseManager(service.lease_s, clock, waits, on_event)
+    environment = experiment.environment
+    host = RemoteHost(environment=environment, endpoint=endpoint, conversations=sessions, lease_manager=manager)
+    paths = (None, None) if directory is None else (directory.buffer, directory.demonstrations)
+    api = BufferApi(host, ApiKeys(keys), chat.tokenizer, *paths)
     app = App(sessions, chat, endpoint, experiment.model.path, context_tokens, further=api.routes, on_event=on_event)
     async with serving(app, endpoint) as address:
         sessions.address = address

@@ -1,4 +1,4 @@
-"""The sandboxes of a run: the backend that its experiment names, and everything that stands guard over it."""
+"""Opens the sandboxes of a run: the backend that its experiment names, with its pool, reaper and injected faults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headway.sandbox.reaper import Reaper
 # Starts come in bursts, so some in a row fail together; and a provider's outage lasts longer than a replica's.
 BREAKER = RouterConfig(failures_to_open=10, failure_window_s=120.0, cool_down_s=2.0, longest_cool_down_s=60.0)
 
-_REAP_EVERY_S = 60.0  # between two removals of sandboxes that dead owners left: they cost memory, a look little
+_REAP_EVERY_S = 60.0  # between two removals of sandboxes that dead owners left: they cost memory, a check little
 
 
 @contextlib.asynccontextmanager
@@ -37,8 +37,8 @@ async def open_sandboxes(
 ) -> AsyncIterator[RunSandboxes]:
     """Start the run's pool of sandboxes; all of them have ended after the block.
 
-    ``run``: whose they are; ``snapshots``: the folder of parked ones; ``backend``: instead of the one that ``settings``
-    name. Raises ConfigurationError: it isn't installed.
+    ``run``: the run that owns them; ``snapshots``: the folder of parked ones; ``backend``: instead of the one that
+    ``settings`` name. Raises ConfigurationError where the backend isn't installed.
     """
     inner = backend if backend is not None else backend_of(settings, run=run, snapshots=snapshots)
     faults = None
@@ -46,10 +46,10 @@ async def open_sandboxes(
         faults = FaultyBackend(inner, clock, share=share, slow_s=settings.start_limit_s / 3, seed=seed)
     pool = SandboxPool(faults or inner, pool_settings(settings), clock, breaker=Breaker(BREAKER))
     reaper = Reaper(inner, clock, _REAP_EVERY_S, pool.end_leaked) if isinstance(inner, Reaping) else None
-    looking = asyncio.create_task(reaper.run(), name="sandbox reaper") if reaper is not None else None
+    reaping = asyncio.create_task(reaper.run(), name="sandbox reaper") if reaper is not None else None
     try:
         yield RunSandboxes(pool, reaper, faults)
     finally:
-        await cancel_all(looking)
+        await cancel_all(reaping)
         await pool.close()
         await inner.close()

@@ -1,4 +1,4 @@
-"""Scoring a model outside a training run: a generator and a verifier pool, nothing else."""
+"""Scores a model outside a training run, with a generator and a verifier pool alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from headway.config.adapter import AdapterConfig
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
-from headway.models.hub.prompts import Prompts, open_pictures
+from headway.models.hub.prompts import PromptMaker, open_pictures
 from headway.models.routing import without_replay
 from headway.orchestrator.actors.environments import open_multi_turn_host
 from headway.orchestrator.evaluation import OnAttempt, attempt_tasks, evaluation_prefix, evaluation_record
@@ -29,12 +29,12 @@ from headway.runtime.scratch import ScratchFolder
 from headway.tokens.tokenizer import Tokenizer
 
 
-def _say(name: str, detail: str, /, **_: object) -> None:
+def _print_event(name: str, detail: str, /, **_: object) -> None:
     print(detail, file=sys.stderr)
 
 
 class Scorer:
-    """Scores the tasks of one split with whatever weights its generator holds."""
+    """Scores the tasks of one split with the weights that its generator holds."""
 
     def __init__(self, experiment: Experiment, split: str, machines: Machines) -> None:
         sets = load_task_sets(experiment)
@@ -52,7 +52,7 @@ class Scorer:
             require_rendered_tasks(self._tokenizer, self._tasks)
         self._launcher = launcher = machines.launcher
         self._pictures = open_pictures(experiment, {split: self._tasks}, launcher, self._clock)
-        self._prompts = Prompts(self._tokenizer, experiment.model.template, self._pictures)
+        self._prompts = PromptMaker(self._tokenizer, experiment.model.template, self._pictures)
         self.generator = GeneratorPool(launcher, experiment, self._clock, bring_to=machines.bring_to)
         named, retries = named_verifiers(experiment, {split: self._tasks}), experiment.rollout.retries
         self._verifier = VerifierPool(launcher, experiment.verifier, self._clock, named=named, retries=retries)
@@ -74,9 +74,9 @@ class Scorer:
         stack.push_async_callback(self._verifier.stop)
         await self._verifier.start()
         if self._tokenizer.added_stops:
-            _say("stop_tokens_added", self._tokenizer.added_text)
+            _print_event("stop_tokens_added", self._tokenizer.added_text)
         sets = {self._split: self._tasks}
-        sets = await leave_out_unproved(experiment, sets, self._verifier, _say)
+        sets = await leave_out_unproved(experiment, sets, self._verifier, _print_event)
         self._tasks = sets[self._split]
         for actor in (self.generator, *([] if self._pictures is None else [self._pictures])):
             stack.push_async_callback(actor.stop)
@@ -121,8 +121,8 @@ def evaluate_model(
     adapter_path: str = "",
     on_progress: OnAttempt = lambda done, total: None,
 ) -> EvaluationRecord:
-    """`headway eval`: solve rate of the model at ``model_path`` on one split, with the adapter at ``adapter_path``
-    (default: the experiment's, which is the model itself where it is a new one)."""
+    """`headway eval`: measure the solve rate of the model at ``model_path`` on one split. ``adapter_path``: the
+    adapter; by default the experiment's, which is the model itself where it is a new one."""
     adapter = AdapterConfig(path=adapter_path) if adapter_path else experiment.model.adapter
     model = experiment.model.model_copy(update={"path": model_path, "adapter": adapter})
     chosen = without_replay(experiment.model_copy(update={"model": model}))

@@ -1,5 +1,4 @@
-"""Why tasks of a run were drawn, from what its folder keeps: the fold that a resume makes, with its intermediate states
-kept."""
+"""Explains why tasks of a run were drawn, from its folder: a resume's fold, with its intermediate states kept."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from headway.config.curriculum import CurriculumConfig
 from headway.config.schema import Experiment
 from headway.control.curriculum.beta import group_size, interval, known_limits, mixed_probability
 from headway.control.curriculum.curriculum import SourceCurriculum
-from headway.orchestrator.preflight.references import left_out_before
+from headway.orchestrator.preflight.references import read_left_out
 from headway.orchestrator.task_selection import AdaptiveSelector
 from headway.orchestrator.task_sets import load_task_sets, training_weights
 from headway.records.curriculum import (
@@ -30,7 +29,7 @@ from headway.records.task import Task
 from headway.runtime.run_directory import RunDirectory
 
 NEXT_DRAWS = 5
-SHOWN_MATCHES = 8
+LISTED_MATCHES = 8
 
 
 class RunHistory:
@@ -44,52 +43,52 @@ class RunHistory:
         if not directory.buffer.is_file():
             raise ConfigurationError(f"{directory.path}: no buffer.db, so nothing was drawn yet")
         self.groups = read_history(directory.buffer)
-        left_out = left_out_before(directory.left_out)
+        left_out = read_left_out(directory.left_out)
         tasks = load_task_sets(self.experiment)["train"] if tasks is None else tasks
         self.tasks = [task for task in tasks if task.task_id not in left_out]
         self.settings = CurriculumConfig.of(self.experiment.curriculum)
         self.adaptive = self.settings.mode == "adaptive"
 
-    def _fresh(self) -> AdaptiveSelector:
+    def _new_selector(self) -> AdaptiveSelector:
         return AdaptiveSelector(self.experiment, self.tasks, training_weights(self.experiment))
 
     # -- one task ------------------------------------------------------------------------------------
 
-    def find(self, wanted: str) -> Task:
-        """The task whose id is or begins with ``wanted``, or whose prompt holds it. Raises ConfigurationError, with
+    def find(self, query: str) -> Task:
+        """The task whose id is or begins with ``query``, or whose prompt holds it. Raises ConfigurationError, with
         the nearest, when there is none, or several."""
-        exact = [task for task in self.tasks if task.task_id == wanted]
-        found = exact or [task for task in self.tasks if task.task_id.startswith(wanted)]
-        found = found or [task for task in self.tasks if wanted and wanted in task.prompt]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            listed = _listed(found)
-            raise ConfigurationError(f"task {wanted!r}: {len(found)} tasks fit; say more of one of them: {listed}")
+        exact = [task for task in self.tasks if task.task_id == query]
+        matches = exact or [task for task in self.tasks if task.task_id.startswith(query)]
+        matches = matches or [task for task in self.tasks if query and query in task.prompt]
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            listed = _listed(matches)
+            raise ConfigurationError(f"task {query!r}: {len(matches)} tasks fit; say more of one of them: {listed}")
         ids = {task.task_id: task for task in self.tasks}
-        near = difflib.get_close_matches(wanted, sorted(ids), n=3, cutoff=0.0)
+        near = difflib.get_close_matches(query, sorted(ids), n=3, cutoff=0.0)
         raise ConfigurationError(
-            f"task {wanted!r}: none of the {len(ids)} training tasks has this id or text; nearest: "
+            f"task {query!r}: none of the {len(ids)} training tasks has this id or text; nearest: "
             + _listed([ids[name] for name in near])
         )
 
     def explain(self, task: Task) -> TaskExplanation:
-        """Every draw of ``task``, how its posterior moved, and where it stands."""
-        drawing = self._fresh()
-        posteriors: dict[int, tuple[Posterior, Posterior]] = {}  # group -> before and after what it showed
-        place = drawing.place(task.task_id)
-        assert place is not None
-        source, number = drawing.curriculum.sources[place[0]], place[1]
-        for group in drawing.replaying(self.groups):
+        """Explain every draw of ``task``, the changes of its posterior, and its present state."""
+        selector = self._new_selector()
+        posteriors: dict[int, tuple[Posterior, Posterior]] = {}  # group -> before and after its evidence
+        location = selector.location_of(task.task_id)
+        assert location is not None
+        source, number = selector.curriculum.sources[location[0]], location[1]
+        for group in selector.replay_draws(self.groups):
             if group.task_id == task.task_id:
-                before = self._posterior(source, number)
-                drawing.learn_of(group)
-                posteriors[group.index] = (before, self._posterior(source, number))
+                prior = self._posterior(source, number)
+                selector.learn_group(group)
+                posteriors[group.index] = (prior, self._posterior(source, number))
             else:
-                drawing.learn_of(group)
+                selector.learn_group(group)
         mine = [group for group in self.groups if group.task_id == task.task_id]
         due, last = int(source.due[number]), int(source.drawn_at[number])
-        rests = max(0, last + self.experiment.task_rest_groups[1] - drawing.next_index) if last >= 0 else 0
+        rests = max(0, last + self.experiment.task_cooldown_groups[1] - selector.next_index) if last >= 0 else 0
         smallest, largest = self.experiment.smallest_group, self.experiment.largest_group
         return TaskExplanation(
             task_id=task.task_id,
@@ -99,7 +98,7 @@ class RunHistory:
             adaptive=self.adaptive,
             region=source.region(number),
             now=self._posterior(source, number),
-            min_signal=drawing.curriculum.band.limit,
+            min_signal=selector.curriculum.band.limit,
             size=group_size(
                 *source.posterior(number),
                 smallest,
@@ -107,35 +106,35 @@ class RunHistory:
                 self.settings.member_gain,
             ),
             rests_groups=rests,
-            due_groups=max(0, due - drawing.next_index) if due > last and due >= 0 else None,
-            band_probability=source.band_probability(number, drawing.next_index),
-            next_index=drawing.next_index,
-            draws=[_explained(group, posteriors.get(group.index), self.experiment) for group in mine],
+            due_groups=max(0, due - selector.next_index) if due > last and due >= 0 else None,
+            band_probability=source.band_probability(number, selector.next_index),
+            next_index=selector.next_index,
+            draws=[_draw_explanation(group, posteriors.get(group.index), self.experiment) for group in mine],
         )
 
     # -- the whole run -------------------------------------------------------------------------------
 
     def overview(self) -> CurriculumExplanation:
-        """Regions, band, draws by reason, and what would be drawn next if no group finished meanwhile."""
-        drawing = self._fresh()
-        drawing.replay(self.groups)
+        """Summarise regions, band, draws by reason, and the next draws if no group finished meanwhile."""
+        selector = self._new_selector()
+        selector.replay(self.groups)
         rates = [0] * 10
-        for source in drawing.curriculum.sources:
+        for source in selector.curriculum.sources:
             seen = source.signal >= 0
             for mean in source.alpha[seen] / (source.alpha[seen] + source.beta[seen]):
                 rates[min(9, int(mean * 10))] += 1
         reasons = Counter(map(_reason, self.groups))
         finished = Counter(_reason(group) for group in self.groups if group.evidence is not None)
         flat = Counter(_reason(group) for group in self.groups if group.evidence and group.evidence.zero_variance)
-        limit = drawing.curriculum.band.limit
-        regions, moves = drawing.curriculum.regions(), list(drawing.curriculum.band.moves)
+        limit = selector.curriculum.band.limit
+        regions, band_changes = selector.curriculum.regions(), list(selector.curriculum.band.moves)
         following: list[DrawExplanation] = []
-        for index in range(drawing.next_index, drawing.next_index + (NEXT_DRAWS if self.adaptive else 0)):
-            task, size, draw = drawing.take()
+        for index in range(selector.next_index, selector.next_index + (NEXT_DRAWS if self.adaptive else 0)):
+            task, size, draw = selector.take()
             planned = DrawnGroup(
                 index=index, task_id=task.task_id, size=size, admitted_version=-1, draw=draw, ending=None
             )
-            following.append(_explained(planned, None, self.experiment, task.prompt))
+            following.append(_draw_explanation(planned, None, self.experiment, task.prompt))
         return CurriculumExplanation(
             adaptive=self.adaptive,
             tasks=len(self.tasks),
@@ -149,7 +148,7 @@ class RunHistory:
             zero_variance_share={
                 reason: flat[reason] / finished[reason] for reason in DRAW_REASONS if finished[reason]
             },
-            moves=moves,
+            moves=band_changes,
             following=following,
         )
 
@@ -158,7 +157,7 @@ class RunHistory:
 
 
 def _posterior_of(alpha: float, beta: float, size: int) -> Posterior:
-    """A Beta distribution in the numbers people read."""
+    """Convert a Beta distribution to the numbers that people read."""
     low, high = interval(alpha, beta)
     return Posterior(
         mean=alpha / (alpha + beta), low=low, high=high, attempts=alpha + beta,
@@ -171,11 +170,11 @@ def _reason(group: DrawnGroup) -> str:
 
 
 def _listed(tasks: Sequence[Task]) -> str:
-    more = f" and {len(tasks) - SHOWN_MATCHES} more" if len(tasks) > SHOWN_MATCHES else ""
-    return ", ".join(f"{task.task_id} ({task.prompt[:30]!r})" for task in tasks[:SHOWN_MATCHES]) + more
+    more = f" and {len(tasks) - LISTED_MATCHES} more" if len(tasks) > LISTED_MATCHES else ""
+    return ", ".join(f"{task.task_id} ({task.prompt[:30]!r})" for task in tasks[:LISTED_MATCHES]) + more
 
 
-def _explained(
+def _draw_explanation(
     group: DrawnGroup, moved: tuple[Posterior, Posterior] | None, experiment: Experiment, prompt: str = ""
 ) -> DrawExplanation:
     draw, evidence = group.draw, group.evidence
@@ -187,9 +186,9 @@ def _explained(
         version=group.admitted_version,
         reason=_reason(group),
         probability=draw.probability if draw is not None else 1.0,
-        why=_why(draw, experiment),
+        why=_draw_reason(draw, experiment),
         size=group.size,
-        size_why=_size_why(draw, group.size, experiment),
+        size_why=_size_reason(draw, group.size, experiment),
         posterior=_posterior_of(draw.alpha, draw.beta, size) if draw is not None else None,
         outcome=_outcome(group),
         solved=evidence.solved if evidence is not None else None,
@@ -199,7 +198,7 @@ def _explained(
     )
 
 
-def _why(draw: Draw | None, experiment: Experiment) -> str:
+def _draw_reason(draw: Draw | None, experiment: Experiment) -> str:
     if draw is None:
         return "it was its turn (curriculum.mode = 'uniform')"
     share = CurriculumConfig.of(experiment.curriculum).cursor_share
@@ -214,11 +213,11 @@ def _why(draw: Draw | None, experiment: Experiment) -> str:
     return f"the walk's next: unseen tasks are expected to reach the band (probability {draw.probability:.2f} of one)"
 
 
-def _size_why(draw: Draw | None, size: int, experiment: Experiment) -> str:
+def _size_reason(draw: Draw | None, size: int, experiment: Experiment) -> str:
     if draw is None or experiment.smallest_group == experiment.largest_group:
         return "rollout.group_size"
-    before = mixed_probability(draw.alpha, draw.beta, size)
-    further = mixed_probability(draw.alpha, draw.beta, size + 1) - before
+    probability = mixed_probability(draw.alpha, draw.beta, size)
+    further = mixed_probability(draw.alpha, draw.beta, size + 1) - probability
     if size == experiment.largest_group and further >= CurriculumConfig.of(experiment.curriculum).member_gain:
         return f"curriculum.max_group_size; one more would add {further:.3f} to the probability of a signal"
     return f"one more would add only {further:.3f} to the probability of a signal"
@@ -227,5 +226,5 @@ def _size_why(draw: Draw | None, size: int, experiment: Experiment) -> str:
 def _outcome(group: DrawnGroup) -> str:
     if group.ending is None:
         return "open" if group.evidence is None else "finished, waits to be trained"
-    where = f" at step {group.step}" if group.ending == "trained" else ""
-    return f"{group.ending}{where}" + (f" ({group.reason})" if group.reason and not where else "")
+    step_text = f" at step {group.step}" if group.ending == "trained" else ""
+    return f"{group.ending}{step_text}" + (f" ({group.reason})" if group.reason and not step_text else "")

@@ -1,4 +1,4 @@
-"""Model cards: ``README.md`` beside exported weights, in Hugging Face's format, with what was measured and no more."""
+"""Writes model cards: ``README.md`` beside exported weights, in Hugging Face's format, with measured numbers alone."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from headway.records.ledger import EvaluationRecord
 from headway.report.formats import duration
 from headway.report.run_cost import cost_of_run
 from headway.report.run_view import RunView, view_run
-from headway.report.several.axes import AXES, places_of
+from headway.report.several.axes import AXES, axis_positions
 from headway.report.tables import Rows, mapping_rows
-from headway.runtime.run_directory import write_whole
+from headway.runtime.run_directory import write_atomically
 from headway.trainer.checkpoints import CARD_FILE, CARD_MARK, has_own_card, read_state
 
 _LICENSE = re.compile(r"\A---\n(?:.*\n)*?license: *(\S+)\s*\n(?:.*\n)*?---\n")
@@ -34,8 +34,8 @@ def write_run_card(folder: str | Path, run_dir: str | Path, price: float | None 
     view = view_run(run_dir)
     version = _version_of(Path(adapter or folder))
     experiment, measured = view.configuration, [record for record in view.evaluations if record.samples]
-    of_these = [one for one in measured if version is not None and one.first_version <= version <= one.last_version]
-    started = [one for one in measured if one.phase == "before" and one not in of_these]
+    of_these = [e for e in measured if version is not None and e.first_version <= version <= e.last_version]
+    started = [evaluation for evaluation in measured if evaluation.phase == "before" and evaluation not in of_these]
     body = [
         f"Trained by reinforcement learning in the run `{_code(view.path)}`. Every number here was measured in it.",
         "## Evaluation",
@@ -43,8 +43,8 @@ def write_run_card(folder: str | Path, run_dir: str | Path, price: float | None 
         "## Training",
         _rows_table(_training_rows(view, version, price)),
     ]
-    tags = ["reinforcement-learning", str(_of(experiment, "algorithm", "loss") or "")]
-    return _write(Path(folder), str(_of(experiment, "model", "path") or ""), tags, body)
+    tags = ["reinforcement-learning", str(_nested(experiment, "algorithm", "loss") or "")]
+    return _write(Path(folder), str(_nested(experiment, "model", "path") or ""), tags, body)
 
 
 def write_sft_card(folder: str | Path, base: str, data: str, result: Mapping[str, Any]) -> bool:
@@ -57,8 +57,8 @@ def write_sft_card(folder: str | Path, base: str, data: str, result: Mapping[str
 
 
 def write_merge_card(folder: str | Path, base: str, adapter: str | Path) -> bool:
-    """Write the card of a model into which ``adapter`` was merged: with the run's numbers where it lies in a run's
-    folder. False: as `write_run_card`."""
+    """Write the card of a model into which ``adapter`` was merged. It has the run's numbers where the adapter lies in a
+    run's folder. False: as `write_run_card`."""
     for parent in Path(adapter).resolve().parents[:3]:
         if (parent / "ledger.jsonl").is_file():
             with contextlib.suppress(ConfigurationError):  # a damaged ledger, which isn't this model's
@@ -92,23 +92,23 @@ def _write(folder: Path, base: str, tags: list[str], body: list[str]) -> bool:
     if license_name == "unknown":
         parts.append("Its license isn't known here: the base model's folder names none.")
     text = "\n\n".join(["\n".join(head), *parts, *body]) + "\n"
-    write_whole(folder / CARD_FILE, text.encode("utf-8", "replace"))
+    write_atomically(folder / CARD_FILE, text.encode("utf-8", "replace"))
     return True
 
 
 def _license_of(base: Path) -> str:
     try:
-        found = _LICENSE.match((base / CARD_FILE).read_text(encoding="utf-8"))
+        match = _LICENSE.match((base / CARD_FILE).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
         return "unknown"
-    return found[1] if found else "unknown"
+    return match[1] if match else "unknown"
 
 
 def _version_of(folder: Path) -> int | None:
-    """The trainer's version of the weights in ``folder``, which a checkpoint keeps beside its own."""
-    for place in (folder, folder.resolve().parent):
+    """The trainer's version of the weights in ``folder``, from the state of its checkpoint."""
+    for path in (folder, folder.resolve().parent):
         try:
-            return read_state(place).version
+            return read_state(path).version
         except CheckpointCorrupt:
             continue
     return None
@@ -132,28 +132,28 @@ def _evaluation_table(records: list[EvaluationRecord]) -> str:
 def _training_rows(view: RunView, version: int | None, price: float | None) -> Rows:
     last = view.summary.steps
     rows: Rows = {"weights": f"version {version} of {last}" if version is not None else "version unknown"}
-    for axis, places in places_of(view, price).items():
+    for axis, places in axis_positions(view, price).items():
         if version in places:
-            shown = {"dollars": ",.2f", "hours": ",.3g"}.get(axis, ",.0f")
-            rows[f"{AXES[axis]}, until this version"] = format(places[version], shown)
+            format_spec = {"dollars": ",.2f", "hours": ",.3g"}.get(axis, ",.0f")
+            rows[f"{AXES[axis]}, until this version"] = format(places[version], format_spec)
     with contextlib.suppress(ConfigurationError):
         rows["devices"] = str(cost_of_run(view, price or 0.0).devices)
     rows["the whole run"] = f"{last:,} steps in {duration(view.summary.duration_s)}"
     keys = ("algorithm.loss", "algorithm.advantage", "algorithm.kl_coefficient", "trainer.learning_rate")
     keys += ("rollout.group_size", "queue.groups_per_step", "queue.budget", "verifier.name", "run.seed")
     for key in keys:
-        value = _of(view.configuration, *key.split("."))
+        value = _nested(view.configuration, *key.split("."))
         if value is not None:
             rows[f"`{key}`"] = f"`{_code(value)}`"
     for split in ("train", "validation", "test"):
-        sources = _of(view.configuration, "tasks", split)
+        sources = _nested(view.configuration, "tasks", split)
         for source in sources if isinstance(sources, list) else []:
-            name = _of(source, "path") or _of(source, "name") or _of(source, "source")
+            name = _nested(source, "path") or _nested(source, "name") or _nested(source, "source")
             rows[f"tasks, {split}"] = ", ".join(filter(None, (rows.get(f"tasks, {split}"), f"`{_code(name)}`")))
     return rows
 
 
-def _of(value: Any, *names: str) -> Any:
+def _nested(value: Any, *names: str) -> Any:
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None
     return value

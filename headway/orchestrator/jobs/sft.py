@@ -21,14 +21,14 @@ from headway.records.generation import PublishedWeights
 from headway.records.ledger import EvaluationRecord
 from headway.runtime.clock import RealClock
 from headway.runtime.file_lock import FileLock
-from headway.runtime.fork_server import LEARNING
+from headway.runtime.fork_server import MODEL_CODE
 from headway.runtime.workers import WorkerSpec
 from headway.trainer.checkpoints import recover_folder, require_replaceable
 from headway.weights.leftovers import reap
 
 _SERVICE = "headway.trainer.supervised:SupervisedService"
-# of the last steps, as progress: the whole report is in the result
-_SHOWN = (
+# of the last steps, as progress: the complete report is in the result
+_PROGRESS_KEYS = (
     "step",
     "steps",
     "loss_mean",
@@ -68,7 +68,7 @@ def run_sft(experiment: Experiment, *, on_progress: Progress | None = None) -> d
     lock = FileLock(folder.with_name(f".{folder.name}.lock"), "sft.output", experiment.sft.output)
     lock.acquire()
     try:
-        reap(identity)  # of one that was killed, as is what it was writing
+        reap(identity)  # of a killed process, as is the folder that it was writing
         recover_folder(folder)
         return asyncio.run(_sft(experiment, identity, on_progress or (lambda _: None)))
     except RemoteError as error:
@@ -104,7 +104,7 @@ async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> 
     on_progress(data.counts)
     async with AsyncExitStack() as stack:
         arguments = {"experiment": json.loads(experiment.model_dump_json()), "run_id": identity}
-        spec = WorkerSpec(name="sft", factory=_SERVICE, arguments=arguments, device=settings.device, preload=LEARNING)
+        spec = WorkerSpec(name="sft", factory=_SERVICE, arguments=arguments, device=settings.device, preload=MODEL_CODE)
         machines = await stack.enter_async_context(
             open_machines(experiment, clock, run_id=identity, origin=settings.device)
         )
@@ -123,8 +123,8 @@ async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> 
         scores, kept = dict[str, Any](), dict[str, Any]()  # of the last evaluation; of the model that is written
         evaluations: list[dict[str, Any]] = []
         while step < total:
-            shown_every = min(25, math.ceil(epoch)) if held_out else 25
-            chunk = min(settings.evaluate_every_steps or shown_every, total - step)
+            report_every = min(25, math.ceil(epoch)) if held_out else 25
+            chunk = min(settings.evaluate_every_steps or report_every, total - step)
             report: dict[str, Any] = await trainer.call("steps", chunk)
             step += chunk
             report |= {"step": step, "steps": total, "time_s": clock.now() - started}
@@ -132,11 +132,11 @@ async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> 
                 weights: PublishedWeights = await trainer.call("publish", step)
                 await scorer.generator.update_weights(weights)
                 record = await scorer.score("during", step)
-                found = _scores(record)
-                scores = found if record.samples else scores
-                report |= found
+                new_scores = _scores(record)
+                scores = new_scores if record.samples else scores
+                report |= new_scores
                 reached = 0.0 if record.mostly_failed else record.solve_rate
-                evaluations.append({"step": step, "loss_mean": report["loss_mean"], **found})
+                evaluations.append({"step": step, "loss_mean": report["loss_mean"], **new_scores})
             if held_out and report["version"] and (step == total or step // epoch > (step - chunk) // epoch):
                 report["held_out_loss"] = loss = await trainer.call("held_out_loss")
                 if loss <= lowest:
@@ -146,7 +146,7 @@ async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> 
                     rise = f"from {lowest:.4g} to {loss:.4g}"
                     report["ended"] = f"the held-out loss rose {rise}: the model of step {lowest_step} is kept"
             result |= report
-            on_progress({key: report[key] for key in _SHOWN if key in report})
+            on_progress({key: report[key] for key in _PROGRESS_KEYS if key in report})
             if "ended" in report:
                 break
             target = settings.stop_at_solve_rate
@@ -164,8 +164,8 @@ async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> 
             await trainer.call("save", settings.output, _metrics(report))
         written = {key: value for key, value in result.items() if key not in _SCORES}
         measured = written | kept
-        with suppress(HeadwayError):  # the model is there, and is what counts
-            data_name = "" if settings.data is None else settings.data.called
+        with suppress(HeadwayError):  # the model is written, and matters more than its card
+            data_name = "" if settings.data is None else settings.data.display_name
             write_sft_card(settings.output, experiment.model.path, data_name, measured)
         return measured | {"evaluations": evaluations, "output": settings.output}
 

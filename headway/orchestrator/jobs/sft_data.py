@@ -1,4 +1,4 @@
-"""Training data of `headway sft`: demonstrations read, tokenised, filtered and counted."""
+"""Reads the training data of `headway sft`: tokenises, filters and counts demonstrations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RARE = ("empty_turns", "stops_added", "template_drops")
 
 @dataclass(frozen=True, kw_only=True)
 class SftTokens:
-    """All sequences, one behind the other. Legend: ``_n`` one value per token, ``_s`` one per sequence."""
+    """All sequences, concatenated. Legend: ``_n`` one value per token, ``_s`` one per sequence."""
 
     token_ids_n: npt.NDArray[np.int32]
     learned_n: npt.NDArray[np.bool_]  # its prediction carries loss
@@ -46,11 +46,11 @@ def read_sft_tokens(experiment: Experiment) -> SftTokens:
     kept_learned: list[npt.NDArray[np.bool_]] = []
     too_long = empty = empty_turns = longest = 0
     drops = Counter[str]()
-    for where, row in read_demonstrations(settings.data):
+    for location, row in read_demonstrations(settings.data):
         try:
             demonstration = _encode(row, tokenizer, experiment)
         except ConfigurationError as error:
-            raise ConfigurationError(f"{where}: {error}") from None
+            raise ConfigurationError(f"{location}: {error}") from None
         if demonstration is None:
             empty += 1
             continue
@@ -64,11 +64,11 @@ def read_sft_tokens(experiment: Experiment) -> SftTokens:
         kept_learned.append(np.asarray(demonstration.learned, np.bool_))
     total = len(kept_ids) + too_long + empty
     if not kept_ids:
-        what = "no rows; pairs or conversations are needed" if not total else (
+        problem = "no rows; pairs or conversations are needed" if not total else (
             f"no row is left ({too_long} longer than sft.max_tokens = {settings.max_tokens}, {empty} with an empty "
             "prompt or answer)"
         )  # fmt: skip
-        raise ConfigurationError(f"sft.data = {settings.data.called!r}: {what}")
+        raise ConfigurationError(f"sft.data = {settings.data.display_name!r}: {problem}")
     lengths_s = np.fromiter(map(len, kept_ids), np.int64, len(kept_ids))
     learned_n = np.concatenate(kept_learned)
     counts: dict[str, Any] = {
@@ -81,7 +81,7 @@ def read_sft_tokens(experiment: Experiment) -> SftTokens:
         "learned_share": float(learned_n.mean()),
         "empty_turns": empty_turns,
         "stops_added": ", ".join(tokenizer.added_stops),
-        "template_drops": ", ".join(f"{what} ({count} rows)" for what, count in sorted(drops.items())),
+        "template_drops": ", ".join(f"{part} ({count} rows)" for part, count in sorted(drops.items())),
     }
     counts = {key: value for key, value in counts.items() if value or key not in _RARE}
     return SftTokens(token_ids_n=np.concatenate(kept_ids), learned_n=learned_n, lengths_s=lengths_s, counts=counts)

@@ -1,4 +1,4 @@
-"""Files that workers on nodes read by path: the same on every machine, or sent there once."""
+"""Makes files that workers on nodes read by path available there: compares them, or sends them once."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ class FilesLauncher:
             places = await asyncio.shield(self._compared[node])
         except TimeoutError as late:  # a disk there hangs
             raise WorkerDied(spec.name, f"could not be started on node {name}: {late}") from None
-        return await self._nodes.start(dataclasses.replace(spec, arguments=_placed(spec.arguments, places)))
+        return await self._nodes.start(dataclasses.replace(spec, arguments=_with_local_paths(spec.arguments, places)))
 
     async def _compare(self, node: str) -> dict[str, str]:
-        """Where the folders lie on ``node``, by their paths here."""
+        """Locate the folders on ``node``, by their paths here."""
         spec = WorkerSpec(
             name=f"files-{node}", factory=_FACTORY, arguments={"cache": self._cache}, device=f"{node}/cpu:all"
         )
@@ -73,11 +73,11 @@ class FilesLauncher:
             await worker.stop()
 
     async def _place(self, worker: WorkerHandle, node: str, key: str, folder: Path) -> str:
-        there = await worker.call("digests", str(folder), self._deep, timeout_s=_DIGESTS_S * (6 if self._deep else 1))
-        if there is None:
+        remote = await worker.call("digests", str(folder), self._deep, timeout_s=_DIGESTS_S * (6 if self._deep else 1))
+        if remote is None:
             return await self._send(worker, node, key, folder)
-        here = await asyncio.to_thread(file_digests, folder, deep=self._deep)
-        if other := _difference(here, there):
+        local = await asyncio.to_thread(file_digests, folder, deep=self._deep)
+        if other := _difference(local, remote):
             raise ConfigurationError(
                 f"{key} = {str(folder)!r} on node {node} isn't what it is here: {other}; copy the folder there, or "
                 "remove it there and it is sent"
@@ -113,20 +113,20 @@ def _failed(task: asyncio.Task[Any]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
 
 
-def _difference(here: dict[str, str], there: dict[str, str]) -> str:
+def _difference(local: dict[str, str], remote: dict[str, str]) -> str:
     """How a folder there differs from the one here; empty: not at all. Files that only the node has don't matter."""
-    for name, digest in here.items():
-        if name not in there:
+    for name, digest in local.items():
+        if name not in remote:
             return f"{name} is missing"
-        if there[name] != digest:
-            return f"{name} has {there[name]} where {digest} is here"
+        if remote[name] != digest:
+            return f"{name} has {remote[name]} where {digest} is here"
     return ""
 
 
-def _placed(value: Any, places: Mapping[str, str]) -> Any:
-    """Arguments with the paths of folders as they are on a node."""
+def _with_local_paths(value: Any, places: Mapping[str, str]) -> Any:
+    """Return the arguments with the paths that the folders have on a node."""
     if isinstance(value, str):
         return places.get(value, value)
     if isinstance(value, dict):
-        return {key: _placed(inner, places) for key, inner in value.items()}
+        return {key: _with_local_paths(inner, places) for key, inner in value.items()}
     return value

@@ -1,4 +1,4 @@
-"""The machines of a run: this one alone, or with the nodes that its file names."""
+"""Opens the machines of a run: this one alone, or with the nodes that its file names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from headway.config.schema import Experiment
 from headway.config.section import ANY_NODE
 from headway.orchestrator.nodes.files import FilesLauncher
-from headway.orchestrator.nodes.placement import Room, place_devices
+from headway.orchestrator.nodes.placement import DeviceCapacity, place_devices
 from headway.records.errors import ConfigurationError
 from headway.records.generation import PublishedWeights
 from headway.records.node import NodeConditions
@@ -41,8 +41,8 @@ class Machines:
     mirrors: Mirrors | None = None  # of published weights, on the nodes
 
     async def host_of(self, node: str) -> str:
-        """The address of a node (of this machine: "") by which the others reach it; waits for one that isn't there.
-        Raises NodeLost."""
+        """The address of a node (of this machine: "") for the others; waits for a node that isn't there. Raises
+        NodeLost."""
         return "127.0.0.1" if self.nodes is None else await self.nodes.await_host(node)
 
     def conditions(self) -> list[NodeConditions]:
@@ -55,7 +55,7 @@ class Machines:
             self.nodes.take_offers(join)
 
     async def bring_to(self, weights: PublishedWeights, node: str) -> PublishedWeights:
-        """The weights as workers on ``node`` can read them. Raises WeightsCorrupt."""
+        """Return the weights as workers on ``node`` can read them. Raises WeightsCorrupt."""
         return weights if self.mirrors is None else await self.mirrors.on_node(weights, node)
 
 
@@ -68,7 +68,7 @@ class NodeCheck:
 
 
 def _start_limit_s(model: str) -> float:
-    """Seconds after which a worker that isn't up, the model of folder ``model`` loaded, is killed."""
+    """Seconds after which a worker whose model isn't loaded from folder ``model`` yet is killed."""
     files = Path(model).glob("*.safetensors") if Path(model).is_dir() else ()
     return _START_S + sum(file.stat().st_size for file in files) / _READ_BYTES_PER_S
 
@@ -86,7 +86,7 @@ async def open_machines(
     waits: Waits | None = None,
     check: NodeCheck | None = None,
 ) -> AsyncIterator[Machines]:
-    """The machines that ``experiment`` needs, when all nodes that its devices name have joined.
+    """Open the machines that ``experiment`` needs; yields when all nodes that its devices name have joined.
 
     ``run_id`` names the weights' files; ``origin``: the device from which they are published, by default the trainer's
     first; ``key_folder``: where the run's key is written when it has to be made; ``waits``: where workers and calls to
@@ -100,8 +100,8 @@ async def open_machines(
     if not cluster.address:
         yield Machines(launcher=local, experiment=experiment)
         return
-    if cluster.launcher == "ray":  # whose machines are found for what is placed on each node
-        experiment = place_devices(experiment, dict.fromkeys(cluster.nodes, Room()))
+    if cluster.launcher == "ray":  # it finds machines for the devices placed on each node
+        experiment = place_devices(experiment, dict.fromkeys(cluster.nodes, DeviceCapacity()))
     key = _key(experiment, key_folder)
     certificate = make_certificate() if cluster.encryption == "tls" else ""
     nodes = Nodes(
@@ -118,17 +118,18 @@ async def open_machines(
         on_event=on_event,
     )
     async with AsyncExitStack() as stack:
-        agents = await _enter(stack, nodes, experiment, key, clock, on_event, key_folder)
+        agents = await _open_nodes(stack, nodes, experiment, key, clock, on_event, key_folder)
         on_event("nodes_awaited", f"{', '.join(needed) or 'none'} at {nodes.address}")
-        whys = await asyncio.gather(*(_await(name, nodes, agents, cluster.join_timeout_s) for name in needed))
+        whys = await asyncio.gather(*(_await_node(name, nodes, agents, cluster.join_timeout_s) for name in needed))
         missing = {name: why for name, why in zip(needed, whys, strict=True) if why}
         if check is not None and check.missing is not None:
             check.missing.update(missing)
         elif missing:
             raise NodeLost("; ".join(missing.values()))
         facts = {name: node.facts for name, node in nodes.joined.items() if node.facts is not None}
-        rooms = {name: Room(cpu=facts[name].cores, cuda=facts[name].gpus) for name in cluster.nodes if name in facts}
-        experiment = place_devices(experiment, rooms)
+        joined = [name for name in cluster.nodes if name in facts]
+        capacities = {name: DeviceCapacity(cpu=facts[name].cores, cuda=facts[name].gpus) for name in joined}
+        experiment = place_devices(experiment, capacities)
         publishing = parse_device(origin or experiment.trainer.devices[0]).node
         settings = {"run_id": run_id, "ports": list(cluster.ports), "key": key, "epoch": epoch}
         settings |= {"orphan_s": cluster.disconnect_timeout_s, "certificate": certificate}
@@ -148,7 +149,7 @@ def _folders(experiment: Experiment) -> dict[str, str]:
     return {key: folder for key, folder in folders.items() if folder}
 
 
-async def _enter(
+async def _open_nodes(
     stack: AsyncExitStack,
     nodes: Nodes,
     experiment: Experiment,
@@ -174,8 +175,9 @@ async def _enter(
     return agents
 
 
-async def _await(name: str, nodes: Nodes, agents: LaunchedAgents | None, timeout_s: float) -> str:
-    """Wait until node ``name`` has joined. Returns why it hasn't, with how its agent ended last; empty: it has."""
+async def _await_node(name: str, nodes: Nodes, agents: LaunchedAgents | None, timeout_s: float) -> str:
+    """Wait until node ``name`` has joined. Returns the reason, with its agent's last end, where it hasn't; "" where it
+    has."""
     try:
         await nodes.wait_for(name, timeout_s)
     except NodeLost as lost:
@@ -211,7 +213,7 @@ def device_names(experiment: Experiment) -> tuple[tuple[str, tuple[str, ...]], .
 
 
 def _key(experiment: Experiment, folder: Path | None) -> str:
-    """The run's key: as the experiment says, or a new one, kept in ``folder`` for nodes that join later."""
+    """The run's key: the experiment's, or a new one, kept in ``folder`` for nodes that join later."""
     cluster = experiment.cluster
     if cluster.key_file is not None or cluster.launcher == "local":
         return read_key(cluster.key_file)

@@ -1,4 +1,4 @@
-"""A few seconds of the run's own workers on the run's own tasks: lengths and rates, before anything is trained.
+"""Measures response lengths and rates for some seconds with the run's own workers and tasks, before it trains.
 
 Nothing is written to the run's folder, and no weight on disk changes: the trainer trains, but only in its own memory.
 """
@@ -17,7 +17,7 @@ from headway.control.tuning.forecast import LEAST_GROUPS
 from headway.generator.client import GeneratorPool
 from headway.orchestrator.nodes.machines import Machines, NodeCheck, open_machines
 from headway.orchestrator.preflight.agreement import require_agreement, trainer_scores
-from headway.orchestrator.preflight.load import Load
+from headway.orchestrator.preflight.load import CalibrationLoad
 from headway.orchestrator.preflight.memory import peak_resident_bytes
 from headway.orchestrator.preflight.step_timing import StepTimes, time_steps
 from headway.orchestrator.task_sets import named_verifiers
@@ -37,10 +37,10 @@ OnProgress = Callable[[str], None]
 _Snapshot = tuple[float, list[EngineStatistics]]  # when, and the counters of each replica then
 
 SECONDS = 10.0  # of measuring, the start of the workers not counted
-_PATIENCE = 6.0  # a model so slow that measuring takes so many times longer is given up
+_TIMEOUT_FACTOR = 6.0  # the calibration gives up when it takes so many times longer than planned
 # Shares of the seconds: prompts alone, few requests, all requests, all requests beside the trainer; the rest is for the
 # weights.
-_PREFILL, _FEW, _ALL, _BESIDE = 0.06, 0.12, 0.36, 0.36
+_PREFILL_SHARE, _FEW_SHARE, _ALL_SHARE, _BESIDE_SHARE = 0.06, 0.12, 0.36, 0.36
 
 
 def calibrate(
@@ -53,7 +53,7 @@ def calibrate(
     """Start the run's workers, measure for about ``seconds`` on its training ``tasks``, stop them.
 
     The generator is measured alone, at few and at all its requests; then the trainer computes on responses as long as
-    those seen while the generator goes on, unless both are on the same devices: then one after the other.
+    those seen while the generator continues, unless both are on the same devices: then one after the other.
 
     Raises WorkerDied or RemoteError when a worker fails, ConfigurationError for what it refuses, NoProgress when
     nothing could be measured in several times the seconds, Interrupted after Ctrl-C.
@@ -71,39 +71,39 @@ async def _calibrate(
     async with _interruptible(), AsyncExitStack() as stack:
         opening = open_machines(experiment, RealClock(), run_id=identity, check=NodeCheck())
         machines = await stack.enter_async_context(opening)
-        calibrating = _Calibrating(machines.experiment, tasks, seconds, on_progress, identity, machines)
+        calibrating = _CalibrationRun(machines.experiment, tasks, seconds, on_progress, identity, machines)
         await calibrating.start(stack)
         try:
-            async with asyncio.timeout(_PATIENCE * seconds):
+            async with asyncio.timeout(_TIMEOUT_FACTOR * seconds):
                 return await calibrating.measure()
         except TimeoutError:
             raise NoProgress(
-                f"the calibration got nowhere in {_PATIENCE * seconds:.0f} s while it {calibrating.doing}: this model "
-                "is too slow for these devices, or --calibrate-s too short"
+                f"the calibration got nowhere in {_TIMEOUT_FACTOR * seconds:.0f} s while it {calibrating.doing}: this "
+                "model is too slow for these devices, or --calibrate-s too short"
             ) from None
 
 
 @asynccontextmanager
 async def _interruptible() -> AsyncIterator[None]:
-    """Ctrl-C or SIGTERM ends the block with Interrupted, its workers stopped in order; once more kills them."""
-    task, struck = asyncio.current_task(), False
+    """End the block with Interrupted at Ctrl-C or SIGTERM, its workers stopped in order; a second signal kills them."""
+    task, interrupted = asyncio.current_task(), False
     assert task is not None
 
-    def strike() -> None:
-        nonlocal struck
-        struck = True
+    def on_signal() -> None:
+        nonlocal interrupted
+        interrupted = True
         task.cancel()
 
     try:
-        with handled_signals(strike):
+        with handled_signals(on_signal):
             yield
     except asyncio.CancelledError:
-        if not struck:
+        if not interrupted:
             raise
         raise Interrupted("the calibration was stopped; nothing is left of it") from None
 
 
-class _Calibrating:
+class _CalibrationRun:
     """A calibration under way: its workers, and its measurements so far."""
 
     def __init__(
@@ -126,12 +126,12 @@ class _Calibrating:
         named = named_verifiers(experiment, {"train": tasks})
         self._verifier = VerifierPool(launcher, experiment.verifier, self._clock, named=named, retries=0)
         tokenizer = Tokenizer.of(experiment)
-        self._load = Load(experiment, self._generator, self._verifier, tokenizer, tasks, self._clock)
-        self._dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._load = CalibrationLoad(experiment, self._generator, self._verifier, tokenizer, tasks, self._clock)
+        self._death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._start_s = 0.0
 
     async def start(self, stack: AsyncExitStack) -> None:
-        self._say("starts the workers")
+        self._report_phase("starts the workers")
         started = self._clock.now()
         for actor in (self._trainer, self._generator, self._verifier):
             stack.push_async_callback(actor.stop)
@@ -142,63 +142,64 @@ class _Calibrating:
         """Run all measurements. Raises the cause of a worker's death, which ends them."""
         measuring = asyncio.ensure_future(self._measure())
         try:
-            await asyncio.wait([measuring, self._dead], return_when=asyncio.FIRST_COMPLETED)
-            if self._dead.done():
-                self._dead.result()
+            await asyncio.wait([measuring, self._death], return_when=asyncio.FIRST_COMPLETED)
+            if self._death.done():
+                self._death.result()
             return await measuring
         finally:
             await cancel_all(measuring)
-            self._dead.cancel()
+            self._death.cancel()
 
     def _on_event(self, name: str, detail: str, /, **data: object) -> None:
         """End the calibration when a replica dies, which its pool would restart."""
-        if name in ("generator_died", "generator_lost") and not self._dead.done():
+        if name in ("generator_died", "generator_lost") and not self._death.done():
             worker, _, cause = detail.partition(": ")
-            self._dead.set_exception(WorkerDied(worker, cause))
+            self._death.set_exception(WorkerDied(worker, cause))
 
     def _on_load_ended(self, load: asyncio.Future[None]) -> None:
-        """End the calibration with the load's error, say a verifier that can't be restarted; a cancellation is none."""
+        """End the calibration with the load's error, such as a verifier that can't be restarted. A cancellation is
+        none."""
         error = None if load.cancelled() else load.exception()
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        if error is not None and not self._dead.done():
-            self._dead.set_exception(error)
+        if error is not None and not self._death.done():
+            self._death.set_exception(error)
 
-    def _say(self, doing: str) -> None:
+    def _report_phase(self, doing: str) -> None:
         self.doing = doing
         self._on_progress(doing)
 
     async def _measure(self) -> tuple[Calibration, LengthDistribution]:
-        started, everything, load = self._clock.now(), self._experiment.concurrent_rollouts, self._load
-        self._say("compares trainer and engine")
+        started, max_concurrent, load = self._clock.now(), self._experiment.concurrent_rollouts, self._load
+        self._report_phase("compares trainer and engine")
         await self._compare(0)
-        self._say("computes prompts")
+        self._report_phase("computes prompts")
         prefill_tokens_per_s = await self._prefill()
         running = asyncio.ensure_future(load.run())
         running.add_done_callback(self._on_load_ended)
         try:
-            self._say("decodes a few responses")
-            few = await self._decode(max(1, everything // 8), _FEW)
-            self._say("decodes at full concurrency")
-            alone = await self._decode(everything, _ALL)
+            self._report_phase("decodes a few responses")
+            few = await self._decode(max(1, max_concurrent // 8), _FEW_SHARE)
+            self._report_phase("decodes at full concurrency")
+            alone = await self._decode(max_concurrent, _ALL_SHARE)
             self._require_tokens(alone)
             beside, times = await self._train()
-            self._say("publishes the weights")
+            self._report_phase("publishes the weights")
             publish_s, apply_s, pause_s = await self._update(times.version)
             await self._compare(times.version)
             await load.stop()
-            self._say("verifies")
+            self._report_phase("verifies")
             verify_s = await self._verify()
         finally:
             await cancel_all(running)
         lengths, prompts = self._lengths(), load.prompt_tokens or [1]
-        whole = load.groups if len(load.groups) >= LEAST_GROUPS else []
+        complete_groups = load.groups if len(load.groups) >= LEAST_GROUPS else []
         fixed_s, request_s = decode_cost(few, alone)
-        found = Calibration(
+        calibration = Calibration(
             measured_s=self._clock.now() - started,
             start_s=self._start_s,
             at_once=beside is not None,
-            lengths=lengths.summary(group_correlation(whole)),
+            lengths=lengths.summary(group_correlation(complete_groups)),
             prompt_tokens=sum(prompts) / len(prompts),
             prefill_tokens_per_s=prefill_tokens_per_s,
             decode_running=alone.running,
@@ -220,24 +221,24 @@ class _Calibrating:
             failure_cause=load.failures[0] if load.failures else "",
             resident_bytes=self._resident_bytes(),
         )
-        return found, lengths
+        return calibration, lengths
 
     async def _train(self) -> tuple[CalibrationInterval | None, StepTimes]:
-        """Time training steps beside the generator, and what it does meanwhile; on shared devices with it at rest."""
-        at_once = not lent_replicas(self._experiment)
+        """Time training steps, and the generator's rate meanwhile; on shared devices the generator is at rest."""
+        at_once = not shared_replicas(self._experiment)
         if not at_once:
             await self._load.stop()
-        self._say("trains beside it" if at_once else "trains, with the generator at rest")
-        before = await self._snapshot()
-        seen, seconds = self._load.responses, self._seconds * _BESIDE
+        self._report_phase("trains beside it" if at_once else "trains, with the generator at rest")
+        first_snapshot = await self._snapshot()
+        seen, seconds = self._load.responses, self._seconds * _BESIDE_SHARE
         times = await time_steps(self._trainer, self._experiment, seen, self._lengths(), self._clock, seconds)
-        return _interval(before, await self._snapshot()) if at_once else None, times
+        return _interval(first_snapshot, await self._snapshot()) if at_once else None, times
 
     # --- the generator --------------------------------------------------------------------------------------
 
     async def _prefill(self) -> float:
-        """Prompt tokens/s, of prompts that are all different; ever more at once while there is time."""
-        deadline = self._clock.now() + self._seconds * _PREFILL
+        """Measure prompt tokens/s on different prompts, with ever more requests at once while there is time."""
+        deadline = self._clock.now() + self._seconds * _PREFILL_SHARE
         count, rate, serial = len(self._experiment.generator.devices), 0.0, 0
         while True:
             prompts = [self._load.prompt(0) for _ in range(count)]
@@ -257,12 +258,12 @@ class _Calibrating:
         )
 
     async def _decode(self, limit: int, share: float) -> CalibrationInterval:
-        """Run ``limit`` rollouts for a share of the seconds; what is counted begins after a fifth of that."""
+        """Run ``limit`` rollouts for a share of the seconds; the measurement begins after a fifth of it."""
         self._load.set_limit(limit)
         await self._clock.sleep(self._seconds * share / 5)
-        before = await self._snapshot()
+        first_snapshot = await self._snapshot()
         await self._clock.sleep(self._seconds * share * 4 / 5)
-        return _interval(before, await self._snapshot())
+        return _interval(first_snapshot, await self._snapshot())
 
     async def _snapshot(self) -> _Snapshot:
         statistics = await self._generator.statistics()
@@ -274,8 +275,8 @@ class _Calibrating:
         if self._load.failures:
             raise HeadwayError(f"every rollout of the calibration failed: {self._load.failures[0]}")
         raise NoProgress(
-            f"the generator made no token in {self._seconds * _ALL:.1f} s: this model is too slow for its devices, or "
-            "--calibrate-s too short"
+            f"the generator made no token in {self._seconds * _ALL_SHARE:.1f} s: this model is too slow for its "
+            "devices, or --calibrate-s too short"
         )
 
     def _lengths(self) -> LengthDistribution:
@@ -287,8 +288,8 @@ class _Calibrating:
     # --- trainer, weights, verifier -------------------------------------------------------------------------
 
     async def _update(self, version: int) -> tuple[float, float, float]:
-        """Publish a version and apply it, the generator at work: seconds of both, and of its pause in the latter. The
-        second time: the first pays for new memory."""
+        """Publish a version and apply it while the generator works: seconds of both, and of its pause in the latter.
+        The second time counts: the first pays for new memory."""
         publish_s = apply_s = pause_s = 0.0
         for _ in range(2):
             started = self._clock.now()
@@ -304,7 +305,8 @@ class _Calibrating:
         await require_agreement(self._experiment, self._generator, scores, version, lambda name, detail, **data: None)
 
     async def _verify(self) -> float:
-        """Seconds a response costs one worker; where no group ended whole, of a few responses that did. 0: of none."""
+        """Seconds of a worker for each response; where no group ended completely, measured on a few responses that did.
+        0 without any."""
         spent = self._load.verify_response_s
         for task, texts in self._load.texts()[:1] if not spent else ():
             started = self._clock.now()
@@ -325,15 +327,15 @@ class CalibrationInterval:
     def __init__(self, elapsed_s: float, tokens: int, steps: int, busy_s: float, replicas: int) -> None:
         self.tokens_per_s = tokens / max(elapsed_s, 1e-9)
         self.running = replicas * tokens / steps if steps else 0.0
-        self.requests = tokens / steps if steps else 0.0  # of one replica
+        self.requests = tokens / steps if steps else 0.0  # of each replica
         self.step_s = busy_s / steps if steps else 0.0
 
 
-def _interval(before: _Snapshot, after: _Snapshot) -> CalibrationInterval:
+def _interval(first: _Snapshot, last: _Snapshot) -> CalibrationInterval:
     def growth(name: str) -> float:
-        return sum(getattr(b, name) - getattr(a, name) for a, b in zip(before[1], after[1], strict=True))
+        return sum(getattr(b, name) - getattr(a, name) for a, b in zip(first[1], last[1], strict=True))
 
-    elapsed_s, replicas = after[0] - before[0], len(after[1])
+    elapsed_s, replicas = last[0] - first[0], len(last[1])
     working_s = replicas * elapsed_s - growth("idle_s") - growth("paused_s")  # between two steps included
     return CalibrationInterval(
         elapsed_s, int(growth("generated_tokens")), int(growth("decode_steps")), working_s, replicas
@@ -341,14 +343,14 @@ def _interval(before: _Snapshot, after: _Snapshot) -> CalibrationInterval:
 
 
 def decode_cost(few: CalibrationInterval, many: CalibrationInterval) -> tuple[float, float]:
-    """(fixed, per request) seconds of a decode step of one replica, from two levels of concurrency; neither negative,
-    and exact at the higher one."""
+    """Fit (fixed, per request) seconds of a replica's decode step from two levels of concurrency. Neither is negative,
+    and the fit is exact at the higher level."""
     spread = many.requests - few.requests
     per_request = (many.step_s - few.step_s) / spread if spread > 1e-6 and few.step_s else 0.0
     per_request = min(max(0.0, per_request), many.step_s / many.requests)
     return max(0.0, many.step_s - per_request * many.requests), per_request
 
 
-def lent_replicas(experiment: Experiment) -> int:
-    """Replicas of the generator whose device the trainer computes on: they pause for every training step."""
+def shared_replicas(experiment: Experiment) -> int:
+    """Count the generator's replicas on devices of the trainer: they pause in every training step."""
     return len(sharing(experiment.generator.devices, experiment.trainer.devices))

@@ -15,7 +15,7 @@ from pathlib import Path
 from headway.config.schema import Experiment
 from headway.models.adapter_targets import adapted_targets, stored_metadata
 from headway.models.configuration import DecoderConfig
-from headway.models.hub.configuration import HubConfig, adapter_size, read_config
+from headway.models.hub.configuration import HfConfig, adapter_size, read_config
 from headway.models.sizes import sizes_of
 from headway.orchestrator.device_turns import require_offload
 from headway.orchestrator.preflight.cluster import cluster_findings
@@ -24,22 +24,22 @@ from headway.orchestrator.preflight.engine import engine_findings
 from headway.orchestrator.preflight.episode import episode_findings
 from headway.orchestrator.preflight.findings import Findings
 from headway.orchestrator.preflight.functions import function_findings, require_kernel_services, require_known_calls
-from headway.orchestrator.preflight.memory import existing, memory_findings, memory_places, memory_uses
+from headway.orchestrator.preflight.memory import memory_findings, memory_places, memory_uses, nearest_folder
 from headway.orchestrator.preflight.pictures import picture_findings
 from headway.orchestrator.preflight.run_directory import directory_findings
 from headway.orchestrator.preflight.sandboxes import sandbox_findings
 from headway.orchestrator.preflight.verifier import verifier_findings
 from headway.orchestrator.task_sets import (
     SPLITS,
-    generated_apart,
+    require_pictures,
     require_rendered_tasks,
-    require_seeing,
     require_template,
+    without_held_out,
 )
 from headway.records.check_report import Finding
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.task import Task
-from headway.runtime.addresses import is_loopback, listening
+from headway.runtime.addresses import is_loopback, listening_socket
 from headway.runtime.devices import Device, cpu_multiplies_bfloat16, parse_device
 from headway.runtime.run_directory import RunDirectory
 from headway.tasks.sources import contradictions, is_conversation_as_text, overlap, read_tasks
@@ -56,7 +56,7 @@ class _Inputs:
     resume: bool
     ahead: bool
     strict: bool = False
-    model: DecoderConfig | HubConfig | None = None
+    model: DecoderConfig | HfConfig | None = None
     tokenizer: Tokenizer | None = None
     tasks: dict[str, list[Task]] | None = None  # split -> tasks
 
@@ -64,15 +64,15 @@ class _Inputs:
 def check(
     experiment: Experiment, *, resume: bool = False, smoke_test: bool = True, ahead: bool = False, strict: bool = False
 ) -> list[Finding]:
-    """Look for everything that would stop or spoil the run, before it starts; errors first.
+    """Find everything that would stop or spoil the run, before it starts; errors first.
 
     Reads the model's configuration, the tokenizer and every task; ``smoke_test`` also starts a verifier process and
     scores some responses. ``ahead``: other steps may come before the run's start, so a model that `headway sft` will
-    make and a run that ``--resume`` goes on with are warnings. ``strict``: even one task that its own answer doesn't
-    solve is an error. Writes nothing to the run's folder. Never raises for bad input: that is what it reports.
+    make and a run that ``--resume`` continues are warnings. ``strict``: even one task that its own answer doesn't solve
+    is an error. Writes nothing to the run's folder. Never raises for bad input: that is what it reports.
     """
     inputs, findings = _Inputs(experiment, resume, ahead, strict), Findings()
-    for look in (
+    for run_check in (
         _model,
         _reference,
         _adapter,
@@ -92,9 +92,9 @@ def check(
         *([_pictures, _episode, _verifier] if smoke_test else []),
     ):
         try:
-            look(inputs, findings)
+            run_check(inputs, findings)
         except HeadwayError as error:
-            findings.error(look.__name__.strip("_"), str(error))
+            findings.error(run_check.__name__.strip("_"), str(error))
     return findings.by_level()
 
 
@@ -108,7 +108,7 @@ _LOWEST_ADAPTER_RATE = 3e-5
 
 def _model(inputs: _Inputs, findings: Findings) -> None:
     folder = Path(inputs.experiment.model.path)
-    if inputs.ahead and comes_of_sft(inputs.experiment):
+    if inputs.ahead and is_made_by_sft(inputs.experiment):
         findings.warning(
             "model.path",
             f"{folder} isn't there yet: headway sft makes it (sft.output), in a project make run; what depends on the "
@@ -130,8 +130,8 @@ def _model(inputs: _Inputs, findings: Findings) -> None:
         )
 
 
-def comes_of_sft(experiment: Experiment) -> bool:
-    """Whether the run's model is what `headway sft` will write, and hasn't yet."""
+def is_made_by_sft(experiment: Experiment) -> bool:
+    """Whether `headway sft` will write the run's model, and hasn't yet."""
     folder = Path(experiment.model.path)
     made = bool(experiment.sft.output) and Path(experiment.sft.output).resolve() == folder.resolve()
     return made and not folder.exists()
@@ -178,7 +178,7 @@ def _adapter(inputs: _Inputs, findings: Findings) -> None:
 def _tokenizer(inputs: _Inputs, findings: Findings) -> None:
     folder = Path(inputs.experiment.model.path)
     if not folder.is_dir():
-        return  # said already
+        return  # reported already
     with findings.refused("model.path"):
         inputs.tokenizer = Tokenizer.of(inputs.experiment, RunDirectory(inputs.experiment.run.directory).started())
     if (tokenizer := inputs.tokenizer) is None:
@@ -218,53 +218,54 @@ def _tasks(inputs: _Inputs, findings: Findings) -> None:
         with findings.refused(key):
             read = read_tasks(sources, inputs.experiment.run.seed)
             require_template(inputs.experiment, split, read.tasks)
-            require_seeing(inputs.experiment, split, read.tasks)
+            require_pictures(inputs.experiment, split, read.tasks)
             tasks[split] = list(read.tasks)
             if read.duplicates:
                 findings.info(key, f"{read.duplicates:,} tasks were repeats of earlier ones and are left out")
             if read.left_out:
                 findings.info(key, f"{read.left_out:,} rows were left out by 'convert'")
-            _look_at_rows(key, read.tasks, findings)
+            _check_rows(key, read.tasks, findings)
     inputs.tasks = tasks
     if "train" in tasks:  # as the run does: generated sets are made disjoint
         held_out = [task for split in tasks if split != "train" for task in tasks[split]]
-        kept = generated_apart(sections.train, tasks["train"], held_out)
+        kept = without_held_out(sections.train, tasks["train"], held_out)
         if left_out := len(tasks["train"]) - len(kept):
             message = f"{left_out:,} tasks are left out because their prompts are in a held-out set"
             if kept:
                 findings.info("tasks.train", message)
             else:
                 findings.error("tasks.train", message + "; none remains")
-            for source in sections.train if kept else ():
-                if source.called not in {task.source for task in kept}:
-                    findings.error("tasks.train", f"{source.called}: all its tasks are in a held-out set; none remains")
+            for name in (source.display_name for source in sections.train) if kept else ():
+                if name not in {task.source for task in kept}:
+                    findings.error("tasks.train", f"{name}: all its tasks are in a held-out set; none remains")
         tasks["train"] = kept
-    named = {f"tasks.{split}": found for split, found in tasks.items()}
-    for equal, tell, why in (
+    named = {f"tasks.{split}": split_tasks for split, split_tasks in tasks.items()}
+    for equal, report, why in (
         ("", findings.error, "a score on tasks that were trained on means nothing"),
         (" but for white space", findings.warning, "they count as different tasks"),
     ):
         for pair in overlap(named, white_space=not equal):
             shared = "1 prompt" if pair.prompts == 1 else f"{pair.prompts:,} prompts"
             example = f"for example {_shortened(pair.example)!r}"
-            tell(pair.second, f"shares {shared} with {pair.first}{equal}, {example}: {why}")
+            report(pair.second, f"shares {shared} with {pair.first}{equal}, {example}: {why}")
     _evaluation(inputs, findings)
 
 
-def _look_at_rows(key: str, tasks: Sequence[Task], findings: Findings) -> None:
+def _check_rows(key: str, tasks: Sequence[Task], findings: Findings) -> None:
     """Warn about rows that can be read but are probably mistakes."""
     if as_text := sum(map(is_conversation_as_text, tasks)):
-        what = (
+        subject = (
             "1 prompt is the JSON text of a conversation"
             if as_text == 1
             else f"{as_text:,} prompts are JSON texts of conversations"
         )
-        findings.warning(key, f"{what}, which the model is shown as it stands: 'convert' can read it (json.loads)")
-    if found := contradictions(tasks):
-        prompt, answers = next(iter(found.items()))
-        what = "1 prompt has" if len(found) == 1 else f"{len(found):,} prompts have"
-        shown = " and ".join(repr(_shortened(answer)) for answer in answers[:2])
-        findings.warning(key, f"{what} answers that contradict each other, for example {_shortened(prompt)!r}: {shown}")
+        findings.warning(key, f"{subject}, which the model is shown as it stands: 'convert' can read it (json.loads)")
+    if conflicts := contradictions(tasks):
+        prompt, answers = next(iter(conflicts.items()))
+        subject = "1 prompt has" if len(conflicts) == 1 else f"{len(conflicts):,} prompts have"
+        examples = " and ".join(repr(_shortened(answer)) for answer in answers[:2])
+        example = f"for example {_shortened(prompt)!r}: {examples}"
+        findings.warning(key, f"{subject} answers that contradict each other, {example}")
 
 
 def _evaluation(inputs: _Inputs, findings: Findings) -> None:
@@ -285,14 +286,14 @@ def _prompts(inputs: _Inputs, findings: Findings) -> None:
         return
     limit = inputs.experiment.rollout.max_prompt_tokens
     if inputs.experiment.environment.name != "single_turn":
-        return  # its prompts are its own
-    for split, found in inputs.tasks.items():
-        tasks = [task for task in found if not task.pictures]  # theirs are tried by `picture_findings`
+        return  # the environment makes the prompts
+    for split, split_tasks in inputs.tasks.items():
+        tasks = [task for task in split_tasks if not task.pictures]  # theirs are tried by `picture_findings`
         if not tasks:
             continue
         if dropped := require_rendered_tasks(inputs.tokenizer, tasks):
             findings.info(f"tasks.{split}", f"the chat template leaves out: {', '.join(sorted(dropped))}")
-        lengths = [len(inputs.tokenizer.render(task.shown, inputs.experiment.model.template)) for task in tasks]
+        lengths = [len(inputs.tokenizer.render(task.content, inputs.experiment.model.template)) for task in tasks]
         too_long = sum(length > limit for length in lengths)
         if too_long:
             worst = max(range(len(tasks)), key=lambda i: lengths[i])
@@ -362,7 +363,7 @@ def _sizes(inputs: _Inputs, findings: Findings) -> None:
 
 
 def _deadlocks(experiment: Experiment, findings: Findings) -> None:
-    """Settings under which the run could never make its first, or some later, step."""
+    """Find settings under which the run could never make its first, or some later, step."""
     kv = experiment.generator.kv_capacity_tokens
     if kv is not None and kv < experiment.max_sequence_tokens:
         findings.error(
@@ -378,7 +379,7 @@ def _deadlocks(experiment: Experiment, findings: Findings) -> None:
 
 
 def _functions(inputs: _Inputs, findings: Findings) -> None:
-    """The user's own functions."""
+    """Check the user's own functions."""
     train = (inputs.tasks or {}).get("train")
     findings += function_findings(inputs.experiment, train[0] if train else None)
     if inputs.tokenizer is not None:
@@ -415,8 +416,8 @@ def _devices(inputs: _Inputs, findings: Findings) -> None:
     for (first_key, first), (second_key, second) in combinations(devices, 2):
         if not first.shares_with(second):
             continue
-        what = "GPU" if first.kind == "cuda" else "cores"
-        shared = f"{second} shares {what} with {first} of {first_key}"
+        hardware = "GPU" if first.kind == "cuda" else "cores"
+        shared = f"{second} shares {hardware} with {first} of {first_key}"
         if first.kind == "cuda" and first_key == second_key == "trainer.devices":
             findings.error(second_key, f"{second} twice: each rank needs a GPU of its own")
         elif first.kind == "cuda":
@@ -426,7 +427,7 @@ def _devices(inputs: _Inputs, findings: Findings) -> None:
 
 
 def _engine(inputs: _Inputs, findings: Findings) -> None:
-    """Whether the generator's engine is installed, and computes this model on these devices."""
+    """Check that the generator's engine is installed, and computes this model on these devices."""
     findings += engine_findings(inputs.experiment, inputs.model)
 
 
@@ -441,9 +442,9 @@ def _space(inputs: _Inputs, findings: Findings) -> None:
     try:
         uses = memory_uses(inputs.experiment, sizes_of(inputs.experiment.model.path))
     except ConfigurationError:
-        uses = []  # a device or a reference model that isn't there: said already
+        uses = []  # a device or a reference model that isn't there: reported already
     findings += memory_findings(uses, memory_places(uses))
-    folder = existing(Path(inputs.experiment.run.directory))
+    folder = nearest_folder(Path(inputs.experiment.run.directory))
     if not os.access(folder, os.W_OK):
         findings.error("run.directory", f"{folder} can't be written to")
 
@@ -462,25 +463,25 @@ def _cluster(inputs: _Inputs, findings: Findings) -> None:
 
 
 def _exporters(inputs: _Inputs, findings: Findings) -> None:
-    """Packages of the trackers and the address of `/metrics`; the trackers' own servers are not asked."""
+    """Check the packages of the trackers and the address of `/metrics`; the trackers' own servers are not asked."""
     address = inputs.experiment.ledger.prometheus
     for problem in missing_packages(inputs.experiment):
         key, _, message = problem.partition(": ")
         findings.error(key, message)
     if address:
         with findings.refused("ledger.prometheus"):
-            listening(address).close()
+            listening_socket(address).close()
         if not is_loopback(address):
             findings.warning("ledger.prometheus", f"{address}: whoever reaches this machine can read the run's metrics")
 
 
 def _environment(inputs: _Inputs, findings: Findings) -> None:
-    """Findings on what rollouts of several turns need. Sandboxes are tried: a later failure would waste the samples."""
+    """Check the needs of multi-turn rollouts. Sandboxes are tried: a later failure would waste the samples."""
     has_template = inputs.tokenizer is None or inputs.tokenizer.chat_template is not None
     findings += conversation_findings(inputs.experiment, has_template)
     findings += sandbox_findings(inputs.experiment)
     with findings.refused("environment.parameters"):
-        every = [task for found in (inputs.tasks or {}).values() for task in found]
+        every = [task for split_tasks in (inputs.tasks or {}).values() for task in split_tasks]
         asyncio.run(require_kernel_services(inputs.experiment, every))
 
 

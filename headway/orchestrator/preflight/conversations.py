@@ -1,22 +1,23 @@
-"""Checks before the start what rollouts of several turns need of the model, and agents of the network."""
+"""Checks, before the start, the chat template for multi-turn rollouts and the network address for agents."""
 
 from __future__ import annotations
 
 from headway.config.schema import Experiment
 from headway.orchestrator.preflight.findings import Findings
-from headway.runtime.addresses import is_loopback, listening, service_keys
+from headway.runtime.addresses import is_loopback, listening_socket, service_keys
 
 
 def conversation_findings(experiment: Experiment, has_chat_template: bool) -> Findings:
-    """``has_chat_template``: the model's folder. Agents may do without, environments' replies are messages."""
+    """Check what multi-turn rollouts need. ``has_chat_template``: whether the model's folder has one, which agents can
+    do without; the replies of environments are messages."""
     findings, lacks = Findings(), f"{experiment.model.path} has no chat template"
-    if experiment.environment.replies and not has_chat_template:
+    if experiment.environment.is_class and not has_chat_template:
         needed = "and what an environment says are messages: add chat_template.jinja"
         findings.error("environment.name", f"{lacks}, {needed}")
     if experiment.environment.calls:
         address = experiment.endpoint.address
         with findings.refused("endpoint.address"):
-            listening(address).close()
+            listening_socket(address).close()
         if experiment.environment.name == "remote":
             keys, named = experiment.buffer.service.keys, f"endpoint.address = {address!r}"
             with findings.refused("buffer.service.keys"):

@@ -1,28 +1,28 @@
-"""Finds problems of the generator's engine before the start. Imports no engine."""
+"""Checks the generator's engine before the start, without importing any engine."""
 
 from __future__ import annotations
 
-from headway.config.engines import cpu_refused, engine_missing, foreign_refused
+from headway.config.engines import cpu_refusal, engine_missing, transformers_refusal
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
-from headway.models.hub.configuration import HubConfig
+from headway.models.hub.configuration import HfConfig
 from headway.models.routing import replayed_routing
 from headway.orchestrator.preflight.findings import Findings
 from headway.records.errors import ConfigurationError
 from headway.runtime.devices import parse_device
 
 
-def engine_findings(experiment: Experiment, model: DecoderConfig | HubConfig | None) -> Findings:
+def engine_findings(experiment: Experiment, model: DecoderConfig | HfConfig | None) -> Findings:
     """Errors of the engine and its devices; ``model``: None where it couldn't be read."""
     findings, generator = Findings(), experiment.generator
     if missing := engine_missing(generator.engine):
         findings.error("generator.engine", missing)
     adapted = experiment.model.adapter is not None
-    if isinstance(model, HubConfig) and (refused := foreign_refused(generator.engine, adapted)):
+    if isinstance(model, HfConfig) and (refused := transformers_refusal(generator.engine, adapted)):
         findings.error("generator.engine", refused)
     if isinstance(model, DecoderConfig):
         mixture = model.mixture is not None and adapted
-        if refused := cpu_refused(generator.engine, generator.devices, model.head_dim, mixture):
+        if refused := cpu_refusal(generator.engine, generator.devices, model.head_dim, mixture):
             findings.error("generator.engine", refused)
     with findings.refused("algorithm.routing_replay"):
         replayed_routing(experiment)
@@ -40,13 +40,13 @@ def _require_ranks(experiment: Experiment, ranks: int) -> None:
         if (device := parse_device(name)).kind == "cuda":
             taken[device.first] = f"{name} of trainer.devices"
     for name in experiment.generator.devices:
-        what = f"{name} with tensor_parallel_size = {ranks}"
+        replica = f"{name} with tensor_parallel_size = {ranks}"
         first = parse_device(name).first
         for index in range(first, first + ranks):
             try:
                 parse_device(f"cuda:{index}").check()
             except ConfigurationError as error:
-                raise ConfigurationError(f"{what}: {error}") from None
+                raise ConfigurationError(f"{replica}: {error}") from None
             if index in taken:
-                raise ConfigurationError(f"{what} needs cuda:{index} as well, which is taken: {taken[index]}")
+                raise ConfigurationError(f"{replica} needs cuda:{index} as well, which is taken: {taken[index]}")
             taken[index] = name

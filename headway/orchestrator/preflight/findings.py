@@ -1,4 +1,4 @@
-"""Collects findings: what is told of a configuration before its run starts."""
+"""Collects findings: the problems of a configuration, reported before its run starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ORDER: tuple[Level, ...] = ("error", "warning", "info")
 
 
 class Findings(list[Finding]):
-    """Findings in the order they were made; ``key``: the configuration key to look at.
+    """Findings in the order they were made; ``key``: the configuration key concerned.
 
     Example: ``with findings.refused("model.path"): Tokenizer.load(folder)`` adds an error where that raises one.
     """

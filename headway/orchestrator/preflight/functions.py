@@ -1,4 +1,4 @@
-"""Finds problems of the user's own functions, and of what alerts go to, before a run starts."""
+"""Checks the user's own functions, and the targets of alerts, before a run starts."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from headway.runtime.clock import RealClock
 from headway.runtime.hooks import load_hook
 from headway.runtime.imports import import_function, require_module
 from headway.telemetry.exporters.alerts import require_command, webhook_url
-from headway.telemetry.exporters.own import load_own_logging
+from headway.telemetry.exporters.own import load_logging_callback
 from headway.tokens.output_parsing import OutputFormat
 
 
 def function_findings(experiment: Experiment, task: Task | None) -> Findings:
-    """Errors of the user's functions, and of what alerts go to. Advantages and hooks are imported as the run will, and
-    called on made-up groups of ``task``, where there is one; a loss lives in the trainer's process and needs torch, so
-    only its module is looked for (the rest is for ``python -m headway.trainer.loss_conformance``). The verifier is
+    """Check the user's functions, and the targets of alerts. Advantages and hooks are imported as the run does, and
+    called on made-up groups of ``task``, where there is one. A loss runs in the trainer's process and needs torch, so
+    only its module is searched for (the rest is for ``python -m headway.trainer.loss_conformance``). The verifier is
     really called, elsewhere."""
     findings, algorithm = Findings(), experiment.algorithm
     with findings.refused(ADVANTAGE):
@@ -45,7 +45,7 @@ def function_findings(experiment: Experiment, task: Task | None) -> Findings:
     with findings.refused("algorithm.loss"):
         if algorithm.loss not in LOSSES:
             require_module(algorithm.loss, "algorithm.loss", LOSSES)
-    _look_at_agent(experiment.environment, findings)
+    _check_agent(experiment.environment, findings)
     with findings.refused("alerts.command"):
         require_command(experiment.alerts.command)
     with findings.refused("alerts.webhook_env"):
@@ -58,7 +58,7 @@ def function_findings(experiment: Experiment, task: Task | None) -> Findings:
             if short == "rollout":
                 load_rollout_function(name)
             elif short == "logging":
-                load_own_logging(name)
+                load_logging_callback(name)
             else:
                 hooks = resolve_hooks(HooksConfig(**{short: name}))
                 for violation in hook_violations(hooks, task) if task is not None else ():
@@ -66,24 +66,24 @@ def function_findings(experiment: Experiment, task: Task | None) -> Findings:
     return findings
 
 
-def _look_at_agent(environment: EnvironmentConfig, findings: Findings) -> None:
+def _check_agent(environment: EnvironmentConfig, findings: Findings) -> None:
     if environment.function:
         with findings.refused(AGENT):
             import_function(environment.function, AGENT, (), asynchronous=True)
     elif environment.name == "verifiers":
         with findings.refused(VERIFIERS):
             load_verifiers(environment.parameters)
-    elif environment.replies:
+    elif environment.is_class:
         with findings.refused(ENVIRONMENT):
-            found = load_environment(environment)
-            require_tools(environment.mcp, list(found.offered.values()), RealClock())
+            loaded = load_environment(environment)
+            require_tools(environment.mcp, list(loaded.offered.values()), RealClock())
     elif environment.command and shutil.which(environment.command[0]) is None:
         findings.error(AGENT, f"there is no program {environment.command[0]!r} on the path")
 
 
 def require_known_calls(environment: EnvironmentConfig, written: OutputFormat) -> None:
-    """Raise ConfigurationError where the environment has tools, and nobody could tell that the policy calls them."""
-    if written.unknown and environment.replies and (environment.mcp or load_environment(environment).offered):
+    """Raise ConfigurationError where the environment has tools, and the policy's calls of them can't be parsed."""
+    if written.unknown and environment.is_class and (environment.mcp or load_environment(environment).offered):
         raise ConfigurationError(f"environment.name = {environment.name!r} has tools, and {written.unknown}")
 
 

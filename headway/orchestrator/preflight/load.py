@@ -1,4 +1,4 @@
-"""Rollouts for a calibration: the run's own life of a rollout, without admission, buffer or training."""
+"""Generates and verifies rollouts for a calibration as a run does, without admission, buffer or training."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from headway.tokens.tokenizer import Tokenizer
 _KEPT = 256  # responses
 
 
-class Load:
-    """Keeps ``limit`` rollouts running, in groups, the way the dispatch loop does: a group opens when all its members
-    may run. Remembers how long each response was and whether it ended.
+class CalibrationLoad:
+    """Keeps ``limit`` rollouts running, in groups. Like in the dispatch loop, a group opens when all its members may
+    run. Records the length of each response and whether it ended.
 
-    ``run`` until ``stop``; what still grows then is cut off, and counted as cut off.
+    ``run`` until ``stop``; responses that still grow then are cut off, and counted as cut off.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Load:
         self.limit = 0
         self.ended: list[int] = []  # tokens of responses that ended
         self.cut: list[int] = []  # ... and of those that were cut off
-        self.groups: list[tuple[int, ...]] = []  # lengths of the members of groups that ended whole and were verified
+        self.groups: list[tuple[int, ...]] = []  # lengths of the members of groups that ended and were verified
         self.accepted = 0  # of them, trainable
         self.responses: list[Rollout] = []  # some that ended, for batches to be made of
         self.tasks: dict[int, Task] = {}  # group -> its task, of those responses
@@ -58,7 +58,7 @@ class Load:
         self._cursor = TaskCursor(tasks, experiment.run.seed, training_weights(experiment))
         self._clock = clock
         self._scored = ScoredText.of(experiment, tokenizer)
-        self._leaving = GroupFilters(experiment, lambda rollout: tokenizer.decode(rollout.judged_ids))
+        self._filters = GroupFilters(experiment, lambda rollout: tokenizer.decode(rollout.judged_ids))
         self._open: set[str] = set()
         self._unfinished = 0
         self._changed = Signal()
@@ -71,7 +71,7 @@ class Load:
             clock,
             run_seed=experiment.run.seed,
             request_prefix="calibration-",
-            resume_gate=self._hold,
+            resume_gate=self._never_resume,
             kept_sets=experiment.kept_sets,
         )
         self._rollouts = make_rollouts(experiment, sampler)
@@ -93,7 +93,7 @@ class Load:
                 await self._changed.wait(mark)
 
     async def stop(self) -> None:
-        """Open no more groups, cut off what runs."""
+        """Open no more groups, and cut off the running responses."""
         self._stopping = True
         while self._open:
             for request_id in tuple(self._open):
@@ -101,11 +101,11 @@ class Load:
             await self._changed.wait(self._changed.count)
 
     def texts(self) -> list[tuple[Task, list[str]]]:
-        """Tasks and responses to them, as a verifier gets them."""
-        found: dict[int, list[str]] = {}
+        """Tasks and the responses to them, as a verifier receives them."""
+        texts_by_group: dict[int, list[str]] = {}
         for rollout in self.responses:
-            found.setdefault(rollout.group, []).append(self._scored.rollout(rollout))
-        return [(self.tasks[group], texts) for group, texts in found.items()]
+            texts_by_group.setdefault(rollout.group, []).append(self._scored.rollout(rollout))
+        return [(self.tasks[group], texts) for group, texts in texts_by_group.items()]
 
     def prompt(self, index: int) -> Sequence[int]:
         """Token ids of the prompt of the next task."""
@@ -116,7 +116,7 @@ class Load:
         return Group(
             index=index,
             task=task,
-            prompt_ids=self._tokenizer.render(task.shown, self._experiment.model.template),
+            prompt_ids=self._tokenizer.render(task.content, self._experiment.model.template),
             size=self._experiment.rollout.group_size,
             admitted_version=0,
             admitted_s=self._clock.now(),
@@ -133,7 +133,7 @@ class Load:
             self.cut.append(len(result.response.ids))
         return result
 
-    async def _hold(self, parked: PartialRollout) -> Resumption:
+    async def _never_resume(self, parked: PartialRollout) -> Resumption:
         """Never resume: a response that was cut off stays so."""
         await asyncio.Event().wait()
         return "continue"
@@ -151,7 +151,7 @@ class Load:
         self.verify_response_s.append((self._clock.now() - started) / group.size)
         self.failures += [r.failure.cause for r in verified if r.failure is not None]
         self.groups.append(tuple(rollout.response_tokens for rollout in verified if rollout.response_ids))
-        judged = self._leaving.judge(FinishedGroup(group=group, rollouts=verified))
+        judged = self._filters.apply(FinishedGroup(group=group, rollouts=verified))
         self.accepted += judged.outcome.ending is None
 
     async def _member(self, group: Group, member: int) -> Rollout:

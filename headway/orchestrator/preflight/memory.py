@@ -4,7 +4,7 @@ All numbers are what is needed *at most*: every KV slot full, the largest micro-
 a number in the dtype in question, ``c`` values cached of a token (`models/sizes.py`).
 
 - generator replica: weights P·b (4·P while they are loaded), in float32 on one CPU core once more without
-  experts, in the order its products read them in (`native_kernels_wanted`); KV cache slots·context·c·b; the buffer
+  experts, in the order its products read them in (`native_kernels_enabled`); KV cache slots·context·c·b; the buffer
   new versions are read into P·b (in the machine's memory, on a GPU as well); for one step the activations of a
   prefill, ``prefill_tokens_per_step``, and the float32 logits of every slot with what sampling makes of them. An
   adapter's revisions A·b each (with panels 8·A more): two, or under ``finish`` the budget's and two. vLLM
@@ -42,13 +42,13 @@ from headway.models.routing import replayed_routing
 from headway.models.sizes import ModelSizes, sizes_of
 from headway.orchestrator.preflight.findings import Findings
 from headway.records.check_report import MemoryPlace, MemoryUse
-from headway.runtime.devices import cpu_multiplies_bfloat16, native_kernels_wanted, parse_device, split_node
+from headway.runtime.devices import cpu_multiplies_bfloat16, native_kernels_enabled, parse_device, split_node
 from headway.runtime.nodes.conditions import machine_memory
 from headway.tokens.grammar import MOST_CACHED_BYTES
 from headway.weights.leftovers import SHARED_MEMORY
 
 GIB = 2**30
-FULL = 0.9  # of what is free: beyond it, a warning
+FULL_SHARE = 0.9  # of the free bytes: beyond it, a warning
 
 # Resident memory of a process before it holds any model: Python, and torch where it is used. Measured on Linux with
 # torch's CPU build: 246, 692 (a replica with vLLM), 360, 110, 44 and 38 MiB, and rounded up (a CUDA build adds the
@@ -83,24 +83,24 @@ def bytes_of(dtype: str) -> int:
 
 
 def trained_weights(experiment: Experiment, model: ModelSizes) -> int:
-    """Count of the weights that are trained, published and saved: the model's, or its adapter's."""
+    """Count the weights that are trained, published and saved: the model's, or its adapter's."""
     adapter, folder = experiment.model.adapter, experiment.model.path
     if adapter is None:
         return model.parameters
     if implementation_of(folder, experiment.model.implementation) == "transformers":
         return adapter_size(folder, adapter)
     decoder = DecoderConfig.from_pretrained(Path(folder))
-    return sum(one.size for one in adapted_targets(decoder, adapter))
+    return sum(target.size for target in adapted_targets(decoder, adapter))
 
 
 def uncovered_groups(experiment: Experiment) -> int:
-    """Trained groups whose payloads are kept at once, at most: those that no kept checkpoint covers."""
+    """The largest number of trained groups whose payloads are kept at once: no kept checkpoint covers them."""
     kept = experiment.checkpoint
     return min(experiment.run.steps, kept.every_steps * (kept.keep_last + 1)) * experiment.queue.groups_per_step
 
 
 def memory_uses(experiment: Experiment, model: ModelSizes) -> list[MemoryUse]:
-    """Bytes that each process and kind of file needs, and in which place."""
+    """List the bytes that each process and kind of file needs, with the place where it needs them."""
     queue, run, weights = experiment.queue, experiment.run.directory, trained_weights(experiment, model)
     open_rollouts = queue.groups_per_step * (queue.budget + 1) * experiment.largest_group
     open_tokens = open_rollouts * experiment.max_sequence_tokens
@@ -116,12 +116,12 @@ def memory_uses(experiment: Experiment, model: ModelSizes) -> list[MemoryUse]:
         ("orchestrator", "memory", {"base": base, "open rollouts": open_bytes} | open_sets | _of_grammars(experiment)),
         (f"{workers} verifier" + "s" * (workers > 1), "memory", {"base": workers * BASE_BYTES["verifier"]}),
         *([] if experiment.control.mode == "off" else [controller]),
-        *(("published weights", place, {"versions": published}) for place in _published_to(experiment)),
+        *(("published weights", location, {"versions": published}) for location in _published_to(experiment)),
         ("checkpoints", run, {"checkpoints": kept * 12 * weights, "best": 2 * 4 * weights}),
         ("buffer", run, {"payloads": (trained + open_tokens) * (_TOKEN_BYTES_ON_DISK + experts)} | all_sets),
         *([] if experiment.ledger.rollouts == "none" else [("rollouts", run, {"record": _recorded_bytes(experiment)})]),
     ]
-    others = (MemoryUse(name=name, place=place, parts=parts) for name, place, parts in uses)
+    others = (MemoryUse(name=name, place=location, parts=parts) for name, location, parts in uses)
     return [*_generators(experiment, model), *_trainers(experiment, model), *others]
 
 
@@ -149,16 +149,16 @@ def _of_sets(size: int) -> dict[str, int]:
 
 
 def _recorded_bytes(experiment: Experiment) -> int:
-    """Size of RUN/rollouts at the run's end, as far as it is trained."""
-    share, most = experiment.ledger.rollouts, experiment.ledger.rollouts_max_bytes
+    """Size of RUN/rollouts at the run's end, of trained rollouts alone."""
+    share, limit = experiment.ledger.rollouts, experiment.ledger.rollouts_max_bytes
     rollouts = experiment.run.steps * experiment.queue.groups_per_step * experiment.largest_group
     each = experiment.max_sequence_tokens * _RECORDED_TOKEN_BYTES + _RECORDED_ROLLOUT_BYTES
     size = round(rollouts * each * (share if isinstance(share, float) else 1))
-    return size if most is None else min(size, most)
+    return size if limit is None else min(size, limit)
 
 
 def _published_to(experiment: Experiment) -> list[str]:
-    """The places where published weights lie: this machine's, and mirrored on nodes that generate."""
+    """The places of published weights: this machine's shared memory, and that of nodes that generate."""
     nodes = dict.fromkeys(parse_device(device).node for device in experiment.generator.devices)
     return [str(SHARED_MEMORY), *(f"{SHARED_MEMORY}{_OF_NODE}{node}" for node in nodes if node)]
 
@@ -186,7 +186,7 @@ def _generator(experiment: Experiment, model: ModelSizes, name: str, device: str
         context = min(context, settings.kv_capacity_tokens)  # slots are this long even where few can be full at once
     # Beyond windows as well.
     kv = settings.slots * context * (model.cached_values * width + expert_bytes(experiment))
-    packed = native_kernels_wanted() and parse_device(device).threads == 1 and width == 4
+    packed = native_kernels_enabled() and parse_device(device).threads == 1 and width == 4
     trained, adapted = trained_weights(experiment, model), experiment.model.adapter is not None
     revisions = 0 if not adapted else experiment.queue.budget + 2 if settings.update_mode == "finish" else 2
     on_device = {
@@ -202,21 +202,21 @@ def _generator(experiment: Experiment, model: ModelSizes, name: str, device: str
 
 
 def _vllm(experiment: Experiment, model: ModelSizes, name: str, device: str) -> Iterator[MemoryUse]:
-    """Memory of a vLLM replica. Each rank is a process on a GPU of its own, and reads new weights whole."""
+    """Memory of a vLLM replica. Each rank is a process on a GPU of its own, and reads new weights completely."""
     settings, width = experiment.generator, bytes_of(experiment.generator.dtype)
-    own, ranks = settings.engine_arguments, settings.engine_arguments.get("tensor_parallel_size", 1)
+    arguments, ranks = settings.engine_arguments, settings.engine_arguments.get("tensor_parallel_size", 1)
     weights = model.parameters * width
     per_slot = min(experiment.max_sequence_tokens, model.max_positions)
     tokens = settings.kv_capacity_tokens or settings.slots * per_slot
     kv = model.cached_values // model.kv_heads * -(-model.kv_heads // ranks) * tokens * width
-    if "gpu_memory_utilization" in own or "num_gpu_blocks_override" in own:
-        kv = 0  # what is there, or more than can be told from here
+    if "gpu_memory_utilization" in arguments or "num_gpu_blocks_override" in arguments:
+        kv = 0  # the free memory, or an unknown size
     on_cpu = parse_device(device).kind == "cpu"
     packed = model.vocabulary_size * model.width * width if on_cpu and model.tied else 0  # the head's own copy
     on_device = {
         "weights": -(-weights // ranks),
         "packed weights": packed,
-        "KV cache": own.get("kv_cache_memory_bytes", kv),
+        "KV cache": arguments.get("kv_cache_memory_bytes", kv),
         "activations": _step_bytes(experiment, model, width),
     }
     on_host = {"base": BASE_BYTES["vllm"], "update buffer": weights}
@@ -235,7 +235,7 @@ def _vllm(experiment: Experiment, model: ModelSizes, name: str, device: str) -> 
 
 
 def _step_bytes(experiment: Experiment, model: ModelSizes, width: int) -> int:
-    """Activations of the largest step, and what sampling makes of its logits."""
+    """Bytes of the activations of the largest step, and of the sampling of its logits."""
     settings = experiment.generator
     # Resumed requests, and all of them after an update that recomputes, prefill what they have sampled as well.
     longest = experiment.max_sequence_tokens
@@ -251,7 +251,7 @@ def _step_bytes(experiment: Experiment, model: ModelSizes, width: int) -> int:
 
 def _trainers(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
     settings, weights, trained = experiment.trainer, model.parameters, trained_weights(experiment, model)
-    apart = 0 if experiment.model.adapter is None else trained
+    adapter_weights = 0 if experiment.model.adapter is None else trained
     kept = model.outside  # never quantised
     base = 4 * kept + round(_BASE_BYTES_OF_WEIGHT[experiment.model.quantization] * (weights - kept))
     tokens, ranks = max(settings.micro_batch_tokens, experiment.max_sequence_tokens), len(settings.devices)
@@ -262,7 +262,7 @@ def _trainers(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
     logits = min(CHUNK_LOGITS, tokens * model.vocabulary_size)
     dtype, again = settings.dtype, settings.gradient_checkpointing
     on_device = {
-        "weights": base + 4 * apart,
+        "weights": base + 4 * adapter_weights,
         "gradients": 4 * trained * (2 if ranks > 1 else 1),
         "AdamW": 8 * trained,
         "activations": model.activation_bytes(tokens, bytes_of(dtype), checkpointing=again)
@@ -273,8 +273,9 @@ def _trainers(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
     if experiment.algorithm.kl_coefficient > 0:
         folder = experiment.model.reference
         reference = sizes_of(folder) if folder else model
-        own = apart and (not folder or Path(folder) == Path(experiment.model.path))  # the model without its adapter
-        on_device["reference"] = 0 if own else reference.parameters * bytes_of(dtype)
+        # the reference is then the model without its adapter
+        shares_model = adapter_weights and (not folder or Path(folder) == Path(experiment.model.path))
+        on_device["reference"] = 0 if shares_model else reference.parameters * bytes_of(dtype)
     for rank, device in enumerate(settings.devices):
         on_host = {"base": BASE_BYTES["trainer"]} | _of_sets(samples * kept_set_bytes(experiment, model))
         on_host |= _of_grammars(experiment) if experiment.kept_sets else {}
@@ -282,21 +283,21 @@ def _trainers(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
 
 
 def _on_device(name: str, device: str, on_device: dict[str, int], on_host: dict[str, int]) -> Iterator[MemoryUse]:
-    node, own = split_node(device)
+    node, local_name = split_node(device)
     memory = f"memory{_OF_NODE}{node}" if node else "memory"
-    if parse_device(own).kind == "cpu":
+    if parse_device(local_name).kind == "cpu":
         yield MemoryUse(name=name, place=memory, parts=on_host | on_device)
     else:
         yield MemoryUse(name=name, place=device, parts={"context": CUDA_CONTEXT_BYTES} | on_device)
         yield MemoryUse(name=name, place=memory, parts=on_host)
 
 
-# --- what is there ---------------------------------------------------------------------------------------
+# --- capacities ------------------------------------------------------------------------------------------
 
 
 def memory_places(uses: list[MemoryUse], on_nodes: Mapping[str, tuple[int, int]] = {}) -> list[MemoryPlace]:
-    """Each place's needed, total and available bytes; None where the latter two are unknown. ``on_nodes``: what is
-    known of places on nodes."""
+    """Compute each place's needed, total and available bytes; None where the latter two are unknown. ``on_nodes``: the
+    (total, available) bytes of places on nodes."""
     needed: Counter[str] = Counter()
     for use in uses:
         needed[use.place] += use.total_bytes
@@ -305,27 +306,27 @@ def memory_places(uses: list[MemoryUse], on_nodes: Mapping[str, tuple[int, int]]
     places: list[MemoryPlace] = []
     for name, total in needed.items():
         if name == "memory":
-            found = machine_memory()
+            sizes = machine_memory()
         elif name.startswith("cuda:"):
-            found = gpu_memory(parse_device(name).first)
-        elif _is_on_node(name):  # only its agent can tell
-            found = on_nodes.get(name)
+            sizes = gpu_memory(parse_device(name).first)
+        elif _is_on_node(name):  # only its agent knows
+            sizes = on_nodes.get(name)
         elif name == str(SHARED_MEMORY) and not SHARED_MEMORY.is_dir():
-            found = (0, 0)
+            sizes = (0, 0)
         else:
-            found = _disk(Path(name))
-        capacity, available = found if found is not None else (None, None)
+            sizes = _disk(Path(name))
+        capacity, available = sizes if sizes is not None else (None, None)
         places.append(MemoryPlace(name=name, needed_bytes=total, capacity_bytes=capacity, available_bytes=available))
     return places
 
 
-def _is_on_node(place: str) -> bool:
-    return _OF_NODE in place or "/cuda:" in place
+def _is_on_node(name: str) -> bool:
+    return _OF_NODE in name or "/cuda:" in name
 
 
 def gpu_memory(index: int) -> tuple[int, int] | None:
-    """(in all, free) bytes of a GPU, as its driver's tool says; ``index`` counts in CUDA_VISIBLE_DEVICES. None: no such
-    tool, or no such GPU."""
+    """(Total, free) bytes of a GPU by its driver's tool; ``index`` counts in CUDA_VISIBLE_DEVICES. None without such a
+    tool or GPU."""
     visible = [entry.strip() for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()]
     name = visible[index] if index < len(visible) else str(index)
     command = ["nvidia-smi", f"--id={name}", "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits"]
@@ -339,13 +340,13 @@ def gpu_memory(index: int) -> tuple[int, int] | None:
 
 def _disk(path: Path) -> tuple[int, int] | None:
     try:
-        usage = shutil.disk_usage(existing(path))
+        usage = shutil.disk_usage(nearest_folder(path))
     except OSError:
         return None
     return usage.total, usage.free
 
 
-def existing(path: Path) -> Path:
+def nearest_folder(path: Path) -> Path:
     """``path`` or the nearest folder above it that exists."""
     path = path.absolute()
     while not path.is_dir():
@@ -357,46 +358,46 @@ def existing(path: Path) -> Path:
 
 
 def memory_findings(uses: list[MemoryUse], places: list[MemoryPlace]) -> Findings:
-    """Findings on places: an error for what can't fit, a warning for more than ``FULL`` of what is free now."""
+    """Check the places: an error for needs beyond the capacity, a warning beyond ``FULL_SHARE`` of the free bytes."""
     findings = Findings()
-    for place in places:
-        if place.capacity_bytes is not None and place.available_bytes is not None:
-            there = [use for use in uses if use.place == place.name]
-            if place.name.partition(_OF_NODE)[0] == str(SHARED_MEMORY):
-                _look_at_shared_memory(place, place.available_bytes, findings)
-            elif place.name == "memory" or place.name.startswith("cuda:") or _is_on_node(place.name):
-                _look_at_memory(there, place, place.capacity_bytes, place.available_bytes, findings)
+    for location in places:
+        if location.capacity_bytes is not None and location.available_bytes is not None:
+            local_uses = [use for use in uses if use.place == location.name]
+            if location.name.partition(_OF_NODE)[0] == str(SHARED_MEMORY):
+                _check_shared_memory(location, location.available_bytes, findings)
+            elif location.name == "memory" or location.name.startswith("cuda:") or _is_on_node(location.name):
+                _check_memory(local_uses, location, location.capacity_bytes, location.available_bytes, findings)
             else:
-                _look_at_disk(there, place, place.available_bytes, findings)
+                _check_disk(local_uses, location, location.available_bytes, findings)
     return findings
 
 
-def _look_at_shared_memory(place: MemoryPlace, free: int, findings: Findings) -> None:
-    if place.needed_bytes > free:
-        room = f"{place.name} has no room for {gibibytes(place.needed_bytes)} of published weights"
-        findings.warning("weights", f"{room}: the temporary folder will be used, which is slower")
+def _check_shared_memory(location: MemoryPlace, free: int, findings: Findings) -> None:
+    if location.needed_bytes > free:
+        problem = f"{location.name} has no room for {gibibytes(location.needed_bytes)} of published weights"
+        findings.warning("weights", f"{problem}: the temporary folder will be used, which is slower")
 
 
-def _look_at_memory(uses: list[MemoryUse], place: MemoryPlace, capacity: int, free: int, findings: Findings) -> None:
+def _check_memory(uses: list[MemoryUse], location: MemoryPlace, capacity: int, free: int, findings: Findings) -> None:
     largest = max(uses, key=lambda use: use.total_bytes)
     purpose = max(largest.parts, key=lambda part: largest.parts[part])
-    needs = f"up to {gibibytes(place.needed_bytes)} of {place.name} needed (most by {largest.name}: {purpose})"
-    if place.needed_bytes > capacity:
+    needs = f"up to {gibibytes(location.needed_bytes)} of {location.name} needed (most by {largest.name}: {purpose})"
+    if location.needed_bytes > capacity:
         findings.error(_key(largest, purpose), f"{needs}, but there are only {gibibytes(capacity)}")
-    elif place.needed_bytes > FULL * free:
+    elif location.needed_bytes > FULL_SHARE * free:
         findings.warning(_key(largest, purpose), f"{needs}, and {gibibytes(free)} are free now")
 
 
-def _look_at_disk(uses: list[MemoryUse], place: MemoryPlace, free: int, findings: Findings) -> None:
+def _check_disk(uses: list[MemoryUse], location: MemoryPlace, free: int, findings: Findings) -> None:
     """Checkpoints are sure to come; the buffer is as large as stated only if every response is as long as allowed."""
     checkpoints = sum(use.total_bytes for use in uses if use.name == "checkpoints")
-    at, needed = existing(Path(place.name)), gibibytes(checkpoints)
+    folder, needed = nearest_folder(Path(location.name)), gibibytes(checkpoints)
     if checkpoints > free:
-        findings.error("run.directory", f"{gibibytes(free)} free at {at}, but checkpoints need {needed}")
-    elif place.needed_bytes > FULL * free:
-        rest = gibibytes(place.needed_bytes - checkpoints)
-        what = "the buffer and the record of rollouts (ledger.rollouts)"
-        message = f"only {gibibytes(free)} free at {at}; checkpoints need {needed}, {what} up to {rest}"
+        findings.error("run.directory", f"{gibibytes(free)} free at {folder}, but checkpoints need {needed}")
+    elif location.needed_bytes > FULL_SHARE * free:
+        rest = gibibytes(location.needed_bytes - checkpoints)
+        others = "the buffer and the record of rollouts (ledger.rollouts)"
+        message = f"only {gibibytes(free)} free at {folder}; checkpoints need {needed}, {others} up to {rest}"
         findings.warning("run.directory", message)
 
 
@@ -413,8 +414,8 @@ def gibibytes(size: float) -> str:
 
 
 def peak_resident_bytes(process_id: int) -> int | None:
-    """Peak resident memory of a live process, without what it shares through /dev/shm (published weights, which are
-    counted there, once); None when it is gone."""
+    """Peak resident memory of a live process, without the memory that it shares through /dev/shm; None when it is gone.
+    Published weights are there, and are counted once."""
     try:
         lines = Path(f"/proc/{process_id}/status").read_text().splitlines()
         sizes = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}

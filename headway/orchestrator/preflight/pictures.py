@@ -1,4 +1,4 @@
-"""Sizes of prompts with pictures, before the start: some of them are made."""
+"""Checks the sizes of prompts with pictures, before the start, on some that it makes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from headway.config.schema import Experiment
 from headway.models.hub.pixels import CACHED
-from headway.models.hub.prompts import Pictures
+from headway.models.hub.prompts import PictureClient
 from headway.orchestrator.preflight.findings import Findings
 from headway.orchestrator.preflight.memory import gibibytes, uncovered_groups
 from headway.records.task import Task
@@ -21,7 +21,7 @@ _LIMIT_S = 120.0  # for all of them, the start of the process included
 
 
 def picture_findings(experiment: Experiment, sets: Mapping[str, Sequence[Task]]) -> Findings:
-    """Make the prompts of some tasks by the run's own process; their sizes, and what is wrong with them."""
+    """Make the prompts of some tasks in the run's own process; report their sizes and problems."""
     findings = Findings()
     seen = {split: [task for task in tasks if task.pictures] for split, tasks in sets.items()}
     tried = [task for tasks in seen.values() for task in tasks[:_TRIED]]
@@ -30,14 +30,14 @@ def picture_findings(experiment: Experiment, sets: Mapping[str, Sequence[Task]])
     with findings.refused("model.path"), ScratchFolder("headway-check-") as folder:
         run = experiment.run.model_copy(update={"directory": str(folder)})
         try:
-            made = asyncio.run(_made(experiment.model_copy(update={"run": run}), tried))
+            made = asyncio.run(_make_prompts(experiment.model_copy(update={"run": run}), tried))
         except TimeoutError:
             findings.warning("tasks", f"{len(tried)} prompts with pictures weren't made within {_LIMIT_S:g} s")
             return findings
         sizes = [(len(ids), size) for task, ids, size in made if not task.unshown]
         if refused := [task.unshown for task, _, _ in made if task.unshown]:
-            tell = findings.warning if sizes else findings.error
-            tell("tasks", f"{len(refused)} of {len(made)} prompts tried would fail their groups: {refused[0]}")
+            report = findings.warning if sizes else findings.error
+            report("tasks", f"{len(refused)} of {len(made)} prompts tried would fail their groups: {refused[0]}")
         if not sizes:
             return findings
         tokens, each = max(tokens for tokens, _ in sizes), sum(size for _, size in sizes) // len(sizes)
@@ -57,11 +57,11 @@ def picture_findings(experiment: Experiment, sets: Mapping[str, Sequence[Task]])
     return findings
 
 
-async def _made(experiment: Experiment, tasks: Sequence[Task]) -> list[tuple[Task, Any, int]]:
-    """These tasks' prompts. Raises TimeoutError, and as `Pictures.prompt`."""
-    pictures = Pictures(LocalLauncher(clock := RealClock()), clock, experiment)
+async def _make_prompts(experiment: Experiment, tasks: Sequence[Task]) -> list[tuple[Task, Any, int]]:
+    """Make these tasks' prompts. Raises TimeoutError, and as `PictureClient.prompt`."""
+    pictures = PictureClient(LocalLauncher(clock := RealClock()), clock, experiment)
     try:
         async with asyncio.timeout(_LIMIT_S):
-            return [await pictures.prompt(task, hold=False) for task in tasks]
+            return [await pictures.prompt(task, for_evaluation=False) for task in tasks]
     finally:
         await pictures.stop()

@@ -1,4 +1,4 @@
-"""`headway check`, whole: what can be found, what will be needed, and how fast the run will be."""
+"""`headway check`: finds problems, sizes the memory, and forecasts the rates of a run before its start."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from headway.config.schema import Experiment
 from headway.control.tuning.forecast import RunShape, forecast
 from headway.control.tuning.ledger_model import shape_of
 from headway.models.sizes import sizes_of
-from headway.orchestrator.preflight.calibration import SECONDS, OnProgress, calibrate, lent_replicas
-from headway.orchestrator.preflight.check import check, comes_of_sft
+from headway.orchestrator.preflight.calibration import SECONDS, OnProgress, calibrate, shared_replicas
+from headway.orchestrator.preflight.check import check, is_made_by_sft
 from headway.orchestrator.preflight.cluster import node_findings
 from headway.orchestrator.preflight.findings import Findings
 from headway.orchestrator.preflight.memory import gibibytes, memory_places, memory_uses
@@ -20,7 +20,7 @@ from headway.records.check_report import Calibration, CheckReport, Finding, Fore
 from headway.records.task import Task
 from headway.runtime.devices import cuda_device_count, machine_cores, parse_device
 
-_SHARE = 0.95  # of the ideal rate: a budget that reaches less is worth a warning
+_ENOUGH_SHARE = 0.95  # of the ideal rate: a budget that reaches less is worth a warning
 
 
 def preview(
@@ -33,13 +33,13 @@ def preview(
     on_progress: OnProgress = lambda text: None,
     on_findings: Callable[[list[Finding]], None] = lambda findings: None,
 ) -> CheckReport:
-    """Check (``strict``: see `check`), size, look at the nodes (``deep``: model files there byte by byte), calibrate
-    (None seconds: don't), forecast; nothing but check while the model is still to be made. ``on_findings`` gets what is
-    found before any worker is started, and again what is found later. With an error among it nothing more is started.
-    Raises what ``calibrate`` raises when a worker fails."""
+    """Check, size the memory, check the nodes, calibrate and forecast. ``strict``: see `check`; ``deep``: compare model
+    files on the nodes byte by byte; ``seconds`` None: don't calibrate. Nothing but the check while the model is still
+    to be made. ``on_findings`` gets the findings before any worker is started, and again later ones. With an error
+    among them nothing more is started. Raises the errors of ``calibrate`` when a worker fails."""
     findings = Findings(check(experiment, resume=resume, ahead=True, strict=strict))
     on_findings(findings)
-    if any(finding.level == "error" for finding in findings) or comes_of_sft(experiment):
+    if any(finding.level == "error" for finding in findings) or is_made_by_sft(experiment):
         return CheckReport(findings=findings)
     on_nodes = node_findings(experiment, deep=deep, on_progress=on_progress)
     on_findings(on_nodes.by_level())
@@ -48,15 +48,15 @@ def preview(
         return CheckReport(findings=findings.by_level())
     uses = memory_uses(experiment, sizes_of(experiment.model.path))
     places = memory_places(uses)
-    if seconds is not None and experiment.environment.name != "single_turn":  # what it does takes longer to be seen
-        unseen = Findings()
-        unseen.info(
+    if seconds is not None and experiment.environment.name != "single_turn":  # its episodes take longer
+        environment_findings = Findings()
+        environment_findings.info(
             "environment.name",
             f"rates of {experiment.environment.name} aren't measured before a run, which takes longer than a "
             "calibration; after some steps headway doctor has them",
         )
-        on_findings(unseen)
-        findings, seconds = Findings(findings + unseen), None
+        on_findings(environment_findings)
+        findings, seconds = Findings(findings + environment_findings), None
     if seconds is None:
         return CheckReport(findings=findings.by_level(), memory=uses, places=places)
     sets = load_task_sets(experiment)
@@ -67,35 +67,35 @@ def preview(
     measured, lengths = calibrate(experiment, sets["train"], seconds=seconds, on_progress=on_progress)
     on_progress("forecasts the run")
     predicted = forecast(run_shape(experiment, sets), measured, lengths)
-    more = calibration_findings(experiment, measured, predicted)
-    _look_at_tasks(experiment, len(sets["train"]), more)
-    on_findings(more)
+    later_findings = calibration_findings(experiment, measured, predicted)
+    _check_tasks(experiment, len(sets["train"]), later_findings)
+    on_findings(later_findings)
     return CheckReport(
-        findings=Findings(findings + more).by_level(),
-        memory=_measured(uses, measured),
+        findings=Findings(findings + later_findings).by_level(),
+        memory=_with_measured_bytes(uses, measured),
         places=places,
         calibration=measured,
         forecast=predicted,
     )
 
 
-def _measured(uses: list[MemoryUse], measured: Calibration) -> list[MemoryUse]:
-    found = measured.resident_bytes
+def _with_measured_bytes(uses: list[MemoryUse], measured: Calibration) -> list[MemoryUse]:
+    resident_bytes = measured.resident_bytes
     return [
-        msgspec.structs.replace(use, measured_bytes=found.get(use.name)) if use.place == "memory" else use
+        msgspec.structs.replace(use, measured_bytes=resident_bytes.get(use.name)) if use.place == "memory" else use
         for use in uses
     ]
 
 
 def run_shape(experiment: Experiment, sets: Mapping[str, Sequence[Task]]) -> RunShape:
-    """A forecast's inputs from the experiment and its task sets (``sets``: by split)."""
+    """Compute a forecast's inputs from the experiment and its task sets (``sets``: by split)."""
     evaluation = experiment.evaluation
     samples = {split: len(tasks) * evaluation.samples_per_task for split, tasks in sets.items()}
     held = samples.get("validation", 0) * evaluation.before
     held += samples.get("test", 0) * (evaluation.before + evaluation.after)
     during = samples.get("validation", 0)
     return msgspec.structs.replace(
-        shape_of(experiment, lent_replicas(experiment), _free_devices(experiment)),
+        shape_of(experiment, shared_replicas(experiment), _free_devices(experiment)),
         evaluated_samples=held,
         evaluated_per_step=during / evaluation.every_steps if evaluation.every_steps else 0.0,
         evaluated_per_s=during / evaluation.every_s if evaluation.every_s else 0.0,
@@ -103,7 +103,7 @@ def run_shape(experiment: Experiment, sets: Mapping[str, Sequence[Task]]) -> Run
 
 
 def _free_devices(experiment: Experiment) -> int:
-    """GPUs, or cores where neither side has a GPU, that no worker uses on this machine."""
+    """Count the GPUs of this machine that no worker uses; its cores where neither generator nor trainer has a GPU."""
     named = map(parse_device, (*experiment.generator.devices, *experiment.trainer.devices))
     devices = [device for device in named if not device.node]
     gpus = {device.first for device in devices if device.kind == "cuda"}
@@ -114,9 +114,9 @@ def _free_devices(experiment: Experiment) -> int:
 
 
 def calibration_findings(experiment: Experiment, measured: Calibration, predicted: Forecast) -> Findings:
-    """Findings on the configuration from the calibration's measurements."""
+    """Check the configuration by the calibration's measurements."""
     findings = Findings()
-    _look_at_budget(experiment, measured, predicted, findings)
+    _check_budget(experiment, measured, predicted, findings)
     lengths, limit = measured.lengths, experiment.rollout.max_response_tokens
     if not lengths.finished:
         findings.warning(
@@ -139,12 +139,12 @@ def calibration_findings(experiment: Experiment, measured: Calibration, predicte
             f"none of {measured.groups} groups could be trained: all their rewards are equal; easier or harder tasks, "
             "a larger rollout.group_size, or a model that was taught the format first",
         )
-    look_at_residents(experiment, measured, findings)
+    check_resident_memory(experiment, measured, findings)
     return findings
 
 
-def look_at_residents(experiment: Experiment, measured: Calibration, findings: Findings) -> None:
-    """Processes that already hold more than was predicted for their whole run."""
+def check_resident_memory(experiment: Experiment, measured: Calibration, findings: Findings) -> None:
+    """Warn of processes that already hold more memory than was predicted for their entire run."""
     for use in memory_uses(experiment, sizes_of(experiment.model.path)):
         resident = measured.resident_bytes.get(use.name, 0) if use.place == "memory" else 0
         if resident > 1.3 * use.total_bytes:
@@ -155,10 +155,10 @@ def look_at_residents(experiment: Experiment, measured: Calibration, findings: F
             )
 
 
-def _look_at_budget(experiment: Experiment, measured: Calibration, predicted: Forecast, findings: Findings) -> None:
+def _check_budget(experiment: Experiment, measured: Calibration, predicted: Forecast, findings: Findings) -> None:
     budget, needed = experiment.queue.budget, predicted.needed_budget
     share = next((entry.share for entry in predicted.budgets if entry.budget == budget), 1.0)
-    if experiment.queue.overdue != "wait" or budget >= needed or share >= _SHARE:
+    if experiment.queue.overdue != "wait" or budget >= needed or share >= _ENOUGH_SHARE:
         return
     reached = next((entry.share for entry in predicted.budgets if entry.budget == needed), None)
     longest = "max_response_tokens" if predicted.longest_is == "limit" else "p99"
@@ -172,8 +172,8 @@ def _look_at_budget(experiment: Experiment, measured: Calibration, predicted: Fo
     )
 
 
-def _look_at_tasks(experiment: Experiment, tasks: int, findings: Findings) -> None:
-    """Few tasks limit no rate (a task comes again in the next pass), but what is learnt from one step."""
+def _check_tasks(experiment: Experiment, tasks: int, findings: Findings) -> None:
+    """Report few tasks. They limit no rate (a task comes again in the next pass), but the signal of one step."""
     queue = experiment.queue
     open_groups = min(
         queue.groups_per_step * (queue.budget + 1),

@@ -1,4 +1,4 @@
-"""References prove themselves: tasks that a verifier doesn't solve by their own answers are left out before a run."""
+"""Proves references before a run: tasks that a verifier doesn't solve by their own answers are left out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import msgspec
 
 from headway.config.schema import Experiment
 from headway.config.sources import TaskSource, VerifierSettings
-from headway.orchestrator.task_sets import may_reward, named_verifiers
+from headway.orchestrator.task_sets import named_verifiers, rollouts_may_reward
 from headway.records.errors import ConfigurationError
 from headway.records.task import Task
 from headway.rollout.verification import client
@@ -24,15 +24,15 @@ from headway.rollout.verification.references import provable_parts
 from headway.runtime.user_cache import cache_root, write_cached
 from headway.runtime.workers import EventCallback
 from headway.tasks.rows import short
-from headway.tasks.sources import rows_of
+from headway.tasks.sources import row_name_of
 from headway.telemetry.ledger import EVENT_LEFT_OUT
 
 _AT_ONCE = 100  # references that a verifier's process is given together
-_SAY_S = 5.0  # between lines of progress
+_REPORT_S = 5.0  # between lines of progress
 _MOST_SHARE = 0.01  # of a source's tasks that may be left out
 _MOST_KEPT = 1_000_000  # proofs of one verifier in the cache
 _PACKAGES = ("math-verify", "latex2sympy2-extended", "sympy", "reasoning-gym")
-_LIKE = re.compile(r"'[^']*'|\"[^\"]*\"|\d+(?:\.\d+)?")
+_VARIABLE_PARTS = re.compile(r"'[^']*'|\"[^\"]*\"|\d+(?:\.\d+)?")
 _NO_ANSWER = (
     "regex without an answer, which any match would solve: columns.answer names its column or path "
     "(reward_model.ground_truth); columns.answer = '' says that a match is enough"
@@ -40,7 +40,7 @@ _NO_ANSWER = (
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """Tasks of one source that are left out for alike reasons."""
+    """Tasks of one source that are left out for reasons of one kind."""
 
     split: str
     source: str
@@ -49,11 +49,11 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
     of: int  # tasks of the source, these included
 
     def line(self, sources: Sequence[TaskSource]) -> str:
-        """How many, why, and the row of the first, in a line."""
+        """Format the count, the reason, and the row of the first task in a line."""
         first, count = self.tasks[0], len(self.tasks)
-        where = rows_of(sources, first) or f"task {first.task_id}"
-        what = f"{count:,} of {self.of:,} tasks of {self.source} " + ("is" if count == 1 else "are")
-        return f"{what} left out: {where}: answer {short(first.answer)}: {self.reason}"
+        row = row_name_of(sources, first) or f"task {first.task_id}"
+        subject = f"{count:,} of {self.of:,} tasks of {self.source} " + ("is" if count == 1 else "are")
+        return f"{subject} left out: {row}: answer {short(first.answer)}: {self.reason}"
 
 
 async def prove_references(
@@ -62,16 +62,16 @@ async def prove_references(
     pool: client.VerifierPool,
     known: Mapping[str, str] | None = None,
 ) -> list[LeftOut]:
-    """Tasks of ``sets`` (by split) whose own answers the verifiers of ``pool``, started, don't solve; none where
-    environments or functions of the user's may give the rewards. Proofs are kept in the user's cache. ``known``:
+    """Find the tasks of ``sets`` (by split) whose own answers the verifiers of ``pool``, started, don't solve. None
+    where environments or functions of the user's may give the rewards. Proofs are kept in the user's cache. ``known``:
     reasons of tasks that this run has left out before, by id."""
-    if may_reward(experiment):
+    if rollouts_may_reward(experiment):
         return []
     settings = {"": experiment.verifier, **named_verifiers(experiment, sets)}
     known, reasons = known or {}, dict[tuple[str, str], str]()
     asked: dict[str, list[Task]] = defaultdict(list)
     for split, tasks in sets.items():
-        explicit = {one.called for one in getattr(experiment.tasks, split) if one.columns.answer == "" or one.convert}
+        explicit = {s.display_name for s in getattr(experiment.tasks, split) if s.columns.answer == "" or s.convert}
         for task in tasks:
             chosen = settings[task.verifier]
             if task.task_id in known:
@@ -82,7 +82,7 @@ async def prove_references(
                 asked[task.verifier].append(task)
     for key, tasks in asked.items():
         proofs = await _proofs(settings[key], tasks, pool)
-        reasons |= {(split, one.task_id): proofs[one.task_id] for split in sets for one in tasks if proofs[one.task_id]}
+        reasons |= {(split, t.task_id): proofs[t.task_id] for split in sets for t in tasks if proofs[t.task_id]}
     return _by_reason(sets, reasons)
 
 
@@ -92,26 +92,26 @@ def _is_regex(verifier: VerifierSettings) -> bool:
 
 
 async def _proofs(verifier: VerifierSettings, tasks: Sequence[Task], pool: client.VerifierPool) -> dict[str, str]:
-    """Why tasks aren't solved by their answers, by id; "" for those that are."""
+    """The reasons for which tasks aren't solved by their answers, by id; "" for those that are."""
     generated = any(part.name == "reasoning-gym" for part in provable_parts(verifier))
     contents = {task.task_id: _content(task, generated) for task in tasks}
     path = cache_root("references") / f"{_identity(verifier)}.msgpack"
     kept: dict[bytes, str] = {}
     with suppress(OSError, msgspec.DecodeError):
         kept = msgspec.msgpack.decode(path.read_bytes(), type=dict[bytes, str])
-    new = {contents[task.task_id]: task for task in tasks if contents[task.task_id] not in kept}
-    found = await _prove(list(new.values()), pool)
-    lasting = {content: why for content, (why, lasts) in zip(new, found, strict=True) if lasts}
-    reasons = kept | {content: why for content, (why, _) in zip(new, found, strict=True)}
+    unproved = {contents[task.task_id]: task for task in tasks if contents[task.task_id] not in kept}
+    outcomes = await _prove(list(unproved.values()), pool)
+    lasting = {content: why for content, (why, lasts) in zip(unproved, outcomes, strict=True) if lasts}
+    reasons = kept | {content: why for content, (why, _) in zip(unproved, outcomes, strict=True)}
     if lasting:
-        together = dict([*kept.items(), *lasting.items()][-_MOST_KEPT:])
+        stored = dict([*kept.items(), *lasting.items()][-_MOST_KEPT:])
         with suppress(OSError):
-            write_cached(path, lambda file: file.write(msgspec.msgpack.encode(together)))
+            write_cached(path, lambda file: file.write(msgspec.msgpack.encode(stored)))
     return {task_id: reasons[content] for task_id, content in contents.items()}
 
 
 def _content(task: Task, generated: bool) -> bytes:
-    """Digest of what a proof depends on, besides the verifier."""
+    """Digest of a proof's inputs besides the verifier."""
     entry = msgspec.json.encode(task.metadata, order="sorted") if generated else b""
     return hashlib.blake2b(task.answer.encode("utf-8", "surrogatepass") + b"\0" + entry, digest_size=16).digest()
 
@@ -127,59 +127,60 @@ def _identity(verifier: VerifierSettings) -> str:
 
 
 async def _prove(tasks: Sequence[Task], pool: client.VerifierPool) -> list[tuple[str, bool]]:
-    """Reasons, and whether each would be the same again, in order; lines of progress on stderr."""
+    """Return each task's reason ("": proved), and whether it would be the same again, in order. Prints progress on
+    stderr."""
     loop = asyncio.get_running_loop()
-    said_s, done = loop.time(), 0
-    before = len(pool.worker_states)
+    reported_s, done = loop.time(), 0
+    workers = len(pool.worker_states)
     if len(tasks) > 20 * _AT_ONCE:
-        pool.set_workers(max(before, pool.most_workers()))
+        pool.set_workers(max(workers, pool.max_workers()))
 
     async def prove(chunk: Sequence[Task]) -> list[tuple[str, bool]]:
-        nonlocal said_s, done
+        nonlocal reported_s, done
         plain = [msgspec.structs.replace(task, prompt="", messages=()) for task in chunk]
         failures = [verdict.failure for verdict in await pool.prove(plain)]
         done += len(chunk)
-        if loop.time() - said_s > _SAY_S:
-            said_s = loop.time()
+        if loop.time() - reported_s > _REPORT_S:
+            reported_s = loop.time()
             print(f"references: {done:,} of {len(tasks):,} have been scored", file=sys.stderr)
-        return [("", True) if one is None else (one.cause, not one.infrastructure) for one in failures]
+        return [("", True) if failure is None else (failure.cause, not failure.infrastructure) for failure in failures]
 
-    chunks = (tasks[at : at + _AT_ONCE] for at in range(0, len(tasks), _AT_ONCE))
+    chunks = (tasks[start : start + _AT_ONCE] for start in range(0, len(tasks), _AT_ONCE))
     try:
-        return [one for found in await asyncio.gather(*map(prove, chunks)) for one in found]
+        return [outcome for outcomes in await asyncio.gather(*map(prove, chunks)) for outcome in outcomes]
     finally:
-        pool.set_workers(before)
+        pool.set_workers(workers)
 
 
 def _by_reason(sets: Mapping[str, Sequence[Task]], reasons: Mapping[tuple[str, str], str]) -> list[LeftOut]:
-    found: dict[tuple[str, str, str], list[tuple[Task, str]]] = defaultdict(list)
+    tasks_by_reason: dict[tuple[str, str, str], list[tuple[Task, str]]] = defaultdict(list)
     counts: dict[tuple[str, str], int] = defaultdict(int)
     for split, tasks in sets.items():
         for task in tasks:
             counts[split, task.source] += 1
             if why := reasons.get((split, task.task_id)):
-                found[split, task.source, _LIKE.sub("", why)].append((task, why))
+                tasks_by_reason[split, task.source, _VARIABLE_PARTS.sub("", why)].append((task, why))
     return [
         LeftOut(
             split=split,
             source=source,
-            reason=some[0][1],
-            tasks=tuple(task for task, _ in some),
+            reason=pairs[0][1],
+            tasks=tuple(task for task, _ in pairs),
             of=counts[split, source],
         )
-        for (split, source, _), some in found.items()
+        for (split, source, _), pairs in tasks_by_reason.items()
     ]
 
 
 def refused_sources(left_out: Iterable[LeftOut]) -> dict[tuple[str, str], str]:
-    """(split, source) of which too many tasks are left out -> in words."""
+    """Describe each (split, source) of which too many tasks are left out."""
     shares: dict[tuple[str, str], tuple[int, int]] = {}
-    for one in left_out:
-        before, _ = shares.get((one.split, one.source), (0, 0))
-        shares[one.split, one.source] = before + len(one.tasks), one.of
+    for exclusion in left_out:
+        previous, _ = shares.get((exclusion.split, exclusion.source), (0, 0))
+        shares[exclusion.split, exclusion.source] = previous + len(exclusion.tasks), exclusion.of
     return {
-        place: f"{count:,} of {of:,} tasks of {place[1]} aren't solved by their own answers, more than 1 %"
-        for place, (count, of) in shares.items()
+        source_key: f"{count:,} of {of:,} tasks of {source_key[1]} aren't solved by their own answers, more than 1 %"
+        for source_key, (count, of) in shares.items()
         if count > _MOST_SHARE * of
     }
 
@@ -191,29 +192,30 @@ async def leave_out_unproved(
     on_event: EventCallback,
     file: Path | None = None,
 ) -> dict[str, list[Task]]:
-    """``sets`` without the tasks whose references don't prove themselves, which ``on_event`` receives. ``file``: in the
-    run's folder, for its resume. Raises ConfigurationError where they are more than 1 % of a source."""
-    known = left_out_before(file)
+    """Return ``sets`` without the tasks whose references don't prove themselves; ``on_event`` receives these. ``file``:
+    in the run's folder, for its resume. Raises ConfigurationError where they are more than 1 % of a source."""
+    known = read_left_out(file)
     left_out = await prove_references(experiment, sets, pool, known)
-    lines = [f"tasks.{one.split}: {one.line(getattr(experiment.tasks, one.split))}" for one in left_out]
+    lines = [f"tasks.{part.split}: {part.line(getattr(experiment.tasks, part.split))}" for part in left_out]
     if refused := refused_sources(left_out):
-        whole = [f"tasks.{split}: {why}" for (split, _), why in refused.items()]
-        raise ConfigurationError("; ".join(whole + lines[:5]))
-    for one, line in zip(left_out, lines, strict=True):
-        on_event(EVENT_LEFT_OUT, line, split=one.split, source=one.source, tasks=len(one.tasks))
-    reasons = known | {task.task_id: one.reason for one in left_out for task in one.tasks}
+        refusals = [f"tasks.{split}: {why}" for (split, _), why in refused.items()]
+        raise ConfigurationError("; ".join(refusals + lines[:5]))
+    for exclusion, line in zip(left_out, lines, strict=True):
+        on_event(EVENT_LEFT_OUT, line, split=exclusion.split, source=exclusion.source, tasks=len(exclusion.tasks))
+    reasons = known | {task.task_id: exclusion.reason for exclusion in left_out for task in exclusion.tasks}
     if file is not None and reasons != known:
         write_cached(file, lambda opened: opened.write(msgspec.json.encode(reasons)))
-    without = {(one.split, task.task_id) for one in left_out for task in one.tasks}
+    without = {(exclusion.split, task.task_id) for exclusion in left_out for task in exclusion.tasks}
     return {split: [task for task in tasks if (split, task.task_id) not in without] for split, tasks in sets.items()}
 
 
-def left_out_before(file: Path | None) -> dict[str, str]:
-    """Ids of the tasks that a run has left out, and why, from the file in its folder. Raises ConfigurationError."""
+def read_left_out(file: Path | None) -> dict[str, str]:
+    """Read the ids of the tasks that a run has left out, and the reasons, from its folder's file. Raises
+    ConfigurationError."""
     if file is None or not file.is_file():
         return {}
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, str])
     except msgspec.DecodeError as error:
-        what = "is damaged, and the tasks that this run has left out are needed"
-        raise ConfigurationError(f"{file} {what}: {error}") from None
+        problem = "is damaged, and the tasks that this run has left out are needed"
+        raise ConfigurationError(f"{file} {problem}: {error}") from None

@@ -1,4 +1,4 @@
-"""Finds what is in the way of a run in its folder, or of its resume there, before it starts."""
+"""Checks a run's folder before the start, for a new run or a resume."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from headway.telemetry.ledger import read_ledger
 
 
 def directory_findings(experiment: Experiment, resume: bool, train: Sequence[Task], *, ahead: bool = False) -> Findings:
-    """Errors of the run's folder, and a warning where a resume has other training tasks; ``train``: those that were
-    read, none where they couldn't be. ``ahead``: a run that is there is looked at as its resume would."""
+    """Check the run's folder, and warn where a resume has other training tasks. ``train``: the tasks that were read,
+    none where they couldn't be. ``ahead``: a run that is there is checked as for its resume."""
     findings, directory = Findings(), RunDirectory(experiment.run.directory)
-    if ahead and not resume and directory.holds_run():
+    if ahead and not resume and directory.has_run():
         resume = True
         findings.warning(
             "run.directory",
@@ -29,12 +29,12 @@ def directory_findings(experiment: Experiment, resume: bool, train: Sequence[Tas
         findings.error("run.directory", f"{directory.path} is in use by process {holder}")
     if directory.path.exists() and not directory.path.is_dir():
         findings.error("run.directory", f"{directory.path} is a file; a folder is needed")
-    elif not resume and directory.holds_run():
+    elif not resume and directory.has_run():
         findings.error(
             "run.directory",
             f"{directory.path} already holds a run: continue it with --resume, or choose another directory",
         )
-    elif resume and not directory.holds_run():
+    elif resume and not directory.has_run():
         findings.error("run.directory", f"{directory.path} holds no run to resume: start it without --resume")
     elif resume:
         with findings.refused("run.directory"):

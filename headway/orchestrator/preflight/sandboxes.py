@@ -1,4 +1,4 @@
-"""Whether the run's sandboxes will work, before the start."""
+"""Checks whether the run's sandboxes will work, before the start."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ FOLDER = "sandboxes"  # of a run's: parked ones
 
 
 def sandbox_findings(experiment: Experiment) -> Findings:
-    """Findings, as of `preflight.findings`, on the experiment's sandboxes; none where its environment uses none.
-    Raises ConfigurationError where the backend isn't installed."""
+    """Check the experiment's sandboxes with `preflight.findings`; no findings where its environment uses none. Raises
+    ConfigurationError where the backend isn't installed."""
     findings = Findings()
     if not uses_sandboxes(experiment):
         return findings
-    for found in asyncio.run(_look(experiment)):
-        (findings.error if found.fatal else findings.warning)(KEY, str(found))
+    for finding in asyncio.run(_check_backend(experiment)):
+        (findings.error if finding.fatal else findings.warning)(KEY, str(finding))
     if too_few := _too_few(experiment):
         findings.error("sandbox.live", too_few)
     live, needed = experiment.sandbox.live, experiment.concurrent_rollouts
@@ -54,12 +54,12 @@ def _too_few(experiment: Experiment) -> str:
 def uses_sandboxes(experiment: Experiment) -> bool:
     """Whether the environment runs code in sandboxes; False if it can't be imported: reported elsewhere."""
     try:
-        return experiment.environment.replies and load_environment(experiment.environment).uses_sandbox
+        return experiment.environment.is_class and load_environment(experiment.environment).uses_sandbox
     except ConfigurationError:
         return False
 
 
-async def _look(experiment: Experiment) -> list[SandboxFinding]:
+async def _check_backend(experiment: Experiment) -> list[SandboxFinding]:
     snapshots = Path(experiment.run.directory, FOLDER)
     backend = backend_of(experiment.sandbox, snapshots=snapshots)
     try:

@@ -1,4 +1,4 @@
-"""How long training steps take: real steps of the real trainer, on batches made up from responses that were seen."""
+"""Times training steps: real steps of the real trainer, on batches made up from responses that were seen."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ async def time_steps(
     clock: Clock,
     seconds: float,
 ) -> StepTimes:
-    """Time steps of ever larger batches, up to a whole one, for about ``seconds``.
+    """Time steps of ever larger batches, up to a full one, for about ``seconds``.
 
-    The weights change, in the trainer's memory alone. Responses of the lengths expected are put together from ``seen``
+    The weights change, in the trainer's memory alone. Responses of the expected lengths are put together from ``seen``
     ones; with none seen, from repeated ids.
     """
     ranks = len(experiment.trainer.devices)
@@ -63,24 +63,24 @@ async def time_steps(
             break
         if count < full and len(timed[count]) > 1:  # the first step of all pays for new memory
             count = _larger(count, int(count * min(8.0, left_s / (2.0 * elapsed_s))), full, size)
-    # A group's prompt is computed once: parts of a group say nothing about steps of whole ones.
-    whole = {count: steps for count, steps in timed.items() if count % size == 0}
-    return _fit(whole or timed, version)
+    # A group's prompt is computed once: the times of partial groups don't predict those of complete ones.
+    group_steps = {count: steps for count, steps in timed.items() if count % size == 0}
+    return _fit(group_steps or timed, version)
 
 
 def _larger(count: int, affordable: int, full: int, size: int) -> int:
-    """The next batch, more than ``count`` samples: whole groups where they are affordable, and not the whole step
-    before half of it, so that there are two sizes to tell fixed and growing time by."""
-    most = full // 2 if count < size <= full // 2 else full
-    chosen = min(affordable, most)
+    """Choose the size of the next batch, more than ``count`` samples: complete groups where they are affordable. It
+    isn't the full step before half of it was timed: two sizes separate fixed from growing time."""
+    limit = full // 2 if count < size <= full // 2 else full
+    chosen = min(affordable, limit)
     if max(count, chosen) < size:
         return min(size, max(count + 1, chosen))
     return max(chosen // size, count // size + 1) * size
 
 
 def _fit(timed: dict[int, list[tuple[int, float]]], version: int) -> StepTimes:
-    """From the largest batches, and the next smaller ones for the part that doesn't grow with them. The first step of
-    a size is left out where there are others: it pays for memory."""
+    """Fit the times to the largest batches, and the next smaller ones for the part that doesn't grow with them. The
+    first step of a size is left out where there are others: it pays for memory."""
     sizes = sorted(timed)
     points: list[tuple[float, float]] = []
     for size in sizes[-2:]:
@@ -102,13 +102,13 @@ def _fit(timed: dict[int, list[tuple[int, float]]], version: int) -> StepTimes:
 def _batch(
     step: int, count: int, experiment: Experiment, seen: Sequence[Rollout], lengths: LengthDistribution
 ) -> TrainBatch:
-    """``count`` samples whose lengths are evenly spread quantiles of the distribution."""
+    """Make ``count`` samples whose lengths are evenly spread quantiles of the distribution."""
     size = experiment.rollout.group_size
     pool = [rollout for rollout in seen if rollout.response_ids]
     ids = TokenIds.joined(rollout.response_ids for rollout in pool).array if pool else np.ones(1, np.int32)
     samples: list[Sample] = []
     for index in range(count):
-        tokens = lengths.at((index + 0.5) / count)
+        tokens = lengths.quantile((index + 0.5) / count)
         start = (index * 7919) % len(ids)
         response = TokenIds.view(np.take(ids, np.arange(start, start + tokens), mode="wrap"))
         prompt = pool[(index // size) % len(pool)].prompt_ids if pool else (1,)  # a group's members share theirs

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from headway.config.schema import Experiment
-from headway.orchestrator.preflight.demonstrations import DemonstratedTask, demonstrated, look_at_rewards
+from headway.orchestrator.preflight.demonstrations import DemonstratedTask, check_rewards, make_attempts
 from headway.orchestrator.preflight.episode import rewards_itself
 from headway.orchestrator.preflight.findings import Findings
 from headway.orchestrator.preflight.references import LeftOut, prove_references, refused_sources
-from headway.orchestrator.task_sets import may_reward, named_verifiers
+from headway.orchestrator.task_sets import named_verifiers, rollouts_may_reward
 from headway.records.errors import HeadwayError, RemoteError
 from headway.records.rollout import Verdict
 from headway.records.task import Task
@@ -19,102 +19,103 @@ _START_S = 60.0  # a verifier's imports may be heavy
 
 
 def verifier_findings(experiment: Experiment, tasks: Mapping[str, Sequence[Task]], *, strict: bool = False) -> Findings:
-    """Findings of the reference answer and a wrong one to one task of each split, of all references that can prove
-    themselves, and of demonstrations where the verifier is the user's own; ``tasks``: by split. ``strict``: a reference
-    that doesn't is an error, not only where they are more than 1 %."""
+    """Check the verifiers on answers to ``tasks`` (by split). They score the reference answer and a wrong one to one
+    task of each split, all references that can prove themselves, and demonstrations where the verifier is the user's
+    own. ``strict``: a reference that doesn't prove itself is an error, not only where they are more than 1 %."""
     findings = Findings()
-    firsts: dict[tuple[str, str, str], Task] = {}  # (split, source, verifier) -> its first task
-    for split, found in tasks.items():
-        for task in found:
-            firsts.setdefault((split, task.source, task.verifier), task)
-    if not firsts:
+    first_tasks: dict[tuple[str, str, str], Task] = {}  # (split, source, verifier) -> its first task
+    for split, split_tasks in tasks.items():
+        for task in split_tasks:
+            first_tasks.setdefault((split, task.source, task.verifier), task)
+    if not first_tasks:
         return findings
-    asked = {name for _, _, name in firsts}
+    used_names = {name for _, _, name in first_tasks}
     for name in experiment.verifiers:
-        if name not in asked:
+        if name not in used_names:
             findings.warning(f"verifiers.{name}", "no task asks for it: its source or its row names it as 'verifier'")
     chosen = {
         "verifier": experiment.verifier,
-        **{f"verifiers.{name}": one for name, one in experiment.verifiers.items()},
+        **{f"verifiers.{name}": settings for name, settings in experiment.verifiers.items()},
     }
     for key, verifier in chosen.items():
-        if "think>" in str(verifier.parameters) and experiment.chats and not experiment.verifier.reasoning:
-            what = "asks for marks of reasoning, which it isn't given where the chat template has them; valid:"
-            findings.warning(f"{key}.parameters", f"{what} verifier.reasoning = true")
-    alone, own = rewards_itself(experiment), experiment.verifier.name
-    attempts, sure = demonstrated(experiment, tasks, "") if ":" in own and not alone else ([], False)
-    attempts = [one for one in attempts if not one.task.verifier]
+        if "think>" in str(verifier.parameters) and experiment.uses_chat and not experiment.verifier.reasoning:
+            problem = "asks for marks of reasoning, which it isn't given where the chat template has them; valid:"
+            findings.warning(f"{key}.parameters", f"{problem} verifier.reasoning = true")
+    self_scored, default_name = rewards_itself(experiment), experiment.verifier.name
+    users_own = ":" in default_name and not self_scored
+    attempts, fully_known = make_attempts(experiment, tasks, "") if users_own else ([], False)
+    attempts = [attempt for attempt in attempts if not attempt.task.verifier]
     try:
-        verdicts, of_attempts, left_out = asyncio.run(_score(experiment, firsts, attempts, tasks))
+        verdicts, of_attempts, left_out = asyncio.run(_score(experiment, first_tasks, attempts, tasks))
     except TimeoutError:
-        findings.error("verifier.name", f"{own!r} didn't start within {_START_S:g} s")
+        findings.error("verifier.name", f"{default_name!r} didn't start within {_START_S:g} s")
         return findings
-    except RemoteError as error:  # the worker's own words, without the names of the process and the exception
+    except RemoteError as error:  # the worker's message, without the names of the process and the exception
         findings.error("verifier.name", error.error.partition("ConfigurationError: ")[2] or error.error)
         return findings
     except HeadwayError as error:
-        findings.error("verifier.name" if asked <= {""} else "verifiers", str(error))
+        findings.error("verifier.name" if used_names <= {""} else "verifiers", str(error))
         return findings
     refused = refused_sources(left_out)
-    for one in left_out:
-        key = f"tasks.{one.split}"
-        (findings.error if strict or (one.split, one.source) in refused else findings.warning)(
-            key, one.line(getattr(experiment.tasks, one.split))
-        )
+    for exclusion in left_out:
+        split, sources = exclusion.split, getattr(experiment.tasks, exclusion.split)
+        report = findings.error if strict or (split, exclusion.source) in refused else findings.warning
+        report(f"tasks.{split}", exclusion.line(sources))
     for (split, _), why in refused.items():
         findings.error(f"tasks.{split}", why)
-    unproved = {(one.split, task.task_id) for one in left_out for task in one.tasks}
-    told = all(verdict.failure is None for verdict in of_attempts) and look_at_rewards(
-        "verifier.name", own, [verdict.reward for verdict in of_attempts], sure, findings
+    unproved = {(exclusion.split, task.task_id) for exclusion in left_out for task in exclusion.tasks}
+    compared = all(verdict.failure is None for verdict in of_attempts) and check_rewards(
+        "verifier.name", default_name, [verdict.reward for verdict in of_attempts], fully_known, findings
     )
-    for (split, source, name), found in verdicts.items():
+    for (split, source, name), source_verdicts in verdicts.items():
         key = f"tasks.{split}.verifier" if name else "verifier.name"
         several = len(getattr(experiment.tasks, split)) > 1
         whose = f"of {source} in tasks.{split}" if several else f"of tasks.{split}"
-        broken = [verdict.failure for verdict in found if verdict.failure is not None]
-        if (split, firsts[split, source, name].task_id) in unproved:
-            continue  # said
-        if broken and len(found) == 1 and may_reward(experiment):  # it may never be asked
+        broken = [verdict.failure for verdict in source_verdicts if verdict.failure is not None]
+        if (split, first_tasks[split, source, name].task_id) in unproved:
+            continue  # reported
+        if broken and len(source_verdicts) == 1 and rollouts_may_reward(experiment):  # it may never be called
             why = "; so do rollouts that nothing else rewards"
-            if not alone:
+            if not self_scored:
                 findings.info(key, f"fails on the first task {whose}: {broken[0].cause}{why}")
         elif broken:
             findings.error(key, f"fails on the first task {whose}: {broken[0].cause}")
-        elif len(found) > 1 and not found[0].solved:
-            alike = found[0].reward == found[1].reward and not alone and (name or not told)
-            refuses = f"{name or own} doesn't accept the bare reference answer of the first task {whose}"
-            if alike:
-                refuses += f" and gives it what no answer gets, {found[1].reward:g}"
-                findings.warning(key, f"{refuses}; fine if it wants more around it, else nothing earns a reward")
+        elif len(source_verdicts) > 1 and not source_verdicts[0].solved:
+            of_answer, of_empty = (verdict.reward for verdict in source_verdicts[:2])
+            equal = of_answer == of_empty and not self_scored and (name or not compared)
+            message = f"{name or default_name} doesn't accept the bare reference answer of the first task {whose}"
+            if equal:
+                message += f" and gives it what no answer gets, {of_empty:g}"
+                findings.warning(key, f"{message}; fine if it wants more around it, else nothing earns a reward")
             else:
-                findings.info(key, f"{refuses}; fine if it wants more around it")
+                findings.info(key, f"{message}; fine if it wants more around it")
     return findings
 
 
 async def _score(
     experiment: Experiment,
-    firsts: Mapping[tuple[str, str, str], Task],
+    first_tasks: Mapping[tuple[str, str, str], Task],
     attempts: Sequence[DemonstratedTask],
     tasks: Mapping[str, Sequence[Task]],
 ) -> tuple[dict[tuple[str, str, str], list[Verdict]], list[Verdict], list[LeftOut]]:
-    """Verdicts on the reference answer, where there is one, and an empty one to the tasks; on ``attempts``; what of all
-    ``tasks`` doesn't prove itself."""
+    """Score the reference answer, where there is one, and an empty one to each of the ``first_tasks``. Also scores the
+    ``attempts``. Returns both lists of verdicts, and the groups of ``tasks`` that don't prove themselves."""
     from headway.rollout.verification.client import VerifierPool
     from headway.runtime.clock import RealClock
     from headway.runtime.workers import LocalLauncher
 
     clock = RealClock()
-    one = experiment.verifier.model_copy(update={"workers": 1})
-    named = named_verifiers(experiment, {"": firsts.values()})
-    pool = VerifierPool(LocalLauncher(clock), one, clock, named=named, retries=0)
+    settings = experiment.verifier.model_copy(update={"workers": 1})
+    named = named_verifiers(experiment, {"": first_tasks.values()})
+    pool = VerifierPool(LocalLauncher(clock), settings, clock, named=named, retries=0)
     try:
         async with asyncio.timeout(_START_S):
             await pool.start()
         verdicts: dict[tuple[str, str, str], list[Verdict]] = {}
-        for place, task in firsts.items():
+        for key, task in first_tasks.items():
             responses = [task.answer, ""] if task.answer else [""]
-            verdicts[place] = await pool.verify(task, responses)
-        last = [await pool.verify(one.task, [one.answers[-1]["content"]]) for one in attempts]
+            verdicts[key] = await pool.verify(task, responses)
+        last = [await pool.verify(attempt.task, [attempt.answers[-1]["content"]]) for attempt in attempts]
         return verdicts, [verdict for (verdict,) in last], await prove_references(experiment, tasks, pool)
     finally:
         await pool.stop()

@@ -1,5 +1,7 @@
-"""A run's alerts: its ledger and the time since its last step through the rules of ``control/alerts.py``, back into the
-ledger, from where exporters deliver them."""
+"""Evaluates the rules of ``control/alerts.py`` on a run's ledger and clock.
+
+Alerts are recorded in the ledger, from where exporters deliver them.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,12 @@ from headway.telemetry.ledger import EVENT_ALERT, EVENT_ALERT_CLEARED, EVENT_STA
 
 
 class AlertSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of the watch over alerts."""
+    """Settings of the watch over alerts."""
 
-    tick_s: float = 15.0  # between two looks at the clock and the disk
+    tick_s: float = 15.0  # between two checks of the clock and the disk
     no_step_times: float = 10.0  # of the longest of the last steps: checkpoints and evaluations come in between
     no_step_s: float = 600.0  # at least
-    disk_bytes: int = LEAST_DISK_BYTES  # left at least, beside two checkpoints: a new one is whole before the oldest
-    # goes
+    disk_bytes: int = LEAST_DISK_BYTES  # free beside two checkpoints: a new one is written before the oldest goes
 
 
 class AlertWatch:
@@ -55,17 +56,17 @@ class AlertWatch:
         self._checkpoint_bytes = 0
 
     def restore(self, lines: Iterable[LedgerLine]) -> None:
-        """Go on from what a former process of the run recorded: what was raised then isn't again."""
+        """Take in the lines of the run's former processes: an alert that was raised then isn't raised again."""
         for line in lines:
             self._tracker.history.take(line)
             rule = line.data.get("rule") if isinstance(line, EventRecord) else None
-            if rule in STEP_RULES and isinstance(line, EventRecord):  # the others are of that process
+            if rule in STEP_RULES and isinstance(line, EventRecord):  # the other rules concern that process alone
                 self._tracker.raised.pop(rule, None)
                 if line.event == EVENT_ALERT:
                     self._tracker.raised[rule] = line.detail
 
     def take(self, line: LedgerLine) -> None:
-        """Take in a line of the ledger, and record what changes by it."""
+        """Take in a line of the ledger, and record the alerts that it raises or clears."""
         if isinstance(line, EventRecord):
             if line.event == EVENT_STALLED:
                 self._stalls[line.worker] = line.detail
@@ -82,30 +83,30 @@ class AlertWatch:
                 self._gaps_s.append(line.time_s - self._step_s)
             self._step_s = line.time_s
 
-    def look(self) -> None:
-        """Look at the clock and the disks, and record what changes."""
+    def check(self) -> None:
+        """Check the clock and the disks, and record the alerts that they raise or clear."""
         run, settings = self._run, self._settings
         self._update("stall", next(iter(self._stalls.values()), ""))
-        found = ""
-        if not self._stalls and not run.state.draining:  # a stall says the same, and names the cause
-            found = no_step(run.time_s() - self._step_s, self._gaps_s, settings.no_step_times, settings.no_step_s)
-        self._update("no_step", found)
-        found = ""
+        fault = ""
+        if not self._stalls and not run.state.draining:  # a stall's alert names the cause
+            fault = no_step(run.time_s() - self._step_s, self._gaps_s, settings.no_step_times, settings.no_step_s)
+        self._update("no_step", fault)
+        fault = ""
         with contextlib.suppress(OSError):
             needed = settings.disk_bytes + 2 * self._checkpoint_bytes
-            found = full_disk(shutil.disk_usage(self._folder).free, needed, f"the file system of {self._folder}")
+            fault = full_disk(shutil.disk_usage(self._folder).free, needed, f"the file system of {self._folder}")
         for node in run.nodes():
-            found = found or full_disk(node.disk_free_bytes, settings.disk_bytes, f"TMPDIR of the node {node.name!r}")
-        self._update("disk", found, misses=4)
+            fault = fault or full_disk(node.disk_free_bytes, settings.disk_bytes, f"TMPDIR of the node {node.name!r}")
+        self._update("disk", fault, misses=4)
 
     async def loop(self) -> None:
         """Runs until it is cancelled."""
         while True:
             await self._run.clock.sleep(self._settings.tick_s)
-            self.look()
+            self.check()
 
-    def _update(self, rule: AlertRule, found: str, misses: int = 1) -> None:
-        self._record(rule, self._tracker.update(rule, found, self._run.time_s(), misses))
+    def _update(self, rule: AlertRule, problem: str, misses: int = 1) -> None:
+        self._record(rule, self._tracker.update(rule, problem, self._run.time_s(), misses))
 
     def _record(self, rule: AlertRule, change: Change) -> None:
         with contextlib.suppress(HeadwayError):
@@ -124,11 +125,11 @@ def _newest_checkpoint_bytes(folder: Path) -> int:
 
 @asynccontextmanager
 async def watching_alerts(
-    run: RunContext, folder: Path, ledger: Ledger, before: Iterable[LedgerLine], settings: AlertSettings
+    run: RunContext, folder: Path, ledger: Ledger, recorded: Iterable[LedgerLine], settings: AlertSettings
 ) -> AsyncIterator[None]:
-    """Raise the alerts that ``alerts.rules`` name within the block. ``before``: lines of the run's former processes."""
+    """Raise the alerts named by ``alerts.rules`` within the block. ``recorded``: lines of former processes."""
     watch = AlertWatch(run, folder, settings)
-    watch.restore(before)
+    watch.restore(recorded)
     ledger.subscribe(watch.take)
     task = asyncio.create_task(watch.loop(), name="alerts")
     try:

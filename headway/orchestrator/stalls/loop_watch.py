@@ -1,8 +1,8 @@
-"""The process beside an orchestrator that sees its event loop stop: it needs neither that loop nor that interpreter.
+"""Watches an orchestrator's event loop from another process, which needs neither that loop nor that interpreter.
 
 Started as ``python -m headway.orchestrator.stalls.loop_watch PID STACKS LEDGER LIMIT_S POLICY``. The loop writes a beat
-to its standard input every second; when none comes, this process asks the other for its stacks, which a signal
-handler writes without the interpreter's lock, and writes the line into the ledger itself.
+to its standard input every second; when none comes, this process asks the other for its stacks, which a signal handler
+writes without the interpreter's lock, and writes the line into the ledger itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from headway.control.stalls import place_of
+from headway.control.stalls import current_frame
 from headway.records.ledger import EventRecord
 from headway.records.stalls import Stack, WorkerStatus
 from headway.runtime.stalls.stacks import dump_of, parse_dump
@@ -27,9 +27,9 @@ from headway.telemetry.ledger import EVENT_ALERT, EVENT_STALLED
 from headway.telemetry.pages import stall_page
 
 SUBJECT = "orchestrator"
-_AGAIN_S = 1.0  # a beat may be under way when a machine wakes up
+_GRACE_S = 1.0  # a beat may be under way when a machine wakes up
 _MOST_TEXT = 6000  # characters of stacks in an event
-_DISK = {"headway/buffer/": "a commit to buffer.db", "headway/runtime/line_file": "a write to a file of the run"}
+_DISK_FRAMES = {"headway/buffer/": "a commit to buffer.db", "headway/runtime/line_file": "a write to a file of the run"}
 
 
 class LoopWatch:
@@ -49,17 +49,17 @@ class LoopWatch:
 
     def run(self, beats: int) -> None:
         """Read beats from a descriptor until it is closed."""
-        heard_s, reported = time.monotonic(), False
+        received_s, reported = time.monotonic(), False
         while True:
-            if self._wait(beats, self._limit_s) or self._wait(beats, _AGAIN_S):
+            if self._wait(beats, self._limit_s) or self._wait(beats, _GRACE_S):
                 received = os.read(beats, 1 << 16)
                 if not received:
                     return
                 self._last = received.split(b"\n")[-2] if received.count(b"\n") else self._last
-                heard_s, reported = time.monotonic(), False
+                received_s, reported = time.monotonic(), False
             elif not reported:
                 reported = True
-                self._report(time.monotonic() - heard_s)
+                self._report(time.monotonic() - received_s)
 
     def _wait(self, beats: int, seconds: float) -> bool:
         return bool(select.select([beats], [], [], seconds)[0])
@@ -107,8 +107,8 @@ class LoopWatch:
             rested = time.monotonic() - self._alerted_s >= MIN_INTERVAL_S
             if rested and {"stall", "all"} & set(alerts.rules):
                 self._alerted_s = time.monotonic()
-                found, at = alert_fields("stall"), {"step": stalled.step, "time_s": stalled.time_s}
-                alert = EventRecord(event=EVENT_ALERT, detail=f"stall: {stalled.detail}", data=found, **at)
+                alert_data, stamp = alert_fields("stall"), {"step": stalled.step, "time_s": stalled.time_s}
+                alert = EventRecord(event=EVENT_ALERT, detail=f"stall: {stalled.detail}", data=alert_data, **stamp)
                 self._write(alert)
                 deliver(alert, alerts, self._ledger.parent.resolve())
 
@@ -122,21 +122,22 @@ def stacks_text(stacks: Sequence[tuple[str, Stack]]) -> str:
 def _cause(stopped: bool, stacks: list[Stack]) -> str:
     if stopped:
         return " is stopped by a signal or a debugger"
-    place, _ = place_of(WorkerStatus(call="loop", stacks=tuple(stacks)))
-    if not place:
+    frame, _ = current_frame(WorkerStatus(call="loop", stacks=tuple(stacks)))
+    if not frame:
         return "'s event loop doesn't turn, and its stacks can't be had"
-    waits_for = next((f"{what}, at " for path, what in _DISK.items() if place.startswith(path)), "")
-    others = [place_of(WorkerStatus(call="loop", stacks=(Stack(of="main", frames=s.frames),)))[0] for s in stacks[1:]]
+    waits_for = next((f"{activity}, at " for path, activity in _DISK_FRAMES.items() if frame.startswith(path)), "")
+    threads = (Stack(of="main", frames=stack.frames) for stack in stacks[1:])
+    others = [current_frame(WorkerStatus(call="loop", stacks=(thread,)))[0] for thread in threads]
     users = [other for other in others if other and not other.startswith(("headway/", "<"))]
     beside = f"; another thread is in {users[0]}" if users else ""
-    return f"'s event loop is blocked in {waits_for}{place}{beside}"
+    return f"'s event loop is blocked in {waits_for}{frame}{beside}"
 
 
 def main(arguments: list[str]) -> None:
     """Run the process until its standard input is closed."""
     pid, stacks, ledger, limit_s, policy = arguments
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # it ends with the one that it watches
+        signal.signal(number, signal.SIG_IGN)  # it ends with the process that it watches
     LoopWatch(int(pid), Path(stacks), Path(ledger), float(limit_s), policy).run(sys.stdin.fileno())
 
 

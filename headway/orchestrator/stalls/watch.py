@@ -1,4 +1,4 @@
-"""The watch over a run's waits: names each stall in the ledger, and then acts as ``run.on_stall`` says."""
+"""Watches a run's waits: records each stall in the ledger, and then acts by ``run.on_stall``."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class StallWatch:
         self._written_s = 0.0
 
     async def loop(self, beat: Callable[[], None]) -> None:
-        """Runs until it is cancelled; ``beat`` tells the other process that the loop turns."""
+        """Runs until it is cancelled; ``beat`` reports to the other process that the event loop is running."""
         clock, tick_s = self._run.clock, self._settings.tick_s
         while True:
             beat()
@@ -78,15 +78,15 @@ class StallWatch:
                 await self.judge()
 
     async def probe(self) -> None:
-        """Ask the replicas for their statistics now and then, until cancelled: one that answers health checks and never
-        ends a step leaves that call open, whatever else is asked of it."""
+        """Request the replicas' statistics every few seconds, until cancelled. A replica that answers health checks and
+        never ends a step leaves this call open, even where no other call is made to it."""
         while True:
             with contextlib.suppress(HeadwayError):
                 await self._run.generator.statistics()
             await self._run.clock.sleep(_PROBE_EVERY_S)
 
     async def judge(self) -> None:
-        """Judge what is awaited now."""
+        """Judge the present waits."""
         waits, clock, limits = self._run.waits, self._run.clock, self._settings.limits
         self._expectations.learn(waits.take_durations())
         workers = {name: worker for name, worker in waits.workers.items() if worker.alive}
@@ -96,8 +96,8 @@ class StallWatch:
         self._statuses = {status.worker: status for status in statuses if status is not None}
         now_s = clock.now()
         since_s = {name: now_s - worker.silent_s for name, worker in workers.items() if worker.silent_s > 0}
-        found = find_stalls(waits.open(), self._statuses, since_s, self._expectations, now_s, limits)
-        begun, over = self._tracker.update(found, now_s)
+        stalls = find_stalls(waits.open(), self._statuses, since_s, self._expectations, now_s, limits)
+        begun, over = self._tracker.update(stalls, now_s)
         for stall in begun:
             self._report(stall, now_s)
         for stall in over:
@@ -148,8 +148,8 @@ class StallWatch:
 
 @contextmanager
 def loop_watched(run: RunContext, directory: RunDirectory, lag_s: float) -> Iterator[Callable[[], None]]:
-    """Have a process of its own watch this process's event loop within the block. Yields what the loop calls every
-    second while it turns."""
+    """Watch this process's event loop from another process within the block. Yields the function that the loop calls
+    every second while it runs."""
     directory.logs.mkdir(parents=True, exist_ok=True)
     stacks = directory.logs / "orchestrator.stacks"
     arguments = [os.getpid(), stacks, directory.ledger, lag_s, run.experiment.run.on_stall]
@@ -162,7 +162,7 @@ def loop_watched(run: RunContext, directory: RunDirectory, lag_s: float) -> Iter
         os.set_blocking(pipe, False)
 
         def beat() -> None:
-            with contextlib.suppress(OSError):  # it has ended, or is itself stopped: the run goes on
+            with contextlib.suppress(OSError):  # it has ended, or is itself stopped: the run continues
                 os.write(pipe, f"{run.time_s():.3f} {run.state.version}\n".encode())
 
         try:

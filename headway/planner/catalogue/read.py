@@ -1,4 +1,4 @@
-"""Catalogues of devices, machines, prices and published runs: those of the package, and a user's own over them.
+"""Catalogues of devices, machines, prices and published runs: the package's, overridden by a user's own.
 
 Each entry has a source and a date. A figure that isn't known is left out, and `known` refuses it where it is needed.
 """
@@ -24,7 +24,7 @@ OLD_DAYS = 365  # a price older than that is worth a warning
 
 
 class MachineFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Devices in one machine, and what leads out of it."""
+    """Devices in one machine, and its network."""
 
     device: str
     devices: Count
@@ -47,7 +47,7 @@ class PublishedStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class RunTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A run's devices and steps, of a publication or one's own."""
+    """A run's devices and steps, from a publication or a user's file."""
 
     description: str
     batch: Count  # samples of a step
@@ -72,7 +72,7 @@ Entry = TypeVar("Entry")
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an entry's figures come from, and when they held."""
+    """The source of an entry's figures, and their date."""
 
     source: Annotated[str, msgspec.Meta(min_length=1)]
     date: date
@@ -90,13 +90,14 @@ class Catalogue:
 
     @classmethod
     def read(cls, paths: Sequence[str | Path] = ()) -> Catalogue:
-        """The package's catalogue with the files ``paths`` over it, the last uppermost. Raises ConfigurationError."""
+        """Read the package's catalogue; later files of ``paths`` override earlier ones and it. Raises
+        ConfigurationError."""
         entries: dict[str, dict[str, dict[str, Any]]] = {section: {} for section in _TYPES}
         for name in PACKAGED:
             text = (files("headway.planner.catalogue") / name).read_text(encoding="utf-8")
-            _lay_over(entries, tomllib.loads(text), name)
+            _merge_entries(entries, tomllib.loads(text), name)
         for path in paths:
-            _lay_over(entries, read_toml(path), str(path))
+            _merge_entries(entries, read_toml(path), str(path))
         catalogue = cls(entries)
         for section, name in ((section, name) for section, named in entries.items() for name in named):
             catalogue.entry(section, name, _TYPES[section])
@@ -106,17 +107,17 @@ class Catalogue:
         return list(self._entries[section])
 
     def source(self, section: str, name: str) -> Source:
-        return _converted(self._raw(section, name), Source, f"{section}.{name}", strict=True)
+        return _convert(self._raw(section, name), Source, f"{section}.{name}", strict=True)
 
     def entry(self, section: str, name: str, kind: type[Entry]) -> Entry:
         """The entry ``name`` of a section as a ``kind``. Raises ConfigurationError for an unknown or a wrong one."""
         raw = self._raw(section, name)
         self.source(section, name)
         figures = {key: value for key, value in raw.items() if key not in ("source", "date")}
-        return _converted(figures, kind, f"{section}.{name}")
+        return _convert(figures, kind, f"{section}.{name}")
 
     def known(self, section: str, name: str, key: str, part: str = "") -> float:
-        """A figure that is needed: ``key`` of an entry, or its ``part`` (a dtype). Raises ConfigurationError where it
+        """Return a needed figure: ``key`` of an entry, or its ``part`` (a dtype). Raises ConfigurationError where it
         isn't known."""
         value = getattr(self.entry(section, name, _TYPES[section]), key)
         value = value.get(part) if part else value
@@ -128,7 +129,7 @@ class Catalogue:
         return value
 
     def old_prices(self, today: date) -> list[str]:
-        """Prices that held more than a year before ``today``, in words."""
+        """Descriptions of prices that are more than a year older than ``today``."""
         return [
             f"{section}.{name}: a price of {source.date}, {(today - source.date).days:,} days old"
             for section in ("owned", "rented", "services")
@@ -142,8 +143,8 @@ class Catalogue:
         return self._entries[section][name]
 
 
-def _lay_over(entries: dict[str, dict[str, dict[str, Any]]], given: dict[str, Any], origin: str) -> None:
-    for section, named in given.items():
+def _merge_entries(entries: dict[str, dict[str, dict[str, Any]]], sections: dict[str, Any], origin: str) -> None:
+    for section, named in sections.items():
         if section not in _TYPES:
             raise ConfigurationError(f"catalogue {origin}: unknown section {section!r}; valid: {', '.join(_TYPES)}")
         for name, entry in named.items():
@@ -154,12 +155,12 @@ def _lay_over(entries: dict[str, dict[str, dict[str, Any]]], given: dict[str, An
             entries[section][name] = {**entries[section].get(name, {}), **entry}
 
 
-def _converted(raw: dict[str, Any], kind: type[Entry], where: str, *, strict: bool = False) -> Entry:
+def _convert(raw: dict[str, Any], kind: type[Entry], name: str, *, strict: bool = False) -> Entry:
     try:
         return msgspec.convert(raw, kind, strict=strict)
     except msgspec.ValidationError as error:
         text, _, path = str(error).partition(" - at `$")
         key = path.rstrip("`")
         value = raw.get(key.removeprefix("."))
-        given = f" = {value!r}" if value is not None else ""
-        raise ConfigurationError(f"{where}{key}{given}: {text[0].lower()}{text[1:]}") from None
+        value_text = f" = {value!r}" if value is not None else ""
+        raise ConfigurationError(f"{name}{key}{value_text}: {text[0].lower()}{text[1:]}") from None

@@ -1,4 +1,4 @@
-"""A run's plan as rows and as a picture."""
+"""Describes a run's plan as rows and as a picture."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from headway.records.plan import RunPlan
 from headway.report.formats import duration, percent, quantity
 
 _GENERATES, _TRAINS = "#d6730f", "#2166ac"
-_DEVICES = 16  # that are drawn one by one; of more, as many stand for the rest
+_DEVICES = 16  # drawn at most; half of them are the plan's first devices, half its last
 
 
 def plan_rows(plan: RunPlan) -> dict[str, str]:
-    """The plan as rows of a table."""
+    """Describe the plan as rows of a table."""
     low, high = plan.samples_per_s_range
     unit = "samples/s" if plan.objective == "time" else "$ for a million samples"
     rows = {"plan": f"{plan.mode}, on {plan.pool}"}
@@ -46,21 +46,22 @@ def plan_rows(plan: RunPlan) -> dict[str, str]:
 
 
 def profile_rows(points: Sequence[tuple[int, int, Calibration]], missed: Mapping[str, float]) -> dict[str, str]:
-    """The measurements as rows, one for each placement (devices that generate, devices that train)."""
+    """Make a row for each measured placement. ``points``: (devices that generate, devices that train, measurements);
+    ``missed``: relative errors of the fit on the held-out half, by name."""
     rows: dict[str, str] = {}
-    for generators, trainers, found in points:
+    for generators, trainers, measured in points:
         rows[f"{generators} generate, {trainers} train"] = (
-            f"decoding {quantity(found.decode_tokens_per_s)} tokens/s with {found.decode_running:.0f} requests: a step "
-            f"{duration(found.decode_fixed_s)} + {quantity(found.decode_request_s * 1e6)} µs a request; training "
-            f"{quantity(found.train_tokens_per_s)} tokens/s: {duration(found.train_fixed_s)} + "
-            f"{quantity(found.train_token_s * 1e6)} µs a token"
+            f"decoding {quantity(measured.decode_tokens_per_s)} tokens/s with {measured.decode_running:.0f} "
+            f"requests: a step {duration(measured.decode_fixed_s)} + {quantity(measured.decode_request_s * 1e6)} µs a "
+            f"request; training {quantity(measured.train_tokens_per_s)} tokens/s: {duration(measured.train_fixed_s)} + "
+            f"{quantity(measured.train_token_s * 1e6)} µs a token"
         )
     rows["held out"] = "half of everything, missed by " + ", ".join(f"{k} {percent(v)}" for k, v in missed.items())
     return rows
 
 
 def draw_plan(plan: RunPlan) -> str:
-    """A steady step, a row for each device, as SVG: what it works at, and where it waits."""
+    """Draw a steady step as SVG: a row for each device, with the times at which it generates, trains or waits."""
     step_s = plan.items_per_chunk / plan.samples_per_s
     by_name = {stage.name: stage for stage in plan.stages}
     trained_s = step_s * (1 - plan.trainer_wait)
@@ -71,36 +72,36 @@ def draw_plan(plan: RunPlan) -> str:
         rows[name] = [(begin, step_s * (1 - plan.generator_wait) if not begin else step_s, _GENERATES)]
     for name in trains.names:
         rows.setdefault(name, []).append((0.0, trained_s, _TRAINS))
-    shown = list(rows)
-    if len(shown) > _DEVICES:
-        shown = shown[: _DEVICES // 2] + shown[-_DEVICES // 2 :]
+    displayed = list(rows)
+    if len(displayed) > _DEVICES:
+        displayed = displayed[: _DEVICES // 2] + displayed[-_DEVICES // 2 :]
     width, names_width, row_height = 740, 130, 20
-    scale, height = (width - names_width - 10) / step_s, row_height * len(shown) + 62
+    scale, height = (width - names_width - 10) / step_s, row_height * len(displayed) + 62
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'font-family="sans-serif" font-size="12"><rect width="{width}" height="{height}" fill="#fff"/>'
     ]
-    for place, (label, colour) in enumerate((("generates", _GENERATES), ("trains", _TRAINS))):
-        x = names_width + 90 * place
+    for column, (label, colour) in enumerate((("generates", _GENERATES), ("trains", _TRAINS))):
+        x = names_width + 90 * column
         parts.append(
             f'<rect x="{x}" y="6" width="12" height="12" fill="{colour}"/><text x="{x + 17}" y="16">{label}</text>'
         )
     if len(rows) > _DEVICES:
-        text = f"{len(shown)} of {len(rows)} devices; those left out do as their neighbours"
+        text = f"{len(displayed)} of {len(rows)} devices; those left out do as their neighbours"
         parts.append(f'<text x="{width - 10}" y="16" text-anchor="end">{text}</text>')
-    for row, name in enumerate(shown):
+    for row, name in enumerate(displayed):
         y = 26 + row_height * row
         parts.append(f'<text x="{names_width - 8}" y="{y + 13}" text-anchor="end">{escape(name)}</text>')
         for begin, end, colour in rows[name]:
-            x, wide = names_width + scale * begin, scale * (end - begin)
+            x, bar_width = names_width + scale * begin, scale * (end - begin)
             parts.append(
-                f'<rect x="{x:.1f}" y="{y + 2}" width="{wide:.1f}" height="{row_height - 5}" fill="{colour}"/>'
+                f'<rect x="{x:.1f}" y="{y + 2}" width="{bar_width:.1f}" height="{row_height - 5}" fill="{colour}"/>'
             )
-    bottom = 26 + row_height * len(shown)
+    bottom = 26 + row_height * len(displayed)
     parts.append(f'<path d="M{names_width} {bottom}H{width - 10}" stroke="#555"/>')
     for part in range(5):
         x, text = names_width + scale * step_s * part / 4, f"{step_s * part / 4:.3g}"
         parts.append(f'<text x="{x:.1f}" y="{bottom + 15}" text-anchor="middle">{text}</text>')
-    said = "seconds of a steady step; blank: waits"
-    parts.append(f'<text x="{(names_width + width) / 2}" y="{bottom + 31}" text-anchor="middle">{said}</text></svg>')
+    caption = "seconds of a steady step; blank: waits"
+    parts.append(f'<text x="{(names_width + width) / 2}" y="{bottom + 31}" text-anchor="middle">{caption}</text></svg>')
     return "\n".join(parts) + "\n"

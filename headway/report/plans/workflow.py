@@ -1,4 +1,4 @@
-"""A workflow's steps, stage by stage: what its plans expected and what happened."""
+"""Reports a workflow's steps, stage by stage: the expectations of its plans and the measured times."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from headway.telemetry.trace_file import decoded_lines
 
 
 def is_workflow(folder: str | Path) -> bool:
-    """Whether the folder is a workflow's, not a run's."""
+    """Return whether the folder is a workflow's, not a run's."""
     return (Path(folder) / WORKFLOW_FILE).is_file()
 
 
 def read_workflow(folder: str | Path) -> list[FlowLine]:
-    """The steps and events of a workflow, oldest first; a torn last line is left out. Raises ConfigurationError for a
-    damaged one."""
+    """Read the steps and events of a workflow, oldest first, without a torn last line. Raises ConfigurationError for a
+    damaged line."""
     path, decoder = Path(folder) / WORKFLOW_FILE, msgspec.json.Decoder(FlowLine)
     return decoded_lines(path, path.read_bytes(), decoder.decode)
 
 
 def workflow_rows(lines: Sequence[FlowLine]) -> Rows:
-    """Each plan's steps and stages as rows, and the events."""
+    """Describe the steps and stages of each plan, and the events, as rows."""
     rows: Rows = {}
     for number, steps in enumerate(_by_plan([line for line in lines if isinstance(line, FlowStep)]), start=1):
         seconds = sum(step.seconds for step in steps) / len(steps)
@@ -50,7 +50,7 @@ def print_workflow(folder: str | Path, console: Console | None = None) -> None:
 
 
 def _by_plan(steps: Sequence[FlowStep]) -> Iterator[list[FlowStep]]:
-    """The steps in runs of one plan."""
+    """Split the steps into consecutive steps of one plan."""
     run: list[FlowStep] = []
     for step in steps:
         if run and (step.moved_s or _devices(step) != _devices(run[-1])):
@@ -67,10 +67,10 @@ def _devices(step: FlowStep) -> dict[str, tuple[str, ...]]:
 
 def _stage_text(steps: Sequence[StageStep], step_s: float) -> str:
     devices = steps[0].devices
-    whole = step_s * len(devices) * len(steps)
+    total_s = step_s * len(devices) * len(steps)
 
     def share(name: str) -> str:
-        return percent(sum(getattr(step, name) for step in steps) / whole) if whole else percent(0.0)
+        return percent(sum(getattr(step, name) for step in steps) / total_s) if total_s else percent(0.0)
 
     expected = steps[0].expected_s
     return (

@@ -1,4 +1,4 @@
-"""Axes over which runs are compared: steps, samples, tokens, hours, dollars."""
+"""Defines the axes over which runs are compared: steps, samples, tokens, hours, dollars."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ AXES = {
 }
 
 
-def places_of(view: RunView, price: float | None) -> dict[str, dict[int, float]]:
-    """Axis -> version -> its place on the axis; time goes on over all sessions. Without tokens in its ledger, or the
-    price and the devices, a run has no place on their axes."""
-    places: dict[str, dict[int, float]] = {axis: {0: 0.0} for axis in AXES}
+def axis_positions(view: RunView, price: float | None) -> dict[str, dict[int, float]]:
+    """Return the position of each version on each axis, as axis -> version -> position. Time is summed over all
+    sessions. The axis of tokens is left out for ledgers without tokens, that of dollars without ``price`` (dollars of a
+    device-hour) or devices."""
+    positions: dict[str, dict[int, float]] = {axis: {0: 0.0} for axis in AXES}
     samples, tokens, earlier_s, session_s = 0, 0, 0.0, 0.0
     for line in view.lines:
         if isinstance(line, EventRecord) and line.event in (EVENT_START, EVENT_RESUME):
@@ -32,14 +33,14 @@ def places_of(view: RunView, price: float | None) -> dict[str, dict[int, float]]
             samples, tokens = samples + line.samples, tokens + line.flow.trained_tokens
             hours = (earlier_s + session_s) / 3600
             for axis, value in (("steps", line.version), ("samples", samples), ("tokens", tokens), ("hours", hours)):
-                places[axis][line.version] = float(value)
+                positions[axis][line.version] = float(value)
     if not tokens:
-        del places["tokens"]
+        del positions["tokens"]
     try:
         usd_per_hour = cost_of_run(view, price).devices * price if price is not None else math.nan
     except ConfigurationError:
         usd_per_hour = math.nan
-    places["dollars"] = {version: hours * usd_per_hour for version, hours in places["hours"].items()}
+    positions["dollars"] = {version: hours * usd_per_hour for version, hours in positions["hours"].items()}
     if math.isnan(usd_per_hour):
-        del places["dollars"]
-    return places
+        del positions["dollars"]
+    return positions

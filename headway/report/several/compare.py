@@ -1,4 +1,4 @@
-"""`headway report RUN RUN... --compare --json`: several runs, and how their files differ."""
+"""`headway report RUN RUN... --compare --json` compares several runs and their configurations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headway.report.run_view import RunView, as_json, view_run
 
 
 def compare_json(run_dirs: Sequence[str | Path]) -> dict[str, Any]:
-    """Several runs as one JSON object: each as `headway report RUN --json` has it, and how their files differ."""
+    """Convert several runs to one JSON object: each as in `headway report RUN --json`, and the keys that differ."""
     views, left_out = read_runs(run_dirs)
     return {
         "runs": [as_json(view) for view in views],
@@ -22,7 +22,8 @@ def compare_json(run_dirs: Sequence[str | Path]) -> dict[str, Any]:
 
 
 def read_runs(run_dirs: Sequence[str | Path]) -> tuple[list[RunView], dict[str, str]]:
-    """The runs that can be read, and what is wrong with the others. Raises ConfigurationError when none can."""
+    """Read the runs; returns those that can be read, and the errors of the others by path. Raises ConfigurationError
+    when no run can be read."""
     views, left_out = list[RunView](), dict[str, str]()
     for run in run_dirs:
         try:
@@ -35,11 +36,11 @@ def read_runs(run_dirs: Sequence[str | Path]) -> tuple[list[RunView], dict[str, 
 
 
 def differences(configurations: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
-    """Key -> its value in each configuration as JSON, – where it has none; only of keys that differ, run.directory left
-    out."""
-    flat = [_flat(configuration, "") for configuration in configurations]
-    keys = dict.fromkeys(key for one in flat for key in one if key != "run.directory")
-    rows = {key: [one.get(key, "–") for one in flat] for key in keys}
+    """Return the keys whose values differ, each with its value in every configuration as JSON (– where it has none);
+    run.directory is left out."""
+    flattened = [_flat(configuration, "") for configuration in configurations]
+    keys = dict.fromkeys(key for text_by_key in flattened for key in text_by_key if key != "run.directory")
+    rows = {key: [text_by_key.get(key, "–") for text_by_key in flattened] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
 
 

@@ -1,4 +1,4 @@
-"""`headway runs`: runs as a list, each read from the end of its ledger, with what is wrong with it."""
+"""`headway runs` lists runs with their problems; each is read from the end of its ledger."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from headway.records.trace import TraceSession
 from headway.report.doctor import costs_of
 from headway.report.formats import duration, quantity, score
 from headway.report.live import WINDOW
-from headway.report.progress import OnDone, unheard
+from headway.report.progress import ProgressFn, no_progress
 from headway.report.show import visible
 from headway.runtime.run_directory import RunDirectory, require_schema
-from headway.telemetry.ledger import EVENT_BOOKS, EVENT_END, EVENT_RESUME, EVENT_START, LedgerTail
+from headway.telemetry.ledger import EVENT_ACCOUNTING, EVENT_END, EVENT_RESUME, EVENT_START, LedgerTail
 from headway.telemetry.summary import last_event
 
-TAIL_BYTES = 1 << 18  # of a ledger that are read: the last 50 steps or so
-_DEPTH = 4  # folders below a given one in which runs are looked for
-_OF_A_RUN = {"ledger.jsonl", "epoch", "buffer.db"}
+TAIL_BYTES = 1 << 18  # of a ledger that are read, about the last 50 steps
+_DEPTH = 4  # levels of folders below a given one that are searched for runs
+_RUN_FILES = {"ledger.jsonl", "epoch", "buffer.db"}
 _INTERRUPT = "interrupt"
 
 RunState = Literal["running", "ended", "interrupted", "died", "unknown"]
@@ -43,30 +43,31 @@ class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run in the list of `headway runs`."""
 
     run: str
-    state: RunState = "unknown"  # died: nobody holds it, it neither ended nor was interrupted; unknown: no whole line
+    state: RunState = "unknown"  # died: no process runs it, and it neither ended nor was interrupted; unknown: no line
     holder: str = ""  # process that runs it
     step: int = 0  # completed
     steps: int | None = None  # configured
     solve_rate: float | None = None
     standard_error: float | None = None
-    solve_rate_of: str = ""  # what was measured: split and phase of the last evaluation, best, or training tasks
+    solve_rate_of: str = ""  # source of the rate: split and phase of the last evaluation, best, or training
     reward: float | None = None  # mean over the last steps
-    device_hours: float | None = None  # of all sessions, waits included; None: not known, or a simulation
-    usd: float | None = None  # None: no price was given
+    device_hours: float | None = None  # of all sessions, waits included; None: unknown, or a simulation
+    usd: float | None = None  # None: no price is given
     disk_bytes: int = 0
-    started_unix_s: float | None = None  # by its trace, or else by the ledger's last change
+    started_unix_s: float | None = None  # by its trace, else by the ledger's last change minus its duration
     last_unix_s: float | None = None  # when the ledger was last written
-    problems: tuple[str, ...] = ()  # what couldn't be read, and why
+    problems: tuple[str, ...] = ()  # files that couldn't be read, with reasons
 
 
 def find_runs(folders: Sequence[str | Path]) -> list[Path]:
-    """The run folders among ``folders`` and below them, by path. Raises ConfigurationError for what is no folder."""
-    found: dict[Path, Path] = {}
+    """Return the run folders among and below ``folders``, sorted by path. Raises ConfigurationError for a path that
+    isn't a folder."""
+    run_by_resolved_path: dict[Path, Path] = {}
     for folder in map(Path, folders):
         if not folder.is_dir():
             raise ConfigurationError(f"{folder}: no such folder; valid: a run's folder, or one that holds some")
-        found |= {path.resolve(): path for path in _runs_below(folder, _DEPTH)}
-    return sorted(found.values())
+        run_by_resolved_path |= {path.resolve(): path for path in _runs_below(folder, _DEPTH)}
+    return sorted(run_by_resolved_path.values())
 
 
 def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
@@ -74,7 +75,7 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
         entries = list(os.scandir(folder))
     except OSError:
         return
-    if any(entry.name in _OF_A_RUN for entry in entries):
+    if any(entry.name in _RUN_FILES for entry in entries):
         yield folder
     elif depth:
         for entry in entries:
@@ -82,26 +83,26 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
                 yield from _runs_below(folder / entry.name, depth - 1)
 
 
-def list_runs(runs: Sequence[Path], price: float | None = None, on_progress: OnDone = unheard) -> list[ListedRun]:
-    """Look at each run; those that run come first, then the newest. ``price``: dollars of a device's hour."""
+def list_runs(runs: Sequence[Path], price: float | None = None, progress: ProgressFn = no_progress) -> list[ListedRun]:
+    """Summarise each run; running ones come first, then the newest. ``price``: dollars of a device-hour."""
     listed = list[ListedRun]()
     for path in runs:
         try:
-            listed.append(_listed(path, price))
+            listed.append(_list_run(path, price))
         except Exception as error:
-            # The boundary to folders that anyone may have written: one that can't be understood is shown as such.
+            # The boundary to folders that anyone may have written: the error is listed as the run's problem.
             known = isinstance(error, ConfigurationError)
             problem = str(error) if known else f"can't be understood: {type(error).__name__}: {error}"
-            listed.append(ListedRun(run=_text(path), problems=(problem,)))
-        on_progress(len(listed), len(runs))
+            listed.append(ListedRun(run=_path_text(path), problems=(problem,)))
+        progress(len(listed), len(runs))
     return sorted(listed, key=lambda run: (run.state != "running", -(run.started_unix_s or 0.0), run.run))
 
 
-def _listed(path: Path, price: float | None) -> ListedRun:
+def _list_run(path: Path, price: float | None) -> ListedRun:
     require_schema(path)
     directory, problems = RunDirectory(path), list[str]()
-    raw = _object(directory.config, problems)
-    # All sessions count in its hours: of a run that was resumed, as the epoch's number says, the whole ledger is read.
+    raw = _read_object(directory.config, problems)
+    # The hours include all sessions, so the whole ledger is read of runs that were resumed (by the epoch's number).
     ledger = LedgerTail(directory.ledger, TAIL_BYTES if any(path.glob("epoch/1-*")) else None)
     try:
         ledger.read()
@@ -124,7 +125,7 @@ def _listed(path: Path, price: float | None) -> ListedRun:
     last_s = directory.ledger.stat().st_mtime if directory.ledger.exists() else None
     rate, error, measured = _solve_rate(lines, recent, path)
     return ListedRun(
-        run=_text(path),
+        run=_path_text(path),
         state="running" if holder else state,
         holder=holder,
         step=max((step.version for step in steps), default=0),
@@ -136,18 +137,18 @@ def _listed(path: Path, price: float | None) -> ListedRun:
         device_hours=hours,
         usd=None if hours is None or price is None else step_usd(hours * 3600, 1, price),
         disk_bytes=_disk_bytes(path),
-        started_unix_s=None if last_s is None else traced_s(path, last_s - seconds),
+        started_unix_s=None if last_s is None else trace_start_s(path, last_s - seconds),
         last_unix_s=last_s,
         problems=tuple(problems),
     )
 
 
-def _text(path: Path) -> str:
+def _path_text(path: Path) -> str:
     return os.fsencode(path).decode("utf-8", "replace")
 
 
-def _object(path: Path, problems: list[str]) -> dict[str, Any]:
-    """A file's JSON object; {} with a problem noted where there is none."""
+def _read_object(path: Path, problems: list[str]) -> dict[str, Any]:
+    """Read a file's JSON object; {} where it can't be read, with the reason added to ``problems``."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError) as error:
@@ -156,18 +157,18 @@ def _object(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def state_of(lines: Sequence[LedgerLine], holder: str) -> RunState:
-    """The state that the ledger's end tells; ``running``: ``holder`` is in a session that has begun."""
-    last = last_event(lines, EVENT_START, EVENT_RESUME, EVENT_END, EVENT_BOOKS, _INTERRUPT)
+    """Return the run's state by the end of its ledger; ``running``: ``holder`` is in a session that has begun."""
+    last = last_event(lines, EVENT_START, EVENT_RESUME, EVENT_END, EVENT_ACCOUNTING, _INTERRUPT)
     name = last.event if last is not None else ""
     if name == EVENT_END:
         return "ended"
-    if name == EVENT_BOOKS or (name == _INTERRUPT and not holder):
+    if name == EVENT_ACCOUNTING or (name == _INTERRUPT and not holder):
         return "interrupted"
     return "unknown" if not lines else "running" if holder else "died"
 
 
 def holder_of(directory: RunDirectory) -> str:
-    """The process that runs it: by its lock, or by another machine's renewals of the epoch; "": none."""
+    """Describe the process that runs it, by its lock, or by another machine's renewals of the epoch; "": none."""
     if (pid := directory.holder()) is not None:
         return f"process {pid}"
     folder = directory.path / "epoch"
@@ -175,29 +176,30 @@ def holder_of(directory: RunDirectory) -> str:
     newest = max(registers, key=lambda parts: (int(parts[0]), int(parts[1]), len(parts)), default=[])
     if len(newest) != 3:  # released, or none
         return ""
-    found, here = _object(folder / f"{newest[2]}.json", []), folder.stat()
-    # This machine's lock was free; in a copied folder the place is another.
-    if found.get("host") in (None, socket.gethostname()) or found["place"] != here.st_ino:
+    owner, status = _read_object(folder / f"{newest[2]}.json", []), folder.stat()
+    # This machine's lock was free; a copied folder has another inode.
+    if owner.get("host") in (None, socket.gethostname()) or owner["place"] != status.st_ino:
         return ""
-    return f"process {found['pid']} on {found['host']}" if time.time() - here.st_mtime < found["orphan_s"] else ""
+    return f"process {owner['pid']} on {owner['host']}" if time.time() - status.st_mtime < owner["orphan_s"] else ""
 
 
 def _solve_rate(
     lines: Sequence[LedgerLine], recent: Sequence[tuple[RewardStatistics, int]], path: Path
 ) -> tuple[float | None, float | None, str]:
-    """(solve rate, its standard error, of what): of the last evaluation that measured something, else of training."""
+    """Return (solve rate, its standard error, its source): of the last evaluation with samples, else of the best
+    weights, else of training."""
     for line in reversed(lines):
         if isinstance(line, EvaluationRecord) and line.samples:
             failed = f", {line.failed:,} of {line.failed + line.samples:,} failed" if line.failed else ""
             return line.solve_rate, line.standard_error, f"{line.split} {line.phase}{failed}"
-    if (best := _object(path / "best" / "evaluation.json", []).get("solve_rate")) is not None:
+    if (best := _read_object(path / "best" / "evaluation.json", []).get("solve_rate")) is not None:
         return float(best), None, "best"
     rate = weighted_mean(recent, lambda pair: pair[0].solve_rate, lambda pair: pair[1]) if recent else None
     return rate, None, "training" if recent else ""
 
 
-def traced_s(path: Path, otherwise_s: float) -> float:
-    """When the trace of a run begins, seconds since 1970."""
+def trace_start_s(path: Path, otherwise_s: float) -> float:
+    """Return the start of a run's trace in seconds since 1970, ``otherwise_s`` at most and where there is no trace."""
     for name in ("trace.old.jsonl", "trace.jsonl"):
         try:
             with (path / name).open("rb") as file:
@@ -208,7 +210,7 @@ def traced_s(path: Path, otherwise_s: float) -> float:
 
 
 def _disk_bytes(folder: Path) -> int:
-    """Space that a folder takes on its disk; files that vanish meanwhile don't count."""
+    """Return the bytes that a folder takes on its disk; files that vanish meanwhile don't count."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -221,7 +223,7 @@ def _disk_bytes(folder: Path) -> int:
 
 
 def print_runs(runs: Sequence[ListedRun], console: Console | None = None) -> None:
-    """Print the list as a table, and below it what is wrong with which run."""
+    """Print the list as a table, and the problems of each run below it."""
     console, priced = console or Console(highlight=False), any(run.usd is not None for run in runs)
     console.width = console.width if console.is_terminal else 1000
     table = Table(box=None, padding=(0, 3, 0, 0))

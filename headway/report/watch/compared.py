@@ -1,4 +1,4 @@
-"""The view *Compare*: runs over each other on an axis, their numbers, and the keys in which they differ."""
+"""The view *Compare* plots several runs over one axis, with their numbers and the keys in which they differ."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from headway.report.several.axes import AXES
 from headway.report.several.compare import differences
 from headway.report.several.listing import holder_of
 from headway.report.tables import summary_rows
-from headway.report.watch.runs import RunTail, WatchedRun, within
+from headway.report.watch.runs import RunTail, WatchedRun, checked
 from headway.report.watch.series import configuration, series
 from headway.runtime.run_directory import RunDirectory
 
-_MOST_RUNS = 16
+_MAX_RUNS = 16
 
 
 def compare(
     runs: Sequence[WatchedRun], names: str = "", axis: str = "steps", points: int = 400, price: float | None = None
 ) -> dict[str, Any]:
-    """The series of several runs; one that a run hasn't measured is left out there. Raises ConfigurationError for an
-    axis that isn't known, or too many runs."""
-    within("runs", len(runs), 1, _MOST_RUNS)
+    """Return the series of several runs; a run lacks the series that it hasn't measured. Raises ConfigurationError for
+    an unknown axis, or too many runs."""
+    checked("runs", len(runs), 1, _MAX_RUNS)
     rows, problems, configurations = list[dict[str, Any]](), list[str](), list[dict[str, Any]]()
     for run in dict.fromkeys(runs):
         with run.tail(wide=True) as tail:
@@ -31,23 +31,23 @@ def compare(
             state = tail.state(holder_of(RunDirectory(run.path)))
             row = {"id": run.id, "name": run.path.name, "numbers": _numbers(tail, state, price)}
         try:
-            found = series(run, known, axis, points, price=price)
+            run_series = series(run, known, axis, points, price=price)
         except ConfigurationError as error:
             if axis not in AXES:
                 raise
-            found = {"x": [], "series": {}, "evaluations": [], "problems": [str(error)]}
-        rows.append(row | {name: found[name] for name in ("x", "series", "evaluations")})
+            run_series = {"x": [], "series": {}, "evaluations": [], "problems": [str(error)]}
+        rows.append(row | {name: run_series[name] for name in ("x", "series", "evaluations")})
         stored = configuration(run)
         configurations.append(stored["configuration"])
-        problems += [f"{run.id}: {problem}" for problem in (*found["problems"], *stored["problems"])]
+        problems += [f"{run.id}: {problem}" for problem in (*run_series["problems"], *stored["problems"])]
     return {
         **{"runs": rows, "differences": differences(configurations), "problems": problems},
-        **{"axis": axis, "label": AXES[axis], "axes": [one for one in AXES if one != "dollars" or price is not None]},
+        **{"axis": axis, "label": AXES[axis], "axes": [key for key in AXES if key != "dollars" or price is not None]},
     }
 
 
 def _numbers(tail: RunTail, state: str, price: float | None) -> dict[str, str]:
-    """The facts of `headway report`, and the last evaluation of each kind."""
+    """Return the numbers of `headway report`, and the last evaluation of each kind."""
     view, cost = tail.view(), tail.cost(price)
     rows = {"state": state, "time": duration(view.summary.duration_s)}
     for record in view.evaluations:  # the last of each kind stays

@@ -1,4 +1,4 @@
-"""The view *Devices*: a run's trace as lanes, indexed as it grows."""
+"""The view *Devices* draws a run's trace as lanes. The trace is indexed as it grows."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ from headway.records.trace import (
     GroupEnd,
     GroupTrace,
     Mark,
-    Pulse,
+    QueueSnapshot,
     Span,
     StepTrace,
     TraceLine,
     TraceSession,
 )
-from headway.report.trace import NOT_AT_WORK, PROCESSES
-from headway.report.trace_groups import GroupLife, Lanes, Phase, group_phases, rollout_phases
+from headway.report.trace import IDLE_SPANS, PROCESS_BY_WORKER_KIND
+from headway.report.trace_groups import GroupLife, LaneAllocator, Phase, group_phases, rollout_phases
 from headway.report.watch.cache import cache_folder
-from headway.report.watch.runs import inside
+from headway.report.watch.runs import is_inside
 from headway.report.watch.spans import SEAL_ROWS, Row, SpanStore, StoredSpans
 from headway.runtime.user_cache import write_cached
 from headway.telemetry.trace_file import FILE_NAME, OLD_NAME
 
-_CACHED = "lanes-1"  # names of the cache's files; the number is the format's
-_WAITING = (*NOT_AT_WORK, "queued", "waits for its group", "buffered")  # names of spans that aren't work
+_CACHED = "lanes-1"  # prefix of the cache's files; the number is the format's version
+_WAITING = (*IDLE_SPANS, "queued", "waits for its group", "buffered")  # names of spans that aren't work
 _DEVICE = re.compile(r"(.*/)?(cuda|cpu):[^/]*")
-_CHUNK_BYTES, _REFRESH_BYTES = 1 << 20, 1 << 23  # of a trace: decoded at once; read by one call
+_CHUNK_BYTES, _REFRESH_BYTES = 1 << 20, 1 << 23  # of a trace: decoded at once; read by one call of `lanes`
 _MARK_BYTES = 256
-_MOST_LINES = 20_000  # the newest steps, versions and marks are kept
-_MOST_TRACKS, _MOST_PIXELS = 400, 16_384  # of one window
-_MOST_INT = (1 << 31) - 1
+_MAX_LINES = 20_000  # the newest steps, versions and marks are kept
+_MAX_TRACKS, _MAX_PIXELS = 400, 16_384  # of one window
+_MAX_INT = (1 << 31) - 1
 _decoder, _lines_decoder = msgspec.json.Decoder(TraceLine), msgspec.json.Decoder(list[TraceLine])
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class _State(msgspec.Struct):
-    """An index without its spans: what the cache keeps, and what the next line is read with."""
+    """The state of an index without its spans, as the cache keeps it."""
 
     spans: StoredSpans = StoredSpans()
-    offset: int = 0  # read so far, of the file that has ``mark`` before it
-    mark: bytes | None = None  # None: nothing was read yet
+    offset: int = 0  # bytes read so far, of the file that has ``mark`` before this offset
+    mark: bytes | None = None  # last bytes that were read; None: nothing was read yet
     events: int = 0
     damaged: int = 0
     first_damage: str = ""
-    session_s: float | None = None  # when the session started; None: no line has said the time of day yet
+    session_s: float | None = None  # Unix time at which the session started; None: no line had it yet
     shift_s: float = 0.0  # from its clock to seconds since 1970
     from_s: float | None = None
     to_s: float = 0.0
@@ -62,20 +62,20 @@ class _State(msgspec.Struct):
     steps: list[dict[str, Any]] = []
     versions: list[dict[str, Any]] = []
     marks: list[dict[str, Any]] = []
-    devices: dict[str, str] = {}  # worker -> where it runs
+    devices: dict[str, str] = {}  # worker -> its device
     ranks: int = 1
     version: int = 0
-    groups: Lanes = msgspec.field(default_factory=Lanes)
-    members: Lanes = msgspec.field(default_factory=Lanes)  # a lane is a group's: as many tracks as it has members
+    groups: LaneAllocator = msgspec.field(default_factory=LaneAllocator)
+    members: LaneAllocator = msgspec.field(default_factory=LaneAllocator)  # a group's lane has a track for each member
     lives: dict[int, tuple[GroupLife, int]] = {}  # finished groups and their lanes, until they end
     trained: list[tuple[GroupLife, int]] = []  # until their step's line
 
 
 class RunLanes:
-    """A run's trace as lanes: for each device, worker, group and member of groups the spans in which it did something.
+    """A run's trace as lanes: the spans of each device, worker, group and member of groups.
 
-    Only what was appended to the trace is read, at most _REFRESH_BYTES a call. What was read stays when the trace's
-    files are rotated, and is in the cache: see `SpanStore`.
+    A call reads only the lines appended since the last one, at most _REFRESH_BYTES. The index keeps all lines that it
+    has read when the trace's files are rotated, and is cached: see `SpanStore`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,7 +84,7 @@ class RunLanes:
         self._store = SpanStore(*(self._kept.with_suffix(suffix) for suffix in (".rows", ".blocks")))
         try:
             self._restart(msgspec.msgpack.decode(self._kept.read_bytes() * self._store.kept, type=_State))
-        except (OSError, msgspec.DecodeError, ValueError):  # nothing is kept, or not all of it
+        except (OSError, msgspec.DecodeError, ValueError):  # no cache, or a damaged one
             self._restart(_State())
 
     def _restart(self, state: _State) -> None:
@@ -93,80 +93,80 @@ class RunLanes:
         self._targets: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
 
     def lanes(self, since_s: float | None = None) -> dict[str, Any]:
-        """Tracks, names of spans (``waiting``: those that aren't work), and marks, steps that ended and versions that
-        were published after ``since_s``. Reads what was written since; ``indexed_share``: of all there is."""
+        """Return tracks, names of spans (``waiting``: those that aren't work), and the marks, ended steps and published
+        versions after ``since_s``. Reads newly written lines first; ``indexed_share``: share of it read so far."""
         self._refresh()
-        state, found = self._state, [self._problem] if self._problem else []
+        state, errors = self._state, [self._problem] if self._problem else []
         if state.damaged:
-            found.append(f"{state.damaged} lines of the trace can't be read and are left out: {state.first_damage}")
-        if not found and state.from_s is None:
-            found.append(f"the run has no trace: there is no {FILE_NAME}, or nothing in it; ledger.trace may be false")
+            errors.append(f"{state.damaged} lines of the trace can't be read and are left out: {state.first_damage}")
+        if not errors and state.from_s is None:
+            errors.append(f"the run has no trace: there is no {FILE_NAME}, or nothing in it; ledger.trace may be false")
         tracks = [key.partition("/")[::2] for key in state.tracks]
         answer = {
             "from_s": state.from_s,
             "to_s": None if state.from_s is None else state.to_s,
-            "tracks": [{"id": place, "name": name, "group": group} for place, (group, name) in enumerate(tracks)],
+            "tracks": [{"id": track_id, "name": name, "group": group} for track_id, (group, name) in enumerate(tracks)],
             "names": list(state.names),
             "waiting": [code for name, code in state.names.items() if name in _WAITING],
             "events": state.events,
             "indexed_share": self._share,
-            "problems": found,
+            "problems": errors,
         }
-        for kind, at in (("versions", "published_s"), ("marks", "time_s"), ("steps", "end_s")):
-            answer[kind] = [one for one in getattr(state, kind) if since_s is None or one[at] > since_s]
+        for kind, key in (("versions", "published_s"), ("marks", "time_s"), ("steps", "end_s")):
+            answer[kind] = [event for event in getattr(state, kind) if since_s is None or event[key] > since_s]
         return answer
 
     def window(self, from_s: float, to_s: float, pixels: int, tracks: Iterable[int]) -> dict[str, Any]:
-        """Spans of ``tracks`` between two moments, as `SpanStore.window` has them. Raises ConfigurationError for bad
-        arguments."""
+        """Return the spans of ``tracks`` between two moments, as `SpanStore.window` does. Raises ConfigurationError for
+        invalid arguments."""
         known = [track for track in dict.fromkeys(tracks) if 0 <= track < len(self._state.tracks)]
         if not (from_s < to_s and np.isfinite(to_s - from_s)):
             raise ConfigurationError(f"from_s = {from_s}, to_s = {to_s}: valid: two moments, the earlier one first")
-        if not 2 <= pixels <= _MOST_PIXELS or len(known) > _MOST_TRACKS:
-            raise ConfigurationError(f"valid: 2 to {_MOST_PIXELS} pixels, at most {_MOST_TRACKS} tracks")
-        works = self._works()
+        if not 2 <= pixels <= _MAX_PIXELS or len(known) > _MAX_TRACKS:
+            raise ConfigurationError(f"valid: 2 to {_MAX_PIXELS} pixels, at most {_MAX_TRACKS} tracks")
+        works = self._work_flags()
         return {"tracks": {str(track): self._store.window(track, from_s, to_s, pixels, works) for track in known}}
 
-    def _works(self) -> np.ndarray:
+    def _work_flags(self) -> np.ndarray:
         return np.array([name not in _WAITING for name in self._state.names], bool)
 
     # -- the files -----------------------------------------------------------------------------------
 
     def _refresh(self) -> None:
-        self._problem, total, read, left = "", 0, 0, _REFRESH_BYTES
+        self._problem, total_bytes, indexed_bytes, remaining_bytes = "", 0, 0, _REFRESH_BYTES
         try:
             with ExitStack() as stack:
-                for place, file in enumerate(self._sources(stack)):
-                    total += os.fstat(file.fileno()).st_size
-                    if left > 0:
-                        if place:
+                for index, file in enumerate(self._sources(stack)):
+                    total_bytes += os.fstat(file.fileno()).st_size
+                    if remaining_bytes > 0:
+                        if index:
                             self._state.offset, self._state.mark = 0, b""
-                        left -= self._read(file, left)
-                        read += self._state.offset
-            self._fold()
+                        remaining_bytes -= self._read(file, remaining_bytes)
+                        indexed_bytes += self._state.offset
+            self._flush()
         except OSError as error:
             self._problem = f"the trace isn't read on: {error.filename or 'the cache'}: {error.strerror}"
-        self._share = read / total if total else 1.0
+        self._share = indexed_bytes / total_bytes if total_bytes else 1.0
 
     def _sources(self, stack: ExitStack) -> list[BinaryIO]:
-        """The files to read, oldest first; the first one at the place to go on from."""
-        found: dict[int, BinaryIO] = {}
+        """Open the files to read, oldest first; the first is positioned at the first unread byte."""
+        file_by_inode: dict[int, BinaryIO] = {}
         for path in (self.path / FILE_NAME, self.path / OLD_NAME):  # a rotation in between shows one file twice
-            if inside(path, self.path):
+            if is_inside(path, self.path):
                 file = stack.enter_context(path.open("rb"))
-                found.setdefault(os.fstat(file.fileno()).st_ino, file)
-        files, state = list(found.values()), self._state
-        for place, file in enumerate(files if state.mark is not None else ()):
+                file_by_inode.setdefault(os.fstat(file.fileno()).st_ino, file)
+        files, state = list(file_by_inode.values()), self._state
+        for index, file in enumerate(files if state.mark is not None else ()):
             file.seek(state.offset - len(state.mark or b""))
             if file.read(len(state.mark or b"")) == state.mark:
-                return files[place::-1]
+                return files[index::-1]
             file.seek(0)
         if files and state.mark is not None:  # another trace, or rotated twice
             self._restart(_State())
         return files[::-1]
 
     def _read(self, file: BinaryIO, most_bytes: int) -> int:
-        """Take whole lines of ``file``; returns how many bytes."""
+        """Read whole lines of ``file``; returns the number of bytes."""
         state, taken = self._state, 0
         while taken < most_bytes and (data := file.read(_CHUNK_BYTES)):
             cut = data.rfind(b"\n") + 1
@@ -178,13 +178,13 @@ class RunLanes:
             state.mark = ((state.mark or b"") + data)[-_MARK_BYTES:]
             file.seek(state.offset)
             if len(self._fresh) >= SEAL_ROWS:
-                self._fold()
+                self._flush()
         return taken
 
-    def _fold(self) -> None:
+    def _flush(self) -> None:
         fresh, self._fresh = self._fresh, []
         state = self._state
-        if fresh and self._store.add(fresh, self._works(), state.to_s) and self._store.kept:
+        if fresh and self._store.add(fresh, self._work_flags(), state.to_s) and self._store.kept:
             state.spans = self._store.stored
             write_cached(self._kept, lambda file: file.write(msgspec.msgpack.encode(state)))
 
@@ -203,7 +203,7 @@ class RunLanes:
         for line in lines:
             self._take_line(line)
         for kept in (state.steps, state.versions, state.marks):
-            del kept[:-_MOST_LINES]
+            del kept[:-_MAX_LINES]
 
     # -- the lines -----------------------------------------------------------------------------------
 
@@ -213,9 +213,9 @@ class RunLanes:
             self._take_span(line.track, line.name, line.start_s + state.shift_s, line.end_s + state.shift_s)
         elif isinstance(line, TraceSession):
             state.session_s, state.shift_s = line.unix_s, line.unix_s - line.clock_s
-            self._reach(line.unix_s, line.unix_s)
+            self._extend_range(line.unix_s, line.unix_s)
         elif state.session_s is None:
-            return  # no telling when
+            return  # its time of day is unknown
         elif isinstance(line, GroupTrace):
             self._take_group(line, state.session_s)
         elif isinstance(line, GroupEnd):
@@ -228,15 +228,15 @@ class RunLanes:
                 self._take_span(f"{line.track} engine", f"decoding requests {row.running}", end_s - row.busy_s, end_s)
         elif isinstance(line, Mark):
             state.marks.append({"time_s": line.time_s + state.shift_s, "event": line.event, "detail": line.detail})
-        elif isinstance(line, Pulse):
-            self._place({worker.name: worker.device for worker in line.workers if worker.device}, state.ranks)
+        elif isinstance(line, QueueSnapshot):
+            self._set_devices({worker.name: worker.device for worker in line.workers if worker.device}, state.ranks)
 
-    def _place(self, devices: dict[str, str], ranks: int) -> None:
+    def _set_devices(self, devices: dict[str, str], ranks: int) -> None:
         if (devices, ranks) != (self._state.devices, self._state.ranks):
             self._state.devices, self._state.ranks = devices, ranks
             self._targets.clear()
 
-    def _reach(self, start_s: float, end_s: float) -> None:
+    def _extend_range(self, start_s: float, end_s: float) -> None:
         state = self._state
         if state.from_s is None or start_s < state.from_s:
             state.from_s = start_s
@@ -246,9 +246,9 @@ class RunLanes:
     def _take_span(self, track: str, name: str, start_s: float, end_s: float) -> None:
         if (targets := self._targets.get((track, name))) is None:
             targets = self._targets[track, name] = self._find_targets(track, name)
-        for number, place, code in targets:
-            self._fresh.append((start_s, end_s, place, code, number, -1))
-        self._reach(start_s, end_s)
+        for number, track_id, code in targets:
+            self._fresh.append((start_s, end_s, track_id, code, number, -1))
+        self._extend_range(start_s, end_s)
         if track == "trainer-0" and name == "publish":
             self._state.versions.append({"version": self._state.version, "published_s": end_s, "applied_s": None})
         elif track == "weights" and name.startswith("apply version "):
@@ -258,13 +258,13 @@ class RunLanes:
             versions[-1]["applied_s"] = end_s
 
     def _find_targets(self, track: str, name: str) -> list[tuple[int, int, int]]:
-        """Where spans of this name are drawn: the number at its end, the track, the code of the name."""
+        """Return where spans of this name are drawn: (number at the end of the name, track, code of the name)."""
         state = self._state
         head = name.rstrip("0123456789")
         number, head = int(name[len(head) :][:9] or -1), head.strip() or name
-        group = "devices" if _DEVICE.fullmatch(track) else PROCESSES.get(track.rpartition("-")[0], "other")
+        group = "devices" if _DEVICE.fullmatch(track) else PROCESS_BY_WORKER_KIND.get(track.rpartition("-")[0], "other")
         targets = [(number, self._track(group, track + " turns" * (group == "devices")), self._name(head))]
-        if (device := state.devices.get(track)) and name not in NOT_AT_WORK:
+        if (device := state.devices.get(track)) and name not in IDLE_SPANS:
             targets.append((number, self._track("devices", device), self._name(f"{track}: {head}")))
         if track == "trainer-0" and name == "wait":
             targets += [(-1, self._track(group, f"trainer-{rank}"), targets[0][2]) for rank in range(1, state.ranks)]
@@ -281,7 +281,7 @@ class RunLanes:
     def _take_step(self, line: StepTrace) -> None:
         state, step = self._state, f"skipped step {line.step}" if line.skipped else f"step {line.step}"
         start_s, end_s = line.start_s + state.shift_s, line.end_s + state.shift_s
-        self._place(state.devices, max(1, len(line.rank_compute_s)))
+        self._set_devices(state.devices, max(1, len(line.rank_compute_s)))
         for rank, compute_s in enumerate(line.rank_compute_s):
             self._take_span(f"trainer-{rank}", step, max(start_s, end_s - compute_s), end_s)
         state.steps.append({"step": line.step, "start_s": start_s, "end_s": end_s, "skipped": line.skipped})
@@ -289,11 +289,11 @@ class RunLanes:
         for life, lane in state.trained:
             self._leave(life, lane, list(group_phases(life, computing_s if life.step == line.step else None))[2:])
         state.version, state.trained = line.version, []
-        self._reach(start_s, end_s)
+        self._extend_range(start_s, end_s)
 
     def _take_group(self, line: GroupTrace, session_s: float) -> None:
         state, life = self._state, GroupLife.of(line, self._state.shift_s, session_s)
-        if line.index in state.lives:  # a kill lost the group that had finished
+        if line.index in state.lives:  # the finished group was lost when the process was killed
             self._leave(*state.lives.pop(line.index), [])
         lane = state.groups.claim(life.start_s)
         state.lives[line.index] = (life, lane)
@@ -301,13 +301,13 @@ class RunLanes:
         lane = state.members.take(life.start_s, life.end_s)
         for rollout, phases in rollout_phases(life):
             self._draw("rollouts", f"{lane:03d}.{rollout.member:02d}", line.index, rollout.member, phases)
-        self._reach(life.start_s, life.end_s)
+        self._extend_range(life.start_s, life.end_s)
 
     def _end_group(self, line: GroupEnd, session_s: float) -> None:
         state = self._state
         life, lane = state.lives.pop(line.index, (None, 0))
         if life is None:
-            if not line.finished:  # otherwise it did so in a part of the trace that has been deleted
+            if not line.finished:  # a finished group's line was in a deleted part of the trace
                 life = GroupLife.of(line, state.shift_s, session_s)
                 self._leave(life, state.groups.claim(life.start_s), [(line.ending, life.start_s, life.end_s)])
             return
@@ -319,13 +319,13 @@ class RunLanes:
 
     def _leave(self, life: GroupLife, lane: int, phases: Sequence[Phase]) -> None:
         self._draw("groups", f"{lane:03d}", life.index, -1, phases)
-        self._state.groups.leave(lane, life.end_s)
-        self._reach(life.start_s, life.end_s)
+        self._state.groups.release(lane, life.end_s)
+        self._extend_range(life.start_s, life.end_s)
 
     def _draw(self, group: str, track: str, number: int, member: int, phases: Sequence[Phase]) -> None:
-        place, number, member = self._track(group, track), min(number, _MOST_INT), min(member, _MOST_INT)
+        track_id, number, member = self._track(group, track), min(number, _MAX_INT), min(member, _MAX_INT)
         for name, start_s, end_s in phases:
             if end_s > start_s:
                 if (code := self._state.names.get(name)) is None:
                     code = self._name(name.rstrip("0123456789-").strip())
-                self._fresh.append((start_s, end_s, place, code, number, member))
+                self._fresh.append((start_s, end_s, track_id, code, number, member))

@@ -1,15 +1,15 @@
-"""The tests of a programming task, in the forms that data sets have them in.
+"""The tests of a programming task, parsed from the forms of several data sets.
 
 A task's metadata holds them in one of these forms:
 
 - our own: ``tests``, a list of ``{"stdin": ..., "stdout": ...}``, or of ``{"arguments": [...], "returns": ...}`` with
-  the name of the function as ``function``; ``"public": true`` marks those that the policy may be told of;
+  the name of the function as ``function``; ``"public": true`` marks those that the policy may see;
 - of APPS and TACO: ``input_output`` (or ``tests``), ``{"inputs": [...], "outputs": [...], "fn_name": ...}``, also as
-  JSON; ``public_tests`` says how many of the first ones are public;
+  JSON; the first ``public_tests`` of them are public;
 - of LiveCodeBench: ``public_test_cases`` and ``private_test_cases``, lists of ``{"input": ..., "output": ...}``, also
-  as JSON or packed the way its files have them, and the function as ``func_name``.
+  as JSON or compressed as in its files, and the function as ``func_name``.
 
-With any of them, ``timeout_s`` is each test's, in place of the environment's, and ``tolerance`` too.
+In all forms, ``timeout_s`` (of each test) and ``tolerance`` replace those of the environment.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CodeTest(msgspec.Struct, frozen=True, kw_only=True):
     stdin: str = ""
     stdout: str = ""
     arguments: tuple[Any, ...] = ()  # of a function
-    returns: tuple[Any, ...] = ()  # values that are right; more than one where a data set is ambiguous
+    returns: tuple[Any, ...] = ()  # correct values; more than one where a data set is ambiguous
     public: bool = False
 
 
@@ -39,24 +39,24 @@ class CodeTests(msgspec.Struct, frozen=True, kw_only=True):
     """All tests of a task, public ones first."""
 
     tests: tuple[CodeTest, ...]
-    function: str = ""  # what is called; "": a program, run
+    function: str = ""  # the tested function; "": the whole program is run
     timeout_s: float | None = None  # of each; None: the environment's
     tolerance: float | None = None
 
 
 def code_tests(metadata: Mapping[str, Any]) -> CodeTests:
-    """The tests in a task's metadata. Raises ValueError that says what is wrong with them."""
+    """Parse the tests in a task's metadata. Raises ValueError that says what is wrong with them."""
     function = str(metadata.get("function") or metadata.get("fn_name") or metadata.get("func_name") or "")
     try:
-        given = _opened(metadata.get("tests") or metadata.get("input_output"))
+        raw_tests = _parse_json(metadata.get("tests") or metadata.get("input_output"))
         if "public_test_cases" in metadata or "private_test_cases" in metadata:
             function = function or _function_of(metadata.get("metadata"))
             tests = _livecodebench(metadata, function)
-        elif isinstance(given, dict):
-            function = str(given.get("fn_name") or function)
-            tests = _pairs(given, function, int(metadata.get("public_tests", 0)))
-        elif isinstance(given, list):
-            tests = [_own(entry, function) for entry in given]
+        elif isinstance(raw_tests, dict):
+            function = str(raw_tests.get("fn_name") or function)
+            tests = _pairs(raw_tests, function, int(metadata.get("public_tests", 0)))
+        elif isinstance(raw_tests, list):
+            tests = [_native_test(entry, function) for entry in raw_tests]
         else:
             raise ValueError("there are none: valid: 'tests', 'input_output', 'public_test_cases'")
         limits = {name: float(metadata[name]) for name in ("timeout_s", "tolerance") if metadata.get(name) is not None}
@@ -68,11 +68,11 @@ def code_tests(metadata: Mapping[str, Any]) -> CodeTests:
     return CodeTests(tests=tuple(tests), function=function, **limits)
 
 
-def _opened(value: Any) -> Any:
+def _parse_json(value: Any) -> Any:
     return json.loads(value) if isinstance(value, str) and value else value
 
 
-def _own(entry: dict[str, Any], function: str) -> CodeTest:
+def _native_test(entry: dict[str, Any], function: str) -> CodeTest:
     expected = ("arguments", "returns") if function else ("stdin", "stdout")
     if unknown := set(entry) - {*expected, "public"}:
         raise ValueError(f"a test has {', '.join(sorted(unknown))}; valid: {', '.join(expected)}, public")
@@ -83,16 +83,16 @@ def _own(entry: dict[str, Any], function: str) -> CodeTest:
 
 
 def _pairs(form: dict[str, Any], function: str, public: int) -> list[CodeTest]:
-    """APPS, TACO: what is expected of a function may or may not stand in a list of its own."""
+    """Parse tests of APPS or TACO, where a function's expected value may be wrapped in a list."""
     inputs, outputs = list(form["inputs"]), list(form["outputs"])
     if len(inputs) != len(outputs):
         raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
     tests: list[CodeTest] = []
-    for index, (given, expected) in enumerate(zip(inputs, outputs, strict=True)):
-        if not function or isinstance(given, str):
-            tests.append(_written(given, expected, function, index < public))
+    for index, (raw_input, expected) in enumerate(zip(inputs, outputs, strict=True)):
+        if not function or isinstance(raw_input, str):
+            tests.append(_text_test(raw_input, expected, function, index < public))
             continue
-        arguments = tuple(given) if isinstance(given, list) else (given,)
+        arguments = tuple(raw_input) if isinstance(raw_input, list) else (raw_input,)
         right = (expected, expected[0]) if isinstance(expected, list) and len(expected) == 1 else (expected,)
         tests.append(CodeTest(arguments=arguments, returns=right, public=index < public))
     return tests
@@ -104,7 +104,7 @@ def _livecodebench(metadata: Mapping[str, Any], function: str) -> list[CodeTest]
         for entry in _cases(metadata.get(name)):
             if entry.get("testtype") == "functional" and not function:
                 raise ValueError("its tests call a function, and func_name doesn't say which")
-            tests.append(_written(entry["input"], entry["output"], function, public))
+            tests.append(_text_test(entry["input"], entry["output"], function, public))
     return tests
 
 
@@ -116,27 +116,27 @@ def _cases(value: Any) -> list[dict[str, Any]]:
     try:
         return json.loads(value)
     except ValueError:
-        packed = _Texts(io.BytesIO(zlib.decompress(base64.b64decode(value))))
+        packed = _TextUnpickler(io.BytesIO(zlib.decompress(base64.b64decode(value))))
         return json.loads(packed.load())
 
 
-class _Texts(pickle.Unpickler):
-    """Unpickles a text; raises ValueError for any global, so that a file can't make anything else."""
+class _TextUnpickler(pickle.Unpickler):
+    """Unpickles a text; raises ValueError for any global, so that a file can't create other objects."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         raise ValueError(f"packed tests must be a text, not {module_name}.{global_name}")
 
 
 def _function_of(value: Any) -> str:
-    found = _opened(value)
-    return str(found.get("func_name") or "") if isinstance(found, dict) else ""
+    fields = _parse_json(value)
+    return str(fields.get("func_name") or "") if isinstance(fields, dict) else ""
 
 
-def _written(given: Any, expected: Any, function: str, public: bool) -> CodeTest:
-    """A test in texts: of a program, or as LiveCodeBench has it of a function, an argument a line."""
+def _text_test(raw_input: Any, expected: Any, function: str, public: bool) -> CodeTest:
+    """Parse a test given as texts: of a program, or of a function in LiveCodeBench's form, with an argument a line."""
     if not function:
-        return CodeTest(stdin=_text(given), stdout=_text(expected), public=public)
-    arguments = tuple(json.loads(line) for line in given.split("\n") if line.strip())
+        return CodeTest(stdin=_text(raw_input), stdout=_text(expected), public=public)
+    arguments = tuple(json.loads(line) for line in raw_input.split("\n") if line.strip())
     return CodeTest(arguments=arguments, returns=(json.loads(expected),), public=public)
 
 

@@ -1,4 +1,4 @@
-"""Whether what a program printed or a function returned is what was expected."""
+"""Comparison of a program's output or a function's return value with the expected one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _LONGEST_NUMBER = 400  # characters; longer ones are compared as text
 
 
 def same_text(printed: str, expected: str, compare: Compare, tolerance: float) -> bool:
-    """``tokens``: the same words, however they are spaced; ``lines``: the same lines but for blanks at their ends and
-    empty lines at the end. Where a number with a decimal point or an exponent is expected, one within ``tolerance``
-    (as of `close`) is as good; a whole number is that number alone, however it is written."""
+    """Return whether two texts are equal. ``tokens``: equal words, with any spacing; ``lines``: equal lines, except for
+    blanks at their ends and empty lines at the end. Where a number with a decimal point or an exponent is expected, one
+    within ``tolerance`` (as of `close`) is accepted; a whole number must be equal, but may be written in any form."""
     if compare == "tokens":
         return _same_words(printed.split(), expected.split(), tolerance)
     ours, theirs = _lines(printed), _lines(expected)
@@ -30,8 +30,8 @@ def same_text(printed: str, expected: str, compare: Compare, tolerance: float) -
 
 
 def same_value(value: Any, expected: Any, tolerance: float) -> bool:
-    """Equal as Python compares them, within ``tolerance`` where a number with a decimal point is expected. For plain
-    values alone, as JSON or literals have them: nothing of theirs is called."""
+    """Return whether two values are equal by Python's rules, within ``tolerance`` where a float is expected. Both must
+    be plain values of JSON or literals: none of their methods is called."""
     try:
         return _same(value, expected, tolerance)
     except RecursionError:
@@ -39,7 +39,7 @@ def same_value(value: Any, expected: Any, tolerance: float) -> bool:
 
 
 def close(value: float, expected: float, tolerance: float) -> bool:
-    """Whether ``value`` equals ``expected``, or is within ``tolerance`` x max(1, |expected|) of it."""
+    """Return whether ``value`` equals ``expected``, or is within ``tolerance`` x max(1, |expected|) of it."""
     return value == expected or (
         math.isfinite(expected) and abs(value - expected) <= tolerance * max(1.0, abs(expected))
     )
@@ -85,6 +85,6 @@ def _same_number(word: str, expected: str, tolerance: float) -> bool:
     a, b = Decimal(word), Decimal(expected)
     if not _FLOAT.fullmatch(expected):
         return a == b
-    apart = _UNTRAPPED.abs(_UNTRAPPED.subtract(a, b))
-    within = _UNTRAPPED.multiply(Decimal(tolerance), max(Decimal(1), abs(b)))
-    return a == b or (apart.is_finite() and apart <= within)
+    difference = _UNTRAPPED.abs(_UNTRAPPED.subtract(a, b))
+    limit = _UNTRAPPED.multiply(Decimal(tolerance), max(Decimal(1), abs(b)))
+    return a == b or (difference.is_finite() and difference <= limit)

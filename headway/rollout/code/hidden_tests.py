@@ -1,19 +1,19 @@
 """Hidden tests as questions and answers: questions are asked in the sandbox, answers stay with the worker.
 
-A hidden test is a Python file as pytest runs it, of functions ``test_...`` that say what is expected as literals:
+A hidden test is a Python file as for pytest, with functions ``test_...`` whose expected values are literals:
 
     def test_overlapping():
         assert merge([[1, 3], [2, 4]]) == [[1, 4]]
         with pytest.raises(ValueError):
             merge([[3, 1]])
 
-Whatever is tested runs in one process with its test: it can read it, patch what it uses, print what it likes and leave
-with exit code 0. So no test says whether it has passed. What is expected is cut out before the file goes into the
-sandbox; each ``assert`` becomes the question what its left side is, and the worker compares. A process that was taken
-over by the code it tests still has to give right answers.
+The tested code runs in one process with its test: it can read the test, patch what it uses, print any text and exit
+with code 0. Hence tests don't report themselves whether they pass. Expected values are cut out before the file enters
+the sandbox; each ``assert`` becomes a question for the value of its left side, and the worker compares the answer. A
+process that the tested code controls still has to give right answers.
 
-A yes, a no or the name of an exception can be guessed. Hence a file must have at least two different answers that are
-values, or a constant would do; and the more values it asks for, the better.
+A boolean or the name of an exception can be guessed. Hence a file must have at least two different expected values, or
+a constant answer would pass; more values are better.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _MOST_ENTRIES = 2000  # of a set or a dictionary: their keys may be chosen to co
 class HiddenAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The expected answer to a question."""
 
-    test: str  # the function it stands in
+    test: str  # the function that contains the question
     value: Any = None
     raises: str = ""  # the name of an exception; "": a value
-    end: bool = False  # whether the test came to its end, which is no question of its author's
+    end: bool = False  # an added question, answered where the test ran to its end
 
 
 class Questions(msgspec.Struct, frozen=True, kw_only=True):
-    """A hidden test file, its answers cut out."""
+    """A hidden test file without its answers, and the answers."""
 
     source: str
     tests: tuple[str, ...]
@@ -54,12 +54,12 @@ class HiddenTestResults(msgspec.Struct, frozen=True, kw_only=True):
 
     passed: tuple[str, ...]
     wrong: tuple[str, ...]  # an answer differs
-    unanswered: tuple[str, ...]  # an exception, or the process's end
+    unanswered: tuple[str, ...]  # an exception was raised, or the process ended
 
 
 def questions_of(source: str, name: str, tolerance: float = 0.0) -> Questions:
-    """Split a hidden test file into questions and answers. ``tolerance``: as of `judged`. Raises ValueError that names
-    the line of what can't be asked without its answer, or what no code could pass."""
+    """Split a hidden test file into questions and answers. ``tolerance``: as of `grade`. Raises ValueError, with the
+    line, for an assert that can't be asked without its answer, and for a test that no code could pass."""
     try:
         tree = ast.parse(source)
     except SyntaxError as error:
@@ -67,72 +67,73 @@ def questions_of(source: str, name: str, tolerance: float = 0.0) -> Questions:
     answers: list[HiddenAnswer] = []
     tests: list[str] = []
     body: list[ast.stmt] = []
-    gone = {"pytest"}  # names that nothing stands for in the sandbox
+    pytest_names = {"pytest"}  # names that are undefined in the sandbox
     for node in tree.body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)) and _of_pytest(node):
-            gone |= {alias.asname or alias.name for alias in node.names}
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and _imports_pytest(node):
+            pytest_names |= {alias.asname or alias.name for alias in node.names}
             continue
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
             if node.name in tests or node.decorator_list or ast.unparse(node.args):
-                what = "is there twice" if node.name in tests else "has decorators or arguments, which nobody gives it"
-                raise _refused(name, node.lineno, f"{node.name} {what}")
-            before = len(answers)
+                cause = "is there twice" if node.name in tests else "has decorators or arguments, which nobody gives it"
+                raise _refused(name, node.lineno, f"{node.name} {cause}")
+            first_number = len(answers)
             node.body = _split(node.body, answers, node.name, name)
-            if len(answers) == before:
+            if len(answers) == first_number:
                 raise _refused(name, node.lineno, f"{node.name} expects nothing")
-            node.body.append(_ask(_ASKED, len(answers), ast.Constant(value=None)))
+            node.body.append(_question_call(_ASKED, len(answers), ast.Constant(value=None)))
             answers.append(HiddenAnswer(test=node.name, end=True))
             tests.append(node.name)
         else:
             _refuse_asserts(node, name)
         body.append(node)
-    _refuse_pytest(body, gone, name)
+    _refuse_pytest(body, pytest_names, name)
     values = [answer.value for answer in answers if not (answer.raises or answer.end)]
-    if not values or any(all(same_value(one, each, tolerance) for each in values) for one in values):
+    if not values or any(all(same_value(candidate, each, tolerance) for each in values) for candidate in values):
         raise ValueError(f"hidden test {name}: a constant answers all of it; expect at least two different values")
     text = ast.unparse(ast.fix_missing_locations(ast.Module(body=body, type_ignores=[])))
     return Questions(source=text, tests=tuple(tests), answers=tuple(answers))
 
 
 def _split(body: Sequence[ast.stmt], answers: list[HiddenAnswer], test: str, name: str) -> list[ast.stmt]:
-    """The statements of a test with questions in place of asserts."""
-    asked: list[ast.stmt] = []
+    """Return the statements of a test with questions in place of asserts, and append their answers."""
+    statements: list[ast.stmt] = []
     for node in body:
         if isinstance(node, ast.Assert):
             subject, value = _expected(node, name)
-            asked.append(_ask(_ASKED, len(answers), subject))
+            statements.append(_question_call(_ASKED, len(answers), subject))
             answers.append(HiddenAnswer(test=test, value=value))
         elif isinstance(node, ast.With) and (raised := _raises(node, name)):
             for inner in node.body:
                 _refuse_asserts(inner, name)
-            asked.append(_attempt(node, len(answers)))
+            statements.append(_attempt(node, len(answers)))
             answers.append(HiddenAnswer(test=test, raises=raised))
-        elif isinstance(node, ast.With):  # of something else: a file, a lock
+        elif isinstance(node, ast.With):  # another context manager: a file, a lock
             node.body = _split(node.body, answers, test, name)
-            asked.append(node)
+            statements.append(node)
         else:
             _refuse_asserts(node, name)
-            asked.append(node)
-    return asked
+            statements.append(node)
+    return statements
 
 
 def _expected(node: ast.Assert, name: str) -> tuple[ast.expr, Any]:
-    """An assert's question and its right value. Raises ValueError where a comparison isn't ``QUESTION == LITERAL``."""
+    """Return an assert's question and its right value. Raises ValueError where a comparison isn't ``QUESTION ==
+    LITERAL``."""
     test = node.test
     if isinstance(test, ast.Compare):
-        literal, refused = test.comparators[0], "what is expected must be a literal; valid: assert QUESTION == LITERAL"
+        literal, usage = test.comparators[0], "what is expected must be a literal; valid: assert QUESTION == LITERAL"
         if len(test.ops) > 1 or not isinstance(test.ops[0], (ast.Eq, ast.Is)):
-            raise _refused(name, node.lineno, refused)
+            raise _refused(name, node.lineno, usage)
         try:
             value = ast.literal_eval(literal)
         except (ValueError, TypeError):
-            raise _refused(name, node.lineno, refused) from None
-        if not _can_be_said(value):
-            told = (
+            raise _refused(name, node.lineno, usage) from None
+        if not _encodable(value):
+            problem = (
                 f"{ast.unparse(literal)[:80]}, which no answer can be; valid: texts, numbers, tuples, lists, sets and "
             )
-            told += f"dictionaries, of at most {_MOST_ENTRIES} entries the last two"
-            raise _refused(name, node.lineno, f"it expects {told}")
+            problem += f"dictionaries, of at most {_MOST_ENTRIES} entries the last two"
+            raise _refused(name, node.lineno, f"it expects {problem}")
         return test.left, value
     no = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
     subject = test.operand if no and isinstance(test, ast.UnaryOp) else test
@@ -140,7 +141,7 @@ def _expected(node: ast.Assert, name: str) -> tuple[ast.expr, Any]:
 
 
 def _raises(node: ast.With, name: str) -> str:
-    """The exception's name in ``with pytest.raises(ValueError):``; "" for any other ``with``."""
+    """Return the exception's name in ``with pytest.raises(ValueError):``; "" for any other ``with``."""
     (item, *more), call = node.items, node.items[0].context_expr
     if not isinstance(call, ast.Call) or _last_name(call.func) != "raises":
         return ""
@@ -157,13 +158,13 @@ def _attempt(node: ast.With, number: int) -> ast.Try:
     caught = ast.ExceptHandler(
         type=ast.Name(id="BaseException", ctx=ast.Load()),
         name="__error__",
-        body=[_ask(_RAISED, number, ast.Name(id="__error__", ctx=ast.Load()))],
+        body=[_question_call(_RAISED, number, ast.Name(id="__error__", ctx=ast.Load()))],
     )
-    nothing = _ask(_RAISED, number, ast.Constant(value=None))
+    nothing = _question_call(_RAISED, number, ast.Constant(value=None))
     return ast.Try(body=node.body, handlers=[caught], orelse=[nothing], finalbody=[])
 
 
-def _ask(function: str, number: int, subject: ast.expr) -> ast.Expr:
+def _question_call(function: str, number: int, subject: ast.expr) -> ast.Expr:
     return ast.Expr(value=_call(function, ast.Constant(value=number), subject))
 
 
@@ -172,52 +173,52 @@ def _call(function: str, *arguments: ast.expr) -> ast.Call:
 
 
 def _refuse_asserts(node: ast.stmt, name: str) -> None:
-    """Raise ValueError for a nested question, which might be skipped or repeated: each is asked exactly once."""
+    """Raise ValueError for a nested assert, which might be skipped or repeated: each question is asked exactly once."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.Assert) or (isinstance(inner, ast.With) and _raises(inner, name)):
-            what = "an assert must stand in a test itself, not in a loop, a condition or a function of its own"
-            raise _refused(name, inner.lineno, what)
+            problem = "an assert must stand in a test itself, not in a loop, a condition or a function of its own"
+            raise _refused(name, inner.lineno, problem)
 
 
-def _refuse_pytest(body: Sequence[ast.stmt], gone: set[str], name: str) -> None:
-    """Raise ValueError where pytest is still used: the sandbox has none, so the test would fail whatever it tests."""
+def _refuse_pytest(body: Sequence[ast.stmt], pytest_names: set[str], name: str) -> None:
+    """Raise ValueError where pytest is still used: the sandbox doesn't have it, so that every run would fail."""
     for node in body:
         for inner in ast.walk(node):
-            used = isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load) and inner.id in gone
+            used = isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load) and inner.id in pytest_names
             if isinstance(inner, ast.Import):
                 used = any(alias.name.partition(".")[0] == "pytest" for alias in inner.names)
             elif isinstance(inner, ast.ImportFrom):
                 used = (inner.module or "").partition(".")[0] == "pytest"
             if used:
                 valid = "import pytest at the top, on a line of its own, and with pytest.raises(EXCEPTION)"
-                what = f"{ast.unparse(inner)} is pytest's, which isn't there; valid: {valid}"
-                raise _refused(name, getattr(inner, "lineno", 0), what)
+                problem = f"{ast.unparse(inner)} is pytest's, which isn't there; valid: {valid}"
+                raise _refused(name, getattr(inner, "lineno", 0), problem)
 
 
-def _refused(name: str, line: int | None, what: str) -> ValueError:
-    return ValueError(f"hidden test {name}, line {line}: {what}")
+def _refused(name: str, line: int | None, problem: str) -> ValueError:
+    return ValueError(f"hidden test {name}, line {line}: {problem}")
 
 
-def _can_be_said(value: Any) -> bool:
-    """Whether the driver can encode ``value``, and `decoded` would read it."""
+def _encodable(value: Any) -> bool:
+    """Return whether the driver can encode ``value`` and `decoded` can decode it."""
     if isinstance(value, (set, dict)) and len(value) > _MOST_ENTRIES:
         return False
     if isinstance(value, dict):
-        return _can_be_said([*value.keys(), *value.values()])
+        return _encodable([*value.keys(), *value.values()])
     if isinstance(value, (list, tuple, set)):
-        return all(map(_can_be_said, value))
+        return all(map(_encodable, value))
     return value is None or isinstance(value, (bool, int, float, str, bytes))
 
 
-def _of_pytest(node: ast.Import | ast.ImportFrom) -> bool:
+def _imports_pytest(node: ast.Import | ast.ImportFrom) -> bool:
     if isinstance(node, ast.ImportFrom):
         return node.module == "pytest"
     return [alias.name for alias in node.names] == ["pytest"]
 
 
-# --- in the sandbox and back ----------------------------------------------------------------------------------------
+# --- driver in the sandbox, and its answers -------------------------------------------------------------------------
 
-# Asks the questions of a file that arrives on stdin. Its output is no more trustworthy than the code that it tests.
+# Runs a test file from stdin and prints the answers. Its output is no more trustworthy than the code that it tests.
 DRIVER = """\
 import json, os, sys
 _answers = os.dup(1)
@@ -260,33 +261,33 @@ _main()
 """
 
 
-def asked(questions: Questions, paths: Sequence[str]) -> bytes:
-    """The driver's standard input, as JSON."""
+def driver_input(questions: Questions, paths: Sequence[str]) -> bytes:
+    """Return the driver's standard input, as JSON."""
     return json.dumps({"source": questions.source, "tests": questions.tests, "paths": list(paths)}).encode()
 
 
-def judged(questions: Questions, said: bytes, tolerance: float) -> HiddenTestResults:
-    """Compare a driver's output, which may be anything, with the right answers. A question that was answered twice, or
+def grade(questions: Questions, output: bytes, tolerance: float) -> HiddenTestResults:
+    """Compare a driver's output, which is untrusted, with the right answers. A question that was answered twice, or
     with an unknown value, counts as wrong."""
-    given: dict[int, Any] = {}
-    spoilt: set[int] = set()
-    for line in filter(None, said.split(b"\n")):
+    encoded_by_number: dict[int, Any] = {}
+    repeated_numbers: set[int] = set()
+    for line in filter(None, output.split(b"\n")):
         number, value = _answer_of(line)
-        if number in given:
-            spoilt.add(number)
-        given[number] = value
+        if number in encoded_by_number:
+            repeated_numbers.add(number)
+        encoded_by_number[number] = value
     state: dict[str, str] = dict.fromkeys(questions.tests, "passed")
     for number, answer in enumerate(questions.answers):
-        if number not in given:
+        if number not in encoded_by_number:
             state[answer.test] = "unanswered" if state[answer.test] == "passed" else state[answer.test]
-        elif number in spoilt or not _right(answer, given[number], tolerance):
+        elif number in repeated_numbers or not _is_right(answer, encoded_by_number[number], tolerance):
             state[answer.test] = "wrong"
     kinds = HiddenTestResults.__struct_fields__
     return HiddenTestResults(**{kind: tuple(test for test in state if state[test] == kind) for kind in kinds})
 
 
 def decoded(value: Any) -> Any:
-    """The inverse of the driver's ``_encoded``. Raises ValueError, TypeError or RecursionError for anything else."""
+    """Decode a value of the driver's ``_encoded``. Raises ValueError, TypeError or RecursionError for other input."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if not isinstance(value, dict) or len(value) != 1:
@@ -319,10 +320,10 @@ def _answer_of(line: bytes) -> tuple[int, Any]:
         return -1, _UNKNOWN
 
 
-def _right(answer: HiddenAnswer, given: Any, tolerance: float) -> bool:
+def _is_right(answer: HiddenAnswer, encoded: Any, tolerance: float) -> bool:
     if answer.raises:
-        return isinstance(given, list) and answer.raises in given
+        return isinstance(encoded, list) and answer.raises in encoded
     try:
-        return same_value(decoded(given), answer.value, tolerance)
+        return same_value(decoded(encoded), answer.value, tolerance)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return False

@@ -1,4 +1,4 @@
-"""The files of a task's repository: written in its metadata, in a directory, or in a tar of this machine."""
+"""The files of a task's repository, from its metadata, or from a directory or tar on this machine."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Files = dict[str, tuple[bytes, int]]  # content and mode, by path
 
 
 def files_of(metadata: Mapping[str, Any]) -> Files:
-    """Return a task's files, from its ``files`` or ``repository``. Raises ValueError that says what is wrong, and
-    OSError where it can't be read."""
-    given, path = metadata.get("files"), metadata.get("repository")
-    if isinstance(given, dict) == bool(path):
+    """Return a task's files, from its ``files`` or ``repository``. Raises ValueError for invalid metadata or files, and
+    OSError for a repository that can't be read."""
+    texts_by_path, path = metadata.get("files"), metadata.get("repository")
+    if isinstance(texts_by_path, dict) == bool(path):
         raise ValueError("a task needs either 'files', a text for each path, or 'repository', a directory or tar")
     if path:
         return _read(str(path))
-    return _checked({name: (text.encode(), 0o644) for name, text in (given or {}).items()})
+    return _checked({name: (text.encode(), 0o644) for name, text in (texts_by_path or {}).items()})
 
 
 @functools.lru_cache(maxsize=32)
@@ -33,23 +33,23 @@ def _read(path: str) -> Files:
 
 
 def _of_directory(folder: Path) -> Files:
-    """Plain files; links are left out, and so are repositories' own books."""
-    found: Files = {}
+    """Read the plain files of a directory, without links, ``.git`` and ``__pycache__``."""
+    contents: Files = {}
     for parent, names, files in os.walk(folder):
         names[:] = sorted(name for name in names if name not in (".git", "__pycache__"))
         for file in sorted(Path(parent, name) for name in files):
             if file.is_file() and not file.is_symlink():
-                found[file.relative_to(folder).as_posix()] = (file.read_bytes(), _mode(file.stat().st_mode))
-    return found
+                contents[file.relative_to(folder).as_posix()] = (file.read_bytes(), _mode(file.stat().st_mode))
+    return contents
 
 
 def _of_tar(path: str) -> Files:
-    found: Files = {}
+    contents: Files = {}
     with tarfile.open(path) as archive:
         for member in archive:
             if member.isfile() and (content := archive.extractfile(member)) is not None:
-                found[posixpath.normpath(member.name)] = (content.read(MOST_BYTES + 1), _mode(member.mode))
-    return found
+                contents[posixpath.normpath(member.name)] = (content.read(MOST_BYTES + 1), _mode(member.mode))
+    return contents
 
 
 def _mode(mode: int) -> int:

@@ -1,4 +1,4 @@
-"""Actions out of answers: where in one the action is written, and which of a game's it names."""
+"""Parsing of a game's actions: the position of the action in an answer, and the action that it names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headway.records.errors import ConfigurationError
 Reading = Literal["whole", "last_line", "tag", "tool"]  # an answer's action: all of it, its last line, <action>, a call
 
 _TAG = re.compile(r"<action>(.*?)</action>", re.DOTALL)
-_AROUND = " \t\r\n.!,;:'\"`*"  # of a name in a sentence
+_AROUND = " \t\r\n.!,;:'\"`*"  # characters around a name in a sentence
 _WHERE = {
     "whole": "Answer with the action alone",
     "last_line": "Write the action on the last line of your answer",
@@ -25,10 +25,10 @@ _WHERE = {
 
 
 def find_action(text: str, reading: Reading) -> str | None:
-    """The action in an answer's text; None: there is none."""
+    """Return the action in an answer's text; None where there is none."""
     if reading == "tag":
-        found = _TAG.findall(text)
-        return found[-1].strip() if found else None
+        matches = _TAG.findall(text)
+        return matches[-1].strip() if matches else None
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return None
@@ -36,22 +36,22 @@ def find_action(text: str, reading: Reading) -> str | None:
 
 
 class Actions:
-    """Any text, or what a ``space`` of gymnasium's allows."""
+    """Actions that are any text; subclasses: the actions of a gymnasium ``space``."""
 
     def __init__(self, space: Any = None) -> None:
         self.space = space
         self.schema: dict[str, Any] = {"type": "string"}
 
-    def told(self, reading: Reading) -> str:
-        """Instructions for the policy: how to write an action."""
+    def instructions(self, reading: Reading) -> str:
+        """Return instructions for the policy: how to write an action."""
         return f"{_WHERE[reading]}."
 
     def read(self, written: str) -> Any:
-        """An action in JSON types. Raises ValueError that says what would be one."""
+        """Parse an action into JSON types. Raises ValueError for a text that is no action."""
         return written
 
-    def given(self, action: Any) -> Any:
-        """``action`` in the form that the game takes."""
+    def to_native(self, action: Any) -> Any:
+        """Convert ``action`` from JSON types to the type that the game takes."""
         return action
 
 
@@ -59,7 +59,7 @@ class Actions:
 class NamedActions(Actions):
     """Actions of a finite list, by name or number."""
 
-    names: Sequence[str]  # () where they have none
+    names: Sequence[str]  # (): numbers only
     first: int
     count: int
 
@@ -71,7 +71,7 @@ class NamedActions(Actions):
     def _valid(self) -> str:
         return ", ".join(self.names) or f"a number from {self.first} to {self.first + self.count - 1}"
 
-    def told(self, reading: Reading) -> str:
+    def instructions(self, reading: Reading) -> str:
         return f"{_WHERE[reading]}; valid: {self._valid}."
 
     def read(self, written: str) -> Any:
@@ -80,15 +80,15 @@ class NamedActions(Actions):
         if number is None and word.isascii() and word.removeprefix("-").isdecimal() and len(word) < 20:
             number = int(word)
         if number is None or not self.first <= number < self.first + self.count:
-            shown = written if len(written) <= 80 else written[:77] + "..."
-            raise ValueError(f"{shown!r} is no action")
+            excerpt = written if len(written) <= 80 else written[:77] + "..."
+            raise ValueError(f"{excerpt!r} is no action")
         return number
 
 
 class TextActions(Actions):
-    """The texts of a space."""
+    """Actions that are the texts of a space."""
 
-    def told(self, reading: Reading) -> str:
+    def instructions(self, reading: Reading) -> str:
         return f"{_WHERE[reading]}, one of {self.space}."
 
     def read(self, written: str) -> Any:
@@ -98,13 +98,13 @@ class TextActions(Actions):
 
 
 class ArrayActions(Actions):
-    """Numbers in the shape of a space, as JSON."""
+    """Actions that are arrays of a space, written as JSON."""
 
     def __init__(self, space: Any) -> None:
         super().__init__(space)
         self.schema = {"type": "array", "description": f"{space}"}
 
-    def told(self, reading: Reading) -> str:
+    def instructions(self, reading: Reading) -> str:
         return f"{_WHERE[reading]}, as JSON, one of {self.space}."
 
     def read(self, written: str) -> Any:
@@ -112,14 +112,14 @@ class ArrayActions(Actions):
 
         try:
             value = json.loads(written)
-            if not numpy.isfinite(self.given(value)).all():  # null is no number either
+            if not numpy.isfinite(self.to_native(value)).all():  # null is no number either
                 raise ValueError("not finite")
-            msgspec.msgpack.encode(value)  # as it is kept: no integers beyond 64 bits
+            msgspec.msgpack.encode(value)  # as it will be stored: no integers beyond 64 bits
         except (ValueError, TypeError, OverflowError, RecursionError):
             raise ValueError("that is no action") from None
         return value
 
-    def given(self, action: Any) -> Any:
+    def to_native(self, action: Any) -> Any:
         import numpy
 
         array = numpy.asarray(action, dtype=self.space.dtype)
@@ -129,8 +129,8 @@ class ArrayActions(Actions):
 
 
 def actions_of(space: Any, names: Sequence[str]) -> Actions:
-    """The actions of a gymnasium space; None: any text. Raises ConfigurationError for names that don't fit the space,
-    and for a space whose actions can't be written down."""
+    """Return the actions of a gymnasium space; without a space any text is one. Raises ConfigurationError for names
+    that don't fit the space, and for a space whose actions can't be written in an answer."""
     kind = type(space).__name__
     count = getattr(space, "n", None) if kind == "Discrete" else None
     if names and (count is None or len(names) != count):

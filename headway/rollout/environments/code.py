@@ -1,4 +1,4 @@
-"""Programs that are written for a task and judged by its tests, in a sandbox."""
+"""Environment for programming tasks: a program is judged by the task's tests, in a sandbox."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from heapq import *
 from itertools import *
 from math import *
 from typing import *
-"""  # what solutions of the style "complete this function" are used to find there
+"""  # imports that solutions of the style "complete this function" expect
 
-# Runs in the sandbox, in one process with the solution, which can do with it what it likes: there is nothing to be
-# found here. The worker asks for a value and compares it with one that never comes near the sandbox.
+# Runs in the sandbox, in one process with the solution, which can manipulate it: it has no secret. The worker asks for
+# a value and compares it with the expected one, which never enters the sandbox.
 _CALL = """\
 import json, os, sys
 _answer = os.dup(1)
@@ -58,24 +58,25 @@ def _main():
         value = value[os.write(_answer, value):]
 _main()
 """
-_SHOWN = 400  # characters of a test's texts that the policy is shown
+_FEEDBACK_CHARACTERS = 400  # of each text of a test in the policy's feedback
 
 
 class ProgramResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How a program did in one test."""
+    """A program's result in one test."""
 
     outcome: Outcome
-    got: str = ""  # what it printed or returned
+    got: str = ""  # its output or return value
     errors: str = ""
 
 
 class Code(Environment):
-    """The policy answers with a program (the last fenced block of Python, or a call of ``submit``), which is run in the
-    rollout's sandbox against the tests in the task's metadata (rollout/code/code_tests.py says in which forms).
+    """Environment in which the policy answers with a program (the last fenced block of Python, or a call of
+    ``submit``). It runs in the rollout's sandbox against the tests in the task's metadata, in one of the forms of
+    rollout/code/code_tests.py.
 
-    What is expected never enters the sandbox: a program is given a test's input, and the worker compares what comes
-    out. So there is nothing that it could find, patch or forge there. Every test begins with all processes of the ones
-    before killed, in a directory of its own.
+    Expected results never enter the sandbox: a program gets a test's input, and the worker compares its output. So the
+    program can't find, patch or forge them. Every test begins, in a directory of its own, after all processes of
+    earlier tests are killed.
     """
 
     uses_sandbox = True
@@ -94,12 +95,13 @@ class Code(Environment):
         interpreter: Sequence[str] = ("python3", "-I"),
         preamble: str = PREAMBLE,
     ) -> None:
-        """``system``: what every conversation begins with. ``reward``: 1 for a program that passes all tests, the rest
-        of which aren't run once one has failed; or the share that passes. ``feedback_turns``: how often the policy is
-        told which public tests fail, and may try again. ``submit``: it may also call a tool. ``timeout_s``: of a test;
-        ``total_s``: of all tests of an answer, those left then count as "timeout": less than environment.timeout_s.
-        ``compare``: "tokens" or "lines". ``tolerance``: of numbers with a decimal point. ``output_bytes``: of a test,
-        more is a failure. ``interpreter``: in the sandbox. ``preamble``: what functions find imported."""
+        """``system``: the first message of every conversation. ``reward``: "all": 1 for a program that passes all
+        tests, which stop at the first failure; "share": the share that passes. ``feedback_turns``: how often the policy
+        sees which public tests fail, and may try again. ``submit``: whether there is also a tool. ``timeout_s``: of a
+        test; ``total_s``: of all tests of an answer, less than environment.timeout_s; remaining tests count as
+        "timeout". ``compare``: "tokens" or "lines". ``tolerance``: of numbers with a decimal point. ``output_bytes``:
+        limit of a test's output; more is a failure. ``interpreter``: in the sandbox. ``preamble``: imports for
+        functions."""
         require_choice("environment.parameters.reward", reward, Reward)
         require_choice("environment.parameters.compare", compare, Compare)
         self.system = system
@@ -123,10 +125,10 @@ class Code(Environment):
 
         code: the whole program
         """
-        return await self._handed_in(episode, code) or "handed in"
+        return await self._submit_program(episode, code) or "handed in"
 
     async def begin(self, episode: Episode) -> None:
-        code_tests(episode.task.metadata)  # or it fails before anything is sampled
+        code_tests(episode.task.metadata)  # an invalid task fails before the first sample
         await super().begin(episode)
 
     async def reply(self, episode: Episode, answer: Answer) -> None:
@@ -134,11 +136,11 @@ class Code(Environment):
             if episode.state.get("final"):
                 episode.end()
             return
-        feedback = await self._handed_in(episode, last_program(answer.text))
+        feedback = await self._submit_program(episode, last_program(answer.text))
         if feedback is None:
             episode.end()
         else:
-            episode.say(feedback)
+            episode.add_message(feedback)
 
     async def score(self, episode: Episode) -> dict[str, Any]:
         code = episode.state.get("code")
@@ -146,18 +148,18 @@ class Code(Environment):
         if code is None:
             return {"reward": 0.0, "solved": False, "tests": len(tests.tests), "outcomes": {}, "code": "none"}
         self._time.begin(episode)
-        ran = await self._run(episode, code, tests, tests.tests, until_failure=self._reward == "all")
-        counts = Counter(one.outcome for one in ran)
-        share = counts["passed"] / len(ran)
-        failed = next((index for index, one in enumerate(ran) if one.outcome != "passed"), None)
-        detail: dict[str, Any] = {"tests": len(ran), "outcomes": dict(counts)}
+        runs = await self._run(episode, code, tests, tests.tests, until_failure=self._reward == "all")
+        counts = Counter(run.outcome for run in runs)
+        share = counts["passed"] / len(runs)
+        failed = next((index for index, run in enumerate(runs) if run.outcome != "passed"), None)
+        detail: dict[str, Any] = {"tests": len(runs), "outcomes": dict(counts)}
         if failed is not None:
-            detail["first_failure"] = {"test": failed, **msgspec.to_builtins(_brief(ran[failed]))}
+            detail["first_failure"] = {"test": failed, **msgspec.to_builtins(_brief(runs[failed]))}
         reward = share if self._reward == "share" else float(failed is None)
         return {"reward": reward, "solved": failed is None, **detail}
 
-    async def _handed_in(self, episode: Episode, code: str | None) -> str | None:
-        """Test a submitted program and return the feedback; None when the submission is final."""
+    async def _submit_program(self, episode: Episode, code: str | None) -> str | None:
+        """Run the public tests on a submitted program and return the feedback; None when the submission is final."""
         state = episode.state
         if code is not None:
             state["code"] = code
@@ -167,26 +169,26 @@ class Code(Environment):
         if code is None:
             state["feedback"] = state.get("feedback", 0) + 1
             return "There is no program in this answer. Write it between ```python and ```."
-        self._time.left(episode)  # of several programs in one answer
+        self._time.left(episode)  # an answer may hold several programs
         tests = code_tests(episode.task.metadata)
         public = [test for test in tests.tests if test.public]
-        ran = await self._run(episode, code, tests, public, until_failure=False)
-        if all(one.outcome == "passed" for one in ran):
+        runs = await self._run(episode, code, tests, public, until_failure=False)
+        if all(run.outcome == "passed" for run in runs):
             state["final"] = True
             return None
         state["feedback"] = state.get("feedback", 0) + 1
-        told = [self._told(index, test, one) for index, (test, one) in enumerate(zip(public, ran, strict=True))]
-        return self.shortened("\n\n".join(text for text in told if text))
+        reports = [self._test_report(i, test, run) for i, (test, run) in enumerate(zip(public, runs, strict=True))]
+        return self.short_path("\n\n".join(text for text in reports if text))
 
-    def _told(self, index: int, test: CodeTest, ran: ProgramResult) -> str:
-        if ran.outcome == "passed":
+    def _test_report(self, index: int, test: CodeTest, run: ProgramResult) -> str:
+        if run.outcome == "passed":
             return ""
-        given, expected = (
+        test_input, expected = (
             (test.stdin, test.stdout) if not test.returns else (repr(test.arguments), repr(test.returns[0]))
         )
-        lines = [f"test {index + 1}: {ran.outcome}", f"input: {_cut(given)}", f"expected: {_cut(expected)}"]
-        lines += [f"output: {_cut(ran.got)}"] if ran.got else []
-        lines += [f"errors: {ran.errors[-_SHOWN:]}"] if ran.errors else []
+        lines = [f"test {index + 1}: {run.outcome}", f"input: {_cut(test_input)}", f"expected: {_cut(expected)}"]
+        lines += [f"output: {_cut(run.got)}"] if run.got else []
+        lines += [f"errors: {run.errors[-_FEEDBACK_CHARACTERS:]}"] if run.errors else []
         return "\n".join(lines)
 
     # --- in the sandbox -----------------------------------------------------------------------------------------
@@ -194,29 +196,29 @@ class Code(Environment):
     async def _run(
         self, episode: Episode, code: str, tests: CodeTests, chosen: Sequence[CodeTest], *, until_failure: bool
     ) -> list[ProgramResult]:
-        """Run tests one after another. Raises SandboxError for a failure that says nothing about the program."""
+        """Run tests one after another. Raises SandboxError for a failure that the program didn't cause."""
         await self._interpreter.need(episode)
-        ran: list[ProgramResult] = []
+        runs: list[ProgramResult] = []
         for test in chosen:
-            if until_failure and ran and ran[-1].outcome != "passed":
-                ran.append(ProgramResult(outcome="not run"))
+            if until_failure and runs and runs[-1].outcome != "passed":
+                runs.append(ProgramResult(outcome="not run"))
             else:
-                ran.append(await self._test(episode, code, tests, test))
-        return ran
+                runs.append(await self._test(episode, code, tests, test))
+        return runs
 
     async def _test(self, episode: Episode, code: str, tests: CodeTests, test: CodeTest) -> ProgramResult:
-        place = f"/work/{secrets.token_hex(8)}"
+        folder = f"/work/{secrets.token_hex(8)}"
         program, stdin = [PROGRAM], test.stdin
         if tests.function:
             asked = {"preamble": self._preamble, "function": tests.function, "arguments": test.arguments}
             program, stdin = ["-c", _CALL], json.dumps(asked)
         try:
             self._time.left(episode)
-            await episode.sandbox.write(f"{place}/{PROGRAM}", code.encode(errors="replace"))
+            await episode.sandbox.write(f"{folder}/{PROGRAM}", code.encode(errors="replace"))
             result, _ = await self._time.exec(
                 episode,
                 [*self._interpreter.argv, *program],
-                workdir=place,
+                workdir=folder,
                 stdin=stdin.encode(errors="replace"),
                 timeout_s=tests.timeout_s or self._timeout_s,
                 max_output_bytes=self._output_bytes,
@@ -227,7 +229,7 @@ class Code(Environment):
         except SandboxError as error:
             if not error.failure.reward_valid:
                 raise
-            # it filled the disk, or all memory so that the sandbox is gone: its own doing
+            # the program's own failure: it filled the disk, or all memory, so that the sandbox is gone
             memory = "out of memory" in error.failure.what
             return ProgramResult(outcome="out of memory" if memory else "error", errors=error.failure.what)
         return self._judged(result, tests, test)
@@ -238,26 +240,26 @@ class Code(Environment):
         if not result.ok and errors.rstrip().endswith("MemoryError"):
             outcome = "out of memory"
         if outcome is None:
-            outcome = "passed" if self._right(got, tests, test) else "wrong"
+            outcome = "passed" if self._matches(got, tests, test) else "wrong"
         return ProgramResult(outcome=outcome, got=got, errors=errors)
 
-    def _right(self, got: str, tests: CodeTests, test: CodeTest) -> bool:
+    def _matches(self, got: str, tests: CodeTests, test: CodeTest) -> bool:
         tolerance = self._tolerance if tests.tolerance is None else tests.tolerance
         if not tests.function:
             return same_text(got, test.stdout, self._compare, tolerance)
         try:
             value = json.loads(got)
-        except (ValueError, RecursionError):  # nothing, or what no driver has written
+        except (ValueError, RecursionError):  # no output, or not the driver's
             return False
-        return any(same_value(value, one, tolerance) for one in test.returns)
+        return any(same_value(value, expected, tolerance) for expected in test.returns)
 
 
 _FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})[ \t]*([\w+.-]*)[^`\n]*$")
 
 
 def last_program(text: str) -> str | None:
-    """The last fenced block of Python, or of no language; None: there is none that is whole."""
-    found: str | None = None
+    """Return the last fenced block of Python, or of no language; None where there is no complete one."""
+    program: str | None = None
     fence, language, lines = "", "", list[str]()
     for line in text.splitlines():
         match = _FENCE.match(line)
@@ -266,16 +268,16 @@ def last_program(text: str) -> str | None:
                 fence, language, lines = match[1], match[2].lower(), []
         elif match and match[1].startswith(fence) and not match[2]:
             if language in ("", "py", "python", "python3"):
-                found = "\n".join(lines) + "\n"
+                program = "\n".join(lines) + "\n"
             fence = ""
         else:
             lines.append(line)
-    return found
+    return program
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+    return text if len(text) <= _FEEDBACK_CHARACTERS else text[:_FEEDBACK_CHARACTERS] + "..."
 
 
-def _brief(ran: ProgramResult) -> ProgramResult:
-    return ProgramResult(outcome=ran.outcome, got=_cut(ran.got), errors=ran.errors[-_SHOWN:])
+def _brief(run: ProgramResult) -> ProgramResult:
+    return ProgramResult(outcome=run.outcome, got=_cut(run.got), errors=run.errors[-_FEEDBACK_CHARACTERS:])

@@ -1,6 +1,6 @@
 """Shared parts of environments whose policies run commands: an answer's time limit, an interpreter, initial files.
 
-Failures that the policy caused are reported to it or scored; others must never become a reward of 0.
+Failures caused by the policy are reported to it or scored; other failures must never become a reward of 0.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from headway.rollout.tools import ToolError
 Ending = Literal["out of memory", "timeout", "truncated output", "error"]
 
 _LEFT = "answer_time"  # of an episode's state: number of the answer, seconds left for it
-_RAN = "ran"  # likewise: whether its sandbox has been used
+_RAN = "ran"  # of an episode's state: whether its sandbox has been used
 
 
 class AnswerTime:
-    """Time limit of all commands of one answer together: less than environment.timeout_s, or a policy that sleeps would
-    be taken for a broken machine."""
+    """The total time limit of all commands of an answer: less than environment.timeout_s, because a policy that sleeps
+    must not look like an infrastructure failure."""
 
     def __init__(self, total_s: float) -> None:
         self.total_s = total_s
 
     def begin(self, episode: Episode) -> None:
-        """Give what follows the whole time, as every answer has it by itself."""
+        """Reset the remaining time to the total, as for a new answer."""
         episode.state[_LEFT] = [episode.turns, self.total_s]
 
     def left(self, episode: Episode) -> float:
-        """Seconds left for commands of this answer. Raises ToolError where there are none."""
+        """Return the seconds left for commands of this answer. Raises ToolError where there are none."""
         if episode.state.get(_LEFT, [-1])[0] != episode.turns:
             self.begin(episode)
         left_s: float = episode.state[_LEFT][1]
@@ -42,7 +42,8 @@ class AnswerTime:
     async def exec(
         self, episode: Episode, argv: Sequence[str], *, timeout_s: float, **options: Any
     ) -> tuple[ExecResult, float]:
-        """How a command ended, and the limit that it had: ``timeout_s``, or what is left of the answer's time."""
+        """Run a command; returns its result and the limit that it had: the smaller of ``timeout_s`` and the answer's
+        remaining time."""
         limit_s = min(timeout_s, self.left(episode))
         result = await episode.sandbox.exec(argv, timeout_s=limit_s, **options)
         episode.state[_LEFT][1] -= result.duration_s
@@ -50,15 +51,15 @@ class AnswerTime:
 
 
 class Interpreter:
-    """Python's interpreter in the sandbox, checked until it has worked once, in sandboxes that no policy has used."""
+    """The sandbox's Python interpreter, checked in sandboxes that no policy has used until it has worked once."""
 
     def __init__(self, argv: Sequence[str]) -> None:
         self.argv = list(argv)
         self._works = False
 
     async def need(self, episode: Episode) -> None:
-        """Check the interpreter before a rollout uses its sandbox: without one all rollouts would fail, whatever their
-        answers. Raises SandboxError."""
+        """Check the interpreter before a rollout uses its sandbox: without one all rollouts would fail, whatever they
+        answer. Raises SandboxError."""
         unused, episode.state[_RAN] = not episode.state.get(_RAN), True
         if self._works or not unused:
             return
@@ -71,7 +72,7 @@ class Interpreter:
 
 
 def ended_badly(result: ExecResult) -> Ending | None:
-    """How a program failed; None: it ended well."""
+    """Return how a program failed; None where it succeeded."""
     if result.oom and not result.ok:
         return "out of memory"
     if result.timed_out:
@@ -82,13 +83,13 @@ def ended_badly(result: ExecResult) -> Ending | None:
 
 
 @contextmanager
-def fills(what: str) -> Iterator[None]:
-    """Report the environment, not the policy, as failed where ``what``, which the environment puts into a fresh sandbox
-    within the block, exceeds its limits."""
+def fills(content: str) -> Iterator[None]:
+    """Blame the environment, not the policy, where ``content`` exceeds the limits of a fresh sandbox, into which the
+    environment writes it within the block."""
     try:
         yield
     except SandboxError as error:
         if error.failure.cause != "model_code":
             raise
-        told = f"{what} needs more than sandbox.limits.disk_bytes or memory_bytes: {error.failure.what}"
-        raise SandboxError(environment_failure(told)) from None
+        cause = f"{content} needs more than sandbox.limits.disk_bytes or memory_bytes: {error.failure.what}"
+        raise SandboxError(environment_failure(cause)) from None

@@ -1,4 +1,4 @@
-"""A conversation with a simulated user, who wants something and says so bit by bit."""
+"""An environment with a simulated user, who reveals a goal bit by bit."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ What you want and know:
 Your first message was: {opening}
 
 Say one thing at a time, in your own words, and only what the assistant has asked for or needs next. {endings}"""
-_ROLE = "user"  # its own conversation, where the policy plays it
+_ROLE = "user"  # speaker of the user's own conversation, where the policy plays the user
 
 
 class Dialogue(Environment):
-    """The policy answers a user that is a fixed model, or the policy itself in a role that isn't learned.
+    """Environment in which the policy answers a user: an external model, or the policy in a role without loss.
 
-    A task's prompt is the user's first message; what the user wants stands in the task's field ``goal``, which the
-    policy never sees. The conversation ends when the user says one of ``ends``, and nothing else on that last line.
+    A task's prompt is the user's first message; the user's goal is in the task's field ``goal``, which the policy never
+    sees. The conversation ends when the last line of the user's message is one of ``ends`` and nothing else.
     """
 
     def __init__(
@@ -34,9 +34,10 @@ class Dialogue(Environment):
         ends: Mapping[str, float] | Sequence[str] = ("[DONE]",),
         goal: str = "goal",
     ) -> None:
-        """``user``: NAME of ``[environment.models.NAME]``; "": the policy plays it. ``system``: the policy's first
-        message. ``prompt``: the user's; may say {goal}, {opening} and {endings}. ``ends``: what the user says at the
-        end, with the reward it gives; a list: ``[verifier]`` judges the last answer. ``goal``: the task's field."""
+        """``user``: NAME of ``[environment.models.NAME]``; "": the policy plays the user. ``system``: the policy's
+        system message. ``prompt``: the user's; may contain {goal}, {opening} and {endings}. ``ends``: texts that end
+        the conversation, with their rewards; a list: ``[verifier]`` judges the last answer. ``goal``: the task's field.
+        """
         if not ends or "{goal}" not in prompt:
             raise ConfigurationError("environment.parameters: ends must not be empty, and prompt must say {goal}")
         self.system = system
@@ -52,38 +53,38 @@ class Dialogue(Environment):
             raise ValueError(f"task {episode.task.task_id} has no field {self._goal!r}: what its user wants")
         await super().begin(episode)
         if self._user:
-            episode.state["talk"] = [{"role": "system", "content": self._script(episode)}]  # as the user has it
+            episode.state["talk"] = [{"role": "system", "content": self._script(episode)}]  # as the user sees it
         else:
-            episode.say(self._script(episode), "system", to=_ROLE)
+            episode.add_message(self._script(episode), "system", to=_ROLE)
 
     async def reply(self, episode: Episode, answer: Answer) -> None:
         if self._rewards is not None:
             episode.reward(0.0)
         if answer.speaker == _ROLE:
-            self._heard(episode, answer.text)
+            self._receive_user(episode, answer.text)
         elif await self.call_tools(episode, answer):
             return
         elif self._user:
-            talk = episode.state["talk"]
-            talk.append({"role": "user", "content": answer.text})
-            said = await episode.ask(self._user, talk)
-            talk.append({"role": "assistant", "content": said})
-            self._heard(episode, said)
+            conversation = episode.state["talk"]
+            conversation.append({"role": "user", "content": answer.text})
+            utterance = await episode.ask(self._user, conversation)
+            conversation.append({"role": "assistant", "content": utterance})
+            self._receive_user(episode, utterance)
         else:
-            episode.say(answer.text, to=_ROLE)
-            episode.turn_to(_ROLE, learned=False, tools=())
+            episode.add_message(answer.text, to=_ROLE)
+            episode.set_active_agent(_ROLE, learned=False, tools=())
 
-    def _heard(self, episode: Episode, said: str) -> None:
-        """The user's words: the policy is told them, or the conversation is over."""
-        last = said.strip().rpartition("\n")[2].strip()
+    def _receive_user(self, episode: Episode, utterance: str) -> None:
+        """Pass the user's message on to the policy, or end the conversation with it."""
+        last = utterance.strip().rpartition("\n")[2].strip()
         for end in self._ends:
-            if end.strip() in (said.strip(), last):  # alone: who speaks of it hasn't ended
+            if end.strip() in (utterance.strip(), last):  # alone on its line: a mention of it ends nothing
                 if self._rewards is not None:
                     episode.reward(self._rewards[end])
                 episode.end(end)
                 return
-        episode.turn_to("", tools=list(self.offered.values()))
-        episode.say(said)
+        episode.set_active_agent("", tools=list(self.offered.values()))
+        episode.add_message(utterance)
 
     def _script(self, episode: Episode) -> str:
         words = " or ".join(self._ends)

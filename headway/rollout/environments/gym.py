@@ -1,4 +1,4 @@
-"""Games behind gymnasium's interface, in words: what is seen is told, what is answered becomes an action."""
+"""Games with gymnasium's interface, played in text: observations become messages, and answers become actions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from headway.records.errors import ConfigurationError, InfrastructureError
 from headway.rollout.environment import Answer, Environment, Episode
 from headway.rollout.environments.actions import Reading, actions_of, find_action
-from headway.rollout.lane import Lane
+from headway.rollout.lane import SingleThreadExecutor
 from headway.rollout.parameters import require_choice
 from headway.rollout.tools import Tool, ToolError, read_object
 from headway.runtime.imports import import_extra, import_function
@@ -23,38 +23,38 @@ COLUMN = "gym"  # of a row, and so in a task's metadata: {"seed", "arguments", "
 Shows = Literal["auto", "observation", "render", "both"]
 Invalid = Literal["tell", "end"]
 
-_CLOSE_S = 5.0  # that a game has to close; one that hangs is left behind
-_MARKED = re.compile(r"\x1b\[[0-9;]*4[0-7][0-9;]*m(.*?)\x1b\[0m", re.DOTALL)  # on a background
+_CLOSE_S = 5.0  # time for a game to close; one that hangs is abandoned
+_MARKED = re.compile(r"\x1b\[[0-9;]*4[0-7][0-9;]*m(.*?)\x1b\[0m", re.DOTALL)  # text on a coloured background
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def tasks(
     count: int, first_seed: int = 0, prompt: str = "", arguments: Mapping[str, Any] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Rows for a task source (``source = "function"``): ``count`` games that differ in their seed. ``prompt``: what
-    comes before the first observation; ``arguments``: of the game, over those of ``environment.parameters``."""
+    """Yield rows for a task source (``source = "function"``): ``count`` games that differ in their seed. ``prompt``:
+    text before the first observation; ``arguments``: of the game, added to those of ``environment.parameters``."""
     for seed in range(first_seed, first_seed + count):
         yield {"prompt": prompt or f"Game {seed}", COLUMN: {"seed": seed, "arguments": dict(arguments or {})}}
 
 
-class OtherGame(InfrastructureError):
-    """A game that came back as another one: not the policy's doing."""
+class ReplayMismatch(InfrastructureError):
+    """Raised where a resumed game, replayed, has another state: the policy isn't to blame."""
 
 
 @dataclass
 class _Game:
-    """A game in play, in a thread of its own."""
+    """A running game, in a thread of its own."""
 
-    lane: Lane
+    executor: SingleThreadExecutor
     env: Any = None
 
 
 class Gym(Environment):
-    """A game with ``reset(seed=)`` and ``step(action)``: every answer is an action, and the rewards of the steps are
-    those of the turns.
+    """Environment of a game with ``reset(seed=)`` and ``step(action)``: every answer is an action, and the rewards of
+    the steps are those of the turns.
 
-    A task may say ``{"gym": {"seed": 7, "arguments": {...}, "options": {...}}}``: which game it is. Without a seed it
-    has one of its own, the same for every rollout of its group. Every rollout's game has a thread of its own.
+    A task's metadata may select the game by ``{"gym": {"seed": 7, "arguments": {...}, "options": {...}}}``. Without a
+    seed, it is derived from the task, the same for every rollout of its group. Every game has a thread of its own.
     """
 
     def __init__(
@@ -70,28 +70,29 @@ class Gym(Environment):
         solved_at: float = 1.0,
         deterministic: bool = False,
     ) -> None:
-        """``env``: an id of gymnasium's, or module:factory. ``arguments``: of either. ``actions``: names of a discrete
-        space's actions, in its order. ``reads``: where in an answer the action is. ``shows``: of an observation; or
-        module:function(observation, info, env) -> text. ``system``: the first message; None: how to act.
-        ``invalid``: an answer without an action is told so, or ends the game; ``invalid_reward``: of its turn.
-        ``solved_at``: rewards together from which the task counts as solved. ``deterministic``: the same actions on
-        the same seed lead to the same place: a parked game is played again in another process."""
+        """``env``: gymnasium's id, or module:factory. ``arguments``: of either. ``actions``: names of a discrete
+        space's actions, in its order. ``reads``: position of the action in an answer. ``shows``: form of the
+        observations, or module:function(observation, info, env) -> text. ``system``: the first message; None:
+        instructions how to act. ``invalid``: an answer without an action gets an error, or ends the game;
+        ``invalid_reward``: of its turn. ``solved_at``: sum of rewards from which the task counts as solved.
+        ``deterministic``: the same actions on the same seed lead to the same state, so that another process can resume
+        a parked game by a replay."""
         require_choice("environment.parameters.reads", reads, Reading)
         require_choice("environment.parameters.invalid", invalid, Invalid)
-        self._make = maker_of(env)
+        self._make = factory_of(env)
         self._arguments = dict(arguments or {})
         self._reads: Reading = reads
-        self._shows = shower_of(shows)
+        self._shows = formatter_of(shows)
         self._invalid, self._invalid_reward = invalid, invalid_reward
         self._solved_at = solved_at
         self._deterministic = deterministic
         self._games: dict[str, _Game] = {}
-        tried = self._make(**self._arguments)
+        probe = self._make(**self._arguments)
         try:
-            self._actions = actions_of(getattr(tried, "action_space", None), actions)
+            self._actions = actions_of(getattr(probe, "action_space", None), actions)
         finally:
-            _closed(tried)
-        self.system = self._actions.told(reads) if system is None else system
+            _close(probe)
+        self.system = self._actions.instructions(reads) if system is None else system
 
     def tools(self) -> Sequence[Tool | Callable[..., Any]]:
         if self._reads != "tool":
@@ -101,38 +102,38 @@ class Gym(Environment):
 
     async def begin(self, episode: Episode) -> None:
         episode.state.update(seed=seed_of(episode.task), actions=[], seen="", rewards=[])
-        seen = await self._started(episode)
+        seen = await self._start(episode)
         episode.state["seen"] = _digest(seen)
         if not self._deterministic:
-            episode.hold("its game")
+            episode.pin_to_process("its game")
         if self.system:
-            episode.say(self.system, "system")
+            episode.add_message(self.system, "system")
         for message in episode.task.messages:
             episode.add(message)
-        alone = episode.task.prompt and not episode.task.messages
-        episode.say(f"{episode.task.prompt}\n\n{seen}" if alone else seen)
+        prompt_alone = episode.task.prompt and not episode.task.messages
+        episode.add_message(f"{episode.task.prompt}\n\n{seen}" if prompt_alone else seen)
 
     async def reply(self, episode: Episode, answer: Answer) -> None:
         episode.state["rewards"].append(0.0)
         if await self.call_tools(episode, answer):
             return
         if self._reads == "tool":
-            told = self._refused(episode, "call the tool act")
+            observation = self._reject(episode, "call the tool act")
         else:
-            told = await self._stepped(episode, find_action(answer.text, self._reads))
+            observation = await self._step(episode, find_action(answer.text, self._reads))
         if not episode.over:
-            episode.say(told)
+            episode.add_message(observation)
 
     async def score(self, episode: Episode) -> Any:
         rewards = episode.state["rewards"]
         return {"turn_rewards": rewards, "reward": sum(rewards), "solved": sum(rewards) >= self._solved_at}
 
     async def resume(self, episode: Episode) -> None:
-        seen = await self._started(episode)
+        seen = await self._start(episode)
         for action in episode.state["actions"]:
-            seen, *_ = await self._played(episode, action)
+            seen, *_ = await self._play(episode, action)
         if _digest(seen) != episode.state["seen"]:
-            raise OtherGame("the game isn't deterministic: its actions, played again, lead elsewhere")
+            raise ReplayMismatch("the game isn't deterministic: its actions, played again, lead elsewhere")
 
     async def close(self, episode: Episode) -> None:
         game = self._games.pop(episode.name, None)
@@ -140,29 +141,29 @@ class Gym(Environment):
             return
         try:
             async with asyncio.timeout(_CLOSE_S):
-                await game.lane.run(_closed, game.env)
+                await game.executor.run(_close, game.env)
         finally:
-            game.lane.end()
+            game.executor.end()
 
     async def _act(self, written: str, episode: Episode) -> str:
-        """The tool."""
+        """Execute a call of the tool ``act``."""
         if episode.over:
             return "the game is over"
         try:
             action = read_object(written)["action"]
         except (ToolError, KeyError):
-            return self._refused(episode, 'the arguments must be {"action": ...}')
-        return await self._stepped(episode, action if isinstance(action, str) else json.dumps(action))
+            return self._reject(episode, 'the arguments must be {"action": ...}')
+        return await self._step(episode, action if isinstance(action, str) else json.dumps(action))
 
-    async def _stepped(self, episode: Episode, written: str | None) -> str:
+    async def _step(self, episode: Episode, written: str | None) -> str:
         """Play an action as the policy wrote it, and return the observation, or why the action is refused."""
         if written is None:
-            return self._refused(episode, "there is no action in this answer")
+            return self._reject(episode, "there is no action in this answer")
         try:
             action = self._actions.read(written)
         except ValueError as error:
-            return self._refused(episode, str(error))
-        seen, reward, ended = await self._played(episode, action)
+            return self._reject(episode, str(error))
+        seen, reward, ended = await self._play(episode, action)
         _reward(episode, reward)
         episode.state["actions"].append(action)
         episode.state["seen"] = _digest(seen)
@@ -170,45 +171,45 @@ class Gym(Environment):
             episode.end(ended)
         return seen
 
-    def _refused(self, episode: Episode, why: str) -> str:
+    def _reject(self, episode: Episode, why: str) -> str:
         _reward(episode, self._invalid_reward)
         if self._invalid == "end":
             episode.end("invalid action")
-        return f"error: {why}; {self._actions.told(self._reads)}"
+        return f"error: {why}; {self._actions.instructions(self._reads)}"
 
-    async def _started(self, episode: Episode) -> str:
-        """The first observation of its game."""
-        own = episode.task.metadata.get(COLUMN) or {}
-        game = self._games[episode.name] = _Game(Lane(f"gym-{episode.name}"))
-        options = {"options": own["options"]} if own.get("options") else {}
+    async def _start(self, episode: Episode) -> str:
+        """Start the episode's game, and return the first observation as text."""
+        task_settings = episode.task.metadata.get(COLUMN) or {}
+        game = self._games[episode.name] = _Game(SingleThreadExecutor(f"gym-{episode.name}"))
+        options = {"options": task_settings["options"]} if task_settings.get("options") else {}
 
         def start() -> str:
-            game.env = self._make(**{**self._arguments, **(own.get("arguments") or {})})
+            game.env = self._make(**{**self._arguments, **(task_settings.get("arguments") or {})})
             observation, info = game.env.reset(seed=episode.state["seed"], **options)
             return self._shows(observation, info, game.env)
 
-        return await game.lane.run(start)
+        return await game.executor.run(start)
 
-    async def _played(self, episode: Episode, action: Any) -> tuple[str, float, str]:
-        """An action: what is seen then, the step's reward, and why the game is over, if it is."""
+    async def _play(self, episode: Episode, action: Any) -> tuple[str, float, str]:
+        """Take an action; returns the observation as text, the step's reward, and why the game is over, or ""."""
         game = self._games[episode.name]
 
         def step() -> tuple[str, float, str]:
-            observation, reward, terminated, truncated, info = game.env.step(self._actions.given(action))
+            observation, reward, terminated, truncated, info = game.env.step(self._actions.to_native(action))
             ended = "terminated" if terminated else "truncated" if truncated else ""
             return self._shows(observation, info, game.env), float(reward), ended
 
-        return await game.lane.run(step)
+        return await game.executor.run(step)
 
 
 def seed_of(task: Any) -> int:
-    """A game's seed: the one in its task, else one that all rollouts of the task share."""
-    given = (task.metadata.get(COLUMN) or {}).get("seed")
-    return int(hashlib.blake2b(task.task_id.encode(), digest_size=4).hexdigest(), 16) if given is None else int(given)
+    """Return a game's seed: the one in its task, else one that all rollouts of the task share."""
+    seed = (task.metadata.get(COLUMN) or {}).get("seed")
+    return int(hashlib.blake2b(task.task_id.encode(), digest_size=4).hexdigest(), 16) if seed is None else int(seed)
 
 
-def maker_of(env: str) -> Callable[..., Any]:
-    """The function that makes a game: ``env`` is gymnasium's id, or module:factory. Raises ConfigurationError."""
+def factory_of(env: str) -> Callable[..., Any]:
+    """Return the function that makes a game; ``env``: gymnasium's id, or module:factory. Raises ConfigurationError."""
     if ":" in env and not env.partition(":")[2].rpartition("-v")[2].isdecimal():  # module:Game-v0 is gymnasium's too
         return import_function(env, KEY, ())
     gymnasium = import_extra("gymnasium", "gym", f"{KEY} = {env!r}")
@@ -222,8 +223,8 @@ def maker_of(env: str) -> Callable[..., Any]:
     return make
 
 
-def shower_of(shows: str) -> Callable[[Any, Any, Any], str]:
-    """The function that makes a text of (observation, info, env). Raises ConfigurationError."""
+def formatter_of(shows: str) -> Callable[[Any, Any, Any], str]:
+    """Return the function that makes a text of (observation, info, env). Raises ConfigurationError."""
     if ":" in shows:
         return import_function(shows, "environment.parameters.shows", get_args(Shows))
     if shows not in get_args(Shows):
@@ -231,7 +232,7 @@ def shower_of(shows: str) -> Callable[[Any, Any, Any], str]:
         raise ConfigurationError(f"environment.parameters.shows = {shows!r}: valid: {valid}")
 
     def show(observation: Any, info: Any, env: Any) -> str:
-        rendered = shows != "observation" and _drawn(env)
+        rendered = shows != "observation" and _render_text(env)
         if shows == "auto":
             rendered = rendered if not isinstance(observation, str) else False
         if shows == "render" and not rendered:
@@ -244,8 +245,8 @@ def shower_of(shows: str) -> Callable[[Any, Any, Any], str]:
     return show
 
 
-def _drawn(env: Any) -> str | None:
-    """The game as it draws itself in text, if it does."""
+def _render_text(env: Any) -> str | None:
+    """Return the game's own rendering as text, or None where it has none."""
     if getattr(env, "render_mode", None) != "ansi":
         return None
     drawn = env.render()
@@ -253,7 +254,7 @@ def _drawn(env: Any) -> str | None:
 
 
 def uncoloured(text: str) -> str:
-    """Terminal colours as brackets where they mark a place by its background, without where they only colour."""
+    """Replace terminal colours: brackets around text with a coloured background; other colours are removed."""
     return _COLOUR.sub("", _MARKED.sub(r"[\1]", text)).strip("\n")
 
 
@@ -262,12 +263,12 @@ def _reward(episode: Episode, value: float) -> None:
     episode.state["rewards"][-1] += value
 
 
-def _closed(env: Any) -> None:
+def _close(env: Any) -> None:
     getattr(env, "close", lambda: None)()
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's numbers and arrays."""
+    """Convert NumPy's numbers and arrays to JSON types."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a {type(value).__name__} can't be shown: environment.parameters.shows = module:function")

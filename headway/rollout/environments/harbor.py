@@ -1,4 +1,4 @@
-"""Tasks of Harbor (terminal-bench and its like): an agent with a shell in a sandbox, and tests that say what it did."""
+"""Environment for Harbor's tasks (terminal-bench, for example): an agent with a shell in a sandbox, scored by tests."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from headway.records.sandbox import ExecResult, SandboxError
 from headway.rollout.environment import Environment, Episode
 from headway.rollout.environments.commands import AnswerTime, fills
 from headway.rollout.environments.harbor_tasks import COLUMN, HarborTask, read_task, reward_of
-from headway.rollout.environments.python_tool import shown
+from headway.rollout.environments.python_tool import format_output
 
 _LOGS = "/logs/verifier"
-_SHOWN_BYTES = 16_000  # of each of a command's outputs
+_OUTPUT_BYTES = 16_000  # of a command's stdout, and of its stderr
 _REWARD_BYTES = 1 << 20
 SYSTEM = "You work in a shell. Call bash until the task is done, then say so without a call."
 
 
 class Harbor(Environment):
-    """Harbor's tasks: a tool, ``bash``, runs commands in the rollout's sandbox, which holds the task's files. When the
-    agent answers without a call, or has no turn left, everything that still runs is killed, what lies where tests and
-    rewards belong is removed, the task's tests are put there and run, and the reward is what they write."""
+    """Environment for Harbor's tasks: the tool ``bash`` runs commands in the rollout's sandbox, which has the task's
+    files. When the agent answers without a call, or has no turn left, all its processes are killed and the folders of
+    tests and rewards are cleared. Then the task's tests are copied into the sandbox and run; they write the reward."""
 
     uses_sandbox = True
 
     def __init__(
         self, system: str = SYSTEM, timeout_s: float = 60.0, turn_s: float = 120.0, solved_at: float = 1.0
     ) -> None:
-        """``system``: what every conversation begins with. ``timeout_s``: of a command; ``turn_s``: of all commands of
-        one answer, less than environment.timeout_s. ``solved_at``: reward from which a task counts as solved."""
+        """``system``: the first message of every conversation. ``timeout_s``: of a command; ``turn_s``: of all commands
+        of one answer, less than environment.timeout_s. ``solved_at``: reward from which a task counts as solved."""
         self.system = system
         self.longest_s = {"turn_s": turn_s}
         self._timeout_s = timeout_s
@@ -48,10 +48,10 @@ class Harbor(Environment):
             limit = f"environment.timeout_s = {self.reply_timeout_s:g} s"
             raise ValueError(f"the tests of {task.name} may take {task.verifier_s:g} s: more is needed than {limit}")
         with fills(f"what {task.name} begins with"):
-            await _put(episode, task.files)
-            made = await episode.sandbox.exec(["mkdir", "-p", task.workdir, "/logs/agent", _LOGS], workdir="/")
-        if not made.ok:
-            raise RuntimeError(f"{task.workdir} and /logs can't be made: {made.stderr.decode(errors='replace')[:200]}")
+            await _upload(episode, task.files)
+            mkdir = await episode.sandbox.exec(["mkdir", "-p", task.workdir, "/logs/agent", _LOGS], workdir="/")
+        if not mkdir.ok:
+            raise RuntimeError(f"{task.workdir} and /logs can't be made: {mkdir.stderr.decode(errors='replace')[:200]}")
         await super().begin(episode)
 
     async def bash(self, command: str, episode: Episode) -> str:
@@ -66,47 +66,47 @@ class Harbor(Environment):
             environment=dict(task.environment),
             workdir=task.workdir,
             timeout_s=self._timeout_s,
-            max_output_bytes=_SHOWN_BYTES,
+            max_output_bytes=_OUTPUT_BYTES,
         )
-        return shown(result, limit_s)
+        return format_output(result, limit_s)
 
     async def score(self, episode: Episode) -> Any:
         try:
-            return await self._tested(episode, await self._task(episode))
+            return await self._run_tests(episode, await self._task(episode))
         except SandboxError as error:
             if not error.failure.reward_valid:
                 raise
             return {"reward": 0.0, "tests": error.failure.what}  # a disk that the agent has filled, say
 
-    async def _tested(self, episode: Episode, task: HarborTask) -> dict[str, Any]:
-        # Alone: nothing that the agent left running sees, or changes, what comes now.
+    async def _run_tests(self, episode: Episode, task: HarborTask) -> dict[str, Any]:
+        # Alone: processes that the agent left running can't see or change the tests.
         cleared = await episode.sandbox.exec(
             ["/bin/sh", "-c", f"rm -rf /tests {_LOGS} && mkdir -p {_LOGS}"], workdir="/", alone=True
         )
         if not cleared.ok:
             return {"reward": 0.0, "tests": "what the agent left in /tests or /logs can't be removed"}
-        await _put(episode, task.tests)
+        await _upload(episode, task.tests)
         result = await episode.sandbox.exec(
             ["bash", "/tests/test.sh"],
             environment={**task.environment, **task.test_environment},
             workdir=task.workdir,
             timeout_s=task.verifier_s,
-            max_output_bytes=_SHOWN_BYTES,
+            max_output_bytes=_OUTPUT_BYTES,
             alone=True,
         )
-        # They run what the agent wrote: that may end them before they write a reward, or leave something that writes.
-        if how := _cut_off(result, task.verifier_s):
+        # Tests run the agent's code, which may end them before they write a reward, or leave a process that writes one.
+        if how := _interruption(result, task.verifier_s):
             return {"reward": 0.0, "tests": how}
         await episode.sandbox.exec(["true"], workdir="/", alone=True)
         files = [await _read(episode, f"{_LOGS}/reward.{kind}") for kind in ("json", "txt")]
         try:
-            found = reward_of(*files)
+            verdict = reward_of(*files)
         except ValueError as error:
             if _folder(episode) not in self._judged or (result.ok and not result.oom):
-                raise  # tests that have never said anything are broken themselves, as far as is known
+                raise  # tests that have never written a reward may be broken themselves
             return {"reward": 0.0, "tests": f"exit code {result.exit_code}: {error}"}
         self._judged.add(_folder(episode))
-        return {**found, "solved": found["reward"] >= self._solved_at, "exit_code": result.exit_code}
+        return {**verdict, "solved": verdict["reward"] >= self._solved_at, "exit_code": result.exit_code}
 
     async def _task(self, episode: Episode) -> HarborTask:
         folder = _folder(episode)
@@ -122,8 +122,8 @@ def _folder(episode: Episode) -> str:
     return folder
 
 
-def _cut_off(result: ExecResult, limit_s: float) -> str:
-    """How tests ended that didn't come to their end; "": they did."""
+def _interruption(result: ExecResult, limit_s: float) -> str:
+    """Return how the tests were interrupted; "" where they ran to their end."""
     if result.timed_out:
         return f"stopped after {limit_s:g} s"
     if result.exit_code is None:
@@ -131,14 +131,14 @@ def _cut_off(result: ExecResult, limit_s: float) -> str:
     return ""
 
 
-async def _put(episode: Episode, files: Iterable[tuple[Path, str]]) -> None:
-    for here, there in files:
-        data, mode = await asyncio.to_thread(here.read_bytes), here.stat().st_mode & 0o777
-        await episode.sandbox.write(there, data, mode=mode)
+async def _upload(episode: Episode, files: Iterable[tuple[Path, str]]) -> None:
+    for path, sandbox_path in files:
+        data, mode = await asyncio.to_thread(path.read_bytes), path.stat().st_mode & 0o777
+        await episode.sandbox.write(sandbox_path, data, mode=mode)
 
 
 async def _read(episode: Episode, path: str) -> bytes | None:
-    """A file's content; None where it can't be read, unless infrastructure failed (SandboxError)."""
+    """Return a file's content; None where it can't be read. Raises SandboxError where infrastructure failed."""
     try:
         return await episode.sandbox.read(path, max_bytes=_REWARD_BYTES)
     except SandboxError as error:

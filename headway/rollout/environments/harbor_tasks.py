@@ -1,7 +1,7 @@
-"""Task folders of Harbor: instruction.md, task.toml, environment/, tests/, solution/.
+"""Reader of Harbor's task folders: instruction.md, task.toml, environment/, tests/, solution/.
 
-Their images aren't built here. What a Dockerfile does beyond a base, a working directory, variables and copies
-of files is refused; the base has to be what ``sandbox.image`` is.
+Their images aren't built here. Dockerfile instructions other than a base, a working directory, variables and copies of
+files are refused; the base has to be the image that ``sandbox.image`` stands for.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 
 from headway.records.errors import ConfigurationError
 
-COLUMN = "harbor"  # of a row, and so in a task's metadata: {"folder": where its files are}
+COLUMN = "harbor"  # of a row, and so in a task's metadata: {"folder": the task folder's path}
 _FILE_BYTES = 64 << 20  # of all files of one task
-_WITHOUT_EFFECT = ("CMD", "LABEL", "EXPOSE", "MAINTAINER", "STOPSIGNAL", "SHELL")  # Harbor gives a command of its own
-_AT_START = ("ENTRYPOINT", "HEALTHCHECK")  # what Harbor would run, or wait for, before the agent begins
+_WITHOUT_EFFECT = ("CMD", "LABEL", "EXPOSE", "MAINTAINER", "STOPSIGNAL", "SHELL")  # Harbor overrides the command
+_AT_START = ("ENTRYPOINT", "HEALTHCHECK")  # Harbor would run these, or wait for them, before the agent begins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,28 +29,28 @@ class HarborTask:
 
     name: str
     instruction: str
-    image: str  # what its files are laid over
+    image: str  # the base image
     workdir: str
-    environment: Mapping[str, str]  # of every command
-    files: tuple[tuple[Path, str], ...]  # (here, in the sandbox) before the agent begins
-    tests: tuple[tuple[Path, str], ...]  # and when it has ended
+    environment: Mapping[str, str]  # variables of every command
+    files: tuple[tuple[Path, str], ...]  # (path here, path in the sandbox), copied before the agent begins
+    tests: tuple[tuple[Path, str], ...]  # likewise, copied after its end
     test_environment: Mapping[str, str] = field(default_factory=dict[str, str])
     verifier_s: float = 600.0
 
 
 def tasks(folder: str, images: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """Rows for a task source (``source = "function"``): one for each task folder in ``folder``, or it is one itself.
-    ``images``: what the tasks' own are called that ``sandbox.image`` stands for; (): whatever they are. Raises
-    ConfigurationError that names the task and what it needs that isn't here."""
+    """Yield rows for a task source (``source = "function"``): one for each task folder in ``folder``, or a single one
+    where ``folder`` is a task folder. ``images``: names of task images that ``sandbox.image`` stands for; (): any.
+    Raises ConfigurationError that names the task and the feature that isn't supported."""
     top = Path(folder).resolve()
-    places = [top] if (top / "task.toml").is_file() else sorted(one.parent for one in top.glob("*/task.toml"))
-    if not places:
+    folders = [top] if (top / "task.toml").is_file() else sorted(path.parent for path in top.glob("*/task.toml"))
+    if not folders:
         raise ConfigurationError(f"{folder}: no folder in it has a task.toml")
-    for place in places:
-        task = read_task(place)
+    for path in folders:
+        task = read_task(path)
         if images and task.image not in images:
-            raise ConfigurationError(f"{place}: its image is {task.image!r}, and sandbox.image is: {', '.join(images)}")
-        yield {"prompt": task.instruction, COLUMN: {"folder": str(place)}}
+            raise ConfigurationError(f"{path}: its image is {task.image!r}, and sandbox.image is: {', '.join(images)}")
+        yield {"prompt": task.instruction, COLUMN: {"folder": str(path)}}
 
 
 def read_task(folder: Path) -> HarborTask:
@@ -60,44 +60,45 @@ def read_task(folder: Path) -> HarborTask:
         instruction = (folder / "instruction.md").read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{folder}: {type(error).__name__}: {error}") from None
-    room, verifier = (config.get(name) or {} for name in ("environment", "verifier"))
-    _require_plain(folder, config, room, verifier)
-    image, workdir, variables, files = _built(folder, room)
+    container, verifier = (config.get(name) or {} for name in ("environment", "verifier"))
+    _require_plain(folder, config, container, verifier)
+    image, workdir, variables, files = _image_of(folder, container)
     return HarborTask(
         name=(config.get("task") or {}).get("name") or folder.name,
         instruction=instruction,
         image=image,
-        workdir=room.get("workdir") or workdir,
-        environment={**variables, **_texts(folder, room.get("env"))},
+        workdir=container.get("workdir") or workdir,
+        environment={**variables, **_variables(folder, container.get("env"))},
         files=tuple(files),
-        tests=tuple(_below(folder / "tests", PurePosixPath("/tests"))),
-        test_environment=_texts(folder, verifier.get("env")),
+        tests=tuple(_files_below(folder / "tests", PurePosixPath("/tests"))),
+        test_environment=_variables(folder, verifier.get("env")),
         verifier_s=float(verifier.get("timeout_sec", 600.0)),
     )
 
 
 def reward_of(json_file: bytes | None, text_file: bytes | None) -> dict[str, Any]:
-    """The verdict in the reward files, as a verifier may return it. Where both have a reward it is the lower one: code
-    that the tests run may write there too. Raises ValueError where none has."""
-    found: list[dict[str, Any]] = []
-    wrong: list[Exception] = []
+    """Return the verdict in the reward files, in a form that a verifier may return. Of two rewards the lower one
+    counts: code that the tests run may write there too. Raises ValueError where neither file has one."""
+    verdicts: list[dict[str, Any]] = []
+    errors: list[Exception] = []
     for read, content in ((_json_reward, json_file), (_text_reward, text_file)):
         if content is None:
             continue
         try:
-            found.append(read(content))
+            verdicts.append(read(content))
         except (ValueError, OverflowError, RecursionError) as error:
-            wrong.append(error)
-    if found:
-        return min(found, key=lambda one: one["reward"])
-    raise ValueError(wrong[0] if wrong else "the tests wrote neither /logs/verifier/reward.json nor reward.txt")
+            errors.append(error)
+    if verdicts:
+        return min(verdicts, key=lambda verdict: verdict["reward"])
+    raise ValueError(errors[0] if errors else "the tests wrote neither /logs/verifier/reward.json nor reward.txt")
 
 
 def _json_reward(content: bytes) -> dict[str, Any]:
-    """The verdict in reward.json: a number, or numbers by name, whose mean is the reward if none is called "reward"."""
-    given: Any = json.loads(content)
+    """Return the verdict in reward.json: a number, or numbers by name; without a "reward" their mean is the reward."""
+    parsed: Any = json.loads(content)
     numbers = {
-        name: _finite(name, value) for name, value in (given if isinstance(given, dict) else {"reward": given}).items()
+        name: _finite(name, value)
+        for name, value in (parsed if isinstance(parsed, dict) else {"reward": parsed}).items()
     }
     if not numbers:
         raise ValueError("reward.json is empty")
@@ -111,56 +112,57 @@ def _text_reward(content: bytes) -> dict[str, Any]:
 
 
 def _finite(name: str, value: Any) -> float:
-    name.encode()  # or the verdict couldn't be stored
+    name.encode()  # fails here, for such a verdict couldn't be stored
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"the reward {name!r} is {str(value)[:80]}, not a finite number")
     return float(value)
 
 
 def _require_plain(
-    folder: Path, config: Mapping[str, Any], room: Mapping[str, Any], verifier: Mapping[str, Any]
+    folder: Path, config: Mapping[str, Any], container: Mapping[str, Any], verifier: Mapping[str, Any]
 ) -> None:
-    """Raise ConfigurationError for what this adapter doesn't do."""
-    for what, there in (
+    """Raise ConfigurationError for features that this adapter doesn't support."""
+    for feature, is_used in (
         ("several steps ([[steps]])", config.get("steps")),
         ("docker-compose", any((folder / "environment").glob("docker-compose.y*ml"))),
-        ("GPUs or TPUs", room.get("gpus") or room.get("tpu")),
-        ("an operating system other than Linux", room.get("os", "linux") != "linux"),
-        ("servers of tools (environment.mcp_servers)", room.get("mcp_servers")),
-        ("a health check", room.get("healthcheck")),
+        ("GPUs or TPUs", container.get("gpus") or container.get("tpu")),
+        ("an operating system other than Linux", container.get("os", "linux") != "linux"),
+        ("servers of tools (environment.mcp_servers)", container.get("mcp_servers")),
+        ("a health check", container.get("healthcheck")),
         ("a separate environment of the verifier", verifier.get("environment_mode") == "separate"),
     ):
-        if there:
+        if is_used:
             raise ConfigurationError(
-                f"{folder}: this task needs {what}, which environment.name = 'harbor' doesn't have"
+                f"{folder}: this task needs {feature}, which environment.name = 'harbor' doesn't have"
             )
     if not (folder / "tests" / "test.sh").is_file():
         raise ConfigurationError(f"{folder}: there is no tests/test.sh")
 
 
-def _texts(folder: Path, table: Any) -> dict[str, str]:
-    """Environment variables. Raises ConfigurationError for what would be filled in from this machine's."""
-    found = {str(name): str(value) for name, value in (table or {}).items()}
-    for name, value in found.items():
+def _variables(folder: Path, table: Any) -> dict[str, str]:
+    """Return environment variables as texts. Raises ConfigurationError for references to this machine's variables."""
+    variables = {str(name): str(value) for name, value in (table or {}).items()}
+    for name, value in variables.items():
         if "${" in value:
             raise ConfigurationError(
                 f"{folder}: env.{name} = {value!r}: nothing of this machine's variables goes there"
             )
-    return found
+    return variables
 
 
-def _built(folder: Path, room: Mapping[str, Any]) -> tuple[str, str, dict[str, str], list[tuple[Path, str]]]:
-    """(base image, working directory, variables, files) of its Dockerfile, or of the image that task.toml names."""
+def _image_of(folder: Path, container: Mapping[str, Any]) -> tuple[str, str, dict[str, str], list[tuple[Path, str]]]:
+    """Return (base image, working directory, variables, files) of the Dockerfile, or of the image that task.toml
+    names."""
     context = folder / "environment"
     dockerfile = context / "Dockerfile"
     instructions = list(_instructions(dockerfile)) if dockerfile.is_file() else []
     at_start = {name: (number, rest) for number, name, rest in instructions if name in _AT_START}  # the last ones count
     for name, (number, rest) in at_start.items():
         if rest.replace(" ", "").upper() not in ("[]", '[""]', "NONE"):
-            what = f"{name} {rest[:60]}: its image does something at its start, which isn't done here"
-            raise ConfigurationError(f"{dockerfile}:{number}: {what}")
-    if room.get("docker_image") or not dockerfile.is_file():
-        return str(room.get("docker_image") or ""), "/app", {}, []
+            cause = f"{name} {rest[:60]}: its image does something at its start, which isn't done here"
+            raise ConfigurationError(f"{dockerfile}:{number}: {cause}")
+    if container.get("docker_image") or not dockerfile.is_file():
+        return str(container.get("docker_image") or ""), "/app", {}, []
     image, workdir = "", PurePosixPath("/")
     variables: dict[str, str] = {}
     files: list[tuple[Path, str]] = []
@@ -171,7 +173,7 @@ def _built(folder: Path, room: Mapping[str, Any]) -> tuple[str, str, dict[str, s
             workdir = workdir / rest.strip()
         elif name == "ENV" and (pairs := _pairs(rest)) is not None:
             variables.update(pairs)
-        elif name in ("COPY", "ADD") and (copied := _copied(context, workdir, rest)) is not None:
+        elif name in ("COPY", "ADD") and (copied := _copied_files(context, workdir, rest)) is not None:
             files += copied
         elif name not in (*_WITHOUT_EFFECT, *_AT_START):
             raise ConfigurationError(
@@ -183,17 +185,17 @@ def _built(folder: Path, room: Mapping[str, Any]) -> tuple[str, str, dict[str, s
 
 
 def _instructions(dockerfile: Path) -> Iterator[tuple[int, str, str]]:
-    """(line number, name, rest) of each instruction, continued lines joined."""
-    whole, first = "", 0
+    """Yield (line number, name, rest) of each instruction, with continued lines joined."""
+    instruction, first_line = "", 0
     for number, line in enumerate(dockerfile.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        first = first if whole else number
-        whole += line.rstrip().removesuffix("\\") + " "
+        first_line = first_line if instruction else number
+        instruction += line.rstrip().removesuffix("\\") + " "
         if not line.rstrip().endswith("\\"):
-            name, _, rest = whole.strip().partition(" ")
-            yield first, name.upper(), rest.strip()
-            whole = ""
+            name, _, rest = instruction.strip().partition(" ")
+            yield first_line, name.upper(), rest.strip()
+            instruction = ""
 
 
 def _pairs(rest: str) -> dict[str, str] | None:
@@ -208,28 +210,29 @@ def _pairs(rest: str) -> dict[str, str] | None:
     return {words[0]: " ".join(words[1:])} if len(words) > 1 else None
 
 
-def _copied(context: Path, workdir: PurePosixPath, rest: str) -> list[tuple[Path, str]] | None:
-    """The files of a COPY; None for one that isn't plain."""
+def _copied_files(context: Path, workdir: PurePosixPath, rest: str) -> list[tuple[Path, str]] | None:
+    """Return the files of a COPY instruction; None for one with options or patterns."""
     words = rest.split()
     if len(words) < 2 or any(word.startswith(("--", "[", "http")) or "*" in word or "$" in word for word in words):
         return None
     *sources, target = words
-    place = workdir / target
+    destination = workdir / target
     files: list[tuple[Path, str]] = []
     for source in sources:
-        here = (context / source).resolve()
-        if not here.is_relative_to(context.resolve()) or not here.exists():
+        path = (context / source).resolve()
+        if not path.is_relative_to(context.resolve()) or not path.exists():
             return None
-        if here.is_dir():
-            files += _below(here, place)
+        if path.is_dir():
+            files += _files_below(path, destination)
         else:
             inside = target.endswith("/") or target in (".", "./") or len(sources) > 1
-            files.append((here, str(place / here.name if inside else place)))
+            files.append((path, str(destination / path.name if inside else destination)))
     return files
 
 
-def _below(folder: Path, target: PurePosixPath) -> Iterator[tuple[Path, str]]:
-    """Every file in it, and where it goes. Raises ConfigurationError for too much, and for links."""
+def _files_below(folder: Path, target: PurePosixPath) -> Iterator[tuple[Path, str]]:
+    """Yield the path of every file below ``folder``, and its path below ``target``. Raises ConfigurationError for links
+    and above the size limit."""
     total = 0
     for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
         if path.is_symlink():

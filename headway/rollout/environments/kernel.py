@@ -1,4 +1,4 @@
-"""Kernels that the policy writes for a task's reference, judged by kernel services: compiled, checked, timed."""
+"""Environment for kernels written by the policy and evaluated by kernel services: compiled, checked, timed."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _NO_SOURCE = "There is no module with ModelNew in this answer. Write it whole, b
 
 
 class Kernel(Environment):
-    """Environment of several turns in which an answer is a module that defines ``ModelNew`` (its last code block with
-    one). A kernel service evaluates it, and the policy gets the result as feedback, until ``turns`` answers were
-    evaluated or one has a reward of ``stop_at``.
+    """Environment of several turns whose answers are modules that define ``ModelNew`` (the last code block with one).
 
-    Each turn has its own reward on TritonForge's ladder (`kernels.reward`): 0.1 compiled, 0.3 correct and up to 2 for
-    the speed-up. The rollout's is its best turn's; with ``algorithm.turn_discount`` (0.4 there) each turn learns from
-    its own and those that follow. A task's metadata has a `KernelTask` under ``kernel``.
+    A kernel service evaluates each module, and the policy gets the result as feedback, until ``turns`` answers were
+    evaluated or one has a reward of ``stop_at``. Each turn has a reward on TritonForge's ladder (`kernels.reward`): 0.1
+    compiled, 0.3 correct and up to 2 for the speed-up. The rollout's reward is its best turn's; with
+    ``algorithm.turn_discount`` (0.4 there) each turn learns from its own reward and those of later turns. A task's
+    metadata has a `KernelTask` under ``kernel``.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class Kernel(Environment):
         source_characters: int = 40_000,
         seed: int = 42,
     ) -> None:
-        """``addresses``: http://HOST:PORT of kernel services. ``key_file``: with their key. ``system``: what every
-        conversation begins with. ``backend``: instead of the tasks' own. ``turns``: answers that are judged.
-        ``stop_at``: reward of a turn that ends the rollout. ``timed``: False: correctness alone. ``correct_trials``,
-        ``timed_trials``, ``seed``: of an evaluation; ``timeout_s``: of it, less than environment.timeout_s.
-        ``source_characters``: a longer program isn't evaluated."""
+        """``addresses``: http://HOST:PORT of kernel services. ``key_file``: the file with their key. ``system``: the
+        first message of every conversation. ``backend``: replaces the tasks' own. ``turns``: evaluated answers of a
+        rollout. ``stop_at``: reward of a turn that ends the rollout. ``timed`` False: correctness alone.
+        ``correct_trials``, ``timed_trials``, ``seed``: of an evaluation; ``timeout_s``: its limit, less than
+        environment.timeout_s. ``source_characters``: longer programs aren't evaluated."""
         if backend:
             require_choice("environment.parameters.backend", backend, KernelBackend)
         if turns < 1:
@@ -69,8 +69,8 @@ class Kernel(Environment):
         self._client = KernelClient(addresses, RealClock(), key=key)
 
     async def require_services(self, tasks: Iterable[Task]) -> None:
-        """Raise ConfigurationError unless the tasks are kernel tasks, and a service answers for each of their back
-        ends."""
+        """Raise ConfigurationError unless the tasks are kernel tasks and a service is reachable for each of their
+        backends."""
         needed = {kernel_task(task, self._backend).backend for task in tasks}
         async with self._client as client:
             await client.require_backends(needed)
@@ -79,39 +79,40 @@ class Kernel(Environment):
         await self._client.close()
 
     async def begin(self, episode: Episode) -> None:
-        kernel_task(episode.task, self._backend)  # or it fails before anything is sampled
+        kernel_task(episode.task, self._backend)  # an invalid task fails before the first sample
         await super().begin(episode)
 
     async def reply(self, episode: Episode, answer: Answer) -> None:
         judged = episode.state.setdefault("judged", [])
         source = source_in(answer.text)
         if not source:
-            evaluation, said = KernelEvaluation(fault="syntax_error", text="no ModelNew"), _NO_SOURCE
+            evaluation, text = KernelEvaluation(fault="syntax_error", text="no ModelNew"), _NO_SOURCE
         elif len(source) > self._source_characters:
             evaluation = KernelEvaluation(fault="syntax_error", text="too long")
-            said = f"This source has {len(source):,} characters; {self._source_characters:,} at most are evaluated."
+            text = f"This source has {len(source):,} characters; {self._source_characters:,} at most are evaluated."
         else:
             evaluation = await self._evaluation(episode.task, source)
-            said = feedback(evaluation)
-        kept = outline(evaluation)
-        judged.append(msgspec.to_builtins(kept))
-        if kept.reward >= self._stop_at:
+            text = feedback(evaluation)
+        judgement = outline(evaluation)
+        judged.append(msgspec.to_builtins(judgement))
+        if judgement.reward >= self._stop_at:
             episode.end("fast enough")
         elif len(judged) >= self._turns:
             episode.end("turns")
         else:
-            episode.say(self.shortened(said))
+            episode.add_message(self.short_path(text))
 
     async def score(self, episode: Episode) -> dict[str, Any]:
         judged: list[dict[str, Any]] = episode.state.get("judged", [])
         if not judged:
             return {"reward": 0.0, "solved": False, KERNEL_ANSWERS: []}
-        best = max(judged, key=lambda one: one["reward"])
-        rewards = [one["reward"] for one in judged] + [0.0] * (episode.turns - len(judged))  # an answer that was cut
+        best = max(judged, key=lambda judgement: judgement["reward"])
+        rewards = [judgement["reward"] for judgement in judged]
+        rewards += [0.0] * (episode.turns - len(judged))  # truncated answers have no evaluation
         return {"reward": best["reward"], "solved": best["correct"], "turn_rewards": rewards, KERNEL_ANSWERS: judged}
 
     async def _evaluation(self, task: Task, source: str) -> KernelEvaluation:
-        """Have a source judged. Raises InfrastructureError where that says nothing of it."""
+        """Evaluate a source. Raises InfrastructureError where the evaluation failed for another reason than it."""
         submission = self._submission(task=kernel_task(task, self._backend), source=source)
         try:
             evaluation = await self._client.evaluate(submission)
@@ -123,7 +124,7 @@ class Kernel(Environment):
 
 
 def outline(evaluation: KernelEvaluation) -> KernelAnswer:
-    """The part of an evaluation that a rollout keeps."""
+    """Return the part of an evaluation that is stored with a rollout."""
     return KernelAnswer(
         reward=kernel_reward(evaluation),
         compiled=evaluation.compiled,

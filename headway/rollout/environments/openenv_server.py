@@ -1,4 +1,4 @@
-"""An OpenEnv server on this machine: started, waited for, gone with the process that started it, however that ends."""
+"""An OpenEnv server on this machine, which ends with the process that started it, however that ends."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 from headway.records.errors import InfrastructureError
 from headway.runtime.addresses import machine_certificates
 
-# Its stdin is a pipe of ours: when that closes, for we are dead, say, its group is killed.
+# Its stdin is a pipe of ours: when that closes, as at our death, its process group is killed.
 _GUARD = '"$@" </dev/null & cat >/dev/null; kill -9 0'
 _POLL_S = 0.1
 
 
 class LocalServer:
-    """*down* -> *up* and back. Blocking calls."""
+    """A local server: *down* -> *up* and back. All calls block."""
 
     def __init__(self, command: Sequence[str], port: int, start_timeout_s: float) -> None:
         self.address = f"http://127.0.0.1:{port}"
@@ -38,17 +38,17 @@ class LocalServer:
             env=environment,
             start_new_session=True,
         )
-        until = time.monotonic() + self._start_timeout_s
+        deadline_s = time.monotonic() + self._start_timeout_s
         while True:
             try:
-                fetched(f"{self.address}/health", 5.0)
+                fetch_json(f"{self.address}/health", 5.0)
                 return
             except (OSError, ValueError) as error:
-                if time.monotonic() > until:
+                if time.monotonic() > deadline_s:
                     self.stop()
                     limit = self._start_timeout_s
-                    what = f"{self._argv[0]} was not up within start_timeout_s = {limit:g} s: {error}"
-                    raise InfrastructureError(what) from None
+                    cause = f"{self._argv[0]} was not up within start_timeout_s = {limit:g} s: {error}"
+                    raise InfrastructureError(cause) from None
             time.sleep(_POLL_S)
 
     def stop(self) -> None:
@@ -64,9 +64,9 @@ class LocalServer:
             process.wait()
 
 
-def fetched(url: str, timeout_s: float) -> Any:
+def fetch_json(url: str, timeout_s: float) -> Any:
     """Fetch a URL and parse its JSON. Raises OSError or ValueError."""
-    import httpx  # here: whoever asks no server doesn't wait for it
+    import httpx  # here: processes without a server don't wait for the import
 
     try:
         reply = httpx.get(url, timeout=timeout_s, follow_redirects=True, verify=machine_certificates())

@@ -1,4 +1,4 @@
-"""Questions that are answered with the help of a Python interpreter, in a sandbox."""
+"""Environment with a Python interpreter in a sandbox as the policy's tool."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headway.records.sandbox import ExecResult
 from headway.rollout.environment import Environment, Episode
 from headway.rollout.environments.commands import AnswerTime, Interpreter
 
-_SHOWN_BYTES = 16_000  # of each of a program's outputs; the environment's own limit cuts them further
+_OUTPUT_BYTES = 16_000  # of stdout and of stderr; environment.tool_result_characters cuts them further
 
 
 class PythonTool(Environment):
@@ -21,8 +21,8 @@ class PythonTool(Environment):
     def __init__(
         self, system: str = "", timeout_s: float = 5.0, turn_s: float = 60.0, interpreter: Sequence[str] = ("python3",)
     ) -> None:
-        """``system``: what every conversation begins with. ``timeout_s``: of a program; ``turn_s``: of all programs of
-        one answer, less than environment.timeout_s. ``interpreter``: in the sandbox."""
+        """``system``: the first message of every conversation. ``timeout_s``: of a program; ``turn_s``: of all programs
+        of one answer, less than environment.timeout_s. ``interpreter``: in the sandbox."""
         self.system = system
         self.longest_s = {"turn_s": turn_s}
         self._timeout_s = timeout_s
@@ -39,13 +39,13 @@ class PythonTool(Environment):
         """
         await self._interpreter.need(episode)
         result, limit_s = await self._time.exec(
-            episode, [*self._interpreter.argv, "-c", code], timeout_s=self._timeout_s, max_output_bytes=_SHOWN_BYTES
+            episode, [*self._interpreter.argv, "-c", code], timeout_s=self._timeout_s, max_output_bytes=_OUTPUT_BYTES
         )
-        return shown(result, limit_s)
+        return format_output(result, limit_s)
 
 
-def shown(result: ExecResult, timeout_s: float) -> str:
-    """How a program ended, as a model reads it: what it printed, and what went wrong, if anything did."""
+def format_output(result: ExecResult, timeout_s: float) -> str:
+    """Return a program's result as text for the model: its output, and its error, if it failed."""
     text = result.stdout.decode(errors="replace")
     if result.timed_out:
         return text + f"[stopped after {timeout_s:g} s]"

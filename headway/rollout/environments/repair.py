@@ -1,4 +1,4 @@
-"""Small repositories with something wrong: the policy reads, edits and tests, and hidden tests judge what it leaves."""
+"""Environment for repairs of small repositories: the policy reads, edits and tests; hidden tests judge the result."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pydantic import Field
 
 from headway.records.errors import ConfigurationError
 from headway.records.sandbox import ExecResult, SandboxError
-from headway.rollout.code.hidden_tests import DRIVER, HiddenTestResults, Questions, asked, judged, questions_of
+from headway.rollout.code.hidden_tests import DRIVER, HiddenTestResults, Questions, driver_input, grade, questions_of
 from headway.rollout.code.repositories import files_of
 from headway.rollout.environment import Environment, Episode
 from headway.rollout.environments.commands import AnswerTime, Interpreter, ended_badly, fills
-from headway.rollout.environments.python_tool import shown
+from headway.rollout.environments.python_tool import format_output
 from headway.rollout.parameters import require_choice
 from headway.rollout.tools import ToolError
 
@@ -24,20 +24,19 @@ SKIPPED = (".git", "__pycache__", ".pytest_cache")
 LISTED = 500  # files
 PATH_CHARACTERS = 1000
 READ_BYTES = 1 << 20
-SHOWN_BYTES = 16_000  # of a command's outputs; the environment's own limit cuts them further
-_LEAST_S = 0.01  # that a hidden test file has where others have taken all the time
+MAX_OUTPUT_BYTES = 16_000  # of a command's stdout and stderr; environment.tool_result_characters cuts them further
+_LEAST_S = 0.01  # limit of a hidden test file where earlier ones have used all the time
 Reward = Literal["all", "share"]
 
 
 class Repair(Environment):
-    """The repository of a task lies in the rollout's sandbox; the policy works on it with tools until it answers
-    without a call, or has no turn left. Then all that still runs there is ended, and the hidden tests are asked
-    (rollout/code/hidden_tests.py): what they expect never enters the sandbox, so nothing that was left there, no
-    planted file, no patched module, no daemon, can say that they have passed.
+    """Environment in which the policy repairs a repository in its sandbox with tools, until it answers without a call
+    or has no turn left. Then all processes there are ended and the hidden tests run (rollout/code/hidden_tests.py).
+    Their expected values never enter the sandbox, so that no planted file, patched module or daemon can make them pass.
 
-    A task's metadata: ``files`` (a text for each path) or ``repository`` (a directory or tar on this machine);
-    ``hidden_tests`` (the source of each, by name); and, where they are needed, ``hidden_files`` (put over whatever is
-    there before these are asked), ``test_command`` (what ``run_tests`` runs) and ``import_paths`` (["."]).
+    A task's metadata has ``files`` (a text for each path) or ``repository`` (a directory or tar on this machine);
+    ``hidden_tests`` (sources by name); and optionally ``hidden_files`` (written before the hidden tests run, over
+    existing files), ``test_command`` (for the tool ``run_tests``) and ``import_paths`` (default ["."]).
     """
 
     uses_sandbox = True
@@ -55,11 +54,11 @@ class Repair(Environment):
         interpreter: Sequence[str] = ("python3",),
         test_command: str = "python3 -m unittest",
     ) -> None:
-        """``system``: what every conversation begins with. ``reward``: 1 where all hidden tests pass, or the share that
-        does. ``tools``: which there are. ``timeout_s``: of a command; ``turn_s``: of all commands of one answer;
-        ``hidden_timeout_s``: of all hidden tests; these two less than environment.timeout_s. ``tolerance``: of numbers
-        with a decimal point. ``numbered``: lines are shown with their numbers. ``interpreter``: of the hidden tests, in
-        the sandbox. ``test_command``: of tasks that don't say."""
+        """``system``: the first message of every conversation. ``reward``: 1 where all hidden tests pass, or the share
+        that passes. ``tools``: names of the tools. ``timeout_s``: of a command; ``turn_s``: of all commands of one
+        answer; ``hidden_timeout_s``: of all hidden tests; these two less than environment.timeout_s. ``tolerance``: of
+        numbers with a decimal point. ``numbered``: lines are displayed with their numbers. ``interpreter``: of the
+        hidden tests, in the sandbox. ``test_command``: of tasks that have none."""
         require_choice("environment.parameters.reward", reward, Reward)
         known = {tool.__name__: tool for tool in self._all_tools()}
         if unknown := [name for name in tools if name not in known]:
@@ -84,7 +83,7 @@ class Repair(Environment):
         return self._tools
 
     async def begin(self, episode: Episode) -> None:
-        self._hidden(episode)  # or it fails before anything is sampled
+        self._hidden_tests(episode)  # an invalid task fails before the first sample
         files_of(episode.task.metadata)
         await super().begin(episode)
 
@@ -96,30 +95,30 @@ class Repair(Environment):
         path: a directory in it
         """
         await self._repository(episode)
-        found: list[str] = []
-        folders = [_place(path)]
+        paths: list[str] = []
+        folders = [_sandbox_path(path)]
         unlisted: list[str] = []
-        looked = 0
-        while folders and len(found) <= LISTED and looked < LISTED:
-            folder, looked = folders.pop(0), looked + 1
+        folders_listed = 0
+        while folders and len(paths) <= LISTED and folders_listed < LISTED:
+            folder, folders_listed = folders.pop(0), folders_listed + 1
             try:
-                entries = await _told(episode.sandbox.list(folder))
+                entries = await _with_tool_errors(episode.sandbox.list(folder))
             except ToolError as error:
-                if folder == _place(path):
+                if folder == _sandbox_path(path):
                     raise
-                unlisted.append(f"[{error}]")  # it alone: too many entries, no right to read it
+                unlisted.append(f"[{error}]")  # this folder alone: too many entries, or no permission
                 continue
             for entry in entries:
                 inside = posixpath.join(folder, entry.name)
                 if entry.kind == "directory" and entry.name not in SKIPPED:
                     folders.append(inside)
                 elif entry.kind != "directory":
-                    found.append(posixpath.relpath(inside, REPOSITORY))
-        if folders and looked == LISTED:
+                    paths.append(posixpath.relpath(inside, REPOSITORY))
+        if folders and folders_listed == LISTED:
             unlisted.append(f"[more directories: these are of {LISTED}]")
-        if len(found) > LISTED:
+        if len(paths) > LISTED:
             unlisted.append(f"[more files: these are {LISTED}]")
-        return "\n".join([*sorted(found[:LISTED]), *unlisted]) or "[no files]"
+        return "\n".join([*sorted(paths[:LISTED]), *unlisted]) or "[no files]"
 
     async def read_file(
         self,
@@ -180,13 +179,13 @@ class Repair(Environment):
 
     async def _command(self, command: str, episode: Episode) -> str:
         await self._repository(episode)
-        argv, limits = ["sh", "-c", command], {"timeout_s": self._timeout_s, "max_output_bytes": SHOWN_BYTES}
-        result, limit_s = await _told(self._time.exec(episode, argv, workdir=REPOSITORY, **limits))
-        return _as_told(result, limit_s)
+        argv, limits = ["sh", "-c", command], {"timeout_s": self._timeout_s, "max_output_bytes": MAX_OUTPUT_BYTES}
+        result, limit_s = await _with_tool_errors(self._time.exec(episode, argv, workdir=REPOSITORY, **limits))
+        return _command_output(result, limit_s)
 
     async def _read(self, path: str, episode: Episode) -> str:
         await self._repository(episode)
-        content: bytes = await _told(episode.sandbox.read(_place(path), max_bytes=READ_BYTES))
+        content: bytes = await _with_tool_errors(episode.sandbox.read(_sandbox_path(path), max_bytes=READ_BYTES))
         try:
             return content.decode()
         except UnicodeDecodeError:
@@ -194,11 +193,11 @@ class Repair(Environment):
 
     async def _write(self, path: str, content: str, episode: Episode) -> None:
         """Write a file; an existing one keeps its mode, so that an executable stays one."""
-        place = _place(path)
-        found = await _told(episode.sandbox.exec(["stat", "-L", "-c", "%a", "--", place]))
-        said = found.stdout.strip() if found.ok else b""
-        mode = int(said, 8) & 0o777 if re.fullmatch(rb"[0-7]+", said) else 0o644
-        await _told(episode.sandbox.write(place, content, mode=mode))
+        sandbox_path = _sandbox_path(path)
+        stat = await _with_tool_errors(episode.sandbox.exec(["stat", "-L", "-c", "%a", "--", sandbox_path]))
+        mode_text = stat.stdout.strip() if stat.ok else b""
+        mode = int(mode_text, 8) & 0o777 if re.fullmatch(rb"[0-7]+", mode_text) else 0o644
+        await _with_tool_errors(episode.sandbox.write(sandbox_path, content, mode=mode))
 
     async def _repository(self, episode: Episode) -> None:
         """Write the repository's files into the sandbox at the first call; later calls do nothing."""
@@ -210,71 +209,72 @@ class Repair(Environment):
                 await episode.sandbox.write(posixpath.join(REPOSITORY, path), content, mode=mode)
         episode.state["there"] = True
 
-    # --- what it is worth ---------------------------------------------------------------------------------------
+    # --- score --------------------------------------------------------------------------------------------------
 
     async def score(self, episode: Episode) -> dict[str, Any]:
-        hidden = self._hidden(episode)
+        hidden = self._hidden_tests(episode)
         count = sum(len(questions.tests) for questions in hidden.values())
         if not episode.state.get("there"):
             return {"reward": 0.0, "solved": False, "tests": count, "passed": 0, "repository": "untouched"}
         detail: dict[str, Any] = {"tests": count, "passed": 0, "wrong": [], "unanswered": [], "ended": []}
         try:
-            await self._hide(episode)
+            await self._place_hidden_files(episode)
             left_s = self._hidden_timeout_s
             for name, questions in hidden.items():
-                result = await self._ask(episode, questions, max(left_s, _LEAST_S))
+                result = await self._run_hidden(episode, questions, max(left_s, _LEAST_S))
                 left_s -= result.duration_s
                 how = ended_badly(result)
-                told = HiddenTestResults(passed=(), wrong=(), unanswered=questions.tests)
+                test_results = HiddenTestResults(passed=(), wrong=(), unanswered=questions.tests)
                 if not result.truncated:
-                    told = judged(questions, result.stdout, self._tolerance)
-                detail["passed"] += len(told.passed)
-                detail["wrong"] += [f"{name}: {test}" for test in told.wrong]
-                detail["unanswered"] += [f"{name}: {test}" for test in told.unanswered]
+                    test_results = grade(questions, result.stdout, self._tolerance)
+                detail["passed"] += len(test_results.passed)
+                detail["wrong"] += [f"{name}: {test}" for test in test_results.wrong]
+                detail["unanswered"] += [f"{name}: {test}" for test in test_results.unanswered]
                 detail["ended"] += [f"{name}: {how}"] if how else []
         except SandboxError as error:
             if not error.failure.reward_valid:
                 raise
-            # what was left there takes the room, the memory or the place of what is to be asked: the policy's own doing
+            # the policy's own failure: its files or processes use up the space, the memory or the path that tests need
             detail["ended"].append(error.failure.what)
         solved = detail["passed"] == count
         reward = detail["passed"] / count if self._reward == "share" else float(solved)
         return {"reward": reward, "solved": solved, **{key: value for key, value in detail.items() if value != []}}
 
-    def _hidden(self, episode: Episode) -> dict[str, Questions]:
-        given = episode.task.metadata.get("hidden_tests")
-        if not isinstance(given, dict) or not given:
+    def _hidden_tests(self, episode: Episode) -> dict[str, Questions]:
+        sources = episode.task.metadata.get("hidden_tests")
+        if not isinstance(sources, dict) or not sources:
             raise ValueError("the task has no hidden_tests: valid: the source of each, by name")
-        return {name: questions_of(source, name, self._tolerance) for name, source in given.items()}
+        return {name: questions_of(source, name, self._tolerance) for name, source in sources.items()}
 
-    async def _hide(self, episode: Episode) -> None:
-        """End whatever still runs, and only then put the hidden files in."""
+    async def _place_hidden_files(self, episode: Episode) -> None:
+        """End all processes, and only then write the hidden files."""
         await episode.sandbox.exec(["true"], alone=True)
         hidden: Mapping[str, str] = episode.task.metadata.get("hidden_files") or {}
         for path, content in hidden.items():
             await episode.sandbox.write(posixpath.join(REPOSITORY, path), content)
 
-    async def _ask(self, episode: Episode, questions: Questions, timeout_s: float) -> ExecResult:
-        """-I: no variables, no modules of a user's own, no current directory; what is tested is found by its paths."""
+    async def _run_hidden(self, episode: Episode, questions: Questions, timeout_s: float) -> ExecResult:
+        """Run a hidden test file. The option -I excludes variables, user modules and the current directory; the tested
+        modules are imported by the given paths."""
         paths = [posixpath.join(REPOSITORY, path) for path in episode.task.metadata.get("import_paths") or ["."]]
         return await episode.sandbox.exec(
             [*self._interpreter.argv, "-B", "-c", DRIVER],
             workdir=REPOSITORY,
-            stdin=asked(questions, [posixpath.normpath(path) for path in paths]),
+            stdin=driver_input(questions, [posixpath.normpath(path) for path in paths]),
             timeout_s=timeout_s,
             alone=True,
         )
 
 
-def _place(path: str) -> str:
-    """The sandbox path for a path that a model wrote, which may leave the repository but not the sandbox."""
+def _sandbox_path(path: str) -> str:
+    """Return the sandbox path for a model's path, which may leave the repository but not the sandbox."""
     if len(path) > PATH_CHARACTERS or "\0" in path:
         raise ToolError("that is no path of a file")
     return posixpath.normpath(posixpath.join(REPOSITORY, path))
 
 
-async def _told(work: Any) -> Any:
-    """The result of a sandbox call. A failure that the policy caused becomes a ToolError, and the rollout continues."""
+async def _with_tool_errors(work: Any) -> Any:
+    """Await a sandbox call. A failure caused by the policy becomes a ToolError, and the rollout continues."""
     try:
         return await work
     except SandboxError as error:
@@ -283,7 +283,9 @@ async def _told(work: Any) -> Any:
         raise ToolError(error.failure.what.removeprefix(f"{REPOSITORY}/")) from None
 
 
-def _as_told(result: ExecResult, timeout_s: float) -> str:
-    """`shown`, and what a test runner writes to its errors though all is well."""
+def _command_output(result: ExecResult, timeout_s: float) -> str:
+    """Return `format_output`, for successful commands with their stderr, to which test runners write."""
     errors = result.stderr.decode(errors="replace").strip()
-    return f"{result.stdout.decode(errors='replace')}{errors}" if result.ok and errors else shown(result, timeout_s)
+    if not (result.ok and errors):
+        return format_output(result, timeout_s)
+    return f"{result.stdout.decode(errors='replace')}{errors}"

@@ -1,4 +1,4 @@
-"""The worker that environments live in: many rollouts side by side on one event loop, their sandboxes in one pool."""
+"""The worker that runs environments: many concurrent rollouts on one event loop, their sandboxes in one pool."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from headway.records.sandbox_statistics import SandboxStatistics
 from headway.records.task import Task
 from headway.rollout.environment import Answer, Environment, Episode
 from headway.rollout.episode_sandbox import EpisodeSandbox
-from headway.rollout.fixed_models import FixedModels, require_models
+from headway.rollout.fixed_models import ExternalModels, require_models
 from headway.rollout.hosting.mcp.servers import ToolServers
 from headway.rollout.tools import ToolCalls, tools_by_name
 from headway.rollout.verification.verdicts import to_verdict
 from headway.runtime.clock import Clock, RealClock
-from headway.runtime.hooks import error_text, is_infrastructure, place_of, storable
+from headway.runtime.hooks import error_text, is_infrastructure, source_location, storable
 from headway.runtime.imports import import_class, import_function
 from headway.sandbox.backends import spec_of
 from headway.sandbox.guards import RunSandboxes
@@ -39,16 +39,16 @@ from headway.sandbox.snapshot_store import is_hosted
 
 KEY = "environment.name"
 _LONGEST_DETAIL = 4000  # characters of a traceback that are kept
-_AWAITED = ("begin", "reply", "score", "park", "resume", "close", "stop")  # methods of an environment's
-_CLOSE_S = 20.0  # that all episodes and sandboxes have to end; the episodes half of it, and what they share a quarter
-_CANCEL_S = 10.0  # that what is done for a rollout has to end, when it is over
+_AWAITED = ("begin", "reply", "score", "park", "resume", "close", "stop")  # async methods of an environment
+_CLOSE_S = 20.0  # time for all to end: a half for episodes, a quarter for shared resources, the rest for sandboxes
+_CANCEL_S = 10.0  # time for a finished rollout's cancelled tasks to end
 
 # Number of a request, whether it succeeded, its result or its error, seconds from its arrival to its answer.
 Answered = tuple[int, bool, Any, float]
 
 
 class EnvironmentService:
-    """Worker class: runs environments. ``submit`` accepts a request at once; its result is emitted when it is ready."""
+    """The worker class that runs environments; ``submit`` returns at once, and the result is emitted later."""
 
     def __init__(
         self,
@@ -62,13 +62,13 @@ class EnvironmentService:
         seed: int = 0,
     ) -> None:
         """``environment`` and ``sandbox``: their sections as plain types. ``sandboxes``: the ``module:function`` that
-        makes a pool of sandboxes as `orchestrator/actors/sandboxes.py` does, with its guards; ``run``: whose they are;
-        ``snapshots``: the folder of parked ones. Raises ConfigurationError for an environment that can't be imported or
-        refuses a parameter, and for sandboxes or servers of tools that can't be had."""
+        makes a pool of sandboxes with its guards, as `orchestrator/actors/sandboxes.py` does; ``run``: the run that
+        owns them; ``snapshots``: the folder of parked ones. Raises ConfigurationError for an environment that can't be
+        imported or refuses a parameter, and for sandboxes or tool servers that aren't available."""
         self._emit: Callable[[Answered], None] = context.emit
         settings = EnvironmentConfig.model_validate(environment)
-        played = load_environment(settings)
-        self.loop = asyncio.new_event_loop()  # its tasks are what a look at this worker shows
+        loaded = load_environment(settings)
+        self.loop = asyncio.new_event_loop()  # inspections of this worker report its tasks
         self._clock = RealClock()
         self._open = AsyncExitStack()
         self._stopping = False
@@ -80,9 +80,9 @@ class EnvironmentService:
         async def begin() -> tuple[Episodes, RunSandboxes]:
             guarded = import_function(sandboxes, "sandboxes", ())(boxes, clock, run=run, snapshots=folder, seed=seed)
             pool: RunSandboxes = await self._open.enter_async_context(guarded)
-            spec = await spec_of(boxes) if played.uses_sandbox else boxes.spec
-            played.tool_calls.report = lambda *event: self._emit((WORKER_EVENT, True, event, 0.0))
-            episodes = Episodes(played, settings, pool.pool, boxes, spec, clock, snapshots=folder or Path())
+            spec = await spec_of(boxes) if loaded.uses_sandbox else boxes.spec
+            loaded.tool_calls.report = lambda *event: self._emit((WORKER_EVENT, True, event, 0.0))
+            episodes = Episodes(loaded, settings, pool.pool, boxes, spec, clock, snapshots=folder or Path())
             self._open.push_async_callback(episodes.shut_down)
             await episodes.start()
             return episodes, pool
@@ -95,12 +95,11 @@ class EnvironmentService:
 
     @property
     def trouble(self) -> str:
-        """Why no sandbox can be started now, for a look at this worker; "": nothing is known to be wrong."""
+        """The reason why no sandbox can be started now, for inspections of this worker; "": none is known."""
         return self._sandboxes.pool.trouble
 
     def _run(self) -> None:
-        """The loop that all rollouts are played on, until `close`: a task of an environment's that exits ends none but
-        itself."""
+        """Run the event loop of all rollouts until `close`; an exit in an environment's task ends that task alone."""
         while not self._stopping:
             try:
                 self.loop.run_forever()
@@ -108,26 +107,26 @@ class EnvironmentService:
                 traceback.print_exc()
 
     def submit(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
-        """Call a method of `Episodes`; its end is emitted."""
+        """Call a method of `Episodes`; its result is emitted."""
         work: Coroutine[Any, Any, Any] = getattr(self._episodes, method)(*arguments)
         asyncio.run_coroutine_threadsafe(self._answer(number, work, self._clock.now()), self.loop)
 
     def submit_sandboxes(self, number: int) -> None:
-        """Ask for a look at the sandboxes, emitted likewise; empty where the environment uses none."""
-        asyncio.run_coroutine_threadsafe(self._answer(number, self._look(), self._clock.now()), self.loop)
+        """Request the sandbox statistics, which are emitted; they are empty where the environment uses no sandboxes."""
+        asyncio.run_coroutine_threadsafe(self._answer(number, self._sandbox_statistics(), self._clock.now()), self.loop)
 
-    async def _look(self) -> SandboxStatistics:
+    async def _sandbox_statistics(self) -> SandboxStatistics:
         return sandbox_statistics(self._sandboxes) if self._episodes.uses_sandbox else SandboxStatistics()
 
     async def _answer(self, number: int, work: Coroutine[Any, Any, Any], arrived_s: float) -> None:
         try:
             well, answer = True, await work
-        except Exception as error:  # a fault of ours: whoever asked is told
+        except Exception as error:  # a bug of ours, which the caller gets as an error
             well, answer = False, "".join(traceback.format_exception(error))[-_LONGEST_DETAIL:]
         answered: Answered = (number, well, answer, self._clock.now() - arrived_s)
         try:
             self._emit(answered)
-        except Exception as error:  # it can't be sent: whoever waits for it is told so
+        except Exception as error:  # the answer can't be sent, and the caller gets that as an error
             self._emit((number, False, "".join(traceback.format_exception(error))[-_LONGEST_DETAIL:], 0.0))
 
     def close(self) -> None:
@@ -144,7 +143,7 @@ class EnvironmentService:
 class Episodes:
     """The rollouts of one worker, by name: *open* from `begin` (or `restore`) to `end`.
 
-    What an environment raises comes back as a Failure, never as an exception.
+    An environment's exception is returned as a Failure, never raised.
     """
 
     def __init__(
@@ -158,7 +157,7 @@ class Episodes:
         *,
         snapshots: Path = Path(),
     ) -> None:
-        """``spec``: what a sandbox is made of; ``snapshots``: the folder that the pool's backend writes them into."""
+        """``spec``: of the sandboxes; ``snapshots``: the folder into which the pool's backend writes snapshots."""
         self._environment = environment
         self._settings = settings
         self._pool = pool
@@ -167,15 +166,15 @@ class Episodes:
         self._clock = clock
         self._snapshots = snapshots
         self._open: dict[str, Episode] = {}
-        self._before_park: dict[str, Snapshot | None] = {}  # the snapshot that the last one took the place of, by name
-        self._working: dict[str, set[asyncio.Task[Any]]] = {}  # on a rollout, by its name
+        self._replaced_snapshots: dict[str, Snapshot | None] = {}  # the snapshot before the last park, by rollout
+        self._working: dict[str, set[asyncio.Task[Any]]] = {}  # tasks that work on a rollout, by its name
         self._servers = ToolServers(settings.mcp, clock)
-        self._models = FixedModels(settings.models)
+        self._models = ExternalModels(settings.models)
         self._logged: set[tuple[type[BaseException], str]] = set()  # errors whose traceback is in the worker's log
 
     async def start(self) -> None:
-        """Have the tools of ``environment.mcp`` offered. Raises ConfigurationError."""
-        self._environment.offered = await self._servers.beside(list(self._environment.offered.values()))
+        """Add the tools of ``environment.mcp`` to those offered. Raises ConfigurationError."""
+        self._environment.offered = await self._servers.merge_tools(list(self._environment.offered.values()))
 
     @property
     def uses_sandbox(self) -> bool:
@@ -184,7 +183,7 @@ class Episodes:
     async def begin(self, name: str, task: Task, seed: int) -> Reply:
         """Begin a new rollout."""
         episode = self._episode(name, task, seed, None)
-        return await self._replied(episode, "begin", lambda: self._environment.begin(episode))
+        return await self._make_reply(episode, "begin", lambda: self._environment.begin(episode))
 
     async def restore(
         self,
@@ -208,23 +207,23 @@ class Episodes:
         return failure
 
     async def reply(self, name: str, message: Mapping[str, Any], speaker: str, cut: bool) -> Reply:
-        """The environment's reply to an answer of the policy."""
+        """Return the environment's reply to an answer of the policy."""
         episode = self._open[name]
         answer = Answer.of(message, speaker, cut)
 
         async def work() -> None:
-            episode.hear(answer)
+            episode.receive(answer)
             await self._environment.reply(episode, answer)
             if episode.turns_left <= 0:
                 episode.end("environment.max_turns")
 
-        return await self._replied(episode, "reply", work)
+        return await self._make_reply(episode, "reply", work)
 
     async def score(self, name: str) -> EpisodeScore:
-        """The environment's verdict, if it gives one, and the last turn's reward."""
+        """Return the environment's verdict, if it gives one, and the last turn's reward."""
         episode = self._open[name]
         started = self._clock.now()
-        failure, result = await self._judged(episode, lambda: self._environment.score(episode))
+        failure, result = await self._run_step(episode, lambda: self._environment.score(episode))
         if failure is not None:
             return EpisodeScore(verdict=Verdict(reward=0.0, solved=False, failure=failure))
         verdict = None
@@ -243,47 +242,48 @@ class Episodes:
             snapshot = parked.snapshot  # a file by its name alone: the run's folder may be elsewhere by then
             if snapshot is not None and Path(snapshot.path).is_absolute():
                 snapshot = msgspec.structs.replace(snapshot, path=Path(snapshot.path).name)
-            return msgspec.structs.replace(parked, state=_plain(episode.kept()), snapshot=snapshot)
+            return msgspec.structs.replace(parked, state=_plain(episode.saved_state()), snapshot=snapshot)
 
-        before, state = episode.sandbox.snapshot, None
-        self._before_park.pop(name, None)
+        previous_snapshot, state = episode.sandbox.snapshot, None
+        self._replaced_snapshots.pop(name, None)
         try:
             failure, state = await self._guarded(work, name)
         finally:
-            if state is None:  # nobody will ever ask for it
-                episode.sandbox.forget_snapshot(self._snapshots, before)
+            if state is None:  # no saved state refers to the new snapshot
+                episode.sandbox.forget_snapshot(self._snapshots, previous_snapshot)
             else:
-                self._before_park[name] = before
+                self._replaced_snapshots[name] = previous_snapshot
         return failure or cast("EnvironmentState", state)
 
     async def unpark(self, name: str) -> Failure | None:
         failure, _ = await self._guarded(self._open[name].sandbox.unpark, name)
         return failure
 
-    async def end(self, name: str, unheard: bool = False) -> None:
-        """End a finished or abandoned rollout; unknown: it has ended. ``unheard``: nobody got `park`'s last answer."""
-        parked, before = name in self._before_park, self._before_park.pop(name, None)
+    async def end(self, name: str, park_undelivered: bool = False) -> None:
+        """End a finished or abandoned rollout; a no-op for an unknown name. ``park_undelivered``: the caller didn't
+        receive the last `park`'s answer."""
+        parked, previous_snapshot = name in self._replaced_snapshots, self._replaced_snapshots.pop(name, None)
         episode = self._open.pop(name, None)
         if episode is None:
             return
         try:
-            await self._cancelled(name)
+            await self._cancel_work(name)
             await self._guarded(lambda: self._environment.close(episode))
             await self._servers.end(name)
         finally:
             await episode.sandbox.close()
-            if unheard and parked:
-                episode.sandbox.forget_snapshot(self._snapshots, before)
+            if park_undelivered and parked:
+                episode.sandbox.forget_snapshot(self._snapshots, previous_snapshot)
 
-    async def _cancelled(self, name: str) -> None:
-        """Cancel a rollout's tasks that nobody awaits any more: they would use what `close` has closed."""
+    async def _cancel_work(self, name: str) -> None:
+        """Cancel a rollout's remaining tasks, which would use resources that `close` has released."""
         if working := self._working.get(name, set()) - {asyncio.current_task()}:
             for task in working:
                 task.cancel()
             await asyncio.wait(working, timeout=_CANCEL_S)
 
     async def shut_down(self) -> None:
-        """End all rollouts; those that take too long are abandoned: their sandboxes end after this anyway."""
+        """End all rollouts; slow ones are abandoned, for their sandboxes end after this anyway."""
         await _within(_CLOSE_S / 2, *(self.end(name) for name in list(self._open)))
         await _within(_CLOSE_S / 4, self._guarded(self._environment.stop), self._servers.stop())
 
@@ -297,26 +297,26 @@ class Episodes:
             restored=restored,
         )
         episode = self._open[name] = Episode(name, task, sandbox, seed, self._settings.max_turns, self._models)
-        episode.turn_to(episode.speaker, tools=list(self._environment.offered.values()))
+        episode.set_active_agent(episode.speaker, tools=list(self._environment.offered.values()))
         return episode
 
-    async def _replied(self, episode: Episode, what: str, work: Callable[[], Coroutine[Any, Any, None]]) -> Reply:
+    async def _make_reply(self, episode: Episode, method: str, work: Callable[[], Coroutine[Any, Any, None]]) -> Reply:
         started_s = self._clock.now()
-        failure, _ = await self._judged(episode, work)
+        failure, _ = await self._run_step(episode, work)
         reward, times = episode.take_reward(), episode.take_tool_times()
         if not times:
-            times = (ToolTimes(name=what, start_s=started_s, end_s=self._clock.now(), error=failure is not None),)
+            times = (ToolTimes(name=method, start_s=started_s, end_s=self._clock.now(), error=failure is not None),)
         if failure is not None:
             return Reply(failure=failure, reward=reward, tool_times=times)
         if episode.over:
             return Reply(over=storable(episode.over), reward=reward, tool_times=times)
         return Reply(asked=episode.take_next(), reward=reward, tool_times=times)
 
-    async def _judged(
+    async def _run_step(
         self, episode: Episode, work: Callable[[], Coroutine[Any, Any, Any]]
     ) -> tuple[Failure | None, Any]:
-        """`_guarded`; and whatever the environment made of it: a rollout whose sandbox has failed it is worth nothing,
-        and one that has used its own sandbox up is over, and worth what it has come to."""
+        """Run a step as `_guarded`, and apply its sandbox's failures: an infrastructure failure fails the rollout, even
+        if the environment caught it, and the policy's own failure ends it with reward 0."""
         failure, result = await self._guarded(work, episode.name)
         if episode.sandbox.failure is not None:
             return failure_of(SandboxError(episode.sandbox.failure)), None
@@ -328,7 +328,8 @@ class Episodes:
     async def _guarded(
         self, work: Callable[[], Coroutine[Any, Any, Any]], name: str = ""
     ) -> tuple[Failure | None, Any]:
-        """The environment's boundary: what it raises is a Failure. ``name``: of the rollout whose end cancels it."""
+        """Run ``work`` at the environment's boundary: exceptions become Failures. ``name``: the rollout whose end
+        cancels it."""
         task, episode = asyncio.current_task(), self._open.get(name)
         assert task is not None
         limit = asyncio.timeout(self._settings.timeout_s)
@@ -342,20 +343,20 @@ class Episodes:
         except (asyncio.CancelledError, SystemExit) as error:
             if isinstance(error, asyncio.CancelledError) and task.cancelling():
                 raise  # by `end`
-            return self._failed(error), None  # of its own making: nobody else would be told
+            return self._log_failure(error), None  # the environment cancelled itself or exited
         except Exception as error:
             if isinstance(error, TimeoutError) and limit.expired():
-                what = f"no answer within environment.timeout_s = {self._settings.timeout_s:g} s"
-                return Failure(boundary="environment", cause=what, infrastructure=True), None
-            return self._failed(error), None
+                cause = f"no answer within environment.timeout_s = {self._settings.timeout_s:g} s"
+                return Failure(boundary="environment", cause=cause, infrastructure=True), None
+            return self._log_failure(error), None
         finally:
             limits.discard(limit)
             working.discard(task)
             if not working:
                 del self._working[name]
 
-    def _failed(self, error: BaseException) -> Failure:
-        """The failure for ``error``, whose traceback goes to the worker's log once for each place that raises it."""
+    def _log_failure(self, error: BaseException) -> Failure:
+        """Return the failure for ``error``; its traceback goes to the worker's log once for each raising line."""
         failure = failure_of(error)
         if failure.boundary == "environment" and (raised := (type(error), failure.place)) not in self._logged:
             self._logged.add(raised)
@@ -371,26 +372,27 @@ async def _within(seconds: float, *ends: Coroutine[Any, Any, Any]) -> None:
 
 
 def sandbox_statistics(guarded: RunSandboxes) -> SandboxStatistics:
-    """A pool and its guards as they are now."""
+    """Return the current statistics of a pool and its guards."""
     return SandboxStatistics(pool=guarded.statistics(), reaper=guarded.reaped(), injected=guarded.injected())
 
 
 def failure_of(error: BaseException) -> Failure:
-    """The rollout's failure for an exception of its environment: boundary, cause, and whether infrastructure failed."""
+    """Return the rollout's failure for an exception of its environment: boundary, cause, and whether infrastructure
+    failed."""
     detail = storable("".join(traceback.format_exception(error)))[-_LONGEST_DETAIL:]
-    boundary, cause, place = "environment", error_text(error), place_of(error)
+    boundary, cause, location = "environment", error_text(error), source_location(error)
     infrastructure = is_infrastructure(error)
     if isinstance(error, SandboxError):
         boundary, cause = "model", error.failure.what
         if error.failure.cause != "model_code":
             boundary, cause = "sandbox", f"{cause} ({error.failure.cause.replace('_', ' ')})"
-    cause, place = storable(cause)[:300], storable(place) if boundary == "environment" else ""
-    cause += f" ({place})" if place else ""
-    return Failure(boundary=boundary, cause=cause, infrastructure=infrastructure, detail=detail, place=place)
+    cause, location = storable(cause)[:300], storable(location) if boundary == "environment" else ""
+    cause += f" ({location})" if location else ""
+    return Failure(boundary=boundary, cause=cause, infrastructure=infrastructure, detail=detail, place=location)
 
 
 def load_environment(settings: EnvironmentConfig) -> Environment:
-    """The environment that ``settings`` name, with its tools described. Raises ConfigurationError."""
+    """Load the environment that ``settings`` name, with its tools described. Raises ConfigurationError."""
     kind = import_class(ENVIRONMENTS.get(settings.name, settings.name), KEY, Environment)
     try:
         inspect.signature(kind).bind(**settings.parameters)
@@ -417,8 +419,8 @@ def load_environment(settings: EnvironmentConfig) -> Environment:
 
 
 def scores_itself(settings: EnvironmentConfig) -> bool:
-    """Whether the environment that ``settings`` name has a `score` of its own. Raises ConfigurationError."""
-    return settings.replies and type(load_environment(settings)).score is not Environment.score
+    """Return whether the environment that ``settings`` name overrides `score`. Raises ConfigurationError."""
+    return settings.is_class and type(load_environment(settings)).score is not Environment.score
 
 
 def _require_time(longest_s: Mapping[str, float], timeout_s: float) -> None:
@@ -429,12 +431,12 @@ def _require_time(longest_s: Mapping[str, float], timeout_s: float) -> None:
             raise ConfigurationError(f"environment.parameters.{name} = {seconds:g}: valid: above 0, below {limit}")
 
 
-def _plain(kept: dict[str, Any]) -> dict[str, Any]:
-    """JSON types. Raises TypeError that names what another process wouldn't get back as it is."""
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    """Convert a saved state to JSON types. Raises TypeError for a value that another process wouldn't restore equal."""
     try:
-        _require_json(kept["own"])
-        msgspec.msgpack.encode(kept)  # as it will be stored: no integers beyond 64 bits, no halves of surrogate pairs
-        return msgspec.to_builtins(kept)
+        _require_json(state["own"])
+        msgspec.msgpack.encode(state)  # as it will be stored: no integers beyond 64 bits, no halves of surrogate pairs
+        return msgspec.to_builtins(state)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise TypeError(f"episode.state must hold JSON types alone: {error}") from None
 

@@ -1,4 +1,4 @@
-"""Rollouts of agents: programs of a user's that call the model over HTTP, each in processes of its own."""
+"""Rollouts of agents: a user's programs that call the model over HTTP, each in processes of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from headway.rollout.verifiers_environment import COLUMN
 
 @dataclass(frozen=True, kw_only=True)
 class Agents:
-    """An orchestrator's side of its agents: the endpoint they call the model at, and their processes."""
+    """The orchestrator's resources for agents: the endpoint at which they call the model, and their processes."""
 
     environment: EnvironmentConfig
     endpoint: EndpointConfig
@@ -33,11 +33,11 @@ class Agents:
 
 
 class AgentRollouts(RetryingRollouts):
-    """Makes rollouts out of an agent's model calls, token-exact, however it makes them: one key for each attempt.
+    """Makes token-exact rollouts of an agent's model calls, which are attributed by an API key for each attempt.
 
-    An agent's process that ends with an error fails its rollout at the boundary "environment" (or counts as it stands:
-    ``environment.failed_exit``). One that was killed, or ends with the exit code 75, as a function does whose exception
-    is infrastructure's, is infrastructure.
+    An agent's process that ends with an error fails its rollout at the boundary "environment", or is verified as it
+    stands (``environment.failed_exit``). A killed process is an infrastructure failure, and so is one that ends with
+    exit code 75, as a function does whose exception is infrastructure's.
     """
 
     def __init__(self, agents: Agents, sampler: TurnSampler) -> None:
@@ -52,7 +52,7 @@ class AgentRollouts(RetryingRollouts):
 
 
 class AgentAttempt(ConversationAttempt):
-    """An attempt played by an agent, whose model calls are recorded."""
+    """An attempt made by an agent, whose model calls are recorded."""
 
     def __init__(self, agents: Agents, sampler: TurnSampler, group: Group, member: int) -> None:
         super().__init__(sampler, group, member)
@@ -69,10 +69,10 @@ class AgentAttempt(ConversationAttempt):
         conversation = agents.conversations.open(name, self.sampled, constraints=self._sampler.constraints)
         self._opened.append(conversation)
         scratch = agents.processes.scratch(name)
-        played = agents.environment.name == "verifiers"
-        task = shown_task(self.group.task, (COLUMN,) if played else agents.environment.shows)
+        is_verifiers = agents.environment.name == "verifiers"
+        task = agent_task(self.group.task, (COLUMN,) if is_verifiers else agents.environment.shows)
         (scratch / "task.json").write_text(json.dumps(task), encoding="utf-8")
-        argv = filled(agents.environment.command, self.group.task, name, scratch)
+        argv = fill_command(agents.environment.command, self.group.task, name, scratch)
         url = f"{agents.conversations.address}/v1/rollouts/{name}/reward"
         env = variables(agents, name, conversation.key, scratch)
         if agents.environment.posts_reward:
@@ -80,8 +80,8 @@ class AgentAttempt(ConversationAttempt):
         self._exit = await agents.processes.run(name, argv, task, env, scratch, (url, conversation.reward_key))
 
     def _judge(self, exit: Exit) -> None:
-        """Raise RolloutFailed for an engine's failure, or an agent that ended badly."""
-        if self._engine is not None:  # which the agent could do nothing about, however it ended
+        """Raise RolloutFailed for an engine's failure or a failed agent."""
+        if self._engine is not None:  # not caused by the agent, however it ended
             raise RolloutFailed(self._engine)
         if exit.well:
             return
@@ -97,8 +97,8 @@ class AgentAttempt(ConversationAttempt):
 
 
 def variables(agents: Agents, name: str, key: str, scratch: Path) -> dict[str, str]:
-    """Environment variables of an agent's process: addresses and keys under the names that OpenAI's and Anthropic's
-    clients read."""
+    """Return the environment variables of an agent's process: addresses and keys under the names that OpenAI's and
+    Anthropic's clients read."""
     address = agents.conversations.address
     direct = ",".join(filter(None, (os.environ.get("NO_PROXY", ""), "127.0.0.1", "localhost", "::1")))
     return {
@@ -118,20 +118,20 @@ def variables(agents: Agents, name: str, key: str, scratch: Path) -> dict[str, s
     }
 
 
-def shown_task(task: Task, shows: Collection[str]) -> dict[str, Any]:
-    """A task as its agent sees it (JSON types). ``shows``: names in its metadata, which may hold what only verifiers
-    should know, and "answer"."""
-    found: dict[str, Any] = {
+def agent_task(task: Task, shows: Collection[str]) -> dict[str, Any]:
+    """Return a task as its agent sees it (JSON types). ``shows``: names in its metadata, and "answer"; the other
+    metadata may be meant for verifiers alone."""
+    fields: dict[str, Any] = {
         "task_id": task.task_id,
         "prompt": task.prompt,
         "messages": list(task.messages),
         "metadata": {name: value for name, value in task.metadata.items() if name in shows},
     }
-    return {**found, "answer": task.answer} if "answer" in shows else found
+    return {**fields, "answer": task.answer} if "answer" in shows else fields
 
 
-def filled(command: Sequence[str], task: Task, name: str, scratch: Path) -> list[str]:
-    """A command's arguments for one rollout; ``python`` is this interpreter. Other braces stay as they are."""
+def fill_command(command: Sequence[str], task: Task, name: str, scratch: Path) -> list[str]:
+    """Return a command's arguments for one rollout; ``python`` is this interpreter. Other braces stay unchanged."""
     short = {"{task_file}": str(scratch / "task.json"), "{rollout}": name, "{scratch}": str(scratch)}
     argv: list[str] = []
     for argument in command:

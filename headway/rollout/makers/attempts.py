@@ -1,4 +1,4 @@
-"""Attempts at rollouts of several turns: run, timed out, stopped, and retried where their surroundings failed."""
+"""Attempts at rollouts of several turns: run, timed out, stopped, and retried after infrastructure failures."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from headway.rollout.makers.turn_sampler import TurnSampler, timed_out
 from headway.runtime.retries import backoff_s
 
 _RETRY_S = 0.25  # before the first retry of an environment that failed as infrastructure; doubled for each further one
-_SURROUNDINGS = ("environment", "sandbox")
-_END_S = 30.0  # that cancelled work may take to end
+_RETRIED_BOUNDARIES = ("environment", "sandbox")
+_END_S = 30.0  # time for cancelled work to end
 
 
 class RolloutAttempt(Protocol):
@@ -25,14 +25,14 @@ class RolloutAttempt(Protocol):
 
     group: Group
     member: int
-    stopped: Failure | Pruned | None  # for good, from outside
+    stopped: Failure | Pruned | None  # why it was stopped for good from outside
 
     async def run(self) -> None:
-        """Make the rollout. Cancellation ends the attempt as it stands."""
+        """Make the rollout. Cancellation ends the attempt with the tokens so far."""
         ...
 
     def rollout(self, now: float, failure: Failure | None = None) -> Rollout:
-        """The rollout as far as it was made, ended at ``now`` (clock seconds); ``failure``: why it failed."""
+        """Return the rollout so far, ended at ``now`` (clock seconds); ``failure``: why it failed."""
         ...
 
 
@@ -47,9 +47,9 @@ class RolloutFailed(Exception):
 class RetryingRollouts(ABC):
     """Makes rollouts by attempts (`RolloutMaker`), whose turns are sampled, parked and retried by a `TurnSampler`.
 
-    Whatever an attempt raises fails its own rollout alone. Infrastructure failures at the boundaries "environment" and
+    An attempt's exception fails its own rollout alone. Infrastructure failures at the boundaries "environment" and
     "sandbox" are retried with a new attempt, ``rollout.retries`` times. A rollout that was parked when the orchestrator
-    died is made anew, unless a subclass can continue it.
+    died restarts, unless a subclass can continue it.
     """
 
     def __init__(self, sampler: TurnSampler) -> None:
@@ -58,19 +58,18 @@ class RetryingRollouts(ABC):
 
     @abstractmethod
     def begin(self, group: Group, member: int) -> RolloutAttempt:
-        """A new attempt at a member's rollout."""
+        """Return a new attempt at a member's rollout."""
 
     def failure_of(self, error: Exception) -> Failure | None:
-        """The failure that an attempt's exception stands for; None: the rollout ends as it stands. Raises an exception
-        that no other attempt could avoid, which ends the run."""
+        """Return the failure for an attempt's exception; None: the rollout ends with the tokens so far. Raises an
+        exception that no other attempt could avoid, which ends the run."""
         if isinstance(error, RolloutFailed):
             return error.failure
         cause = f"{type(error).__name__}: {error}"  # a host of agents or environments died, or can't be started
         return Failure(boundary="environment", cause=cause[:300], infrastructure=True)
 
     def stop(self, group: int, member: int, why: Stop) -> None:
-        """Park all the calls that a member has open, or stop its attempt for good: it isn't retried
-        (`RolloutMaker.stop`)."""
+        """Park all open calls of a member, or stop its attempt for good, without retries (`RolloutMaker.stop`)."""
         if why in ("park", "leave"):
             self.sampler.stop(group, member, why)
         elif (group, member) in self._running:
@@ -82,18 +81,18 @@ class RetryingRollouts(ABC):
         return self.sampler.reached(group, member)
 
     async def generate_member(self, group: Group, member: int, parked: PartialRollout | None = None) -> Rollout:
-        """The rollout of the last attempt (`RolloutMaker.generate_member`)."""
+        """Return the rollout of the last attempt (`RolloutMaker.generate_member`)."""
         attempts, clock = 0, self.sampler.clock
         while True:
             attempt = self.begin(group, member)
             rollout = await self._attempt(attempt)
             failure = rollout.failure
-            again = failure is not None and failure.boundary in _SURROUNDINGS and failure.infrastructure
+            again = failure is not None and failure.boundary in _RETRIED_BOUNDARIES and failure.infrastructure
             rollout = msgspec.structs.replace(rollout, attempts=attempts + 1)
             if not again or attempt.stopped is not None or attempts == self.sampler.settings.retries:
                 return rollout
             await self._stoppable(attempt, clock.sleep(backoff_s(attempts + 1, _RETRY_S)))
-            if attempt.stopped is not None:  # for good: what had failed stays so
+            if attempt.stopped is not None:  # for good: the earlier failure stays
                 stopped = attempt.stopped if isinstance(attempt.stopped, Failure) else failure
                 return attempt.rollout(clock.now(), stopped)
             attempts += 1
@@ -104,15 +103,15 @@ class RetryingRollouts(ABC):
         try:
             async with limit:
                 await self._stoppable(attempt, attempt.run())
-        except Exception as error:  # the boundary to what isn't ours
-            own = isinstance(error, TimeoutError) and limit.expired()
-            failure = timed_out(self.sampler.settings) if own else self.failure_of(error)
+        except Exception as error:  # the boundary to a user's code
+            rollout_timed_out = isinstance(error, TimeoutError) and limit.expired()
+            failure = timed_out(self.sampler.settings) if rollout_timed_out else self.failure_of(error)
         if failure is None and isinstance(attempt.stopped, Failure):
             failure = attempt.stopped
         return attempt.rollout(self.sampler.clock.now(), failure)
 
     async def _stoppable(self, attempt: RolloutAttempt, work: Coroutine[Any, Any, None]) -> None:
-        """Await ``work`` until it ends or `stop` cancels it; it has had time to clean up when this returns."""
+        """Await ``work`` until it ends or `stop` cancels it, with time to clean up."""
         key = attempt.group.index, attempt.member
         task = asyncio.create_task(work, name=f"attempt-{key[0]}-{key[1]}")
         self._running[key] = attempt, task

@@ -1,4 +1,4 @@
-"""Rollouts that are recorded conversations: each answer a model call, parked, resumed and retried like any other."""
+"""Rollouts that are recorded conversations: each answer is a model call that can be parked, resumed and retried."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 import msgspec
 
 from headway.records.clients import Watch
-from headway.records.conversations import OnTokens, OpenConversation, RecordedConversation, TurnRequest, rollout_of
+from headway.records.conversations import OnTokens, OpenConversation, RecordedConversation, TurnRequest, rollout_from
 from headway.records.environment import PartialRollout
 from headway.records.generation import GenerationResult, PartialResponse
 from headway.records.rollout import CallTimes, Failure, Group, Pruned, Rollout, ToolTimes
@@ -17,7 +17,7 @@ from headway.rollout.makers.turn_sampler import ModelCall, Resumption, TurnSampl
 
 
 class ConversationAttempt(ABC):
-    """An attempt at a rollout that is a conversation with the policy: *running* -> *over*, the conversation sealed."""
+    """An attempt at a rollout that is a conversation with the policy: *running* -> *over*, then it is sealed."""
 
     def __init__(self, sampler: TurnSampler, group: Group, member: int) -> None:
         self.group = group
@@ -31,24 +31,24 @@ class ConversationAttempt(ABC):
         self._oldest_version = -1  # of its answers
         self._gate: asyncio.Future[Resumption] | None = None
         self._waiting = 0  # calls that are parked
-        self._held_version = -1  # of the oldest answer whose effect its environment held when it was resumed
-        self._engine: Failure | None = None  # of the last call, where that got no answer
+        self._held_version = -1  # of the oldest answer whose effect its environment had when it was resumed
+        self._engine: Failure | None = None  # the engine's failure of the last call
         self._failed: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()  # ends the attempt
-        self._sampling = 0  # calls that are sampled now
-        self._idle_since_s: float | None = None  # no call is sampled; None: one is, or none was yet
+        self._sampling = 0  # calls that are being sampled
+        self._idle_since_s: float | None = None  # when the last call ended; None: one is open, or there was none yet
         self._environment_s = 0.0
         self._call_times: list[CallTimes] = []
         self._tool_times: list[ToolTimes] = []
 
     async def run(self) -> None:
-        """Hold the conversation and seal it. Raises RolloutFailed."""
+        """Run the conversation and seal it. Raises RolloutFailed."""
         playing = asyncio.create_task(self._play(), name=f"play-{self.name}")
         try:
             await asyncio.wait((playing, self._failed), return_when=asyncio.FIRST_COMPLETED)
         finally:
             playing.cancel()
             sealed = [conversation.seal() for conversation in self._opened]
-            self._recorded = next(iter(sealed), self._recorded)  # at once: who is stopped twice isn't waited for
+            self._recorded = next(iter(sealed), self._recorded)  # first: a second cancellation interrupts the wait
             self.note(0)
             await asyncio.wait((playing,))
         if self._failed.done():
@@ -57,11 +57,11 @@ class ConversationAttempt(ABC):
 
     @abstractmethod
     async def _play(self) -> None:
-        """Hold the conversation, and those beside it, in ``_opened``; the first is the rollout."""
+        """Run the conversations, and append them to ``_opened``; the first one is the rollout."""
 
     def rollout(self, now: float, failure: Failure | None = None) -> Rollout:
-        """The rollout that was recorded, ended at ``now`` (clock seconds); ``failure``: why it failed."""
-        rollout = rollout_of(self._recorded, self.group, self.member, now, failure)
+        """Return the recorded rollout, ended at ``now`` (clock seconds); ``failure``: why it failed."""
+        rollout = rollout_from(self._recorded, self.group, self.member, now, failure)
         return msgspec.structs.replace(
             rollout,
             environment_s=self._environment_s,
@@ -71,7 +71,7 @@ class ConversationAttempt(ABC):
         )
 
     async def gate(self, parked: PartialRollout) -> Resumption:
-        """The resume gate of the attempt's calls: those that are parked at once count as one parking of the member."""
+        """The resume gate of the attempt's calls; simultaneously parked calls count as one parking of the member."""
         if self._gate is None or self._gate.done():
             self._gate, self.parkings = asyncio.ensure_future(self._park(parked)), self.parkings + 1
         gate, self._waiting = self._gate, self._waiting + 1
@@ -79,7 +79,7 @@ class ConversationAttempt(ABC):
             resumption = await asyncio.shield(gate)
         finally:
             self._waiting -= 1
-            if not self._waiting:  # where their clients left, the member isn't parked any more
+            if not self._waiting:  # all parked calls were cancelled: the member isn't parked any more
                 gate.cancel()
                 self._gate = None
         if parked.environment_version >= 0:
@@ -93,30 +93,30 @@ class ConversationAttempt(ABC):
         return "continue" if gate is None else await gate(parked)
 
     def fail(self, failure: Failure) -> None:
-        """End the attempt: `run` raises ``failure``, or the first that was reported."""
+        """End the attempt: `run` raises ``failure``, or the one that was reported first."""
         if not self._failed.done():
             self._failed.set_result(failure)
 
-    async def sampled(self, wanted: TurnRequest, told: OnTokens, /) -> GenerationResult:
+    async def sampled(self, request: TurnRequest, on_tokens: OnTokens, /) -> GenerationResult:
         """Sample an answer (`records.conversations.SampleTurn`), with the run's own parameters, not the client's."""
         self.note(1)
-        told(PartialResponse())
-        before, partial = self.parkings, self.take_begun()  # which sets parkings
+        on_tokens(PartialResponse())
+        parkings_before_call, partial = self.parkings, self.take_partial()  # which sets parkings
         call = ModelCall(
             group=self.group,
             member=self.member,
-            prompt_ids=wanted.prompt_ids,
+            prompt_ids=request.prompt_ids,
             partial=partial,
-            resumes=self.parkings,  # max_resumes limits a rollout's parkings, in whichever calls
-            purpose=f"{wanted.purpose}-",
+            resumes=self.parkings,  # max_resumes limits a rollout's parkings over all its calls
+            purpose=f"{request.purpose}-",
             session=self.name,
-            max_tokens=wanted.max_tokens,
-            stop=wanted.stop,
-            rows_known=wanted.rows_known,
-            grammar=wanted.grammar,
+            max_tokens=request.max_tokens,
+            stop=request.stop,
+            rows_known=request.rows_known,
+            grammar=request.grammar,
             environment_version=self._oldest_version,
             resume_gate=self.gate,
-            watch=Watch(1, told),
+            watch=Watch(1, on_tokens),
         )
         try:
             turn = await self._sampler.sample(call)
@@ -126,30 +126,31 @@ class ConversationAttempt(ABC):
         refused = turn.failure is not None and turn.failure.boundary == "engine" and not turn.failure.infrastructure
         self._engine = None if refused else turn.failure
         if turn.failure is not None and turn.failure.boundary == "environment":
-            self.fail(turn.failure)  # it was parked for too long: it begins anew, or fails
+            self.fail(turn.failure)  # it was parked for too long: the rollout restarts, or fails
         self.keep_version(turn.first_version)
         return GenerationResult(
-            request_id=wanted.purpose,
+            request_id=request.purpose,
             response=turn.response,
             finish_reason=turn.finish_reason,
             error="" if turn.failure is None else turn.failure.cause,
             refused=refused,
             reprefills=turn.reprefills,
-            resumes=turn.resumes - before,
+            resumes=turn.resumes - parkings_before_call,
             first_token_s=turn.first_token_s,
         )
 
-    def take_begun(self) -> PartialResponse:
-        """The tokens of the next answer that were sampled before a former process ended."""
+    def take_partial(self) -> PartialResponse:
+        """Return the tokens of the next answer that were sampled before a former process ended."""
         return PartialResponse()
 
     def keep_version(self, version: int) -> None:
-        """Note that the conversation holds an answer whose first token is of ``version``; -1: it has no token."""
-        versions = [one for one in (self._oldest_version, version) if one >= 0]
+        """Record that the conversation has an answer whose first token is of ``version``; -1: it has no token."""
+        versions = [candidate for candidate in (self._oldest_version, version) if candidate >= 0]
         self._oldest_version = min(versions, default=-1)
 
     def note(self, change: int) -> None:
-        """Count a call that begins (1) or ends (-1), or the end of all (0). Time without any is the environment's."""
+        """Count a call that begins (1) or ends (-1), or the end of the attempt (0). The time without any call is the
+        environment's."""
         now = self._sampler.clock.now()
         if self._sampling == 0 and self._idle_since_s is not None:
             self._environment_s += now - self._idle_since_s

@@ -1,4 +1,4 @@
-"""Rollouts made by a user's own function (``hooks.rollout``): turns through the injected generator, token-exact."""
+"""Rollouts made by a user's function (``hooks.rollout``): token-exact turns through the injected generator."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ from headway.records.token_block import TokenBlock
 from headway.records.tokens import TokenIds
 from headway.rollout.makers.attempts import RetryingRollouts
 from headway.rollout.makers.turn_sampler import MemberProgress, ModelCall, TurnSampler
-from headway.runtime.hooks import Hook, finite_number, is_infrastructure, load_hook, shown, storable
+from headway.runtime.hooks import Hook, finite_number, is_infrastructure, load_hook, quoted, storable
 from headway.tokens.tokenizer import Tokenizer
 
 KEY = "hooks.rollout"
 
 
 class RolloutOver(Exception):
-    """Raised by `Attempt.generate` and `Attempt.observe` when there is nothing left to do: the limit of tokens is
-    reached, or the rollout was stopped. A function may let it pass, or catch it to clean up; the rollout ends as it
-    stands."""
+    """Raised by `Attempt.generate` and `Attempt.observe` when the token limit is reached or the rollout was stopped.
+    A function may let it pass, or catch it to clean up; the rollout ends with the tokens so far."""
 
 
 class Attempt:
     """An attempt at a rollout, the argument of a user's ``async def function(attempt)``.
 
-    ``await attempt.generate()`` samples a turn, ``attempt.observe(text)`` appends what the environment says to it.
-    Tokens are kept as they were sampled; those observed carry no loss. ``attempt.reward(x)`` rewards the turn just
-    sampled; the verifier's reward comes on top of the last one's. What the function returns must be None.
+    ``await attempt.generate()`` samples a turn, ``attempt.observe(text)`` appends the environment's reply to it.
+    Tokens are kept as sampled; observed tokens carry no loss. ``attempt.reward(x)`` rewards the last sampled turn; the
+    verifier's reward is added to that of the last turn. The function must return None.
 
     Example, a second try after a hint:
 
@@ -50,13 +49,13 @@ class Attempt:
         self._sampler = sampler
         self.group = group
         self.member = member
-        self._turns: list[Rollout] = []  # as the generator gave them
+        self._turns: list[Rollout] = []  # as the sampler returned them
         self._block = TokenBlock()  # all tokens after the prompt
-        self._ends: list[int] = []  # of each turn and what was observed after it
+        self._ends: list[int] = []  # end of each turn, with the tokens observed after it
         self._rewards: list[float | None] = []
         self._environment_s = 0.0  # between turns
-        self._cut = False  # at the limit of tokens
-        self.stopped: Failure | Pruned | None = None  # while no turn was being sampled
+        self._cut = False  # truncated at the token limit
+        self.stopped: Failure | Pruned | None = None  # why it was stopped between turns
 
     @property
     def task(self) -> Task:
@@ -69,17 +68,17 @@ class Attempt:
 
     @property
     def tokens_left(self) -> int:
-        """Tokens left until ``rollout.max_response_tokens``, which observed tokens count towards."""
+        """Tokens left until ``rollout.max_response_tokens``; observed tokens count too."""
         return self._sampler.settings.max_response_tokens - len(self._block)
 
     async def run(self) -> None:
         """Call the function."""
         result = await self._hook.function(self)
         if result is not None:
-            raise self._hook.failed(f"returned {shown(result)}: the attempt keeps what was sampled, so None is needed")
+            raise self._hook.failed(f"returned {quoted(result)}: the attempt keeps what was sampled, so None is needed")
 
     async def generate(self, max_tokens: int | None = None) -> str:
-        """Sample a turn of at most ``max_tokens``; its text, special tokens left out. Raises RolloutOver."""
+        """Sample a turn of at most ``max_tokens``; return its text without special tokens. Raises RolloutOver."""
         if max_tokens is not None and (isinstance(max_tokens, bool) or max_tokens < 1):
             raise ValueError(f"max_tokens = {max_tokens!r}: 1 or more are needed")
         if self.over:
@@ -114,14 +113,14 @@ class Attempt:
         return sampler.text(turn)
 
     def observe(self, text: str) -> None:
-        """Append the environment's reply: tokens without loss, as the joint text has them. Raises RolloutOver where
-        they don't fit."""
-        before = self.response_ids or self.group.prompt_ids
-        ids = cast("Tokenizer", self._sampler.tokenizer).encode_behind(before[-1] if before else None, storable(text))
+        """Append the environment's reply as tokens without loss, tokenized as in the joint text. Raises RolloutOver
+        where they don't fit."""
+        prefix = self.response_ids or self.group.prompt_ids
+        ids = cast("Tokenizer", self._sampler.tokenizer).encode_after(prefix[-1] if prefix else None, storable(text))
         self.observe_ids(ids)
 
     def observe_ids(self, ids: Sequence[int]) -> None:
-        """Append the environment's reply as token ids; like `observe`."""
+        """Append the environment's reply as token ids, like `observe`."""
         if not self._turns:
             raise ValueError("nothing was generated yet: what comes before the first turn belongs into the prompt")
         if len(ids) > self.tokens_left:
@@ -131,7 +130,7 @@ class Attempt:
         self._ends[-1] = len(self._block)
 
     def reward(self, value: float) -> None:
-        """Reward the turn sampled last: algorithm.turn_discount says how it reaches those before it."""
+        """Reward the last sampled turn; ``algorithm.turn_discount`` sets how earlier turns share in it."""
         number = finite_number(value)
         if number is None or not self._turns:
             raise ValueError(f"reward({value!r}): a finite number is needed, and a turn that it is for")
@@ -145,7 +144,7 @@ class Attempt:
         )
 
     def rollout(self, now: float, failure: Failure | None = None) -> Rollout:
-        """The rollout of all turns so far (`RolloutAttempt.rollout`)."""
+        """Return the rollout of all turns so far (`RolloutAttempt.rollout`)."""
         if not self._turns:
             cause = f"{KEY} = {self._hook.name!r} sampled nothing"
             failure = failure or Failure(boundary="environment", cause=cause, infrastructure=False)
@@ -176,7 +175,7 @@ class Attempt:
             resumes=sum(turn.resumes for turn in self._turns),
             environment_version=self._turns[0].first_version if any(t.resumes for t in self._turns[1:]) else -1,
             reprefills=sum(turn.reprefills for turn in self._turns),
-            call_times=tuple(one for turn in self._turns for one in turn.call_times),
+            call_times=tuple(times for turn in self._turns for times in turn.call_times),
         )
 
     def _finish_reason(self, last: Rollout) -> FinishReason:
@@ -188,10 +187,10 @@ class Attempt:
 
 
 class CustomRollouts(RetryingRollouts):
-    """Makes rollouts as a user's function does (`RolloutMaker`). Watchers and `reached` see the tokens of the turn.
+    """Makes rollouts by a user's function (`RolloutMaker`). Watchers and `reached` see the tokens of the current turn.
 
-    What the function raises fails the rollout at the boundary "environment", as infrastructure where
-    `is_infrastructure` says so. A rollout that was parked when the orchestrator died is made anew.
+    The function's exception fails the rollout at the boundary "environment", as infrastructure where
+    `is_infrastructure` is true of it. A rollout that was parked when the orchestrator died restarts.
     """
 
     def __init__(self, hook: Hook, sampler: TurnSampler) -> None:
@@ -205,7 +204,7 @@ class CustomRollouts(RetryingRollouts):
         return CustomRollouts(self._hook, self.sampler.for_evaluation(request_prefix, temperature))
 
     def stop(self, group: int, member: int, why: Stop) -> None:
-        """Stop the turn that is sampled, or cancel the function between turns, where nothing can be parked
+        """Stop the turn that is being sampled, or cancel the function between turns, where there is nothing to park
         (`RolloutMaker.stop`)."""
         if self.sampler.generating(group, member):
             self.sampler.stop(group, member, why)
@@ -225,7 +224,7 @@ class CustomRollouts(RetryingRollouts):
 
 
 def load_rollout_function(name: str) -> Hook:
-    """The function that ``hooks.rollout`` names. Raises ConfigurationError."""
+    """Load the function that ``hooks.rollout`` names. Raises ConfigurationError."""
     hook = load_hook(KEY, name, {}, ("attempt",), asynchronous=True)
     if not inspect.iscoroutinefunction(hook.function):
         raise ConfigurationError(f"{KEY} = {name!r}: must be an async function: it waits for what is sampled")

@@ -1,4 +1,4 @@
-"""Rollouts played in an environment: the policy answers, the environment replies, turn by turn."""
+"""Rollouts in an environment: the policy answers and the environment replies, turn by turn."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from headway.rollout.makers.turn_sampler import Resumption, TurnSampler
 from headway.rollout.seeds import rollout_seed
 from headway.rollout.verification.verdicts import apply_verdict
 
-_NO_ROOM = ("context_length_exceeded", "rollout_limit_exceeded")
+_LIMIT_CODES = ("context_length_exceeded", "rollout_limit_exceeded")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environments:
-    """An orchestrator's side of its environments: the recorder of their conversations, and their workers."""
+    """The orchestrator's resources for environments: the recorder of their conversations, and their workers."""
 
     conversations: Conversations  # where answers are recorded
     pool: EnvironmentPool
@@ -46,15 +46,15 @@ class ResumePoint(NamedTuple):
     saved: SavedEpisode
     response: PartialResponse  # of the turn it was parked in
     resumes: int
-    again: bool = False  # its worker died before it resumed: one more is tried, then it is made anew
+    again: bool = False  # its worker died before it resumed: another worker is tried, then the rollout restarts
 
 
 class EnvironmentRollouts(RetryingRollouts):
-    """Makes rollouts in environments (`RolloutMaker`). A parked one resumes where it was, with its environment's state
-    and files, in another process too; one that wasn't parked is made anew."""
+    """Makes rollouts in environments (`RolloutMaker`). A parked rollout resumes with its environment's state and files,
+    in another process too; after an infrastructure failure one that wasn't parked restarts."""
 
     def __init__(self, environments: Environments, sampler: TurnSampler, *, evaluates: bool = False) -> None:
-        """``evaluates``: the rollouts are an evaluation's, which no other process resumes."""
+        """``evaluates``: the rollouts belong to an evaluation, which no other process resumes."""
         super().__init__(sampler)
         self.environments = environments
         self.evaluates = evaluates
@@ -73,28 +73,28 @@ class EnvironmentRollouts(RetryingRollouts):
             self._resumed.pop((group.index, member), None)
 
     def resume_at(self, group: Group, member: int, resumed: ResumePoint) -> None:
-        """Begin the member's next attempt where it was parked."""
+        """Start the member's next attempt at the point where it was parked."""
         self._resumed[group.index, member] = resumed
 
     def begin(self, group: Group, member: int) -> EnvironmentAttempt:
         return EnvironmentAttempt(self, group, member, self._resumed.pop((group.index, member), None))
 
     def failure_of(self, error: Exception) -> Failure | None:
-        if isinstance(error, WorkerDied):  # the last worker: nothing more can be played
+        if isinstance(error, WorkerDied):  # the last worker: no further rollout is possible
             raise error
         return super().failure_of(error)
 
 
 @dataclass(kw_only=True)
-class _Talk:
-    """The conversation of one speaker."""
+class _Conversation:
+    """A speaker's conversation."""
 
-    conversation: OpenConversation  # that records it; several speakers may share it
+    recorder: OpenConversation  # several speakers may share it
     messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
 
 class EnvironmentAttempt(ConversationAttempt):
-    """An attempt at a rollout in an environment: *begun* or *restored*, answer and reply in turn, then *scored*."""
+    """An attempt at a rollout in an environment: *begun* or *restored*, answers and replies by turns, then *scored*."""
 
     def __init__(self, rollouts: EnvironmentRollouts, group: Group, member: int, resumed: ResumePoint | None) -> None:
         super().__init__(rollouts.sampler, group, member)
@@ -102,23 +102,24 @@ class EnvironmentAttempt(ConversationAttempt):
         self._conversations = rollouts.environments.conversations
         self._resumed = resumed
         self._exchanges: list[TurnRecord] = []
-        self._asked = NextTurn(said=())  # what is being answered
+        self._asked = NextTurn(said=())  # the turn that is being answered
         self._last: GenerationResult | None = None
         self._verdict: Verdict | None = None
         self._over = ""
         self._lease: WorkerLease | None = None
-        self._elsewhere_s = 0.0  # of the time without calls: in its environment, or before it was resumed
-        self._talks: dict[str, _Talk] = {}
+        self._excluded_s = 0.0  # time without calls that isn't transport: in its environment, or before it was resumed
+        self._by_speaker: dict[str, _Conversation] = {}
 
     def rollout(self, now: float, failure: Failure | None = None) -> Rollout:
         rollout = super().rollout(now, failure)
-        hop_s = max(0.0, self._environment_s - self._elsewhere_s)
+        hop_s = max(0.0, self._environment_s - self._excluded_s)
         rollout = msgspec.structs.replace(rollout, environment_hop_s=hop_s)
-        verdict = None if rollout.failure is not None else self._judged(rollout)
+        verdict = None if rollout.failure is not None else self._environment_verdict(rollout)
         return rollout if verdict is None else apply_verdict(rollout, verdict, now)
 
-    def _judged(self, rollout: Rollout) -> Verdict | None:
-        """The environment's verdict: its score, or the sum of its turns' rewards. None: it gave neither."""
+    def _environment_verdict(self, rollout: Rollout) -> Verdict | None:
+        """Return the environment's verdict: its score, or the sum of its turns' rewards; None where there is
+        neither."""
         verdict = self._verdict
         rewarded = any(exchange.reward is not None for exchange in self._exchanges)
         turns = learned_turn_rewards(self._exchanges)
@@ -140,12 +141,12 @@ class EnvironmentAttempt(ConversationAttempt):
     async def _play(self) -> None:
         self._open(self.name, self.sampled)
         try:
-            async with self._rollouts.environments.pool.seated(self.name) as lease:
+            async with self._rollouts.environments.pool.lease(self.name) as lease:
                 self._lease = lease
                 try:
                     await self._turns(lease)
                 finally:
-                    self._elsewhere_s += lease.working_s
+                    self._excluded_s += lease.working_s
                     self._lease = None
         except EnvironmentDied as error:
             if self._resumed is not None and not self._resumed.again:  # nothing has changed since it was saved
@@ -173,34 +174,34 @@ class EnvironmentAttempt(ConversationAttempt):
             self._exchanges[-1] = msgspec.structs.replace(last, reward=reward)
 
     async def _first(self, lease: WorkerLease) -> NextTurn | None:
-        """The turn that the rollout begins or resumes with."""
+        """Begin or restore the rollout, and return its first turn here."""
         if self._resumed is None:
             prefix = f"{self._sampler.request_prefix}environment-"
             seed = rollout_seed(self._sampler.run_seed, self.group.index, self.member, prefix)
             return self._next(await lease.begin(self.group.task, seed))
         saved = self._resumed.saved
         await self._replay(saved)
-        messages = {speaker: [*talk.messages] for speaker, talk in self._talks.items()}
+        messages = {speaker: [*conversation.messages] for speaker, conversation in self._by_speaker.items()}
         messages.setdefault(saved.asked.speaker, []).extend(saved.asked.said)
         failure = await lease.restore(self.group.task, saved.environment, saved.asked, messages)
         if failure is not None:
             raise RolloutFailed(failure)
-        self._environment_s = self._elsewhere_s = saved.environment_s
+        self._environment_s = self._excluded_s = saved.environment_s
         self._held_version = self._oldest_version
         return saved.asked
 
     async def _replay(self, saved: SavedEpisode) -> None:
-        """Record the turns of a saved episode again, as they were sampled. Each is a whole prompt to render and to
-        compare: the event loop runs in between, or hundreds of resumed rollouts would block the run for minutes."""
+        """Record the turns of a saved episode again, as they were sampled. Each turn's whole prompt is rendered and
+        compared: the event loop runs in between, or hundreds of resumed rollouts would block the run for minutes."""
         for exchange in saved.exchanges:
             await asyncio.sleep(0)
-            talk = self._talk(exchange.asked)
-            talk.messages.extend(exchange.asked.said)
+            conversation = self._conversation_of(exchange.asked)
+            conversation.messages.extend(exchange.asked.said)
             asked = exchange.asked
-            said = talk.conversation.replay(
-                talk.messages, asked.tools, exchange.result, stop=asked.stop, max_tokens=asked.max_tokens
+            answer = conversation.recorder.replay(
+                conversation.messages, asked.tools, exchange.result, stop=asked.stop, max_tokens=asked.max_tokens
             )
-            talk.messages.append(said.message)
+            conversation.messages.append(answer.message)
             versions = exchange.result.response.versions
             self.keep_version(versions[0].version if versions else -1)
             self._exchanges.append(exchange)
@@ -213,43 +214,45 @@ class EnvironmentAttempt(ConversationAttempt):
         self._over = reply.over
         return reply.asked
 
-    def _talk(self, asked: NextTurn) -> _Talk:
-        if asked.speaker not in self._talks:
+    def _conversation_of(self, asked: NextTurn) -> _Conversation:
+        if asked.speaker not in self._by_speaker:
             if not asked.learned and len(self._opened) == 1:  # all unlearned roles share another conversation
                 self._open(f"{self.name}-unlearned", self._sampled_unlearned)
-            self._talks[asked.speaker] = _Talk(conversation=self._opened[0 if asked.learned else 1])
-        return self._talks[asked.speaker]
+            self._by_speaker[asked.speaker] = _Conversation(recorder=self._opened[0 if asked.learned else 1])
+        return self._by_speaker[asked.speaker]
 
     async def _answer(self, asked: NextTurn) -> ChatAnswer | None:
-        """The policy's answer; None where there is no room for one: the rollout ends as it stands."""
+        """Return the policy's answer; None where the context is full, so that the rollout ends here."""
         self._asked = asked
-        talk = self._talk(asked)
-        talk.messages.extend(asked.said)
+        conversation = self._conversation_of(asked)
+        conversation.messages.extend(asked.said)
         try:
-            said = await talk.conversation.ask(talk.messages, asked.tools, stop=asked.stop, max_tokens=asked.max_tokens)
+            answer = await conversation.recorder.ask(
+                conversation.messages, asked.tools, stop=asked.stop, max_tokens=asked.max_tokens
+            )
         except RequestRefused as refused:
-            if refused.code in _NO_ROOM:
+            if refused.code in _LIMIT_CODES:
                 self._over = refused.code
                 return None
             cause = f"its messages can't be rendered: {refused}"[:300]
             failure = Failure(boundary="environment", cause=cause, infrastructure=False)
             raise RolloutFailed(self._engine or failure) from None
-        except Exception as error:  # whatever its call failed with, no answer came; where it was sampled knows why
+        except Exception as error:  # no answer came, for any reason; the sampled call has recorded the cause
             cause = f"{type(error).__name__}: {error}"[:300]
             failure = self._engine or Failure(boundary="engine", cause=cause, infrastructure=True)
             raise RolloutFailed(failure) from None
-        talk.messages.append(said.message)
-        return said
+        conversation.messages.append(answer.message)
+        return answer
 
-    async def sampled(self, wanted: TurnRequest, told: OnTokens, /) -> GenerationResult:
-        self._last = await super().sampled(wanted, told)
+    async def sampled(self, request: TurnRequest, on_tokens: OnTokens, /) -> GenerationResult:
+        self._last = await super().sampled(request, on_tokens)
         return self._last
 
-    async def _sampled_unlearned(self, wanted: TurnRequest, told: OnTokens, /) -> GenerationResult:
-        """Sample for a role that isn't learned: its random numbers differ from a learned role's at the same prompt."""
-        return await self.sampled(msgspec.structs.replace(wanted, purpose=f"unlearned-{wanted.purpose}"), told)
+    async def _sampled_unlearned(self, request: TurnRequest, on_tokens: OnTokens, /) -> GenerationResult:
+        """Sample for a role that isn't learned, with other random numbers than a learned role's at the same prompt."""
+        return await self.sampled(msgspec.structs.replace(request, purpose=f"unlearned-{request.purpose}"), on_tokens)
 
-    def take_begun(self) -> PartialResponse:
+    def take_partial(self) -> PartialResponse:
         if self._resumed is None:
             return PartialResponse()
         resumed, self._resumed = self._resumed, None
@@ -261,31 +264,31 @@ class EnvironmentAttempt(ConversationAttempt):
         if lease is None or self._rollouts.evaluates:  # an evaluation isn't resumed in another process
             return await super()._park(parked)
         try:
-            kept = await lease.park()
-            if isinstance(kept, Failure) and kept.boundary == "model":  # an outcome: its environment finds it next
+            parked_state = await lease.park()
+            if isinstance(parked_state, Failure) and parked_state.boundary == "model":  # its environment meets it next
                 return await super()._park(parked)
-            if isinstance(kept, Failure):
-                return await self._given_up(kept)
+            if isinstance(parked_state, Failure):
+                return await self._abort(parked_state)
             saved = SavedEpisode(
                 exchanges=tuple(self._exchanges),
                 asked=self._asked,
-                environment=kept,
+                environment=parked_state,
                 environment_s=self._environment_s,
             )
             resumption = await super()._park(msgspec.structs.replace(parked, episode=saved))
             try:
                 failure = await lease.unpark()
             except EnvironmentDied:
-                if resumption == "continue" and not kept.state["held"]:
+                if resumption == "continue" and not parked_state.state["held"]:
                     resumed = ResumePoint(saved, parked.response, parked.resumes + 1)
                     self._rollouts.resume_at(self.group, self.member, resumed)
                 raise
-            return resumption if failure is None else await self._given_up(failure)
+            return resumption if failure is None else await self._abort(failure)
         except EnvironmentDied as error:
             cause = str(error)[:300]
-            return await self._given_up(Failure(boundary="environment", cause=cause, infrastructure=True))
+            return await self._abort(Failure(boundary="environment", cause=cause, infrastructure=True))
 
-    async def _given_up(self, failure: Failure) -> Resumption:
+    async def _abort(self, failure: Failure) -> Resumption:
         """End the attempt with ``failure``; its calls stay parked until it has ended."""
         self.fail(failure)
         await asyncio.get_running_loop().create_future()
@@ -293,16 +296,16 @@ class EnvironmentAttempt(ConversationAttempt):
 
 
 def learned_turn_rewards(exchanges: Sequence[TurnRecord]) -> list[float]:
-    """Rewards of the turns that are learned; the reward of any other counts in the learned turn before it."""
+    """Return the rewards of the learned turns; the reward of any other turn is added to the learned turn before it."""
     turns: list[float] = []
-    before = 0.0  # any was learned
+    pending_reward = 0.0  # of turns before the first learned one
     for exchange in exchanges:
         reward = exchange.reward or 0.0
         if exchange.asked.learned:
-            turns.append(before + reward)
-            before = 0.0
+            turns.append(pending_reward + reward)
+            pending_reward = 0.0
         elif turns:
             turns[-1] += reward
         else:
-            before += reward
+            pending_reward += reward
     return turns

@@ -17,10 +17,10 @@ MultiTurnHost = Agents | Environments | RemoteHost  # runs the other side of con
 def make_rollouts(
     experiment: Experiment, sampler: TurnSampler, host: MultiTurnHost | None = None, keep: KeepRollout | None = None
 ) -> RolloutMaker:
-    """The maker of the rollouts of ``experiment``, whose responses ``sampler`` samples: ``environment.name`` selects
-    it, or the function that ``hooks.rollout`` names. ``host``: of agents, environments or outside workers, where there
-    are any. ``keep``: commits what the last of them finish. Raises ConfigurationError for a function that can't be
-    imported, or isn't async."""
+    """Return the maker of the rollouts of ``experiment``, whose responses ``sampler`` samples. ``environment.name``
+    selects it, or the function that ``hooks.rollout`` names. ``host``: of agents, environments or outside workers, if
+    there are any. ``keep``: commits the rollouts that outside workers finish. Raises ConfigurationError for a function
+    that can't be imported, or isn't async."""
     if isinstance(host, Environments):
         return EnvironmentRollouts(host, sampler)
     if isinstance(host, RemoteHost):

@@ -32,7 +32,7 @@ from headway.runtime.shared_timeout import SharedTimeout
 
 Resumption = Literal["continue", "restart"]
 ResumeGate = Callable[[PartialRollout], Awaitable[Resumption]]  # returns when a parked member may resume, and how
-BeginGate = Callable[[int], Awaitable[None] | None]  # what a request of this group must wait for; None: nothing
+BeginGate = Callable[[int], Awaitable[None] | None]  # of a group: the wait before its next request; None: no wait
 WatchOf = Callable[[Group, int], Watch | None]  # observer of a member's tokens while they are sampled
 _Passed = TypeVar("_Passed")
 
@@ -42,7 +42,7 @@ _RETRY_S = 0.25  # before the first retry of an engine error; doubled for each f
 
 
 class Generate(Protocol):
-    """How a rollout reaches the generator."""
+    """The callable by which a rollout reaches the generator."""
 
     def __call__(self, request: GenerationRequest, watch: Watch | None = None, /) -> Awaitable[GenerationResult]: ...
 
@@ -75,17 +75,17 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def first(cls, group: Group, member: int, parked: PartialRollout | None = None) -> ModelCall:
-        """The call for a response to the group's own prompt, continued where it was ``parked``."""
-        partial, resumes = (_nothing(group), 0) if parked is None else (parked.response, parked.resumes + 1)
+        """Return the call for a response to the group's own prompt, continued from where it was ``parked``."""
+        partial, resumes = (_empty_response(group), 0) if parked is None else (parked.response, parked.resumes + 1)
         return cls(group=group, member=member, prompt_ids=group.prompt_ids, partial=partial, resumes=resumes)
 
 
 @dataclass(eq=False)
 class TurnSampler:
-    """Samples responses through ``generate``, the makers of rollouts' one way to the generator.
+    """Samples responses through ``generate``; all makers of rollouts reach the generator through it.
 
-    A call is *generating* until its request comes back: finished; or parked by a weight update or by ``stop``
-    ("abort"), then it waits at the resume gate and continues from its tokens; or stopped for good by ``stop``, then it
+    A call is *generating* until its request returns. It may be finished; parked by a weight update or by ``stop``
+    ("abort"), then it waits at the resume gate and continues from its tokens; stopped for good by ``stop``, then it
     ends with the tokens it has; or failed in the engine ("error"), then it is retried from its tokens up to
     ``settings.retries`` times (never where the request is at fault) and ends failed, never with a reward.
 
@@ -100,7 +100,7 @@ class TurnSampler:
     run_seed: int
     temperature: float | None = None  # None: the settings'
     request_prefix: str = ""  # separates its request ids and random numbers from those of other samplers
-    max_resumes: int | None = None  # a member parked so often is not interrupted any more; None: always may be
+    max_resumes: int | None = None  # a member parked this often isn't interrupted any more; None: no limit
     resume_gate: ResumeGate | None = None
     begin_gate: BeginGate | None = None  # asked before every request
     requests: RequestControl | None = None  # the generator, where members are stopped or their lengths read
@@ -122,22 +122,23 @@ class TurnSampler:
         )
 
     def for_evaluation(self, request_prefix: str, temperature: float | None = None) -> TurnSampler:
-        """A sampler at ``temperature`` (None: the settings') that shares this one's generator and gates. Its calls are
-        not watched, and kept sets not asked for."""
+        """Return a sampler at ``temperature`` (None: the settings') that shares this one's generator and gates. Its
+        calls aren't watched and request no kept sets."""
         return dataclasses.replace(
             self, request_prefix=request_prefix, temperature=temperature, watch_of=None, kept_sets=None
         )
 
     def name(self, group: Group, member: int) -> str:
-        """Name of a member's rollout, unique among all samplers of a run: ``GROUP-MEMBER`` behind the prefix."""
+        """Return the name of a member's rollout, unique among all samplers of a run: ``GROUP-MEMBER`` after the
+        prefix."""
         return f"{self.request_prefix}{group.index}-{member}"
 
     def text(self, rollout: Rollout) -> str:
-        """The response as a verifier sees it: decoded, without special tokens."""
+        """Return the response as a verifier sees it: decoded, without special tokens."""
         return self.tokenizer.decode(rollout.judged_ids)
 
     def generating(self, group: int, member: int) -> bool:
-        """Whether a call of this member is open, parked ones included."""
+        """Return whether a call of this member is open, parked ones included."""
         return (group, member) in self._open
 
     def stop(self, group: int, member: int, why: Stop) -> None:
@@ -157,7 +158,7 @@ class TurnSampler:
             self.requests.cancel(progress.request_id)
 
     def reached(self, group: int, member: int) -> int:
-        """Response tokens of a member's open calls as far as they are known here; 0 where none is open."""
+        """Return the response tokens of a member's open calls as far as they are known here; 0 where none is open."""
         return sum(map(self._reached, self._open.get((group, member), ())))
 
     def _reached(self, progress: MemberProgress) -> int:
@@ -165,8 +166,8 @@ class TurnSampler:
         return max(len(progress.response.ids), streamed)
 
     def refused(self, call: ModelCall) -> Rollout | None:
-        """The failed rollout of a call whose prompt is empty, is longer than ``rollout.max_prompt_tokens``, or has
-        pictures that can't be shown; None where it can be answered."""
+        """Return the failed rollout of a call whose prompt is empty, is longer than ``rollout.max_prompt_tokens``, or
+        has pictures that can't be shown; None where the call can be sampled."""
         tokens, longest, cause = len(call.prompt_ids), self.settings.max_prompt_tokens, call.group.task.unshown
         if not (cause or 0 < tokens <= longest):
             cause = f"the prompt has {tokens} tokens; valid: 1 to rollout.max_prompt_tokens = {longest}"
@@ -179,8 +180,8 @@ class TurnSampler:
         return self.kept_sets != 0
 
     async def sample(self, call: ModelCall) -> Rollout:
-        """The response to ``call`` as a rollout, finished or failed but not verified; raises nothing but cancellation.
-        A call that takes longer than ``rollout.timeout_s`` fails with the tokens it has."""
+        """Sample the response to ``call`` as a rollout, finished or failed but not verified; raises nothing but
+        cancellation. A call that takes longer than ``rollout.timeout_s`` fails with the tokens it has."""
         progress, failure = MemberProgress(call, self.clock.now()), None
         key = call.group.index, call.member
         siblings = self._open.setdefault(key, [])
@@ -199,7 +200,7 @@ class TurnSampler:
         return progress.rollout(self.clock.now(), failure)
 
     async def _generate_response(self, progress: MemberProgress) -> Failure | None:
-        """Submit until the response is complete; returns why it never will be."""
+        """Submit until the response is complete or has failed; returns the failure."""
         call, prefix = progress.call, self.request_prefix + progress.call.purpose
         if call.grammar and not self.constraints:
             cause = "an answer within a grammar, without algorithm.allow_truncated_sampling: it couldn't be trained on"
@@ -258,7 +259,7 @@ class TurnSampler:
     async def _submit(
         self, request: GenerationRequest, progress: MemberProgress, watch: Watch | None
     ) -> Failure | None:
-        """Submit once and keep the tokens in ``progress``. Returns a Failure when the engine failed it."""
+        """Submit once and keep the tokens in ``progress``. Returns a Failure when the engine failed the request."""
         progress.request_id = request.request_id
         try:
             result = await self.generate(request, watch)
@@ -268,7 +269,7 @@ class TurnSampler:
             return Failure(boundary="engine", cause=cause[:300], infrastructure=True, detail=detail)
         finally:
             progress.request_id = ""
-        fault = _fault(result.response) or self._misrouted(result.response) or _unkept(request, result.response)
+        fault = _fault(result.response) or self._misrouted(result.response) or _kept_fault(request, result.response)
         if not fault:
             progress.take(result, self.clock.now())
         if result.finish_reason == "error" or fault:
@@ -277,7 +278,7 @@ class TurnSampler:
         return None
 
     def _misrouted(self, response: PartialResponse) -> str:
-        """Why the experts of a response can't be the model's; "" when they can, or there are none."""
+        """Return why the experts of a response can't be the model's; "" when they can, or there are none."""
         rows = response.token_rows.get(EXPERTS)
         fault = "" if rows is None or self.routing is None else self.routing.fault(rows)
         return fault and f"the engine returned experts that the model doesn't have: {fault}"
@@ -321,7 +322,7 @@ class MemberProgress:
     """Tokens and state of a member's open call: *generating* or *waiting* at a gate, until complete or stopped."""
 
     def __init__(self, call: ModelCall, started_s: float | None = None) -> None:
-        """``started_s``: clock when it was asked for; None: it is never made."""
+        """``started_s``: clock time of the call; None: it is never submitted."""
         self.call = call
         self.started_s = started_s
         self.response = call.partial
@@ -339,20 +340,20 @@ class MemberProgress:
         self.finish_reason = result.finish_reason
         self.reprefills += result.reprefills
         tokens = len(result.response.ids)
-        if tokens >= len(self.response.ids):  # a failed request may come back empty-handed
+        if tokens >= len(self.response.ids):  # a failed request may return without tokens
             self.response = result.response
         if self.first_token_s == 0.0 and tokens:
             self.first_token_s = result.first_token_s or now
 
     def resume(self, how: Resumption) -> None:
-        """Resume as the gate decided. A turn that isn't the first can't restart alone: its whole rollout does."""
+        """Resume as the gate decided. A later turn can't restart alone: its whole rollout restarts."""
         if how == "restart" and self.call.environment_version < 0:
-            self.response = _nothing(self.call.group)
+            self.response = _empty_response(self.call.group)
         elif how == "restart":
             self.stopped = Failure(boundary="environment", cause=TOO_STALE, infrastructure=True)
 
     def complete(self, sampling: SamplingParameters) -> bool:
-        """Whether a continued response needs no further token; sets the finish reason then."""
+        """Return whether a continued response needs no further token, and set the finish reason then."""
         tokens = len(self.response.ids)
         if tokens and self.response.ids[-1] in sampling.stop_token_ids:
             self.finish_reason = "stop"
@@ -363,7 +364,7 @@ class MemberProgress:
         return True
 
     def rollout(self, now: float, failure: Failure | None) -> Rollout:
-        """The member as a rollout that ended at ``now`` (clock seconds)."""
+        """Return the member as a rollout that ended at ``now`` (clock seconds)."""
         tokens, times = len(self.response.ids), ()
         if (start_s := self.started_s) is not None:
             times = (CallTimes(start_s=start_s, first_token_s=self.first_token_s, end_s=now, tokens=tokens),)
@@ -390,19 +391,19 @@ class MemberProgress:
         )
 
 
-def _nothing(group: Group) -> PartialResponse:
-    """A response to the group's own prompt of which no token is sampled: it names the prompt's pictures."""
+def _empty_response(group: Group) -> PartialResponse:
+    """Return an empty response to the group's own prompt; it names the prompt's pictures."""
     return PartialResponse(token_rows=pixel_rows(group.task.pixels))
 
 
 def timed_out(settings: schema.RolloutConfig) -> Failure:
-    """The failure of a rollout or call that took longer than ``rollout.timeout_s``."""
+    """Return the failure of a rollout or call that took longer than ``rollout.timeout_s``."""
     cause = f"not finished after rollout.timeout_s = {settings.timeout_s:g} s"
     return Failure(boundary="engine", cause=cause, infrastructure=True)
 
 
 def _fault(response: PartialResponse) -> str:
-    """Why a response can't be trained on or continued; "" when it can."""
+    """Return why a response can't be trained on or continued; "" when it can."""
     tokens = len(response.ids)
     spanned = sum([span.tokens for span in response.versions])
     if len(response.logprobs) != tokens or spanned != tokens:
@@ -412,8 +413,8 @@ def _fault(response: PartialResponse) -> str:
     return ""
 
 
-def _unkept(request: GenerationRequest, response: PartialResponse) -> str:
-    """Which token of a response isn't in the set that it was sampled among, as recorded; "" where none is."""
+def _kept_fault(request: GenerationRequest, response: PartialResponse) -> str:
+    """Return an error for the first token of a response that isn't in its recorded kept set; "" where there is none."""
     rows = response.token_rows.get(KEPT)
     if rows is None or not request.sampling.kept_sets:
         return ""

@@ -1,4 +1,4 @@
-"""A pool of verifier processes behind one handle (records.clients.Verifier), with a timeout that kills."""
+"""A pool of verifier processes behind one handle (records.clients.Verifier), with timeouts that kill a worker."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from headway.records.trace import Span, WorkerState
 from headway.rollout.verification.verdicts import failed_verdict
 from headway.runtime.bounded_queue import BoundedQueue, QueueClosed, QueueStatistics
 from headway.runtime.clock import Clock
-from headway.runtime.devices import every_core_in_turn, machine_cores
-from headway.runtime.fork_server import SCORING
+from headway.runtime.devices import every_core_round_robin, machine_cores
+from headway.runtime.fork_server import VERIFIER_CODE
 from headway.runtime.nodes.conditions import machine_memory
 from headway.runtime.retries import backoff_s
 from headway.runtime.supervision import cancel_all
@@ -31,29 +31,29 @@ from headway.runtime.worker_slots import WorkerSlot, live_pids, start_all, stop_
 from headway.runtime.workers import EventCallback, Launcher, WorkerHandle, WorkerSpec
 
 _FACTORY = "headway.rollout.verification.service:VerifierService"
-_WATCHDOG = 1.1  # times a response's limit: when the worker's watchdog ends a hang, at the latest
+_WATCHDOG = 1.1  # the worker's watchdog ends a hang at the latest after this multiple of a response's limit
 _BACKSTOP_GRACE_S = 5.0  # the worker's own watchdog comes first; the parent's limit is for a worker that is stuck
 _STOP_GRACE_S = 1.0
-_RETRY_S = 0.5  # before what infrastructure failed is scored again; doubles each time
+_RETRY_S = 0.5  # before a retry after an infrastructure failure; doubles each time
 _WORKER_BYTES = 256 << 20  # free memory that one more worker needs: an idle one takes a fourth of it
-_AWAY_S = 5.0  # for a worker's restart; then another one gets its job, if any is live
+_RESTART_WAIT_S = 5.0  # for a worker's restart; then another live worker gets its job
 
 
 class _Job(msgspec.Struct, kw_only=True, eq=False):
     task: Task
     responses: tuple[str, ...] = ()
-    tasks: tuple[Task, ...] = ()  # whose references are to prove themselves, instead
+    tasks: tuple[Task, ...] = ()  # instead of responses: score these tasks' references
     verdicts: asyncio.Future[list[Verdict]]
-    moves: int = 0  # to another worker
+    reassignments: int = 0  # to another worker
 
 
-class _Away(Exception):
-    """The slot has no worker yet, and others have: its node is away, say."""
+class _WorkerUnavailable(Exception):
+    """Raised where the slot has no worker but other slots have: its node is unavailable, for example."""
 
 
 @dataclass(eq=False)
-class _Died(Exception):
-    """The worker died under a job. ``hung``: because the job took too long."""
+class _WorkerLost(Exception):
+    """Raised where the worker died during a job; ``hung``: because the job took too long."""
 
     cause: str
     hung: bool
@@ -61,13 +61,13 @@ class _Died(Exception):
 
 
 class VerifierPool:
-    """``workers`` processes that share one bounded queue of groups; ``set_workers`` changes their number.
+    """A pool of verifier processes that share one bounded queue of groups; ``set_workers`` changes their number.
 
     A group is scored in one call. When its worker hangs or dies, the worker is replaced and the group's responses are
     scored one by one, so that only the guilty one fails: "timed out after 10 s; job killed" (not
     infrastructure) for a hang. A death for another reason, or a verdict that failed as infrastructure, is retried
-    ``retries`` times and then fails as infrastructure. Workers are replaced when the next job needs one, and their jobs
-    go to others when that takes long, for their node is away; the pool stays usable throughout.
+    ``retries`` times and then fails as infrastructure. Workers are replaced when the next job needs one. Their jobs go
+    to others when that takes long, because a node is unavailable, say; the pool stays usable throughout.
 
     ``named``: the verifiers that tasks choose, by ``Task.verifier``; ``verifier`` scores the others. Every worker can
     score with all of them.
@@ -100,10 +100,10 @@ class VerifierPool:
         self._launcher, self._log_folder, self._on_event = launcher, log_folder, on_event
         self._numbers = itertools.count()
         self.start_s = 0.0
-        self._scoring: dict[str, int] = {}  # worker -> responses it is given and hasn't answered
+        self._scoring: dict[str, int] = {}  # worker -> responses in its open call
         self._slots = [self._slot() for _ in range(verifier.workers)]
-        self._leaving: list[WorkerSlot] = []  # too many: they end with the group that they have
-        self._idle: set[WorkerSlot] = set()  # those without a group
+        self._draining: list[WorkerSlot] = []  # excess slots, which end after their current group
+        self._idle: set[WorkerSlot] = set()  # slots without a group
         self._feeders: dict[WorkerSlot, asyncio.Task[None]] = {}
         self._open: set[asyncio.Future[list[Verdict]]] = set()
 
@@ -119,44 +119,44 @@ class VerifierPool:
         for slot in self._slots:
             self._feed(slot)
 
-    def most_workers(self) -> int:
-        """Workers that this machine has room for now: one for each core, as far as its free memory goes. Any number
-        where they run on nodes."""
+    def max_workers(self) -> int:
+        """Return the number of workers that this machine can have now: one for each core, limited by its free memory.
+        There is no limit where they run on nodes."""
         if any(self._verifier.nodes):
             return sys.maxsize
         memory = machine_memory()
-        room = len(self._slots) + memory[1] // _WORKER_BYTES if memory else sys.maxsize
-        return min(len(machine_cores()), room)
+        memory_limit = len(self._slots) + memory[1] // _WORKER_BYTES if memory else sys.maxsize
+        return min(len(machine_cores()), memory_limit)
 
     def set_workers(self, count: int) -> None:
-        """Have ``count`` workers, 1 or more. A new one takes groups when it has started; one that can't be started is
-        tried again with growing pauses, while the others score. Without effect once the pool is stopped."""
+        """Set the number of workers to ``count``, 1 or more. A new worker takes groups when it has started; a failed
+        start is retried at growing intervals, while the others score. Without effect once the pool is stopped."""
         if self._jobs.closed:
             return
         for _ in range(count - len(self._slots)):
             slot = self._slot()
             self._slots.append(slot)
             self._feed(slot)
-        self._slots, leaving = self._slots[:count], self._slots[count:]
-        self._leaving += leaving
-        for slot in leaving:
+        self._slots, draining = self._slots[:count], self._slots[count:]
+        self._draining += draining
+        for slot in draining:
             if slot in self._idle:
                 self._feeders[slot].cancel()
 
     async def verify(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
         """Score ``responses`` to ``task``: one Verdict each, in order. Waits while the queue is full."""
-        return await self._do(task, responses=tuple(responses)) if responses else []
+        return await self._submit(task, responses=tuple(responses)) if responses else []
 
     async def prove(self, tasks: Sequence[Task]) -> list[Verdict]:
-        """Score the own answers of ``tasks``, one or more that choose one verifier (`ReferenceProver`): one Verdict
-        each, in order, with what ``verify`` does about those that hang."""
-        return await self._do(tasks[0], tasks=tuple(tasks))
+        """Score the reference answers of ``tasks``, one or more with the same verifier (`ReferenceProver`): one Verdict
+        each, in order. Hangs are handled as by ``verify``."""
+        return await self._submit(tasks[0], tasks=tuple(tasks))
 
-    async def _do(self, task: Task, **what: Any) -> list[Verdict]:
+    async def _submit(self, task: Task, **fields: Any) -> list[Verdict]:
         verdicts: asyncio.Future[list[Verdict]] = asyncio.get_running_loop().create_future()
         self._open.add(verdicts)
         try:
-            await self._jobs.put(_Job(task=task, verdicts=verdicts, **what))
+            await self._jobs.put(_Job(task=task, verdicts=verdicts, **fields))
             return await verdicts
         except QueueClosed:
             raise HeadwayError("the verifier pool is stopped") from None
@@ -164,17 +164,17 @@ class VerifierPool:
             self._open.discard(verdicts)
 
     async def stop(self) -> None:
-        """Stop all workers; whoever still waits for a verdict gets HeadwayError."""
+        """Stop all workers; callers that still wait for a verdict get HeadwayError."""
         self._jobs.close()
         await cancel_all(*self._feeders.values())
         for verdicts in self._open:
             if not verdicts.done():
                 verdicts.set_exception(HeadwayError("the verifier pool is stopped"))
-        await stop_all([*self._slots, *self._leaving], _STOP_GRACE_S)
+        await stop_all([*self._slots, *self._draining], _STOP_GRACE_S)
 
     @property
     def restarts(self) -> int:
-        """Workers replaced so far."""
+        """The number of workers replaced so far."""
         return sum(slot.restarts for slot in self._slots)
 
     def statistics(self) -> QueueStatistics:
@@ -189,7 +189,7 @@ class VerifierPool:
     @property
     def pids(self) -> list[int]:
         """Process ids of the live workers."""
-        return live_pids([*self._slots, *self._leaving])
+        return live_pids([*self._slots, *self._draining])
 
     # --- one slot: a worker and the loop that feeds it ---------------------------------------------------
 
@@ -201,8 +201,8 @@ class VerifierPool:
             name=name,
             factory=_FACTORY,
             arguments=self._arguments,
-            device=every_core_in_turn(self._verifier.nodes, index),
-            preload=SCORING,
+            device=every_core_round_robin(self._verifier.nodes, index),
+            preload=VERIFIER_CODE,
             log_path=str(folder / f"{name}.log") if folder else None,
             longest_silence_s=_WATCHDOG * max(limits_s) + _BACKSTOP_GRACE_S,
         )
@@ -210,10 +210,10 @@ class VerifierPool:
         return WorkerSlot(spec, self._launcher, self._clock, self._on_event, limit=self._retries + 1, held=held)
 
     def _feed(self, slot: WorkerSlot) -> None:
-        self._feeders[slot] = asyncio.create_task(self._serve_and_leave(slot), name=slot.name)
+        self._feeders[slot] = asyncio.create_task(self._serve_until_drained(slot), name=slot.name)
 
-    async def _serve_and_leave(self, slot: WorkerSlot) -> None:
-        """A slot's life: its worker's start, where it has none yet, groups, and its end once it is too many."""
+    async def _serve_until_drained(self, slot: WorkerSlot) -> None:
+        """Run a slot: start its worker where it has none yet, serve groups, and stop it once it is in excess."""
         try:
             self._idle.add(slot)
             began_s = self._clock.now()
@@ -222,15 +222,15 @@ class VerifierPool:
                     self.start_s = self._clock.now() - began_s
             await self._serve(slot)
         except asyncio.CancelledError:
-            if self._jobs.closed or slot not in self._leaving:
+            if self._jobs.closed or slot not in self._draining:
                 raise  # the pool is being stopped, and its slots with it
         if not self._jobs.closed:
             await slot.stop(_STOP_GRACE_S)
-            self._leaving.remove(slot)
+            self._draining.remove(slot)
             del self._feeders[slot]
 
     async def _serve(self, slot: WorkerSlot) -> None:
-        """Consumes groups from the queue, waits for them to be scored, is unblocked by ``verify``."""
+        """Consumes groups from the queue; waits for their scores; is unblocked by ``verify``."""
         while slot in self._slots:
             self._idle.add(slot)
             try:
@@ -243,12 +243,12 @@ class VerifierPool:
                 continue  # its caller gave up while it was queued
             try:
                 verdicts = await self._score_group(slot, job)
-            except _Away:
+            except _WorkerUnavailable:
                 await self._jobs.put(job)
                 while slot.live is None and slot in self._slots:
                     await slot.restart()
                 continue
-            except Exception as error:  # a fault of the pool itself must reach the caller, not end the loop silently
+            except Exception as error:  # a bug of the pool itself must reach the caller, not end the loop silently
                 if not job.verdicts.done():
                     job.verdicts.set_exception(error)
                 continue
@@ -259,30 +259,30 @@ class VerifierPool:
         """Score all responses in one call, or one by one once that killed the worker. Infrastructure failures are
         scored again after a pause, which delays the queue: while a service is down, other groups would fail as well."""
         verdicts: dict[int, Verdict] = {}
-        left = list(range(len(job.tasks or job.responses)))
+        remaining = list(range(len(job.tasks or job.responses)))
         together, attempts = True, 0
         while True:
-            if together and len(left) > 1:  # alone, a response is its own suspect
+            if together and len(remaining) > 1:  # a single response is scored alone at once
                 try:
-                    scored = await self._call(slot, job, left)
-                except _Died as died:
+                    scored = await self._call(slot, job, remaining)
+                except _WorkerLost as died:
                     together, attempts = False, attempts + (0 if died.hung else 1)
                     continue
             else:
-                scored = [await self._score_single(slot, job, i) for i in left]
-            for i, verdict in zip(left, scored, strict=True):
-                verdicts[i] = _paid_for(verdict, verdicts.get(i))
-            left = [i for i in left if _lost(verdicts[i])]
+                scored = [await self._score_single(slot, job, i) for i in remaining]
+            for i, verdict in zip(remaining, scored, strict=True):
+                verdicts[i] = _add_costs(verdict, verdicts.get(i))
+            remaining = [i for i in remaining if _is_retryable(verdicts[i])]
             attempts += 1
-            if not left or attempts > self._retries:
+            if not remaining or attempts > self._retries:
                 break
             await self._clock.sleep(backoff_s(attempts, _RETRY_S))
-        return [_given_up(v, attempts) if _lost(v) else v for _, v in sorted(verdicts.items())]
+        return [_with_attempts(v, attempts) if _is_retryable(v) else v for _, v in sorted(verdicts.items())]
 
     async def _score_single(self, slot: WorkerSlot, job: _Job, index: int) -> Verdict:
         try:
             return (await self._call(slot, job, [index]))[0]
-        except _Died as died:
+        except _WorkerLost as died:
             if died.hung:
                 cause = f"timed out after {self._timeout_s(job.task):g} s; job killed"
             else:
@@ -290,7 +290,8 @@ class VerifierPool:
             return failed_verdict(cause, infrastructure=not died.hung, detail=died.cause, verify_s=died.elapsed_s)
 
     async def _call(self, slot: WorkerSlot, job: _Job, indices: Sequence[int]) -> list[Verdict]:
-        """Score on this slot's worker. Raises _Died, after which the next call starts another, and _Away."""
+        """Score on this slot's worker. Raises _WorkerLost, after which the next call starts another worker, and
+        _WorkerUnavailable."""
         worker, task = await self._worker(slot, job), job.task
         started = self._clock.now()
         backstop_s = _WATCHDOG * self._timeout_s(task) * len(indices) + _BACKSTOP_GRACE_S
@@ -312,11 +313,11 @@ class VerifierPool:
             cause = f"no answer after {elapsed_s:.1f} s"
             worker.kill(cause)
             await worker.died
-            raise _Died(cause, True, elapsed_s) from None
+            raise _WorkerLost(cause, True, elapsed_s) from None
         except WorkerDied as error:
             elapsed_s = self._clock.now() - started
             # the watchdog in the worker ends it no sooner than the limit; an earlier death had another cause
-            raise _Died(error.cause, elapsed_s >= self._timeout_s(task), elapsed_s) from None
+            raise _WorkerLost(error.cause, elapsed_s >= self._timeout_s(task), elapsed_s) from None
         except asyncio.CancelledError:
             slot.kill()  # the pool is being stopped in mid-job: don't wait for the job
             raise
@@ -325,28 +326,28 @@ class VerifierPool:
         return self._named.get(task.verifier, self._verifier).timeout_s
 
     async def _worker(self, slot: WorkerSlot, job: _Job) -> WorkerHandle:
-        """The slot's live worker, restarted when it is dead. Raises HeadwayError when that fails, _Away when it takes
-        long."""
+        """Return the slot's live worker, restarted when it is dead. Raises HeadwayError when that fails,
+        _WorkerUnavailable when it takes long."""
         while (worker := slot.live) is None:
             if slot.exhausted:
-                slot.forgive()  # the next job tries again
+                slot.reset_failures()  # the next job tries again
                 raise HeadwayError(f"{slot.name} could not be restarted: {slot.fault}") from slot.fault
             self._scoring[slot.name] = 0
-            await slot.restart(_AWAY_S)
-            if slot.restarting and job.moves <= self._retries and any(other.live for other in self._slots):
-                job.moves += 1
-                raise _Away
-        slot.forgive()
+            await slot.restart(_RESTART_WAIT_S)
+            if slot.restarting and job.reassignments <= self._retries and any(other.live for other in self._slots):
+                job.reassignments += 1
+                raise _WorkerUnavailable
+        slot.reset_failures()
         return worker
 
 
-def _lost(verdict: Verdict) -> bool:
-    """Whether a verdict failed for a reason that has nothing to do with the response."""
+def _is_retryable(verdict: Verdict) -> bool:
+    """Return whether a verdict failed for a reason independent of the response."""
     return verdict.failure is not None and verdict.failure.infrastructure
 
 
-def _paid_for(verdict: Verdict, earlier: Verdict | None) -> Verdict:
-    """``verdict`` with what an earlier attempt at it has cost as well."""
+def _add_costs(verdict: Verdict, earlier: Verdict | None) -> Verdict:
+    """Return ``verdict`` with the costs of its earlier attempts added."""
     if earlier is None or not earlier.judge_tokens:
         return verdict
     return msgspec.structs.replace(
@@ -356,7 +357,7 @@ def _paid_for(verdict: Verdict, earlier: Verdict | None) -> Verdict:
     )
 
 
-def _given_up(verdict: Verdict, attempts: int) -> Verdict:
+def _with_attempts(verdict: Verdict, attempts: int) -> Verdict:
     assert verdict.failure is not None
     cause = f"{verdict.failure.cause}; attempts: {attempts}"
     return msgspec.structs.replace(verdict, failure=msgspec.structs.replace(verdict.failure, cause=cause))

@@ -1,4 +1,4 @@
-"""Finding the answer inside a response."""
+"""Extraction of the answer from a response."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 Extract = Literal["all", "last_line", "answer_tag", "boxed"]
 
-MINUS = "\u2212\u2012\u2013\u2014\ufe63\uff0d"  # and their like, as which a minus is typeset
+MINUS = "\u2212\u2012\u2013\u2014\ufe63\uff0d"  # characters by which a minus is typeset
 _TYPESET = str.maketrans({**dict.fromkeys(MINUS, "-"), **dict.fromkeys("\u00a0\u2007\u2009\u202f", " ")})
 _LATEX_BLANK = re.compile(r"\\[,;:! ]|~")
 _NUMBER = re.compile(
@@ -20,18 +20,18 @@ _NUMBER = re.compile(
     r"(?P<exponent>[eE][-+]?[0-9]+)?"
 )
 _THOUGHT, _ANSWERED = "<think>", "</think>"
-# beside a reference's only number: words, currencies, signs of equality; no operator, no word that is a number
+# text allowed around a reference's only number: words, currencies, equality signs; no operator, no numeral word
 _BESIDE = re.compile(r"(?:[^\W\d_]|[\s$€£¥%°.,:;=#*'\"]|(?<=[a-z])/(?=[a-z])|\\(?:\$|%|boxed\{|text\{)|\}|\^\\circ)*")
 _NUMERALS = re.compile(r"\b(?:hundred|thousand|[mb]illion|trillion|dozen|half|pi|e)s?\b|π", re.IGNORECASE)
 _UNTRAPPED = Context(prec=60, traps=[])  # a response like 1e999999999 is a wrong answer, not an error
 
 
 def extract_answer(response: str, extract: Extract, *, reasoning: bool = False) -> str | None:
-    """The part of ``response`` that is compared; None when there is none.
+    """Return the part of ``response`` that is compared; None when there is none.
 
     "all": the whole response; "last_line": its last line that isn't blank; "answer_tag": the inside of its last
     ``<answer>...</answer>``; "boxed": the inside of its last ``\\boxed{...}``, braces balanced. Reasoning between
-    ``<think>`` and ``</think>``, closed or not, is no part of it, unless ``reasoning``.
+    ``<think>`` and ``</think>``, closed or not, is excluded unless ``reasoning``.
     """
     response = response if reasoning else without_reasoning(response)
     if extract == "all":
@@ -53,7 +53,7 @@ def _last_boxed(text: str) -> str | None:
     depth = 1
     for position in range(inside, len(text)):
         character = text[position]
-        if character in "{}" and text[position - 1] != "\\":  # an escaped one is shown and pairs with nothing
+        if character in "{}" and text[position - 1] != "\\":  # an escaped brace is text and doesn't pair
             depth += 1 if character == "{" else -1
             if not depth:
                 return text[inside:position]
@@ -61,75 +61,76 @@ def _last_boxed(text: str) -> str | None:
 
 
 def without_reasoning(text: str, start: str = _THOUGHT, end: str = _ANSWERED, *, opened: bool = False) -> str:
-    """``text`` behind the last mark that ends reasoning, up to one that begins it anew; ``opened``: the prompt's end
-    began it."""
+    """Return ``text`` from behind the last end mark of reasoning up to a further start mark; ``opened``: the prompt
+    ended with a start mark."""
     _, ended, rest = text.rpartition(end)
     return "" if opened and not ended else rest.partition(start)[0].lstrip() if ended or start in rest else text
 
 
 def last_number(text: str, marker: str = "") -> Decimal | None:
-    """The last number in ``text``, or with ``marker`` the first one after the marker's last occurrence.
+    """Return the last number in ``text``, or with ``marker`` the first one after the marker's last occurrence.
 
-    Reads integers, decimals, exponents, separators of thousands and a leading sign; None when there is none. A sign
-    apart from its digits counts where no digit, letter or closing bracket precedes: "= - 5" is -5, "7 - 5" ends in 5.
+    Integers, decimals, exponents, thousands separators and a leading sign are parsed; None when there is no number. A
+    sign with a gap before its digits counts where no digit, letter or closing bracket precedes: "= - 5" is -5, "7 - 5"
+    ends in 5.
     """
     text = _typed(text)
     if marker:
-        _, found, rest = text.rpartition(_typed(marker))
-        match = _NUMBER.search(rest) if found else None
+        _, marker_match, rest = text.rpartition(_typed(marker))
+        match = _NUMBER.search(rest) if marker_match else None
         return _decimal(match) if match else None
     last = last_match(_NUMBER, text)
     return _decimal(last) if last else None
 
 
 def only_number(text: str) -> Decimal | None:
-    """The one number that a reference is (what follows its last "####", where there is one); None where it is none,
+    """Return a reference's single number (after its last "####", where there is one); None where there is no number,
     several, or a part of an expression: ``1/2``, ``10^5``, ``12:30``."""
     text = _typed(text.rpartition("####")[2])
     matches = list(_NUMBER.finditer(text))
     if len(matches) != 1:
         return None
-    before, behind = text[: matches[0].start()], text[matches[0].end() :]
-    beside = (before, behind)
-    attached = before.rstrip(" \t")[-1:].isalpha() or re.match(r"[^\W\d_](?![^\W\d_])", behind)
-    if attached or not all(_BESIDE.fullmatch(part) for part in beside) or any(map(_NUMERALS.search, beside)):
+    prefix, suffix = text[: matches[0].start()], text[matches[0].end() :]
+    context = (prefix, suffix)
+    attached = prefix.rstrip(" \t")[-1:].isalpha() or re.match(r"[^\W\d_](?![^\W\d_])", suffix)
+    if attached or not all(_BESIDE.fullmatch(part) for part in context) or any(map(_NUMERALS.search, context)):
         return None
     return _decimal(matches[0])
 
 
 def _typed(text: str) -> str:
-    """Numbers in ``text`` as they are typed: digits, minus and blanks of ASCII, no LaTeX between digits."""
+    """Return ``text`` with numbers in ASCII: digits, minus and blanks, without LaTeX between digits."""
     text = text.translate(_TYPESET).replace("{,}", ",")
     text = _LATEX_BLANK.sub(" ", re.sub(r"(?<=[0-9])\\!,\\!(?=[0-9])", ",", text))
     return "".join(unicodedata.normalize("NFKC", c) if "\uff10" <= c <= "\uff19" else c for c in text)
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    """The last non-overlapping match of ``pattern`` in ``text``."""
+    """Return the last non-overlapping match of ``pattern`` in ``text``."""
     return next(iter(deque(pattern.finditer(text), maxlen=1)), None)
 
 
-def _decimal(found: re.Match[str]) -> Decimal | None:
-    digits = found["digits"].replace(",", "").replace(" ", "") + (found["exponent"] or "")
-    sign = "-" if found["sign"] == "-" and _is_sign(found) else ""
+def _decimal(match: re.Match[str]) -> Decimal | None:
+    digits = match["digits"].replace(",", "").replace(" ", "") + (match["exponent"] or "")
+    sign = "-" if match["sign"] == "-" and _is_sign(match) else ""
     try:
         return Decimal(sign + digits)
     except InvalidOperation:  # an exponent of more digits than a number can have
         return None
 
 
-def _is_sign(found: re.Match[str]) -> bool:
-    """Whether the minus before a number's digits is its sign, rather than that of a difference."""
-    line = found.string[: found.start()].rpartition("\n")[2]
-    before = line.rstrip().rstrip("$\\").rstrip()
-    last = before[-1:]
-    if last.isalpha() and not found["apart"] and line[-1:] in (" ", "\t"):
-        return before[-2:-1].isalpha()  # "it is -5", but "x -5"
+def _is_sign(match: re.Match[str]) -> bool:
+    """Return whether the minus before a number's digits is its sign rather than that of a difference."""
+    line = match.string[: match.start()].rpartition("\n")[2]
+    prefix = line.rstrip().rstrip("$\\").rstrip()
+    last = prefix[-1:]
+    if last.isalpha() and not match["apart"] and line[-1:] in (" ", "\t"):
+        return prefix[-2:-1].isalpha()  # "it is -5", but "x -5"
     return not (last.isalnum() or last in tuple(")]}._"))
 
 
 def close(a: Decimal, b: Decimal, tolerance: float) -> bool:
-    """|a - b| <= tolerance; exact equality at tolerance 0, however large the numbers."""
+    """Return whether |a - b| <= tolerance; exact equality at tolerance 0, even of large numbers."""
     if tolerance == 0:
         return a == b
     difference = _UNTRAPPED.abs(_UNTRAPPED.subtract(a, b))

@@ -1,4 +1,4 @@
-"""A language model that judges responses (rollout/chat_model.py), asked from a bounded number of threads."""
+"""A verifier that asks a language model for scores (rollout/chat_model.py), from a bounded number of threads."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _PLACE = re.compile(r"\{(prompt|answer|response|lowest|highest)\}")
 class Judge(Section):
     """A language model's score, within ``lowest`` and ``highest``, as a reward from 0 to 1.
 
-    An answer without a score, or one out of range, is tried again as what fails is (`ChatModel`). What is left then is
-    a failure of infrastructure, never a reward. The fields are the verifier's parameters.
+    An answer without a score, or with one out of range, is retried like a failed request (`ChatModel`). If no attempt
+    succeeds, that is an infrastructure failure, never a reward. The fields are the verifier's parameters.
     """
 
     model_config = ConfigDict(strict=True)
@@ -92,7 +92,7 @@ class Judge(Section):
 
     @property
     def longest_s(self) -> float:
-        """The longest it takes over one response."""
+        """The longest time of one response."""
         return self.chat.longest_s
 
     def __call__(self, task: Task, response: str) -> Verdict:
@@ -103,7 +103,7 @@ class Judge(Section):
             return self._verdict(None, spent, Failure(boundary="reward", cause=str(error), infrastructure=True))
 
     def score_all(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
-        """Verdicts, one per response, in order; up to ``concurrency`` are asked for at once."""
+        """Return one verdict per response, in order; up to ``concurrency`` are requested at once."""
         if len(responses) == 1:
             return [self(task, responses[0])]
         with ThreadPoolExecutor(min(self.concurrency, max(1, len(responses))), "judge") as threads:
@@ -123,10 +123,10 @@ class Judge(Section):
 
     def _score(self, text: str) -> float:
         """The score in a judge's answer. Raises Retry where there is none, or it is out of range."""
-        found = last_match(self.pattern, text)
-        if found is None:
+        match = last_match(self.pattern, text)
+        if match is None:
             raise Retry(f"the judge's answer holds no score: {quoted(text)}")
-        written = found.group(1) if self.pattern.groups else found.group()
+        written = match.group(1) if self.pattern.groups else match.group()
         try:
             score = float(written)
         except (TypeError, ValueError):
@@ -138,7 +138,7 @@ class Judge(Section):
     def _messages(self, task: Task, response: str) -> list[dict[str, str]]:
         values = {"prompt": task.prompt, "answer": task.answer, "response": response,
                   "lowest": f"{self.lowest:g}", "highest": f"{self.highest:g}"}  # fmt: skip
-        # All places at once: a response that says {answer} is not told it.
-        prompt = _PLACE.sub(lambda place: values[place.group(1)], self.prompt)
+        # All fields at once: an {answer} in the response isn't filled in.
+        prompt = _PLACE.sub(lambda match: values[match.group(1)], self.prompt)
         messages = [{"role": "system", "content": self.system}] if self.system else []
         return [*messages, {"role": "user", "content": prompt}]

@@ -1,9 +1,9 @@
-r"""Comparing mathematical answers with the package math-verify: LaTeX and plain expressions, by value.
-A reference that is words (``east``, ``\text{no solution}``) is compared as a text instead.
+r"""Comparison of mathematical answers with the package math-verify: LaTeX and plain expressions, by value.
+A reference that consists of words (``east``, ``\text{no solution}``) is compared as text instead.
 
-Its own time limits are signals, which work in no thread but the first and raise past every ``except Exception``; they
-are switched off here, because the verifier's process has a watchdog of its own (service.py). What it swallows by
-default is asked for instead, so that "no answer found", "not equal" and a reference that is no mathematics differ.
+The package's time limits are signals, which work in the main thread alone and aren't caught by ``except Exception``;
+they are disabled here, because the verifier's process has a watchdog of its own (service.py). Its errors, which it
+suppresses by default, are enabled, so that "no answer found", "not equal" and an invalid reference differ.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from headway.records.task import Task
 from headway.rollout.verification.extraction import Extract, extract_answer
 from headway.rollout.verification.math_text import plain_text
 from headway.rollout.verification.math_values import (
-    Assigned,
+    Assignment,
     Expression,
-    Fixed,
     Matrix,
     Number,
-    Several,
+    Tagged,
     Value,
+    ValueList,
     close_numbers,
     equal_values,
     read_value,
@@ -35,7 +35,7 @@ from headway.rollout.verification.math_values import (
 from headway.runtime.imports import import_extra
 
 _LONGEST_TEXT = 4000  # characters at the end of a response that are searched: the search is quadratic in digits
-_LONGEST_PARSED = 500  # characters of an expression that a response consists of; longer ones are searched
+_LONGEST_PARSED = 500  # characters of an expression that is parsed whole; longer texts are searched
 _DELIMITERS = ("$", "\\boxed", "\\fbox", "\\(", "\\[", "\\begin")
 _COMMAND = re.compile(r"\\(?:text|mathrm|operatorname|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{3,}")
@@ -46,12 +46,12 @@ _DELIMITED = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _FONT = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf|tt)|operatorname|mbox|hbox|emph)\s*\{([^{}]*)\}")
 _SPACING = re.compile(r"\\(?:q?quad\b|[ ,;:!])|[~\s]+")
 _LETTERS = "[A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f]"  # Latin: a Greek one is a symbol
-# beside a comma or hyphen words have three letters: "ab-cd" is a difference, "north-east" none
+# next to a comma or hyphen words have three letters: "ab-cd" is a difference, "north-east" none
 _TEXT = re.compile(rf"{_LETTERS}{{2,}}(?: {_LETTERS}{{2,}})*|{_LETTERS}{{3,}}(?:(?:,? |-){_LETTERS}{{3,}})*")
-_SYMBOLS = ("inf", "infinity")  # words that math-verify reads as what they mean: as a text or by value
-_AROUND = " .,;:!*_`'\"$"  # of a word in prose or Markdown
+_SYMBOLS = ("inf", "infinity")  # words with a value in math-verify: compared as text and by value
+_AROUND = " .,;:!*_`'\"$"  # characters around a word in prose or Markdown
 _ANSWER_IS = re.compile(r"\banswer\b(?:\s+is\b)?\s*:?", re.IGNORECASE)
-_LISTED = re.compile(r"(?:[\s,;.&]|\b(?:and|or)\b)*", re.IGNORECASE)  # what stands between the formulas of a list
+_LISTED = re.compile(r"(?:[\s,;.&]|\b(?:and|or)\b)*", re.IGNORECASE)  # separators between the formulas of a list
 _BEGINS_A_NUMBER = re.compile(r"[-+\u2212]?[\d.]")
 _LARGEST_EXPONENT = 4000
 _MOST_WORDS = 2  # in a reference without delimiters; more are a sentence, which would parse as a product of letters
@@ -60,37 +60,36 @@ _MOST_WORDS = 2  # in a reference without delimiters; more are a sentence, which
 def math_scorer(
     *, extract: Extract = "all", float_rounding: NonNegative = 6, strict: bool = True
 ) -> Callable[[Task, str], dict[str, Any]]:
-    """1 when the answer equals ``task.answer`` as mathematics (the package math-verify), else 0 and the reason.
+    """Score 1 when the answer equals ``task.answer`` as mathematics (the package math-verify), else 0 and the reason.
 
-    Both may be LaTeX ("\\frac{1}{2}", in dollars or \\boxed or bare) or plain ("1/2", "0.5", "50%"); of a response the
-    last boxed expression counts, or else what math-verify takes for the final answer in its last 4,000 characters.
-    ``float_rounding``: decimals that must agree where a side is no exact number. ``strict``: variables must have the
-    same names, and sets and tuples differ. Raises ConfigurationError when math-verify isn't installed. The scorer
-    raises ValueError, naming the task, when the *reference* can't be parsed: that is a fault of the data and never a
-    reward.
+    Both may be LaTeX ("\\frac{1}{2}", in dollars or \\boxed or bare) or plain ("1/2", "0.5", "50%"). The answer is the
+    last boxed expression of a response, or else math-verify's choice in its last 4,000 characters. ``float_rounding``:
+    decimals that must agree where a side is no exact number. ``strict``: variables must have the same names, and sets
+    and tuples differ. Raises ConfigurationError when math-verify isn't installed. The scorer raises ValueError, naming
+    the task, when the *reference* can't be parsed: that is an error in the data and never a reward.
     """
     package = import_extra("math_verify", "math", "verifier.name = 'math'")
-    for module in ("parser", "grader"):  # each warns once that somebody else must keep the time: somebody does
+    for module in ("parser", "grader"):  # each warns once about the disabled time limit, which the watchdog replaces
         logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
     tolerance = Fraction(10) ** -float_rounding
-    latex = (package.LatexExtractionConfig(),)  # alone: else a part is read of what isn't LaTeX
+    latex = (package.LatexExtractionConfig(),)  # alone: else a part of a text that isn't LaTeX would be parsed
 
     @functools.lru_cache(maxsize=1024)
-    def parse(text: str, whole: bool = True) -> list[Any]:
-        """``text`` as one expression, or the answer found in it; [] where there is none."""
-        chosen = {"extraction_config": latex} if whole else {}
+    def parse(text: str, single_expression: bool = True) -> list[Any]:
+        """Parse ``text`` as a single expression, or find the answer in it; [] where there is none."""
+        chosen = {"extraction_config": latex} if single_expression else {}
         return package.parse(
-            _boxed(text) if whole else text, parsing_timeout=None, fallback_mode="no_fallback", **chosen
+            _boxed(text) if single_expression else text, parsing_timeout=None, fallback_mode="no_fallback", **chosen
         )
 
-    def same(first: Value, second: Value) -> bool:
-        if isinstance(first, Expression) and isinstance(second, Expression) and _differ_in_case(first, second):
+    def same(lhs: Value, rhs: Value) -> bool:
+        if isinstance(lhs, Expression) and isinstance(rhs, Expression) and _differ_in_case(lhs, rhs):
             return False
-        pair = [(one, parse(one.text, one.whole) if isinstance(one, Expression) else []) for one in (first, second)]
-        [one, other] = [one if isinstance(one, Number) else _constant(read) for one, read in pair]
-        if one is not None and other is not None and one.value and other.value:
-            return close_numbers(one, other, tolerance)
-        [gold, answer] = [read or ([_rational(one)] if isinstance(one, Number) else []) for one, read in pair]
+        pair = [(side, parse(side.text, side.whole) if isinstance(side, Expression) else []) for side in (lhs, rhs)]
+        [a, b] = [side if isinstance(side, Number) else _constant(parsed) for side, parsed in pair]
+        if a is not None and b is not None and a.value and b.value:
+            return close_numbers(a, b, tolerance)
+        [gold, answer] = [parsed or ([_rational(side)] if isinstance(side, Number) else []) for side, parsed in pair]
         how = {"float_rounding": float_rounding, "strict": strict}
         return bool(gold and answer) and package.verify(gold, answer, timeout_seconds=None, raise_on_error=True, **how)
 
@@ -101,16 +100,16 @@ def math_scorer(
         value = None if words and words not in _SYMBOLS else read_value(plain_text(reference_text(answer)))
         return words, None if isinstance(value, Expression) and not parse(value.text) else value
 
-    def differs(reference: Value, found: str) -> str:
-        """Why the answer in ``found`` isn't the reference; "" where it is."""
-        candidates, decisive = _candidates(found, whole=extract == "all")
+    def differs(reference: Value, answer: str) -> str:
+        """Return why the answer in ``answer`` isn't the reference; "" where it is."""
+        candidates, decisive = _candidates(answer, may_be_prose=extract == "all")
         read = [value for text in candidates if (value := read_value(plain_text(text[:_LONGEST_TEXT])))]
         values = [value for value in read if value == reference or not _is_prose(value)]
         if not (decisive and values):
-            values.append(Expression(text=_end(found), whole=False))
+            values.append(Expression(text=_end(answer), whole=False))
         if any(equal_values(reference, value, tolerance, same) for value in values):
             return ""
-        last = values[-1]  # of prose what math-verify finds
+        last = values[-1]  # of prose the expression that math-verify finds
         unread = isinstance(last, Expression) and not parse(last.text, last.whole)
         return "no mathematical expression found in the response" if unread else "not equal to the reference"
 
@@ -121,16 +120,16 @@ def math_scorer(
                 f"task {task.task_id}: its answer {task.answer[:80]!r} is no mathematical expression that math-verify "
                 "can parse (a LaTeX or plain expression; of a worked solution, what follows the last ####, or \\boxed)"
             )
-        found = extract_answer(response, extract)
-        if found is None:
+        answer = extract_answer(response, extract)
+        if answer is None:
             return {"reward": 0.0, "reason": f"the response has no answer (extract = {extract!r})"}
-        found = _without_escaped_dollars(found)
-        if words and words in _said(found):
+        answer = _without_escaped_dollars(answer)
+        if words and words in _word_candidates(answer):
             return {"reward": 1.0}
         if reference is None:
             return {"reward": 0.0, "reason": "not equal to the reference"}
         try:
-            why = differs(reference, found)
+            why = differs(reference, answer)
         except Exception as error:  # sympy may raise anything for what a policy writes; the reference has parsed
             why = f"can't be compared: {type(error).__name__}: {str(error)[:200]}"
         return {"reward": 0.0, "reason": why} if why else {"reward": 1.0}
@@ -139,15 +138,15 @@ def math_scorer(
 
 
 def _differ_in_case(first: Expression, second: Expression) -> bool:
-    """Whether two expressions have the same variables but for their case, which math-verify doesn't see. A letter alone
-    may be a choice, in either case."""
-    one, other = ({*_COMMAND.sub("", expression.text)} & {*ascii_letters} for expression in (first, second))
-    alike = {letter.lower() for letter in one} == {letter.lower() for letter in other}
-    return one != other and alike and first.whole and second.whole and min(len(first.text), len(second.text)) > 1
+    """Return whether two expressions have the same variables except for their case, which math-verify ignores. A
+    single letter may be a choice, in either case."""
+    letters, others = ({*_COMMAND.sub("", expression.text)} & {*ascii_letters} for expression in (first, second))
+    folded = {letter.lower() for letter in letters} == {letter.lower() for letter in others}
+    return letters != others and folded and first.whole and second.whole and min(len(first.text), len(second.text)) > 1
 
 
 def _constant(read: Sequence[Any]) -> Number | None:
-    """The real number that math-verify has read, to 60 digits; None for anything else."""
+    """Return the real number that math-verify has parsed, to 60 digits; None for other expressions."""
     expression: Any = read[0] if read else None
     if not getattr(expression, "is_number", False) or getattr(expression, "free_symbols", True):
         return None
@@ -168,12 +167,12 @@ def _rational(number: Number) -> Any:
 
 
 def _without_escaped_dollars(text: str) -> str:
-    r"""A price is its number of dollars: ``\$`` shows a dollar where ``$`` would begin mathematics."""
+    r"""Replace prices by their numbers of dollars: ``\$`` is a dollar sign, where ``$`` would begin mathematics."""
     return _ESCAPED_DOLLAR.sub(r"\1", _PRICE.sub(r"\1 dollars", text))
 
 
 def reference_text(answer: str) -> str:
-    """The reference as one expression; "" where it is a sentence, or several formulas in one."""
+    """Return the reference as one expression; "" where it is a sentence, or has several formulas in one."""
     text = answer.rpartition("####")[2].strip()
     if "\\boxed{" in text:
         boxes = [
@@ -183,17 +182,19 @@ def reference_text(answer: str) -> str:
     formulas = _formulas(text)
     around = _DELIMITED.sub(" ", text)
     if len(formulas) == 1 and not any(character.isdigit() for character in around):
-        whole = read_value(plain_text(text))
-        return text if isinstance(whole, Number) else formulas[0]
+        parsed = read_value(plain_text(text))
+        return text if isinstance(parsed, Number) else formulas[0]
     if formulas:
         return ", ".join(formulas) if _LISTED.fullmatch(around) else ""
     return (
-        "" if _is_sentence(text) and isinstance(read_value(plain_text(text)), (Expression, Several, Assigned)) else text
+        ""
+        if _is_sentence(text) and isinstance(read_value(plain_text(text)), (Expression, ValueList, Assignment))
+        else text
     )
 
 
 def _is_prose(value: Value) -> bool:
-    """Whether an expression is none: math-verify would need seconds to find that out."""
+    """Return whether an expression is prose; math-verify would need seconds to find that out."""
     return isinstance(value, Expression) and (len(value.text) > _LONGEST_PARSED or _is_sentence(value.text))
 
 
@@ -202,7 +203,7 @@ def _is_sentence(text: str) -> bool:
 
 
 def _reference_words(answer: str) -> str:
-    """The reference where it is nothing but words, "" where it is mathematics or a sentence.
+    """Return the reference where it consists of words alone; "" where it is mathematics or a sentence.
 
     As an expression ``east`` would be the product of four letters, equal to ``seat``. Between dollars letters are
     variables, unless they are set as text.
@@ -215,33 +216,33 @@ def _reference_words(answer: str) -> str:
     formula = next(reversed(_formulas(inside)), None)
     if formula is not None and not _FONT.search(formula):
         return ""
-    words = _unset(inside if formula is None else formula)
+    words = _plain_words(inside if formula is None else formula)
     return words if _TEXT.fullmatch(words) else ""
 
 
-def _said(found: str) -> tuple[str, ...]:
-    """Candidate answers of a response where words are asked for: the content of its last box; without a box its last
-    line, what follows "answer is" there, and the last formula of that."""
-    boxed = extract_answer(found, "boxed")
+def _word_candidates(answer: str) -> tuple[str, ...]:
+    """Return the candidate answers of a response to a reference of words: the content of its last box; without a box
+    its last line, the text after "answer is" there, and the last formula of that."""
+    boxed = extract_answer(answer, "boxed")
     if boxed is not None:
-        return (_named(boxed),)
-    line = found.rstrip().rpartition("\n")[2]
+        return (_with_symbol_names(boxed),)
+    line = answer.rstrip().rpartition("\n")[2]
     tail = _ANSWER_IS.split(line[-_LONGEST_TEXT:])[-1]
-    return _named(line), _named(tail), _named(next(reversed(_formulas(tail)), ""))
+    return _with_symbol_names(line), _with_symbol_names(tail), _with_symbol_names(next(reversed(_formulas(tail)), ""))
 
 
-def _named(text: str) -> str:
-    """``_unset``, a symbol by its name: ``\\theta`` is theta."""
-    return _unset(text[-_LONGEST_TEXT:]).replace("\\", "")
+def _with_symbol_names(text: str) -> str:
+    """Return ``_plain_words`` with symbols by their names: ``\\theta`` is theta."""
+    return _plain_words(text[-_LONGEST_TEXT:]).replace("\\", "")
 
 
 def _formulas(text: str) -> list[str]:
-    """The insides of the formulas in ``text``."""
-    return [next(group for group in found.groups() if group is not None) for found in _DELIMITED.finditer(text)]
+    """Return the contents of the formulas in ``text``."""
+    return [next(group for group in match.groups() if group is not None) for match in _DELIMITED.finditer(text)]
 
 
-def _unset(text: str) -> str:
-    """``text`` in lower case without what only sets it: dollars, fonts, spacing, marks around it."""
+def _plain_words(text: str) -> str:
+    """Return ``text`` in lower case without typesetting: dollars, fonts, spacing, marks around it."""
     for mark in ("$", "\\(", "\\)", "\\[", "\\]"):
         text = text.replace(mark, "")
     count = 1
@@ -250,16 +251,16 @@ def _unset(text: str) -> str:
     return _SPACING.sub(" ", text).strip(_AROUND).lower()
 
 
-def _candidates(found: str, whole: bool) -> tuple[list[str], bool]:
-    """Texts in ``found`` that may be its answer, and whether one of them must be. ``whole``: ``found`` may be prose, of
-    which the last box is the answer, or the formula behind "answer is", or the last formula."""
-    boxed = extract_answer(found, "boxed")
+def _candidates(answer: str, may_be_prose: bool) -> tuple[list[str], bool]:
+    """Return texts in ``answer`` that may be the final answer, and whether one of them must be. ``may_be_prose``:
+    ``answer`` may be prose, of which the last box counts, or the formula after "answer is", or the last formula."""
+    boxed = extract_answer(answer, "boxed")
     if boxed is not None:
         return [boxed], True
-    text = _end(found)
+    text = _end(answer)
     formulas = _formulas(text)
     if "\n" not in text and not formulas and "\\boxed" not in text:
-        plain = not whole or not _TWO_LETTERS.search(_COMMAND.sub(" ", text))
+        plain = not may_be_prose or not _TWO_LETTERS.search(_COMMAND.sub(" ", text))
         if plain or _is_typed(read_value(plain_text(text))):
             return [text], True
     line = text.rpartition("\n")[2]
@@ -268,23 +269,23 @@ def _candidates(found: str, whole: bool) -> tuple[list[str], bool]:
     if listed and _LISTED.fullmatch(_DELIMITED.sub(" ", tail)):
         return [", ".join(listed)], True
     typed = not formulas and not _TWO_LETTERS.search(_COMMAND.sub(" ", tail))
-    if tail != line and (typed or _is_typed(value.value if isinstance(value, Assigned) else value)):
+    if tail != line and (typed or _is_typed(value.value if isinstance(value, Assignment) else value)):
         return [tail], True
     if formulas:
         first = _DELIMITED.match(tail) is not None
         last = listed[0] if first else formulas[-1]
         return [last, line], first or not _BEGINS_A_NUMBER.match(tail) or tail == line
     last = re.findall(r"\S*\d\S*", line)[-1:]  # a time or a date isn't its last number
-    return [tail, line, *last], any(_is_typed(read_value(plain_text(one))) for one in last)
+    return [tail, line, *last], any(_is_typed(read_value(plain_text(number_text))) for number_text in last)
 
 
 def _is_typed(value: Value | None) -> bool:
-    """Whether a text can't be prose: it was read as one number, matrix, time, date, ..."""
-    return isinstance(value, (Number, Matrix)) or (isinstance(value, Fixed) and value.kind != "text")
+    """Return whether a text can't be prose, for it was parsed as a single number, matrix, time, date, ..."""
+    return isinstance(value, (Number, Matrix)) or (isinstance(value, Tagged) and value.kind != "text")
 
 
 def _end(text: str) -> str:
-    """The last characters of a response: the part in which an answer is searched."""
+    """Return the last characters of a response, in which an answer is searched."""
     text = text.strip()
     if len(text) > _LONGEST_TEXT:
         text = text[-_LONGEST_TEXT:]

@@ -1,4 +1,4 @@
-"""Mathematical texts in one spelling of LaTeX, whatever their typography."""
+"""Normalization of mathematical texts to one spelling of LaTeX, from any typography."""
 
 from __future__ import annotations
 
@@ -44,34 +44,34 @@ _REWRITTEN = [
         (r"\^\{\\circ\}|\\degree(?![A-Za-z])", r"^\\circ "),
         (r"\\lbrack(?![A-Za-z])", "["),
         (r"\\rbrack(?![A-Za-z])", "]"),
-        (r"^\s*(?:=|\#+(?= )|\*\*(?=.*\*\*\s*$))|(?<=.)\*\*\s*$", ""),  # what stands before an answer, or sets it bold
+        (r"^\s*(?:=|\#+(?= )|\*\*(?=.*\*\*\s*$))|(?<=.)\*\*\s*$", ""),  # marks before an answer, and bold type
         (r"^\s*\\text\{ *(\(?[A-Za-z]\)?) *\}\s*$", r"\1"),  # a choice
     )
 ]
-_BLANK = re.compile(r"(?<![A-Za-z0-9.]) | (?![A-Za-z0-9.])")  # but the one between two words, digits or both
+_BLANK = re.compile(r"(?<![A-Za-z0-9.]) | (?![A-Za-z0-9.])")  # except between two words or numbers
 _COMMAND_BLANK = re.compile(r"(\\[A-Za-z]+) (?![A-Za-z])")
 _NAMED_TABLE = str.maketrans({mark: "-" for mark in MINUS})
 
 
 def plain_text(text: str) -> str:
-    """``text`` in one spelling of LaTeX, its blanks only where they mean something."""
+    """Normalize ``text`` to one spelling of LaTeX, with only its significant blanks."""
     text = unicodedata.normalize("NFC", text)
     written: list[str] = []
     for character in text:
-        kind, shown = unicodedata.decomposition(character).partition(" ")[0], ""
+        kind, spelled = unicodedata.decomposition(character).partition(" ")[0], ""
         if kind == "<fraction>":
             above, _, below = unicodedata.normalize("NFKC", character).partition("\u2044")
-            shown = f"\\frac{{{above}}}{{{below}}}" if below else character
+            spelled = f"\\frac{{{above}}}{{{below}}}" if below else character
         elif kind in ("<super>", "<sub>"):
             mark = "^" if kind == "<super>" else "_"
             inside = unicodedata.normalize("NFKC", character).translate(_NAMED_TABLE)
             again = bool(written) and written[-1].startswith(mark + "{") and written[-1].endswith("}")
-            shown = f"{written.pop()[:-1]}{inside}}}" if again else f"{mark}{{{inside}}}"
+            spelled = f"{written.pop()[:-1]}{inside}}}" if again else f"{mark}{{{inside}}}"
         elif kind == "<wide>":
-            shown = unicodedata.normalize("NFKC", character)
-        written.append(shown or _NAMED.get(character, character))
+            spelled = unicodedata.normalize("NFKC", character)
+        written.append(spelled or _NAMED.get(character, character))
     text = "".join(written)
-    for pattern, instead in _REWRITTEN:
-        text = pattern.sub(instead, text)
+    for pattern, replacement in _REWRITTEN:
+        text = pattern.sub(replacement, text)
     text = _BLANK.sub("", re.sub(" +", " ", text))
     return _COMMAND_BLANK.sub(r"\1", text).strip().rstrip(".").strip()

@@ -1,6 +1,6 @@
-r"""Mathematical answers as values: numbers, times, lists, sets, intervals, matrices; the rest is an expression.
+r"""Parsing of mathematical answers to values: numbers, times, lists, sets, intervals, matrices, or else expressions.
 
-Two values are equal only where both were read whole: what isn't understood is compared as a text.
+Two values are equal only where both were parsed completely: other texts are compared as texts.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _VARIABLE = re.compile(r"[A-Za-z](?:_\{?\w\}?)?")
 _AND_OR = re.compile(r"(?:,|;)? ?(?:\\text\{ *(?:and|or) *\}|\b(?:and|or)\b) ?")
 _OPENING, _CLOSING = ("(", "[", "\\{", "\\langle"), (")", "]", "\\}", "\\rangle")
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|.", re.DOTALL)
-# math-verify drops these or reads letters around them as products: the text is compared
+# math-verify drops these or parses letters around them as products: such texts are compared as texts
 _UNREAD = re.compile(
     r"\\(?:ldots|overline|overrightarrow|widehat|hat|vec|bar|tilde|angle|triangle|parallel|perp|sim|cong|equiv|text|"
     r"to|rightarrow|forall|exists|begin|mid|nmid|dot|underline|square)(?![A-Za-z])|['!?:;&#@\"]{1}(?<!!)|%|_\{?\d{2,}|\^(?:T(?![A-Za-z])|\{T\})"
@@ -85,8 +85,8 @@ _UNREAD = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Number:
-    """A number; ``last_place``: the unit of the last of its decimals, 0 for an exact one. ``unit`` stands behind it;
-    ``bare``: the number without it is the same answer."""
+    """A number; ``last_place``: the unit of its last decimal, 0 for an exact number. ``unit``: of measure; ``bare``:
+    the number without it is the same answer."""
 
     value: Fraction
     last_place: Fraction = Fraction(0)
@@ -96,9 +96,9 @@ class Number:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Several:
-    """Values in brackets: a tuple, an interval, a set; a list without brackets, in any order. ``variable``: of the
-    inequality that the interval was written as."""
+class ValueList:
+    """Values in brackets: a tuple, an interval or a set; or a list without brackets, in any order. ``variable``: of the
+    inequality as which an interval was written."""
 
     opening: str
     closing: str
@@ -108,7 +108,7 @@ class Several:
     @property
     def ordered(self) -> bool:
         return self.opening not in ("", "\\{") or any(
-            item == Fixed(kind="text", parts=("\\ldots",)) for item in self.items
+            item == Tagged(kind="text", parts=("\\ldots",)) for item in self.items
         )
 
 
@@ -121,7 +121,7 @@ class Matrix:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assigned:
+class Assignment:
     """A variable and its value: ``x = 3``."""
 
     variable: str
@@ -129,8 +129,8 @@ class Assigned:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fixed:
-    """A time, date, ratio, number in a base, union or a text: equal where all parts are."""
+class Tagged:
+    """A time, date, ratio, number in a base, union or text: equal where the kind and all parts are equal."""
 
     kind: str
     parts: tuple[Any, ...]
@@ -138,22 +138,22 @@ class Fixed:
 
 @dataclass(frozen=True, kw_only=True)
 class Expression:
-    """Anything else: math-verify reads it, or (not ``whole``) finds an answer in it."""
+    """Any other text: math-verify parses it, or (not ``whole``) finds an answer in it."""
 
     text: str
     whole: bool = True
     unit: str = ""
-    bare: bool = True  # as a number's
+    bare: bool = True  # as of `Number`
 
 
 _Measured = Number | Expression
 _COMPUTED = Fraction(1, 10**40)
-Value = Number | Several | Matrix | Assigned | Fixed | Expression
+Value = Number | ValueList | Matrix | Assignment | Tagged | Expression
 Same = Callable[[Value, Value], bool]  # compares where a side is an Expression
 
 
 def read_value(text: str) -> Value | None:
-    """The value of a text that `plain_text` made; None where it holds neither letter nor digit."""
+    """Return the value of a text that `plain_text` made; None where it has neither letter nor digit."""
     environment = _ENVIRONMENT.fullmatch(text)
     if environment and "\\begin" not in environment[2]:
         return _matrix(environment[1], environment[2])
@@ -172,7 +172,7 @@ def _matrix(name: str, inside: str) -> Value:
 
 
 def _part(text: str) -> Value:
-    return read_value(text.strip()) or Fixed(kind="text", parts=(text.strip(),))
+    return read_value(text.strip()) or Tagged(kind="text", parts=(text.strip(),))
 
 
 def _number(text: str) -> Number | None:
@@ -184,13 +184,13 @@ def _number(text: str) -> Number | None:
         return number and replace(number, value=number.value / 100, last_place=number.last_place / 100)
     if number := _plain_number(text):
         return number
-    found = _UNIT.fullmatch(text)
-    number = found and _plain_number(re.sub("[€£¥]", "", found["number"]))
-    if not found or not number:
+    match = _UNIT.fullmatch(text)
+    number = match and _plain_number(re.sub("[€£¥]", "", match["number"]))
+    if not match or not number:
         currency = re.fullmatch(r"([-+]?)([€£¥])([-+]?.*)", text)
         number = currency and _plain_number(currency[1] + currency[3])
         return replace(number, unit=currency[2]) if currency and number else None
-    unit = _unit(found["unit"])
+    unit = _unit(match["unit"])
     if re.search(rf"\b(?:{_NO_UNITS})\b", unit):
         return None  # "5 or more" isn't 5 of anything
     if unit in _SCALES:
@@ -200,7 +200,7 @@ def _number(text: str) -> Number | None:
 
 
 def _unit(text: str) -> str:
-    """A unit in one spelling: words in lower case without a plural s, their abbreviations as they are."""
+    """Return a unit in one spelling: words in lower case without a plural s, abbreviations unchanged."""
     text = re.sub(r"\bper\b", "/", _UNSET.sub(r" \1 ", text)).replace("{", "").replace("}", "")
     text = text.replace("^\\circ", " degree ")
     words: list[str] = [
@@ -212,8 +212,8 @@ def _unit(text: str) -> str:
 def _plain_number(text: str) -> Number | None:
     sign, text = (-1, text[1:].lstrip()) if text.startswith("-") else (1, text.removeprefix("+").lstrip())
     for name, form in _FORMS.items():
-        if found := form.fullmatch(text):
-            number = _READERS[name](*(group for group in found.groups() if group is not None))
+        if match := form.fullmatch(text):
+            number = _READERS[name](*(group for group in match.groups() if group is not None))
             return number and replace(number, value=sign * number.value)
     return None
 
@@ -224,9 +224,9 @@ def _decimal(text: str) -> Number:
     return Number(value=Fraction(digits.rstrip(".")), last_place=Fraction(1, 10**places) if places else Fraction(0))
 
 
-def _repeating(whole: str, begun: str, again: str) -> Number:
-    value = Fraction(int(begun or "0"), 10 ** len(begun)) + int(whole or "0")
-    return Number(value=value + Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(begun)))
+def _repeating(integer: str, fixed: str, cycle: str) -> Number:
+    value = Fraction(int(fixed or "0"), 10 ** len(fixed)) + int(integer or "0")
+    return Number(value=value + Fraction(int(cycle), (10 ** len(cycle) - 1) * 10 ** len(fixed)))
 
 
 def _scientific(text: str, exponent: str) -> Number:
@@ -234,8 +234,8 @@ def _scientific(text: str, exponent: str) -> Number:
     return Number(value=number.value * scale, last_place=number.last_place * scale)
 
 
-def _fraction(above: str, below: str) -> Number | None:
-    first, second = _plain_number(above), _plain_number(below)
+def _fraction(numerator: str, denominator: str) -> Number | None:
+    first, second = _plain_number(numerator), _plain_number(denominator)
     if first is None or second is None or not second.value:
         return None
     value = first.value / second.value
@@ -246,8 +246,8 @@ def _power(base: str, exponent: str) -> Number | None:
     return Number(value=Fraction(int(base)) ** int(exponent)) if int(base) or int(exponent) > 0 else None
 
 
-def _mixed(whole: str, above: str, below: str) -> Number | None:
-    return Number(value=int(whole) + Fraction(int(above), int(below))) if int(below) else None
+def _mixed(integer: str, numerator: str, denominator: str) -> Number | None:
+    return Number(value=int(integer) + Fraction(int(numerator), int(denominator))) if int(denominator) else None
 
 
 _READERS: dict[str, Callable[..., Number | None]] = {
@@ -261,53 +261,54 @@ _READERS: dict[str, Callable[..., Number | None]] = {
 }
 
 
-def _fixed(text: str) -> Fixed | Several | None:
-    shown = re.sub(" +", " ", _UNSET.sub(r" \1", text)).strip()
-    if time := _TIME.fullmatch(shown):
+def _fixed(text: str) -> Tagged | ValueList | None:
+    plain = re.sub(" +", " ", _UNSET.sub(r" \1", text)).strip()
+    if time := _TIME.fullmatch(plain):
         hour, half = int(time[1]), (time[4] or "").lower()
         if half and 1 <= hour <= 12:
             hour = hour % 12 + 12 * (half == "p")
-        return Fixed(kind="time", parts=(hour, int(time[2]), int(time[3] or 0)))
-    if date := _DATE.fullmatch(shown):
+        return Tagged(kind="time", parts=(hour, int(time[2]), int(time[3] or 0)))
+    if date := _DATE.fullmatch(plain):
         year, month, day = (
             date[a] or date[b] or date[c] for a, b, c in (("y", "Y", "y2"), ("m", "M", "m2"), ("d", "D", "d2"))
         )
         number = int(month) if month.isdigit() else _MONTHS.index(month[:3].lower()) + 1
-        return Fixed(kind="date", parts=(year and int(year), number, int(day)))
-    if _SLASHED.fullmatch(shown):
-        return Fixed(kind="text", parts=(*map(int, re.split("[/-]", shown)),))
+        return Tagged(kind="date", parts=(year and int(year), number, int(day)))
+    if _SLASHED.fullmatch(plain):
+        return Tagged(kind="text", parts=(*map(int, re.split("[/-]", plain)),))
     if base := _BASE.fullmatch(text):
         digits, of = base[1].upper(), _UNSET.sub(r"\1", base[2] or base[3]).strip().lower()
         of = str(_BASES.index(of) + 2) if of in _BASES else of
-        return None if of == "10" else Fixed(kind="base", parts=(digits, of))
+        return None if of == "10" else Tagged(kind="base", parts=(digits, of))
     if re.fullmatch(r"[+-]?(?:\\infty|\\?inf(?:ini)?ty|inf|infinity)", text):
-        return Fixed(kind="infinity", parts=(text.startswith("-"),))
+        return Tagged(kind="infinity", parts=(text.startswith("-"),))
     if text == "\\emptyset":
-        return Fixed(kind="empty", parts=())
+        return Tagged(kind="empty", parts=())
     if text == "\\mathbb{R}":
-        ends = tuple(Fixed(kind="infinity", parts=(is_low,)) for is_low in (True, False))
-        return Several(opening="(", closing=")", items=ends)
+        ends = tuple(Tagged(kind="infinity", parts=(is_low,)) for is_low in (True, False))
+        return ValueList(opening="(", closing=")", items=ends)
     pieces = text.split(":")
     numbers = [_plain_number(piece) for piece in pieces]
     if len(pieces) > 1 and all(numbers):
-        return Fixed(kind="ratio", parts=tuple(number.value for number in numbers if number))
+        return Tagged(kind="ratio", parts=tuple(number.value for number in numbers if number))
     if len(parts := re.split(r"\\cup(?![A-Za-z])", text)) > 1:
-        return Fixed(kind="union", parts=tuple(sorted((_part(part) for part in parts), key=repr)))
+        return Tagged(kind="union", parts=tuple(sorted((_part(part) for part in parts), key=repr)))
     return None
 
 
 def _relation(text: str) -> Value | None:
-    """``x = 3`` and ``x \\in [1, 2)``; inequalities in one variable as intervals, several between "or" as a union."""
+    """Parse ``x = 3`` and ``x \\in [1, 2)``, inequalities in one variable as intervals, and those joined by "or" as a
+    union."""
     assigned = _ASSIGNED.fullmatch(text)
     if assigned and not re.search(r"=|<|>|,|\\[lg]eq", assigned[3].replace("\\in", "")):
-        return Assigned(variable=assigned[1], value=_part(assigned[3]))
+        return Assignment(variable=assigned[1], value=_part(assigned[3]))
     if assigned and assigned[2] != "=":
-        return Assigned(variable=assigned[1], value=_part(assigned[3]))
+        return Assignment(variable=assigned[1], value=_part(assigned[3]))
     parts = _AND_OR.split(text)
     if len(parts) == 2 and re.search(r"\bor\b", text) and all(_RELATION.search(part) for part in parts):
-        found = [_relation(part) for part in parts]
-        if all(isinstance(one, Several) for one in found):
-            return Fixed(kind="union", parts=tuple(sorted(found, key=repr)))
+        intervals = [_relation(part) for part in parts]
+        if all(isinstance(interval, ValueList) for interval in intervals):
+            return Tagged(kind="union", parts=tuple(sorted(intervals, key=repr)))
     pieces = _RELATION.split(text)
     if len(pieces) not in (3, 5) or "," in text:
         return None
@@ -317,7 +318,7 @@ def _relation(text: str) -> Value | None:
         signs = [{">": "<", "\\geq": "\\leq"}.get(sign, "") for sign in reversed(signs)]
     if any(sign not in ("<", "\\leq") for sign in signs):
         return None
-    low, high = Fixed(kind="infinity", parts=(True,)), Fixed(kind="infinity", parts=(False,))
+    low, high = Tagged(kind="infinity", parts=(True,)), Tagged(kind="infinity", parts=(False,))
     if len(ends) == 2:
         if _VARIABLE.fullmatch(ends[0]):
             ends, signs = ["", *ends], ["<", *signs]
@@ -327,7 +328,7 @@ def _relation(text: str) -> Value | None:
         return None
     items = (_part(ends[0]) if ends[0] else low, _part(ends[2]) if ends[2] else high)
     opening, closing = "(" if signs[0] == "<" else "[", ")" if signs[1] == "<" else "]"
-    return Several(opening=opening, closing=closing, items=items, variable=ends[1])
+    return ValueList(opening=opening, closing=closing, items=items, variable=ends[1])
 
 
 def _several(text: str) -> Value | None:
@@ -339,8 +340,8 @@ def _several(text: str) -> Value | None:
         if len(listed) > 1 and all(len(part) < 40 for part in listed):
             items = listed
         elif text.count("\\pm") == 1 and "\\mp" not in text:
-            before, _, behind = text.partition("\\pm")
-            items = [f"{before}+{behind}".removeprefix("+"), f"{before}-{behind}"]
+            prefix, _, suffix = text.partition("\\pm")
+            items = [f"{prefix}+{suffix}".removeprefix("+"), f"{prefix}-{suffix}"]
         else:
             return None
     if len(items) == 1 and opening == "(":
@@ -348,17 +349,17 @@ def _several(text: str) -> Value | None:
     if opening == "\\{" and re.search(r"\\mid(?![A-Za-z])|\||:", text):
         return None
     values = [_part(item) for item in items]
-    if opening in ("", "\\{"):  # what was split inside it
-        values = [one for value in values for one in _flat(value)]
-    return Several(opening=opening, closing=closing, items=tuple(values))
+    if opening in ("", "\\{"):  # flatten nested lists
+        values = [member for value in values for member in _flat(value)]
+    return ValueList(opening=opening, closing=closing, items=tuple(values))
 
 
 def _flat(value: Value) -> tuple[Value, ...]:
-    return value.items if isinstance(value, Several) and value.opening == "" else (value,)
+    return value.items if isinstance(value, ValueList) and value.opening == "" else (value,)
 
 
 def _split(text: str) -> tuple[list[str] | None, str, str]:
-    """Items between the commas of a text and the brackets around all of it; None where brackets don't pair."""
+    """Return the items between a text's commas, and the brackets around all of it; None where brackets don't pair."""
     tokens = _TOKEN.findall(text)
     opening, closing, depths = "", "", _depths(tokens)
     if len(tokens) > 1 and tokens[0] in _OPENING and tokens[-1] in _CLOSING and 0 not in depths[:-1] and not depths[-1]:
@@ -376,42 +377,42 @@ def _split(text: str) -> tuple[list[str] | None, str, str]:
 
 
 def _depths(tokens: list[str]) -> list[int]:
-    """How many brackets are open behind each token."""
-    return list(accumulate((one in (*_OPENING, "{")) - (one in (*_CLOSING, "}")) for one in tokens))
+    """Return the number of open brackets after each token."""
+    return list(accumulate((token in (*_OPENING, "{")) - (token in (*_CLOSING, "}")) for token in tokens))
 
 
 def _expression(text: str) -> Value:
     if (measured := _MEASURED.fullmatch(text)) and not _UNREAD.search(measured[1]):
         return Expression(text=measured[1], unit=_unit(measured[2]))
-    return Fixed(kind="text", parts=(text,)) if _UNREAD.search(text) else Expression(text=text)
+    return Tagged(kind="text", parts=(text,)) if _UNREAD.search(text) else Expression(text=text)
 
 
 # --- equality --------------------------------------------------------------------------------------------
 
 
 def equal_values(first: Value, second: Value, tolerance: Fraction, same: Same) -> bool:
-    """Whether two values are one answer. ``tolerance``: the relative difference that two numbers may have of which one
-    has decimals; they must agree to the last place of both as well."""
+    """Return whether two values are the same answer. ``tolerance``: the largest relative difference of two numbers of
+    which one has decimals; they must agree to the last place of both as well."""
     if first == second:
         return True
-    if isinstance(first, Assigned) or isinstance(second, Assigned):
-        pair = [one.variable if isinstance(one, Assigned) else "" for one in (first, second)]
-        values = [one.value if isinstance(one, Assigned) else one for one in (first, second)]
+    if isinstance(first, Assignment) or isinstance(second, Assignment):
+        pair = [side.variable if isinstance(side, Assignment) else "" for side in (first, second)]
+        values = [side.value if isinstance(side, Assignment) else side for side in (first, second)]
         return (not all(pair) or pair[0] == pair[1]) and equal_values(values[0], values[1], tolerance, same)
     if isinstance(first, Number) and isinstance(second, Number):
         return _equal_units(first, second) and close_numbers(first, second, tolerance)
-    if isinstance(first, Several) and isinstance(second, Several):
+    if isinstance(first, ValueList) and isinstance(second, ValueList):
         return _equal_several(first, second, tolerance, same)
     if isinstance(first, Matrix) and isinstance(second, Matrix):
         if first.kind != second.kind or [*map(len, first.rows)] != [*map(len, second.rows)]:
             return False
         cells = zip((c for row in first.rows for c in row), (c for row in second.rows for c in row), strict=True)
-        return all(equal_values(one, other, tolerance, same) for one, other in cells)
-    if isinstance(first, Fixed) and isinstance(second, Fixed) and first.kind == second.kind == "union":
+        return all(equal_values(a, b, tolerance, same) for a, b in cells)
+    if isinstance(first, Tagged) and isinstance(second, Tagged) and first.kind == second.kind == "union":
         return len(first.parts) == len(second.parts) and _in_any_order(first.parts, second.parts, tolerance, same)
     if isinstance(first, Expression) or isinstance(second, Expression):
-        alike = not isinstance(first, _Measured) or not isinstance(second, _Measured) or _equal_units(first, second)
-        return alike and same(first, second)
+        units = not isinstance(first, _Measured) or not isinstance(second, _Measured) or _equal_units(first, second)
+        return units and same(first, second)
     return False
 
 
@@ -422,19 +423,19 @@ def _equal_units(first: _Measured, second: _Measured) -> bool:
 
 
 def close_numbers(first: Number, second: Number, tolerance: Fraction) -> bool:
-    """Equality of numbers: exact where both are."""
-    place = max(first.last_place, second.last_place)
+    """Return whether two numbers are equal, exactly where both are exact."""
+    limit = max(first.last_place, second.last_place)
     difference = abs(first.value - second.value)
     if first.computed or second.computed:
-        place = max(place, abs(first.value)) if first.computed and second.computed else place
+        limit = max(limit, abs(first.value)) if first.computed and second.computed else limit
         tolerance = tolerance if first.last_place or second.last_place else _COMPUTED
-        return (not place or difference < place) and difference <= tolerance * max(abs(first.value), abs(second.value))
-    if not place or not difference:
+        return (not limit or difference < limit) and difference <= tolerance * max(abs(first.value), abs(second.value))
+    if not limit or not difference:
         return not difference
-    return difference < place and difference <= tolerance * max(abs(first.value), abs(second.value))
+    return difference < limit and difference <= tolerance * max(abs(first.value), abs(second.value))
 
 
-def _equal_several(first: Several, second: Several, tolerance: Fraction, same: Same) -> bool:
+def _equal_several(first: ValueList, second: ValueList, tolerance: Fraction, same: Same) -> bool:
     if len(first.items) != len(second.items) or (
         first.variable and second.variable and first.variable != second.variable
     ):
@@ -443,17 +444,15 @@ def _equal_several(first: Several, second: Several, tolerance: Fraction, same: S
     if len(brackets) > 1 and brackets not in ({("", ""), ("\\{", "\\}")}, {("", ""), ("(", ")")}):
         return False
     if first.ordered or second.ordered:
-        return all(
-            equal_values(one, other, tolerance, same) for one, other in zip(first.items, second.items, strict=True)
-        )
+        return all(equal_values(a, b, tolerance, same) for a, b in zip(first.items, second.items, strict=True))
     return _in_any_order(first.items, second.items, tolerance, same)
 
 
 def _in_any_order(first: tuple[Value, ...], second: tuple[Value, ...], tolerance: Fraction, same: Same) -> bool:
-    left = list(second)
-    for one in first:
-        found = next((i for i, other in enumerate(left) if equal_values(one, other, tolerance, same)), None)
-        if found is None:
+    remaining = list(second)
+    for value in first:
+        index = next((i for i, other in enumerate(remaining) if equal_values(value, other, tolerance, same)), None)
+        if index is None:
             return False
-        del left[found]
+        del remaining[index]
     return True

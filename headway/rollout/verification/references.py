@@ -1,4 +1,4 @@
-r"""Proofs of references: whether a verifier solves a task by the task's own answer, in the form that it asks for."""
+r"""Checks of references: a verifier must accept a task's own answer, in the form that the verifier expects."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from headway.rollout.verification.math_answers import reference_text
 from headway.rollout.verification.scorers import Scorer, score_guarded
 from headway.rollout.verification.verdicts import failed_verdict
 
-PROVABLE = ("exact", "numeric", "math", "reasoning-gym")  # what compares with the reference alone
+PROVABLE = ("exact", "numeric", "math", "reasoning-gym")  # verifiers that compare with the reference alone
 _FORMS = {"boxed": "\\boxed{{{}}}", "answer_tag": "<answer>{}</answer>"}  # of an answer, by ``extract``
 
 
 def provable_parts(verifier: VerifierSettings) -> list[VerifierSettings]:
-    """``verifier`` itself or its weighted parts, as far as a reference proves itself to them."""
+    """Return ``verifier`` itself or its weighted parts, as far as they can check a reference (`PROVABLE`)."""
     if verifier.name != "weighted":
         return [verifier] if verifier.name in PROVABLE else []
     parts = cast("list[Mapping[str, Any]]", verifier.parameters.get("parts", []))
@@ -28,17 +28,17 @@ def provable_parts(verifier: VerifierSettings) -> list[VerifierSettings]:
 
 
 class ReferenceProver:
-    """Scores references as responses, by every part of a verifier that a reference proves itself to."""
+    """Scores references as responses, by every part of a verifier that can check them."""
 
     def __init__(self, verifier: VerifierSettings, resolve: Callable[[VerifierSettings], Scorer]) -> None:
         self._parts = [(part, resolve(part)) for part in provable_parts(verifier)]
 
     def prove(self, task: Task) -> Verdict:
-        """The first verdict that isn't solved, with the reason in its failure; a solved one where there is none."""
+        """Return the first verdict that isn't solved, with the reason in its failure; a solved one where all are."""
         verdict = Verdict(reward=1.0, solved=True)
         for part, scorer in self._parts:
             if part.name == "reasoning-gym" and not task.answer:
-                continue  # its generator knows no answer of its own, and scores any
+                continue  # the generator has no reference answer, and scores any
             verdict = score_guarded(scorer, task, response_of(part, task.answer))
             if not verdict.solved:
                 return _refused(part, task, verdict)
@@ -46,7 +46,7 @@ class ReferenceProver:
 
 
 def response_of(verifier: VerifierSettings, answer: str) -> str:
-    """A response that consists of ``answer`` alone, in the form that `extract` asks for."""
+    """Return a response that consists of ``answer`` alone, in the form that ``extract`` expects."""
     text = answer
     if verifier.name == "math":
         text = reference_text(answer)

@@ -1,4 +1,4 @@
-"""The text of a response that verifiers are given."""
+"""Conversion of a response's tokens to the text that verifiers score."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _END_OF_PROMPT = 16  # tokens: more than a mark of reasoning and the blanks behi
 
 
 class ScoredText:
-    """Text of tokens without the stop string that ended them, and without what the chat template marks as reasoning:
-    only what follows its end mark is an answer. ``written``: the template's format; None where reasoning is wanted."""
+    """Decodes tokens to the scored text, without the stop string that ended them and without the reasoning marked by
+    the chat template: the answer follows its end mark. ``written``: the template's format; None keeps reasoning."""
 
     def __init__(self, codec: TextCodec, stop: Sequence[str] = (), written: OutputFormat | None = None) -> None:
         self._codec, self._stop = codec, tuple(filter(None, stop))
@@ -26,35 +26,35 @@ class ScoredText:
 
     @classmethod
     def of(cls, experiment: Experiment, codec: TextCodec) -> ScoredText:
-        """For a run: ``rollout.stop``, and the template's marks unless ``verifier.reasoning``."""
+        """Make the decoder of a run: with ``rollout.stop``, and the template's marks unless ``verifier.reasoning``."""
         asked = experiment.model.template == "chat" and not experiment.verifier.reasoning
         marked = asked and isinstance(codec, Tokenizer)
         return cls(codec, experiment.rollout.stop, output_format(cast("Tokenizer", codec)) if marked else None)
 
     def rollout(self, rollout: Rollout) -> str:
-        """The text that a verifier of ``rollout`` is given."""
+        """Return the text of ``rollout`` that a verifier scores."""
         ids = rollout.judged_ids
-        before = rollout.response_ids[: len(rollout.response_ids) - len(ids)] or rollout.prompt_ids
-        return self(before, ids)
+        preceding_ids = rollout.response_ids[: len(rollout.response_ids) - len(ids)] or rollout.prompt_ids
+        return self(preceding_ids, ids)
 
-    def __call__(self, before: Sequence[int], ids: Sequence[int]) -> str:
-        """The text of ``ids``, sampled behind ``before``."""
+    def __call__(self, preceding_ids: Sequence[int], ids: Sequence[int]) -> str:
+        """Return the scored text of ``ids``, sampled after ``preceding_ids``."""
         text, but_last = self._decode(ids), self._decode(ids[:-1]) if self._stop else ""
-        found = (text.find(stop, max(0, len(but_last) - len(stop) + 1)) for stop in self._stop)
-        if ends := [at for at in found if at >= 0]:
+        positions = (text.find(stop, max(0, len(but_last) - len(stop) + 1)) for stop in self._stop)
+        if ends := [position for position in positions if position >= 0]:
             text = text[: min(ends)]
         if self._written is None:
             return text
         opening, closing = self._written.thought
-        opened = self._decode(before[-_END_OF_PROMPT:]).rstrip().endswith(opening)
+        opened = self._decode(preceding_ids[-_END_OF_PROMPT:]).rstrip().endswith(opening)
         answer = without_reasoning(text, opening, closing, opened=opened)
         return answer.removeprefix(self._written.content_mark)
 
     def _decode(self, ids: Sequence[int]) -> str:
-        """Their text; marks are kept that are special tokens."""
+        """Decode ``ids``; special tokens that are marks of the format are kept."""
         codec, written = cast("Any", self._codec), self._written
         marks = () if written is None else (*written.thought, written.content_mark)
-        kept = {i for token, i in (written.special if written else ()) if any(token in mark for mark in marks)}
-        if not kept:
+        kept_ids = {i for token, i in (written.special if written else ()) if any(token in mark for mark in marks)}
+        if not kept_ids:
             return self._codec.decode(ids)
-        return codec.decode([i for i in ids if i in kept or i not in codec.special_ids], keep_special=True)
+        return codec.decode([i for i in ids if i in kept_ids or i not in codec.special_ids], keep_special=True)

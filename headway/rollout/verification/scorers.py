@@ -21,22 +21,22 @@ _LONGEST_DETAIL = 4000  # characters of a traceback that are kept: its end says 
 
 @runtime_checkable
 class ManyScorer(Protocol):
-    """A scorer that waits for something else most of the time and so scores several responses at once."""
+    """A scorer that mostly waits for external services, and therefore scores several responses at once."""
 
     @property
     def concurrency(self) -> int:
-        """Responses at once, in one process."""
+        """The number of responses that are scored at once in one process."""
         ...
 
     @property
     def longest_s(self) -> float:
-        """The longest it takes over one response."""
+        """The longest time of one response."""
         ...
 
     def __call__(self, task: Task, response: str) -> object: ...
 
     def score_all(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
-        """Verdicts, one per response, in order; raises nothing for a response that can't be scored."""
+        """Return one verdict per response, in order; raises nothing for a response that can't be scored."""
         ...
 
 
@@ -48,14 +48,14 @@ def score_each(scorer: Scorer, task: Task, responses: Sequence[str]) -> list[Ver
 
 
 def longest_s(scorer: Scorer) -> float:
-    """The longest it may take over one response by its own limits; 0 where it has none."""
+    """Return a scorer's longest time of one response by its own limits; 0 where it has none."""
     return scorer.longest_s if isinstance(scorer, ManyScorer) else 0.0
 
 
 def score_guarded(score: Callable[[Task, str], object], task: Task, response: str) -> Verdict:
-    """Score one response; whatever the verifier raises becomes a failed Verdict with the traceback in detail.
+    """Score one response; the verifier's exceptions become failed Verdicts with the traceback in detail.
 
-    What `is_infrastructure` calls so is worth another try; the rest is its own defect."""
+    Infrastructure failures (`is_infrastructure`) are worth a retry; other exceptions are defects of the verifier."""
     started = time.monotonic()
     try:
         verdict = to_verdict(score(task, response))

@@ -29,16 +29,17 @@ class VerifierService:
     tenth more: see Watchdog).
 
     The limit is enforced here by a watchdog thread in C that needs no interpreter lock: a response that hangs, even
-    inside a regular expression that holds the lock, ends this *process*. ``client.py`` sees a dead worker,
-    starts another and finds out which response did it.
+    inside a regular expression that holds the lock, ends this *process*. ``client.py`` sees a dead worker, starts
+    another and finds the responsible response.
     """
 
     def __init__(
         self, context: Any, *, verifier: dict[str, Any], named: dict[str, dict[str, Any]] | None = None
     ) -> None:
-        """``verifier``: a `VerifierConfig` as plain types; ``named``: those that tasks choose, by ``Task.verifier``.
+        """``verifier``: a `VerifierConfig` as plain types; ``named``: verifiers that tasks choose by ``Task.verifier``.
 
-        Each is made once. Raises ConfigurationError, naming it, when one can't be imported or refuses a parameter.
+        Each verifier is made once. Raises ConfigurationError, naming the verifier, when one can't be imported or
+        refuses a parameter.
         """
         settings: dict[str, VerifierSettings] = {"": schema.VerifierConfig.model_validate(verifier)}
         settings |= {name: VerifierSettings.model_validate(raw) for name, raw in (named or {}).items()}
@@ -46,7 +47,8 @@ class VerifierService:
         self._verifiers = {name: (resolve_named(name, chosen), chosen.timeout_s) for name, chosen in settings.items()}
 
     def score(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
-        """Verdicts, one per response, in order. An exception or an unusable return value costs only its response."""
+        """Return one verdict per response, in order. An exception or an unusable return value fails its response
+        alone."""
         if task.verifier not in self._verifiers:
             known = ", ".join(name for name in self._verifiers if name) or "none"
             cause = f"task {task.task_id} asks for the verifier {task.verifier!r}, and there is {known}"
@@ -57,7 +59,7 @@ class VerifierService:
         return score_watched(partial(score_guarded, score, task), timeout_s, responses)
 
     def prove(self, tasks: Sequence[Task]) -> list[Verdict]:
-        """Whether each of ``tasks``, all of one verifier, is solved by its own answer (`ReferenceProver`), in order."""
+        """Score the reference answers of ``tasks``, all with one verifier (`ReferenceProver`); verdicts in order."""
         key = tasks[0].verifier
         if key not in self._provers:
             self._provers[key] = ReferenceProver(self._settings[key], resolve_verifier)
@@ -65,7 +67,7 @@ class VerifierService:
 
 
 def score_watched(score: Callable[[Piece], Verdict], timeout_s: float, pieces: Sequence[Piece]) -> list[Verdict]:
-    """Score one after another, each with ``timeout_s`` of its own."""
+    """Score pieces one after another, each with ``timeout_s`` of its own."""
     verdicts: list[Verdict] = []
     with Watchdog(timeout_s) as watchdog:
         for piece in pieces:
@@ -75,8 +77,8 @@ def score_watched(score: Callable[[Piece], Verdict], timeout_s: float, pieces: S
 
 
 def score_many(score: ManyScorer, timeout_s: float, task: Task, responses: Sequence[str]) -> list[Verdict]:
-    """Score responses several at once; the watchdog gives them ``timeout_s`` for each that one thread scores in a row.
-    Their verify_s is an equal part each of the time that all took."""
+    """Score several responses concurrently; the watchdog's limit is ``timeout_s`` for each response that one thread
+    scores in sequence. Each verify_s is an equal share of the total time."""
     started = time.monotonic()
     with Watchdog(timeout_s * -(-len(responses) // score.concurrency)) as watchdog:
         watchdog.restart()
@@ -88,9 +90,9 @@ def score_many(score: ManyScorer, timeout_s: float, task: Task, responses: Seque
 class Watchdog:
     """Ends the process (exit code 1, traceback on stderr) when one piece of work in its block takes too long.
 
-    ``restart`` begins a piece. Arming costs a thread, much more than scoring a short answer, so it is armed for
-    1.1 x ``timeout_s`` and armed anew only by a piece that begins more than 0.1 x ``timeout_s`` later: every piece
-    has between 1.0 and 1.1 x ``timeout_s``.
+    ``restart`` begins a piece. Arming costs a thread, much more than scoring a short answer. Hence the watchdog is
+    armed for 1.1 x ``timeout_s`` and rearmed only by a piece that begins more than 0.1 x ``timeout_s`` later: every
+    piece has between 1.0 and 1.1 x ``timeout_s``.
     """
 
     def __init__(self, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Verdicts: made of what verifiers return, applied to rollouts."""
+"""Verdicts: conversion of verifiers' return values, and application to rollouts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, SupportsFloat, cast
 import msgspec
 
 from headway.records.rollout import Failure, Rollout, Verdict
-from headway.runtime.hooks import finite_number, shown
+from headway.runtime.hooks import finite_number, quoted
 
 
 def to_verdict(result: object, judge: str = "the verifier") -> Verdict:
-    """A verifier's return value as a Verdict; one that can't be used becomes a Verdict with ``failure``, which names
-    ``judge`` as what returned it.
+    """Convert a verifier's return value to a Verdict. An unusable one becomes a Verdict with ``failure``, which names
+    ``judge`` as its source.
 
     A number counts as solved from 1 upwards; a mapping or a Verdict may say otherwise. Rewards by turn come in a
     mapping's "turn_rewards" (its reward is their sum, unless it gives one) or in a Verdict.
@@ -32,15 +32,15 @@ def to_verdict(result: object, judge: str = "the verifier") -> Verdict:
         value, solved, detail = fields.pop("reward", None), fields.pop("solved", None), fields
     else:
         value = result
-    if solved is not None and solved not in (True, False):  # NumPy's and 0 and 1 are equal to them, no text is
-        return failed_verdict(f"{judge} returned solved = {shown(solved)}: valid: true, false")
+    if solved is not None and solved not in (True, False):  # NumPy's booleans, 0 and 1 are equal to these
+        return failed_verdict(f"{judge} returned solved = {quoted(solved)}: valid: true, false")
     turn_rewards = _numbers(turns)
     if turn_rewards is None:
-        return failed_verdict(f"{judge}: turn_rewards are {shown(turns)}: a list of finite numbers is expected")
+        return failed_verdict(f"{judge}: turn_rewards are {quoted(turns)}: a list of finite numbers is expected")
     reward = sum(turn_rewards) if value is None and turn_rewards else _number(value)
     if reward is None:
         return failed_verdict(
-            f"{judge} returned {shown(result)}: expected a number, a Verdict or a dictionary with 'reward'"
+            f"{judge} returned {quoted(result)}: expected a number, a Verdict or a dictionary with 'reward'"
         )
     if not math.isfinite(reward):
         return failed_verdict(f"the reward is {reward}, not a finite number")
@@ -60,13 +60,13 @@ def to_verdict(result: object, judge: str = "the verifier") -> Verdict:
 
 
 def failed_verdict(cause: str, *, infrastructure: bool = False, detail: str = "", verify_s: float = 0.0) -> Verdict:
-    """A Verdict whose reward is not valid, failed at the boundary "reward"."""
+    """Return a Verdict without a valid reward, failed at the boundary "reward"."""
     failure = Failure(boundary="reward", cause=cause, infrastructure=infrastructure, detail=detail)
     return Verdict(reward=0.0, solved=False, verify_s=verify_s, failure=failure)
 
 
 def _number(value: object) -> float | None:
-    # anything with a float form counts (NumPy scalars, 0-d tensors); text doesn't have one
+    # all types with a float form are accepted (NumPy scalars, 0-d tensors); text doesn't have one
     if not hasattr(value, "__float__"):
         return None
     try:
@@ -76,7 +76,7 @@ def _number(value: object) -> float | None:
 
 
 def _numbers(values: Any) -> tuple[float, ...] | None:
-    """Finite numbers out of a list, a tuple or an array; None for anything else."""
+    """Return the finite numbers of a list, a tuple or an array; None for other values."""
     plain: object = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(plain, (list, tuple)):
         return None
@@ -86,14 +86,14 @@ def _numbers(values: Any) -> tuple[float, ...] | None:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy scalars and arrays as plain numbers and lists."""
+    """Convert NumPy scalars and arrays to plain numbers and lists."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a {type(value).__name__} has no JSON form")
 
 
 def apply_verdict(rollout: Rollout, verdict: Verdict, now: float) -> Rollout:
-    """``rollout`` verified at ``now`` (clock seconds). A rollout that had failed before keeps its failure.
+    """Return ``rollout`` with ``verdict``, finished at ``now`` (clock seconds). A failed rollout keeps its failure.
 
     Rewards by turn are the verdict's, one for each turn. Where only the rollout has them, the verdict's reward is added
     to the last."""
@@ -115,7 +115,7 @@ def apply_verdict(rollout: Rollout, verdict: Verdict, now: float) -> Rollout:
         solved=verdict.solved and verdict.failure is None,
         turn_ends=ends if turns else rollout.turn_ends,
         turn_rewards=turns,
-        verdict=verdict.detail | rollout.verdict,  # what its worker has said stands beside
+        verdict=verdict.detail | rollout.verdict,  # an outside worker's report is kept too
         failure=verdict.failure,
         verify_s=verdict.verify_s,
         judge_tokens=verdict.judge_tokens,

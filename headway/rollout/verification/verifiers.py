@@ -1,11 +1,11 @@
-"""Verifiers: named functions that score a response to a task, and a user's own by ``module:function``.
+"""Verifiers: named functions that score a response to a task, and users' functions by ``module:function``.
 
 A user's function is called as ``function(task, response, **parameters)`` and returns a number, a ``Verdict`` or
 ``{"reward": number, "solved": bool, ...}`` (further keys become the verdict's detail).
 
-What it raises never becomes a reward. What `is_infrastructure` says is infrastructure, as is a
-Verdict whose failure says so: the response is scored again, ``rollout.retries`` times, and then fails. Anything else
-is the verifier's own defect and fails the response at once.
+Its exceptions never become a reward. After an infrastructure failure, an exception (`is_infrastructure`) or a Verdict
+with such a failure, the response is scored again, ``rollout.retries`` times, and then fails. Any other exception is a
+defect of the verifier and fails the response at once.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from headway.tasks.sources import build_generator
 
 
 def resolve_verifier(verifier: VerifierSettings) -> Scorer:
-    """The scorer that ``verifier`` names, with its parameters bound.
+    """Return the scorer that ``verifier`` names, with its parameters bound.
 
-    Raises ConfigurationError: an unknown name (with the nearest), a module or function that can't be imported
-    (with the reason), an unknown or invalid parameter.
+    Raises ConfigurationError for an unknown name (with the nearest), a module or function that can't be imported
+    (with the reason), and an unknown or invalid parameter.
     """
     name, parameters = verifier.name, verifier.parameters
     builder = VERIFIERS.get(name)
@@ -60,8 +60,8 @@ def resolve_verifier(verifier: VerifierSettings) -> Scorer:
 
 
 def resolve_named(key: str, verifier: VerifierSettings) -> Scorer:
-    """The scorer of a verifier that tasks or pruners choose by ``key`` (``Task.verifier``; "": the experiment's own).
-    Raises as `resolve_verifier`, with the key of that verifier in the place of [verifier]."""
+    """Return the scorer of a verifier that tasks or pruners choose by ``key`` (``Task.verifier``; "": the experiment's
+    own). Raises as `resolve_verifier`, with the key of that verifier in the place of [verifier]."""
     try:
         return resolve_verifier(verifier)
     except ConfigurationError as error:
@@ -72,16 +72,16 @@ def resolve_named(key: str, verifier: VerifierSettings) -> Scorer:
 
 
 def _require_parameters(
-    name: str, function: Callable[..., object], given: tuple[object, ...], parameters: Mapping[str, Any]
+    name: str, function: Callable[..., object], leading_arguments: tuple[object, ...], parameters: Mapping[str, Any]
 ) -> None:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return  # a built-in without a signature: the first call will tell
+        return  # a built-in without a signature: the first call checks it
     try:
-        signature.bind(*given, **parameters)
+        signature.bind(*leading_arguments, **parameters)
     except TypeError as error:
-        names = list(signature.parameters)[len(given) :]
+        names = list(signature.parameters)[len(leading_arguments) :]
         valid = ", ".join(names) or "none"
         raise ConfigurationError(
             f"verifier.parameters = {dict(parameters)} don't fit {name!r}: {error}; valid: {valid}"
@@ -92,24 +92,24 @@ def _require_parameters(
 
 
 def exact(*, extract: Extract = "all", strip: bool = True) -> Scorer:
-    """1 when the extracted answer equals ``task.answer`` (both stripped of outer blanks with ``strip``, accents
+    """Score 1 when the extracted answer equals ``task.answer`` (both stripped of outer blanks with ``strip``, accents
     composed or not), else 0. A task without an answer fails the response: an empty response would be right."""
 
     def composed(text: str) -> str:
         return unicodedata.normalize("NFC", text.strip() if strip else text)
 
     def score(task: Task, response: str) -> float:
-        wanted = composed(task.answer)
-        if not wanted:
+        reference = composed(task.answer)
+        if not reference:
             raise ValueError(f"task {task.task_id} has no answer to compare with")
-        found = extract_answer(response, extract)
-        return float(found is not None and composed(found) == wanted)
+        answer = extract_answer(response, extract)
+        return float(answer is not None and composed(answer) == reference)
 
     return score
 
 
 def numeric(*, extract: Extract = "all", marker: str = "", tolerance: NonNegativeNumber = 0.0) -> Scorer:
-    """1 when the last number of the extracted answer is within ``tolerance`` of ``task.answer``, else 0.
+    """Score 1 when the last number of the extracted answer is within ``tolerance`` of ``task.answer``, else 0.
 
     With ``marker`` (for example "####" or "=") the first number after the marker's last occurrence counts.
     """
@@ -118,19 +118,19 @@ def numeric(*, extract: Extract = "all", marker: str = "", tolerance: NonNegativ
         reference = only_number(task.answer)
         if reference is None:
             raise ValueError(f"task {task.task_id}: its answer {task.answer!r} is not a number (exactly one is needed)")
-        found = extract_answer(response, extract)
-        number = None if found is None else last_number(found, marker)
+        answer = extract_answer(response, extract)
+        number = None if answer is None else last_number(answer, marker)
         return float(number is not None and close(number, reference, tolerance))
 
     return score
 
 
 def regex(*, pattern: str, group: int | str | None = None, extract: Extract = "all") -> Scorer:
-    """1 when ``group`` of the last match of ``pattern`` equals ``task.answer`` (outer blanks stripped), else 0.
+    """Score 1 when ``group`` of the last match of ``pattern`` equals ``task.answer`` (outer blanks stripped), else 0.
 
     ``group`` defaults to the first group, or to the whole match when the pattern has none. Where the task has no
-    answer, a match is enough. Flags go into the pattern: ``(?s)``, ``(?i)``. A pattern that holds ``think>`` asks for
-    the layout, and is matched against the reasoning too.
+    answer, a match is enough. Flags go into the pattern: ``(?s)``, ``(?i)``. A pattern with ``think>`` checks the
+    layout, and is matched against the reasoning too.
     """
     compiled = _compiled(pattern)
     chosen = group if group is not None else min(1, compiled.groups)
@@ -149,9 +149,9 @@ def regex(*, pattern: str, group: int | str | None = None, extract: Extract = "a
 
 
 def reasoning_gym(*, extract: Extract = "all") -> Scorer:
-    """The reward of the task's own generator (0 to 1, its partial credit included) for the stripped answer.
+    """Score the stripped answer by the task's own generator (0 to 1, with partial credit).
 
-    Needs tasks of ``source = "reasoning-gym"``; their metadata carries the generator's name and the whole entry.
+    The tasks must be of ``source = "reasoning-gym"``; their metadata has the generator's name and the whole entry.
     """
     if importlib.util.find_spec("reasoning_gym") is None:
         needs = "verifier.name = 'reasoning-gym' needs the package reasoning-gym"
@@ -176,14 +176,14 @@ def reasoning_gym(*, extract: Extract = "all") -> Scorer:
 
 
 def weighted(*, parts: list[dict[str, Any]], solved_by: str = "") -> Scorer:
-    """The weighted sum of other verifiers' rewards.
+    """Score by the weighted sum of other verifiers' rewards.
 
     ``parts``: tables of ``name``, ``parameters``, ``weight`` (default 1, may be negative) and ``label`` (default: the
-    name). ``solved_by``: the label of the part that says whether the task is solved; default: the first.
+    name). ``solved_by``: the label of the part that decides whether the task is solved; default: the first.
     """
     if not parts:
         raise ConfigurationError(f"verifier.parameters.parts = {parts!r}: a list of tables is needed")
-    built = tuple(_part(given, f"verifier.parameters.parts[{index}]") for index, given in enumerate(parts))
+    built = tuple(_part(raw_part, f"verifier.parameters.parts[{index}]") for index, raw_part in enumerate(parts))
     labels = [part.label for part in built]
     if len(set(labels)) < len(labels):
         raise ConfigurationError(f"verifier.parameters.parts: {labels}: give those of equal name a 'label' each")
@@ -202,16 +202,16 @@ class _PartSettings(Section):
     label: str = ""
 
 
-def _part(given: object, where: str) -> Part:
+def _part(raw_part: object, key_path: str) -> Part:
     try:
-        part = _PartSettings.model_validate(given)
+        part = _PartSettings.model_validate(raw_part)
         settings = VerifierSettings(name=part.name, parameters=part.parameters)
         scorer = resolve_verifier(settings.model_copy(update={"timeout_s": math.inf}))
     except ValidationError as error:
         valid = ", ".join(_PartSettings.model_fields)
-        raise ConfigurationError(f"{explained(error, where)}; valid: {valid}") from None
+        raise ConfigurationError(f"{explained(error, key_path)}; valid: {valid}") from None
     except ConfigurationError as error:
-        raise ConfigurationError(f"{where}.{str(error).removeprefix('verifier.')}") from None
+        raise ConfigurationError(f"{key_path}.{str(error).removeprefix('verifier.')}") from None
     return Part(label=part.label or part.name, scorer=scorer, weight=part.weight)
 
 

@@ -1,4 +1,4 @@
-"""A verifier of several parts, whose reward is the weighted sum of theirs."""
+"""A verifier whose reward is the weighted sum of other verifiers' rewards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headway.rollout.verification.verdicts import failed_verdict
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A verifier of the sum, with its weight."""
+    """A verifier in the sum, with its weight."""
 
     label: str
     scorer: Scorer
@@ -25,15 +25,15 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightedScorer:
-    """Scores with every part: reward = sum of weight x the part's reward; solved: what the part ``solved_by`` says.
+    """Scores with every part: the reward is the sum of weight x the part's reward; the part ``solved_by`` sets solved.
 
-    A part that fails fails the response, infrastructure failures included: there is no sum without it. Rewards by turn
-    are summed turn by turn, and must then come from every part.
+    The failure of a part, infrastructure failures included, fails the response: there is no sum without it. Rewards by
+    turn are summed turn by turn, and must then come from every part.
     """
 
     parts: tuple[Part, ...]
     solved_by: str
-    concurrency: int = 1  # as far as is known here: parts may do more
+    concurrency: int = 1  # a lower bound: parts may score more responses at once
 
     @property
     def longest_s(self) -> float:
@@ -43,7 +43,7 @@ class WeightedScorer:
         return self.score_all(task, (response,))[0]
 
     def score_all(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
-        """Verdicts, one per response, in order; parts that can score several responses at once do so."""
+        """Return one verdict per response, in order; parts that can score several responses at once do so."""
         by_part = [score_each(part.scorer, task, responses) for part in self.parts]
         return [self._sum([verdicts[i] for verdicts in by_part]) for i in range(len(responses))]
 

@@ -63,7 +63,7 @@ class Agent:
         self._ended: asyncio.Future[tuple[str, bool]] = asyncio.get_running_loop().create_future()
 
     async def serve(self, sock: socket.socket, clock: Clock) -> tuple[str, bool]:
-        """Serve the orchestrator at the other end of ``sock``. Returns why that has ended, and whether it was meant."""
+        """Serve the orchestrator at the other end of ``sock``. Returns why that ended, and whether the run is over."""
         events: BoundedQueue[Any] = BoundedQueue(1, "orchestrator.events", clock)
         self._link = link = Link("orchestrator", sock, events, self._lost, self._lost, serves=self)
         link.watch(
@@ -108,7 +108,7 @@ class Agent:
         sock, _ = await dial(self._address, self._key, hello, self._orphan_s, encrypted=self._encrypted)
         with sock:
             sock.setblocking(True)
-            # The worker ends itself when it hears nothing for so long, whatever became of this agent.
+            # The worker ends itself when it receives nothing for so long, regardless of this agent's fate.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, TIMEVAL.pack(int(self._orphan_s), 0))
             shared = bool(order.log) and Path(order.log).parent.is_dir()
             log = order.log if shared else self._scratch / "logs" / f"{order.worker}.log"
@@ -131,7 +131,7 @@ class Agent:
         return await asyncio.to_thread(ConditionsReader(self._scratch, self._name).read, len(self._processes))
 
     async def end(self, over: bool = True) -> None:
-        """End: the run is ``over``; else only a check of it is, and the agent waits for the run."""
+        """End the service: the run is ``over``; False: only a check of it is, and the agent waits for the run."""
         if not self._ended.done():
             self._ended.set_result(("the run is over" if over else "the check is over; waiting for the run", over))
 
@@ -166,7 +166,7 @@ async def run_agent(
     *,
     offers: tuple[str, ...] = (),
     give_up_s: float = 600.0,
-    say: Any = print,
+    report: Any = print,
     clock: Clock | None = None,
 ) -> None:
     """Join the run at ``address`` as node ``name`` and serve it to its end; join again when the orchestrator was lost.
@@ -190,17 +190,17 @@ async def run_agent(
                 failures += 1
                 encrypted = False
                 if failures == 1:
-                    say(f"{error}; retrying for {give_up_s:g} s")
+                    report(f"{error}; retrying for {give_up_s:g} s")
                 await clock.sleep(backoff_s(failures, _FIRST_PAUSE_S, _LONGEST_PAUSE_S))
                 continue
             outlast(sock, verdict.orphan_s)
             failures = 0
-            say(f"joined the run at {address} as {name}, epoch {verdict.epoch}")
+            report(f"joined the run at {address} as {name}, epoch {verdict.epoch}")
             agent = Agent(
                 name, address, key, verdict.epoch, verdict.orphan_s, scratch, offers=offers, encrypted=encrypted
             )
             reason, meant = await agent.serve(sock, clock)
-            say(reason)
+            report(reason)
             if meant:
                 return
             since_s = clock.now()

@@ -86,7 +86,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def machine_memory() -> tuple[int, int] | None:
-    """(in all, available) bytes of main memory; a container's limit where that is less. None: can't be told."""
+    """Total and available bytes of main memory; a container's limit where that is less. None: unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -1,9 +1,9 @@
-"""Encrypted connections between machines: TLS under the links, which notice nothing of it.
+"""Encrypted connections between machines: TLS below the links, which it doesn't change.
 
 An `ssl` object belongs to one process and one thread, where links are handed to workers' processes and are read and
 written by threads of their own. So a relay, a thread for each connection, carries bytes between the TLS connection and
-a socket pair; who uses the connection holds the pair's other end. The certificate is the run's own and nobody signs it:
-its digest is part of what both ends prove by the run's key (`handshake`), so that a man in the middle is refused.
+a socket pair; the user of the connection holds the pair's other end. The certificate is the run's own and unsigned: its
+digest is part of what both ends prove by the run's key (`handshake`), so that a man in the middle is refused.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class EncryptedSocket(socket.socket):
 
 
 def make_certificate() -> str:
-    """A new certificate with its key, as PEM, by the `openssl` program: Python's ssl makes none, and a package for this
-    one file would be one more to trust. Raises ConfigurationError."""
+    """Make a certificate with its key, as PEM, by the `openssl` program: Python's ssl makes none, and a package for it
+    would be one more to trust. Raises ConfigurationError."""
     with tempfile.TemporaryDirectory() as folder:  # of mode 0700
         files = Path(folder, "key.pem"), Path(folder, "certificate.pem")
         command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
@@ -68,9 +68,9 @@ class ServerEncryption:
         self._binding = _digest(ssl.PEM_cert_to_DER_cert(public.strip()))
 
     async def encrypted(self, sock: socket.socket) -> EncryptedSocket | None:
-        """The encrypted connection that begins on ``sock``; None when what begins there isn't one. Raises
+        """Accept the encrypted connection that begins on ``sock``; None when the client's isn't encrypted. Raises
         ConnectionRefused."""
-        await _ready(sock, write=False)
+        await _wait_until_ready(sock, write=False)
         try:
             first = sock.recv(len(_TLS_HANDSHAKE), socket.MSG_PEEK)
         except OSError as error:
@@ -86,7 +86,7 @@ async def encrypted_client(sock: socket.socket) -> EncryptedSocket:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # nobody signed it: the handshake that follows proves it by the run's key
+    context.verify_mode = ssl.CERT_NONE  # it is unsigned: the handshake that follows proves it by the run's key
     outer = await _handshake(context, sock, server=False)
     certificate = outer.getpeercert(binary_form=True)
     assert certificate is not None
@@ -108,9 +108,9 @@ async def _handshake(context: ssl.SSLContext, sock: socket.socket, *, server: bo
                 outer.do_handshake()
                 return outer
             except ssl.SSLWantReadError:
-                await _ready(outer, write=False)
+                await _wait_until_ready(outer, write=False)
             except ssl.SSLWantWriteError:
-                await _ready(outer, write=True)
+                await _wait_until_ready(outer, write=True)
     except OSError as error:
         outer.close()
         raise ConnectionRefused(f"no encryption: {error}") from None
@@ -119,7 +119,7 @@ async def _handshake(context: ssl.SSLContext, sock: socket.socket, *, server: bo
         raise
 
 
-async def _ready(sock: socket.socket, write: bool) -> None:
+async def _wait_until_ready(sock: socket.socket, write: bool) -> None:
     """Wait until a socket can be read, or written."""
     loop = asyncio.get_running_loop()
     ready = loop.create_future()
@@ -195,14 +195,14 @@ class _Direction:
 
 def _relay(outer: ssl.SSLSocket, inner: socket.socket) -> None:
     """Carry bytes until one side ends; what it sent last still arrives, also where it ended before it read the rest."""
-    arriving, leaving = ways = _Direction(outer, inner), _Direction(inner, outer)
+    inbound, outbound = ways = _Direction(outer, inner), _Direction(inner, outer)
     poll = select.poll()
     with outer, inner:
         try:
             while not all(way.done for way in ways) and not any(way.done and not way.cut for way in ways):
-                if arriving.move() | leaving.move():
+                if inbound.move() | outbound.move():
                     continue
-                for sock, source, target in ((outer, arriving, leaving), (inner, leaving, arriving)):
+                for sock, source, target in ((outer, inbound, outbound), (inner, outbound, inbound)):
                     mask = (0 if source.holds or source.ended else select.POLLIN) | (
                         select.POLLOUT if target.holds else 0
                     )
@@ -210,7 +210,7 @@ def _relay(outer: ssl.SSLSocket, inner: socket.socket) -> None:
                     if not mask:  # a closed end would wake it again and again
                         poll.unregister(sock)
                 poll.poll()
-            if leaving.ended:  # closed at once, with bytes unread, the connection would lose what was sent last
+            if outbound.ended:  # closed at once, with bytes unread, the connection would lose what was sent last
                 outer.shutdown(socket.SHUT_WR)
                 outer.settimeout(_LINGER_S)
                 while outer.recv(BLOCK_BYTES):

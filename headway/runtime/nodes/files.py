@@ -1,4 +1,4 @@
-"""Files of a node that workers read by path: whether they are the orchestrator's, and a cache for those that it lacks.
+"""Files of a node that workers read by path: comparison with the orchestrator's, and a cache for missing folders.
 
 The cache is addressed by content: a folder is kept under the digest of all its names and bytes, so that a second run
 finds it.
@@ -34,14 +34,14 @@ _LARGEST_HEADER_BYTES = 100 << 20  # of a safetensors file, as its format says
 def file_digests(folder: Path, *, deep: bool = False) -> dict[str, str]:
     """Size and digest of each file below ``folder``, by its name there: of its first bytes, its safetensors header and
     samples; ``deep``: of every byte. Raises OSError."""
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for name in file_names(folder):
         path = folder / name
         size = path.stat().st_size
         with open(path, "rb") as file:
-            digest = _whole(file) if deep else _sampled(file, size, path.suffix == ".safetensors")
-        found[name] = f"{size} bytes, {digest}"
-    return found
+            digest = _full_digest(file) if deep else _sampled_digest(file, size, path.suffix == ".safetensors")
+        digests[name] = f"{size} bytes, {digest}"
+    return digests
 
 
 def file_names(folder: Path) -> list[str]:
@@ -71,14 +71,14 @@ def folder_digest(deep: dict[str, str]) -> str:
     return xxhash.xxh3_128_hexdigest("\n".join(f"{name}: {digest}" for name, digest in sorted(deep.items())).encode())
 
 
-def _whole(file: BinaryIO) -> str:
+def _full_digest(file: BinaryIO) -> str:
     state = xxhash.xxh3_128()
     while block := file.read(_BLOCK_BYTES):
         state.update(block)
     return state.hexdigest()
 
 
-def _sampled(file: BinaryIO, size: int, safetensors: bool) -> str:
+def _sampled_digest(file: BinaryIO, size: int, safetensors: bool) -> str:
     state = xxhash.xxh3_128(file.read(_HEAD_BYTES))
     if safetensors:
         file.seek(0)
@@ -91,7 +91,7 @@ def _sampled(file: BinaryIO, size: int, safetensors: bool) -> str:
 
 
 class FilesService:
-    """The worker object that looks at a node's files, and keeps copies of folders that aren't there."""
+    """The worker object that checks a node's files, and keeps copies of folders that the node lacks."""
 
     def __init__(self, context: WorkerContext, *, cache: str = "") -> None:
         """``cache``: folder of the copies; default: ``headway`` in the user's cache folder."""
@@ -104,28 +104,28 @@ class FilesService:
         return file_digests(Path(folder), deep=deep) if Path(folder).is_dir() else None
 
     def problems(self, modules: dict[str, str], marker: str) -> dict[str, str]:
-        """Why a user's module of ``modules`` (by its key) isn't found here, by key; and of ``run.directory``, why
-        ``marker``, a file of the orchestrator's in it, isn't; empty: it isn't looked for."""
-        found: dict[str, str] = {}
+        """Return by key why a user's module of ``modules`` (by its key) isn't found here, and for ``run.directory`` why
+        ``marker``, a file of the orchestrator in it, isn't found or its folder not writable; "": it isn't checked."""
+        problems: dict[str, str] = {}
         for key, name in modules.items():
             try:
                 require_module(name, key, ())
             except ConfigurationError as error:
-                found[key] = str(error)
+                problems[key] = str(error)
         folder = Path(marker).parent
         if marker and not (Path(marker).is_file() and os.access(folder, os.W_OK)):
-            found["run.directory"] = (
+            problems["run.directory"] = (
                 f"{folder} isn't the orchestrator's or can't be written to, as a trainer there must"
             )
-        return found
+        return problems
 
     @staticmethod
     def copy_problem(folder: str) -> str:
-        """Why the copy of the books can't be kept in ``folder`` of this machine; empty: it can."""
+        """Return why the copy of the accounting can't be kept in ``folder`` of this machine; "" where it can."""
         path = Path(folder).absolute()
-        place = next(each for each in (path, *path.parents) if each.exists())
-        if not (place.is_dir() and os.access(place, os.W_OK)):
-            return f"{place} is no folder that can be written to"
+        ancestor = next(parent for parent in (path, *path.parents) if parent.exists())
+        if not (ancestor.is_dir() and os.access(ancestor, os.W_OK)):
+            return f"{ancestor} is no folder that can be written to"
         kind = network_file_system(path)
         return f"{folder} is on a network file system ({kind}), where SQLite's log isn't safe" if kind else ""
 
@@ -135,13 +135,13 @@ class FilesService:
         return str(path) if path.is_dir() else ""
 
     def begin(self, digest: str) -> None:
-        """Begin a copy; what a killed sender left of one is removed. Raises OSError."""
+        """Begin a copy, and remove an unfinished one of a killed sender. Raises OSError."""
         self._cache.mkdir(parents=True, exist_ok=True)
         self.close()
         self._partial = ScratchFolder(f"partial-{digest}-", directory=self._cache)
 
     def store(self, name: str, part: bytes | memoryview) -> None:
-        """Append to a file of the copy. Raises OSError, with nothing left of the copy, when there is no room."""
+        """Append to a file of the copy. Raises OSError when the disk is full; the copy is then removed."""
         parts = PurePosixPath(name)
         if self._partial is None or parts.is_absolute() or ".." in parts.parts:
             raise ConfigurationError(f"no copy was begun, or {name!r} lies outside it")
@@ -158,10 +158,10 @@ class FilesService:
         """Verify the copy that was stored, and keep it; returns its path. Raises CheckpointCorrupt."""
         if self._partial is None:
             raise ConfigurationError("no copy was begun")
-        found = folder_digest(file_digests(self._partial.path, deep=True))
-        if found != digest:
+        received = folder_digest(file_digests(self._partial.path, deep=True))
+        if received != digest:
             self.close()
-            raise CheckpointCorrupt(f"the copy has digest {found} where {digest} was sent")
+            raise CheckpointCorrupt(f"the copy has digest {received} where {digest} was sent")
         path = self._cache / digest
         if not path.is_dir():  # else another sender was quicker
             self._partial.path.chmod(0o755)
@@ -170,7 +170,7 @@ class FilesService:
         return str(path)
 
     def close(self) -> None:
-        """Remove what was begun and not finished."""
+        """Remove an unfinished copy."""
         if self._partial is not None:
             self._partial.remove()
             self._partial = None

@@ -2,10 +2,10 @@
 
 Before it is done, nothing that arrives is unpickled: messages are short JSON records behind a length of two bytes. The
 client, which connected, sends a `Hello`; the server answers with a `Challenge`; the client proves the key; the server's
-`Admission` admits it or says why not. Each proof is HMAC-SHA256 by the key over all bytes exchanged so far: both ends'
-fresh nonces are among them, so that a recorded handshake is worth nothing, and the certificate of an encrypted
-connection, so that nobody in the middle can relay it. It keeps out who doesn't know the key; what follows is only as
-secret as the connection.
+`Admission` admits it or says why not. Each proof is HMAC-SHA256 by the key over all bytes exchanged so far. These
+include both ends' fresh nonces, so that a recorded handshake is useless, and the certificate of an encrypted
+connection, so that a man in the middle can't relay it. The handshake keeps out clients that don't know the key; the
+traffic that follows is only as secret as the connection.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
 
 def software() -> dict[str, str]:
     """The versions that must be the same on all machines of a run."""
-    found = {"python": ".".join(platform.python_version_tuple()[:2])}
+    versions = {"python": ".".join(platform.python_version_tuple()[:2])}
     for package in ("headway", "torch", "llguidance"):  # the latter reads grammars for engines and for the trainer
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package).split("+")[0]
-    return found
+            versions[package] = importlib.metadata.version(package).split("+")[0]
+    return versions
 
 
 def make_key() -> str:

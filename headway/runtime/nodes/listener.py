@@ -1,4 +1,4 @@
-"""A port that other machines of the run connect to: clients are admitted once they have proved the run's key."""
+"""The port to which other machines of the run connect; clients are admitted once they have proved the run's key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 
 from headway.records.errors import ConfigurationError, HeadwayError
-from headway.runtime.addresses import listening, split_address
+from headway.runtime.addresses import listening_socket, split_address
 from headway.runtime.nodes.encryption import ServerEncryption
 from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, Hello, NotAdmitted, admit, authenticate, require_tls
 from headway.runtime.supervision import cancel_all
@@ -55,13 +55,13 @@ class Listener:
 
     @property
     def address(self) -> str:
-        """Where it listens, with the port that the system chose for port 0."""
+        """The address at which it listens, with the port that the system chose for port 0."""
         assert self._socket is not None
         return f"{split_address(self._address)[0]}:{self._socket.getsockname()[1]}"
 
     async def open(self) -> None:
         """Begin to listen. Raises ConfigurationError where that isn't possible."""
-        listener = listening(self._address, "cluster.address")
+        listener = listening_socket(self._address, "cluster.address")
         self._socket = listener
         self._accepting = asyncio.create_task(self._accept(listener), name="listener")
 
@@ -109,8 +109,8 @@ class Listener:
         except TimeoutError:
             self._refused(f"{peer} connects, then is silent for {HANDSHAKE_S:g} s: a firewall, or no node of Headway")
         except Exception as error:  # the boundary to a peer: refused, lost while it was taken, or it answers nonsense
-            what = str(error) if isinstance(error, HeadwayError) else f"{type(error).__name__}: {error}"
-            self._refused(f"{peer}: {what}")
+            cause = str(error) if isinstance(error, HeadwayError) else f"{type(error).__name__}: {error}"
+            self._refused(f"{peer}: {cause}")
         finally:
             if not taken:
                 with contextlib.suppress(OSError):
@@ -124,7 +124,7 @@ class Listener:
             if times := self._refusals.pop(old, 0):
                 self._on_refusal(f"{old} ({times} more times)")
         if cause not in self._reported_s and len(self._reported_s) >= _MOST_CAUSES:
-            cause = "connections refused for other reasons"  # who invents causes must fill neither memory nor log
+            cause = "connections refused for other reasons"  # a client that invents causes must fill no memory or log
         if cause in self._reported_s:
             self._refusals[cause] += 1
         else:
@@ -144,11 +144,11 @@ async def listen_on_first(
     """A `Listener` on the first port that is free. Raises ConfigurationError where none is."""
     reason = ""
     for port in ports:
-        found = Listener(f"{host}:{port}", key, epoch, on_client, on_refusal, certificate)
+        listener = Listener(f"{host}:{port}", key, epoch, on_client, on_refusal, certificate)
         try:
-            await found.open()
+            await listener.open()
         except ConfigurationError as error:
             reason = str(error)
         else:
-            return found
+            return listener
     raise ConfigurationError(f"cluster.port_range {ports[0]}-{ports[-1]}: none is free ({reason})")

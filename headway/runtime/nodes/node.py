@@ -79,15 +79,15 @@ class NodeProcess:
 class Node:
     """A node that has joined.
 
-    Lifecycle: *joined* -> *lost* (no heartbeat for ``orphan_s``, its connection broke) or *left* (it was told to
-    end). Its processes have ended then, by their own clocks at the latest.
+    Lifecycle: *joined* -> *lost* (no heartbeat for ``orphan_s``, or its connection broke) or *left* (the run ended it).
+    Its processes have ended then, by their own clocks at the latest.
     """
 
     def __init__(self, sock: socket.socket, name: str, peer: str, clock: Clock, on_lost: Callable[[Node, str], None]):
         self.name = name
         self.peer = peer  # its address as seen from here
         self.facts: NodeFacts | None = None
-        self.conditions: NodeConditions | None = None  # the last ones it told
+        self.conditions: NodeConditions | None = None  # the last ones it reported
         self.clock_offset_s = 0.0  # to be added to its monotonic clock to get ours
         self.clock_uncertainty_s = 0.0
         self.time_offset_s = 0.0  # by which its system clock (Unix time) is ahead of ours
@@ -166,8 +166,8 @@ class Node:
             await self.call("kill", pid)
 
     async def leave(self, over: bool = True) -> None:
-        """Tell the agent that the run is ``over``, or only a check of it; one that can't be reached finds that out by
-        itself."""
+        """Notify the agent that the run is ``over``, or only a check of it. An agent that can't be reached ends by its
+        own clock."""
         if self.reachable:
             with contextlib.suppress(NodeLost, RemoteError, TimeoutError):
                 await self.call("end", over)

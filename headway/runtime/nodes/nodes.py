@@ -1,4 +1,4 @@
-"""The nodes of a run: who has joined, who is lost, and the launcher of workers on them."""
+"""The nodes of a run, joined and lost ones, and the launcher of workers on them."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Nodes:
     ) -> None:
         """``environment``: of all workers on other nodes. ``local`` starts the workers of this machine. ``return_s``: a
         worker's start waits so long for a node that isn't there. ``certificate``: with its key, as PEM, of encrypted
-        connections; empty: they aren't. ``keep_agents``: at its end they are told to wait for the run, not that it is
-        over."""
+        connections; empty: they aren't. ``keep_agents``: at the end agents are kept waiting for the run instead of
+        ended."""
         self.joined: dict[str, Node] = {}
         self._epoch = epoch
         self._clock = clock
@@ -64,7 +64,7 @@ class Nodes:
         self._orphan_s = orphan_s
         self._return_s = return_s
         self._on_offer: Callable[[str], Awaitable[object]] | None = None
-        self._own: NodeConditions | None = None
+        self._local_conditions: NodeConditions | None = None
         self._offers: set[asyncio.Task[None]] = set()
         self._environment = dict(environment or {})
         self._on_event = on_event
@@ -78,7 +78,7 @@ class Nodes:
 
     @property
     def address(self) -> str:
-        """Where nodes connect to."""
+        """The address to which nodes connect."""
         return self._listener.address
 
     async def __aenter__(self) -> Nodes:
@@ -109,7 +109,7 @@ class Nodes:
 
     def conditions(self) -> list[NodeConditions]:
         """The last known conditions of this machine and of every node."""
-        known = [self._own, *(node.conditions for node in self.joined.values())]
+        known = [self._local_conditions, *(node.conditions for node in self.joined.values())]
         return [conditions for conditions in known if conditions is not None]
 
     def take_offers(self, take: Callable[[str], Awaitable[object]]) -> None:
@@ -201,7 +201,7 @@ class Nodes:
         try:
             facts = await node.inquire()
         finally:  # of a time-out too: a socket closed under its link would still be watched
-            if self._closing:  # the others have been told already
+            if self._closing:  # the others have been notified already
                 await node.leave(not self._keep_agents)
             elif node.facts is None:
                 node.give_up("did not describe itself")
@@ -220,13 +220,13 @@ class Nodes:
         self._take_devices(node)
 
     def _take_devices(self, node: Node) -> None:
-        """Begin to take the devices that a node offers, if somebody takes any."""
+        """Begin to take the devices that a node offers, if offers are taken."""
         if self._on_offer is None or node.facts is None:
             return
         for device in node.facts.offers:
-            spawn(self._offers, self._taken(self._on_offer(f"{node.name}/{device}")), f"take {device}")
+            spawn(self._offers, self._join_device(self._on_offer(f"{node.name}/{device}")), f"take {device}")
 
-    async def _taken(self, taking: Awaitable[object]) -> None:
+    async def _join_device(self, taking: Awaitable[object]) -> None:
         try:
             await taking
         except (HeadwayError, OSError) as error:  # a model's file that can't be read here, say
@@ -236,7 +236,7 @@ class Nodes:
         """Read this machine's own conditions every few seconds."""
         reader = ConditionsReader(Path(tempfile.gettempdir()))
         while True:
-            self._own = await asyncio.to_thread(reader.read)
+            self._local_conditions = await asyncio.to_thread(reader.read)
             await self._clock.sleep(CONDITIONS_EVERY_S)
 
     def _lose(self, node: Node, reason: str) -> None:

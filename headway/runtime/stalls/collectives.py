@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Collectives:
-    """Counts the collectives that a rank enters, so that a look at all ranks shows which one is missing.
+    """Counts the collectives that a rank enters, so that comparing all ranks shows which one is missing.
 
     Example: rank 1 is in its 42nd, rank 0 has entered 41 and is in none: rank 1 waits for rank 0.
     """
@@ -26,7 +26,7 @@ class Collectives:
 
     @contextmanager
     def inside(self, name: str) -> Iterator[None]:
-        """The block waits for the other ranks."""
+        """Count the block as a collective operation, in which this rank waits for the others."""
         self.name, self.entered, self._since_s = name, self.entered + 1, time.monotonic()
         try:
             yield

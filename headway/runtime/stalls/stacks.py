@@ -29,9 +29,9 @@ _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
-def shortened(path: str) -> str:
-    """A source file's path as people name it: "headway/…" in this package, "<library>/…" in what is installed, or from
-    the user's folder on. Places decide, not names of folders: a checkout or a project may be called headway too."""
+def short_path(path: str) -> str:
+    """Shorten a source file's path: "headway/…" in this package, "<library>/…" in installed ones, else from the user's
+    folder on. Locations decide, not names of folders: a checkout or a project may be called headway too."""
     for package in _PACKAGE:
         if path.startswith(f"{package}/"):
             return f"headway{path[len(package) :]}"
@@ -39,7 +39,7 @@ def shortened(path: str) -> str:
     if folders := [folder for folder in (_STANDARD, *installed) if path.startswith(f"{folder}/")]:
         return f"<library>{path[len(max(folders, key=len)) :]}"
     parts = path.split("/")
-    first = next((at for at in range(len(parts) - 2, 0, -1) if parts[at] != "headway"), 0)
+    first = next((index for index in range(len(parts) - 2, 0, -1) if parts[index] != "headway"), 0)
     return "/".join(parts[first:])
 
 
@@ -57,7 +57,7 @@ def thread_stacks(skip: tuple[str, ...] = ()) -> list[Stack]:
 
 
 def task_stacks(loop: asyncio.AbstractEventLoop) -> list[Stack]:
-    """Stacks of the tasks of a loop, which may run in another thread: what each awaits stands last."""
+    """Stacks of the tasks of a loop, which may run in another thread, with the awaited frame last."""
     import asyncio  # a worker without a loop doesn't load it
 
     stacks = [Stack(of=f"task {task.get_name()}", frames=_awaited(task.get_coro())) for task in asyncio.all_tasks(loop)]
@@ -79,7 +79,7 @@ def parse_dump(text: str) -> list[Stack]:
             finish()
             name, frames = f"thread {thread[1].lstrip('0')}", []
         elif name and (frame := _FRAME.match(line)) is not None:
-            frames.append(f"{shortened(frame[1])}:{frame[2]} {frame[3]}")
+            frames.append(f"{short_path(frame[1])}:{frame[2]} {frame[3]}")
     finish()
     if stacks:
         stacks.insert(0, Stack(of="main", frames=stacks.pop().frames))
@@ -87,9 +87,9 @@ def parse_dump(text: str) -> list[Stack]:
 
 
 def dump_of(pid: int, log: Path) -> tuple[bool, str]:
-    """Have a process of this machine write the stacks of its threads to its ``log``; returns whether it is stopped
-    instead, by a signal or a debugger, and what it wrote: "" where nothing comes for 1.5 s. One that isn't prepared
-    for that is left alone. Blocks."""
+    """Make a process of this machine write the stacks of its threads to its ``log``. Returns whether it is stopped
+    instead, by a signal or a debugger, and the text written: "" where none comes for 1.5 s, and for a process without
+    a handler of the signal. Blocks."""
     try:
         status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         if status["State"][:1] in "Tt":
@@ -130,4 +130,4 @@ def _awaited(coroutine: Any) -> tuple[str, ...]:
 
 
 def _line(frame: FrameType) -> str:
-    return f"{shortened(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}"
+    return f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}"

@@ -1,4 +1,4 @@
-"""A register of what a process waits for, and the workers whose status can be asked for."""
+"""A register of a process's open waits, and the workers whose status can be inspected."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class InspectableWorker(Protocol):
 
 
 class Waits:
-    """The waits that are open, and how long those took that ended well.
+    """The open waits, and the durations of those that ended without an error.
 
     Costs two dictionary operations and two readings of the clock for each wait: nothing is done per token.
 
@@ -68,5 +68,5 @@ class Waits:
         return [Wait(kind=k, owner=o, waiter=w, since_s=s) for k, o, w, s in list(self._open.values())]
 
     def take_durations(self) -> list[tuple[str, float]]:
-        """How long waits took that have ended well since the last call."""
+        """The durations of waits that have ended without an error since the last call."""
         return [self.durations.popleft() for _ in range(len(self.durations))]

@@ -1,11 +1,11 @@
 """Sandboxes in containers of a Docker daemon. Needs the package aiodocker (`pip install 'headway[docker]'`).
 
 A container's command is our own first process (`guest/entry.py`), which brings its Python along: an image needs none.
-The owner talks to it over the container's input and output, in the same frames as a local sandbox. When the owner has
+The owner exchanges frames with it over the container's input and output, as with a local sandbox. When the owner has
 died the daemon closes that input, the first process ends, and the daemon removes the container.
 
 Docker makes the namespaces, the limits and the read-only root; the first process adds our filter of system calls and
-ends commands. Only `guest.entry.PLACES` can be written to, each a memory file system with a limit of its own.
+ends commands. Only `guest.entry.WRITABLE_FOLDERS` can be written to, each a memory file system with a limit of its own.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from headway.records.sandbox import (
     infrastructure_failure,
 )
 from headway.records.sandbox_statistics import Reaped
-from headway.runtime.supervision import to_its_end
+from headway.runtime.supervision import run_to_completion
 from headway.sandbox import leftovers, snapshot_store
-from headway.sandbox.docker.daemon import BROKEN, CARRIED, ENDS, LABEL, Daemon
+from headway.sandbox.docker.daemon import DAEMON_ERRORS, ENDS, LABEL, PYTHON_MOUNT, DockerDaemon
 from headway.sandbox.guest import portable_python, wire
-from headway.sandbox.guest.entry import PLACES
+from headway.sandbox.guest.entry import WRITABLE_FOLDERS
 from headway.sandbox.linux.cgroups import KEPT_PROCESSES
 from headway.sandbox.local.machine_backend import MachineBackend
 from headway.sandbox.local.sandbox import LocalSandbox
@@ -49,8 +49,8 @@ MASKED = """
 /proc/scsi /sys/firmware /sys/devices/virtual/powercap /sys/kernel /sys/block /sys/bus /sys/class /sys/dev /sys/module
 /sys/power /sys/hypervisor
 """.split()  # noqa: SIM905
-MANY_USERS = 1_000_000_000  # user ids that are in use by nobody
-FEW_USERS = 2_000, 60_000  # ... where the daemon has no more itself
+FIRST_FREE_UID = 1_000_000_000  # of the user ids that no user has
+FREE_UID_RANGE = 2_000, 60_000  # the same where the daemon runs in a user namespace, which has fewer ids
 ERROR_BYTES = 2000
 
 
@@ -65,9 +65,9 @@ class DockerSettings(msgspec.Struct, frozen=True, kw_only=True):
     answer_grace_s: float = 10.0  # beyond a command's own time, until its sandbox counts as dead
 
 
-class DockerBackend(MachineBackend[Daemon]):
-    """Makes sandboxes in a Docker daemon: when it goes away its sandboxes count as dead, and the next `create` tries to
-    reach it again."""
+class DockerBackend(MachineBackend[DockerDaemon]):
+    """Makes sandboxes in a Docker daemon. When the daemon goes away its sandboxes count as dead, and the next `create`
+    connects again."""
 
     name = "docker"
 
@@ -81,17 +81,17 @@ class DockerBackend(MachineBackend[Daemon]):
     ) -> None:
         super().__init__(run, snapshots, snapshot_bytes)
         self._settings = settings or DockerSettings()
-        self._reached = False
+        self._was_reached = False
 
-    async def _new_maker(self) -> Daemon:
+    async def _new_maker(self) -> DockerDaemon:
         try:
-            daemon = await Daemon.reach(self._settings.url, self._run, self._settings.python, self._on_ended)
+            daemon = await DockerDaemon.reach(self._settings.url, self._run, self._settings.python, self._on_ended)
         except SandboxError as error:
-            if self._reached:  # it went away: it may come back
+            if self._was_reached:  # the daemon has stopped, and may be restarted
                 raise
             remedy = "start it, add this user to its group, or name it by sandbox.settings.url or DOCKER_HOST"
             raise ConfigurationError(f"sandbox.backend = 'docker': {error.failure.what}; {remedy}") from error
-        self._reached = True
+        self._was_reached = True
         return daemon
 
     def _check(self, spec: SandboxSpec) -> None:
@@ -101,29 +101,29 @@ class DockerBackend(MachineBackend[Daemon]):
             raise ConfigurationError("sandbox network: the docker backend has no allow-list; leave it empty")
 
     async def _create(
-        self, maker: Daemon, record: leftovers.SandboxRecord, spec: SandboxSpec, snapshot: Snapshot | None
+        self, maker: DockerDaemon, record: leftovers.SandboxRecord, spec: SandboxSpec, snapshot: Snapshot | None
     ) -> LocalSandbox:
         with _daemon_errors(), contextlib.ExitStack() as opened:
             image, variables = await maker.image(spec.root or self._settings.image)
-            volume = await maker.carried_volume(image)
+            volume = await maker.python_volume(image)
             config = self._config(maker, spec, image, volume)
-            own = {f"{LABEL}{key}": value for key, value in record.labels.items()}
-            config["Labels"] = {**maker.labels, **own, ENDS: str(time.time() + record.ttl_s)}
+            labels = {f"{LABEL}{key}": value for key, value in record.labels.items()}
+            config["Labels"] = {**maker.labels, **labels, ENDS: str(time.time() + record.ttl_s)}
             container = _Container(maker, record.id)
-            told = msgspec.structs.replace(spec, environment={**variables, **spec.environment})
-            sandbox = LocalSandbox(record, told, container, self._snapshots, self._settings.answer_grace_s)
+            container_spec = msgspec.structs.replace(spec, environment={**variables, **spec.environment})
+            sandbox = LocalSandbox(record, container_spec, container, self._snapshots, self._settings.answer_grace_s)
             limit_s = self._settings.start_timeout_s
             try:
-                async with self._ended_on_error(sandbox), asyncio.timeout(limit_s):
-                    tar = await snapshot_store.opened(snapshot, opened) if snapshot is not None else None
+                async with self._terminate_on_error(sandbox), asyncio.timeout(limit_s):
+                    tar = await snapshot_store.open_snapshot(snapshot, opened) if snapshot is not None else None
                     reader, writer = await container.start(config)
                     opening = asyncio.create_task(sandbox.serve(reader, writer, limit_s))
-                    wanted = {"limits": msgspec.to_builtins(spec.limits), "workdir": spec.workdir}
-                    wanted |= {"ttl_s": record.ttl_s, "snapshot": tar is not None}
-                    with contextlib.suppress(ConnectionError):  # it has ended: its last output tells why
-                        await writer.send(wire.frame(wanted))
+                    setup_request = {"limits": msgspec.to_builtins(spec.limits), "workdir": spec.workdir}
+                    setup_request |= {"ttl_s": record.ttl_s, "snapshot": tar is not None}
+                    with contextlib.suppress(ConnectionError):  # it has ended: its last output has the reason
+                        await writer.send(wire.frame(setup_request))
                         while tar is not None:
-                            part = await to_its_end(asyncio.to_thread(os.read, tar, wire.CHUNK_BYTES))
+                            part = await run_to_completion(asyncio.to_thread(os.read, tar, wire.CHUNK_BYTES))
                             await writer.send(wire.frame({}, part))
                             if not part:
                                 break
@@ -132,21 +132,23 @@ class DockerBackend(MachineBackend[Daemon]):
                 raise SandboxError(infrastructure_failure(f"sandbox {record.id} wasn't ready in time")) from None
         return sandbox
 
-    def _config(self, daemon: Daemon, spec: SandboxSpec, image: str, volume: str) -> dict[str, Any]:
-        """The configuration of a container, in the format of the daemon's API."""
+    def _config(self, daemon: DockerDaemon, spec: SandboxSpec, image: str, volume: str) -> dict[str, Any]:
+        """Return the configuration of a container, in the format of the daemon's API."""
         limits = spec.limits
         options = " ".join(daemon.information.get("SecurityOptions") or [])
         if "rootless" in options or "userns" in options:
-            user = FEW_USERS[0] + secrets.randbelow(FEW_USERS[1] - FEW_USERS[0])
+            user = FREE_UID_RANGE[0] + secrets.randbelow(FREE_UID_RANGE[1] - FREE_UID_RANGE[0])
         else:
-            user = MANY_USERS + secrets.randbelow(MANY_USERS)  # used by nothing else: limits per user count it alone
+            # No other process has this id, so that limits per user count this sandbox alone.
+            user = FIRST_FREE_UID + secrets.randbelow(FIRST_FREE_UID)
         disk = f"rw,nosuid,nodev,exec,size={limits.disk_bytes},nr_inodes={limits.inodes + 8},uid={user},gid={user}"
-        modes = {place: "1777" if place in ("tmp", "var/tmp", "dev/shm") else "0755" for place in PLACES}
-        mount = {"Type": "volume", "Source": volume, "Target": CARRIED, "ReadOnly": True}
+        modes = {folder: "1777" if folder in ("tmp", "var/tmp", "dev/shm") else "0755" for folder in WRITABLE_FOLDERS}
+        mount = {"Type": "volume", "Source": volume, "Target": PYTHON_MOUNT, "ReadOnly": True}
+        loader = f"{portable_python.LOADER}in_container as main; main()"
         host = {
             "AutoRemove": True,
             "ReadonlyRootfs": True,
-            "Tmpfs": {f"/{place}": f"{disk},mode={mode}" for place, mode in modes.items()},
+            "Tmpfs": {f"/{folder}": f"{disk},mode={mode}" for folder, mode in modes.items()},
             "Mounts": [mount],
             "Memory": limits.memory_bytes,
             "MemorySwap": limits.memory_bytes,
@@ -164,8 +166,8 @@ class DockerBackend(MachineBackend[Daemon]):
         }
         return {
             "Image": image,
-            "Entrypoint": [*portable_python.command(CARRIED), f"{portable_python.LOADER}in_container as main; main()"],
-            "Cmd": [f"{CARRIED}/codes"],
+            "Entrypoint": [*portable_python.command(PYTHON_MOUNT), loader],
+            "Cmd": [f"{PYTHON_MOUNT}/codes"],
             "Env": ["LC_ALL=C.UTF-8", "LD_LIBRARY_PATH=", "LD_PRELOAD="],
             "User": f"{user}:{user}",
             "Healthcheck": {"Test": ["NONE"]},  # else the image's, an unwanted command
@@ -181,17 +183,17 @@ class DockerBackend(MachineBackend[Daemon]):
         }
 
     async def capabilities(self) -> Capabilities:
-        can = (await self.start()).information
+        information = (await self.start()).information
         missing = [
             f"no limit of {name}: the daemon says it can't ({key} in docker info); mount that control group"
             for name, key in (("memory", "MemoryLimit"), ("processes", "PidsLimit"), ("cpus", "CpuCfsQuota"))
-            if not can.get(key)
+            if not information.get(key)
         ]
         return Capabilities(
             backend=self.name,
-            memory_limit=bool(can.get("MemoryLimit")),
-            process_limit=bool(can.get("PidsLimit")),
-            cpu_limit=bool(can.get("CpuCfsQuota")),
+            memory_limit=bool(information.get("MemoryLimit")),
+            process_limit=bool(information.get("PidsLimit")),
+            cpu_limit=bool(information.get("CpuCfsQuota")),
             disk_limit=True,
             pause=True,
             snapshot=self._snapshots is not None,
@@ -211,14 +213,14 @@ def _daemon_errors() -> Iterator[None]:
     """Turn errors of the daemon, and of the connection to it, into SandboxErrors."""
     try:
         yield
-    except BROKEN as error:
+    except DAEMON_ERRORS as error:
         raise SandboxError(infrastructure_failure(f"the Docker daemon: {error}")) from error
 
 
 class _Container:
-    """A container, in the role of a local sandbox's zygote: it takes the request to end the sandbox."""
+    """Stands in for the zygote of a `LocalSandbox`: accepts the request to end the sandbox."""
 
-    def __init__(self, daemon: Daemon, name: str) -> None:
+    def __init__(self, daemon: DockerDaemon, name: str) -> None:
         self._daemon = daemon
         self._name = name
         self._making: asyncio.Task[Any] | None = None
@@ -228,13 +230,13 @@ class _Container:
     def alive(self) -> bool:
         return self._daemon.alive
 
-    async def start(self, config: dict[str, Any]) -> tuple[asyncio.StreamReader, _Input]:
+    async def start(self, config: dict[str, Any]) -> tuple[asyncio.StreamReader, _ContainerInput]:
         self._making = asyncio.create_task(self._daemon.make(self._name, config))
         container = await asyncio.shield(self._making)  # a container that is being made couldn't be removed yet
         stream = container.attach(stdin=True, stdout=True, stderr=True)
         await stream._init()
         reader = asyncio.StreamReader(limit=1 << 20)
-        writer = _Input(stream, reader)
+        writer = _ContainerInput(stream, reader)
         try:
             await container.start()
         except aiodocker.DockerError as error:
@@ -255,7 +257,7 @@ class _Container:
         await self._daemon.remove(self._name)
 
 
-class _Input:
+class _ContainerInput:
     """A writer to the container's input; its output goes to ``reader``."""
 
     def __init__(self, stream: Any, reader: asyncio.StreamReader) -> None:
@@ -283,7 +285,7 @@ class _Input:
             while self._pending:
                 try:
                     await self._stream.write_in(self._pending.popleft())
-                except (AssertionError, RuntimeError) as error:  # aiodocker's way to say that it is closed
+                except (AssertionError, RuntimeError) as error:  # raised by aiodocker if it is closed
                     raise ConnectionResetError(f"the container's input is closed: {error}") from error
 
     async def send(self, data: bytes) -> None:

@@ -1,7 +1,7 @@
-"""Requests to a Docker daemon: containers and their ends, images, and the removal of what dead owners left there.
+"""Requests to a Docker daemon: containers and their ends, images, and the removal of dead owners' resources.
 
-Everything that is made carries labels: its owner (process and its start, on which machine), the sandbox, how long it
-may live. Leftovers of dead owners are found by these labels: there is no other record.
+Every resource carries labels: its owner (process, start time and machine), the sandbox, and its time to live. Dead
+owners' resources are found by these labels alone; there is no other record.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from headway.records.sandbox import SandboxError, SandboxFailure, environment_fa
 from headway.records.sandbox_statistics import Reaped
 from headway.runtime.supervision import cancel_all
 from headway.sandbox import leftovers
-from headway.sandbox.guest.entry import PLACES
+from headway.sandbox.guest.entry import WRITABLE_FOLDERS
 
 T = TypeVar("T")
 OWNER, RUN, ENDS = "headway.owner", "headway.run", "headway.ends_s"
-LABEL = "headway.label."  # before the caller's own
-CARRIED = "/.headway"  # where the first process's Python is mounted, read-only
-BROKEN = (aiodocker.DockerError, aiohttp.ClientError, OSError)
-REACH_S = 5.0  # for a daemon to answer a command that only looks
-AFTER_S = 3600.0  # beyond its time to live, until another machine's sandbox counts as abandoned
+LABEL = "headway.label."  # prefix of the caller's own labels
+PYTHON_MOUNT = "/.headway"  # where the first process's Python is mounted, read-only
+DAEMON_ERRORS = (aiodocker.DockerError, aiohttp.ClientError, OSError)
+CONNECT_TIMEOUT_S = 5.0  # for a daemon to answer a command that changes nothing
+ABANDONED_AFTER_S = 3600.0  # beyond its time to live, until another machine's sandbox counts as abandoned
 PACKER = "import sys; sys.path.insert(0, sys.argv[1]); from headway.sandbox.guest.portable_python import main; main()"
-NOT_ROOTS = {"oci-layout", "index.json", "manifest.json"}  # of archives that hold layers
+LAYER_FILES = {"oci-layout", "index.json", "manifest.json"}  # names in archives of layers, not of a root
 Ended = Callable[[str, int | None, int, SandboxFailure | None], None]
 
 
-class Daemon:
-    """The sandboxes of one owner in a daemon. ``ended`` is called for each that is gone, with its exit code and how
-    often the kernel killed something in it for memory; code None: the daemon doesn't answer any more."""
+class DockerDaemon:
+    """The sandboxes of one owner in a daemon. ``ended`` is called for each that is gone, with its exit code and the
+    number of processes in it that the kernel killed for memory; code None: the daemon doesn't answer any more."""
 
     _count = 0
 
-    def __init__(self, client: aiodocker.Docker, run: str, python: str, ended: Ended) -> None:
+    def __init__(self, client: aiodocker.Docker, run: str, python: str, on_ended: Ended) -> None:
         type(self)._count += 1
         self._client = client
         self._python = python
-        self._tell_ended = ended
+        self._on_ended = on_ended
         self.owner = leftovers.owner_name(os.getpid(), self._count)
         self.labels = {OWNER: self.owner, RUN: run}
         self.information: dict[str, Any] = {}
@@ -60,14 +60,14 @@ class Daemon:
         self._listening: asyncio.Task[None] | None = None
 
     @classmethod
-    async def reach(cls, url: str, run: str, python: str, ended: Ended) -> Daemon:
-        """Connect to a daemon and reap there. Raises SandboxError where none answers."""
+    async def reach(cls, url: str, run: str, python: str, on_ended: Ended) -> DockerDaemon:
+        """Connect to a daemon and reap dead owners' resources there. Raises SandboxError if none answers."""
         client = open_client(url)
-        daemon = cls(client, run, python, ended)
+        daemon = cls(client, run, python, on_ended)
         try:
             daemon.information = dict(await client.system.info())
             await reap(client)
-        except BROKEN as error:
+        except DAEMON_ERRORS as error:
             await client.close()
             raise SandboxError(infrastructure_failure(f"no Docker daemon answers: {error}")) from error
         daemon.alive = True
@@ -76,8 +76,8 @@ class Daemon:
 
     async def _listen(self) -> None:
         """Follow the daemon's events and report every container that is gone; all of them when the events end."""
-        wanted = {"label": [f"{OWNER}={self.owner}"], "type": ["container"]}
-        events = self._client.events.subscribe(filters=json.dumps(wanted), since=str(int(time.time()) - 1))
+        filters = {"label": [f"{OWNER}={self.owner}"], "type": ["container"]}
+        events = self._client.events.subscribe(filters=json.dumps(filters), since=str(int(time.time()) - 1))
         try:
             while (event := await events.get()) is not None:
                 name = event["Actor"]["Attributes"].get("name", "")
@@ -94,12 +94,12 @@ class Daemon:
             self.alive = False
             for name in list(self._containers):
                 self._containers.pop(name)
-                self._tell_ended(name, None, 0, None)
+                self._on_ended(name, None, 0, None)
 
     def gone(self, name: str) -> None:
         if name in self._containers:
             code, kills = self._containers.pop(name)
-            self._tell_ended(name, -1 if code is None else code, kills, None)
+            self._on_ended(name, -1 if code is None else code, kills, None)
 
     async def reap(self) -> list[Reaped]:
         return await reap(self._client)
@@ -112,12 +112,12 @@ class Daemon:
         return await self._client.containers.create(config, name=name)
 
     async def remove(self, name: str) -> None:
-        with contextlib.suppress(*BROKEN):
+        with contextlib.suppress(*DAEMON_ERRORS):
             for _ in range(50):
                 try:
                     await self._client.containers.container(name).delete(force=True, v=True)
                 except aiodocker.DockerError as error:
-                    if error.status == 409:  # somebody else removes it
+                    if error.status == 409:  # another process is removing it
                         await asyncio.sleep(0.05)
                         continue
                     if error.status != 404:
@@ -125,11 +125,11 @@ class Daemon:
                 self.gone(name)
                 return
 
-    # What containers are made of.
+    # Volumes and images.
 
-    async def carried_volume(self, image: str) -> str:
-        """Return a volume with the first process's Python; filled once, through a container that is never started."""
-        return await self._once(CARRIED, lambda: self._fill(image))
+    async def python_volume(self, image: str) -> str:
+        """Return a volume with the first process's Python, filled once through a container that is never started."""
+        return await self._once(PYTHON_MOUNT, lambda: self._fill(image))
 
     async def _once(self, key: str, make: Callable[[], Coroutine[Any, Any, str]]) -> str:
         """Return what ``make`` returns, which runs once for each key, and again where it has failed."""
@@ -148,33 +148,33 @@ class Daemon:
         name = f"headway-{self.owner}"
         labels = {**self.labels, ENDS: "inf"}
         await self._client.volumes.create({"Name": name, "Labels": labels})
-        mount = {"Type": "volume", "Source": name, "Target": CARRIED, "VolumeOptions": {"NoCopy": True}}
+        mount = {"Type": "volume", "Source": name, "Target": PYTHON_MOUNT, "VolumeOptions": {"NoCopy": True}}
         config = {"Image": image, "Cmd": ["-"], "Labels": labels, "HostConfig": {"Mounts": [mount]}}
         filling = await self._client.containers.create(config)
         try:
-            await filling.put_archive(CARRIED, packed)
+            await filling.put_archive(PYTHON_MOUNT, packed)
         finally:
             await filling.delete(force=True)
         return name
 
-    async def image(self, wanted: str) -> tuple[str, dict[str, str]]:
-        """Return an image's id and environment. ``wanted``: a name that the daemon knows, or the path of a root file
-        system, a directory or a tar, which is imported for as long as this owner lives."""
+    async def image(self, image: str) -> tuple[str, dict[str, str]]:
+        """Return an image's id and environment. ``image``: a name that the daemon knows, or the path of a root file
+        system (directory or tar), which is imported for as long as this owner lives."""
         try:
-            name = await self._once(wanted, lambda: self._import(wanted)) if wanted.startswith("/") else wanted
-            found = await self._client.images.inspect(name)
+            name = await self._once(image, lambda: self._import(image)) if image.startswith("/") else image
+            image_info = await self._client.images.inspect(name)
         except aiodocker.DockerError as error:
-            self._made.pop(wanted, None)
+            self._made.pop(image, None)
             if error.status in (400, 404):
-                what = f"image {wanted!r}: {error.message}; docker pull or docker load it, or give a tar's whole path"
-                raise SandboxError(environment_failure(what)) from error
+                message = f"image {image!r}: {error.message}; docker pull or docker load it, or give a tar's whole path"
+                raise SandboxError(environment_failure(message)) from error
             raise
-        config = found["Config"]
-        if disks := _disks(config):
-            what = f"image {wanted!r}: VOLUME {', '.join(disks)} would be the host's disk, without a limit"
+        config = image_info["Config"]
+        if volumes := _unbounded_volumes(config):
+            message = f"image {image!r}: VOLUME {', '.join(volumes)} would be the host's disk, without a limit"
             remedy = "docker export a container of it, which leaves that out, and give the tar's whole path"
-            raise SandboxError(environment_failure(f"{what}: {remedy}"))
-        return found["Id"], dict(variable.partition("=")[::2] for variable in config.get("Env") or [])
+            raise SandboxError(environment_failure(f"{message}: {remedy}"))
+        return image_info["Id"], dict(variable.partition("=")[::2] for variable in config.get("Env") or [])
 
     async def _import(self, path: str) -> str:
         with tempfile.TemporaryFile() as packed:
@@ -182,23 +182,23 @@ class Daemon:
                 source = await asyncio.to_thread(_open_root, path, packed)
             except (OSError, tarfile.TarError) as error:
                 raise SandboxError(environment_failure(f"image {path}: {error}")) from error
-            marks = " ".join(f"{key}={json.dumps(value)}" for key, value in {**self.labels, ENDS: "inf"}.items())
+            label_pairs = " ".join(f"{key}={json.dumps(value)}" for key, value in {**self.labels, ENDS: "inf"}.items())
             name = f"headway-{hashlib.sha256(f'{self.owner} {path}'.encode()).hexdigest()[:16]}"
-            parameters = {"fromSrc": "-", "repo": name, "changes": f"LABEL {marks}"}
+            parameters = {"fromSrc": "-", "repo": name, "changes": f"LABEL {label_pairs}"}
             with source:
                 async with self._client._query("images/create", "POST", params=parameters, data=source) as answer:
-                    said = await answer.text()
-            if '"error"' in said:
-                raise SandboxError(environment_failure(f"image {path}: {said.strip().splitlines()[-1][:300]}"))
+                    answer_text = await answer.text()
+            if '"error"' in answer_text:
+                raise SandboxError(environment_failure(f"image {path}: {answer_text.strip().splitlines()[-1][:300]}"))
         return name
 
     async def close(self) -> None:
         """Remove everything with this owner's labels, and disconnect."""
         await cancel_all(self._listening)
         self.alive = False
-        with contextlib.suppress(*BROKEN):
+        with contextlib.suppress(*DAEMON_ERRORS):
             await remove_labelled(self._client, f"{OWNER}={self.owner}")
-        with contextlib.suppress(*BROKEN):  # the daemon went away during its event stream
+        with contextlib.suppress(*DAEMON_ERRORS):  # the daemon stopped during its event stream
             await self._client.events.stop()
         await self._client.close()
 
@@ -211,9 +211,10 @@ def open_client(url: str) -> aiodocker.Docker:
         raise SandboxError(infrastructure_failure(f"no Docker daemon: {why}", retry=False)) from error
 
 
-def _disks(config: dict[str, Any]) -> list[str]:
-    """Paths where an image declares a volume that none of our mounts covers: the daemon would make one regardless."""
-    return sorted({os.path.normpath(path) for path in config.get("Volumes") or ()} - {f"/{one}" for one in PLACES})
+def _unbounded_volumes(config: dict[str, Any]) -> list[str]:
+    """Return the paths of an image's volumes that none of our mounts covers. The daemon would make these regardless."""
+    declared = {os.path.normpath(path) for path in config.get("Volumes") or ()}
+    return sorted(declared - {f"/{name}" for name in WRITABLE_FOLDERS})
 
 
 def _open_root(path: str, packed: Any) -> Any:
@@ -225,25 +226,25 @@ def _open_root(path: str, packed: Any) -> Any:
         packed.seek(0)
         return packed
     with tarfile.open(path) as archive:
-        names = {name.removeprefix("./") for name in (next(iter(archive)).name, *NOT_ROOTS & set(archive.getnames()))}
-    if names & NOT_ROOTS:
+        names = {name.removeprefix("./") for name in (next(iter(archive)).name, *LAYER_FILES & set(archive.getnames()))}
+    if names & LAYER_FILES:
         raise OSError(f"it holds an image's layers: docker load -i {path}, and give the image's name")
     return open(path, "rb")
 
 
 async def labelled(client: aiodocker.Docker, label: str) -> AsyncIterator[tuple[str, str, dict[str, str]]]:
-    """Kind, name and labels of everything with such a label: containers first, then volumes and images."""
-    wanted = json.dumps({"label": [label]})
-    for one in await client._query_json("containers/json", params={"all": "1", "filters": wanted}):
-        yield "containers", one["Id"], one["Labels"]
-    for one in (await client._query_json("volumes", params={"filters": wanted}))["Volumes"] or []:
-        yield "volumes", one["Name"], one["Labels"]
-    for one in await client._query_json("images/json", params={"filters": wanted}):
-        yield "images", one["Id"], one["Labels"]
+    """Yield kind, name and labels of every resource with this label: containers first, then volumes and images."""
+    filters = json.dumps({"label": [label]})
+    for description in await client._query_json("containers/json", params={"all": "1", "filters": filters}):
+        yield "containers", description["Id"], description["Labels"]
+    for description in (await client._query_json("volumes", params={"filters": filters}))["Volumes"] or []:
+        yield "volumes", description["Name"], description["Labels"]
+    for description in await client._query_json("images/json", params={"filters": filters}):
+        yield "images", description["Id"], description["Labels"]
 
 
 async def remove_labelled(client: aiodocker.Docker, label: str, dead: bool = False) -> list[tuple[str, str]]:
-    """Remove everything with such a label, with ``dead`` only what dead owners left; return owner and kind of each."""
+    """Remove all resources with this label, with ``dead`` only dead owners'; return owner and kind of each."""
     removed: list[tuple[str, str]] = []
     async for kind, name, labels in labelled(client, label):
         if dead and not _ownerless(labels):
@@ -256,52 +257,52 @@ async def remove_labelled(client: aiodocker.Docker, label: str, dead: bool = Fal
 
 def _ownerless(labels: dict[str, str]) -> bool:
     dead = leftovers.is_dead(labels[OWNER])
-    return float(labels.get(ENDS, "inf")) + AFTER_S < time.time() if dead is None else dead
+    return float(labels.get(ENDS, "inf")) + ABANDONED_AFTER_S < time.time() if dead is None else dead
 
 
 async def reap(client: aiodocker.Docker) -> list[Reaped]:
-    """Remove what dead owners left in the daemon."""
+    """Remove dead owners' resources from the daemon."""
     removed = await remove_labelled(client, OWNER, dead=True)
     return [
-        Reaped(owner=owner, sandboxes=sum(kind == "containers" for of, kind in removed if of == owner))
+        Reaped(owner=owner, sandboxes=sum(kind == "containers" for name, kind in removed if name == owner))
         for owner in sorted({owner for owner, _ in removed})
     ]
 
 
 async def records(client: aiodocker.Docker) -> list[tuple[leftovers.SandboxRecord, bool]]:
-    """Records of every owner's containers, and whether that owner lives or may live."""
-    wanted = json.dumps({"label": [OWNER]})
-    found: list[tuple[leftovers.SandboxRecord, bool]] = []
-    for one in await client._query_json("containers/json", params={"all": "1", "filters": wanted}):
-        labels: dict[str, str] = one["Labels"]
+    """Return records of all owners' containers, each with whether its owner lives or may live."""
+    filters = json.dumps({"label": [OWNER]})
+    owned_records: list[tuple[leftovers.SandboxRecord, bool]] = []
+    for container in await client._query_json("containers/json", params={"all": "1", "filters": filters}):
+        labels: dict[str, str] = container["Labels"]
         owner = leftovers.OWNER.fullmatch(labels[OWNER])
-        ttl_s = float(labels[ENDS]) - one["Created"]
+        ttl_s = float(labels[ENDS]) - container["Created"]
         if owner is not None and math.isfinite(ttl_s):  # else it only fills the volume
-            own = {key.removeprefix(LABEL): value for key, value in labels.items() if key.startswith(LABEL)}
+            custom_labels = {key.removeprefix(LABEL): value for key, value in labels.items() if key.startswith(LABEL)}
             record = leftovers.SandboxRecord(
-                id=one["Names"][0].removeprefix("/"),
+                id=container["Names"][0].removeprefix("/"),
                 backend="docker",
                 run=labels[RUN],
-                labels=own,
+                labels=custom_labels,
                 owner_pid=int(owner[1]),
                 owner_started=int(owner[2]),
                 ttl_s=ttl_s,
-                created_s=one["Created"],
+                created_s=container["Created"],
             )
-            found.append((record, not _ownerless(labels)))
-    return found
+            owned_records.append((record, not _ownerless(labels)))
+    return owned_records
 
 
-def where_reachable(look: Callable[[aiodocker.Docker], Awaitable[list[T]]]) -> list[T]:
-    """Return what ``look`` finds at this user's default daemon; [] where none answers."""
+def query_default_daemon(query: Callable[[aiodocker.Docker], Awaitable[list[T]]]) -> list[T]:
+    """Run ``query`` on this user's default daemon and return its list; [] if no daemon answers."""
 
-    async def looked() -> list[T]:
+    async def run_query() -> list[T]:
         try:
             async with open_client("") as client:
-                async with asyncio.timeout(REACH_S):
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     await client.version()
-                return await look(client)
-        except (SandboxError, *BROKEN):
+                return await query(client)
+        except (SandboxError, *DAEMON_ERRORS):
             return []
 
-    return asyncio.run(looked())
+    return asyncio.run(run_query())

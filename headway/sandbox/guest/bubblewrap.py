@@ -1,13 +1,13 @@
-"""Bubblewrap's walls instead of our own (`isolation.py`), around the same first process. Standard library alone.
+"""Isolates the first process of a sandbox by bubblewrap instead of `isolation.py`. Standard library alone.
 
-Bubblewrap makes the namespaces, the mounts and the new root, gives up all rights and installs the filter of system
-calls. Two things it can't: a disk with limits on bytes and inodes that the whole root is written to (it has no overlay
-before 0.11), and a `/proc` that init can write to and commands can't. Those are made around it, without any rights
-outside, in namespaces of our own, which hold the sandbox a second time: bubblewrap is the first process of the outer
-ones, so that with it, by the kernel's rule, everything within is killed.
+Bubblewrap makes the namespaces, the mounts and the new root, drops all privileges and installs the filter of system
+calls. It can't make a disk with limits on bytes and inodes for the whole root (it has no overlay before 0.11), nor a
+`/proc` that init can write to and commands can't. Both are made around it, without privileges outside, in namespaces of
+our own, which isolate the sandbox a second time: bubblewrap is the first process of the outer namespaces, so that
+the kernel kills all processes within when it ends.
 
-Inside runs the zygote's Python, whatever is in the root: its files are reached through descriptors that it closes
-before it serves, and are mounted nowhere. No command line names anything but numbers: inside it can be read.
+The zygote's Python runs inside, independently of the root's files: it reaches its own files through descriptors that
+it closes before it serves, and they are mounted nowhere. Command lines hold only numbers, since commands can read them.
 """
 
 from __future__ import annotations
@@ -21,51 +21,52 @@ from headway.sandbox.guest import entry, isolation, portable_python  # noqa: F40
 from headway.sandbox.linux import seccomp
 
 
-class Shell:
-    """Host files for all sandboxes of a zygote, opened while it still may: its Python, and this package."""
+class BubblewrapLauncher:
+    """Starts bubblewrap for the sandboxes of a zygote. Holds descriptors of the host's Python and this package, which
+    were opened before the zygote changed its user."""
 
     def __init__(self, program: str) -> None:
         self.program = program
         libraries = sorted({os.path.dirname(file) for file in portable_python.mapped_files()})
         home = _handle(sys.base_prefix)
         inside_home = os.path.relpath(os.path.realpath(sys.executable), os.path.realpath(sys.base_prefix))
-        codes, loader = memory(portable_python.codes()), _handle(portable_python.linker())
+        codes, loader = memory_file(portable_python.codes()), _handle(portable_python.linker())
         folders = [_handle(folder) for folder in libraries]
         self.descriptors = [codes, home, loader, *folders]
         self.command = [_path(loader), "--library-path", ":".join(_path(folder) for folder in folders)]
         self.command += [f"{_path(home)}/{inside_home}", "-I", "-S", "-c"]
         self.command += [portable_python.LOADER + "behind_bubblewrap as main; main(int(sys.argv[2]))", str(codes)]
 
-    def enter(self, wanted: dict[str, Any], passed: dict[str, int]) -> None:
-        """Become bubblewrap, which becomes a sandbox around what `isolation` has made. ``passed``: descriptors for its
-        first process, by name. Never returns."""
-        told = memory(json.dumps({**wanted, "descriptors": passed}).encode())
-        filter_ = memory(seccomp.program())
-        arguments = memory("\0".join(_arguments(wanted, filter_)).encode())
-        for descriptor in (told, filter_, arguments, *self.descriptors, *passed.values()):
+    def enter(self, spec: dict[str, Any], descriptors: dict[str, int]) -> None:
+        """Execute bubblewrap, which makes a sandbox around the disk that `isolation` has made. ``descriptors``: those
+        for its first process, by name. Never returns."""
+        spec_descriptor = memory_file(json.dumps({**spec, "descriptors": descriptors}).encode())
+        filter_ = memory_file(seccomp.program())
+        arguments = memory_file("\0".join(_arguments(spec, filter_)).encode())
+        for descriptor in (spec_descriptor, filter_, arguments, *self.descriptors, *descriptors.values()):
             if descriptor >= 0:
                 os.set_inheritable(descriptor, True)
-        # Bubblewrap wants the arguments as a list that each entry ends with a NUL, and a command that isn't in it.
-        command = [self.program, "--args", str(arguments), "--", *self.command, str(told)]
+        # Bubblewrap reads its options from a file, each ended by a NUL; the command stands outside that file.
+        command = [self.program, "--args", str(arguments), "--", *self.command, str(spec_descriptor)]
         os.execve(self.program, command, {"LC_ALL": "C.UTF-8"})
 
 
-def _arguments(wanted: dict[str, Any], filter_: int) -> list[str]:
-    words = "--unshare-user --disable-userns --unshare-pid --unshare-net --unshare-ipc --unshare-uts --unshare-cgroup"
-    words += " --die-with-parent --as-pid-1 --new-session --cap-drop ALL --hostname sandbox"
-    words += f" --uid {isolation.INSIDE_ID} --gid {isolation.INSIDE_ID} --seccomp {filter_} --chdir /"
-    words += f" --dev-bind {isolation.BY_NAME} /"  # the overlay forbids devices; what is bound over it may be some
-    if wanted["root"] is None:
+def _arguments(spec: dict[str, Any], filter_: int) -> list[str]:
+    options = "--unshare-user --disable-userns --unshare-pid --unshare-net --unshare-ipc --unshare-uts --unshare-cgroup"
+    options += " --die-with-parent --as-pid-1 --new-session --cap-drop ALL --hostname sandbox"
+    options += f" --uid {isolation.INSIDE_ID} --gid {isolation.INSIDE_ID} --seccomp {filter_} --chdir /"
+    options += f" --dev-bind {isolation.ROOT_MOUNT} /"  # the overlay forbids devices; what is bound over it may be some
+    if spec["root"] is None:
         for name in isolation.host_programs():
-            words += f" --ro-bind /{name} /{name}"
+            options += f" --ro-bind /{name} /{name}"
     for name in isolation.DEVICES:
-        words += f" --dev-bind /dev/{name} /dev/{name}"
-    words += " --proc /proc --remount-ro /proc"
-    return [*words.split(), ""]
+        options += f" --dev-bind /dev/{name} /dev/{name}"
+    options += " --proc /proc --remount-ro /proc"
+    return [*options.split(), ""]
 
 
-def memory(data: bytes) -> int:
-    """A descriptor of an in-memory file from which ``data`` can be read once."""
+def memory_file(data: bytes) -> int:
+    """Return the descriptor of a file in memory from which ``data`` can be read once."""
     descriptor = os.memfd_create("told")
     with open(os.dup(descriptor), "wb") as file:
         file.write(data)

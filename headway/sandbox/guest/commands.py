@@ -1,8 +1,8 @@
-"""The commands of a sandbox, as its first process runs them. Standard library alone.
+"""Runs the commands of a sandbox, in its first process. Standard library alone.
 
-Each is the leader of a session of its own. It has ended when its process has, not when its pipes are closed: a daemon
-that holds them would make that wait forever. What is in the pipes then is taken; for what a daemon may still hold there
-is a short grace, and after that its output is read and thrown away, so that it neither blocks nor dies of it.
+Each command leads a session of its own. It has ended when its process has, not when its pipes are closed: a daemon
+that holds them open would make that wait endless. Output in the pipes at that time is read. A daemon's later output is
+read during a short grace period, and discarded after that, so that the daemon neither blocks nor dies of it.
 """
 
 from __future__ import annotations
@@ -21,31 +21,32 @@ from typing import Any
 from headway.sandbox.guest import isolation, preload
 from headway.sandbox.linux import kernel
 
-GRACE_S = 0.1  # for output that somebody else still holds the pipe of
+GRACE_S = 0.1  # for output in pipes that another process still holds
 READ_BYTES = 1 << 16
 KILL_ROUNDS = 20
-HELD_PIPES = 64  # of daemons, read and thrown away; beyond that the oldest is closed
-NICER = 5  # than init, which comes first when the cores are full of commands
-ERROR = struct.Struct("=i")  # the system's number of one; 0: none
+HELD_PIPES = 64  # most pipes of daemons whose output is discarded; beyond that the oldest is closed
+COMMAND_NICENESS = 5  # init comes first when commands use all cores
+ERROR = struct.Struct("=i")  # errno; 0: none
 CANT_RUN, NOT_FOUND = 126, 127  # what shells return
-EVERYBODY = -1  # all processes but init, in one call, which none can outrun by forking
+ALL_PROCESSES = -1  # all processes but init, in one call, which none can outrun by forking
 
 
 class RunningCommand:
-    """A command that runs, or has just ended.
+    """A command that is running or has just ended.
 
-    Lifecycle: *running* -> its process ended -> *drained* (all pipes at their end, or the grace over) -> reported.
+    Lifecycle: *running* -> its process ended -> *drained* (all pipes at their end, or the grace period over) ->
+    *reported*.
     """
 
-    def __init__(self, number: int, wanted: dict[str, Any], stdin: bytes | None) -> None:
+    def __init__(self, number: int, request: dict[str, Any], stdin: bytes | None) -> None:
         self.number = number
         self.started_s = time.monotonic()
-        self.timeout_s: float = wanted["timeout_s"]
-        self.max_bytes: int = wanted["max_output_bytes"]
+        self.timeout_s: float = request["timeout_s"]
+        self.max_bytes: int = request["max_output_bytes"]
         self.stdin = stdin
         self.pid = -1
-        # What kept its process from becoming it, as that process says here; once it has, this is out of its reach.
-        self.unprepared = mmap.mmap(-1, ERROR.size)
+        # Shared with the child, which reports why it couldn't start the command; after execve it can't reach this.
+        self.setup_error = mmap.mmap(-1, ERROR.size)
         self.others: set[int] = set()  # processes that were there before it
         self.overlapped = False  # by another command: what is newer than this one may be the other's
         self.kills_before = 0
@@ -58,13 +59,13 @@ class RunningCommand:
         self.ended_s = 0.0
 
     def deadline_s(self) -> float:
-        """Time at which `enforce` must look at the command even without an event."""
+        """Return the time at which `enforce` must check the command even without an event."""
         if self.status is not None:
             return self.ended_s + GRACE_S
         return float("inf") if self.timed_out else self.started_s + self.timeout_s
 
     def read(self, pipe: int) -> bool:
-        """Take what is there, once. False: the pipe is at its end, or empty."""
+        """Read the pipe once. False: the pipe is at its end, or empty."""
         try:
             data = os.read(pipe, READ_BYTES)
         except BlockingIOError:
@@ -73,14 +74,14 @@ class RunningCommand:
             del self.pipes[pipe]
             os.close(pipe)
             return False
-        kept = self.pipes[pipe]
-        room = self.max_bytes - len(kept)
-        kept += data[:room]
-        self.truncated |= len(data) > room
+        output = self.pipes[pipe]
+        free_bytes = self.max_bytes - len(output)
+        output += data[:free_bytes]
+        self.truncated |= len(data) > free_bytes
         return True
 
     def feed(self) -> None:
-        """Write as much of its input as the pipe takes."""
+        """Write as much of the command's input as the pipe takes."""
         assert self.stdin is not None
         with contextlib.suppress(BlockingIOError):
             try:
@@ -96,10 +97,10 @@ class RunningCommand:
             self.stdin_pipe = -1
 
     def report(self, kills: int) -> tuple[dict[str, Any], bytes]:
-        """Head and body of the answer."""
+        """Return head and body of the answer."""
         assert self.status is not None
-        (error,) = ERROR.unpack(self.unprepared)
-        self.unprepared.close()
+        (error,) = ERROR.unpack(self.setup_error)
+        self.setup_error.close()
         if error:
             return {"error": error, "what": f"its process can't be made ready: {os.strerror(error)}"}, b""
         code = os.waitstatus_to_exitcode(self.status)
@@ -117,7 +118,7 @@ class RunningCommand:
 
 
 class Commands:
-    """All commands of a sandbox; `poll` is the loop's, and has every pipe registered that something may come from."""
+    """All commands of a sandbox. Registers their open pipes with ``poll``, which the first process's loop waits on."""
 
     def __init__(
         self, poll: select.poll, prepare: Callable[[], None], kills: Callable[[], int], channel: int = -1
@@ -125,25 +126,25 @@ class Commands:
         self._poll = poll
         self._prepare = prepare
         self._kills = kills
-        self._channel = channel  # of the one function that may run as a command
+        self._channel = channel  # input of the one function that may run as a command
         self._running: dict[int, RunningCommand] = {}  # by process
         self._by_pipe: dict[int, RunningCommand] = {}
-        self._held: list[int] = []  # pipes of commands that were reported: somebody else still writes to them
+        self._orphaned_pipes: list[int] = []  # pipes of reported commands, which other processes still write to
         self._stopped_s: float | None = None
 
-    def start(self, number: int, wanted: dict[str, Any], stdin: bytes | None) -> None:
-        if wanted["exclusive"]:
+    def start(self, number: int, request: dict[str, Any], stdin: bytes | None) -> None:
+        if request["exclusive"]:
             self.kill_all()
-        command = RunningCommand(number, wanted, stdin)
+        command = RunningCommand(number, request, stdin)
         command.others = _processes()
         command.kills_before = self._kills()
         for other in self._running.values():
             other.overlapped = command.overlapped = True
-        self._spawn(command, wanted)
+        self._spawn(command, request)
         self._running[command.pid] = command
 
-    def _spawn(self, command: RunningCommand, wanted: dict[str, Any]) -> None:
-        if "function" in wanted:
+    def _spawn(self, command: RunningCommand, request: dict[str, Any]) -> None:
+        if "function" in request:
             if self._channel < 0:
                 raise OSError(errno.EBADF, "no channel, or one that was used, for a function")
             inputs, self._channel = (self._channel, -1), -1
@@ -162,10 +163,10 @@ class Commands:
                 for descriptor in (inputs[0], out_end, err_end):
                     os.close(descriptor)
         if command.pid == 0:
-            _become(command, wanted, (inputs[0], out_end, err_end), self._prepare)
-        for pipe, kept in zip((out, err), command.output, strict=True):
+            _run_command(command, request, (inputs[0], out_end, err_end), self._prepare)
+        for pipe, output in zip((out, err), command.output, strict=True):
             os.set_blocking(pipe, False)
-            command.pipes[pipe] = kept
+            command.pipes[pipe] = output
             self._by_pipe[pipe] = command
             self._poll.register(pipe, select.POLLIN)
         if command.stdin:
@@ -175,28 +176,28 @@ class Commands:
             self._poll.register(inputs[1], select.POLLOUT)
 
     def ready(self, pipe: int) -> None:
-        """Something can be read from ``pipe``, or written to it."""
+        """Handle a pipe that can be read from or written to."""
         command = self._by_pipe.get(pipe)
         if command is None:
-            if pipe in self._held:
-                self._throw_away(pipe)
+            if pipe in self._orphaned_pipes:
+                self._discard_output(pipe)
         elif pipe == command.stdin_pipe:
             command.feed()
             if command.stdin_pipe < 0:
-                self._forget(pipe)
+                self._unregister(pipe)
         else:
             command.read(pipe)
             if pipe not in command.pipes:
-                self._forget(pipe)
+                self._unregister(pipe)
 
-    def _throw_away(self, pipe: int) -> None:
+    def _discard_output(self, pipe: int) -> None:
         with contextlib.suppress(BlockingIOError):
             if not os.read(pipe, READ_BYTES):
                 self._poll.unregister(pipe)
-                self._held.remove(pipe)
+                self._orphaned_pipes.remove(pipe)
                 os.close(pipe)
 
-    def _forget(self, pipe: int) -> None:
+    def _unregister(self, pipe: int) -> None:
         self._by_pipe.pop(pipe, None)
         with contextlib.suppress(KeyError):
             self._poll.unregister(pipe)
@@ -223,25 +224,25 @@ class Commands:
             if not command.read(pipe):
                 break
         if pipe not in command.pipes:
-            self._forget(pipe)
+            self._unregister(pipe)
 
     def done(self) -> list[RunningCommand]:
         """Remove and return the commands that can be reported."""
         now = time.monotonic()
-        over = [c for c in self._running.values() if c.status is not None and (not c.pipes or now >= c.deadline_s())]
-        for command in over:
+        ended = [c for c in self._running.values() if c.status is not None and (not c.pipes or now >= c.deadline_s())]
+        for command in ended:
             del self._running[command.pid]
             if command.stdin_pipe >= 0:
-                self._forget(command.stdin_pipe)
+                self._unregister(command.stdin_pipe)
                 command.close_stdin()
             for pipe in command.pipes:
-                del self._by_pipe[pipe]  # still registered: read and thrown away from now on
-                self._held.append(pipe)
-            while len(self._held) > HELD_PIPES:
-                oldest = self._held.pop(0)
+                del self._by_pipe[pipe]  # still registered: its output is discarded from now on
+                self._orphaned_pipes.append(pipe)
+            while len(self._orphaned_pipes) > HELD_PIPES:
+                oldest = self._orphaned_pipes.pop(0)
                 self._poll.unregister(oldest)
                 os.close(oldest)
-        return over
+        return ended
 
     def enforce(self) -> None:
         """Kill commands beyond their time limit."""
@@ -258,13 +259,13 @@ class Commands:
         return min((command.deadline_s() for command in self._running.values()), default=float("inf"))
 
     def _kill(self, command: RunningCommand) -> None:
-        """Kill a command and all it has started; processes in other sessions are found by being newer than it."""
+        """Kill a command and all processes it has started; those in other sessions are the ones newer than it."""
         _signal(-command.pid, signal.SIGKILL)  # the group that it leads
         _signal(command.pid, signal.SIGKILL)
         if command.overlapped:
             return
         if not command.others:
-            _signal(EVERYBODY, signal.SIGKILL)
+            _signal(ALL_PROCESSES, signal.SIGKILL)
             return
         for _ in range(KILL_ROUNDS):
             newer = _processes() - command.others
@@ -274,41 +275,41 @@ class Commands:
                 return
             time.sleep(0.001)
             self.reap()
-        _signal(EVERYBODY, signal.SIGKILL)  # it forks faster than it can be followed
+        _signal(ALL_PROCESSES, signal.SIGKILL)  # it forks faster than it can be followed
 
     def kill_all(self) -> None:
-        """Kill everything but init; running commands are reported as killed."""
-        self.go_on()
-        _signal(EVERYBODY, signal.SIGKILL)
+        """Kill all processes but init; running commands are reported as killed."""
+        self.resume()
+        _signal(ALL_PROCESSES, signal.SIGKILL)
         deadline = time.monotonic() + 2.0
         while self.reap() and time.monotonic() < deadline:
             time.sleep(0.001)
 
     def stop(self) -> None:
-        """Stop all processes, and their time limits. By signals, not the freezer: frozen processes can't be killed, and
-        would outlive an owner that is."""
+        """Stop all processes and their time limits. Uses signals, not the freezer: frozen processes can't be killed and
+        would outlive a killed owner."""
         if self._stopped_s is None:
             self._stopped_s = time.monotonic()
-            _signal(EVERYBODY, signal.SIGSTOP)
+            _signal(ALL_PROCESSES, signal.SIGSTOP)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         if self._stopped_s is not None:
-            stood_s = time.monotonic() - self._stopped_s
+            stopped_for_s = time.monotonic() - self._stopped_s
             self._stopped_s = None
             for command in self._running.values():
-                command.timeout_s += stood_s
-            _signal(EVERYBODY, signal.SIGCONT)
+                command.timeout_s += stopped_for_s
+            _signal(ALL_PROCESSES, signal.SIGCONT)
 
     @property
     def stopped(self) -> bool:
         return self._stopped_s is not None
 
 
-def _become(
-    command: RunningCommand, wanted: dict[str, Any], streams: tuple[int, int, int], prepare: Callable[[], None]
+def _run_command(
+    command: RunningCommand, request: dict[str, Any], streams: tuple[int, int, int], prepare: Callable[[], None]
 ) -> None:
-    """In the child: become the command, or write the reason to its stderr. Failures before that aren't the command's,
-    and are reported to init. Never returns."""
+    """Execute the command in the child, or write the reason to its stderr. Earlier failures aren't the command's, and
+    are reported to init. Never returns."""
     code = CANT_RUN
     try:
         try:
@@ -320,24 +321,24 @@ def _become(
                 signal.signal(number, signal.SIG_DFL)
             prepare()
         except Exception as error:
-            ERROR.pack_into(command.unprepared, 0, getattr(error, "errno", None) or errno.EINVAL)
+            ERROR.pack_into(command.setup_error, 0, getattr(error, "errno", None) or errno.EINVAL)
             os._exit(CANT_RUN)
-        os.chdir(wanted["workdir"])
-        if "function" in wanted:
-            kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # its owner looks into its memory, as into a program's
+        os.chdir(request["workdir"])
+        if "function" in request:
+            kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # its owner may read its memory, as a program's
             os.environ.clear()
-            os.environ.update(wanted["environment"])
-            code = preload.call(wanted["function"])
+            os.environ.update(request["environment"])
+            code = preload.call(request["function"])
             return
-        os.execvpe(wanted["argv"][0], wanted["argv"], wanted["environment"])
+        os.execvpe(request["argv"][0], request["argv"], request["environment"])
     except OSError as error:
         code = NOT_FOUND if error.errno == errno.ENOENT else CANT_RUN
-        what = os.fsdecode(error.filename or wanted["argv"][0])
-        os.write(2, f"{what}: {error.strerror}\n".encode(errors="replace"))
+        subject = os.fsdecode(error.filename or request["argv"][0])
+        os.write(2, f"{subject}: {error.strerror}\n".encode(errors="replace"))
     except ValueError as error:
-        bad = (f"argv[{at}]" for at, text in enumerate(wanted["argv"]) if "\0" in text)
-        what = next(bad, "a variable or the folder of the command")
-        os.write(2, f"{what} can't be passed to a program: {error}\n".encode(errors="replace"))
+        bad = (f"argv[{position}]" for position, text in enumerate(request["argv"]) if "\0" in text)
+        subject = next(bad, "a variable or the folder of the command")
+        os.write(2, f"{subject} can't be passed to a program: {error}\n".encode(errors="replace"))
     finally:
         os._exit(code)
 
@@ -352,7 +353,7 @@ def _processes() -> set[int]:
 
 
 def tasks() -> int:
-    """Number of threads of all processes, which the limit of processes counts."""
+    """Return the number of threads of all processes, which the limit of processes counts."""
     count = 0
     for pid in _processes():
         with contextlib.suppress(OSError):
@@ -361,11 +362,11 @@ def tasks() -> int:
 
 
 def limits_of_commands(limits: dict[str, Any], memory_limited: bool, proc: int) -> Callable[[], None]:
-    """A function that applies the limits to a command's own process before it becomes the command."""
+    """Return a function that applies the limits to a command's own process before it executes the command."""
 
     def prepare() -> None:
-        # Only the files of a process that others may look into can be written to. By now it is a copy of init that
-        # has nothing of init's: no descriptor of the owner's above all.
+        # A process can write to its /proc files only while it is dumpable, when others may inspect it. By now it is a
+        # copy of init without init's descriptors, above all without the owner's.
         os.closerange(3, proc)
         os.closerange(proc + 1, 1 << 20)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
@@ -373,8 +374,8 @@ def limits_of_commands(limits: dict[str, Any], memory_limited: bool, proc: int) 
         os.write(descriptor, b"1000")  # before init, when memory is short
         os.close(descriptor)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-        with contextlib.suppress(PermissionError):  # what else runs here has made it nicer still meanwhile
-            os.nice(NICER)
+        with contextlib.suppress(PermissionError):  # another process here has raised its niceness further meanwhile
+            os.nice(COMMAND_NICENESS)
         isolation.restrict_command(limits, memory_limited)
 
     return prepare

@@ -1,10 +1,10 @@
-"""The program that serves an owner's request inside a provider's sandbox. Standard library alone, Python 3.8 and later.
+"""Serves an owner's request inside a provider's sandbox, as a program. Standard library alone, Python 3.8 and later.
 
-Providers run commands and move files each in their own way, with text for bytes, with timeouts that leave processes
-behind, with links followed. So the adapters ask them for one thing only: to run this, once for each request, which does
-the rest as the local backend's first process does it. A request is JSON, and so is the answer, on the last line of the
-output. Whoever runs code in the sandbox may be the same user as this process: it can be killed, which the owner sees,
-and what it says of a command can't be more trusted than the sandbox.
+Providers differ in how they run commands and move files: some return text for bytes, leave processes behind after a
+timeout, or follow links. The adapters therefore only run this program, once for each request; it does the work as the
+local backend's first process does. Request and answer are JSON; the answer is the last line of the output. Code in
+the sandbox may run as the same user as this process: it can kill this process, which the owner notices, and the answer
+is no more trusted than the sandbox.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Any
 
 from headway.sandbox.guest import files, wire
 
-MARK = "headway:"  # before an answer
+MARKER = "headway:"  # before an answer
 INLINE_BYTES = 1 << 16  # of an answer; a longer one is left in a file
-GRACE_S = 0.1  # for output that somebody else still holds the pipe of
+GRACE_S = 0.1  # for output in pipes that another process still holds
 READ_BYTES = 1 << 16
 CANT_RUN, NOT_FOUND = 126, 127
-OWN_NAMES = ("PATH", "HOME", "USER", "LANG")
+INHERITED_VARIABLES = ("PATH", "HOME", "USER", "LANG")
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -40,27 +40,27 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         if do == "exec":
             return _exec(request)
         if do == "read":
-            return {"data": _encoded(b"".join(files.read(request["path"], request["max_bytes"])))}
+            return {"data": _base64(b"".join(files.read(request["path"], request["max_bytes"])))}
         if do == "list":
             return {"entries": files.entries(request["path"], request["max_entries"])}
         if do == "write":
-            writing = files.Writing(request["path"], request["mode"])
+            writing = files.FileWriter(request["path"], request["mode"])
             writing.add(base64.b64decode(request["data"]))
             writing.finish()
             return {}
         raise OSError(errno.ENOSYS, f"unknown request {do!r}")
-    except wire.MISTAKES as error:
+    except wire.REQUEST_ERRORS as error:
         return wire.error_of(error)
 
 
 def _begin(request: dict[str, Any]) -> dict[str, Any]:
-    """Make the working directory, and tell who runs already: the provider's own."""
+    """Make the working directory, and report the running processes, which are the provider's."""
     try:
         os.makedirs(request["workdir"], exist_ok=True)
-    except PermissionError:  # images whose user isn't root mostly let it become root
-        own = ["sudo", "-n", "install", "-d", "-o", str(os.getuid()), "-g", str(os.getgid()), request["workdir"]]
-        made = subprocess.run(own, capture_output=True, check=False) if shutil.which("sudo") else None
-        if made is None or made.returncode:
+    except PermissionError:  # most images whose user isn't root let it use sudo
+        sudo = ["sudo", "-n", "install", "-d", "-o", str(os.getuid()), "-g", str(os.getgid()), request["workdir"]]
+        completed = subprocess.run(sudo, capture_output=True, check=False) if shutil.which("sudo") else None
+        if completed is None or completed.returncode:
             raise
     return {"processes": [[pid, started] for pid, started in _processes().items()]}
 
@@ -68,9 +68,9 @@ def _begin(request: dict[str, Any]) -> dict[str, Any]:
 def _exec(request: dict[str, Any]) -> dict[str, Any]:
     if request["exclusive"]:
         _kill(dict(request["processes"]), others_too=True)
-    others = _processes()
+    earlier_processes = _processes()
     started_s = time.monotonic()
-    environment = {name: os.environ[name] for name in OWN_NAMES if name in os.environ}
+    environment = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
     environment = {**environment, "TMPDIR": "/tmp", **request["environment"]}
     data = base64.b64decode(request["stdin"])
     try:
@@ -91,7 +91,7 @@ def _exec(request: dict[str, Any]) -> dict[str, Any]:
     if timed_out:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        _kill(others)
+        _kill(earlier_processes)
         process.wait()
     duration_s = time.monotonic() - started_s
     return _report(process.returncode, timed_out, truncated, bytes(output[0]), bytes(output[1]), duration_s)
@@ -103,24 +103,25 @@ def _report(code: int, timed_out: bool, truncated: bool, out: bytes, err: bytes,
         "signal": -code if code < 0 else None,
         "timed_out": timed_out,
         "truncated": truncated,
-        "stdout": _encoded(out),
-        "stderr": _encoded(err),
+        "stdout": _base64(out),
+        "stderr": _base64(err),
         "duration_s": duration_s,
     }
 
 
 def _watch(
-    process: subprocess.Popen[bytes], data: bytes, until_s: float, max_bytes: int
+    process: subprocess.Popen[bytes], data: bytes, deadline_s: float, max_bytes: int
 ) -> tuple[bool, tuple[bytearray, bytearray], bool]:
-    """Wait until the command ends or its time is over; return (timed out, output, truncated)."""
+    """Wait until the command ends or its time is over; return whether it timed out, its output, and whether that is
+    truncated."""
     output = (bytearray(), bytearray())
     truncated = False
     assert process.stdout is not None
     assert process.stderr is not None
     with selectors.DefaultSelector() as selector:
-        for pipe, kept in zip((process.stdout, process.stderr), output):  # noqa: B905  Python 3.8
+        for pipe, buffer in zip((process.stdout, process.stderr), output):  # noqa: B905  Python 3.8
             os.set_blocking(pipe.fileno(), False)
-            selector.register(pipe, selectors.EVENT_READ, kept)
+            selector.register(pipe, selectors.EVENT_READ, buffer)
         if process.stdin is not None:
             os.set_blocking(process.stdin.fileno(), False)
             selector.register(process.stdin, selectors.EVENT_WRITE)
@@ -129,9 +130,9 @@ def _watch(
             now = time.monotonic()
             if ended_s is None and process.poll() is not None:
                 ended_s = now
-            if ended_s is None and now >= until_s:
+            if ended_s is None and now >= deadline_s:
                 return True, output, truncated
-            if ended_s is not None and (not _reads(selector) or now >= ended_s + GRACE_S):
+            if ended_s is not None and (not _has_open_output(selector) or now >= ended_s + GRACE_S):
                 return False, output, truncated
             for key, _ in selector.select(0.02):
                 pipe: Any = key.fileobj
@@ -142,12 +143,12 @@ def _watch(
                 if not part:
                     selector.unregister(pipe)
                     continue
-                room = max_bytes - len(key.data)
-                key.data.extend(part[:room])
-                truncated = truncated or len(part) > room
+                free_bytes = max_bytes - len(key.data)
+                key.data.extend(part[:free_bytes])
+                truncated = truncated or len(part) > free_bytes
 
 
-def _reads(selector: selectors.BaseSelector) -> bool:
+def _has_open_output(selector: selectors.BaseSelector) -> bool:
     return any(key.data is not None for key in selector.get_map().values())
 
 
@@ -165,7 +166,7 @@ def _feed(selector: selectors.BaseSelector, pipe: Any, data: bytes) -> bytes:
 
 
 def _stat(pid: Any) -> list[str]:
-    """Return the kernel's fields on a process, from its state on; none if it is gone."""
+    """Return a process's fields in /proc/PID/stat from its state on; [] if it is gone."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()
     return []
@@ -177,32 +178,34 @@ def _parent(pid: int) -> int:
 
 
 def _processes() -> dict[int, str]:
-    """Every process that can be seen, by when it was started: a number alone may be another's later."""
-    found = {int(name): _stat(name) for name in os.listdir("/proc") if name.isdigit()}
-    return {pid: fields[19] for pid, fields in found.items() if fields and fields[0] not in "ZX"}
+    """Return all visible processes: id -> start time, since a process id alone may be used again."""
+    stat_by_pid = {int(name): _stat(name) for name in os.listdir("/proc") if name.isdigit()}
+    return {pid: fields[19] for pid, fields in stat_by_pid.items() if fields and fields[0] not in "ZX"}
 
 
-def _kill(but: dict[int, str], *, others_too: bool = False) -> None:
-    """Every process but those, this one and the ones it comes from; what other requests started, if that's meant."""
+def _kill(spared: dict[int, str], *, others_too: bool = False) -> None:
+    """Kill all processes except ``spared`` (id -> start time), this one and its ancestors; with ``others_too`` also
+    those of other requests."""
     kept = {os.getpid()}
     pid = os.getppid()
     while pid > 1 and pid not in kept:
         kept.add(pid)
         pid = _parent(pid)
     for _ in range(50):
-        others = [one for one, start in _processes().items() if but.get(one) != start and one not in kept | {1}]
+        victims = [pid for pid, start in _processes().items() if spared.get(pid) != start and pid not in kept | {1}]
         if not others_too:
-            others = [one for one in others if not _of_another_request(one)]
-        for one in others:
+            victims = [pid for pid in victims if not _belongs_to_other_request(pid)]
+        for other in victims:
             with contextlib.suppress(OSError):
-                os.kill(one, signal.SIGKILL)
-        if not others:
+                os.kill(other, signal.SIGKILL)
+        if not victims:
             return
         time.sleep(0.005)
 
 
-def _of_another_request(pid: int) -> bool:
-    """Whether it is a process like this one, or comes from one. This one isn't: it goes by its own children."""
+def _belongs_to_other_request(pid: int) -> bool:
+    """Return whether a process is another run of this program, or descends from one. The search ends at this process,
+    which is an ancestor of its own children."""
     while pid > 1 and pid != os.getpid():
         with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
             if __spec__ is not None and __spec__.name.encode() in file.read().split(b"\0"):
@@ -211,26 +214,27 @@ def _of_another_request(pid: int) -> bool:
     return False
 
 
-def _encoded(data: bytes) -> str:
+def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
 def main() -> None:
-    """``sys.argv[1]``: the request, encoded, or @ and the file it is in; an answer may go to the file after it."""
-    told = sys.argv[1]
-    if told.startswith("@"):
-        with open(told[1:], "rb") as file:
-            told = file.read().decode()
+    """Answer the request in ``sys.argv[1]``: base64, or "@" and the file that holds it. ``sys.argv[2]``: the file for
+    an answer that is longer than `INLINE_BYTES`."""
+    encoded_request = sys.argv[1]
+    if encoded_request.startswith("@"):
+        with open(encoded_request[1:], "rb") as file:
+            encoded_request = file.read().decode()
         os.unlink(sys.argv[1][1:])
-    said = json.dumps(answer(json.loads(base64.b64decode(told))))
-    if len(said) > INLINE_BYTES:
+    answer_json = json.dumps(answer(json.loads(base64.b64decode(encoded_request))))
+    if len(answer_json) > INLINE_BYTES:
         try:
             with open(sys.argv[2], "w") as file:
-                file.write(said)
-            said = json.dumps({"in": sys.argv[2]})
-        except OSError as error:  # what ran has filled the disk
-            said = json.dumps({"killed": f"had no room for its answer: {error.strerror}"})
-    print(f"\n{MARK}{said}", flush=True)
+                file.write(answer_json)
+            answer_json = json.dumps({"in": sys.argv[2]})
+        except OSError as error:  # a command has filled the disk
+            answer_json = json.dumps({"killed": f"had no room for its answer: {error.strerror}"})
+    print(f"\n{MARKER}{answer_json}", flush=True)
 
 
 if __name__ == "__main__":

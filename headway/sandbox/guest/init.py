@@ -1,8 +1,8 @@
-"""The first process of a sandbox: serves its owner's requests over a socket, reaps, keeps the time to live.
+"""Runs as the first process of a sandbox: serves its owner's requests, reaps processes, enforces the time to live.
 
-Standard library alone. It ends when the socket does, when its time is over or when the zygote dies; with it, by the
-kernel's rule for the first process of a namespace, everything else in the sandbox. It runs as the same user as the
-commands, which can neither signal it (that rule again) nor look into it (it isn't dumpable, and ptrace is filtered).
+Standard library alone. It ends when the owner's socket closes, when its time is over or when the zygote dies. With it
+the kernel ends all other processes of its namespace. It runs as the same user as the commands, which can neither signal
+it (the kernel protects a namespace's first process) nor inspect it (it isn't dumpable, and ptrace is filtered).
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ class OwnerConnection(Protocol):
     """The connection to the owner: a socket, or a substitute."""
 
     def fileno(self) -> int: ...
-    def setblocking(self, wait: bool, /) -> None: ...
-    def recv(self, most: int, /) -> bytes: ...
+    def setblocking(self, blocking: bool, /) -> None: ...
+    def recv(self, max_bytes: int, /) -> bytes: ...
     def send(self, data: memoryview, /) -> int: ...
     def sendall(self, data: bytes, /) -> None: ...
 
 
 class Init:
-    """The loop. ``kills``: descriptor with the count of kills for memory, or -1; ``written``: directories that hold
-    what was written, as descriptors behind what goes before their names; ``channel``: descriptor that a function which
-    runs as a command gets as its input, or -1."""
+    """The loop of a sandbox's first process. ``kills``: descriptor of the file that counts kills for memory, or -1;
+    ``written``: (prefix of the names, descriptor) of each directory that holds written files; ``channel``: descriptor
+    for the input of a function that runs as a command, or -1."""
 
     def __init__(
         self,
         owner: OwnerConnection,
-        wanted: Head,
+        spec: Head,
         written: Sequence[tuple[str, int]],
         proc: int,
         kills: int,
@@ -51,18 +51,18 @@ class Init:
     ) -> None:
         self._owner = owner
         self._written = written
-        self._frames = wire.Frames()
+        self._frames = wire.FrameAssembler()
         self._outgoing: deque[memoryview] = deque()
         self._producing: deque[tuple[int, Iterator[bytes], Callable[[], None]]] = deque()
-        self._writings: dict[int, files.Writing] = {}
+        self._writers: dict[int, files.FileWriter] = {}
         self._paused = False  # by the owner; a snapshot stops commands without this
-        self._ends_s = time.monotonic() + wanted["ttl_s"]
+        self._ends_s = time.monotonic() + spec["ttl_s"]
         self._poll = select.poll()
-        prepare = limits_of_commands(wanted["limits"], kills >= 0, proc)
+        prepare = limits_of_commands(spec["limits"], kills >= 0, proc)
         self._commands = Commands(self._poll, prepare, lambda: cgroups.read_kill_count(kills), channel)
         self._kills = kills
         self._wake = kernel.wake_on_child()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # from within, the first process gets what it has a handler for
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # from within, it only gets signals that it has handlers for
         owner.setblocking(False)
         self._poll.register(self._wake, select.POLLIN)
         self._poll.register(owner, select.POLLIN)
@@ -94,7 +94,7 @@ class Init:
         until_s = min(self._ends_s, self._commands.deadline_s()) - time.monotonic()
         return min(max(0.0, until_s * 1000 + 0.5), 1e8)
 
-    # Talking to the owner: nothing here waits for it.
+    # Exchange with the owner, which never blocks.
 
     def _receive(self) -> None:
         try:
@@ -113,7 +113,7 @@ class Init:
 
     def _flush(self) -> None:
         try:
-            while self._outgoing or self._produce():
+            while self._outgoing or self._queue_chunk():
                 chunk = self._outgoing[0]
                 sent = self._owner.send(chunk)
                 if sent == len(chunk):
@@ -126,8 +126,8 @@ class Init:
         except OSError:
             os._exit(wire.EXIT_CLOSED)
 
-    def _produce(self) -> bool:
-        """Queue the next chunk of what is being read. False: there is none."""
+    def _queue_chunk(self) -> bool:
+        """Queue the next chunk of a file or snapshot being read. False: there is none."""
         if not self._producing:
             return False
         number, chunks, finished = self._producing[0]
@@ -137,7 +137,7 @@ class Init:
             return True
         except StopIteration:
             pass
-        except wire.MISTAKES as error:
+        except wire.REQUEST_ERRORS as error:
             end = wire.error_of(error)
         self._producing.popleft()
         self._send({"id": number, **end})
@@ -149,14 +149,14 @@ class Init:
     def _handle(self, head: Head, body: bytes) -> None:
         number = head["id"]
         try:
-            answer = self._do(number, head, body)
-        except wire.MISTAKES as error:
+            answer = self._execute(number, head, body)
+        except wire.REQUEST_ERRORS as error:
             answer = wire.error_of(error)
         if answer is not None:
             self._send({"id": number, **answer})
 
-    def _do(self, number: int, head: Head, body: bytes) -> Head | None:
-        """The answer; None: it comes later, or has been sent."""
+    def _execute(self, number: int, head: Head, body: bytes) -> Head | None:
+        """Execute a request and return its answer; None: it comes later, or has been sent."""
         do = head["do"]
         if do == "exec":
             if self._commands.stopped:
@@ -176,44 +176,44 @@ class Init:
             return None
         if do == "snapshot":
             self._commands.stop()
-            self._producing.append((number, snapshots.pack(self._written, head["max_bytes"]), self._go_on))
+            self._producing.append((number, snapshots.pack(self._written, head["max_bytes"]), self._resume))
             return None
-        return self._change(do, head)
+        return self._control(do, head)
 
-    def _change(self, do: str, head: Head) -> Head:
+    def _control(self, do: str, head: Head) -> Head:
         if do == "pause":
             self._paused = True
             self._commands.stop()
         elif do == "resume":
             self._paused = False
-            self._commands.go_on()
+            self._commands.resume()
         elif do == "renew":
             self._ends_s = time.monotonic() + head["ttl_s"]
         else:
             raise OSError(errno.ENOSYS, f"unknown request {do!r}")
         return {}
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         if not self._paused:
-            self._commands.go_on()
+            self._commands.resume()
 
     def _write(self, number: int, head: Head, body: bytes) -> Head | None:
         """Write a chunk of a file; the last one is answered."""
         if head["first"]:
-            self._writings[number] = files.Writing(head["path"], head["mode"])
-        writing = self._writings.pop(number, None)
+            self._writers[number] = files.FileWriter(head["path"], head["mode"])
+        writing = self._writers.pop(number, None)
         if writing is None:
-            return None  # it failed before, and that was told
+            return None  # an earlier chunk failed, which was reported
         writing.add(body)
         if head["last"]:
             writing.finish()
             return {}
-        self._writings[number] = writing
+        self._writers[number] = writing
         return None
 
 
-def fail(owner: OwnerConnection, step: str, code: int, what: str) -> None:
-    """Tell the owner that the sandbox couldn't be made. Never returns."""
+def fail(owner: OwnerConnection, step: str, code: int, message: str) -> None:
+    """Report to the owner that the sandbox couldn't be made, and exit. Never returns."""
     with contextlib.suppress(OSError):
-        owner.sendall(wire.frame({"failed": step, "error": code, "what": what}))
+        owner.sendall(wire.frame({"failed": step, "error": code, "what": message}))
     os._exit(wire.EXIT_SETUP)

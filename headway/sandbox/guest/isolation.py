@@ -1,11 +1,11 @@
-"""Isolation of a sandbox's first process by itself, before it serves: mounts, names and rights.
+"""Isolates a sandbox's first process, by itself and before it serves: mounts, host name and privileges.
 
-Standard library alone. The process was cloned into namespaces of its own by an ordinary user. The root file system is
-an overlay: below the *skeleton* (`skeleton.py`) and, where there is one, an image; on top a memory file system with a
-limit on bytes and on inodes, which takes whatever is written. Without an image the programs of the host are bound in,
+Standard library alone. The process was cloned into namespaces of its own by an ordinary user. Its root file system is
+an overlay. The lower layers are the *skeleton* (`skeleton.py`) and, if given, an image; the upper layer is a memory
+file system with limits on bytes and inodes, which takes all writes. Without an image the host's programs are bound in,
 read-only. In the end the process has no capabilities, can't gain any, and is bound by the filter of system calls.
 
-The current directory is the owner's: paths are relative to it, so nothing above it need be readable.
+The current directory is the owner's. Paths are relative to it, so that no directory above it has to be readable.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from headway.sandbox.linux import kernel, seccomp
 
 STAGE = "stage"  # where the memory file system is mounted, in the sandbox's own view
 SKELETON = "skeleton"
-BY_NAME = "/sys"  # where that is reached by a whole path: everybody may look there, and needs nothing of what it covers
+ROOT_MOUNT = "/sys"  # the root's absolute path, for bubblewrap: any user may search it, and it covers nothing needed
 INSIDE_ID = 1000  # user and group in the sandbox
 PROXY_PORT = 3128  # on its loopback, where it may reach some hosts
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 HOST_PROGRAMS = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
-# What the kernel counts by user over all sandboxes: inotify descriptors, and files and folders that they watch.
-SHARED = {"max_inotify_instances": 16, "max_inotify_watches": 8192}
+# Limits that the kernel counts per user over all sandboxes: inotify descriptors, and the files and folders they watch.
+USER_LIMITS = {"max_inotify_instances": 16, "max_inotify_watches": 8192}
 READ_ONLY = kernel.ATTRIBUTE_RDONLY | kernel.ATTRIBUTE_NOSUID | kernel.ATTRIBUTE_NODEV
 
 
 class SetupFailed(Exception):
-    """A step of making the sandbox failed; ``code`` is the system's error."""
+    """A step of the sandbox's setup failed; ``code`` is the errno."""
 
     def __init__(self, step: str, error: OSError) -> None:
         super().__init__(f"{step}: {error.strerror or error}")
@@ -44,7 +44,7 @@ class SetupFailed(Exception):
 
 @contextlib.contextmanager
 def step(name: str) -> Iterator[None]:
-    """Names what is being done in the block, for the SetupFailed that its OSError becomes."""
+    """Convert an OSError of the block to a SetupFailed that names this step."""
     try:
         yield
     except OSError as error:
@@ -52,11 +52,11 @@ def step(name: str) -> Iterator[None]:
 
 
 def enter(zygote: int, uid: int, gid: int) -> None:
-    """Do the steps that need no specification, ahead of need. ``zygote``: a descriptor of that process."""
+    """Do the steps that need no specification, before there is a request. ``zygote``: a descriptor of that process."""
     with step("die with the zygote"):
         die_with(zygote)
     with step("user namespace"):
-        _map(uid, gid)
+        _map_user(uid, gid)
     with step("mount namespace"):
         kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     with step("host name"):
@@ -66,7 +66,7 @@ def enter(zygote: int, uid: int, gid: int) -> None:
 
 
 def die_with(zygote: int) -> None:
-    """Be killed when the zygote ends, or end now if it already has."""
+    """Have the kernel kill this process when the zygote ends; exit now if it has already ended."""
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     poll = select.poll()
     poll.register(zygote, select.POLLIN)
@@ -74,28 +74,28 @@ def die_with(zygote: int) -> None:
         os._exit(0)
 
 
-def _map(uid: int, gid: int) -> None:
+def _map_user(uid: int, gid: int) -> None:
     kernel.put("/proc/self/setgroups", "deny")
     kernel.put("/proc/self/uid_map", f"{INSIDE_ID} {uid} 1")
     kernel.put("/proc/self/gid_map", f"{INSIDE_ID} {gid} 1")
 
 
-def listen_for_proxy(place: socket.socket) -> None:
-    """Listen on the loopback and send the socket over ``place``: it stays in this network, so a proxy that accepts from
-    it is reachable here. Nothing else can bind the port first: no command runs yet."""
-    with step("network"), place, socket.create_server(("127.0.0.1", PROXY_PORT), backlog=128) as listener:
-        socket.send_fds(place, [b"\0"], [listener.fileno()])
+def listen_for_proxy(proxy_socket: socket.socket) -> None:
+    """Listen on the loopback and send the listening socket over ``proxy_socket``. It stays in this network namespace,
+    so that a proxy that accepts from it is reachable here. No command runs yet that could bind the port first."""
+    with step("network"), proxy_socket, socket.create_server(("127.0.0.1", PROXY_PORT), backlog=128) as listener:
+        socket.send_fds(proxy_socket, [b"\0"], [listener.fileno()])
 
 
-def build_root(wanted: dict[str, Any]) -> tuple[int, int]:
+def build_root(spec: dict[str, Any]) -> tuple[int, int]:
     """Build the root file system and move into it. Returns descriptors of the overlay's upper directory and of a
     writable /proc."""
-    upper, root = _disk(wanted)
-    if wanted["root"] is None:
+    upper, root = _disk(spec)
+    if spec["root"] is None:
         with step("host programs"):
             _bind_host_programs(root)
     with step("preloaded modules"):
-        for folder in wanted.get("packages", ()):
+        for folder in spec.get("packages", ()):
             _bind_read_only(folder, f"{root}{folder}")
     with step("devices"):
         for name in DEVICES:
@@ -109,31 +109,31 @@ def build_root(wanted: dict[str, Any]) -> tuple[int, int]:
         kernel.unmount(".")
         os.chdir("/")
     with step("limits"):
-        # No namespaces within, whatever the filter says.
+        # Forbids nested namespaces independently of the filter.
         kernel.put(f"/proc/self/fd/{proc}/sys/user/max_user_namespaces", "0")
     with step("workdir"):
-        os.makedirs(wanted["workdir"], exist_ok=True)
+        os.makedirs(spec["workdir"], exist_ok=True)
     return upper, proc
 
 
-def build_disk(wanted: dict[str, Any]) -> tuple[int, int]:
-    """Build the part of the root that bubblewrap can't: the disk, at ``BY_NAME``, and a writable /proc. Returns
-    descriptors as `build_root` does."""
-    upper, root = _disk(wanted)
+def build_disk(spec: dict[str, Any]) -> tuple[int, int]:
+    """Build the parts of the root that bubblewrap can't: the disk, at ``ROOT_MOUNT``, and a writable /proc. Returns
+    the same descriptors as `build_root`."""
+    upper, root = _disk(spec)
     with step("devices"):
         _mount_terminals(root)
     with step("/proc"):
         proc = _mount_proc(f"{root}/proc")
         kernel.unmount(f"{root}/proc")
     with step("root file system"):
-        kernel.mount(root, BY_NAME, "", kernel.MS_BIND | kernel.MS_REC)
+        kernel.mount(root, ROOT_MOUNT, "", kernel.MS_BIND | kernel.MS_REC)
     return upper, proc
 
 
-def _disk(wanted: dict[str, Any]) -> tuple[int, str]:
-    limits = wanted["limits"]
+def _disk(spec: dict[str, Any]) -> tuple[int, str]:
+    limits = spec["limits"]
     with step("disk"):
-        # Its own three directories and the root of the overlay's take inodes too.
+        # The disk's three directories and the overlay's root take inodes too.
         sizes = f"size={limits['disk_bytes']},nr_inodes={limits['inodes'] + 8},mode=0755"
         kernel.mount("tmpfs", STAGE, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, sizes)
         for name in ("upper", "work", "root"):
@@ -142,8 +142,8 @@ def _disk(wanted: dict[str, Any]) -> tuple[int, str]:
     root = f"{STAGE}/root"
     with step("root file system"):
         below = SKELETON
-        if wanted["root"] is not None:  # by a descriptor: its name may hold what mount options can't
-            image = os.open(wanted["root"], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        if spec["root"] is not None:  # by a descriptor: its name may hold what mount options can't
+            image = os.open(spec["root"], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             below = f"{SKELETON}-image:/proc/self/fd/{image}"
         layers = f"lowerdir={below},upperdir={STAGE}/upper,workdir={STAGE}/work,userxattr"
         kernel.mount("overlay", root, "overlay", kernel.MS_NOSUID | kernel.MS_NODEV, layers)
@@ -156,7 +156,8 @@ def _mount_terminals(root: str) -> None:
 
 
 def host_programs() -> list[str]:
-    """Directories of the host's top that hold them; links, as on Debian, are in the skeleton."""
+    """Return the host's top-level directories that hold programs; those that are links, as on Debian, are in the
+    skeleton."""
     return [name for name in HOST_PROGRAMS if os.path.isdir(f"/{name}") and not os.path.islink(f"/{name}")]
 
 
@@ -174,31 +175,31 @@ def _bind_read_only(folder: str, target: str) -> None:
 
 
 def _mount_proc(target: str) -> int:
-    """Read-only for everybody, so that none hides from the kernel's choice of whom to kill; but for the descriptor that
-    is returned."""
+    """Mount /proc read-only, so that no process can exempt itself from the out-of-memory killer. Returns a descriptor
+    of a writable mount of it."""
     flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
     kernel.mount("proc", target, "proc", flags)
     writable = os.open(target, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    for name, most in SHARED.items():
-        kernel.put(f"{target}/sys/user/{name}", str(most))
+    for name, limit in USER_LIMITS.items():
+        kernel.put(f"{target}/sys/user/{name}", str(limit))
     kernel.unmount(target)
     kernel.mount("proc", target, "proc", flags | kernel.MS_RDONLY)
     return writable
 
 
-def lock(zygote: int) -> None:
-    """Give up all rights, for good."""
+def drop_privileges(zygote: int) -> None:
+    """Drop all privileges permanently, and install the filter of system calls."""
     with step("capabilities"):
         kernel.drop_capabilities()
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # what runs here later can't look into this process
-        die_with(zygote)  # losing rights has cleared it
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # commands that run here later can't inspect this process
+        die_with(zygote)  # dropping capabilities has cleared it
     with step("system call filter"):
         seccomp.install(seccomp.program())
 
 
 def restrict_command(limits: dict[str, Any], memory_limited: bool) -> None:
-    """Set the limits of a command's own process before it becomes the command."""
+    """Set the limits of a command's own process before it executes the command."""
     bounds = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_NOFILE: limits["open_files"],

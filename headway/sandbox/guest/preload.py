@@ -1,7 +1,6 @@
-"""Modules that a zygote imports before it makes any sandbox, whose first processes then have them. Standard library
-alone but for these.
+"""Preloads modules into a zygote for the first processes of its sandboxes. Standard library alone but for these.
 
-Modules import others late: the folders they come from are bound into each sandbox, read-only, at their own places.
+Modules import others late. Their folders are therefore bound into each sandbox, read-only, at the same paths.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from headway.sandbox.linux import kernel
 
 
 def load(modules: Sequence[str], folders: Sequence[str]) -> None:
-    """Import ``modules``; ``folders`` are searched for them. Raises RuntimeError if that has started a thread: of those
-    a fork takes over the locks and not the threads."""
+    """Import ``modules``, searched for in ``folders`` too. Raises RuntimeError if that has started a thread: a fork
+    copies the locks of other threads, but not the threads."""
     sys.path += [folder for folder in folders if folder not in sys.path]
     for module in modules:
         importlib.import_module(module)
@@ -28,7 +27,7 @@ def load(modules: Sequence[str], folders: Sequence[str]) -> None:
         raise RuntimeError(f"importing {', '.join(modules)} starts {threads - 1} threads: it can't be preloaded")
 
 
-def uncover(folders: Sequence[str]) -> None:
+def make_reachable(folders: Sequence[str]) -> None:
     """Make ``folders`` reachable for any user in a mount namespace of this process's own, by a memory file system over
     the first folder on the way that others may not search. Needs to be root."""
     covers: dict[str, list[str]] = {}
@@ -51,12 +50,12 @@ def uncover(folders: Sequence[str]) -> None:
 
 def _first_private(folder: str) -> str | None:
     parts = folder.strip("/").split("/")
-    above = ("/" + "/".join(parts[:count]) for count in range(1, len(parts)))
-    return next((path for path in above if not os.stat(path).st_mode & stat.S_IXOTH), None)
+    ancestors = ("/" + "/".join(parts[:count]) for count in range(1, len(parts)))
+    return next((path for path in ancestors if not os.stat(path).st_mode & stat.S_IXOTH), None)
 
 
 def call(name: str) -> int:
-    """Run ``module:function`` of a preloaded module, in a process of its own; its exit code."""
+    """Run ``module:function`` of a preloaded module in this process, and return its exit code."""
     module, _, function = name.partition(":")
     try:
         getattr(sys.modules[module], function)()

@@ -1,4 +1,4 @@
-"""The lowest layer of a sandbox's root file system: what every one has, made once per owner."""
+"""Makes the lowest layer of a sandbox's root file system, the same for all sandboxes of an owner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LINKS = {
     "dev/stdout": "/proc/self/fd/1",
     "dev/stderr": "/proc/self/fd/2",
 }
-# Of the host's /etc only what its programs need and anybody may know: no names, no keys, no addresses.
+# The entries of the host's /etc that its programs need and any user may read: no names, no keys, no addresses.
 HOST_SETTINGS = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ssl/certs", "mime.types", "localtime")
 SETTINGS = {
     "etc/passwd": f"user:x:{INSIDE_ID}:{INSIDE_ID}::/home/user:/bin/sh\nnobody:x:65534:65534::/:/bin/false\n",
@@ -32,25 +32,25 @@ SETTINGS = {
 
 def make(folder: Path, uid: int, gid: int) -> None:
     """Make two skeletons below ``folder``: one for the host's programs, and one for images."""
-    whole = folder / SKELETON
-    _mount_points(whole)
+    host_skeleton = folder / SKELETON
+    _mount_points(host_skeleton)
     for name in FOLDERS:
-        (whole / name).mkdir(parents=True)
+        (host_skeleton / name).mkdir(parents=True)
     for name in ("tmp", "var/tmp"):
-        (whole / name).mkdir(parents=True)
-        (whole / name).chmod(0o1777)
+        (host_skeleton / name).mkdir(parents=True)
+        (host_skeleton / name).chmod(0o1777)
     for name, text in SETTINGS.items():
-        (whole / name).write_text(text)
+        (host_skeleton / name).write_text(text)
     for name in HOST_SETTINGS:
-        _copy(Path("/etc", name), whole / "etc" / name)
+        _copy(Path("/etc", name), host_skeleton / "etc" / name)
     for name in HOST_PROGRAMS:
         host = Path("/", name)
         if host.is_symlink():
-            (whole / name).symlink_to(os.readlink(host))
+            (host_skeleton / name).symlink_to(os.readlink(host))
         elif host.is_dir():
-            (whole / name).mkdir()
+            (host_skeleton / name).mkdir()
     _mount_points(folder / f"{SKELETON}-image")
-    _give(folder, uid, gid)
+    _chown_tree(folder, uid, gid)
 
 
 def _mount_points(root: Path) -> None:
@@ -70,13 +70,14 @@ def _copy(source: Path, target: Path) -> None:
             shutil.copytree(source, target, symlinks=True, ignore_dangling_symlinks=True)
         else:
             shutil.copy(source, target)
-    except OSError as error:  # what the host doesn't have, or doesn't show
+    except OSError as error:  # the host doesn't have it, or forbids reading it
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
 
 
-def _give(folder: Path, uid: int, gid: int) -> None:
-    """Give ``folder`` to the sandboxes' user: an overlay can't take over files of a user it doesn't know."""
+def _chown_tree(folder: Path, uid: int, gid: int) -> None:
+    """Make the sandboxes' user the owner of ``folder``, since an overlay can't copy up files of a user that isn't
+    mapped in its namespace."""
     if uid == os.geteuid():
         return
     for parent, names, files in os.walk(folder):

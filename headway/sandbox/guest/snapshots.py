@@ -1,8 +1,8 @@
-"""Packing of a sandbox's written files as a tar, and unpacking. Standard library alone.
+"""Packs a sandbox's written files as a tar, and unpacks them. Standard library alone.
 
-Both ends are the first process of a sandbox: the owner stores the bytes and never unpacks them, so whatever names and
-links are in there reach no other file system. Deleted files of the layers below are in it as the overlay keeps them,
-as character devices 0:0, and are deleted again; a directory made anew in place of one below carries a mark.
+Both run in the first process of a sandbox. The owner stores the bytes and never unpacks them, so that no name or link
+in a tar reaches another file system. A deleted file of the layers below is packed as the overlay stores it, as
+character device 0:0, and is deleted again; a directory that replaced one of the layers below carries a mark.
 """
 
 from __future__ import annotations
@@ -19,72 +19,72 @@ from typing import Protocol
 
 from headway.sandbox.guest.wire import CHUNK_BYTES
 
-DEPTH = 256  # of directories: each is held open on the way down
+DEPTH = 256  # most nested directories: each is held open during the walk
 OPAQUE = "HEADWAY.opaque"
 ATTRIBUTES = "HEADWAY.attributes"  # JSON: name of a user's extended attribute -> its value in hexadecimal
-OVERLAYS = "user.overlay."  # how the overlay's own begin
+OVERLAY_PREFIX = "user.overlay."  # of the overlay's own attributes
 BLOCK = tarfile.BLOCKSIZE
-HOLE = bytes(4096)  # a page: what a disk in memory is made of
+HOLE = bytes(4096)  # a page, the unit of a disk in memory
 
 
 def pack(roots: Sequence[tuple[str, int]], max_bytes: int) -> Iterator[bytes]:
-    """The files below some directories, given with what goes before their names, in chunks. Raises OSError: EFBIG
-    beyond ``max_bytes``, ELOOP beyond ``DEPTH``."""
-    left = max_bytes - 2 * BLOCK  # its end is counted too
+    """Yield the tar of all files below ``roots`` in chunks. ``roots``: (prefix of the names, descriptor) of each
+    directory. Raises OSError: EFBIG beyond ``max_bytes``, ELOOP beyond ``DEPTH``."""
+    remaining_bytes = max_bytes - 2 * BLOCK  # its end is counted too
     for prefix, root in roots:
-        seen: dict[int, str] = {}  # inode with several names -> the first
-        for chunk in _walk(root, prefix, 0, seen):
-            left -= len(chunk)
-            if left < 0:
+        name_by_inode: dict[int, str] = {}  # inode with several names -> the first
+        for chunk in _walk(root, prefix, 0, name_by_inode):
+            remaining_bytes -= len(chunk)
+            if remaining_bytes < 0:
                 raise OSError(errno.EFBIG, f"the files take more than {max_bytes} bytes")
             yield chunk
     yield bytes(2 * BLOCK)
 
 
-def _walk(folder: int, prefix: str, depth: int, seen: dict[int, str]) -> Iterator[bytes]:
+def _walk(folder: int, prefix: str, depth: int, name_by_inode: dict[int, str]) -> Iterator[bytes]:
     if depth > DEPTH:
         raise OSError(errno.ELOOP, f"directories nested more than {DEPTH} deep")
     for name in sorted(os.listdir(folder)):
-        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
-        member = _member(prefix + name, found)
-        if stat.S_ISREG(found.st_mode):
-            if found.st_nlink > 1 and found.st_ino in seen:
-                member.type, member.linkname, member.size = tarfile.LNKTYPE, seen[found.st_ino], 0
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        member = _member(prefix + name, status)
+        if stat.S_ISREG(status.st_mode):
+            if status.st_nlink > 1 and status.st_ino in name_by_inode:
+                member.type, member.linkname, member.size = tarfile.LNKTYPE, name_by_inode[status.st_ino], 0
                 yield _head(member)
                 continue
-            seen[found.st_ino] = member.name
+            name_by_inode[status.st_ino] = member.name
             yield from _file(folder, name, member)
-        elif stat.S_ISLNK(found.st_mode):
+        elif stat.S_ISLNK(status.st_mode):
             member.linkname = os.readlink(name, dir_fd=folder)
             yield _head(member)
-        elif stat.S_ISDIR(found.st_mode):
-            with _opened(name, folder, found.st_mode, os.O_DIRECTORY) as inner:
+        elif stat.S_ISDIR(status.st_mode):
+            with _opened(name, folder, status.st_mode, os.O_DIRECTORY) as inner:
                 with contextlib.suppress(OSError):
-                    if os.getxattr(inner, f"{OVERLAYS}opaque") == b"y":
+                    if os.getxattr(inner, f"{OVERLAY_PREFIX}opaque") == b"y":
                         member.pax_headers = {OPAQUE: "y"}
                 yield _head(member, inner)
-                yield from _walk(inner, f"{prefix}{name}/", depth + 1, seen)
-        elif not stat.S_ISSOCK(found.st_mode):  # a socket is nothing without who listens
+                yield from _walk(inner, f"{prefix}{name}/", depth + 1, name_by_inode)
+        elif not stat.S_ISSOCK(status.st_mode):  # a socket is useless without its listener
             yield _head(member)
 
 
-def _member(name: str, found: os.stat_result) -> tarfile.TarInfo:
+def _member(name: str, status: os.stat_result) -> tarfile.TarInfo:
     member = tarfile.TarInfo(name)
-    member.mode, member.mtime = stat.S_IMODE(found.st_mode), int(found.st_mtime)
+    member.mode, member.mtime = stat.S_IMODE(status.st_mode), int(status.st_mtime)
     kinds = {stat.S_IFDIR: tarfile.DIRTYPE, stat.S_IFLNK: tarfile.SYMTYPE, stat.S_IFIFO: tarfile.FIFOTYPE}
     kinds[stat.S_IFCHR] = tarfile.CHRTYPE
-    member.type = kinds.get(stat.S_IFMT(found.st_mode), tarfile.REGTYPE)
-    member.size = found.st_size if stat.S_ISREG(found.st_mode) else 0
+    member.type = kinds.get(stat.S_IFMT(status.st_mode), tarfile.REGTYPE)
+    member.size = status.st_size if stat.S_ISREG(status.st_mode) else 0
     return member
 
 
 def _file(folder: int, name: str, member: tarfile.TarInfo) -> Iterator[bytes]:
     with _opened(name, folder, member.mode, os.O_NONBLOCK) as descriptor:
         yield _head(member, descriptor)
-        left = member.size
-        while left:
-            data = os.read(descriptor, min(CHUNK_BYTES, left)) or bytes(min(CHUNK_BYTES, left))
-            left -= len(data)
+        remaining_bytes = member.size
+        while remaining_bytes:
+            data = os.read(descriptor, min(CHUNK_BYTES, remaining_bytes)) or bytes(min(CHUNK_BYTES, remaining_bytes))
+            remaining_bytes -= len(data)
             yield data
     if member.size % BLOCK:
         yield bytes(BLOCK - member.size % BLOCK)
@@ -96,7 +96,7 @@ def _opened(name: str, folder: int, mode: int, flags: int) -> Iterator[int]:
     flags |= os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     changed = not mode & stat.S_IRUSR or (stat.S_ISDIR(mode) and not mode & stat.S_IXUSR)
     if changed:
-        os.chmod(name, 0o700, dir_fd=folder)  # no link: it has been looked at, and nothing runs meanwhile
+        os.chmod(name, 0o700, dir_fd=folder)  # no link: its type was checked, and no command runs meanwhile
     try:
         descriptor = os.open(name, flags, dir_fd=folder)
         try:
@@ -109,18 +109,18 @@ def _opened(name: str, folder: int, mode: int, flags: int) -> Iterator[int]:
 
 
 def _head(member: tarfile.TarInfo, descriptor: int = -1) -> bytes:
-    """The header of a member, with the extended attributes of what ``descriptor`` has open."""
+    """Return the header of a member, with the extended attributes of the file ``descriptor``."""
     names = os.listxattr(descriptor) if descriptor >= 0 else []
-    own = [name for name in names if name.startswith("user.") and not name.startswith(OVERLAYS)]
-    if own:
-        found = json.dumps({name: os.getxattr(descriptor, name).hex() for name in own})
-        member.pax_headers = {**member.pax_headers, ATTRIBUTES: found}
+    user_attributes = [name for name in names if name.startswith("user.") and not name.startswith(OVERLAY_PREFIX)]
+    if user_attributes:
+        attributes_json = json.dumps({name: os.getxattr(descriptor, name).hex() for name in user_attributes})
+        member.pax_headers = {**member.pax_headers, ATTRIBUTES: attributes_json}
     return member.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
 
 
-def _give_attributes(place: str | int, member: tarfile.TarInfo) -> None:
+def _set_attributes(target: str | int, member: tarfile.TarInfo) -> None:
     for name, value in json.loads(member.pax_headers.get(ATTRIBUTES, "{}")).items():
-        os.setxattr(place, name, bytes.fromhex(value))
+        os.setxattr(target, name, bytes.fromhex(value))
 
 
 class Readable(Protocol):
@@ -128,7 +128,7 @@ class Readable(Protocol):
 
 
 def unpack(file: Readable, root: str = "/") -> None:
-    """Make the files of a tar below ``root``, which is the sandbox's own by now. Raises OSError where that fails."""
+    """Make the files of a tar below ``root``, in the sandbox's own file system. Raises OSError on failure."""
     folders: list[tuple[str, tarfile.TarInfo]] = []
     try:
         with tarfile.open(fileobj=file, mode="r|", errorlevel=2) as archive:  # type: ignore[call-overload]
@@ -141,7 +141,7 @@ def unpack(file: Readable, root: str = "/") -> None:
     except tarfile.TarError as error:
         raise OSError(errno.EBADMSG, f"not a snapshot: {error}") from error
     for path, member in reversed(folders):
-        _give_attributes(path, member)
+        _set_attributes(path, member)
         os.chmod(path, member.mode)
         os.utime(path, (member.mtime, member.mtime))
 
@@ -170,12 +170,12 @@ def _make(archive: tarfile.TarFile, member: tarfile.TarInfo, path: str, root: st
         assert source is not None
         with open(path, "xb", CHUNK_BYTES) as target:
             while page := source.read(len(HOLE)):
-                if page == HOLE[: len(page)]:  # a hole, as packed: written, it would take room
+                if page == HOLE[: len(page)]:  # packed from a hole: written, it would take space
                     target.seek(len(page), os.SEEK_CUR)
                 else:
                     target.write(page)
             target.truncate(member.size)
-            _give_attributes(target.fileno(), member)
+            _set_attributes(target.fileno(), member)
             os.fchmod(target.fileno(), member.mode)
         os.utime(path, (member.mtime, member.mtime))
 

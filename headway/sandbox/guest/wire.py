@@ -1,7 +1,7 @@
-"""How the two sides of a sandbox's socket talk: frames of a JSON head and a body of bytes. Standard library alone.
+"""The protocol of a sandbox's socket: frames of a JSON head and a body of bytes. Standard library alone.
 
-A frame is two big-endian 32-bit lengths, the head, the body. Whoever reads one from a sandbox bounds both lengths
-first: what is behind that socket isn't trusted.
+A frame is two big-endian 32-bit lengths, the head, the body. A reader of a sandbox's frames bounds both lengths first,
+since the sandbox isn't trusted.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 LENGTHS = struct.Struct(">II")
-HEAD_BYTES = 1 << 20  # the most of a head: arguments and environment of a command
-BODY_BYTES = 8 << 20  # the most of a body: the output of a command, both streams
-CHUNK_BYTES = 1 << 18  # what files are sent in
-MESSAGE_BYTES = 1 << 16  # the most of a request to the zygote, which comes as one packet
+HEAD_BYTES = 1 << 20  # limit of a head: arguments and environment of a command
+BODY_BYTES = 8 << 20  # limit of a body: the output of a command, both streams
+CHUNK_BYTES = 1 << 18  # of a file that is sent
+MESSAGE_BYTES = 1 << 16  # limit of a request to the zygote, which comes as one packet
 
-MISTAKES = (OSError, ValueError, MemoryError)  # of a request: names that can't be names among them
-EXIT_CLOSED, EXIT_TTL, EXIT_SETUP = 0, 3, 4  # how init ends by itself
+REQUEST_ERRORS = (OSError, ValueError, MemoryError)  # raised by invalid requests too, such as impossible file names
+EXIT_CLOSED, EXIT_TTL, EXIT_SETUP = 0, 3, 4  # init's exit codes
 
 
 class Malformed(Exception):
@@ -32,7 +32,7 @@ def frame(head: dict[str, Any], body: bytes = b"") -> bytes:
 
 
 def lengths(prefix: bytes) -> tuple[int, int]:
-    """Lengths of a frame's head and body in bytes. Raises Malformed beyond the limits."""
+    """Return the lengths of a frame's head and body in bytes. Raises Malformed beyond the limits."""
     head, body = LENGTHS.unpack(prefix)
     if head > HEAD_BYTES or body > BODY_BYTES:
         raise Malformed(f"a frame of {head} + {body} bytes")
@@ -50,15 +50,15 @@ def head_from(encoded: bytes) -> dict[str, Any]:
 
 
 def error_of(error: Exception) -> dict[str, Any]:
-    """The answer to a request that raised ``error``."""
+    """Make the answer to a request that raised ``error``."""
     if isinstance(error, OSError):
         return {"error": error.errno or errno.EIO, "what": f"{error.strerror or error}"[:500]}
     code = errno.ENOMEM if isinstance(error, MemoryError) else errno.EINVAL
     return {"error": code, "what": f"{error}"[:500]}
 
 
-class Frames:
-    """An assembler of frames from bytes as they arrive."""
+class FrameAssembler:
+    """Assembles frames from bytes as they arrive."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -70,9 +70,9 @@ class Frames:
             end = LENGTHS.size + head + body
             if len(self._bytes) < end:
                 return
-            whole = bytes(self._bytes[LENGTHS.size : end])
+            encoded = bytes(self._bytes[LENGTHS.size : end])
             del self._bytes[:end]
-            yield head_from(whole[:head]), whole[head:]
+            yield head_from(encoded[:head]), encoded[head:]
 
 
 class FrameWriter(Protocol):

@@ -1,7 +1,7 @@
-"""Sandboxes at E2B, by its SDK (`pip install 'headway[e2b]'`). **Untested against the live service.**
+"""Adapter to E2B, by its SDK (`pip install 'headway[e2b]'`). **Untested against the live service.**
 
-Its API is HTTP and JSON; what runs in a sandbox is reached through `envd`, connect-rpc over HTTP. Limits are those of
-the template, which is built at E2B and not by a spec. Time to live, pause (memory and files) and snapshots are E2B's.
+Its API is HTTP and JSON; commands and files go through `envd`, connect-rpc over HTTP. Limits are those of the template,
+which is built at E2B and not by a spec. E2B itself provides time to live, pause (memory and files) and snapshots.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headway.records.sandbox import SandboxInfo, SandboxSpec
-from headway.sandbox.hosted.provider import HostedSettings, Meaning, Provider, ShellResult
+from headway.sandbox.hosted.provider import ErrorMeaning, HostedSettings, Provider, ShellResult
 
 ALL = "0.0.0.0/0"
 
@@ -30,7 +30,7 @@ class E2BProvider(Provider[E2BSettings]):
     life_s = None  # renewed at E2B, any number of times
     pauses = True
     missing = ("limits of memory, disk, processes and cores are the template's, whatever the spec says",)
-    failures: Mapping[Meaning, tuple[str, ...]] = {
+    failures: Mapping[ErrorMeaning, tuple[str, ...]] = {
         "gone": ("SandboxNotFoundException", "SandboxNotRunningException"),
         "model": ("NotEnoughSpaceException",),
         "environment": ("InvalidArgumentException", "NotFoundException", "TemplateException"),
@@ -64,21 +64,21 @@ class E2BProvider(Provider[E2BSettings]):
     async def list(self, labels: Mapping[str, str]) -> list[SandboxInfo]:
         query = self._sdk.SandboxQuery(metadata=dict(labels)) if labels else None
         pages = self._sdk.AsyncSandbox.list(query=query, **self._options)
-        found: list[SandboxInfo] = []
+        sandboxes: list[SandboxInfo] = []
         while pages.has_next:
-            found += [
+            sandboxes += [
                 SandboxInfo(
-                    id=one.sandbox_id,
-                    labels={str(name): str(value) for name, value in (one.metadata or {}).items()},
-                    state="paused" if one.state.value == "paused" else "running",
-                    created_s=one.started_at.timestamp(),
+                    id=box.sandbox_id,
+                    labels={str(name): str(value) for name, value in (box.metadata or {}).items()},
+                    state="paused" if box.state.value == "paused" else "running",
+                    created_s=box.started_at.timestamp(),
                 )
-                for one in await pages.next_items()
+                for box in await pages.next_items()
             ]
-        return found
+        return sandboxes
 
     async def count(self) -> int:
-        return sum(one.state == "running" for one in await self.list({}))
+        return sum(sandbox.state == "running" for sandbox in await self.list({}))
 
     async def terminate(self, sandbox: str) -> None:
         self._boxes.pop(sandbox, None)
@@ -87,10 +87,10 @@ class E2BProvider(Provider[E2BSettings]):
     async def run(self, sandbox: str, line: str, timeout_s: float) -> ShellResult:
         box = self._boxes[sandbox]
         try:
-            said = await box.commands.run(line, timeout=timeout_s)
+            execution = await box.commands.run(line, timeout=timeout_s)
         except self._sdk.CommandExitException as ended:
-            said = ended
-        return ShellResult(exit_code=said.exit_code, stdout=said.stdout or "")
+            execution = ended
+        return ShellResult(exit_code=execution.exit_code, stdout=execution.stdout or "")
 
     async def put(self, sandbox: str, path: str, data: bytes) -> None:
         await self._boxes[sandbox].files.write(path, data)
@@ -108,8 +108,8 @@ class E2BProvider(Provider[E2BSettings]):
         self._boxes[sandbox] = await self._sdk.AsyncSandbox.connect(sandbox, timeout=math.ceil(ttl_s), **self._options)
 
     async def snapshot(self, sandbox: str, name: str) -> str:
-        taken = await self._sdk.AsyncSandbox.create_snapshot(sandbox, mode="filesystem", **self._options)
-        return str(taken.snapshot_id)
+        created = await self._sdk.AsyncSandbox.create_snapshot(sandbox, mode="filesystem", **self._options)
+        return str(created.snapshot_id)
 
     async def delete_snapshot(self, snapshot: str) -> None:
         await self._sdk.AsyncSandbox.delete_snapshot(snapshot, **self._options)

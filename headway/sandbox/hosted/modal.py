@@ -1,9 +1,9 @@
-"""Sandboxes at Modal, by its SDK (`pip install 'headway[modal]'`). **Untested against the live service.**
+"""Adapter to Modal, by its SDK (`pip install 'headway[modal]'`). **Untested against the live service.**
 
 The SDK speaks gRPC to the service and, for commands and files, to the machine that a sandbox is on, over TLS with
-credentials of its own: no local server could stand in for that faithfully. The tests stand in for the SDK's
-classes instead, and check every call against the real ones' signatures. How long a sandbox lives is fixed when it is
-made (`life_s`): its time to live is enforced by its owner, and after the owner's death by the next start's `reap`.
+credentials of its own, which no local server could imitate faithfully. The tests replace the SDK's classes instead, and
+check every call against the real signatures. A sandbox's lifetime is fixed when it is made (`life_s`); its owner
+enforces the time to live, and after the owner's death the next start's `reap` does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from headway.records.errors import ConfigurationError
 from headway.records.network import authority_of, is_address
 from headway.records.sandbox import MIB, SandboxFailure, SandboxInfo, SandboxSpec, infrastructure_failure
-from headway.sandbox.hosted.provider import OWNER, HostedSettings, Meaning, Provider, ShellResult
+from headway.sandbox.hosted.provider import OWNER, ErrorMeaning, HostedSettings, Provider, ShellResult
 
 
 class ModalSettings(HostedSettings, frozen=True, kw_only=True):
@@ -33,7 +33,7 @@ class ModalProvider(Provider[ModalSettings]):
     kind = ModalSettings
     name = package = "modal"
     missing = ("no pause", "limits of disk, inodes and processes are Modal's, whatever the spec says")
-    failures: Mapping[Meaning, tuple[str, ...]] = {
+    failures: Mapping[ErrorMeaning, tuple[str, ...]] = {
         "gone": ("SandboxTerminatedError", "SandboxTimeoutError"),
         "model": ("SandboxFilesystemError",),
         "environment": (
@@ -47,22 +47,22 @@ class ModalProvider(Provider[ModalSettings]):
         super().__init__(settings, sdk)
         self.life_s = settings.life_s
         if settings.address:
-            what = "sandbox.settings.address: Modal's is set by MODAL_SERVER_URL, before it is loaded"
-            raise ConfigurationError(what)
+            message = "sandbox.settings.address: Modal's is set by MODAL_SERVER_URL, before it is loaded"
+            raise ConfigurationError(message)
         self._client: Any = None
         self._app: Any = None
 
     def key_variables(self) -> tuple[str, ...]:
         return self.settings.key_id_variable, self.settings.key_variable
 
-    async def _opened(self) -> tuple[Any, Any]:
+    async def _connect(self) -> tuple[Any, Any]:
         if self._app is None:
             self._client = await self._sdk.Client.from_credentials.aio(*self._keys)
             self._app = await self._sdk.App.lookup.aio(self.settings.app, client=self._client, create_if_missing=True)
         return self._app, self._client
 
     async def create(self, spec: SandboxSpec, labels: dict[str, str], key: str, snapshot: str | None) -> str:
-        app, client = await self._opened()
+        app, client = await self._connect()
         images = self._sdk.Image
         if snapshot:
             image = images.from_id(snapshot, client=client)
@@ -91,22 +91,22 @@ class ModalProvider(Provider[ModalSettings]):
         return str(box.object_id)
 
     async def list(self, labels: Mapping[str, str]) -> list[SandboxInfo]:
-        app, client = await self._opened()
-        found: list[SandboxInfo] = []
+        app, client = await self._connect()
+        sandboxes: list[SandboxInfo] = []
         async for box in self._sdk.Sandbox.list.aio(app_id=app.app_id, tags=dict(labels) or None, client=client):
             tags = await box.get_tags.aio()
             if OWNER in tags:
-                found.append(SandboxInfo(id=box.object_id, labels=tags, state="running"))
-        return found
+                sandboxes.append(SandboxInfo(id=box.object_id, labels=tags, state="running"))
+        return sandboxes
 
     async def count(self) -> int:
-        _, client = await self._opened()
+        _, client = await self._connect()
         return len([box async for box in self._sdk.Sandbox.list.aio(client=client)])
 
     async def terminate(self, sandbox: str) -> None:
         box = self._boxes.pop(sandbox, None)
         if box is None:
-            _, client = await self._opened()
+            _, client = await self._connect()
             with contextlib.suppress(self._sdk.exception.NotFoundError):
                 box = await self._sdk.Sandbox.from_id.aio(sandbox, client=client)
         if box is not None:
@@ -114,8 +114,8 @@ class ModalProvider(Provider[ModalSettings]):
 
     async def run(self, sandbox: str, line: str, timeout_s: float) -> ShellResult:
         process = await self._boxes[sandbox].exec.aio("sh", "-c", line, timeout=math.ceil(timeout_s))
-        said = await process.stdout.read.aio()
-        return ShellResult(exit_code=await process.wait.aio(), stdout=said)
+        stdout = await process.stdout.read.aio()
+        return ShellResult(exit_code=await process.wait.aio(), stdout=stdout)
 
     async def put(self, sandbox: str, path: str, data: bytes) -> None:
         await self._boxes[sandbox].filesystem.write_bytes.aio(data, path)
@@ -130,7 +130,7 @@ class ModalProvider(Provider[ModalSettings]):
         """No-op: Modal keeps snapshots for 30 days. Its call that deletes an image is experimental, and its effect on
         images and sandboxes made from that image isn't documented."""
 
-    def failure_of(self, error: Exception, what: str) -> SandboxFailure:
+    def failure_of(self, error: Exception, action: str) -> SandboxFailure:
         if isinstance(error, KeyError) and error.args and error.args[0] not in self._boxes:
-            return infrastructure_failure(f"{what}: {str(error)[:300]}", evidence={"gone": True})
-        return super().failure_of(error, what)
+            return infrastructure_failure(f"{action}: {str(error)[:300]}", evidence={"gone": True})
+        return super().failure_of(error, action)

@@ -1,9 +1,9 @@
-"""Sandboxes at Prime Intellect, by its SDK (`pip install 'headway[prime]'`). **Untested against the live service.**
+"""Adapter to Prime Intellect, by its SDK (`pip install 'headway[prime]'`). **Untested against the live service.**
 
-Its API is HTTP and JSON; commands go by connect-rpc through a gateway, files beside them. A sandbox is a virtual
-machine of an image that the service can pull. How long it lives is fixed when it is made (`life_s`): its time to live
-is enforced by its owner, and after the owner's death by the next start's `reap`. An empty list of hosts is taken to
-mean that none may be reached.
+Its API is HTTP and JSON; commands go by connect-rpc through a gateway, files by calls of their own. A sandbox is a
+virtual machine of an image that the service can pull. Its lifetime is fixed when it is made (`life_s`); its owner
+enforces the time to live, and after the owner's death the next start's `reap` does. An empty list of hosts is assumed
+to mean that none may be reached.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from headway.records.errors import ConfigurationError
 from headway.records.network import authority_of, is_address
 from headway.records.sandbox import SandboxInfo, SandboxSpec
-from headway.sandbox.hosted.provider import HostedSettings, Meaning, Provider, ShellResult
+from headway.sandbox.hosted.provider import ErrorMeaning, HostedSettings, Provider, ShellResult
 
 GIB = 1 << 30
 STATUS = re.compile(r"HTTP (\d{3})\b")
@@ -43,7 +43,7 @@ class PrimeProvider(Provider[PrimeSettings]):
         "no pause",
         "limits are rounded up to whole cores and GiB; processes and inodes have none but the machine's",
     )
-    failures: Mapping[Meaning, tuple[str, ...]] = {
+    failures: Mapping[ErrorMeaning, tuple[str, ...]] = {
         "gone": ("SandboxNotRunningError",),
         "out of memory": ("SandboxOOMError",),
         "environment": ("SandboxImagePullError", "ValidationError"),
@@ -78,44 +78,44 @@ class PrimeProvider(Provider[PrimeSettings]):
             labels=[f"{name}={value}" for name, value in labels.items()],
             idempotency_key=key,
         )
-        made = await self._client.create(request)
+        sandbox = await self._client.create(request)
         try:
             async with asyncio.timeout(self.settings.start_timeout_s):
-                await self._client.wait_for_creation(made.id)
+                await self._client.wait_for_creation(sandbox.id)
         except BaseException:
             with contextlib.suppress(Exception):  # the first error is the one to report
-                await self._client.delete(made.id)
+                await self._client.delete(sandbox.id)
             raise
-        return str(made.id)
+        return str(sandbox.id)
 
     async def list(self, labels: Mapping[str, str]) -> list[SandboxInfo]:
-        wanted = [f"{name}={value}" for name, value in labels.items()] or None
-        found: list[SandboxInfo] = []
-        page, more = 1, True
-        while more:
-            answer = await self._client.list(labels=wanted, page=page, exclude_terminated=True)
-            found += [
+        label_filter = [f"{name}={value}" for name, value in labels.items()] or None
+        sandboxes: list[SandboxInfo] = []
+        page, has_more = 1, True
+        while has_more:
+            answer = await self._client.list(labels=label_filter, page=page, exclude_terminated=True)
+            sandboxes += [
                 SandboxInfo(
-                    id=one.id,
-                    labels={name: value for name, _, value in (label.partition("=") for label in one.labels)},
-                    state=STATES.get(one.status, "ended"),  # pyright: ignore[reportArgumentType]
-                    created_s=one.created_at.timestamp(),
+                    id=box.id,
+                    labels={name: value for name, _, value in (label.partition("=") for label in box.labels)},
+                    state=STATES.get(box.status, "ended"),  # pyright: ignore[reportArgumentType]
+                    created_s=box.created_at.timestamp(),
                 )
-                for one in answer.sandboxes
+                for box in answer.sandboxes
             ]
-            page, more = page + 1, answer.has_next
-        return [one for one in found if one.state != "ended"]
+            page, has_more = page + 1, answer.has_next
+        return [box for box in sandboxes if box.state != "ended"]
 
     async def count(self) -> int:
         return int((await self._client.list(page=1, per_page=1, exclude_terminated=True)).total)
 
     async def terminate(self, sandbox: str) -> None:
-        with self._unless_unknown():
+        with self._ignore_not_found():
             await self._client.delete(sandbox)
 
     async def run(self, sandbox: str, line: str, timeout_s: float) -> ShellResult:
-        said = await self._client.execute_command(sandbox, line, timeout=math.ceil(timeout_s))
-        return ShellResult(exit_code=said.exit_code, stdout=said.stdout)
+        execution = await self._client.execute_command(sandbox, line, timeout=math.ceil(timeout_s))
+        return ShellResult(exit_code=execution.exit_code, stdout=execution.stdout)
 
     async def put(self, sandbox: str, path: str, data: bytes) -> None:
         timeout_s = math.ceil(self.settings.request_timeout_s)
@@ -129,17 +129,17 @@ class PrimeProvider(Provider[PrimeSettings]):
             return await asyncio.to_thread(file.read_bytes)
 
     async def snapshot(self, sandbox: str, name: str) -> str:
-        taken = await self._client.checkpoint(sandbox)
-        await self._client.wait_for_checkpoint(taken.id)
-        return str(taken.id)
+        checkpoint = await self._client.checkpoint(sandbox)
+        await self._client.wait_for_checkpoint(checkpoint.id)
+        return str(checkpoint.id)
 
     async def delete_snapshot(self, snapshot: str) -> None:
-        """Delete a checkpoint; its data stays at the provider as long as later ones need it. Unknown ones: no-op."""
-        with self._unless_unknown():
+        """Delete a checkpoint, no-op if it is unknown. Its data stays at the provider as long as later ones need it."""
+        with self._ignore_not_found():
             await self._client.delete_checkpoint(snapshot)
 
     @contextlib.contextmanager
-    def _unless_unknown(self) -> Iterator[None]:
+    def _ignore_not_found(self) -> Iterator[None]:
         try:
             yield
         except self._sdk.APIError as error:
@@ -147,7 +147,7 @@ class PrimeProvider(Provider[PrimeSettings]):
                 raise
 
     def status_of(self, error: Exception) -> int | None:
-        """The HTTP status, which Prime's errors give in their text."""
+        """Return the HTTP status, which Prime's errors have in their text."""
         match = STATUS.search(str(error))
         return int(match[1]) if match else None
 

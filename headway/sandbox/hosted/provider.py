@@ -1,4 +1,4 @@
-"""The base of adapters to sandbox providers (`Provider`), the meaning of their errors, and owner labels."""
+"""Defines the base of adapters to sandbox providers (`Provider`), the meaning of their errors, and owner labels."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from headway.sandbox import leftovers
 T = TypeVar("T")
 OWNER, RUN = "headway-owner", "headway-run"  # labels of every sandbox
 LABEL_CHARACTERS = 50  # length of a label that every provider accepts
-# Of an SDK's error: an HTTP status, or a cause.
-Meaning = int | Literal["gone", "out of memory", "model", "environment"]
-HOLD_S = 10.0  # when too many were made at once, and the provider doesn't say for how long
+# The meaning of an SDK's error: an HTTP status, or a cause.
+ErrorMeaning = int | Literal["gone", "out of memory", "model", "environment"]
+HOLD_S = 10.0  # wait after "too many requests", which doesn't give a duration
 
 
 class HostedSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +55,7 @@ S = TypeVar("S", bound=HostedSettings)
 
 
 class ShellResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a line of shell."""
+    """The result of a shell command line."""
 
     exit_code: int
     stdout: str
@@ -64,9 +64,9 @@ class ShellResult(msgspec.Struct, frozen=True, kw_only=True):
 class Provider(ABC, Generic[S]):
     """An adapter to a provider's SDK. Its calls raise the SDK's errors; `failure_of` converts each to a failure.
 
-    What is written out here is the behaviour of most providers: an SDK and a key, lists of hosts without ports, a time
-    to live fixed at creation, no pause, errors recognised by the names of their classes. Adapters set these names and
-    override what differs at their provider."""
+    This base has the behaviour of most providers: an SDK and a key, lists of hosts without ports, a time to live fixed
+    at creation, no pause, errors recognised by the names of their classes. Adapters set these names and override the
+    differences."""
 
     kind: type[HostedSettings]  # of its settings
     name: str
@@ -74,7 +74,7 @@ class Provider(ABC, Generic[S]):
     missing: tuple[str, ...]  # see `Capabilities`
     life_s: float | None  # time to live that is fixed when a sandbox is made; None: it can be renewed at the provider
     pauses = False
-    failures: Mapping[Meaning, tuple[str, ...]] = {}  # the SDK's errors, subclasses included
+    failures: Mapping[ErrorMeaning, tuple[str, ...]] = {}  # the SDK's errors, subclasses included
 
     def __init__(self, settings: S, sdk: Any = None) -> None:
         """``sdk``: a replacement for the package, in tests. Raises ConfigurationError without the package or a key."""
@@ -91,7 +91,7 @@ class Provider(ABC, Generic[S]):
     def key_variables(self) -> tuple[str, ...]:
         return (self.settings.key_variable,)
 
-    def can(self) -> Capabilities:
+    def capabilities(self) -> Capabilities:
         return Capabilities(
             backend=self.name,
             memory_limit=True,
@@ -110,20 +110,19 @@ class Provider(ABC, Generic[S]):
         """Raise ConfigurationError for a specification that the provider can't serve."""
         for entry in spec.network:
             if authority_of(entry.removeprefix("*."))[1] is not None:
-                what = f"sandbox network {entry!r}: {self.name} has no ports in its list; leave :PORT out"
-                raise ConfigurationError(what)
+                message = f"sandbox network {entry!r}: {self.name} has no ports in its list; leave :PORT out"
+                raise ConfigurationError(message)
 
     @abstractmethod
     async def create(self, spec: SandboxSpec, labels: dict[str, str], key: str, snapshot: str | None) -> str:
-        """Make a sandbox and return its id. ``key``: of this attempt alone,
-        for providers that tell retries by it: 32 hexadecimal digits."""
+        """Make a sandbox and return its id. ``key``: idempotency key of this attempt, 32 hexadecimal digits."""
 
     @abstractmethod
     async def list(self, labels: Mapping[str, str]) -> list[SandboxInfo]: ...
 
     @abstractmethod
     async def count(self) -> int:
-        """Number of live sandboxes of the account, of all owners."""
+        """Return the number of the account's live sandboxes, of all owners."""
 
     @abstractmethod
     async def terminate(self, sandbox: str) -> None:
@@ -156,53 +155,53 @@ class Provider(ABC, Generic[S]):
         await self.pause(sandbox)
 
     def status_of(self, error: Exception) -> int | None:
-        """The HTTP status that an error of the SDK carries; None: it has none."""
+        """Return the HTTP status that an error of the SDK carries; None: it has none."""
         return None
 
-    def failure_of(self, error: Exception, what: str) -> SandboxFailure:
+    def failure_of(self, error: Exception, action: str) -> SandboxFailure:
         known = {name: meaning for meaning, names in self.failures.items() for name in names}
         kinds = (kind.__name__ for kind in type(error).__mro__)  # the most exact one first
-        what = f"{what}: {str(error)[:300]}"
+        message = f"{action}: {str(error)[:300]}"
         match next((known[kind] for kind in kinds if kind in known), self.status_of(error)):
             case int() as status:
-                return failure_of_status(status, what)
+                return failure_of_status(status, message)
             case "gone":
-                return infrastructure_failure(what, evidence={"gone": True})
+                return infrastructure_failure(message, evidence={"gone": True})
             case "out of memory":
-                return model_failure(f"{what}: out of memory as a whole", oom=True, gone=True)
+                return model_failure(f"{message}: out of memory as a whole", oom=True, gone=True)
             case "model":
-                return model_failure(what)
+                return model_failure(message)
             case "environment":
-                return environment_failure(what)
+                return environment_failure(message)
             case _:
-                return infrastructure_failure(what, evidence={"error": type(error).__name__})
+                return infrastructure_failure(message, evidence={"error": type(error).__name__})
 
     async def close(self) -> None:
         self._boxes.clear()
 
 
-async def asked(provider: Provider[Any], what: str, call: Awaitable[T]) -> T:
-    """Await a provider's call; convert an error of its SDK to the SandboxError that it means."""
+async def call_provider(provider: Provider[Any], action: str, call: Awaitable[T]) -> T:
+    """Await a provider's call; convert an error of its SDK to a SandboxError."""
     try:
         return await call
     except (SandboxError, ConfigurationError):
         raise
     except Exception as error:  # the capture point of the SDK's errors
-        raise SandboxError(provider.failure_of(error, f"{provider.name}: {what}")) from error
+        raise SandboxError(provider.failure_of(error, f"{provider.name}: {action}")) from error
 
 
-def failure_of_status(status: int, what: str) -> SandboxFailure:
+def failure_of_status(status: int, message: str) -> SandboxFailure:
     """Make the failure for a provider's HTTP status: rate limits and server errors are retried, a wrong key isn't."""
     evidence: dict[str, str | int | float | bool] = {"status": status}
     if status == 429:
         evidence["hold_s"] = HOLD_S
     if status in (408, 409, 425, 429) or status >= 500:
-        return infrastructure_failure(what, evidence=evidence)
+        return infrastructure_failure(message, evidence=evidence)
     if status in (401, 403):
-        what = f"{what}: give a key that may do this"
+        message = f"{message}: give a key that may do this"
     elif status == 402:
-        what = f"{what}: the account has no credit"
-    return environment_failure(what, **evidence)
+        message = f"{message}: the account has no credit"
+    return environment_failure(message, **evidence)
 
 
 def plain_labels(labels: Mapping[str, str]) -> dict[str, str]:
@@ -227,7 +226,7 @@ def this_owner() -> str:
 
 
 def is_dead(owner: str) -> bool:
-    """Whether that owner was a process of this machine and has ended. False for owners on other machines."""
+    """Return whether that owner was a process of this machine and has ended. False for owners on other machines."""
     machine_process, _, started = owner.rpartition(".")
     machine, _, process = machine_process.rpartition(".")
     if machine != _machine() or not process.isdigit() or not started.isdigit():

@@ -1,7 +1,6 @@
-"""Reads an image's file or folder: layers and settings from OCI's layout, `docker save`, or a plain tar.
+"""Reads layers and settings of an image from an OCI layout, an archive of `docker save`, or a plain tar.
 
-Only small JSON documents are read here, each checked against its digest where one is stated; layers are returned as
-streams.
+Reads only small JSON documents, and checks each against its digest if it has one; layers are returned as streams.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 
-from headway.sandbox.images.layers import DAMAGED, Tar, whole_tar
-from headway.sandbox.images.streams import CHUNK_BYTES, Counted, Region, decompressed, sha256_of
+from headway.sandbox.images.layers import TAR_ERRORS, Tar, whole_tar
+from headway.sandbox.images.streams import CHUNK_BYTES, FileRegion, HashingReader, decompress, sha256_of
 from headway.sandbox.images.tree import ImageError
 
 T = TypeVar("T")
@@ -38,7 +37,7 @@ INDEX_TYPES = ("application/vnd.oci.image.index.v1+json", "application/vnd.docke
 MANIFEST_TYPES = ("application/vnd.oci.image.manifest.v1+json", "application/vnd.docker.distribution.manifest.v2+json")
 CONFIG_TYPES = ("application/vnd.oci.image.config.v1+json", "application/vnd.docker.container.image.v1+json")
 NAMES = ("io.containerd.image.name", "org.opencontainers.image.ref.name")
-# First names in archives of layers, whichever tool wrote them: a root file system has other names.
+# First names in archives of layers by any tool; a root file system has other names.
 ARCHIVE_NAME = re.compile(
     r"(\./)?(oci-layout|index\.json|manifest\.json|repositories|blobs/.*|[0-9a-f]{64}(\.json|/.*))"
 )
@@ -68,7 +67,7 @@ class RootFiles(msgspec.Struct, frozen=True):
     diff_ids: list[str]
 
 
-class Settings(msgspec.Struct, frozen=True, rename={"variables": "Env"}):
+class ImageSettings(msgspec.Struct, frozen=True, rename={"variables": "Env"}):
     variables: list[str] | None = None
 
 
@@ -76,10 +75,10 @@ class ImageConfig(msgspec.Struct, frozen=True):
     rootfs: RootFiles
     architecture: str = ""
     os: str = ""
-    config: Settings | None = None
+    config: ImageSettings | None = None
 
 
-class Saved(msgspec.Struct, frozen=True, rename={"config": "Config", "names": "RepoTags", "layers": "Layers"}):
+class SavedImage(msgspec.Struct, frozen=True, rename={"config": "Config", "names": "RepoTags", "layers": "Layers"}):
     """An image in the manifest.json of `docker save`."""
 
     config: str
@@ -88,7 +87,7 @@ class Saved(msgspec.Struct, frozen=True, rename={"config": "Config", "names": "R
 
 
 class LayerSource(msgspec.Struct, frozen=True, kw_only=True):
-    """A layer that may have to be unpacked. ``diff_id``: the digest of its tar; None: known by reading it only."""
+    """A layer that may have to be unpacked. ``diff_id``: the digest of its tar; None: unknown until it is read."""
 
     what: str  # the layer's name, for messages
     diff_id: str | None
@@ -96,7 +95,7 @@ class LayerSource(msgspec.Struct, frozen=True, kw_only=True):
     digest: str | None = None  # digest of the stream as stored
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class ImageContent(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[LayerSource, ...]
     environment: dict[str, str] = {}
 
@@ -110,50 +109,52 @@ class _Files(Protocol):
 
 
 @contextlib.contextmanager
-def opened(path: Path, name: str, scratch: Path, take: Callable[[int], None], most_bytes: int) -> Iterator[Found]:
-    """Open the image at ``path``. ``name``: which image, where there are several. ``take``: as in `layers.unpack`;
+def open_image(
+    path: Path, name: str, scratch: Path, take: Callable[[int], None], most_bytes: int
+) -> Iterator[ImageContent]:
+    """Open the image at ``path``. ``name``: selects one of several images. ``take``: as in `layers.unpack`;
     ``scratch``: a folder for an archive that has to be decompressed as a whole. Raises ImageError."""
     if path.is_dir():
-        yield _layout(_Folder(path), name, take)
+        yield _oci_layout(_Folder(path), name, take)
         return
     with contextlib.ExitStack() as stack:
         raw = stack.enter_context(open(path, "rb"))
-        stream, was_compressed = decompressed(raw)
-        if not ARCHIVE_NAME.fullmatch(_first_name(Counted(stream, take))):
-            yield _plain(path, name)
+        stream, was_compressed = decompress(raw)
+        if not ARCHIVE_NAME.fullmatch(_first_name(HashingReader(stream, take))):
+            yield _plain_tar(path, name)
             return
         if was_compressed:
             path = _decompress(path, scratch, take, most_bytes)
             raw = stack.enter_context(open(path, "rb"))
         files = _Archive(raw, take)
         if files.has("oci-layout") and files.has("index.json"):
-            yield _layout(files, name, take)
+            yield _oci_layout(files, name, take)
         elif files.has("manifest.json"):
-            yield _saved(files, name)
+            yield _docker_save(files, name)
         else:
-            yield _plain(path, name)
+            yield _plain_tar(path, name)
 
 
 def is_layout(path: Path) -> bool:
-    """Whether a directory is an OCI image layout and not a root file system."""
+    """Return whether a directory is an OCI image layout and not a root file system."""
     return (path / "oci-layout").is_file() and (path / "index.json").is_file()
 
 
-def _plain(path: Path, name: str) -> Found:
+def _plain_tar(path: Path, name: str) -> ImageContent:
     if name:
         raise ImageError(f"it is a tar of files, in which no image is called {name!r}")
-    return Found(layers=(LayerSource(what=path.name, diff_id=None, open=lambda: open(path, "rb")),))
+    return ImageContent(layers=(LayerSource(what=path.name, diff_id=None, open=lambda: open(path, "rb")),))
 
 
-def _first_name(stream: Counted) -> str:
-    """Name of the first entry that isn't a directory. Raises ImageError where it can't be read."""
+def _first_name(stream: HashingReader) -> str:
+    """Return the name of the first entry that isn't a directory. Raises ImageError if it can't be read."""
     try:
         with Tar.of(stream) as archive:
             for _ in range(1000):
                 member = archive.next()
                 if member is None or not member.isdir():
                     return member.name if member is not None else ""
-    except DAMAGED as error:
+    except TAR_ERRORS as error:
         raise ImageError(
             f"it isn't a tar, or is damaged ({error}): valid are a directory, a tar of a root file system (gzip and"
             " zstd too), an OCI archive or layout, and what docker save writes"
@@ -162,10 +163,10 @@ def _first_name(stream: Counted) -> str:
 
 
 def _decompress(path: Path, scratch: Path, take: Callable[[int], None], most_bytes: int) -> Path:
-    """Decompress an archive of layers into ``scratch``: reading it in any order takes a plain file."""
+    """Decompress an archive of layers into ``scratch``, since reading it in any order needs a plain file."""
     target = scratch / "archive.tar"
     with open(path, "rb") as raw, open(target, "xb") as out:
-        stream = Counted(decompressed(raw)[0], take, most_bytes)
+        stream = HashingReader(decompress(raw)[0], take, most_bytes)
         while part := stream.read(CHUNK_BYTES):
             take(len(part))
             out.write(part)
@@ -190,38 +191,38 @@ class _Archive:
 
     def __init__(self, raw: io.BufferedReader, take: Callable[[int], None]) -> None:
         self._descriptor = raw.fileno()
-        self._places: dict[str, tuple[int, int]] = {}
+        self._ranges: dict[str, tuple[int, int]] = {}
         self._links: dict[str, str] = {}  # archives of an old docker save name a layer twice
         size = os.fstat(self._descriptor).st_size
         raw.seek(0)
         with whole_tar(_Skipping(raw, take), marked=True) as archive:
             while (member := archive.next()) is not None:
-                self._remember(member, size)
+                self._index_member(member, size)
 
-    def _remember(self, member: tarfile.TarInfo, size: int) -> None:
+    def _index_member(self, member: tarfile.TarInfo, size: int) -> None:
         name = member.name.removeprefix("./")
         if member.issym() or member.islnk():
-            beside = os.path.dirname(name) if member.issym() else ""
-            self._links[name] = os.path.normpath(os.path.join(beside, member.linkname))
+            folder = os.path.dirname(name) if member.issym() else ""
+            self._links[name] = os.path.normpath(os.path.join(folder, member.linkname))
         elif member.isreg() and not member.issparse():
             if not 0 <= member.size <= size - member.offset_data:
                 raise ImageError(f"it is cut off in the middle of {name[:200]!r}")
-            self._places[name] = (member.offset_data, member.size)
-        if len(self._places) + len(self._links) > MEMBERS:
+            self._ranges[name] = (member.offset_data, member.size)
+        if len(self._ranges) + len(self._links) > MEMBERS:
             raise ImageError(f"it has more than {MEMBERS} entries, which no archive of layers has")
 
     def has(self, name: str) -> bool:
-        return self._links.get(name, name) in self._places
+        return self._links.get(name, name) in self._ranges
 
     def open(self, name: str) -> io.BufferedReader:
         if not self.has(name):
             raise ImageError(f"it lacks {name[:200]}: an incomplete copy?")
-        start, size = self._places[self._links.get(name, name)]
-        return cast(io.BufferedReader, io.BufferedReader(Region(self._descriptor, start, size), 1 << 16))
+        start, size = self._ranges[self._links.get(name, name)]
+        return cast(io.BufferedReader, io.BufferedReader(FileRegion(self._descriptor, start, size), 1 << 16))
 
 
-class _Skipping(Counted):
-    """A stream that seeks over skipped bytes instead of reading them: nearly all of an archive of layers."""
+class _Skipping(HashingReader):
+    """A stream that seeks over skipped bytes instead of reading them, since most of an archive is skipped."""
 
     def seek(self, to: int) -> None:
         if to < self._at:
@@ -253,7 +254,7 @@ def _blob(digest: str) -> str:
 # OCI.
 
 
-def _layout(files: _Files, name: str, take: Callable[[int], None]) -> Found:
+def _oci_layout(files: _Files, name: str, take: Callable[[int], None]) -> ImageContent:
     candidates = list(_manifests(files, take))
     chosen = _choose(candidates, name)
     manifest = _document(files, _blob(chosen.digest), Manifest, chosen.digest)
@@ -263,7 +264,7 @@ def _layout(files: _Files, name: str, take: Callable[[int], None]) -> Found:
             f" system, whose would be {CONFIG_TYPES[0]}"
         )
     config = _document(files, _blob(manifest.config.digest), ImageConfig, manifest.config.digest)
-    _check(config, len(manifest.layers))
+    _check_config(config, len(manifest.layers))
     layers: list[LayerSource] = []
     for layer, diff_id in zip(manifest.layers, config.rootfs.diff_ids, strict=True):
         if not LAYER_TYPE.fullmatch(layer.media_type):
@@ -274,7 +275,7 @@ def _layout(files: _Files, name: str, take: Callable[[int], None]) -> Found:
         blob = _blob(layer.digest)
         source = functools.partial(files.open, blob)
         layers.append(LayerSource(what=blob, diff_id=diff_id, open=source, digest=layer.digest))
-    return Found(layers=tuple(layers), environment=_environment(config))
+    return ImageContent(layers=tuple(layers), environment=_environment(config))
 
 
 class _Candidate(msgspec.Struct, frozen=True):
@@ -284,62 +285,62 @@ class _Candidate(msgspec.Struct, frozen=True):
 
 
 def _manifests(files: _Files, take: Callable[[int], None]) -> Iterator[_Candidate]:
-    """All image manifests that the index refers to, directly or by nested indexes."""
-    waiting = [("", one, DEPTH) for one in _document(files, "index.json", Index).manifests]
-    named = len(waiting)
-    while waiting:
+    """Yield all image manifests that the index refers to, directly or by nested indexes."""
+    pending = [("", descriptor, DEPTH) for descriptor in _document(files, "index.json", Index).manifests]
+    named_count = len(pending)
+    while pending:
         take(0)
-        if named > NAMED:
+        if named_count > NAMED:
             raise ImageError(f"its index names more than {NAMED} images")
-        above, one, depth = waiting.pop(0)
-        annotations = one.annotations or {}
+        parent_name, descriptor, depth = pending.pop(0)
+        annotations = descriptor.annotations or {}
         if "vnd.docker.reference.type" in annotations:  # an attestation about an image
             continue
-        own = next((annotations[key] for key in NAMES if key in annotations), above)
-        if one.media_type in INDEX_TYPES:
+        image_name = next((annotations[key] for key in NAMES if key in annotations), parent_name)
+        if descriptor.media_type in INDEX_TYPES:
             if depth == 0:
                 raise ImageError(f"its indexes are nested more than {DEPTH} deep")
-            inner = _document(files, _blob(one.digest), Index, one.digest).manifests
-            named += len(inner)
-            waiting[:0] = [(own, each, depth - 1) for each in inner]
-        elif one.media_type in MANIFEST_TYPES:
-            told = one.platform or {}
-            parts = [str(told.get(key) or "") for key in ("os", "architecture")]
-            yield _Candidate(own, "/".join(parts) if any(parts) else "", one.digest)
+            inner = _document(files, _blob(descriptor.digest), Index, descriptor.digest).manifests
+            named_count += len(inner)
+            pending[:0] = [(image_name, nested, depth - 1) for nested in inner]
+        elif descriptor.media_type in MANIFEST_TYPES:
+            platform_fields = descriptor.platform or {}
+            parts = [str(platform_fields.get(key) or "") for key in ("os", "architecture")]
+            yield _Candidate(image_name, "/".join(parts) if any(parts) else "", descriptor.digest)
         else:
             raise ImageError(
-                f"its index names media type {one.media_type[:100]!r}: valid are {MANIFEST_TYPES[0]} and"
+                f"its index names media type {descriptor.media_type[:100]!r}: valid are {MANIFEST_TYPES[0]} and"
                 f" {INDEX_TYPES[0]}, and Docker's"
             )
 
 
 def _choose(candidates: Sequence[_Candidate], name: str) -> _Candidate:
-    """The image for this machine, of that name if one is given. Raises ImageError where there isn't exactly one."""
-    names = sorted({one.name for one in candidates if one.name})
-    named = [one for one in candidates if not name or name in (one.name, one.name.rpartition("/")[2])]
-    fitting = [one for one in named if one.platform in ("", here())]
+    """Choose the image for this machine, by ``name`` if given. Raises ImageError if there isn't exactly one."""
+    names = sorted({image.name for image in candidates if image.name})
+    named = [image for image in candidates if not name or name in (image.name, image.name.rpartition("/")[2])]
+    fitting = [image for image in named if image.platform in ("", this_platform())]
     if not candidates:
         raise ImageError("it holds no image")
     if not named:
         raise ImageError(f"it holds no image {name!r}: valid are {', '.join(names) or 'none with a name'}")
     if not fitting:
-        there = ", ".join(sorted({one.platform for one in named}))
-        raise ImageError(f"it is for {there}: this machine is {here()}")
-    if len({one.digest for one in fitting}) > 1:
+        platforms = ", ".join(sorted({image.platform for image in named}))
+        raise ImageError(f"it is for {platforms}: this machine is {this_platform()}")
+    if len({image.digest for image in fitting}) > 1:
         raise ImageError(f"it holds several images: choose one by PATH#NAME: {', '.join(names) or 'none has a name'}")
     return fitting[0]
 
 
-def here() -> str:
-    """This machine's platform as images name it."""
+def this_platform() -> str:
+    """Return this machine's platform in the form that images use."""
     machine = platform.machine()
     return f"linux/{ARCHITECTURES.get(machine, machine)}"
 
 
-def _check(config: ImageConfig, layers: int) -> None:
-    told = f"{config.os or 'linux'}/{config.architecture}"
-    if config.architecture and told != here():
-        raise ImageError(f"it is for {told}: this machine is {here()}")
+def _check_config(config: ImageConfig, layers: int) -> None:
+    image_platform = f"{config.os or 'linux'}/{config.architecture}"
+    if config.architecture and image_platform != this_platform():
+        raise ImageError(f"it is for {image_platform}: this machine is {this_platform()}")
     if len(config.rootfs.diff_ids) != layers:
         raise ImageError(f"it has {layers} layers, and digests for {len(config.rootfs.diff_ids)}")
     if not 1 <= layers <= LAYERS:
@@ -356,20 +357,20 @@ def _environment(config: ImageConfig) -> dict[str, str]:
 # Archives of `docker save`.
 
 
-def _saved(files: _Files, name: str) -> Found:
-    images = _document(files, "manifest.json", list[Saved])
-    tags = sorted(tag for one in images for tag in one.names or ())
-    named = [one for one in images if not name or name in (one.names or ())]
+def _docker_save(files: _Files, name: str) -> ImageContent:
+    images = _document(files, "manifest.json", list[SavedImage])
+    tags = sorted(tag for candidate in images for tag in candidate.names or ())
+    named = [candidate for candidate in images if not name or name in (candidate.names or ())]
     if not named:
         raise ImageError(f"it holds no image {name!r}: valid are {', '.join(tags) or 'none with a name'}")
     if len(named) > 1:
         raise ImageError(f"it holds several images: choose one by PATH#NAME: {', '.join(tags) or 'none has a name'}")
     image = named[0]
-    stated = re.fullmatch(r"(?:blobs/sha256/)?([0-9a-f]{64})(?:\.json)?", image.config)
-    config = _document(files, image.config, ImageConfig, f"sha256:{stated[1]}" if stated else None)
-    _check(config, len(image.layers))
+    digest_match = re.fullmatch(r"(?:blobs/sha256/)?([0-9a-f]{64})(?:\.json)?", image.config)
+    config = _document(files, image.config, ImageConfig, f"sha256:{digest_match[1]}" if digest_match else None)
+    _check_config(config, len(image.layers))
     layers = [
         LayerSource(what=layer, diff_id=diff_id, open=functools.partial(files.open, layer))
         for layer, diff_id in zip(image.layers, config.rootfs.diff_ids, strict=True)
     ]
-    return Found(layers=tuple(layers), environment=_environment(config))
+    return ImageContent(layers=tuple(layers), environment=_environment(config))

@@ -1,7 +1,7 @@
-"""The tar of one layer, unpacked: its files by number, its names as entries.
+"""Unpacks the tar of a layer: contents into numbered files, names into entries.
 
-No name in a tar becomes a name on the disk here: contents are written to `data/0`, `data/1` and so on. `tree.py`
-resolves names and links, and only directories that were made there are ever walked.
+No name in a tar becomes a name on disk: contents are written to `data/0`, `data/1` and so on. `tree.py` resolves names
+and links, and only directories that it made are walked.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import IO
 
 import msgspec
 
-from headway.sandbox.images.streams import CHUNK_BYTES, Counted
-from headway.sandbox.images.tree import MOST_NODES, ImageError, Kind, TreeEntry, shown
+from headway.sandbox.images.streams import CHUNK_BYTES, HashingReader
+from headway.sandbox.images.tree import MOST_NODES, ImageError, Kind, TreeEntry, escaped
 
 NAME_BYTES = 255
 PATH_BYTES = 4095
 BLOCK_BYTES = 4096  # files take whole blocks of a disk
 HEADERS = 16  # most extended headers before a file's own
 GLOBAL_BYTES = 1 << 20  # most bytes of global headers
-NODE_BYTES = 512  # disk space of a file besides its content: its inode and its names
+NODE_BYTES = 512  # disk space of a file's inode and names
 WHITEOUT, WHITEOUT_META, OPAQUE = b".wh.", b".wh..wh.", b".wh..wh..opq"
 LATEST_S = 1 << 33
 ENTRIES = "entries"
@@ -36,8 +36,8 @@ KINDS: dict[bytes, Kind] = {
     tarfile.CHRTYPE: "nothing",
     tarfile.BLKTYPE: "nothing",
 }
-# tarfile raises these too, on malicious headers.
-DAMAGED = (tarfile.TarError, ValueError, OverflowError, KeyError, IndexError, TypeError)
+# Includes errors that tarfile raises on malicious headers.
+TAR_ERRORS = (tarfile.TarError, ValueError, OverflowError, KeyError, IndexError, TypeError)
 
 
 class _Header(tarfile.TarInfo):
@@ -65,7 +65,7 @@ class _Header(tarfile.TarInfo):
 
 
 class Tar(tarfile.TarFile):
-    """A tar that may be malicious, read from a `Counted`. Its members aren't kept in memory."""
+    """A tar that may be malicious, read from a `HashingReader`. Its members aren't kept in memory."""
 
     tarinfo = _Header
     headers = 0  # headers read so far of the present file
@@ -76,25 +76,26 @@ class Tar(tarfile.TarFile):
         return super().next()
 
     @classmethod
-    def of(cls, stream: Counted) -> Tar:
+    def of(cls, stream: HashingReader) -> Tar:
         return cls.open(fileobj=stream, mode="r:", encoding="utf-8", errors="surrogateescape")  # type: ignore[call-overload]
 
 
 @contextlib.contextmanager
-def whole_tar(stream: Counted, *, marked: bool) -> Iterator[Tar]:
-    """The tar in ``stream``, for a block that reads all its members. ``marked``: require the end mark. Raises
-    ImageError where the tar is damaged or cut off."""
+def whole_tar(stream: HashingReader, *, marked: bool) -> Iterator[Tar]:
+    """Open the tar in ``stream`` for a block that reads all its members. ``marked``: require the end mark. Raises
+    ImageError if the tar is damaged or cut off."""
     try:
         with Tar.of(stream) as archive:
             yield archive
-    except DAMAGED as error:
+    except TAR_ERRORS as error:
         raise ImageError(f"it isn't a tar, or is damaged or cut off: {error}") from None
     if stream.last.strip(b"\0") or (marked and not stream.last):
         raise ImageError("it is damaged or cut off: its end isn't marked as such")
 
 
 class FileOwner(msgspec.Struct, frozen=True):
-    """The user and group that own the files: an overlay can't take over files of a user it doesn't know."""
+    """The user and group that own an image's files. They must be mapped in the sandbox, else an overlay can't copy the
+    files up."""
 
     uid: int
     gid: int
@@ -107,17 +108,17 @@ class FileOwner(msgspec.Struct, frozen=True):
 def unpack(
     source: IO[bytes], folder: Path, owner: FileOwner, take: Callable[[int], None], most_bytes: int, *, marked: bool
 ) -> tuple[str, int]:
-    """Write a tar's contents and entries into ``folder``. Returns its digest and the bytes it takes.
+    """Write a tar's contents and entries into ``folder``. Returns its digest and its size on disk in bytes.
 
-    ``take`` is called with the number of bytes before they are written, and with 0 to report progress; it raises where
+    ``take`` is called with the number of bytes before they are written, and with 0 to report progress; it raises if
     they don't fit or the caller has stopped waiting. ``most_bytes``: limit on the tar itself. ``marked``: require the
-    end mark, where nothing else shows that the tar was cut off. Raises ImageError, OSError.
+    end mark, for tars that could be cut off unnoticed otherwise. Raises ImageError, OSError.
     """
-    stream = Counted(source, take, most_bytes)
+    stream = HashingReader(source, take, most_bytes)
     writer = _Writer(folder, owner, take)
     with whole_tar(stream, marked=marked) as archive:
         while (member := archive.next()) is not None:
-            writer.take_in(archive, member)
+            writer.add_member(archive, member)
     stream.drain()
     return f"sha256:{stream.digest.hexdigest()}", writer.finish()
 
@@ -132,26 +133,26 @@ class _Writer:
         self._files = 0
         self._bytes = 0
 
-    def take_in(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+    def add_member(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
         name = _name(member.name)
-        above, _, last = name.rpartition(b"/")
-        if last.startswith(WHITEOUT):
-            if last == OPAQUE:
-                self._add(TreeEntry(name=above, kind="emptied"))
-            elif not last.startswith(WHITEOUT_META):  # internal files of aufs
-                hidden = last.removeprefix(WHITEOUT)
+        folder, _, base_name = name.rpartition(b"/")
+        if base_name.startswith(WHITEOUT):
+            if base_name == OPAQUE:
+                self._add(TreeEntry(name=folder, kind="emptied"))
+            elif not base_name.startswith(WHITEOUT_META):  # internal files of aufs
+                hidden = base_name.removeprefix(WHITEOUT)
                 if hidden in (b"", b".", b".."):
-                    raise ImageError(f"{shown(name)} is a whiteout without a name to delete")
-                self._add(TreeEntry(name=above + b"/" + hidden if above else hidden, kind="hidden"))
+                    raise ImageError(f"{escaped(name)} is a whiteout without a name to delete")
+                self._add(TreeEntry(name=folder + b"/" + hidden if folder else hidden, kind="hidden"))
             return
         kind = "file" if member.isreg() else KINDS.get(member.type)
         if kind is None:
-            raise ImageError(f"{shown(name)} is of an unknown type, {member.type!r}")
+            raise ImageError(f"{escaped(name)} is of an unknown type, {member.type!r}")
         target, data = b"", -1
         if kind == "link":
-            target = _encoded(member.linkname)
+            target = _encode(member.linkname)
             if not target or len(target) > PATH_BYTES or b"\0" in target:
-                raise ImageError(f"{shown(name)} is a link to what can't be a name")
+                raise ImageError(f"{escaped(name)} is a link to what can't be a name")
         elif kind == "same":
             target = _name(member.linkname)
         elif kind == "file":
@@ -172,20 +173,20 @@ class _Writer:
 
     def _write(self, archive: tarfile.TarFile, member: tarfile.TarInfo, name: bytes) -> int:
         if member.size < 0:
-            raise ImageError(f"{shown(name)} has {member.size} bytes")
+            raise ImageError(f"{escaped(name)} has {member.size} bytes")
         self._claim(-(-member.size // BLOCK_BYTES) * BLOCK_BYTES)  # before the first is written
         number = self._files
         self._files += 1
         source = archive.extractfile(member)
         assert source is not None
         with open(self._folder / DATA / str(number), "xb") as target:
-            left = member.size
-            while left:
-                part = source.read(min(CHUNK_BYTES, left))
+            remaining_bytes = member.size
+            while remaining_bytes:
+                part = source.read(min(CHUNK_BYTES, remaining_bytes))
                 if not part:
-                    raise ImageError(f"it is cut off in the middle of {shown(name)}")
-                left -= len(part)
-                self._take(0)  # of a sparse file little passes
+                    raise ImageError(f"it is cut off in the middle of {escaped(name)}")
+                remaining_bytes -= len(part)
+                self._take(0)  # reports progress: a sparse file passes few bytes through the stream
                 target.write(part)
             target.flush()
             self._owner.give(target.fileno())
@@ -202,22 +203,22 @@ class _Writer:
 
 
 def entries_of(folder: Path) -> list[TreeEntry]:
-    """The entries of an unpacked layer."""
+    """Return the entries of an unpacked layer."""
     return msgspec.msgpack.decode((folder / ENTRIES).read_bytes(), type=list[TreeEntry])
 
 
-def _encoded(name: str) -> bytes:
+def _encode(name: str) -> bytes:
     return name.encode("utf-8", "surrogateescape")
 
 
-def _name(given: str) -> bytes:
-    """A tar's name relative to the image's root. Raises ImageError for names that lead out of it."""
-    whole = _encoded(given)
-    parts = [part for part in whole.split(b"/") if part not in (b"", b".")]
+def _name(text: str) -> bytes:
+    """Return a tar's name relative to the image's root. Raises ImageError for names that lead out of it."""
+    encoded = _encode(text)
+    parts = [part for part in encoded.split(b"/") if part not in (b"", b".")]
     if b".." in parts:
-        raise ImageError(f"{shown(whole)} leads out of its root")
-    if len(whole) > PATH_BYTES or b"\0" in whole or any(len(part) > NAME_BYTES for part in parts):
-        raise ImageError(f"{shown(whole)} can't be a file's name")
+        raise ImageError(f"{escaped(encoded)} leads out of its root")
+    if len(encoded) > PATH_BYTES or b"\0" in encoded or any(len(part) > NAME_BYTES for part in parts):
+        raise ImageError(f"{escaped(encoded)} can't be a file's name")
     return b"/".join(parts)
 
 

@@ -1,6 +1,6 @@
-"""The root file system of sandboxes: from a directory, a tar, an OCI image or an archive of `docker save`.
+"""Prepares the root file system of sandboxes from a directory, a tar, an OCI image or an archive of `docker save`.
 
-A directory is used as it is. Anything else is unpacked once into a store (`store.py`), and found there again.
+A directory is used in place. The other forms are unpacked once into a store (`store.py`) and reused from there.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from pathlib import Path
 from headway.records.errors import ConfigurationError
 from headway.sandbox.images import archives
 from headway.sandbox.images.layers import FileOwner
-from headway.sandbox.images.store import Image, Store
+from headway.sandbox.images.store import Image, ImageStore
 from headway.sandbox.images.tree import ImageError
 from headway.sandbox.local.zygote_process import LocalSettings
 
 STORE_BYTES = 20 << 30
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 log = logging.getLogger(__name__)
 
 
 def default_store() -> Path:
-    """The default store's folder, one for each user. Root's lies outside its home, where the sandboxes' user can't
-    go."""
-    told = os.environ.get("XDG_CACHE_HOME", "")
-    if told:
-        return Path(told, "headway", "images")
+    """Return the folder of the user's default store. Root's lies outside its home, which the sandboxes' user can't
+    search."""
+    cache_home = os.environ.get("XDG_CACHE_HOME", "")
+    if cache_home:
+        return Path(cache_home, "headway", "images")
     if os.geteuid() == 0 and os.access("/var/cache", os.W_OK):
         return Path("/var/cache/headway/images")
     return Path.home() / ".cache" / "headway" / "images"
 
 
 def sandbox_owner() -> FileOwner:
-    """The host's user and group that sandboxes run as: see `LocalSettings`."""
+    """Return the host's user and group that sandboxes run as: see `LocalSettings`."""
     uid = LocalSettings().sandbox_uid
     return FileOwner(uid, uid) if os.geteuid() == 0 else FileOwner(os.geteuid(), os.getegid())
 
@@ -49,33 +49,34 @@ def prepare(
     owner: FileOwner | None = None,
     stop: threading.Event | None = None,
 ) -> Image:
-    """Return an image's root file system, unpacking it if need be: ``PATH``, or ``PATH#NAME`` where there are several.
+    """Return an image's root file system, unpacked if needed.
 
-    ``store``: "": this user's; ``stop``: set by the caller to give up, which raises store.Stopped. Blocks while
-    unpacking. Raises ConfigurationError with the mistake and the valid forms.
+    ``image``: PATH, or PATH#NAME for one of several images. ``store``: "": this user's. ``stop``: set by the caller to
+    stop waiting, which raises store.WaitStopped. Blocks while unpacking. Raises ConfigurationError with the mistake and
+    the valid forms.
     """
     owner = owner or sandbox_owner()
     try:
         path, name = _locate(image)
         if path.is_dir() and not archives.is_layout(path):
             return Image(_reachable(path, owner))
-        kept = Store(Path(store).expanduser().absolute() if store else default_store(), owner, store_bytes)
-        _reachable(kept.folder / "images", owner)
-        return _from_store(kept, path, name, stop)
+        image_store = ImageStore(Path(store).expanduser().absolute() if store else default_store(), owner, store_bytes)
+        _reachable(image_store.folder / "images", owner)
+        return _from_store(image_store, path, name, stop)
     except ImageError as error:
         raise ConfigurationError(f"sandbox.image = {image!r}: {error}") from None
     except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        remedy = f": free some in {store or default_store()}, or set sandbox.store" if error.errno in _FULL else ""
-        told = f"sandbox.image = {image!r}: can't be unpacked: {error.strerror}{where}{remedy}"
-        raise ConfigurationError(told) from error
+        location = f" ({error.filename})" if error.filename else ""
+        remedy = f": free some in {store or default_store()}, or set sandbox.store" if error.errno in _DISK_FULL else ""
+        message = f"sandbox.image = {image!r}: can't be unpacked: {error.strerror}{location}{remedy}"
+        raise ConfigurationError(message) from error
 
 
 def _locate(image: str) -> tuple[Path, str]:
     path, name = Path(image).expanduser(), ""
     if not path.exists() and "#" in image:
-        before, _, name = image.rpartition("#")
-        path = Path(before).expanduser()
+        image_path, _, name = image.rpartition("#")
+        path = Path(image_path).expanduser()
     if not path.exists():
         raise ImageError(
             "no such file. Valid are a directory, a tar of a root file system, an OCI archive or layout, and what"
@@ -86,23 +87,23 @@ def _locate(image: str) -> tuple[Path, str]:
     return path.resolve(), name
 
 
-def _from_store(store: Store, path: Path, name: str, stop: threading.Event | None) -> Image:
+def _from_store(store: ImageStore, path: Path, name: str, stop: threading.Event | None) -> Image:
     key = Path(f"{path}#{name}") if name else path
     stamp = _stamp(path)
-    known = store.known(key, stamp)
+    known = store.image_of(key, stamp)
     if known is not None and (image := store.acquire(known)) is not None:
         return image
     with store.changing(stop) as change:
-        known = store.known(key, stamp)  # another process may have made it meanwhile
+        known = store.image_of(key, stamp)  # another process may have made it meanwhile
         if known is None:
-            with archives.opened(path, name, change.scratch(), change.take, store.most_bytes) as found:
-                layers = [change.layer(source) for source in found.layers]
-                known = change.image(layers, found.environment, str(key))
+            with archives.open_image(path, name, change.scratch(), change.take, store.most_bytes) as content:
+                layers = [change.layer(source) for source in content.layers]
+                known = change.image(layers, content.environment, str(key))
             if _stamp(path) != stamp:
                 raise ImageError("it was changed while it was read: try again")
             store.remember(key, stamp, known)
         image = store.acquire(known)
-    assert image is not None  # none but the one that changes it removes anything
+    assert image is not None  # images are only removed under the lock that this process held
     for line in change.removed:
         log.info("removed for room: %s", line)
     image.unpacked, image.removed = change.unpacked, tuple(change.removed)
@@ -110,21 +111,22 @@ def _from_store(store: Store, path: Path, name: str, stop: threading.Event | Non
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """A stamp that differs after every change of a file; for an OCI layout, that of its index."""
-    found = (path / "index.json" if path.is_dir() else path).stat()
-    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    """Return a stamp that differs after every change of a file; for an OCI layout, the stamp of its index."""
+    status = (path / "index.json" if path.is_dir() else path).stat()
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 def _reachable(root: Path, owner: FileOwner) -> Path:
-    """``root``. Raises ImageError where the sandboxes' user can't reach it: the overlay's own error wouldn't say so."""
-    for place in (*reversed(root.parents), root):
-        found = place.stat()
-        of_group = stat.S_IXGRP if found.st_gid == owner.gid else stat.S_IXOTH
-        needed = stat.S_IXUSR if found.st_uid == owner.uid else of_group
-        is_open = os.access(place, os.X_OK) if os.geteuid() == owner.uid else found.st_mode & needed
+    """Return ``root``. Raises ImageError if the sandboxes' user can't reach it, which the overlay's error wouldn't
+    show."""
+    for path in (*reversed(root.parents), root):
+        status = path.stat()
+        of_group = stat.S_IXGRP if status.st_gid == owner.gid else stat.S_IXOTH
+        needed = stat.S_IXUSR if status.st_uid == owner.uid else of_group
+        is_open = os.access(path, os.X_OK) if os.geteuid() == owner.uid else status.st_mode & needed
         if not is_open:
             raise ImageError(
-                f"user {owner.uid}, whom sandboxes run as, can't go through {place}: chmod o+x {place}, or take another"
+                f"user {owner.uid}, whom sandboxes run as, can't go through {path}: chmod o+x {path}, or take another"
                 " place"
             )
     return root

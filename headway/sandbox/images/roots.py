@@ -1,4 +1,4 @@
-"""An image's tree on disk, made and removed. No link is followed, and no name is more than one component."""
+"""Makes and removes an image's tree on disk. No link is followed, and every name is a single component."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headway.sandbox.images.layers import BLOCK_BYTES, FileOwner
-from headway.sandbox.images.tree import Folder, Leaf
+from headway.sandbox.images.tree import FolderNode, LeafNode
 
 
-def build(tree: Folder, root: Path, data: list[Path], owner: FileOwner, take: Callable[[int], None]) -> None:
-    """Make ``root`` and everything in it. ``data``: folders of the layers' contents, the lowest first; ``take``: as
-    in `layers.unpack`."""
+def build(tree: FolderNode, root: Path, data: list[Path], owner: FileOwner, take: Callable[[int], None]) -> None:
+    """Make ``root`` with all its files. ``data``: folders of the layers' contents, the lowest first; ``take``: as in
+    `layers.unpack`."""
     root.mkdir(mode=0o700)
     _Builder(data, owner, take).fill(tree, os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Builder:
-    """Makes a tree of directories and hard links. Every name is one component, made in a directory just made here."""
+    """Makes a tree of directories and hard links. Every name is a single component, in a directory made here."""
 
     data: list[Path]
     owner: FileOwner
     take: Callable[[int], None]
 
-    def fill(self, folder: Folder, descriptor: int) -> None:
-        """Make the content of ``folder`` in the directory ``descriptor``, and close that."""
+    def fill(self, folder: FolderNode, descriptor: int) -> None:
+        """Make the content of ``folder`` in the directory ``descriptor``, and close the descriptor."""
         try:
             for name, node in folder.inside.items():
-                if isinstance(node, Leaf):
+                if isinstance(node, LeafNode):
                     self._leaf(name, node, descriptor)
                 else:
                     self.take(BLOCK_BYTES)
@@ -45,7 +45,7 @@ class _Builder:
         finally:
             os.close(descriptor)
 
-    def _leaf(self, name: bytes, leaf: Leaf, folder: int) -> None:
+    def _leaf(self, name: bytes, leaf: LeafNode, folder: int) -> None:
         if leaf.kind == "file":
             os.link(self.data[leaf.layer] / str(leaf.data), name, dst_dir_fd=folder, follow_symlinks=False)
             return
@@ -59,14 +59,14 @@ class _Builder:
         os.utime(name, (leaf.mtime_s, leaf.mtime_s), dir_fd=folder, follow_symlinks=False)
 
 
-def remove(place: Path) -> None:
-    """Remove a tree whose directories may be closed to their owner. No link is followed."""
-    if not stat.S_ISDIR(place.lstat().st_mode):
-        place.unlink()
+def remove(path: Path) -> None:
+    """Remove a tree whose directories may forbid access to their owner. No link is followed."""
+    if not stat.S_ISDIR(path.lstat().st_mode):
+        path.unlink()
         return
-    place.chmod(0o700)
-    for _, names, _, descriptor in os.fwalk(place):
+    path.chmod(0o700)
+    for _, names, _, descriptor in os.fwalk(path):
         for name in names:
             if stat.S_ISDIR(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode):
                 os.chmod(name, 0o700, dir_fd=descriptor)
-    shutil.rmtree(place)
+    shutil.rmtree(path)

@@ -1,4 +1,4 @@
-"""Archives as streams: decompressed, hashed and bounded while they are read, whatever their headers claim."""
+"""Reads archives as streams that are decompressed, hashed and bounded, independently of their headers' claims."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from headway.sandbox.images.tree import ImageError
 
 CHUNK_BYTES = 1 << 20
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-REFUSED = {b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz"}
-BROKEN = (EOFError, zlib.error, gzip.BadGzipFile)
+UNSUPPORTED = {b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz"}
+DECOMPRESSION_ERRORS = (EOFError, zlib.error, gzip.BadGzipFile)
 
 
-class Region(io.RawIOBase):
+class FileRegion(io.RawIOBase):
     """A range of bytes of a file, read as a file of its own."""
 
     def __init__(self, descriptor: int, start: int, size: int) -> None:
@@ -38,10 +38,10 @@ class Region(io.RawIOBase):
         return len(data)
 
 
-class Counted:
-    """A stream for `tarfile` that goes forward only, limits the size of a read, and hashes all that passes.
+class HashingReader:
+    """A forward-only stream for `tarfile` that limits the size of a read and hashes all bytes.
 
-    ``take``: as in `layers.unpack`; ``most_bytes``: more raise ImageError.
+    ``take``: as in `layers.unpack`; ``most_bytes``: limit on the bytes of the stream; more raise ImageError.
     """
 
     def __init__(self, source: IO[bytes], take: Callable[[int], None], most_bytes: int = sys.maxsize) -> None:
@@ -60,8 +60,8 @@ class Counted:
             try:
                 part = self._source.read(size)
             except Exception as error:
-                zstd = type(error).__name__ == "ZstdError"  # of a package that may not be there to import it from
-                if not (zstd or isinstance(error, BROKEN)):
+                zstd = type(error).__name__ == "ZstdError"  # its package may not be installed
+                if not (zstd or isinstance(error, DECOMPRESSION_ERRORS)):
                     raise
                 raise ImageError(f"it is cut off or damaged: {error}") from None
             if not part:
@@ -90,14 +90,14 @@ class Counted:
             pass
 
 
-def decompressed(raw: io.BufferedReader) -> tuple[IO[bytes], bool]:
-    """The decompressed stream, and whether it was compressed at all, as its first bytes show. Raises ImageError."""
+def decompress(raw: io.BufferedReader) -> tuple[IO[bytes], bool]:
+    """Return the decompressed stream, and whether its first bytes show a compression at all. Raises ImageError."""
     start = raw.peek(8)
     if start.startswith(GZIP):
         return cast(IO[bytes], gzip.GzipFile(fileobj=raw, mode="rb")), True
     if start.startswith(ZSTD):
         return _zstd(raw), True
-    for mark, name in REFUSED.items():
+    for mark, name in UNSUPPORTED.items():
         if start.startswith(mark):
             raise ImageError(f"it is compressed with {name}: valid are gzip, zstd, and none")
     return raw, False

@@ -1,10 +1,10 @@
 """Merges the layers of an image into a tree of files. Pure: names and numbers, no file system.
 
-A layer is a list of entries, as its tar holds them. Names are resolved here and never by the kernel: a link on the way
-to a name is followed inside this tree, so that no archive, whatever is in it, leads anywhere else.
+A layer is a list of entries in the order of its tar. Names are resolved here and never by the kernel: a link on the way
+to a name is followed inside this tree, so that no archive can lead out of it.
 
-The rules are OCI's ("Image Layer Filesystem Changeset"): what a layer hides is of the layers below it, wherever in the
-layer that stands; then its entries come one after the other, later ones in place of earlier ones of that name.
+The rules are OCI's ("Image Layer Filesystem Changeset"). A layer's whiteouts apply to the layers below, wherever they
+stand in the layer. Its other entries are then added in order; a later entry replaces an earlier one of the same name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEPS = 1000  # most path components walked to resolve a name, those from links 
 
 
 class ImageError(Exception):
-    """An invalid image; the text says what its user has to mend."""
+    """An invalid image; the message names the defect and its remedy."""
 
 
 class TreeEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -47,8 +47,8 @@ class TreeEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Leaf:
-    """Anything but a directory. One with several names stands in the tree several times."""
+class LeafNode:
+    """A file, link or pipe. A leaf with several names (hard links) stands in the tree several times."""
 
     kind: Kind
     mode: int
@@ -59,14 +59,14 @@ class Leaf:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Folder:
+class FolderNode:
     mode: int = 0o755
     mtime_s: int = 0
-    inside: dict[bytes, Folder | Leaf] = dataclasses.field(default_factory=lambda: {})
+    inside: dict[bytes, FolderNode | LeafNode] = dataclasses.field(default_factory=lambda: {})
 
 
-def merge(layers: Iterable[Sequence[TreeEntry]], most_nodes: int = MOST_NODES) -> Folder:
-    """The tree of an image, its lowest layer first. Raises ImageError where the entries contradict each other."""
+def merge(layers: Iterable[Sequence[TreeEntry]], most_nodes: int = MOST_NODES) -> FolderNode:
+    """Return the tree of an image. ``layers``: the lowest first. Raises ImageError if entries contradict each other."""
     tree = _Tree(most_nodes)
     for number, entries in enumerate(layers):
         for entry in entries:
@@ -80,91 +80,91 @@ def merge(layers: Iterable[Sequence[TreeEntry]], most_nodes: int = MOST_NODES) -
 
 class _Tree:
     def __init__(self, most_nodes: int) -> None:
-        self.root = Folder()
-        self._left = most_nodes
+        self.root = FolderNode()
+        self._remaining_nodes = most_nodes
 
     def hide(self, entry: TreeEntry) -> None:
-        above, _, last = entry.name.rpartition(b"/")
-        parent = self._folder(above, make=False)
+        folder, _, base_name = entry.name.rpartition(b"/")
+        parent = self._folder(folder, make=False)
         if entry.kind == "hidden":
             if parent is not None:
-                parent.inside.pop(last, None)
+                parent.inside.pop(base_name, None)
             return
-        emptied = parent.inside.get(last) if parent is not None and last else parent
-        if isinstance(emptied, Folder):
+        emptied = parent.inside.get(base_name) if parent is not None and base_name else parent
+        if isinstance(emptied, FolderNode):
             emptied.inside.clear()
 
     def add(self, entry: TreeEntry, layer: int) -> None:
-        above, _, last = entry.name.rpartition(b"/")
-        parent = self._folder(above, make=True)
+        folder, _, base_name = entry.name.rpartition(b"/")
+        parent = self._folder(folder, make=True)
         assert parent is not None
-        if not last:
+        if not base_name:
             if entry.kind != "folder":
                 raise ImageError(f"its root is a {entry.kind}, and has to be a directory")
             parent.mode, parent.mtime_s = entry.mode, entry.mtime_s
             return
-        there = parent.inside.get(last)
+        existing = parent.inside.get(base_name)
         if entry.kind == "folder":
-            if not isinstance(there, Folder):
-                there = parent.inside[last] = Folder()
+            if not isinstance(existing, FolderNode):
+                existing = parent.inside[base_name] = FolderNode()
                 self._count()
-            there.mode, there.mtime_s = entry.mode, entry.mtime_s
+            existing.mode, existing.mtime_s = entry.mode, entry.mtime_s
         elif entry.kind == "nothing":
-            parent.inside.pop(last, None)
+            parent.inside.pop(base_name, None)
         else:
-            own = Leaf(entry.kind, entry.mode, entry.mtime_s, entry.target, layer, entry.data)
-            parent.inside[last] = self._leaf(entry) if entry.kind == "same" else own
+            leaf = LeafNode(entry.kind, entry.mode, entry.mtime_s, entry.target, layer, entry.data)
+            parent.inside[base_name] = self._leaf(entry) if entry.kind == "same" else leaf
             self._count()
 
-    def _leaf(self, entry: TreeEntry) -> Leaf:
-        above, _, last = entry.target.rpartition(b"/")
-        parent = self._folder(above, make=False)
-        found = parent.inside.get(last) if parent is not None else None
-        if not isinstance(found, Leaf):
-            what = "isn't there" if found is None else "is a directory"
-            raise ImageError(f"{shown(entry.name)} is a hard link to {shown(entry.target)}, which {what}")
-        return found
+    def _leaf(self, entry: TreeEntry) -> LeafNode:
+        folder, _, base_name = entry.target.rpartition(b"/")
+        parent = self._folder(folder, make=False)
+        node = parent.inside.get(base_name) if parent is not None else None
+        if not isinstance(node, LeafNode):
+            reason = "isn't there" if node is None else "is a directory"
+            raise ImageError(f"{escaped(entry.name)} is a hard link to {escaped(entry.target)}, which {reason}")
+        return node
 
-    def _folder(self, name: bytes, *, make: bool) -> Folder | None:
-        """The directory of that name, following links but never out of the root. None: it doesn't exist."""
+    def _folder(self, name: bytes, *, make: bool) -> FolderNode | None:
+        """Return the directory of that name, following links but never out of the root. None: it doesn't exist."""
         path = [self.root]
-        left = name.split(b"/")[::-1] if name else []
+        pending_parts = name.split(b"/")[::-1] if name else []
         steps = 0
-        while left:
-            part = left.pop()
+        while pending_parts:
+            part = pending_parts.pop()
             steps += 1
             if steps > STEPS or len(path) > DEPTH:
-                raise ImageError(f"{shown(name)} is a loop of links, or lies more than {DEPTH} directories deep")
+                raise ImageError(f"{escaped(name)} is a loop of links, or lies more than {DEPTH} directories deep")
             if part in (b"", b"."):
                 continue
             if part == b"..":
                 del path[max(1, len(path) - 1) :]
                 continue
-            found = path[-1].inside.get(part)
-            if found is None:
+            node = path[-1].inside.get(part)
+            if node is None:
                 if not make:
                     return None
-                found = path[-1].inside[part] = Folder()
+                node = path[-1].inside[part] = FolderNode()
                 self._count()
-            if isinstance(found, Folder):
-                path.append(found)
-            elif found.kind == "link":
-                if found.target.startswith(b"/"):
+            if isinstance(node, FolderNode):
+                path.append(node)
+            elif node.kind == "link":
+                if node.target.startswith(b"/"):
                     del path[1:]
-                left += found.target.split(b"/")[::-1]
+                pending_parts += node.target.split(b"/")[::-1]
             elif make:
-                raise ImageError(f"{shown(name)} is used as a directory, but {shown(part)} is a {found.kind}")
+                raise ImageError(f"{escaped(name)} is used as a directory, but {escaped(part)} is a {node.kind}")
             else:
                 return None
         return path[-1]
 
     def _count(self) -> None:
-        self._left -= 1
-        if self._left < 0:
+        self._remaining_nodes -= 1
+        if self._remaining_nodes < 0:
             raise ImageError(f"it has more than {MOST_NODES} files and directories")
 
 
-def shown(name: bytes) -> str:
-    """A name from an archive, escaped for messages."""
+def escaped(name: bytes) -> str:
+    """Return a name from an archive, escaped for messages."""
     text = repr(name.decode("utf-8", "backslashreplace"))
     return text if len(text) <= 200 else f"{text[:200]}..."

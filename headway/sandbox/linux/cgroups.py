@@ -1,10 +1,10 @@
-"""Limits over all processes of a sandbox together, by the kernel's control groups, version 1 or 2.
+"""Limits all processes of a sandbox together, by the kernel's control groups, version 1 or 2.
 
 Standard library alone.
 
-`find_parents` (the owner's side) finds, per controller, a directory where groups may be made, and makes one for the
-owner's sandboxes in it. Each sandbox's first process then makes its own below and moves itself in: moving waits for
-the kernel for some 10 ms, so it happens ahead of need, and never in the process that serves all sandboxes.
+`find_parents` runs in the owner: it finds, per controller, a directory where groups may be made, and makes a group for
+the owner's sandboxes in it. Each sandbox's first process then makes a group below that and moves itself in. The move
+waits about 10 ms for the kernel, so spares do it before there is a request, and the zygote never does.
 """
 
 from __future__ import annotations
@@ -20,81 +20,81 @@ from headway.sandbox.linux import kernel
 CONTROLLERS = ("memory", "pids", "cpu")
 PERIOD_US = 100_000
 KEPT_PROCESSES = 5  # reserved for init and its children beyond the commands' limit (RLIMIT_NPROC)
-SHARED = "headway-sandboxes"  # below it a group per owner, below those a group per sandbox
-MAKER = "zygote"  # the group of the process that makes sandboxes
-OF_SWAP = ("memory.memsw.limit_in_bytes", "memory.swap.max")  # absent where the kernel counts no swap
-V2 = "v2"  # stands for the one hierarchy that has all controllers
+SHARED = "headway-sandboxes"  # parent of a group per owner, which is the parent of a group per sandbox
+ZYGOTE_GROUP = "zygote"  # the group of the process that makes sandboxes
+SWAP_FILES = ("memory.memsw.limit_in_bytes", "memory.swap.max")  # absent where the kernel counts no swap
+V2 = "v2"  # the key of version 2's single hierarchy, which has all controllers
 KILLS = {"memory": "memory.oom_control", V2: "memory.events"}  # the file with the number of kills for memory
 
 Parents = dict[str, str]  # controller, or V2 -> directory of the owner's groups
 
 
 def mounted() -> dict[str, Path]:
-    """Controller (or V2) -> this process's own group in its hierarchy."""
-    own: dict[str, str] = {}
+    """Return controller (or V2) -> this process's group in that hierarchy."""
+    path_by_controller: dict[str, str] = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, names, path = line.split(":", 2)
-        own.update({name: path for name in names.split(",")} if number != "0" else {V2: path})
-    found: dict[str, Path] = {}
+        path_by_controller.update({name: path for name in names.split(",")} if number != "0" else {V2: path})
+    group_by_controller: dict[str, Path] = {}
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        left, _, right = line.partition(" - ")
+        mount_fields, _, right = line.partition(" - ")
         kind, _, options = right.split(" ", 2)
-        root, point = left.split()[3:5]
-        if kind == "cgroup2" and V2 in own:
-            found.setdefault(V2, _below(point, root, own[V2]))
+        root, point = mount_fields.split()[3:5]
+        if kind == "cgroup2" and V2 in path_by_controller:
+            group_by_controller.setdefault(V2, _below(point, root, path_by_controller[V2]))
         elif kind == "cgroup":
-            for name in set(options.split(",")) & set(CONTROLLERS) & own.keys():
-                found.setdefault(name, _below(point, root, own[name]))
-    return found
+            for name in set(options.split(",")) & set(CONTROLLERS) & path_by_controller.keys():
+                group_by_controller.setdefault(name, _below(point, root, path_by_controller[name]))
+    return group_by_controller
 
 
-def _below(point: str, root: str, own: str) -> Path:
-    """Path of a group in the mounted hierarchy: a container may mount only its own part of it."""
-    inside = own[len(root) :] if root != "/" and own.startswith(root) else own
+def _below(point: str, root: str, group: str) -> Path:
+    """Return the path of a group in the mounted hierarchy, of which a container may mount only its own part."""
+    inside = group[len(root) :] if root != "/" and group.startswith(root) else group
     return Path(point + "/" + inside.strip("/"))
 
 
-def find_parents(owner: str, uid: int, *, places: dict[str, Path] | None = None) -> tuple[Parents, tuple[str, ...]]:
-    """Make the owner's groups where that is allowed, such that ``uid`` may make others in them. Returns them, and a
+def find_parents(owner: str, uid: int, *, groups: dict[str, Path] | None = None) -> tuple[Parents, tuple[str, ...]]:
+    """Make the owner's groups where that is allowed, such that ``uid`` may make groups in them. Returns these, and a
     line with the remedy for each missing controller."""
-    places = mounted() if places is None else places
+    groups = mounted() if groups is None else groups
     parents: Parents = {}
     missing: list[str] = []
-    if V2 in places and set(CONTROLLERS) <= set(_words(places[V2] / "cgroup.controllers")):
+    if V2 in groups and set(CONTROLLERS) <= set(_words(groups[V2] / "cgroup.controllers")):
         try:
-            return {V2: str(_make(places[V2], owner, uid, v2=True))}, ()
+            return {V2: str(_make(groups[V2], owner, uid, v2=True))}, ()
         except OSError as error:
-            why = f"{places[V2]}: {error.strerror}; delegate the group (systemd: Delegate=yes)"
-            return {}, tuple(f"no limit of {name}: {why}" for name in CONTROLLERS)
+            reason = f"{groups[V2]}: {error.strerror}; delegate the group (systemd: Delegate=yes)"
+            return {}, tuple(f"no limit of {name}: {reason}" for name in CONTROLLERS)
     for name in CONTROLLERS:
-        if name not in places:
+        if name not in groups:
             missing.append(f"no limit of {name}: its controller isn't mounted; mount it, or run where it is")
             continue
         try:
-            parents[name] = str(_make(places[name], owner, uid, v2=False))
+            parents[name] = str(_make(groups[name], owner, uid, v2=False))
         except OSError as error:
-            remedy = f"once, as root: mkdir {places[name] / SHARED} && chown {uid} {places[name] / SHARED}"
-            missing.append(f"no limit of {name}: {places[name]}: {error.strerror}; {remedy}")
+            remedy = f"once, as root: mkdir {groups[name] / SHARED} && chown {uid} {groups[name] / SHARED}"
+            missing.append(f"no limit of {name}: {groups[name]}: {error.strerror}; {remedy}")
     return parents, tuple(missing)
 
 
-def _make(place: Path, owner: str, uid: int, *, v2: bool) -> Path:
-    """Make the owner's group. Version 2 gives controllers only to children of a group without processes."""
-    shared, made = place / SHARED, place / SHARED / owner
+def _make(parent: Path, owner: str, uid: int, *, v2: bool) -> Path:
+    """Make the owner's group. Version 2 enables controllers only for children of a group without processes."""
+    shared, group = parent / SHARED, parent / SHARED / owner
     if v2:
-        _enable(place)
+        _enable(parent)
     with contextlib.suppress(FileExistsError):
         shared.mkdir()
         os.chown(shared, uid, -1)
     if v2:
         _enable(shared)
-    made.mkdir()
-    os.chown(made, uid, -1)
+    group.mkdir()
+    os.chown(group, uid, -1)
     if v2:
-        _enable(made)
+        _enable(group)
         for name in ("cgroup.procs", "cgroup.subtree_control"):
-            os.chown(made / name, uid, -1)
-    return made
+            os.chown(group / name, uid, -1)
+    return group
 
 
 def _enable(group: Path) -> None:
@@ -108,13 +108,13 @@ def _words(file: Path) -> list[str]:
     return []
 
 
-def admit_maker(parents: Parents) -> tuple[Parents, str]:
-    """Move this process into the owner's groups: version 2 lets a user move processes only within groups of his own.
-    Returns the usable groups, and the reason if that fails."""
+def join_zygote_group(parents: Parents) -> tuple[Parents, str]:
+    """Move this process (the zygote) into the owner's groups, since version 2 lets a user move processes only within
+    its own groups. Returns the usable groups, and the reason if that fails."""
     if V2 not in parents:
         return parents, ""
     try:
-        join(parents, MAKER)
+        join(parents, ZYGOTE_GROUP)
     except OSError as error:
         return {}, f"{error.strerror}; delegate the group that this runs in (systemd: Delegate=yes)"
     return parents, ""
@@ -129,22 +129,22 @@ def join(parents: Parents, slot: str) -> None:
 
 def limit(parents: Parents, slot: str, *, memory_bytes: int, processes: int, cpus: float) -> None:
     """Set the limits of a sandbox's groups."""
-    quota, most = max(1000, round(cpus * PERIOD_US)), processes + KEPT_PROCESSES
+    quota, pids_max = max(1000, round(cpus * PERIOD_US)), processes + KEPT_PROCESSES
     files = {
         "memory": {"memory.limit_in_bytes": memory_bytes, "memory.memsw.limit_in_bytes": memory_bytes},
-        "pids": {"pids.max": most},
+        "pids": {"pids.max": pids_max},
         "cpu": {"cpu.cfs_quota_us": quota},
-        V2: {"memory.max": memory_bytes, "memory.swap.max": 0, "pids.max": most, "cpu.max": f"{quota} {PERIOD_US}"},
+        V2: {"memory.max": memory_bytes, "memory.swap.max": 0, "pids.max": pids_max, "cpu.max": f"{quota} {PERIOD_US}"},
     }
     for controller, parent in parents.items():
         for name, value in files[controller].items():
             file = f"{parent}/{slot}/{name}"
-            if name not in OF_SWAP or os.path.exists(file):
+            if name not in SWAP_FILES or os.path.exists(file):
                 kernel.put(file, str(value))
 
 
 def open_kill_count(parents: Parents, slot: str) -> int:
-    """A descriptor of the file with the number of kills for memory; -1: memory isn't limited."""
+    """Open the file with the number of kills for memory; -1: memory isn't limited."""
     for controller, name in KILLS.items():
         if controller in parents:
             return os.open(f"{parents[controller]}/{slot}/{name}", os.O_RDONLY | os.O_CLOEXEC)
@@ -152,7 +152,7 @@ def open_kill_count(parents: Parents, slot: str) -> int:
 
 
 def read_kill_count(descriptor: int) -> int:
-    """Processes killed for memory so far."""
+    """Return the number of processes killed for memory so far."""
     if descriptor < 0:
         return 0
     for line in os.pread(descriptor, 4096, 0).decode().splitlines():
@@ -176,15 +176,15 @@ def kill_count(parents: Parents, slot: str) -> int:
 
 def remove(parents: Parents, slot: str) -> bool:
     """Remove a sandbox's groups. False: a process in them still runs."""
-    gone = True
+    removed = True
     for parent in parents.values():
         try:
             os.rmdir(f"{parent}/{slot}")
         except FileNotFoundError:
             continue
         except OSError:
-            gone = False
-    return gone
+            removed = False
+    return removed
 
 
 def clear(owner_group: Path, *, patience_s: float = 5.0) -> bool:
@@ -194,7 +194,7 @@ def clear(owner_group: Path, *, patience_s: float = 5.0) -> bool:
         for file in owner_group.glob("**/cgroup.procs"):
             with contextlib.suppress(OSError, ValueError):
                 for pid in file.read_text().split():
-                    if int(pid) > 0:  # 0: a process that can't be named here; to kill(2) it is one's own group
+                    if int(pid) > 0:  # 0: a process of another PID namespace; kill(2) would take it for our own group
                         os.kill(int(pid), signal.SIGKILL)
         for folder in sorted((f for f in owner_group.glob("**") if f.is_dir()), key=lambda f: -len(f.parts)):
             with contextlib.suppress(OSError):

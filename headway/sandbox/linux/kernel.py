@@ -1,4 +1,4 @@
-"""The system calls that Python has no functions for. Standard library alone: every sandbox's memory holds it."""
+"""Wraps system calls that Python lacks. Standard library alone, since every sandbox has it in memory."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME, PR_CAPBSET_DROP, PR_SET_NO_NEW_P
 CALLS = "clone=56/220 pivot_root=155/41 capset=126/91 mount_setattr=442/442"
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_holding = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock: the child of a clone needs it held
+_libc_with_gil = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock: the child of a clone needs it held
 _numbers = numbers(CALLS, platform.machine()) if platform.machine() in MACHINES else {}
 
 
 def clone(flags: int) -> int:
-    """A fork into namespaces of its own: 0 in the child. Only for a process with a single thread."""
-    return _checked(_holding.syscall(_number("clone"), flags | signal.SIGCHLD, 0, 0, 0, 0), "clone")
+    """Fork into new namespaces; returns 0 in the child. Only for a process with a single thread."""
+    return _checked(_libc_with_gil.syscall(_number("clone"), flags | signal.SIGCHLD, 0, 0, 0, 0), "clone")
 
 
 def mount(source: str, target: str, kind: str, flags: int = 0, options: str = "") -> None:
@@ -49,10 +49,10 @@ def unmount(target: str, flags: int = MNT_DETACH) -> None:
 
 
 def restrict_mount(target: str, attributes: int) -> None:
-    """Set attributes of the mount at ``target`` and of all below it."""
-    wanted = ctypes.create_string_buffer(struct.pack("=QQQQ", attributes, 0, 0, 0))
+    """Set attributes of the mount at ``target`` and of all mounts below it."""
+    packed = ctypes.create_string_buffer(struct.pack("=QQQQ", attributes, 0, 0, 0))
     at_cwd, recursive = -100, 0x8000
-    result = _libc.syscall(_number("mount_setattr"), at_cwd, target.encode(), recursive, wanted, len(wanted) - 1)
+    result = _libc.syscall(_number("mount_setattr"), at_cwd, target.encode(), recursive, packed, len(packed) - 1)
     _checked(result, f"mount_setattr {target}")
 
 
@@ -69,10 +69,10 @@ def name_process(name: str) -> None:
 
 
 def drop_capabilities() -> None:
-    """Drop all capabilities for good: the bounding set too, so that no program regains one."""
+    """Drop all capabilities permanently, with the bounding set, so that no program regains one."""
     for capability in range(64):
         if _libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0):
-            break  # beyond the last one of this kernel
+            break  # beyond this kernel's last capability
     header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0))
     nothing = ctypes.create_string_buffer(24)
     _checked(_libc.syscall(_number("capset"), header, nothing), "capset")
@@ -103,18 +103,18 @@ def wake_on_child() -> int:
     return wake
 
 
-def keep_only(*kept: int) -> None:
-    """Close all descriptors but these and the standard ones."""
+def keep_only(*descriptors: int) -> None:
+    """Close all descriptors except ``descriptors`` and the standard ones."""
     start = 3
-    for descriptor in sorted(set(kept)):
+    for descriptor in sorted(set(descriptors)):
         os.closerange(start, descriptor)
         start = descriptor + 1
     os.closerange(start, 1 << 20)
 
 
 def remove_orphaned_objects(alone: bool) -> None:
-    """Remove System V memory that nobody has attached and whose maker has ended; ``alone``, with no process left but
-    this one, queues and semaphores too."""
+    """Remove System V shared memory that no process has attached and whose creator has ended. ``alone``: no process but
+    this one is left; then queues and semaphores are removed too."""
     for kind in ("shm", "msg", "sem") if alone else ("shm",):
         with contextlib.suppress(OSError), open(f"/proc/sysvipc/{kind}") as table:
             for fields in (line.split() for line in table.readlines()[1:]):
@@ -123,7 +123,7 @@ def remove_orphaned_objects(alone: bool) -> None:
 
 
 def put(file: str, value: str) -> None:
-    """Write to a file of the kernel's, in one call."""
+    """Write to a kernel file (/proc, cgroup) in one call."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(descriptor, value.encode())
@@ -139,8 +139,8 @@ def _number(call: str) -> int:
     return _numbers[call]
 
 
-def _checked(result: int, what: str) -> int:
+def _checked(result: int, call: str) -> int:
     if result < 0:
         code = ctypes.get_errno()
-        raise OSError(code, f"{what}: {os.strerror(code)}")
+        raise OSError(code, f"{call}: {os.strerror(code)}")
     return result

@@ -1,12 +1,12 @@
-"""The filter of system calls in a sandbox, as a program of the kernel's packet filter, and its installation.
+"""Builds and installs the filter of system calls in a sandbox, a program of the kernel's packet filter.
 
-The calls in `system_calls.py` are allowed. Some others are allowed by their arguments: `clone` without new namespaces,
-`socket` and `socketpair` for families that the network namespace or the file system confines (not vsock, netlink,
-packet, ...), `ioctl` without terminal input, `personality` with harmless ones. `clone3` passes its flags in memory,
-which a filter can't read: it is reported as missing, and libraries fall back on `clone`.
+The calls in `system_calls.py` are allowed. Others are allowed depending on their arguments: `clone` without new
+namespaces, `socket` and `socketpair` for families that the network namespace or the file system confines (not vsock,
+netlink, packet, ...), `ioctl` without terminal input, `personality` with harmless values. `clone3` passes its flags in
+memory, which a filter can't read: it is reported as missing, and libraries fall back on `clone`.
 
 The sandbox's first process has the same user as the commands, so the kernel would let them change its limits and its
-CPU and I/O scheduling. `prlimit64` may only name the caller (which also protects a command that is being set up);
+CPU and I/O scheduling. `prlimit64` may only name the caller (which also protects a command that is being set up), and
 scheduling calls may name neither the first process nor all processes of a user.
 """
 
@@ -23,18 +23,18 @@ LOAD, JUMP_EQUAL, JUMP_GREATER, JUMP_AT_LEAST, JUMP_SET, RETURN = 0x20, 0x15, 0x
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16  # offsets in struct seccomp_data; little-endian machines only
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-LOOKED_AT = """
+CONDITIONAL = """
 clone=56/220 clone3=435/435 socket=41/198 socketpair=53/199 ioctl=16/29 personality=135/92 prlimit64=302/261
 sched_setaffinity=203/122 sched_setscheduler=144/119 sched_setparam=142/118 sched_setattr=314/274 setpriority=141/140
 ioprio_set=251/30
-"""  # calls that are decided by their arguments
+"""  # calls whose arguments decide
 X32_CALLS = 0x40000000  # bit of a second set of numbers that x86_64 kernels may accept
 NEWEST_KNOWN = 456  # newer calls are reported as missing, so that programs use older ones
 NAMESPACES = 0x7E020000  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET}
 FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
 TERMINAL_INPUT = (0x5412, 0x541C, 0x5423)  # TIOCSTI, TIOCLINUX, TIOCSETD
 PERSONALITIES = (0x0, 0x8, 0x20000, 0x20008, 0x40000, 0xFFFFFFFF)
-ONESELF, FIRST_PROCESS = 0, 1  # process ids
+SELF, FIRST_PROCESS = 0, 1  # process ids
 PRIO_USER, IOPRIO_WHO_USER = 2, 3
 
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
@@ -42,7 +42,7 @@ PASS: Instruction = (RETURN, 0, 0, ALLOW)
 
 
 def program(machine: str | None = None) -> bytes:
-    """The filter for ``machine`` (this one's by default) as an array of struct sock_filter."""
+    """Return the filter for ``machine`` (default: this machine's) as an array of struct sock_filter."""
     machine = machine or platform.machine()
     if machine not in ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no system call filter for {machine}: only {', '.join(ARCHITECTURES)}")
@@ -54,22 +54,22 @@ def program(machine: str | None = None) -> bytes:
     ]
     if machine == "x86_64":
         steps += [(JUMP_AT_LEAST, 0, 1, X32_CALLS), _refuse(errno.ENOSYS)]
-    looked_at = numbers(LOOKED_AT, machine)
-    for call, checks in _looked_at().items():
-        steps += [(JUMP_EQUAL, 0, len(checks), looked_at[call]), *checks]
+    conditional_numbers = numbers(CONDITIONAL, machine)
+    for call, checks in _conditional_checks().items():
+        steps += [(JUMP_EQUAL, 0, len(checks), conditional_numbers[call]), *checks]
     for first, last in _ranges(set(numbers(ALLOWED, machine).values())):
         steps += [(JUMP_GREATER, 2, 0, last), (JUMP_AT_LEAST, 0, 1, first), PASS]
     steps += [(JUMP_GREATER, 0, 1, NEWEST_KNOWN), _refuse(errno.ENOSYS), _refuse(errno.EPERM)]
     return b"".join(struct.pack("=HBBI", *step) for step in steps)
 
 
-def _looked_at() -> dict[str, list[Instruction]]:
-    """Instructions that decide on a call by its arguments; each list ends with a return. Only the low halves of
-    arguments are compared: the kernel takes all of these as 32 bits."""
+def _conditional_checks() -> dict[str, list[Instruction]]:
+    """Return the instructions that decide on a call by its arguments; each list ends with a return. Only the low halves
+    of arguments are compared, since the kernel reads all of these as 32 bits."""
     first = (LOAD, 0, 0, ARGUMENTS_AT)
     second = (LOAD, 0, 0, ARGUMENTS_AT + 8)
     families = [first, *_if_in(FAMILIES, PASS, _refuse(errno.EAFNOSUPPORT))]
-    # Of the number 1 is also the first process's own group, where it has one that can be named.
+    # The number 1 also names the first process's process group, where it has one.
     not_the_first = _if_in((FIRST_PROCESS,), _refuse(errno.EPERM), PASS)
     scheduling = [first, *not_the_first]
     return {
@@ -79,7 +79,7 @@ def _looked_at() -> dict[str, list[Instruction]]:
         "socketpair": families,
         "personality": [first, *_if_in(PERSONALITIES, PASS, _refuse(errno.EPERM))],
         "ioctl": [second, *_if_in(TERMINAL_INPUT, _refuse(errno.EPERM), PASS)],
-        "prlimit64": [first, *_if_in((ONESELF,), PASS, _refuse(errno.EPERM))],
+        "prlimit64": [first, *_if_in((SELF,), PASS, _refuse(errno.EPERM))],
         **dict.fromkeys(("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"), scheduling),
         "setpriority": [first, *_unless(PRIO_USER), second, *not_the_first],
         "ioprio_set": [first, *_unless(IOPRIO_WHO_USER), second, *not_the_first],
@@ -87,7 +87,7 @@ def _looked_at() -> dict[str, list[Instruction]]:
 
 
 def _if_in(values: tuple[int, ...], then: Instruction, otherwise: Instruction) -> list[Instruction]:
-    matches = [(JUMP_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
+    matches = [(JUMP_EQUAL, len(values) - position, 0, value) for position, value in enumerate(values)]
     return [*matches, otherwise, then]
 
 
@@ -99,10 +99,10 @@ def _refuse(error: int) -> Instruction:
     return (RETURN, 0, 0, ERRNO | error)
 
 
-def _ranges(found: set[int]) -> list[tuple[int, int]]:
-    """Runs of consecutive numbers, ascending."""
+def _ranges(call_numbers: set[int]) -> list[tuple[int, int]]:
+    """Return the runs of consecutive numbers as (first, last), ascending."""
     runs: list[tuple[int, int]] = []
-    for number in sorted(found):
+    for number in sorted(call_numbers):
         if runs and runs[-1][1] == number - 1:
             runs[-1] = (runs[-1][0], number)
         else:
@@ -117,7 +117,7 @@ class _Program(ctypes.Structure):
 def install(filter_program: bytes) -> None:
     """Install the filter for this process and its descendants. Needs no_new_privs. Raises OSError."""
     memory = ctypes.create_string_buffer(filter_program, len(filter_program))
-    made = _Program(len(filter_program) // 8, ctypes.cast(memory, ctypes.c_void_p).value)
-    if ctypes.CDLL(None, use_errno=True).prctl(22, 2, ctypes.byref(made), 0, 0):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+    packed = _Program(len(filter_program) // 8, ctypes.cast(memory, ctypes.c_void_p).value)
+    if ctypes.CDLL(None, use_errno=True).prctl(22, 2, ctypes.byref(packed), 0, 0):  # PR_SET_SECCOMP, MODE_FILTER
         code = ctypes.get_errno()
         raise OSError(code, f"seccomp filter: {errno.errorcode.get(code, code)}")

@@ -1,7 +1,7 @@
-"""The system calls that a sandbox may make, with their numbers on x86_64 and, behind the slash, on aarch64.
+"""Lists the system calls that a sandbox may make, with their numbers on x86_64 and, behind the slash, on aarch64.
 
-From the kernel's own headers (Linux 6.1, and the later fchmodat2, cachestat and futex calls). Other calls are refused,
-or decided by their arguments (`seccomp.py`). The numbers for aarch64 come from the same headers but are untested.
+The numbers come from the kernel's headers (Linux 6.1, and the later fchmodat2, cachestat and futex calls). Other calls
+are refused, or allowed depending on their arguments (`seccomp.py`). The numbers for aarch64 are untested.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ writev=20/66
 
 
 def numbers(calls: str, machine: str) -> dict[str, int]:
-    """Numbers on ``machine`` of those of the calls that it has, by name; ``calls``: as in `ALLOWED`."""
+    """Return name -> number of the calls that exist on ``machine``. ``calls``: in the format of `ALLOWED`."""
     column = MACHINES.index(machine)
     written = (entry.partition("=")[::2] for entry in calls.split())
-    return {name: int(of[column]) for name, text in written if column < len(of := text.split("/"))}
+    return {name: int(columns[column]) for name, text in written if column < len(columns := text.split("/"))}

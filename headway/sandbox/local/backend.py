@@ -1,7 +1,7 @@
-"""Sandboxes on this machine, made of namespaces, for asyncio.
+"""Makes sandboxes on this machine from namespaces, for asyncio.
 
-The backend starts a zygote (`guest/zygote.py`), records itself as an owner, and passes requests on. Each sandbox's
-socket leads straight to its first process (`guest/init.py`); the zygote only makes them, and reports their ends.
+The backend starts a zygote (`guest/zygote.py`), records itself as an owner, and sends it requests. Each sandbox's
+socket connects to its first process directly (`guest/init.py`); the zygote only makes sandboxes and reports their ends.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from headway.sandbox import leftovers, snapshot_store
 from headway.sandbox.linux import cgroups
 from headway.sandbox.local.machine_backend import MachineBackend
 from headway.sandbox.local.proxy import Proxy, ProxyEntrance, Resolve, resolve
-from headway.sandbox.local.sandbox import LONGEST_PATH, LocalSandbox
+from headway.sandbox.local.sandbox import MAX_PATH_CHARACTERS, LocalSandbox
 from headway.sandbox.local.zygote_process import LocalSettings, ZygoteProcess
 
-RECORD_BYTES = 16 << 10  # on disk for each sandbox, at most: its record, in whole blocks
+RECORD_BYTES = 16 << 10  # limit on disk of a sandbox's record, in whole blocks
 
 
 class LocalBackend(MachineBackend[ZygoteProcess]):
-    """Makes sandboxes on this machine, through a zygote. Invariant: a sandbox's record is on disk from before it is
-    made until nothing of it is left."""
+    """Makes sandboxes on this machine through a zygote. Invariant: a sandbox's record is on disk from before its
+    creation until all its resources are removed."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class LocalBackend(MachineBackend[ZygoteProcess]):
         self.name = "bubblewrap" if self._settings.bubblewrap else "local"
         preload = self._settings.preload
         self._packages = [*preload.folders, sysconfig.get_path("stdlib")] if preload else []
-        self._resolve = resolve  # names of hosts that sandboxes may reach
+        self._resolve = resolve  # resolves the names of hosts that sandboxes may reach
 
     async def _new_maker(self) -> ZygoteProcess:
         return await ZygoteProcess.start(self._state, self._run, self._settings, self._on_ended)
@@ -60,9 +60,9 @@ class LocalBackend(MachineBackend[ZygoteProcess]):
         if spec.root is not None and not spec.root.startswith("/"):
             raise ConfigurationError(f"sandbox root = {spec.root!r}: give the whole path of a directory")
         for name, path in (("workdir", spec.workdir), ("root", spec.root or "")):
-            if len(path.encode(errors="surrogatepass")) >= LONGEST_PATH:
-                what = f"sandbox {name} = {path[:60]!r}...: give one of less than {LONGEST_PATH} bytes"
-                raise ConfigurationError(what)
+            if len(path.encode(errors="surrogatepass")) >= MAX_PATH_CHARACTERS:
+                message = f"sandbox {name} = {path[:60]!r}...: give one of less than {MAX_PATH_CHARACTERS} bytes"
+                raise ConfigurationError(message)
         if spec.network and self._settings.bubblewrap:
             raise ConfigurationError("sandbox.network: bubblewrap has no allow-list; valid: sandbox.backend = 'local'")
         if self._settings.preload and (self._settings.bubblewrap or spec.root is not None):
@@ -74,28 +74,28 @@ class LocalBackend(MachineBackend[ZygoteProcess]):
     ) -> LocalSandbox:
         with contextlib.ExitStack() as opened:
             try:
-                door = ProxyEntrance() if spec.network else None
-                if door is not None:
-                    opened.callback(door.close)
+                entrance = ProxyEntrance() if spec.network else None
+                if entrance is not None:
+                    opened.callback(entrance.close)
                 maker.write(record)
             except OSError as error:
-                what = f"a sandbox can't be recorded in {self._state}: {error.strerror}: make room there"
+                message = f"a sandbox can't be recorded in {self._state}: {error.strerror}: make room there"
                 if error.errno in (errno.EMFILE, errno.ENFILE):
-                    what = f"a sandbox needs more open files: {error.strerror}: raise ulimit -n"
-                raise SandboxError(infrastructure_failure(what)) from error
+                    message = f"a sandbox needs more open files: {error.strerror}: raise ulimit -n"
+                raise SandboxError(infrastructure_failure(message)) from error
             channel, inner_channel = socket.socketpair() if self._settings.preload else (None, None)
             sandbox = LocalSandbox(record, spec, maker, self._snapshots, self._settings.answer_grace_s, channel)
-            async with self._ended_on_error(sandbox):
+            async with self._terminate_on_error(sandbox):
                 with contextlib.ExitStack() as sent:
-                    passed = [await snapshot_store.opened(snapshot, sent)] if snapshot is not None else []
-                    ours, theirs = socket.socketpair()
-                    sent.callback(theirs.close)
-                    if door is not None:
-                        passed.append(door.theirs.fileno())
+                    fds = [await snapshot_store.open_snapshot(snapshot, sent)] if snapshot is not None else []
+                    owner_socket, peer_socket = socket.socketpair()
+                    sent.callback(peer_socket.close)
+                    if entrance is not None:
+                        fds.append(entrance.theirs.fileno())
                     if inner_channel is not None:
                         sent.callback(inner_channel.close)
-                        passed.append(inner_channel.fileno())
-                    wanted = {
+                        fds.append(inner_channel.fileno())
+                    setup = {
                         "limits": msgspec.to_builtins(spec.limits),
                         "workdir": spec.workdir,
                         "ttl_s": record.ttl_s,
@@ -105,10 +105,10 @@ class LocalBackend(MachineBackend[ZygoteProcess]):
                         "channel": inner_channel is not None,
                         "packages": self._packages,
                     }
-                    maker.request({"do": "create", "id": record.id, "wanted": wanted}, [theirs.fileno(), *passed])
-                await sandbox.open(ours, self._settings.start_timeout_s)
-                if door is not None:
-                    sandbox.attach_proxy(Proxy(door.received(), spec.network, self._settings.proxy, self._resolve))
+                    maker.request({"do": "create", "id": record.id, "wanted": setup}, [peer_socket.fileno(), *fds])
+                await sandbox.open(owner_socket, self._settings.start_timeout_s)
+                if entrance is not None:
+                    sandbox.attach_proxy(Proxy(entrance.receive(), spec.network, self._settings.proxy, self._resolve))
         return sandbox
 
     async def capabilities(self) -> Capabilities:
@@ -133,8 +133,8 @@ class LocalBackend(MachineBackend[ZygoteProcess]):
     def _open_files(self, spec: SandboxSpec) -> int:
         return 2 + 2 * self._settings.proxy.connections if spec.network else 1
 
-    def _written(self, spec: SandboxSpec, live: int) -> list[tuple[Path, int]]:
-        return [(self._state, RECORD_BYTES * live), *super()._written(spec, live)]
+    def _disk_needs(self, spec: SandboxSpec, live: int) -> list[tuple[Path, int]]:
+        return [(self._state, RECORD_BYTES * live), *super()._disk_needs(spec, live)]
 
     async def reap(self) -> list[Reaped]:
         return await asyncio.to_thread(leftovers.reap, self._state)

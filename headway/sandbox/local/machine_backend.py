@@ -1,4 +1,4 @@
-"""A base of backends whose sandboxes run our own first process: what makes them, their records, preflight."""
+"""Defines the base of backends whose sandboxes run our own first process: their maker, their records, preflight."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from headway.records.sandbox import (
     Snapshot,
     infrastructure_failure,
 )
-from headway.runtime.supervision import to_its_end
+from headway.runtime.supervision import run_to_completion
 from headway.sandbox import leftovers
 from headway.sandbox.local.sandbox import LocalSandbox
-from headway.sandbox.machine import no_room
+from headway.sandbox.machine import no_space
 from headway.sandbox.snapshot_store import SnapshotFolder
 
 
 class SandboxMaker(Protocol):
-    """The process that a backend's sandboxes come from, and with which they die: a zygote or a Docker daemon."""
+    """The process that makes a backend's sandboxes, and with which they die: a zygote or a Docker daemon."""
 
     alive: bool
 
@@ -48,7 +48,7 @@ class MachineBackend(ABC, Generic[M]):
     """
 
     name: str
-    _start_remark = ""  # to add where none can be started
+    _start_remark = ""  # appended to the message if no sandbox can be started
 
     def __init__(self, run: str, snapshots: str | Path | None, snapshot_bytes: int | None) -> None:
         self._run = run
@@ -59,7 +59,7 @@ class MachineBackend(ABC, Generic[M]):
         self._closed = False
 
     async def start(self) -> M:
-        """Return the maker; if none is alive, remove what dead owners have left and start one."""
+        """Return the maker; if none is alive, remove dead owners' resources and start one."""
         async with self._starting:
             if self._closed:
                 raise SandboxError(infrastructure_failure("the backend is closed", retry=False))
@@ -102,27 +102,27 @@ class MachineBackend(ABC, Generic[M]):
     ) -> LocalSandbox: ...
 
     @contextlib.asynccontextmanager
-    async def _ended_on_error(self, sandbox: LocalSandbox) -> AsyncIterator[None]:
-        """Know the sandbox, and end it if the block, which makes it ready, raises."""
+    async def _terminate_on_error(self, sandbox: LocalSandbox) -> AsyncIterator[None]:
+        """Register the sandbox, and end it if the block, which makes it ready, raises."""
         self._sandboxes[sandbox.id] = sandbox
         try:
-            if self._closed:  # since this one asked for the maker
+            if self._closed:  # since `create` requested the maker
                 raise SandboxError(infrastructure_failure("the backend is closed", retry=False))
             yield
         except BaseException:
             with contextlib.suppress(SandboxError):  # it stays recorded; the first error is the one to report
-                await to_its_end(sandbox.terminate())
+                await run_to_completion(sandbox.terminate())
             raise
 
     def _on_ended(self, name: str, code: int | None, oom_kills: int, why: SandboxFailure | None) -> None:
         """Handle the maker's report of a sandbox's end; code None: the maker died. ``why``: the cause where known."""
         sandbox = self._sandboxes.pop(name, None)
         if sandbox is not None:
-            sandbox.has_ended(code, oom_kills, why)
+            sandbox.on_ended(code, oom_kills, why)
 
     async def list(self, labels: Mapping[str, str] | None = None) -> list[SandboxInfo]:
-        wanted = dict(labels or {}).items()
-        return [box.info for box in self._sandboxes.values() if wanted <= box.info.labels.items()]
+        required_labels = dict(labels or {}).items()
+        return [box.info for box in self._sandboxes.values() if required_labels <= box.info.labels.items()]
 
     async def preflight(self, spec: SandboxSpec, *, live: int = 1) -> list[str]:
         """See :meth:`Backend.preflight`."""
@@ -131,18 +131,18 @@ class MachineBackend(ABC, Generic[M]):
         except (SandboxError, ConfigurationError, OSError, TimeoutError) as error:
             return [f"sandboxes can't be started here: {error}{self._start_remark}"]
         problems: list[str] = []
-        room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
-        need = live * self._open_files(spec)
-        if room < need + 64:
-            problems.append(f"{live} sandboxes need {need} open files, {room} are left: ulimit -n {need + 1024}")
-        return problems + [line for folder, least in self._written(spec, live) if (line := no_room(folder, least))]
+        free = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
+        needed = live * self._open_files(spec)
+        if free < needed + 64:
+            problems.append(f"{live} sandboxes need {needed} open files, {free} are left: ulimit -n {needed + 1024}")
+        return problems + [line for path, need in self._disk_needs(spec, live) if (line := no_space(path, need))]
 
     def _open_files(self, spec: SandboxSpec) -> int:
-        """Open files that a sandbox needs here."""
+        """Return the number of open files that a sandbox needs in this process."""
         return 1
 
-    def _written(self, spec: SandboxSpec, live: int) -> list[tuple[Path, int]]:
-        """Folders on this machine's disks that are written to, and the least free bytes each needs."""
+    def _disk_needs(self, spec: SandboxSpec, live: int) -> list[tuple[Path, int]]:
+        """Return the folders on this machine that are written to, with the free bytes that each needs."""
         return [] if self._snapshots is None else [(self._snapshots.path, spec.limits.disk_bytes)]
 
     async def close(self) -> None:

@@ -1,11 +1,12 @@
 """An HTTP proxy in the owner's process, by which a sandbox reaches the hosts on its allow list.
 
-The sandbox's network has a loopback and nothing else. Its first process opens a listening socket there before any
-command runs and sends it to the owner (`isolation.listen_for_proxy`). A socket stays in the network namespace it was
-made in, whichever process has it: the owner accepts the sandbox's connections, and no traffic is relayed inside it.
+The sandbox's network namespace only has a loopback. Its first process opens a listening socket there before any command
+runs and sends it to the owner (`isolation.listen_for_proxy`). A socket stays in the network namespace in which it was
+made, independently of the process that holds it. So the owner accepts the sandbox's connections, and no traffic is
+relayed inside the sandbox.
 
-Input is treated as hostile: heads are bounded and parsed strictly (`proxy_request.py`), connections, bytes and time are
-limited. Names are resolved here, and the address that was checked is the one that is connected to.
+Input is treated as hostile: heads are bounded and parsed strictly (`proxy_request.py`), and connections, bytes and time
+are limited. Names are resolved here, and the proxy connects to the address that it has checked.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from headway.runtime.clock import RealClock
 from headway.runtime.supervision import cancel_all
 from headway.sandbox.local import proxy_request
 from headway.sandbox.local.proxy_request import ProxyRefused, ProxyRequest
-from headway.sandbox.pace import Pace
+from headway.sandbox.pace import RateLimiter
 
 CHUNK_BYTES = 1 << 16
-LINGER_S = 1.0  # for a refused caller to read why
+REFUSAL_READ_S = 1.0  # for a refused caller to read the reason
 KEPT_HOSTS = 256  # entries kept in the statistics; a sandbox may ask for any number of hosts
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]  # name and port -> addresses; raises OSError
 
-# A pool of their own: a sandbox that asks for slow names must not block the owner's other threads.
+# Separate threads, so that a sandbox that looks up slow names doesn't block the owner's other threads.
 _resolvers = ThreadPoolExecutor(64, thread_name_prefix="resolver")
 
 
@@ -56,8 +57,8 @@ class ProxyEntrance:
         self._ours, self.theirs = socket.socketpair()
         self._ours.setblocking(False)
 
-    def received(self) -> socket.socket:
-        """Return the listener. Only for a sandbox that is ready: it has sent the listener before."""
+    def receive(self) -> socket.socket:
+        """Return the listener. Only for a sandbox that is ready, which has sent the listener before."""
         _, descriptors, _, _ = socket.recv_fds(self._ours, 1, 1)
         return socket.socket(fileno=descriptors[0])
 
@@ -69,15 +70,15 @@ class ProxyEntrance:
 async def resolve(name: str, port: int) -> list[str]:
     """Resolve a name by the machine's own resolver. Raises OSError."""
     loop = asyncio.get_running_loop()
-    found = await loop.run_in_executor(_resolvers, lambda: socket.getaddrinfo(name, port, type=socket.SOCK_STREAM))
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+    infos = await loop.run_in_executor(_resolvers, lambda: socket.getaddrinfo(name, port, type=socket.SOCK_STREAM))
+    return list(dict.fromkeys(str(address[0]) for *_, address in infos))
 
 
 class Proxy:
-    """Serves what connects to ``listener`` until it is closed.
+    """Serves connections to ``listener`` until it is closed.
 
-    Invariants: no connection leaves but to an address that is listed, or to a public one of a name that is; never more
-    than ``connections`` at once; `close` leaves no socket.
+    Invariants: it connects only to listed addresses and to public addresses of listed names; never more than
+    ``connections`` at once; `close` leaves no socket open.
     """
 
     def __init__(
@@ -91,10 +92,10 @@ class Proxy:
         self._allowed: AllowList = allow_list(allowed)
         self._settings = settings or ProxySettings()
         self._resolve = resolve
-        self._places = asyncio.Semaphore(self._settings.connections)
+        self._slots = asyncio.Semaphore(self._settings.connections)
         self._lookups = asyncio.Semaphore(self._settings.lookups)
         per_s = self._settings.connections_per_s
-        self._pace = Pace(per_s, max(1, int(per_s)), RealClock())
+        self._rate_limit = RateLimiter(per_s, max(1, int(per_s)), RealClock())
         self._open: set[asyncio.Task[None]] = set()
         self._bytes = self._peak = 0
         self._hosts: dict[tuple[str, int, str], list[int]] = {}  # host, port, why not -> requests, bytes
@@ -110,8 +111,8 @@ class Proxy:
 
     def statistics(self) -> NetworkUse:
         hosts = tuple(
-            HostUse(host=host, port=port, refused=why, requests=requests, bytes=passed)
-            for (host, port, why), (requests, passed) in self._hosts.items()
+            HostUse(host=host, port=port, refused=why, requests=requests, bytes=transferred)
+            for (host, port, why), (requests, transferred) in self._hosts.items()
         )
         return NetworkUse(
             used=len(self._open),
@@ -124,29 +125,29 @@ class Proxy:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await self._places.acquire()
-            await self._pace.wait()
+            await self._slots.acquire()
+            await self._rate_limit.wait()
             try:
                 connection, _ = await loop.sock_accept(self._listener)
             except OSError:  # no descriptors left, or it went before it was accepted
-                self._places.release()
+                self._slots.release()
                 await asyncio.sleep(0.05)
                 continue
             task = asyncio.create_task(self._serve(connection))
             self._open.add(task)
             self._peak = max(self._peak, len(self._open))
-            task.add_done_callback(functools.partial(self._served, connection))
+            task.add_done_callback(functools.partial(self._on_served, connection))
 
-    def _served(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
+    def _on_served(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
         connection.close()  # a task that was cancelled before it began hasn't closed it
         self._open.discard(task)
-        self._places.release()
+        self._slots.release()
 
     async def _serve(self, connection: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=connection, limit=self._settings.head_bytes)
         try:
             try:
-                await self._pass_on(reader, writer)
+                await self._forward(reader, writer)
             except ProxyRefused as refused:
                 await _refuse(reader, writer, refused)
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
@@ -154,15 +155,15 @@ class Proxy:
         finally:
             writer.transport.abort()
 
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        request = proxy_request.read(await self._head(reader))
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = proxy_request.read(await self._read_head(reader))
         entry = (request.host, request.port, "")
         try:
             server_reader, server = await self._connect(request)
         except ProxyRefused as refused:
-            self._note((request.host, request.port, refused.reason))
+            self._count_request((request.host, request.port, refused.reason))
             raise
-        self._note(entry)
+        self._count_request(entry)
         try:
             if request.tunnel:
                 writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
@@ -173,7 +174,7 @@ class Proxy:
         finally:
             server.transport.abort()
 
-    async def _head(self, reader: asyncio.StreamReader) -> bytes:
+    async def _read_head(self, reader: asyncio.StreamReader) -> bytes:
         try:
             async with asyncio.timeout(self._settings.head_s):
                 return await reader.readuntil(b"\r\n\r\n")
@@ -198,7 +199,7 @@ class Proxy:
         for address in addresses[:4]:
             try:
                 async with asyncio.timeout(self._settings.connect_s):
-                    return await self._open_to(address, port)
+                    return await self._connect_to(address, port)
             except (OSError, TimeoutError) as failed:
                 error = failed
         why = f"{host} port {port} can't be reached: {error or 'no answer'}"
@@ -207,37 +208,37 @@ class Proxy:
     async def _addresses(self, host: str, port: int) -> list[str]:
         try:
             async with asyncio.timeout(self._settings.connect_s):
-                found = [host_of(f"[{one}]" if ":" in one else one) for one in await self._looked_up(host, port)]
+                hosts = [host_of(f"[{ip}]" if ":" in ip else ip) for ip in await self._look_up(host, port)]
         except (OSError, TimeoutError, UnicodeError) as error:
             raise ProxyRefused(502, "Bad Gateway", f"{host} can't be resolved: {error or 'no answer'}") from error
-        addresses = [one for one in found if one and (is_public(one) or self._allowed.allows(one, port))]
+        addresses = [ip for ip in hosts if ip and (is_public(ip) or self._allowed.allows(ip, port))]
         if not addresses:
-            raise self._not_listed(f"{host} is {', '.join(map(str, found[:4]))}, which isn't public, and", "Not public")
+            raise self._not_listed(f"{host} is {', '.join(map(str, hosts[:4]))}, which isn't public, and", "Not public")
         return addresses
 
-    async def _looked_up(self, host: str, port: int) -> Sequence[str]:
+    async def _look_up(self, host: str, port: int) -> Sequence[str]:
         await self._lookups.acquire()
-        looking = asyncio.ensure_future(self._resolve(host, port))
-        looking.add_done_callback(self._has_looked)
-        await asyncio.wait({looking})  # continues after a caller's timeout: a thread can't be cancelled
-        return looking.result()
+        lookup = asyncio.ensure_future(self._resolve(host, port))
+        lookup.add_done_callback(self._on_lookup_done)
+        await asyncio.wait({lookup})  # continues after a caller's timeout: a thread can't be cancelled
+        return lookup.result()
 
-    def _has_looked(self, looking: asyncio.Future[Sequence[str]]) -> None:
+    def _on_lookup_done(self, lookup: asyncio.Future[Sequence[str]]) -> None:
         self._lookups.release()
-        if not looking.cancelled():
-            looking.exception()  # there may be no waiter
+        if not lookup.cancelled():
+            lookup.exception()  # there may be no waiter
 
-    async def _open_to(self, address: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _connect_to(self, address: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection(address, port, limit=CHUNK_BYTES)
-        own = writer.get_extra_info("sockname")[0] == writer.get_extra_info("peername")[0]
-        if own and not self._allowed.allows(address, port):  # public, but this machine's
+        is_this_machine = writer.get_extra_info("sockname")[0] == writer.get_extra_info("peername")[0]
+        if is_this_machine and not self._allowed.allows(address, port):  # public, but this machine's
             writer.transport.abort()
             raise self._not_listed(f"{address} is this machine's, and", "Not public")
         return reader, writer
 
-    def _not_listed(self, what: str, reason: str = "Not on the allow-list") -> ProxyRefused:
+    def _not_listed(self, target: str, reason: str = "Not on the allow-list") -> ProxyRefused:
         listed = ", ".join(self._allowed.written)
-        return ProxyRefused(403, reason, f"{what} isn't on this sandbox's list of hosts (network = {listed})")
+        return ProxyRefused(403, reason, f"{target} isn't on this sandbox's list of hosts (network = {listed})")
 
     # Bytes.
 
@@ -249,10 +250,10 @@ class Proxy:
         idle: asyncio.Timeout,
         use: list[int] | None,
     ) -> None:
-        """Relay both directions until both have ended; for a plain request, until the answer has."""
+        """Relay both directions until both have ended; for a plain request, until the answer has ended."""
         loop = asyncio.get_running_loop()
 
-        def passed(count: int) -> None:
+        def on_bytes(count: int) -> None:
             idle.reschedule(loop.time() + self._settings.idle_s)
             self._bytes += count
             if use is not None:
@@ -260,15 +261,15 @@ class Proxy:
             if self._bytes > self._settings.bytes:
                 raise ConnectionAbortedError("out of bytes")
 
-        most = None if request.tunnel else request.body_bytes
-        up = asyncio.create_task(_pump(inside[0], outside[1], passed, most))
-        down = asyncio.create_task(_pump(outside[0], inside[1], passed))
+        body_limit_bytes = None if request.tunnel else request.body_bytes
+        up = asyncio.create_task(_pump(inside[0], outside[1], on_bytes, body_limit_bytes))
+        down = asyncio.create_task(_pump(outside[0], inside[1], on_bytes))
         try:
             running = {up, down}
             while down in running or (request.tunnel and running):
-                ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for one in ended:
-                    one.result()
+                finished, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in finished:
+                    task.result()
         finally:
             await cancel_all(up, down)
         for _, writer in (inside, outside):
@@ -276,25 +277,25 @@ class Proxy:
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
-    def _note(self, entry: tuple[str, int, str]) -> None:
+    def _count_request(self, entry: tuple[str, int, str]) -> None:
         if entry in self._hosts or len(self._hosts) < KEPT_HOSTS:
             self._hosts.setdefault(entry, [0, 0])[0] += 1
 
 
 async def _pump(
-    source: asyncio.StreamReader, target: asyncio.StreamWriter, passed: Callable[[int], None], most: int | None = None
+    source: asyncio.StreamReader, target: asyncio.StreamWriter, on_data: Callable[[int], None], limit: int | None = None
 ) -> None:
-    """Copy ``source`` to ``target`` until its end, and pass the end on. ``most``: bytes allowed; more raise
-    ConnectionAbortedError, and the end isn't passed on."""
+    """Copy ``source`` to ``target``, its end of file included. ``limit``: bytes allowed; more raise
+    ConnectionAbortedError, and the end of file isn't copied."""
     while data := await source.read(CHUNK_BYTES):
-        if most is not None:
-            most -= len(data)
-            if most < 0:  # a second request, perhaps to another host: one at a time
+        if limit is not None:
+            limit -= len(data)
+            if limit < 0:  # a second request, perhaps to another host: one at a time
                 raise ConnectionAbortedError("more than one request")
-        passed(len(data))
+        on_data(len(data))
         target.write(data)
         await target.drain()
-    if most is None:
+    if limit is None:
         target.write_eof()
 
 
@@ -303,6 +304,6 @@ async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, re
     head = f"HTTP/1.1 {refused.status} {refused.reason}\r\nContent-Type: text/plain\r\nContent-Length: {len(body)}\r\n"
     writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
     writer.write_eof()
-    async with asyncio.timeout(LINGER_S):  # closing with unread input would lose the answer
+    async with asyncio.timeout(REFUSAL_READ_S):  # closing with unread input would lose the answer
         while await reader.read(CHUNK_BYTES):
             pass

@@ -1,4 +1,4 @@
-"""Strict parsing of the head of a request to a proxy: what two programs could read in two ways is refused."""
+"""Parses the head of a request to a proxy strictly, and refuses heads that two programs could read differently."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _REQUEST_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,32}) ([\x21-\x7e]+) 
 _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\t\x20-\x7e\x80-\xff]*)")
 _ABSOLUTE = re.compile(r"http://([^/?#]*)(/[^#]*|\?[^#]*)?", re.IGNORECASE)
 _LENGTH = re.compile(rb"[0-9]{1,15}")
-# Hop-by-hop headers: not passed on.
-_OF_THE_HOP = {b"connection", b"keep-alive", b"te", b"trailer", b"upgrade", b"proxy-connection", b"proxy-authorization"}
+# Hop-by-hop headers, which aren't forwarded.
+_HOP_BY_HOP = {b"connection", b"keep-alive", b"te", b"trailer", b"upgrade", b"proxy-connection", b"proxy-authorization"}
 
 
 class ProxyRefused(Exception):
-    """The proxy refuses a request; status and reason are those of its answer."""
+    """The proxy refuses a request; ``status`` and ``reason`` are its answer's."""
 
     def __init__(self, status: int, reason: str, why: str) -> None:
         super().__init__(why)
@@ -26,7 +26,7 @@ class ProxyRefused(Exception):
 
 
 class ProxyRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to the proxy: a tunnel, or one plain request that is passed on."""
+    """A request to the proxy: for a tunnel, or a plain request that it forwards."""
 
     host: str  # as `host_of` gives it
     port: int
@@ -37,8 +37,8 @@ class ProxyRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 def read(head: bytes) -> ProxyRequest:
     """Parse a request's head. ``head``: up to and including its empty line. Raises ProxyRefused."""
-    first, *lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
-    match = _REQUEST_LINE.fullmatch(first)
+    request_line, *lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
+    match = _REQUEST_LINE.fullmatch(request_line)
     if match is None:
         raise _bad("the first line is no HTTP/1 request")
     method, target, minor = match[1], match[2].decode(), match[3]
@@ -62,24 +62,24 @@ def _plain(method: bytes, target: str, minor: bytes, headers: list[tuple[bytes, 
     named = [value.decode("latin-1").strip() for name, value in headers if name == b"host"]
     if len(named) > 1 or (not named and minor == b"1"):
         raise _bad("one Host header is needed")
-    for said in named:
-        said_host, said_port = authority_of(said)
-        if (said_host, said_port or 80) != (host, port):
+    for host_header in named:
+        header_host, header_port = authority_of(host_header)
+        if (header_host, header_port or 80) != (host, port):
             raise _bad("target and Host header name two hosts")
     path = match[2] or "/"
-    dropped = {b"host", *_OF_THE_HOP}
+    dropped = {b"host", *_HOP_BY_HOP}
     for name, value in headers:
         if name == b"connection":
-            dropped |= {one.strip().lower() for one in value.split(b",")}
+            dropped |= {header_name.strip().lower() for header_name in value.split(b",")}
     dropped -= {b"content-length", b"transfer-encoding"}  # dropping these would leave two lengths of one body
-    shown = f"[{host}]" if ":" in host else host
-    kept = [
+    formatted_host = f"[{host}]" if ":" in host else host
+    header_lines = [
         b"%s %s HTTP/1.%s" % (method, (path if path.startswith("/") else f"/{path}").encode(), minor),
-        f"Host: {shown}{'' if port == 80 else f':{port}'}".encode(),
+        f"Host: {formatted_host}{'' if port == 80 else f':{port}'}".encode(),
         *(b"%s: %s" % (name, value) for name, value in headers if name not in dropped),
         b"Connection: close",
     ]
-    head = b"\r\n".join(kept) + b"\r\n\r\n"
+    head = b"\r\n".join(header_lines) + b"\r\n\r\n"
     return ProxyRequest(host=host, port=port, tunnel=False, head=head, body_bytes=_length(headers))
 
 

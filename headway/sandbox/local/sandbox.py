@@ -1,4 +1,4 @@
-"""A sandbox of the local backend, as its owner sees it: requests over its socket, and the causes of failures."""
+"""Implements the owner's side of a local sandbox: requests over its socket, and the causes of failures."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from headway.records.sandbox import (
     infrastructure_failure,
     model_failure,
 )
-from headway.runtime.supervision import to_its_end
-from headway.sandbox.failures import Head, file_failure, os_failure, outlived, request_of, result_of, setup_failure
+from headway.runtime.supervision import run_to_completion
+from headway.sandbox.failures import Head, file_failure, os_failure, request_of, result_of, setup_failure, ttl_failure
 from headway.sandbox.guest import wire
 from headway.sandbox.guest.isolation import PROXY_PORT
 from headway.sandbox.leftovers import SandboxRecord
@@ -43,20 +43,20 @@ ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "TMPDIR": "/tmp",
 }
-THROUGH_PROXY = f"http://127.0.0.1:{PROXY_PORT}"
-PROXIED = {
-    **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), THROUGH_PROXY),
+PROXY_URL = f"http://127.0.0.1:{PROXY_PORT}"
+PROXY_ENVIRONMENT = {
+    **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), PROXY_URL),
     **dict.fromkeys(("NO_PROXY", "no_proxy"), "localhost,127.0.0.1,::1"),
 }
-Take = Callable[[bytes], Awaitable[None] | None]  # consumes an answer's parts, as they arrive
-ODD = (wire.Malformed, KeyError, TypeError, ValueError, OverflowError, RecursionError, msgspec.DecodeError)
-LONGEST_PATH = 4096  # characters; the kernel counts bytes
-LOOK_AGAIN_S = 0.25  # interval of looks whether a paused sandbox was resumed
-ENDING_S = 10.0  # from the request to end a sandbox until nothing of it is left
+PartConsumer = Callable[[bytes], Awaitable[None] | None]  # consumes an answer's parts, as they arrive
+PROTOCOL_ERRORS = (wire.Malformed, KeyError, TypeError, ValueError, OverflowError, RecursionError, msgspec.DecodeError)
+MAX_PATH_CHARACTERS = 4096  # characters; the kernel counts bytes
+PAUSE_POLL_S = 0.25  # interval of checks whether a paused sandbox was resumed
+ENDING_S = 10.0  # from the request to end a sandbox until all its processes have ended
 
 
 class ZygoteClient(Protocol):
-    """The part of a zygote that a sandbox needs: whether it is alive, and requests to it."""
+    """The part of a zygote's handle that a sandbox needs: whether it is alive, and requests to it."""
 
     @property
     def alive(self) -> bool: ...
@@ -65,12 +65,12 @@ class ZygoteClient(Protocol):
 
 
 class _Call:
-    """A pending request: its answer, and the consumer of the parts that come before."""
+    """A pending request: its answer, and the consumer of the parts that precede it."""
 
-    def __init__(self, take: Take, room: int) -> None:
+    def __init__(self, take: PartConsumer, remaining_bytes: int) -> None:
         self.answer: asyncio.Future[tuple[Head, bytes]] = asyncio.get_running_loop().create_future()
         self.take = take
-        self.room = room  # bytes that parts may still have
+        self.remaining_bytes = remaining_bytes  # limit on further parts
 
 
 class LocalSandbox:
@@ -87,25 +87,25 @@ class LocalSandbox:
     ) -> None:
         self._record = record
         self._spec = spec
-        self._environment = {**ENVIRONMENT, **(PROXIED if spec.network else {}), **spec.environment}
+        self._environment = {**ENVIRONMENT, **(PROXY_ENVIRONMENT if spec.network else {}), **spec.environment}
         self._zygote = zygote
         self._snapshots = snapshots
         self._grace_s = grace_s
-        self.channel = channel  # to the function that `run_function` runs
+        self.channel = channel  # to the standard input of the function that `run_function` runs
         self._calls: dict[int, _Call] = {}
         self._count = 0
         self._reader: asyncio.Task[None] | None = None
         self._writer: wire.FrameWriter | None = None
         loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = loop.create_future()
-        self._gone: asyncio.Future[None] = loop.create_future()  # nothing of it is left
-        self._heard_out: asyncio.Future[None] = loop.create_future()  # its socket is read to the end
-        self._why: SandboxFailure | None = None  # why it has ended, or is ending
+        self._gone: asyncio.Future[None] = loop.create_future()  # all its processes have ended
+        self._socket_drained: asyncio.Future[None] = loop.create_future()  # its socket is read to the end
+        self._failure: SandboxFailure | None = None  # why it has ended, or is ending
         self._broken = ""  # how it broke the protocol
-        self._proxy: Proxy | None = None  # where it may reach some hosts
+        self._proxy: Proxy | None = None  # None: it may reach no host
         self._paused = False
-        self._still_since: float | None = None  # since when commands, and their time limits, are stopped
-        self._stood_s = 0.0  # total time stopped before that
+        self._stopped_since_s: float | None = None  # since when commands, and their time limits, are stopped
+        self._stopped_s = 0.0  # total time stopped before that
 
     @property
     def id(self) -> str:
@@ -113,7 +113,7 @@ class LocalSandbox:
 
     @property
     def ended(self) -> bool:
-        return self._why is not None
+        return self._failure is not None
 
     @property
     def info(self) -> SandboxInfo:
@@ -126,9 +126,9 @@ class LocalSandbox:
             created_s=self._record.created_s,
         )
 
-    async def open(self, ours: socket.socket, timeout_s: float) -> None:
-        """Connect to the sandbox by its socket, and wait until it is ready. Raises SandboxError if it can't be made."""
-        await self.serve(*await asyncio.open_unix_connection(sock=ours, limit=1 << 20), timeout_s)
+    async def open(self, owner_socket: socket.socket, timeout_s: float) -> None:
+        """Connect to the sandbox by its socket and wait until it is ready. Raises SandboxError if it can't be made."""
+        await self.serve(*await asyncio.open_unix_connection(sock=owner_socket, limit=1 << 20), timeout_s)
 
     async def serve(self, reader: asyncio.StreamReader, writer: wire.FrameWriter, timeout_s: float) -> None:
         """Connect to the sandbox by any pair of streams and wait until it is ready. Raises SandboxError."""
@@ -148,14 +148,14 @@ class LocalSandbox:
 
     @property
     def network_use(self) -> NetworkUse | None:
-        """The use of each host it asked for, also after its end; None: it may reach none."""
+        """Return the use of each host that it requested, also after its end; None: it may reach no host."""
         return None if self._proxy is None else self._proxy.statistics()
 
     # Commands.
 
     async def run_function(self, name: str, *, timeout_s: float, max_output_bytes: int) -> ExecResult:
-        """Run ``module:function`` of a preloaded module as a command; `channel` leads to its standard input. One that
-        breaks the protocol there is the caller's to notice. At most one function in a sandbox."""
+        """Run ``module:function`` of a preloaded module as a command; `channel` leads to its standard input. The caller
+        checks the data that the function sends there. At most one function per sandbox."""
         command = Command(argv=[name], timeout_s=timeout_s, max_output_bytes=max_output_bytes)
         return await self._exec(command, {"function": name})
 
@@ -163,25 +163,25 @@ class LocalSandbox:
         """See :meth:`Sandbox.exec`."""
         return await self._exec(command, {})
 
-    async def _exec(self, command: Command, more: Head) -> ExecResult:
-        most, stdin = wire.BODY_BYTES // 2, command.stdin or b""
-        if command.max_output_bytes > most or len(stdin) > wire.BODY_BYTES:
+    async def _exec(self, command: Command, extra_head: Head) -> ExecResult:
+        limit_bytes, stdin = wire.BODY_BYTES // 2, command.stdin or b""
+        if command.max_output_bytes > limit_bytes or len(stdin) > wire.BODY_BYTES:
             raise ConfigurationError(
                 f"sandbox command max_output_bytes = {command.max_output_bytes}, stdin of {len(stdin)} bytes:"
-                f" at most {most} of output and {wire.BODY_BYTES} of input"
+                f" at most {limit_bytes} of output and {wire.BODY_BYTES} of input"
             )
-        head = {**request_of(command, self._spec, self._environment), "stdin": command.stdin is not None, **more}
+        head = {**request_of(command, self._spec, self._environment), "stdin": command.stdin is not None, **extra_head}
         if len(wire.frame(head)) > wire.HEAD_BYTES:  # a shell's answer where the kernel refuses
             return ExecResult(exit_code=126, stderr=b"argument list too long\n")
-        answer, body = await self._ask(head, stdin, wait_s=command.timeout_s + self._grace_s)
+        answer, body = await self._request(head, stdin, wait_s=command.timeout_s + self._grace_s)
         if "error" in answer:
-            return self._not_started(answer)
-        with self._understanding():
+            return self._start_failure_result(answer)
+        with self._parsing():
             split = int(answer["stdout_bytes"])
             return result_of(answer, body[:split], body[split:], command.timeout_s)
 
-    def _not_started(self, answer: Head) -> ExecResult:
-        """The result of a command that got no process: blamed on the model's code where a limit was reached."""
+    def _start_failure_result(self, answer: Head) -> ExecResult:
+        """Make the result of a command that got no process: the model's code is to blame if it reached a limit."""
         code, tasks = int(answer["error"]), int(answer.get("tasks", 0))
         limit = self._spec.limits.processes
         if code == errno.EAGAIN and tasks >= limit - 2:
@@ -199,32 +199,32 @@ class LocalSandbox:
         """See :meth:`Sandbox.read`."""
         parts: list[bytes] = []
         head = {"do": "read", "path": self._path(path), "max_bytes": max_bytes}
-        answer, _ = await self._ask(head, take=parts.append, room=max_bytes)
+        answer, _ = await self._request(head, take=parts.append, remaining_bytes=max_bytes)
         if "error" in answer:
             raise SandboxError(file_failure(path, answer))
         return b"".join(parts)
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """See :meth:`Sandbox.write`."""
-        chunks = [data[at : at + wire.CHUNK_BYTES] for at in range(0, len(data), wire.CHUNK_BYTES)] or [b""]
+        chunks = [data[i : i + wire.CHUNK_BYTES] for i in range(0, len(data), wire.CHUNK_BYTES)] or [b""]
         heads = [
-            {"do": "write", "path": self._path(path), "mode": mode, "first": at == 0, "last": at == len(chunks) - 1}
-            for at in range(len(chunks))
+            {"do": "write", "path": self._path(path), "mode": mode, "first": i == 0, "last": i == len(chunks) - 1}
+            for i in range(len(chunks))
         ]
-        answer, _ = await self._ask(heads[0], chunks[0], more=list(zip(heads[1:], chunks[1:], strict=True)))
+        answer, _ = await self._request(heads[0], chunks[0], frames=list(zip(heads[1:], chunks[1:], strict=True)))
         if "error" in answer:
             raise SandboxError(file_failure(path, answer))
 
     async def list(self, path: str, *, max_entries: int = 10_000) -> list[FileInfo]:
         """See :meth:`Sandbox.list`."""
-        answer, body = await self._ask({"do": "list", "path": self._path(path), "max_entries": max_entries})
+        answer, body = await self._request({"do": "list", "path": self._path(path), "max_entries": max_entries})
         if "error" in answer:
             raise SandboxError(file_failure(path, answer))
-        with self._understanding():
+        with self._parsing():
             return msgspec.json.decode(body, type=list[FileInfo])
 
     def _path(self, path: str) -> str:
-        if len(path) >= LONGEST_PATH:
+        if len(path) >= MAX_PATH_CHARACTERS:
             raise SandboxError(model_failure(f"{path[:60]}...: the name is too long", errno="ENAMETOOLONG"))
         return os.path.join(self._spec.workdir, path)
 
@@ -234,66 +234,66 @@ class LocalSandbox:
         """See :meth:`Sandbox.snapshot`."""
         if self._snapshots is None:
             raise ConfigurationError(f"sandbox snapshot {name!r}: needs a backend with a folder for snapshots")
-        most = 2 * self._spec.limits.disk_bytes + 2048 * self._spec.limits.inodes
-        async with self._standing_still(), self._snapshots.incoming(name, self.id) as parts:
-            head = {"do": "snapshot", "max_bytes": most}
-            asking = self._ask(head, take=parts.append, room=most, wait_s=600.0)
-            answer, _ = await to_its_end(asking)  # until then commands are stopped
+        limit_bytes = 2 * self._spec.limits.disk_bytes + 2048 * self._spec.limits.inodes
+        async with self._limits_stopped(), self._snapshots.incoming(name, self.id) as parts:
+            head = {"do": "snapshot", "max_bytes": limit_bytes}
+            request = self._request(head, take=parts.append, remaining_bytes=limit_bytes, wait_s=600.0)
+            answer, _ = await run_to_completion(request)  # until then commands are stopped
             if "error" in answer:
                 raise SandboxError(file_failure("the snapshot", answer))
             return await parts.keep()
 
     async def pause(self) -> None:
-        async with self._standing_still():
+        async with self._limits_stopped():
             try:
-                await self._change({"do": "pause"})
+                await self._control({"do": "pause"})
                 self._paused = True
-            except asyncio.CancelledError:  # the request arrives all the same, now or later
+            except asyncio.CancelledError:  # the request may still arrive, now or later
                 with contextlib.suppress(SandboxError):  # it has ended
                     if not self._paused:
-                        await to_its_end(self.resume())
+                        await run_to_completion(self.resume())
                 raise
 
     async def resume(self) -> None:
-        await self._change({"do": "resume"})
+        await self._control({"do": "resume"})
         self._paused = False
-        self._move_on()
+        self._restart_limits()
 
     async def renew(self, ttl_s: float) -> None:
-        await self._change({"do": "renew", "ttl_s": ttl_s})
+        await self._control({"do": "renew", "ttl_s": ttl_s})
 
-    async def _change(self, head: Head) -> None:
-        answer, _ = await self._ask(head)
+    async def _control(self, head: Head) -> None:
+        answer, _ = await self._request(head)
         if "error" in answer:
             raise SandboxError(os_failure(f"sandbox {head['do']}", answer))
 
     async def terminate(self) -> None:
         """See :meth:`Sandbox.terminate`."""
-        if self._why is None:
-            self._why = environment_failure(f"sandbox {self.id} was ended by its owner")
+        if self._failure is None:
+            self._failure = environment_failure(f"sandbox {self.id} was ended by its owner")
         if not self._gone.done() and self._zygote.alive:
             with contextlib.suppress(SandboxError):  # the zygote has died: so has the sandbox
                 self._zygote.request({"do": "terminate", "id": self.id})
             await asyncio.wait({self._gone}, timeout=ENDING_S)
-        self._close()
+        self._release()
         if not self._gone.done() and self._zygote.alive:
             raise SandboxError(infrastructure_failure(f"something of sandbox {self.id} doesn't end"))
 
-    def has_ended(self, code: int | None, oom_kills: int, why: SandboxFailure | None = None) -> None:
-        """Handle the end of the sandbox, of which nothing is left. ``code``: of its first process, negative for a
-        signal; None: the zygote has died. ``why``: the cause where known."""
-        if (self._why or why) is None and code is not None and not self._broken and not self._heard_out.done():
-            # Its last message may be unread, and tells more than its exit code: why it couldn't be made.
-            self._heard_out.add_done_callback(lambda _: self._end(code, oom_kills, None))
+    def on_ended(self, code: int | None, oom_kills: int, why: SandboxFailure | None = None) -> None:
+        """Handle the end of the sandbox, whose processes have all ended. ``code``: exit code of its first process,
+        negative for a signal; None: the zygote has died. ``why``: the cause if known."""
+        if (self._failure or why) is None and code is not None and not self._broken and not self._socket_drained.done():
+            # Its last message may be unread, and has the reason of a failed setup, which the exit code lacks.
+            self._socket_drained.add_done_callback(lambda _: self._end(code, oom_kills, None))
         else:
             self._end(code, oom_kills, why)
 
     def _end(self, code: int | None, oom_kills: int, why: SandboxFailure | None) -> None:
-        if self._why is None:
-            self._why = why or self._cause(code, oom_kills)
+        if self._failure is None:
+            self._failure = why or self._cause(code, oom_kills)
         if not self._gone.done():
             self._gone.set_result(None)
-        self._close()
+        self._release()
 
     def _cause(self, code: int | None, oom_kills: int) -> SandboxFailure:
         evidence = {"oom_kills": oom_kills, **({} if code is None else {"code": code})}
@@ -302,12 +302,12 @@ class LocalSandbox:
         if code is None:
             return infrastructure_failure("the process that makes sandboxes has died", evidence=evidence)
         if code == wire.EXIT_TTL:
-            return msgspec.structs.replace(outlived(self.id, self._record.ttl_s), evidence=evidence)
+            return msgspec.structs.replace(ttl_failure(self.id, self._record.ttl_s), evidence=evidence)
         if oom_kills and code in (-9, 128 + 9):  # the second: as bubblewrap and shells report it
             return model_failure(f"sandbox {self.id}: out of memory as a whole", **evidence)
         return infrastructure_failure(f"sandbox {self.id} has died", evidence=evidence)
 
-    def _close(self) -> None:
+    def _release(self) -> None:
         if self._proxy is not None:
             self._proxy.close()
         if self.channel is not None:
@@ -319,40 +319,40 @@ class LocalSandbox:
             self._reader.cancel()
             self._reader = None
         if not self._ready.done():
-            assert self._why is not None
-            self._ready.set_exception(SandboxError(self._why))
+            assert self._failure is not None
+            self._ready.set_exception(SandboxError(self._failure))
             self._ready.exception()  # there may be no waiter
         for call in self._calls.values():
-            if not call.answer.done() and self._why is not None:
-                call.answer.set_exception(SandboxError(self._why))
+            if not call.answer.done() and self._failure is not None:
+                call.answer.set_exception(SandboxError(self._failure))
                 call.answer.exception()  # the caller may have given up
         self._calls.clear()
 
     # The socket.
 
-    async def _ask(
+    async def _request(
         self,
         head: Head,
         body: bytes = b"",
         *,
-        more: Sequence[tuple[Head, bytes]] = (),
-        take: Take = lambda part: None,
-        room: int = 0,
+        frames: Sequence[tuple[Head, bytes]] = (),
+        take: PartConsumer = lambda part: None,
+        remaining_bytes: int = 0,
         wait_s: float | None = None,
     ) -> tuple[Head, bytes]:
-        """Send a request and wait for its answer. If it doesn't come in time the sandbox is ended, as unusable."""
-        if self._why is not None:
-            raise SandboxError(self._why)
+        """Send a request and wait for its answer. If none comes in time, the sandbox is ended as unusable."""
+        if self._failure is not None:
+            raise SandboxError(self._failure)
         writer = self._writer
         if writer is None:
             raise SandboxError(infrastructure_failure(f"sandbox {self.id} has closed its socket"))
         self._count += 1
         number = self._count
-        call = self._calls[number] = _Call(take, room)
+        call = self._calls[number] = _Call(take, remaining_bytes)
         wait_s = self._grace_s if wait_s is None else wait_s
         try:
             async with asyncio.timeout(max(wait_s, self._grace_s)):
-                for part_head, part in ((head, body), *more):
+                for part_head, part in ((head, body), *frames):
                     writer.write(wire.frame({"id": number, **part_head}, part))
                     with contextlib.suppress(ConnectionError):
                         await writer.drain()
@@ -362,88 +362,90 @@ class LocalSandbox:
             return await self._answer(call, wait_s, head["do"] == "exec")
         except TimeoutError:
             self._broken = f"no answer to {head['do']} in {wait_s:g} s"
-            self._why = self._cause(None, 0)
-            with contextlib.suppress(SandboxError):  # its lessee tries again
+            self._failure = self._cause(None, 0)
+            with contextlib.suppress(SandboxError):  # its leaseholder tries again
                 await self.terminate()
-            raise SandboxError(self._why) from None
+            raise SandboxError(self._failure) from None
         finally:
             self._calls.pop(number, None)
 
-    async def _answer(self, call: _Call, wait_s: float, still_counts_not: bool) -> tuple[Head, bytes]:
-        """Wait for a call's answer. Raises TimeoutError; time for which a command was stopped doesn't count."""
+    async def _answer(self, call: _Call, wait_s: float, exclude_stopped: bool) -> tuple[Head, bytes]:
+        """Wait for a call's answer. ``exclude_stopped``: don't count the time for which commands were stopped. Raises
+        TimeoutError."""
         loop = asyncio.get_running_loop()
-        until_s = loop.time() + wait_s - self._stood_s
+        deadline_s = loop.time() + wait_s - self._stopped_s
         while True:
-            left_s = until_s + self._stood_s - loop.time()
-            if self._still_since is not None and still_counts_not:
-                left_s = max(left_s, LOOK_AGAIN_S)
-            if left_s <= 0:
+            remaining_s = deadline_s + self._stopped_s - loop.time()
+            if self._stopped_since_s is not None and exclude_stopped:
+                remaining_s = max(remaining_s, PAUSE_POLL_S)
+            if remaining_s <= 0:
                 raise TimeoutError
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left_s):
+                async with asyncio.timeout(remaining_s):
                     return await asyncio.shield(call.answer)
 
     @contextlib.asynccontextmanager
-    async def _standing_still(self) -> AsyncIterator[None]:
+    async def _limits_stopped(self) -> AsyncIterator[None]:
         """Stop the time limits during the block, in which commands may be stopped."""
-        began_s = asyncio.get_running_loop().time()
-        first, self._still_since = self._still_since is None, self._still_since or began_s
+        started_s = asyncio.get_running_loop().time()
+        outermost, self._stopped_since_s = self._stopped_since_s is None, self._stopped_since_s or started_s
         try:
             yield
         finally:
-            if first and not self._paused:
-                self._move_on()
+            if outermost and not self._paused:
+                self._restart_limits()
 
-    def _move_on(self) -> None:
-        if self._still_since is not None:
-            self._stood_s += asyncio.get_running_loop().time() - self._still_since
-            self._still_since = None
+    def _restart_limits(self) -> None:
+        if self._stopped_since_s is not None:
+            self._stopped_s += asyncio.get_running_loop().time() - self._stopped_since_s
+            self._stopped_since_s = None
 
     @contextlib.contextmanager
-    def _understanding(self) -> Iterator[None]:
-        """Parse an answer in the block: one that breaks the protocol ends the sandbox and raises SandboxError."""
+    def _parsing(self) -> Iterator[None]:
+        """Guard a block that parses an answer: one that violates the protocol ends the sandbox and raises
+        SandboxError."""
         try:
             yield
-        except ODD as error:
-            self._give_up(error)
+        except PROTOCOL_ERRORS as error:
+            self._end_on_protocol_error(error)
             raise SandboxError(self._cause(None, 0)) from error
 
-    def _give_up(self, error: Exception) -> None:
+    def _end_on_protocol_error(self, error: Exception) -> None:
         self._broken = f"it sent what can't be understood: {type(error).__name__}: {str(error)[:200]}"
         with contextlib.suppress(SandboxError):
             self._zygote.request({"do": "terminate", "id": self.id})
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Read frames until the socket ends. A frame that breaks the protocol ends the sandbox."""
+        """Read frames until the socket ends. A frame that violates the protocol ends the sandbox."""
         try:
             while True:
                 head_bytes, body_bytes = wire.lengths(await reader.readexactly(wire.LENGTHS.size))
                 head = wire.head_from(await reader.readexactly(head_bytes))
                 body = await reader.readexactly(body_bytes) if body_bytes else b""
-                if (taking := self._take(head, body)) is not None:
-                    await taking  # a write to disk: nothing more is read meanwhile
+                if (consumption := self._dispatch(head, body)) is not None:
+                    await consumption  # a write to disk: nothing more is read meanwhile
         except (asyncio.IncompleteReadError, ConnectionError):
-            return  # the sandbox has ended: the zygote reports how
-        except ODD as error:
-            self._give_up(error)
+            return  # the sandbox has ended: the zygote reports the cause
+        except PROTOCOL_ERRORS as error:
+            self._end_on_protocol_error(error)
         finally:
-            if not self._heard_out.done():
-                self._heard_out.set_result(None)
+            if not self._socket_drained.done():
+                self._socket_drained.set_result(None)
 
-    def _take(self, head: Head, body: bytes) -> Awaitable[None] | None:
+    def _dispatch(self, head: Head, body: bytes) -> Awaitable[None] | None:
         if "ready" in head:
             if not self._ready.done():
                 self._ready.set_result(None)
             return None
         if "failed" in head:
-            self._why = setup_failure(head)
+            self._failure = setup_failure(head)
             return None  # the sandbox's end follows
         call = self._calls.get(int(head["id"]))
         if call is None:
             return None  # the caller has given up
         if "more" in head:
-            call.room -= len(body)
-            if call.room < 0:
+            call.remaining_bytes -= len(body)
+            if call.remaining_bytes < 0:
                 raise wire.Malformed("more than was asked for")
             return call.take(body)
         if not call.answer.done():

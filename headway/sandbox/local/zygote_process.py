@@ -1,4 +1,4 @@
-"""The owner's end of the zygote: starts it, requests sandboxes, receives reports of their ends, cleans up after it."""
+"""Manages the zygote from its owner: starts it, requests sandboxes, receives reports of their ends, cleans up."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ import msgspec
 
 from headway.records.errors import ConfigurationError
 from headway.records.sandbox import SandboxError, SandboxFailure, infrastructure_failure
-from headway.runtime.supervision import to_its_end
+from headway.runtime.supervision import run_to_completion
 from headway.sandbox import leftovers
-from headway.sandbox.failures import refused
+from headway.sandbox.failures import clone_failure
 from headway.sandbox.guest import skeleton, wire
 from headway.sandbox.linux import cgroups
 from headway.sandbox.local.proxy import ProxySettings
 
-SWITCHED_OFF = "no limit of memory: control groups are switched off in the backend's settings"
+CGROUPS_DISABLED = "no limit of memory: control groups are switched off in the backend's settings"
 ROOT = Path(__file__).resolve().parents[3]
-# Its settings come by its input: every sandbox can read this text as the command line of its first process.
-STARTER = """import json, sys; told = json.loads(sys.stdin.buffer.readline()); sys.path.insert(0, told["root"])
-from headway.sandbox.guest.zygote import main; main(told)"""
+# Settings go through standard input, since every sandbox can read this text as its first process's command line.
+STARTER = """import json, sys; settings = json.loads(sys.stdin.buffer.readline()); sys.path.insert(0, settings["root"])
+from headway.sandbox.guest.zygote import main; main(settings)"""
 
 
 class Preload(msgspec.Struct, frozen=True, kw_only=True):
-    """Modules that a zygote imports before it makes sandboxes, so that `LocalSandbox.run_function` can run functions of
-    theirs. Each such set has a zygote of its own."""
+    """Modules that a zygote imports before it makes sandboxes, so that `LocalSandbox.run_function` can run their
+    functions. Each such set has a zygote of its own."""
 
     modules: tuple[str, ...]
-    folders: tuple[str, ...]  # searched for them, beside the standard library; sandboxes have them read-only
-    environment: dict[str, str] = {}  # while they are imported
+    folders: tuple[str, ...]  # on the import path beside the standard library; sandboxes have them read-only
+    environment: dict[str, str] = {}  # during the imports
 
 
 class LocalSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the local backend on this machine."""
 
-    spares: int = 4  # processes made ahead of need
+    spares: int = 4  # processes cloned before there are requests
     cgroups: bool = True  # False: none are made, though it may be allowed
     sandbox_uid: int = 65_200  # user that sandboxes run as under root; must own nothing
     bubblewrap: str = ""  # bubblewrap's program, where it isolates the sandboxes
@@ -55,24 +55,24 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ZygoteProcess:
-    """The zygote as its owner sees it: a child process, its socket, and the records of its sandboxes."""
+    """The owner's handle of a zygote: the child process, its socket, and the records of its sandboxes."""
 
     _count = 0  # of this process's backends: each has a directory of its own
 
-    def __init__(self, folder: Path, record: leftovers.OwnerRecord, missing: tuple[str, ...], ended: Any) -> None:
+    def __init__(self, folder: Path, record: leftovers.OwnerRecord, missing: tuple[str, ...], on_ended: Any) -> None:
         self.folder = folder
         self.record = record
         self.missing = missing
-        self._tell_ended = ended
+        self._on_ended = on_ended
         self._records: set[str] = set()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._backlog: list[tuple[bytes, list[int]]] = []
         self.alive = False
-        self._up: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._started: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     @classmethod
-    async def start(cls, state: Path, run: str, settings: LocalSettings, ended: Any) -> ZygoteProcess:
+    async def start(cls, state: Path, run: str, settings: LocalSettings, on_ended: Any) -> ZygoteProcess:
         uid, gid = os.geteuid(), os.getegid()
         if uid == 0:
             uid = gid = settings.sandbox_uid
@@ -83,21 +83,21 @@ class ZygoteProcess:
         zygote: ZygoteProcess | None = None
         try:
             await asyncio.to_thread(_make_folder, folder, uid, gid)
-            parents, missing = cgroups.find_parents(folder.name, uid) if settings.cgroups else ({}, (SWITCHED_OFF,))
+            parents, missing = cgroups.find_parents(folder.name, uid) if settings.cgroups else ({}, (CGROUPS_DISABLED,))
             own_start = leftovers.started(os.getpid())
             assert own_start is not None
             record = leftovers.OwnerRecord(pid=os.getpid(), started=own_start, run=run, cgroups=parents)
             leftovers.write(folder, "owner.json", record)
-            zygote = cls(folder, record, missing, ended)
+            zygote = cls(folder, record, missing, on_ended)
             await zygote._launch(uid, gid, settings)
         except BaseException:
-            await to_its_end(asyncio.to_thread(leftovers.clear, folder) if zygote is None else zygote.close())
+            await run_to_completion(asyncio.to_thread(leftovers.clear, folder) if zygote is None else zygote.close())
             raise
         return zygote
 
     async def _launch(self, uid: int, gid: int, settings: LocalSettings) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        told = {
+        owner_socket, zygote_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        zygote_settings = {
             "cgroups": self.record.cgroups,
             "spares": settings.spares,
             "prefix": "slot-",
@@ -106,14 +106,14 @@ class ZygoteProcess:
             "bubblewrap": settings.bubblewrap,
             "preload": msgspec.to_builtins(settings.preload),
         }
-        with theirs:
-            self._process = _spawn(self.folder, settings.python, theirs.fileno(), told)
-        ours.setblocking(False)
-        self._socket = ours
+        with zygote_socket:
+            self._process = _spawn(self.folder, settings.python, zygote_socket.fileno(), zygote_settings)
+        owner_socket.setblocking(False)
+        self._socket = owner_socket
         self.alive = True
-        asyncio.get_running_loop().add_reader(ours, self._receive)
+        asyncio.get_running_loop().add_reader(owner_socket, self._receive)
         async with asyncio.timeout(settings.start_timeout_s):
-            grouped = await self._up
+            grouped = await self._started
         self.record = msgspec.structs.replace(
             self.record,
             cgroups=self.record.cgroups if grouped else {},
@@ -142,7 +142,7 @@ class ZygoteProcess:
                 asyncio.get_running_loop().add_writer(self._socket, self._flush)
             except OSError as error:
                 raise SandboxError(infrastructure_failure(f"the process that makes sandboxes: {error}")) from error
-        self._backlog.append((data, [os.dup(one) for one in descriptors]))
+        self._backlog.append((data, [os.dup(descriptor) for descriptor in descriptors]))
 
     def _flush(self) -> None:
         assert self._socket is not None
@@ -155,8 +155,8 @@ class ZygoteProcess:
             except OSError:
                 break  # the zygote is dead, as `_receive` will notice
             del self._backlog[0]
-            for one in descriptors:
-                os.close(one)
+            for descriptor in descriptors:
+                os.close(descriptor)
         asyncio.get_running_loop().remove_writer(self._socket)
 
     def _receive(self) -> None:
@@ -169,23 +169,23 @@ class ZygoteProcess:
             except OSError:
                 data = b""
             if not data:
-                self._has_died()
+                self._on_death()
                 return
             message = json.loads(data)
             if "zygote" in message:
                 self.missing += tuple(f"no limit of {name}: {message['groups']}" for name in message["without"])
-                self._up.set_result(message["groups"] == "")
+                self._started.set_result(message["groups"] == "")
             elif "ended" in message:
-                self._ended(message["ended"], message["code"], message["oom_kills"])
+                self._on_end(message["ended"], message["code"], message["oom_kills"])
             elif "refused" in message:
-                self._ended(message["refused"], wire.EXIT_SETUP, 0, refused(message["error"], message["what"]))
+                self._on_end(message["refused"], wire.EXIT_SETUP, 0, clone_failure(message["error"], message["what"]))
 
-    def _ended(self, name: str, code: int | None, oom_kills: int, why: SandboxFailure | None = None) -> None:
+    def _on_end(self, name: str, code: int | None, oom_kills: int, why: SandboxFailure | None = None) -> None:
         (self.folder / "records" / f"{name}.json").unlink(missing_ok=True)
         self._records.discard(name)
-        self._tell_ended(name, code, oom_kills, why)
+        self._on_ended(name, code, oom_kills, why)
 
-    def _has_died(self) -> None:
+    def _on_death(self) -> None:
         """Report all sandboxes as ended: the kernel kills them. Their other resources are removed in `close`."""
         assert self._socket is not None
         self.alive = False
@@ -194,21 +194,21 @@ class ZygoteProcess:
         loop.remove_writer(self._socket)
         self._socket.close()
         for _, descriptors in self._backlog:
-            for one in descriptors:
-                os.close(one)
+            for descriptor in descriptors:
+                os.close(descriptor)
         self._backlog.clear()
-        if not self._up.done():
+        if not self._started.done():
             with contextlib.suppress(OSError):
                 log = (self.folder / "zygote.log").read_text(errors="replace").strip()
-                what = f"the process that makes sandboxes doesn't start: {log.splitlines()[-1] if log else 'no output'}"
-                self._up.set_exception(SandboxError(infrastructure_failure(what)))
+                text = f"the process that makes sandboxes doesn't start: {log.splitlines()[-1] if log else 'no output'}"
+                self._started.set_exception(SandboxError(infrastructure_failure(text)))
         for name in list(self._records):
-            self._ended(name, None, 0)
+            self._on_end(name, None, 0)
 
     async def close(self) -> None:
         """End the zygote and everything it has made; nothing of it is left afterwards."""
         if self._socket is not None and self.alive:
-            self._has_died()  # the zygote sees the socket close, and cleans up
+            self._on_death()  # the zygote sees the socket close, and cleans up
         if (process := self._process) is not None:
             try:
                 await asyncio.to_thread(process.wait, 6.0)
@@ -218,14 +218,14 @@ class ZygoteProcess:
         await asyncio.to_thread(leftovers.clear, self.folder)
 
 
-def _spawn(folder: Path, python: str, descriptor: int, told: dict[str, Any]) -> subprocess.Popen[bytes]:
-    imported_with = told["preload"]["environment"] if told["preload"] else {}
-    own = os.pidfd_open(os.getpid())  # opened here: looked up in the child, the id could be another process's by then
+def _spawn(folder: Path, python: str, descriptor: int, settings: dict[str, Any]) -> subprocess.Popen[bytes]:
+    imported_with = settings["preload"]["environment"] if settings["preload"] else {}
+    owner = os.pidfd_open(os.getpid())  # opened here: in the child the id could be another process's by then
     with open(folder / "zygote.log", "wb") as log, contextlib.ExitStack() as opened:
-        opened.callback(os.close, own)
+        opened.callback(os.close, owner)
         process = subprocess.Popen(
             [python, "-I", "-S", "-c", STARTER],
-            pass_fds=[descriptor, own],
+            pass_fds=[descriptor, owner],
             cwd=folder,
             env={"LC_ALL": "C.UTF-8", **imported_with},  # nothing of the owner's: sandboxes inherit it
             stdin=subprocess.PIPE,
@@ -234,14 +234,14 @@ def _spawn(folder: Path, python: str, descriptor: int, told: dict[str, Any]) -> 
             start_new_session=True,  # an interrupt from the terminal is the owner's to handle
         )
         assert process.stdin is not None
-        with process.stdin, contextlib.suppress(BrokenPipeError):  # that it has died is noticed by its socket
-            whole = {**told, "root": str(ROOT), "socket": descriptor, "owner_process": own}
-            process.stdin.write(json.dumps(whole).encode() + b"\n")
+        with process.stdin, contextlib.suppress(BrokenPipeError):  # its socket reports its death
+            message = {**settings, "root": str(ROOT), "socket": descriptor, "owner_process": owner}
+            process.stdin.write(json.dumps(message).encode() + b"\n")
     return process
 
 
 def _make_state(state: Path, uid: int) -> None:
-    """Make a directory in which the zygote's user may remove its own entries, and nobody else may write."""
+    """Make a directory in which only the zygote's user may write, since it removes its own entries."""
     try:
         state.mkdir(mode=0o711, parents=True)
         os.chown(state, uid, -1)

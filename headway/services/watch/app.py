@@ -1,4 +1,4 @@
-"""The HTTP side of `headway watch`: its routes, and the server."""
+"""Serves `headway watch` over HTTP: its routes, and the server."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from pydantic import ValidationError, create_model
 
 from headway.config.endpoint import EndpointConfig
 from headway.generator.endpoint.exchange import HttpExchange, Message, Receive, Send
-from headway.generator.endpoint.http_app import HttpApp, OnlyHead
+from headway.generator.endpoint.http_app import HeadRequest, HttpApp
 from headway.generator.endpoint.refusals import Headers, HttpError
 from headway.generator.endpoint.server import serving
 from headway.records.errors import ConfigurationError
 from headway.report.watch import compared, now, report, series
 from headway.report.watch.cache import trim_cache
 from headway.report.watch.runs import NoSuchRun, WatchedRun, WatchedRuns
-from headway.runtime.addresses import listening, service_keys
+from headway.runtime.addresses import listening_socket, service_keys
 from headway.runtime.supervision import until_interrupted
 from headway.services.watch import rollouts
 from headway.services.watch.access import AccessControl
@@ -45,7 +45,7 @@ _HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-resource-policy", b"same-origin"),
-    (b"x-accel-buffering", b"no"),  # a proxy shall pass streams on as they come
+    (b"x-accel-buffering", b"no"),  # proxies must not buffer streams
 )
 View = Callable[..., Any]  # called with a WatchedRun (or several) and values of the query by name
 Stamp = Callable[[WatchedRun], Any]  # changes with the files that a view reads
@@ -65,7 +65,7 @@ _VIEWS: dict[str, tuple[View, Stamp | None]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PageSettings:
-    """Settings of `headway watch`, as its options have them."""
+    """Settings of `headway watch`, with the names of its options."""
 
     roots: tuple[str, ...] = ("runs",)
     host: str = "127.0.0.1"
@@ -75,15 +75,15 @@ class PageSettings:
 
 
 async def watch(settings: PageSettings, on_ready: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C or SIGTERM. ``on_ready(address)`` is called once. Raises ConfigurationError: a folder that
-    isn't there, an address that is taken, or that other machines reach without keys, a file without any."""
+    """Serve until Ctrl-C or SIGTERM. ``on_ready(address)`` is called once. Raises ConfigurationError for a missing
+    folder, an address that is taken, or that other machines reach without keys, and a file without keys."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     endpoint = EndpointConfig(address=f"{host}:{settings.port}")
     keys = service_keys(settings.key_file, "--key-file", endpoint.address, f"--host {settings.host}")
     watched = WatchedRuns(settings.roots, settings.usd_per_device_hour)
-    _without_pandas()
+    _prevent_pandas_import()
     async with until_interrupted() as stopped, AsyncExitStack() as stack:
-        listener = stack.enter_context(closing(listening(endpoint.address, "--host and --port")))
+        listener = stack.enter_context(closing(listening_socket(endpoint.address, "--host and --port")))
         await asyncio.to_thread(trim_cache)
         stack.enter_context(closing(watched))
         answers = stack.enter_context(closing(SharedAnswers()))
@@ -92,8 +92,8 @@ async def watch(settings: PageSettings, on_ready: Callable[[str], None]) -> None
             await stopped.wait()
 
 
-def _without_pandas() -> None:
-    """Have pyarrow look for pandas now and find none: else the first page waits for its import, and 50 MB stay."""
+def _prevent_pandas_import() -> None:
+    """Make pyarrow's import of pandas fail; otherwise the first page would wait for it, and 50 MB would stay in use."""
 
     def find_spec(name: str, *_: Any) -> None:
         if name == "pandas":
@@ -106,13 +106,13 @@ def _without_pandas() -> None:
 
 
 class WatchApp(HttpApp):
-    """ASGI application: the page's files, and the JSON that they ask for. Errors are ``{"error": WORDS}``."""
+    """ASGI application with the page's files, and the JSON that they request. Errors are ``{"error": MESSAGE}``."""
 
     def __init__(
         self, watched: WatchedRuns, answers: SharedAnswers, stopped: asyncio.Event, settings: EndpointConfig,
         keys: Iterable[str] = (),
     ) -> None:  # fmt: skip
-        """``stopped``: ends streams when it is set. ``keys``: see `AccessControl`."""
+        """Read the list of the page's files. ``stopped``: ends streams when set. ``keys``: see `AccessControl`."""
         super().__init__(settings, proxied=True)  # hosts are checked by the access control
         self._watched = watched
         self._answers = answers
@@ -123,7 +123,7 @@ class WatchApp(HttpApp):
         self._routes: dict[str, Callable[[HttpExchange], Awaitable[bytes]]] = {
             "/api/health": self._health,
             "/api/runs": self._runs,
-            **{f"/api/{name}": self._reader(*view) for name, view in _VIEWS.items()},
+            **{f"/api/{name}": self._view_route(*view) for name, view in _VIEWS.items()},
         }
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -162,15 +162,15 @@ class WatchApp(HttpApp):
     async def _runs(self, exchange: HttpExchange | None = None) -> bytes:
         return await self._answers.get("runs", self._watched.listing)
 
-    def _reader(self, view: View, stamp: Stamp | None) -> Callable[[HttpExchange], Awaitable[bytes]]:
-        """The route of a view: its query has the view's parameters, checked by their types, with the id of the run
-        (``run``), or several (``runs``, separated by commas), in place of the first. ``price`` is the server's own."""
+    def _view_route(self, view: View, stamp: Stamp | None) -> Callable[[HttpExchange], Awaitable[bytes]]:
+        """Make the route of a view. Its query has the view's parameters, validated by their types; the first one is the
+        id of a run (``run``), or of several (``runs``, separated by commas). The server sets ``price``."""
         hints, (first, *rest) = get_type_hints(view), inspect.signature(view).parameters.values()
-        several, more = first.name == "runs", {of.name: self._watched.price for of in rest if of.name == "price"}
+        several, extra = (first.name == "runs", {arg.name: self._watched.price for arg in rest if arg.name == "price"})
         fields: dict[str, Any] = {
-            of.name: (hints.get(of.name, of.annotation), ... if of.default is of.empty else of.default)
-            for of in rest
-            if of.name not in more
+            arg.name: (hints.get(arg.name, arg.annotation), ... if arg.default is arg.empty else arg.default)
+            for arg in rest
+            if arg.name not in extra
         }
         model = create_model("Query", **{first.name: (str, ...), **fields})
 
@@ -178,35 +178,35 @@ class WatchApp(HttpApp):
             try:
                 query = dict(model.model_validate(exchange.query))
             except ValidationError as error:
-                words = "; ".join(f"{of['loc'][-1]}: {of['msg']}" for of in error.errors())
+                words = "; ".join(f"{detail['loc'][-1]}: {detail['msg']}" for detail in error.errors())
                 raise HttpError(400, words) from None
             ids, run = query.pop(first.name), self._watched.run
 
             def make() -> Any:
-                found = [run(one) for one in ids.split(",") if one] if several else run(ids)
-                return view(found, **query, **more)
+                view_runs = [run(run_id) for run_id in ids.split(",") if run_id] if several else run(ids)
+                return view(view_runs, **query, **extra)
 
-            found = None if stamp is None else partial(lambda of: of(run(ids)), stamp)
-            return await self._answers.get((view, ids, *sorted(query.items())), make, found)
+            run_stamp = None if stamp is None else partial(lambda stamp_of: stamp_of(run(ids)), stamp)
+            return await self._answers.get((view, ids, *sorted(query.items())), make, run_stamp)
 
         return read
 
     async def _stream(self, exchange: HttpExchange) -> None:
-        """Send what is new of a run, or of the list of runs, until the client leaves or the server ends."""
+        """Send changes of a run, or of the list of runs, until the client disconnects or the server ends."""
         run, watched = exchange.query.get("run", ""), self._watched
         if exchange.method == "HEAD":
-            raise OnlyHead
+            raise HeadRequest
         if run:
-            await asyncio.to_thread(watched.run, run)  # one that isn't there is refused as elsewhere
+            await asyncio.to_thread(watched.run, run)  # raises for an unknown id, as other routes do
 
         async def get() -> bytes:
             try:
                 if not run:
                     return await self._runs()
-                shown, stamp = lambda: now.now(watched.run(run), watched.price), lambda: now.stamp(watched.run(run))
-                return await self._answers.get(("now", run), shown, stamp)
+                make_view, stamp = lambda: now.now(watched.run(run), watched.price), lambda: now.stamp(watched.run(run))
+                return await self._answers.get(("now", run), make_view, stamp)
             except Exception as error:
-                # The boundary of a stream, whose status is sent already: the page shows what is wrong.
+                # The boundary of a stream, whose status is sent already: the page shows the error.
                 return encode({"error": str(error)})
 
         async def write() -> None:
@@ -218,7 +218,7 @@ class WatchApp(HttpApp):
         await exchange.while_connected(write())
 
     def _file(self, exchange: HttpExchange) -> tuple[int, bytes, Headers, bytes]:
-        """Status, body, headers and type of a file of the page, as it is now. Raises HttpError 404."""
+        """Return status, body, headers and type of a file of the page, as it is now. Raises HttpError 404."""
         if (file := self._files.get(exchange.path)) is None:
             raise HttpError(404, "Not Found")
         body, kind = file.read_bytes(), mimetypes.guess_type(file)[0] or "text/plain"

@@ -1,4 +1,4 @@
-"""`headway report --html`: the page of `headway watch` with its answers in one file, without a server or a network."""
+"""`headway report --html` writes the page of `headway watch` with its answers to a file that needs no server."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from headway.report.several.axes import AXES
 from headway.report.several.listing import list_runs
 from headway.report.watch import compared, now, report, series
 from headway.report.watch.lanes import RunLanes
-from headway.report.watch.rollouts.chosen import chosen_rollouts, rollouts_of_tasks
+from headway.report.watch.rollouts.chosen import select_rollouts, select_shared_tasks
 from headway.report.watch.rollouts.view import WatchedRollouts
 from headway.report.watch.runs import WatchedRun
-from headway.runtime.run_directory import write_whole
+from headway.runtime.run_directory import write_atomically
 from headway.services.run_tokenizer import token_table
 from headway.services.watch.stream import encode
 
 _STATIC = Path(__file__).with_name("static")
-_POINTS, _COMPARED_POINTS = 800, 400  # of a series
+_POINTS, _COMPARED_POINTS = 800, 400  # of a series, on the page of a run and on one that compares several
 _ROLLOUTS, _COMPARED_TASKS = 300, 3
-_TOKENS, _ALL_TOKENS = 4000, 300_000  # of a rollout, and of all of them
+_TOKENS, _ALL_TOKENS = 4000, 300_000  # of a rollout, and of all together
 _STEPS, _PIXELS, _TRACKS = 30, 3000, 64  # of the lanes
-_GROUPS = ("devices", "trainer", "generator", "verifiers", "other", "groups", "rollouts")  # those first that stay
+_GROUPS = ("devices", "trainer", "generator", "verifiers", "other", "groups", "rollouts")  # by decreasing priority
 _VIEWS = ("report", "now", "run", "rollouts", "tasks", "devices")
 _POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
-_WHOLE = "`headway watch RUN` has all."
+_FULL_PAGE_HINT = "`headway watch RUN` has all."
 
 
 def write_run_page(run_dir: str | Path, output: str | Path | None = None, price: float | None = None) -> Path:
     """Write the page of a run to ``output`` (default: RUN/report.html), and return its path. ``price``: dollars of a
-    device's hour. Raises ConfigurationError where there is no run, HeadwayError when the page can't be written."""
+    device-hour. Raises ConfigurationError where there is no run, HeadwayError when the page can't be written."""
     run, path = _run(run_dir), Path(output or Path(run_dir) / "report.html")
     answers = _answers(run, price)
-    _write(path, f"Headway: {run.id}", {"views": _VIEWS, "runs": _listed([run], price), "of": {run.id: answers}})
+    _write(path, f"Headway: {run.id}", {"views": _VIEWS, "runs": _run_listing([run], price), "of": {run.id: answers}})
     return path
 
 
 def write_compared_page(
     run_dirs: Sequence[str | Path], output: str | Path, price: float | None = None
 ) -> dict[str, str]:
-    """Write the page of several runs over each other; returns the runs that are left out, with what is wrong with each.
-    Raises ConfigurationError when none can be read, HeadwayError when the page can't be written."""
+    """Write a page that compares several runs; returns the errors of the runs that are left out, by path. Raises
+    ConfigurationError when no run can be read, HeadwayError when the page can't be written."""
     runs, left_out = list[WatchedRun](), dict[str, str]()
     names = [Path(run).resolve().name for run in run_dirs]
     for run_dir, name in zip(run_dirs, names, strict=True):
@@ -60,35 +60,35 @@ def write_compared_page(
             left_out[str(run_dir)] = str(error)
     if not runs:
         raise ConfigurationError("; ".join(left_out.values()))
-    found = compared.compare(runs, "", "steps", _COMPARED_POINTS, price)
-    found["problems"] += [f"Left out: {run}: {why}" for run, why in left_out.items()]
+    comparison = compared.compare(runs, "", "steps", _COMPARED_POINTS, price)
+    comparison["problems"] += [f"Left out: {run}: {why}" for run, why in left_out.items()]
     answers: dict[str, Any] = {}
     readers = [WatchedRollouts(run.path, token_table(run.path)) for run in runs]
-    rows = rollouts_of_tasks([reader.table() for reader in readers], _COMPARED_TASKS)
+    rows = select_shared_tasks([reader.table() for reader in readers], _COMPARED_TASKS)
     for run, reader, of_run in zip(runs, readers, rows, strict=True):
         with closing(reader):
             answers[run.id] = _series(run, _COMPARED_POINTS, price) | _rollouts(reader, of_run, len(runs))
-            shared = {one["task_id"] for one in answers[run.id]["rollouts"]["rows"]}
+            shared = {row["task_id"] for row in answers[run.id]["rollouts"]["rows"]}
             tasks = reader.tasks()
-            answers[run.id]["tasks"] = tasks | {"tasks": [one for one in tasks["tasks"] if one["task_id"] in shared]}
-    page = {"views": ("compare", "rollouts"), "runs": _listed(runs, price), "of": answers, "compare": found}
+            answers[run.id]["tasks"] = tasks | {"tasks": [row for row in tasks["tasks"] if row["task_id"] in shared]}
+    page = {"views": ("compare", "rollouts"), "runs": _run_listing(runs, price), "of": answers, "compare": comparison}
     _write(Path(output), "Headway: " + ", ".join(answers), page)
     return left_out
 
 
 def _run(run_dir: str | Path, name: str = "") -> WatchedRun:
-    view = view_run(run_dir)  # there is a ledger, and it can be read
+    view = view_run(run_dir)  # raises unless the ledger can be read
     return WatchedRun(name or view.path.resolve().name, view.path)
 
 
-def _listed(runs: Sequence[WatchedRun], price: float | None) -> dict[str, Any]:
+def _run_listing(runs: Sequence[WatchedRun], price: float | None) -> dict[str, Any]:
     rows = [{"id": run.id, "name": run.id, **msgspec.to_builtins(list_runs([run.path], price)[0])} for run in runs]
     return {"runs": rows, "roots": [], "problems": []}
 
 
 def _answers(run: WatchedRun, price: float | None) -> dict[str, Any]:
     with closing(WatchedRollouts(run.path, token_table(run.path))) as reader:
-        rows = chosen_rollouts(reader.table(), _ROLLOUTS)
+        rows = select_rollouts(reader.table(), _ROLLOUTS)
         return {
             "report": report.report(run, price),
             "now": now.now(run, price),
@@ -103,10 +103,10 @@ def _answers(run: WatchedRun, price: float | None) -> dict[str, Any]:
 
 
 def _series(run: WatchedRun, points: int, price: float | None) -> dict[str, Any]:
-    """All series of a run, and its places on each axis that it has."""
+    """Return all series of a run, and its positions on each of its axes."""
     named, axes = series.names(run), dict[str, Any]()
-    all_names = ",".join(one["name"] for one in named["series"])
-    found = series.series(run, all_names, "steps", points)
+    all_names = ",".join(description["name"] for description in named["series"])
+    all_series = series.series(run, all_names, "steps", points)
     for axis in AXES:
         try:
             of_axis = series.series(run, "", axis, points, price=price)
@@ -115,9 +115,9 @@ def _series(run: WatchedRun, points: int, price: float | None) -> dict[str, Any]
             axes[axis] = {"x": [], "evaluations": [], "problems": [str(error)]}
     curves = {
         name: {kind: values and _rounded(values) for kind, values in curve.items()}
-        for name, curve in found["series"].items()
+        for name, curve in all_series["series"].items()
     }
-    return {"names": named, "series": {**found, "series": curves, "axes": axes}}
+    return {"names": named, "series": {**all_series, "series": curves, "axes": axes}}
 
 
 def _rounded(values: Sequence[float]) -> list[float]:
@@ -125,54 +125,54 @@ def _rounded(values: Sequence[float]) -> list[float]:
 
 
 def _rollouts(reader: WatchedRollouts, rows: Sequence[int], shares: int) -> dict[str, Any]:
-    """The rollouts of these rows, each to as many tokens as there is room for."""
-    details, left, cut = dict[int, dict[str, Any]](), _ALL_TOKENS // shares, 0
+    """Return the rollouts of these rows, each with as many tokens as the page's limits allow."""
+    details, remaining_tokens, cut = dict[int, dict[str, Any]](), _ALL_TOKENS // shares, 0
     for number, row in enumerate(rows):
-        limit = min(_TOKENS, left // (len(rows) - number))
+        limit = min(_TOKENS, remaining_tokens // (len(rows) - number))
         try:
-            found = details[row] = reader.rollout(row, limit=limit)
-        except ConfigurationError:  # its part of the record can't be read: `problems` says so
+            rollout = details[row] = reader.rollout(row, limit=limit)
+        except ConfigurationError:  # its part of the record can't be read, which is in `problems`
             continue
-        if sum(len(one["ids"]) for one in found["sequences"]) > limit:
-            found = details[row] = reader.rollout(row, sequence=0, limit=limit)
-        left -= sum(len(one["ids"]) for one in found["sequences"])
-        cut += any(len(one["ids"]) < one["total_tokens"] for one in found["sequences"])
+        if sum(len(sequence["ids"]) for sequence in rollout["sequences"]) > limit:
+            rollout = details[row] = reader.rollout(row, sequence=0, limit=limit)
+        remaining_tokens -= sum(len(sequence["ids"]) for sequence in rollout["sequences"])
+        cut += any(len(sequence["ids"]) < sequence["total_tokens"] for sequence in rollout["sequences"])
     kept = reader.summaries(list(details))
-    said = []
+    notes = []
     if len(details) < kept["rollouts"]:
-        said.append(
+        notes.append(
             f"In this file are {len(details):,} of {kept['rollouts']:,} rollouts: the newest and the oldest of each "
-            f"ending. {_WHOLE}"
+            f"ending. {_FULL_PAGE_HINT}"
         )
     if cut:
-        said.append(f"Of {cut:,} long ones only the first tokens are in this file.")
-    return {"rollouts": {**kept, "problems": [*said, *kept["problems"]]}, "details": details}
+        notes.append(f"Of {cut:,} long ones only the first tokens are in this file.")
+    return {"rollouts": {**kept, "problems": [*notes, *kept["problems"]]}, "details": details}
 
 
 def _lanes(run: WatchedRun) -> dict[str, Any]:
-    """The lanes of the newest steps, at one zoom."""
-    with run.part(RunLanes) as reader:
-        found = reader.lanes()
-        while found["indexed_share"] < 1 and not found["problems"]:
-            found = reader.lanes()
-        if found["from_s"] is None:
-            return {"lanes": found, "spans": None}
-        steps = found["steps"][-_STEPS:]
-        from_s = max(found["from_s"], steps[0]["start_s"]) if len(steps) == _STEPS else found["from_s"]
-        order = {group: place for place, group in enumerate(_GROUPS)}
-        tracks = [one["id"] for one in sorted(found["tracks"], key=lambda one: order[one["group"]])][:_TRACKS]
-        spans = reader.window(from_s, found["to_s"], _PIXELS, tracks)["tracks"]
-    said = [f"These are the newest {_STEPS} steps, at one zoom. {_WHOLE}"] if from_s > found["from_s"] else []
-    if len(found["tracks"]) > _TRACKS:
-        said.append(f"In this file are {_TRACKS} of {len(found['tracks'])} lanes.")
-    shown = {
-        "tracks": [one for one in found["tracks"] if one["id"] in set(tracks)],
+    """Return the lanes of the newest steps, at a single resolution."""
+    with run.reader(RunLanes) as reader:
+        lanes = reader.lanes()
+        while lanes["indexed_share"] < 1 and not lanes["problems"]:
+            lanes = reader.lanes()
+        if lanes["from_s"] is None:
+            return {"lanes": lanes, "spans": None}
+        steps = lanes["steps"][-_STEPS:]
+        from_s = max(lanes["from_s"], steps[0]["start_s"]) if len(steps) == _STEPS else lanes["from_s"]
+        order = {group: rank for rank, group in enumerate(_GROUPS)}
+        tracks = [track["id"] for track in sorted(lanes["tracks"], key=lambda track: order[track["group"]])][:_TRACKS]
+        spans = reader.window(from_s, lanes["to_s"], _PIXELS, tracks)["tracks"]
+    notes = [f"These are the newest {_STEPS} steps, at one zoom. {_FULL_PAGE_HINT}"] if from_s > lanes["from_s"] else []
+    if len(lanes["tracks"]) > _TRACKS:
+        notes.append(f"In this file are {_TRACKS} of {len(lanes['tracks'])} lanes.")
+    kept = {
+        "tracks": [track for track in lanes["tracks"] if track["id"] in set(tracks)],
         **{
-            kind: [one for one in found[kind] if one[at] >= from_s]
-            for kind, at in (("versions", "published_s"), ("marks", "time_s"), ("steps", "end_s"))
+            kind: [moment for moment in lanes[kind] if moment[time_field] >= from_s]
+            for kind, time_field in (("versions", "published_s"), ("marks", "time_s"), ("steps", "end_s"))
         },
     }
-    return {"lanes": {**found, **shown, "from_s": from_s, "problems": [*found["problems"], *said]}, "spans": spans}
+    return {"lanes": {**lanes, **kept, "from_s": from_s, "problems": [*lanes["problems"], *notes]}, "spans": spans}
 
 
 # --- the file --------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def _write(path: Path, title: str, page: dict[str, Any]) -> None:
         f'<script type="text/plain" id="kept-{name}">{_base64(gzip.compress(encode(part), 6, mtime=0))}</script>\n'
         for name, part in parts.items()
     )
-    write_whole(path, _document(title).replace("<!-- kept -->", packed).encode("utf-8", "replace"))
+    write_atomically(path, _document(title).replace("<!-- kept -->", packed).encode("utf-8", "replace"))
 
 
 def _base64(data: bytes) -> str:
@@ -193,13 +193,13 @@ def _base64(data: bytes) -> str:
 
 
 def _document(title: str) -> str:
-    """The page with its styles and modules inside; they find each other by an import map, as a file's modules may not
-    import others by path."""
+    """Return the page with its styles and modules inlined. Modules are imported by an import map, since modules of a
+    file can't import others by path."""
     modules = {
         path.relative_to(_STATIC).as_posix(): path.read_text(encoding="utf-8") for path in sorted(_STATIC.rglob("*.js"))
     }
-    found = {
-        f"headway/{name}": "data:text/javascript;base64," + _base64(_renamed(name, text).encode())
+    imports = {
+        f"headway/{name}": "data:text/javascript;base64," + _base64(_with_mapped_imports(name, text).encode())
         for name, text in modules.items()
     }
     text = (_STATIC / "index.html").read_text(encoding="utf-8")
@@ -208,22 +208,22 @@ def _document(title: str) -> str:
     )
     icon = "data:image/svg+xml;base64," + _base64((_STATIC / "icon.svg").read_bytes())
     text = re.sub(r' *<link rel="modulepreload"[^>]*>\n', "", text).replace('href="icon.svg"', f'href="{icon}"')
-    script = f'<script type="importmap">{msgspec.json.encode({"imports": found}).decode()}</script>'
+    script = f'<script type="importmap">{msgspec.json.encode({"imports": imports}).decode()}</script>'
     script += '<script type="module">import "headway/app.js";</script>'
     text = text.replace('<script type="module" src="app.js"></script>', "<!-- kept -->" + script)
     policy = f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
     return text.replace("<title>Headway</title>", f"{policy}\n    <title>{escape(title)}</title>")
 
 
-def _renamed(name: str, text: str) -> str:
-    """A module whose imports are named as the import map names them."""
+def _with_mapped_imports(name: str, text: str) -> str:
+    """Rewrite the imports of a module to the names in the import map."""
     folder = Path(name).parent
 
-    def found(of: re.Match[str]) -> str:
-        parts = [part for part in (folder / of[2]).parts]
+    def replacement(match: re.Match[str]) -> str:
+        parts = [part for part in (folder / match[2]).parts]
         while ".." in parts:
-            at = parts.index("..")
-            del parts[at - 1 : at + 1]
-        return f'{of[1]}"headway/{"/".join(parts)}"'
+            index = parts.index("..")
+            del parts[index - 1 : index + 1]
+        return f'{match[1]}"headway/{"/".join(parts)}"'
 
-    return re.sub(r'(\bfrom |\bmodule: )"(\.\.?/[^"]+\.js)"', found, text)
+    return re.sub(r'(\bfrom |\bmodule: )"(\.\.?/[^"]+\.js)"', replacement, text)

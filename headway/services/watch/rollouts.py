@@ -1,4 +1,4 @@
-"""The views of rollouts and devices, by the names of their routes: each asks the run's own reader."""
+"""Defines the views of rollouts and devices, by the names of their routes; each queries the run's reader."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headway.records.errors import ConfigurationError
 from headway.report.watch.lanes import RunLanes
 from headway.report.watch.rollouts.search import RolloutQuery
 from headway.report.watch.rollouts.view import WatchedRollouts
-from headway.report.watch.runs import WatchedRun, within
+from headway.report.watch.runs import WatchedRun, checked
 from headway.services.run_tokenizer import token_table
 
 _WINDOW_TOKENS = 20_000
@@ -24,7 +24,7 @@ def _rollouts(path: Path) -> WatchedRollouts:
 
 
 def _search(run: WatchedRun, **query: Any) -> Any:
-    with run.part(_rollouts) as reader:
+    with run.reader(_rollouts) as reader:
         return reader.search(**query)
 
 
@@ -38,27 +38,27 @@ _search.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemb
 
 
 def _rollout(run: WatchedRun, row: int, sequence: int | None = None, offset: int = 0, limit: int = 4000) -> Any:
-    within("offset", offset, 0, 1 << 40)
-    with run.part(_rollouts) as reader:
-        return reader.rollout(row, sequence=sequence, offset=offset, limit=within("limit", limit, 1, _WINDOW_TOKENS))
+    checked("offset", offset, 0, 1 << 40)
+    with run.reader(_rollouts) as reader:
+        return reader.rollout(row, sequence=sequence, offset=offset, limit=checked("limit", limit, 1, _WINDOW_TOKENS))
 
 
 def _tasks(run: WatchedRun, bins: int = 24) -> Any:
-    with run.part(_rollouts) as reader:
-        return reader.tasks(within("bins", bins, 1, 500))
+    with run.reader(_rollouts) as reader:
+        return reader.tasks(checked("bins", bins, 1, 500))
 
 
 def _same_task(runs: Sequence[WatchedRun], task: str) -> Any:
-    found = list[dict[str, Any]]()
+    newest_rows = list[dict[str, Any]]()
     for run in runs:
-        with run.part(_rollouts) as reader:
+        with run.reader(_rollouts) as reader:
             row = reader.newest_of_task(task)
-        found += [] if row is None else [{"run": run.id, "row": row}]
-    return {"rollouts": found}
+        newest_rows += [] if row is None else [{"run": run.id, "row": row}]
+    return {"rollouts": newest_rows}
 
 
 def _lanes(run: WatchedRun, since: float | None = None) -> Any:
-    with run.part(RunLanes) as reader:
+    with run.reader(RunLanes) as reader:
         return reader.lanes(since)
 
 
@@ -66,8 +66,8 @@ def _window(run: WatchedRun, from_s: float, to_s: float, pixels: int = 1600, tra
     chosen = [track for track in tracks.split(",") if track]
     if not all(track.isdecimal() and len(track) < 10 for track in chosen):
         raise ConfigurationError(f"tracks = {tracks[:100]!r}: valid: ids of tracks, separated by commas")
-    with run.part(RunLanes) as reader:
-        return reader.window(from_s, to_s, within("pixels", pixels, 1, 8000), list(map(int, chosen)))
+    with run.reader(RunLanes) as reader:
+        return reader.window(from_s, to_s, checked("pixels", pixels, 1, 8000), list(map(int, chosen)))
 
 
 VIEWS = {

@@ -1,4 +1,4 @@
-"""Answers that many viewers ask for at once, made once; and those that go on: server-sent events."""
+"""Shares answers between concurrent viewers, and streams changes as server-sent events."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-FRESH_S = 0.9  # an answer younger than this is given again without a look at the files
+FRESH_S = 0.9  # an answer younger than this is returned without a check of the files
 HEARTBEAT_S = 15.0
-_MOST_BYTES = 32 << 20  # of answers that are kept
+_MAX_BYTES = 32 << 20  # of cached answers
 _THREADS = 6
 encode = msgspec.json.Encoder(enc_hook=lambda array: array.tolist()).encode  # NaN becomes null
 
@@ -24,8 +24,8 @@ class _Answer(NamedTuple):
 
 
 class SharedAnswers:
-    """Makes answers in a few threads: one that is being made, is fresh, or whose files haven't changed is given to all
-    who ask for it. Belongs to one event loop."""
+    """Makes answers in a few threads. An answer that is being made, is fresh, or whose files haven't changed is shared
+    by all requests for it. Belongs to a single event loop."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="watch")
@@ -34,8 +34,8 @@ class SharedAnswers:
         self._kept_bytes = 0
 
     async def get(self, key: Hashable, make: Callable[[], Any], stamp: Callable[[], Any] | None = None) -> bytes:
-        """The JSON of ``make()``. ``stamp()``: of the files it reads; without one a stale answer is always made again.
-        Raises what ``make`` does."""
+        """Return ``make()`` as JSON. ``stamp()``: changes with the files that ``make`` reads; without a stamp, a stale
+        answer is always made again. Raises the errors of ``make``."""
         loop = asyncio.get_running_loop()
         known = self._kept.get(key)
         if known is not None and loop.time() - known.made_s < FRESH_S:
@@ -43,16 +43,16 @@ class SharedAnswers:
         if key not in self._making:
 
             def run() -> _Answer:
-                found = stamp() if stamp is not None else None
-                if known is not None and found is not None and found == known.stamp:
+                current_stamp = stamp() if stamp is not None else None
+                if known is not None and current_stamp is not None and current_stamp == known.stamp:
                     return known
-                return _Answer(0.0, found, encode(make()))
+                return _Answer(0.0, current_stamp, encode(make()))
 
             self._making[key] = future = asyncio.ensure_future(loop.run_in_executor(self._threads, run))
-            future.add_done_callback(lambda done: self._made(key, done))
+            future.add_done_callback(lambda done: self._store(key, done))
         return (await asyncio.shield(self._making[key])).body
 
-    def _made(self, key: Hashable, done: asyncio.Future[_Answer]) -> None:
+    def _store(self, key: Hashable, done: asyncio.Future[_Answer]) -> None:
         self._making.pop(key, None)
         if done.cancelled() or done.exception() is not None:
             return
@@ -60,19 +60,19 @@ class SharedAnswers:
             self._kept_bytes -= len(old.body)
         answer = self._kept[key] = done.result()._replace(made_s=done.get_loop().time())
         self._kept_bytes += len(answer.body)
-        while self._kept_bytes > _MOST_BYTES:
+        while self._kept_bytes > _MAX_BYTES:
             self._kept_bytes -= len(self._kept.popitem(last=False)[1].body)
 
     def close(self) -> None:
-        """End the threads; what they are at is awaited by nobody."""
+        """End the threads without waiting for unfinished answers."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 async def changes(
     event: str, get: Callable[[], Awaitable[bytes]], stopped: asyncio.Event, every_s: float = 1.0
 ) -> AsyncIterator[bytes]:
-    """Server-sent events with ``get()``, one at once and then when it has changed, until ``stopped``; comments where
-    nothing does. An error ends them, in an event of its own."""
+    """Yield ``get()`` as server-sent events, at once and then whenever it has changed, until ``stopped``; comments are
+    sent while nothing changes."""
     sent, silent_s = b"", 0.0
     while not stopped.is_set():
         body = await get()

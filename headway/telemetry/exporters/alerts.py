@@ -1,6 +1,6 @@
-"""Alerts of a run, delivered to a command of the user's and to a webhook.
+"""Delivery of a run's alerts to a command of the user and to a webhook.
 
-The webhook's URL may hold a token: it comes from the environment, and no error, event or file names it.
+The webhook's URL may hold a token, so it comes from the environment, and no error, event or file names it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from headway.config.alerts import AlertsConfig
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.ledger import EventRecord
 from headway.runtime.addresses import machine_certificates
-from headway.runtime.retries import backoff_s, first_cause
-from headway.telemetry.exporters.exporters import Exporter, Start
+from headway.runtime.retries import backoff_s, socket_error_of
+from headway.telemetry.exporters.exporters import Exporter, ExporterContext
 from headway.telemetry.ledger import EVENT_ALERT
 from headway.telemetry.pages import alert_page
 
-COMMAND_S = 30.0  # a command that runs for longer is killed with all it started
+COMMAND_S = 30.0  # a command that runs for longer is killed with its child processes
 REQUEST_S = 10.0  # a request to the webhook
 ATTEMPTS = 3  # requests for one alert
 RETRY_S = 1.0  # before the second, doubled before the third
@@ -38,11 +38,11 @@ def alert_fields(rule: str) -> dict[str, float | str]:
 
 
 def alert_json(alert: EventRecord, folder: Path) -> bytes:
-    """The alert as command and webhook get it; ``text`` is what chat services show."""
+    """The JSON of an alert for command and webhook; chat services display its ``text``."""
     text = f"headway {folder.name} on {alert.data['host']}, step {alert.step}: {alert.detail}"
-    found = {"text": text, **alert.data, "detail": alert.detail, "run": str(folder), "step": alert.step}
-    found["page"] = alert_page(str(alert.data["rule"]))
-    return json.dumps(found, ensure_ascii=False).encode()
+    payload = {"text": text, **alert.data, "detail": alert.detail, "run": str(folder), "step": alert.step}
+    payload["page"] = alert_page(str(alert.data["rule"]))
+    return json.dumps(payload, ensure_ascii=False).encode()
 
 
 def require_command(command: tuple[str, ...]) -> tuple[str, ...]:
@@ -53,7 +53,7 @@ def require_command(command: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def webhook_url(variable: str) -> str:
-    """The URL in the environment variable; "" where none is named. Raises ConfigurationError, which doesn't show it."""
+    """The URL in an environment variable; "": no variable is named. Raises ConfigurationError, without the URL."""
     url = os.environ.get(variable, "") if variable else ""
     if variable and not url:
         raise ConfigurationError(f"the environment has no {variable}")
@@ -67,11 +67,11 @@ class AlertCommand(Exporter):
 
     only_event = EVENT_ALERT
 
-    def __init__(self, start: Start) -> None:
-        """Raises ConfigurationError when there is no such program."""
-        self._command = require_command(start.experiment.alerts.command)
-        self._folder = start.folder.resolve()
-        self.place = self._command[0]
+    def __init__(self, context: ExporterContext) -> None:
+        """Raises ConfigurationError if the command's program doesn't exist."""
+        self._command = require_command(context.experiment.alerts.command)
+        self._folder = context.folder.resolve()
+        self.destination = self._command[0]
 
     def event(self, event: EventRecord) -> None:
         run_command(self._command, alert_json(event, self._folder), self._folder / "logs" / LOG)
@@ -82,18 +82,19 @@ class AlertWebhook(Exporter):
 
     only_event = EVENT_ALERT
 
-    def __init__(self, start: Start) -> None:
-        """Raises ConfigurationError when the variable isn't set, or is no URL of http or https."""
-        variable = start.experiment.alerts.webhook_env
-        self._url, self._folder = webhook_url(variable), start.folder.resolve()
-        self.place = f"${variable}"
+    def __init__(self, context: ExporterContext) -> None:
+        """Raises ConfigurationError if the variable isn't set, or holds no URL of http or https."""
+        variable = context.experiment.alerts.webhook_env
+        self._url, self._folder = webhook_url(variable), context.folder.resolve()
+        self.destination = f"${variable}"
 
     def event(self, event: EventRecord) -> None:
         post(self._url, alert_json(event, self._folder))
 
 
 def deliver(alert: EventRecord, alerts: AlertsConfig, folder: Path) -> None:
-    """Deliver an alert from a process without exporters, and wait for it; there is nobody to report a failure to."""
+    """Deliver an alert from a process without exporters, and wait for it; failures are ignored, since such a process
+    has no way to report them."""
     text = alert_json(alert, folder)
     with contextlib.suppress(OSError, HeadwayError):
         if alerts.command:
@@ -107,7 +108,7 @@ def run_command(command: tuple[str, ...], text: bytes, log: Path) -> None:
     """Run ``command`` with ``text`` on its standard input and its output in ``log``. Raises HeadwayError when it fails
     or takes longer than COMMAND_S."""
     with log.open("ab") as output:
-        # A session of its own: Ctrl-C doesn't reach it, and at the time limit all that it started ends with it.
+        # A separate session: Ctrl-C doesn't reach the command, and the time limit also ends its child processes.
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True)
         try:
             process.communicate(text, timeout=COMMAND_S)
@@ -120,17 +121,17 @@ def run_command(command: tuple[str, ...], text: bytes, log: Path) -> None:
 
 
 def post(url: str, text: bytes) -> None:
-    """POST ``text`` as JSON, repeated after no answer, HTTP 408, 429 and 5xx. Raises HeadwayError, without the URL."""
-    import httpx  # here: a run without a webhook doesn't wait for it
+    """POST ``text`` as JSON; retry after no answer, HTTP 408, 429 and 5xx. Raises HeadwayError, without the URL."""
+    import httpx  # here: a run without a webhook doesn't wait for the import
 
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # what it logs of each request names the URL
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs the URL of each request
     cause, headers, verify = "", {"Content-Type": "application/json"}, machine_certificates()
     for attempt in range(ATTEMPTS):
         time.sleep(backoff_s(attempt, RETRY_S))
         try:  # a redirect isn't followed: the POST would become a GET, and a token go elsewhere
             status = httpx.post(url, content=text, headers=headers, timeout=REQUEST_S, verify=verify).status_code
         except (httpx.RequestError, httpx.InvalidURL) as error:
-            cause = type(first_cause(error)).__name__  # only its kind: the texts of some name the URL
+            cause = type(socket_error_of(error)).__name__  # only its type: some messages name the URL
             continue
         if status // 100 == 2:
             return

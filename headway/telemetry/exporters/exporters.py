@@ -1,4 +1,4 @@
-"""Exporters of a ledger's lines to trackers and `/metrics`, each in a thread of its own."""
+"""Exporters of a ledger's lines to trackers and `/metrics`, each in its own thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any, Literal
 from headway.config.schema import Experiment
 from headway.records.errors import ConfigurationError, HeadwayError, Interrupted
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
-from headway.records.trace import Pulse
+from headway.records.trace import QueueSnapshot
 from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.ledger import Ledger
 from headway.telemetry.metrics import Histogram, histograms, scalars
@@ -27,14 +27,14 @@ PROMETHEUS = "prometheus"
 LOGGING = "logging"
 COMMAND, WEBHOOK = "alerts.command", "alerts.webhook_env"
 
-# name -> (module and class of its exporter, package it needs, what to install)
+# name -> (module and class of its exporter, package it needs, pip requirement)
 EXPORTERS: dict[str, tuple[str, str, str]] = {
     "tensorboard": ("headway.telemetry.exporters.tensorboard:TensorBoard", "tensorboardX", "headway[tensorboard]"),
     "wandb": ("headway.telemetry.exporters.wandb:WeightsAndBiases", "wandb", "headway[wandb]"),
     "mlflow": ("headway.telemetry.exporters.mlflow:MLflow", "mlflow", "headway[mlflow]"),
     "trackio": ("headway.telemetry.exporters.trackio:Trackio", "trackio", "headway[trackio]"),
     PROMETHEUS: ("headway.telemetry.exporters.prometheus:Prometheus", "prometheus_client", "prometheus-client"),
-    LOGGING: ("headway.telemetry.exporters.own:OwnLogging", "headway", "headway"),
+    LOGGING: ("headway.telemetry.exporters.own:CallbackExporter", "headway", "headway"),
     COMMAND: ("headway.telemetry.exporters.alerts:AlertCommand", "headway", "headway"),
     WEBHOOK: ("headway.telemetry.exporters.alerts:AlertWebhook", "headway", "headway"),
 }
@@ -43,7 +43,7 @@ CAPACITY = 1000  # lines that may wait for one exporter; more are dropped
 FINISH_S = 45.0  # time for all exporters together to write the rest at the end of a run
 GIVE_UP_S = 10.0  # ... of a run that was stopped, or failed
 
-EVENT_EXPORTING = "exporting"  # detail: the exporters and their places
+EVENT_EXPORTING = "exporting"  # detail: the exporters and their destinations
 EVENT_EXPORTER_FAILED = "exporter_failed"  # the first line an exporter lost
 EVENT_EXPORTER_LOST = "exporter_lost"  # data: lines lost in all
 
@@ -52,7 +52,7 @@ Rows = list[dict[str, object]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class ExporterContext:
     """The argument that an exporter is constructed with: the experiment, the run's folder, name and id."""
 
     experiment: Experiment
@@ -62,25 +62,25 @@ class Start:
 
 
 class Exporter:
-    """The base of exporters, one for each destination. Built in the main thread before the run starts: wrong settings
-    then raise ConfigurationError. Every later call comes from its own thread, in the order of the ledger's lines; an
-    error of a call costs that line and nothing else.
+    """The base class of exporters, one for each destination. It is constructed in the main thread before the run
+    starts; wrong settings raise ConfigurationError then. Every later call comes from the exporter's own thread, in the
+    order of the ledger's lines. An error of a call loses that line and nothing else.
 
-    Every method is a no-op by default: a destination overrides those whose data it can show.
+    Every method is a no-op by default; an exporter overrides those whose data its destination can display.
 
-    ``run_id``: id of the tracker's run, so that a resumed run continues in it. ``place``: where people find it.
+    ``run_id``: id of the tracker's run, so that a resumed run continues in it. ``destination``: its address for users.
     """
 
     run_id: str | None = None
-    place: str = ""
-    wants_pulses = False
-    only_event = ""  # name of the events that are all it gets; "": every line
+    destination: str = ""
+    wants_snapshots = False
+    only_event = ""  # the exporter receives only events of this name; "": every line
 
     def log(self, step: int, values: dict[str, float], shapes: dict[str, Histogram]) -> None:
         """Export numbers of a step or of an evaluation; ``step``: version of the trainer."""
 
     def line(self, line: LedgerLine) -> None:
-        """Export a line as it was recorded; `log` or `event` follows with its content."""
+        """Export a recorded line unchanged; a call of `log` or `event` with its content follows."""
 
     def event(self, event: EventRecord) -> None:
         """Export an event of the ledger."""
@@ -88,14 +88,14 @@ class Exporter:
     def table(self, step: int, rows: Rows) -> None:
         """Export kept rollouts: prompt, response, reward, ..."""
 
-    def pulse(self, pulse: Pulse) -> None:
-        """Export the present state of queue and workers; called only with ``wants_pulses``."""
+    def snapshot(self, snapshot: QueueSnapshot) -> None:
+        """Export the present state of queue and workers; called only with ``wants_snapshots``."""
 
     def finish(self, status: Status) -> None:
         """Finish the tracker's run; no further call follows."""
 
 
-class _Lane:
+class _ExportWorker:
     """The queue and the thread of an exporter."""
 
     def __init__(self, name: str, exporter: Exporter, capacity: int) -> None:
@@ -111,7 +111,7 @@ class _Lane:
         self._thread.start()
 
     def offer(self, job: Callable[[Exporter], None]) -> None:
-        """Queue a job without waiting: with a full queue the job is lost."""
+        """Queue a job without waiting; a full queue loses the job."""
         if self._queue.qsize() < self._capacity:
             self._queue.put(job)
         else:
@@ -134,49 +134,49 @@ class _Lane:
             self._drop(f"{type(error).__name__}: {error}")
 
     def end(self, status: Status) -> None:
-        """Have the thread write what is queued and finish; returns at once."""
+        """Make the thread write the queued lines and finish; returns at once."""
         self._status = status
         self._queue.put(None)
 
     def join(self, deadline_s: float) -> None:
         """Wait for the thread to finish, until ``deadline_s`` (monotonic); lines not written by then are lost."""
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
-        if self._thread.is_alive():  # lost: its present line and the queue's, without the mark; or only its finish
+        if self._thread.is_alive():  # lost: its present line and those queued, without the end mark; or only its finish
             self._drop("not done in time at the end of the run", max(1, self._queue.qsize()))
 
 
 class Exports:
     """The exporters of a run.
 
-    Lifecycle: `start_exports` -> *open* (``take`` is a subscriber of the ledger) -> ``close``.
+    Lifecycle: `start_exports` -> *open* (``on_line`` is a subscriber of the ledger) -> ``close``.
 
-    Invariant: no call but ``close`` waits for an exporter, and that at most FINISH_S. A line that an exporter can't
-    take is dropped and counted; the ledger gets an event at an exporter's first lost line and one with their number at
-    the end.
+    Invariant: no call but ``close`` waits for an exporter, and ``close`` waits at most FINISH_S. A line that an
+    exporter can't take is dropped and counted. The ledger gets an event at an exporter's first lost line, and an event
+    with the number of lost lines at the end.
     """
 
     def __init__(self, exporters: dict[str, Exporter], ledger: Ledger, *, table_every_steps: int = 0,
                  capacity: int = CAPACITY, sources: Iterable[str] = ()) -> None:  # fmt: skip
-        """``sources``: labels of all task sources of the run, see `scalars`."""
+        """``sources``: labels of all task sources of the run (see `scalars`)."""
         self._ledger = ledger
         self._sources = tuple(sources)
-        self._lanes = [_Lane(name, exporter, capacity) for name, exporter in exporters.items()]
-        self._told: set[str] = set()
+        self._workers = [_ExportWorker(name, exporter, capacity) for name, exporter in exporters.items()]
+        self._reported: set[str] = set()
         self._newest: LedgerLine | None = None
         self._table_every_steps = table_every_steps
         self._rows: Rows = []
         self._table_step = 0
 
-    def take(self, line: LedgerLine) -> None:
+    def on_line(self, line: LedgerLine) -> None:
         """Queue a line of the ledger for every exporter."""
         self._newest = line
         name = line.event if isinstance(line, EventRecord) else ""
-        for lane in self._lanes:
-            if lane.exporter.only_event in ("", name):
-                lane.offer(lambda exporter: _export(exporter, line, self._sources))
-            if lane.error and lane.name not in self._told:
-                self._told.add(lane.name)
-                self._tell(EVENT_EXPORTER_FAILED, f"{lane.name}: {lane.error}")
+        for worker in self._workers:
+            if worker.exporter.only_event in ("", name):
+                worker.offer(lambda exporter: _export(exporter, line, self._sources))
+            if worker.error and worker.name not in self._reported:
+                self._reported.add(worker.name)
+                self._record_event(EVENT_EXPORTER_FAILED, f"{worker.name}: {worker.error}")
         if isinstance(line, StepRecord) and self._rows and line.step >= self._table_step:
             self._offer_table(line.step)
 
@@ -185,36 +185,36 @@ class Exports:
         if self._table_every_steps:
             self._rows.append(row)
 
-    def pulse(self, pulse: Pulse) -> None:
-        """Queue a pulse for the exporters with ``wants_pulses``."""
-        for lane in self._lanes:
-            if lane.exporter.wants_pulses:
-                lane.offer(lambda exporter: exporter.pulse(pulse))
+    def snapshot(self, snapshot: QueueSnapshot) -> None:
+        """Queue a snapshot for the exporters with ``wants_snapshots``."""
+        for worker in self._workers:
+            if worker.exporter.wants_snapshots:
+                worker.offer(lambda exporter: exporter.snapshot(snapshot))
 
     @property
-    def wants_pulses(self) -> bool:
-        return any(lane.exporter.wants_pulses for lane in self._lanes)
+    def wants_snapshots(self) -> bool:
+        return any(worker.exporter.wants_snapshots for worker in self._workers)
 
     def announce(self) -> None:
-        """Record in the ledger where the lines go."""
-        if self._lanes:
-            self._tell(EVENT_EXPORTING, "; ".join(f"{lane.name}: {lane.exporter.place}" for lane in self._lanes))
+        """Record the exporters' destinations in the ledger."""
+        if self._workers:
+            self._record_event(EVENT_EXPORTING, "; ".join(f"{w.name}: {w.exporter.destination}" for w in self._workers))
 
     def close(self, status: Status = "finished") -> None:
         """Finish all exporters; a second call is a no-op."""
-        lanes, self._lanes = self._lanes, []
+        workers, self._workers = self._workers, []
         deadline_s = time.monotonic() + (FINISH_S if status == "finished" else GIVE_UP_S)
         with contextlib.redirect_stdout(sys.stderr):  # standard output belongs to the command's result
-            for lane in lanes:  # all before the first wait: one that hangs must not keep the others from finishing
-                lane.end(status)
-            for lane in lanes:
-                lane.join(deadline_s)
-        for lane in lanes:
-            if lane.lost:
-                detail = f"{lane.name}: {lane.lost} lines of the ledger are missing there; first cause: {lane.error}"
-                self._tell(EVENT_EXPORTER_LOST, detail, lines=lane.lost)
+            for worker in workers:  # before the first wait: an exporter that hangs must not keep others from finishing
+                worker.end(status)
+            for worker in workers:
+                worker.join(deadline_s)
+        for worker in workers:
+            if worker.lost:
+                detail = f"{worker.lost} lines of the ledger are missing there; first cause: {worker.error}"
+                self._record_event(EVENT_EXPORTER_LOST, f"{worker.name}: {detail}", lines=worker.lost)
 
-    def _tell(self, event: str, detail: str, **data: float | int | str) -> None:
+    def _record_event(self, event: str, detail: str, **data: float | int | str) -> None:
         """Record an event at the time and version of the ledger's newest line."""
         step, time_s = (0, 0.0) if self._newest is None else (self._newest.step, self._newest.time_s)
         self._ledger.record(EventRecord(event=event, detail=detail, step=step, time_s=time_s, data=data))
@@ -222,8 +222,8 @@ class Exports:
     def _offer_table(self, step: int) -> None:
         rows, self._rows = self._rows, []
         self._table_step = step + self._table_every_steps
-        for lane in self._lanes:
-            lane.offer(lambda exporter: exporter.table(step, rows))
+        for worker in self._workers:
+            worker.offer(lambda exporter: exporter.table(step, rows))
 
     def __enter__(self) -> Exports:
         return self
@@ -247,16 +247,16 @@ def _export(exporter: Exporter, line: LedgerLine, sources: tuple[str, ...]) -> N
 # --- start -----------------------------------------------------------------------------------------------
 
 
-def wanted(experiment: Experiment) -> list[str]:
-    """Names of the exporters that ``experiment`` asks for; `/metrics` first, because it fails fastest."""
-    own = [LOGGING] if experiment.hooks.logging != "none" else []
+def exporter_names(experiment: Experiment) -> list[str]:
+    """Names of the exporters that ``experiment`` configures; `/metrics` is first, because it fails fastest."""
+    callbacks = [LOGGING] if experiment.hooks.logging != "none" else []
     alerts = [*([COMMAND] if experiment.alerts.command else []), *([WEBHOOK] if experiment.alerts.webhook_env else [])]
-    return [*([PROMETHEUS] if experiment.ledger.prometheus else []), *own, *alerts, *experiment.ledger.trackers]
+    return [*([PROMETHEUS] if experiment.ledger.prometheus else []), *callbacks, *alerts, *experiment.ledger.trackers]
 
 
 def missing_packages(experiment: Experiment) -> Iterator[str]:
-    """An error text for every exporter whose package isn't installed."""
-    for name in wanted(experiment):
+    """Yield an error text for every exporter whose package isn't installed."""
+    for name in exporter_names(experiment):
         _, package, install = EXPORTERS[name]
         if importlib.util.find_spec(package) is None:
             key = _key(name)
@@ -264,10 +264,10 @@ def missing_packages(experiment: Experiment) -> Iterator[str]:
 
 
 def start_exports(experiment: Experiment, directory: RunDirectory, ledger: Ledger, *, resume: bool) -> Exports:
-    """Start the exporters that ``experiment`` asks for and subscribe them to ``ledger``. A resumed run continues in the
-    trackers' runs that ``RUN/trackers.json`` names.
+    """Start the exporters that ``experiment`` configures and subscribe them to ``ledger``. A resumed run continues in
+    the trackers' runs that ``RUN/trackers.json`` names.
 
-    Raises ConfigurationError when a package is missing or an exporter refuses its settings; none is left open then.
+    Raises ConfigurationError if a package is missing or an exporter refuses its settings; no exporter stays open then.
     """
     if missing := list(missing_packages(experiment)):
         raise ConfigurationError("; ".join(missing))
@@ -276,7 +276,7 @@ def start_exports(experiment: Experiment, directory: RunDirectory, ledger: Ledge
     started: dict[str, Exporter] = {}
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            for name in wanted(experiment):
+            for name in exporter_names(experiment):
                 started[name] = _start(name, experiment, directory.path, ids.get(name))
         ids |= {name: exporter.run_id for name, exporter in started.items() if exporter.run_id is not None}
         if ids:
@@ -288,22 +288,22 @@ def start_exports(experiment: Experiment, directory: RunDirectory, ledger: Ledge
         raise
     every = experiment.ledger.table_every_steps
     exports = Exports(started, ledger, table_every_steps=every, sources=_source_labels(experiment))
-    ledger.subscribe(exports.take)
+    ledger.subscribe(exports.on_line)
     return exports
 
 
 def _source_labels(experiment: Experiment) -> Iterator[str]:
     tasks = experiment.tasks
     for sources in (tasks.train, tasks.validation, tasks.test):
-        yield from (source.called for source in sources or ())
+        yield from (source.display_name for source in sources or ())
 
 
 def _start(name: str, experiment: Experiment, folder: Path, run_id: str | None) -> Exporter:
     module, _, cls = EXPORTERS[name][0].partition(":")
     run_name = experiment.ledger.name or folder.resolve().name
-    start = Start(experiment=experiment, folder=folder, run_name=run_name, run_id=run_id)
+    context = ExporterContext(experiment=experiment, folder=folder, run_name=run_name, run_id=run_id)
     try:
-        return getattr(importlib.import_module(module), cls)(start)
+        return getattr(importlib.import_module(module), cls)(context)
     except HeadwayError:
         raise
     except Exception as error:  # the boundary to a tracker: no key, no network, a version that differs
@@ -311,7 +311,7 @@ def _start(name: str, experiment: Experiment, folder: Path, run_id: str | None) 
 
 
 def _key(name: str) -> str:
-    """The key of the experiment file that asks for an exporter."""
+    """The key of the experiment file that configures an exporter."""
     keys = {PROMETHEUS: "ledger.prometheus", LOGGING: "hooks.logging", COMMAND: COMMAND, WEBHOOK: WEBHOOK}
     return keys.get(name, "ledger.trackers")
 

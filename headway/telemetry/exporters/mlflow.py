@@ -10,7 +10,7 @@ from mlflow.entities import Metric, Param, RunTag
 
 from headway.config.load import flatten
 from headway.records.ledger import EventRecord
-from headway.telemetry.exporters.exporters import Exporter, Rows, Start, Status
+from headway.telemetry.exporters.exporters import Exporter, ExporterContext, Rows, Status
 from headway.telemetry.metrics import Histogram
 
 _PARAMETERS_PER_CALL = 100  # MLflow's limit
@@ -21,25 +21,25 @@ _STATES: dict[Status, str] = {"finished": "FINISHED", "interrupted": "KILLED", "
 class MLflow(Exporter):
     """Exports to a run of the experiment ``ledger.project``. MLflow has no histograms; tables are JSON artifacts."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, context: ExporterContext) -> None:
         logging.getLogger("mlflow").setLevel(logging.WARNING)
-        ledger = start.experiment.ledger
+        ledger = context.experiment.ledger
         self._client = MlflowClient()
-        if start.run_id is not None:
-            self._run_id = self._client.get_run(start.run_id).info.run_id
+        if context.run_id is not None:
+            self._run_id = self._client.get_run(context.run_id).info.run_id
             self._client.update_run(self._run_id, status="RUNNING")
         else:
             known = self._client.get_experiment_by_name(ledger.project)
             experiment_id = known.experiment_id if known else self._client.create_experiment(ledger.project)
             tags = {tag: "true" for tag in ledger.tags}
-            run = self._client.create_run(experiment_id, run_name=start.run_name, tags=tags)
+            run = self._client.create_run(experiment_id, run_name=context.run_name, tags=tags)
             self._run_id: str = run.info.run_id
-            self._describe(start)
+            self._describe(context)
         self.run_id = self._run_id
-        self.place = f"{self._client.tracking_uri}, run {self.run_id}"
+        self.destination = f"{self._client.tracking_uri}, run {self.run_id}"
 
-    def _describe(self, start: Start) -> None:
-        parameters = [Param(key, str(value)[:_LONGEST_VALUE]) for key, value in flatten(start.experiment).items()]
+    def _describe(self, context: ExporterContext) -> None:
+        parameters = [Param(key, str(value)[:_LONGEST_VALUE]) for key, value in flatten(context.experiment).items()]
         for first in range(0, len(parameters), _PARAMETERS_PER_CALL):
             self._client.log_batch(self._run_id, params=parameters[first : first + _PARAMETERS_PER_CALL])
 

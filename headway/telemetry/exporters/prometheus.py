@@ -16,9 +16,9 @@ from headway.records.errors import ConfigurationError
 from headway.records.generation import ROUTER_COUNTERS, RouterStatistics
 from headway.records.ledger import EventRecord
 from headway.records.node import NodeConditions
-from headway.records.trace import Pulse, WorkerState
-from headway.runtime.addresses import is_loopback, listening, split_address
-from headway.telemetry.exporters.exporters import Exporter, Start, Status
+from headway.records.trace import QueueSnapshot, WorkerState
+from headway.runtime.addresses import is_loopback, listening_socket, split_address
+from headway.telemetry.exporters.exporters import Exporter, ExporterContext, Status
 from headway.telemetry.ledger import EVENT_STALL_ENDED, EVENT_STALLED
 from headway.telemetry.metrics import LENGTHS, STEP_METRICS, Histogram, router_metrics
 
@@ -27,12 +27,12 @@ _STALENESS_LIMITS = [0, 1, 2, 3, 4, 6, 8, 12, 16, 32]  # steps
 _LENGTH_LIMITS = [2**power for power in range(21)]  # tokens
 _COUNTED = re.compile(r"^(endings|failures)/(\w+)_rollouts$")
 _LABELS = {"endings": "ending", "failures": "boundary"}
-# Fields of a pulse that refresh the gauges of the same names, which the ledger's step records set
-_GROUPS = ("open_groups", "running_groups", "parked_groups", "buffered_groups", "oldest_age_s")
+# Fields of a snapshot that refresh the gauges of the same names, which the ledger's step records set
+_SNAPSHOT_GAUGES = ("open_groups", "running_groups", "parked_groups", "buffered_groups", "oldest_age_s")
 
 
 def metric_name(name: str) -> str:
-    """``group/quantity_unit`` as Prometheus spells it: ``headway_group_quantity_unit``."""
+    """The Prometheus name of a metric: ``headway_group_quantity_unit`` for ``group/quantity_unit``."""
     return "headway_" + _UNUSUAL.sub("_", name)
 
 
@@ -52,14 +52,14 @@ _GPU_CONDITIONS = {
 
 
 class Prometheus(Exporter, Collector):
-    """Serves `/metrics` over HTTP, in threads of its own. Counters and histograms start with this process."""
+    """Serves `/metrics` over HTTP, in its own threads. Counters and histograms start at 0 with this process."""
 
-    wants_pulses = True
+    wants_snapshots = True
 
-    def __init__(self, start: Start) -> None:
-        address = start.experiment.ledger.prometheus
+    def __init__(self, context: ExporterContext) -> None:
+        address = context.experiment.ledger.prometheus
         try:
-            listening(address).close()
+            listening_socket(address).close()
         except ConfigurationError as error:
             raise ConfigurationError(f"ledger.prometheus: {error}") from None
         host, port = split_address(address)
@@ -70,23 +70,23 @@ class Prometheus(Exporter, Collector):
         self._sums: dict[str, float] = defaultdict(float)
         self._steps = 0
         self._step_at_s: float | None = None
-        self._pulse: Pulse | None = None
+        self._snapshot: QueueSnapshot | None = None
         self._stalls: Counter[tuple[str, str]] = Counter()  # (worker, wait)
         self._stalled_at_s: dict[tuple[str, str], float] = {}  # of those that last: when the wait began
         registry = CollectorRegistry()
         registry.register(self)
         self._server, self._thread = start_http_server(port, host, registry)
         bound = self._server.server_port
-        shown = f"[{host}]" if ":" in host else host
-        self.place = f"http://{shown}:{bound}/metrics"
+        printed_host = f"[{host}]" if ":" in host else host
+        self.destination = f"http://{printed_host}:{bound}/metrics"
         if not is_loopback(address):
-            self.place += " (whoever reaches this machine can read it)"
+            self.destination += " (whoever reaches this machine can read it)"
 
     # --- from the exporter's thread ---------------------------------------------------------------------------
 
     def log(self, step: int, values: dict[str, float], shapes: dict[str, Histogram]) -> None:
         gauges = dict(self._gauges)
-        if "time/step_s" in values:  # what the step before had and this one lacks is measured no longer
+        if "time/step_s" in values:  # metrics of the previous step that this step lacks are no longer measured
             gauges = {name: value for name, value in gauges.items() if name not in self._of_step}
             self._of_step = values.keys()
         for name, value in values.items():
@@ -105,13 +105,13 @@ class Prometheus(Exporter, Collector):
         if "time/step_s" in values:
             self._steps += 1
             self._step_at_s = time.monotonic()
-        self._gauges = gauges  # replaced whole: a scrape sees the old numbers or the new
+        self._gauges = gauges  # replaced at once: a scrape sees either the old numbers or the new
 
     def event(self, event: EventRecord) -> None:
         self._counts["events"][event.event] += 1
         stall = (event.worker, str(event.data.get("wait", "")))
         begun = event.event == EVENT_STALLED
-        # What blocks the event loop is named by another process: here only its end is seen.
+        # A block of the event loop is reported by another process; this one sees only its end.
         if begun or (event.event == EVENT_STALL_ENDED and stall not in self._stalled_at_s):
             self._stalls[stall] += 1
         if begun:
@@ -119,10 +119,10 @@ class Prometheus(Exporter, Collector):
         elif event.event == EVENT_STALL_ENDED:
             self._stalled_at_s.pop(stall, None)
 
-    def pulse(self, pulse: Pulse) -> None:
-        self._pulse = pulse
-        found = {field: getattr(pulse, field) for field in _GROUPS} | msgspec.structs.asdict(pulse.engines)
-        self._gauges = self._gauges | {f"queue/{field}": float(value) for field, value in found.items()}
+    def snapshot(self, snapshot: QueueSnapshot) -> None:
+        self._snapshot = snapshot
+        figures = {f: getattr(snapshot, f) for f in _SNAPSHOT_GAUGES} | msgspec.structs.asdict(snapshot.engines)
+        self._gauges = self._gauges | {f"queue/{field}": float(value) for field, value in figures.items()}
 
     def finish(self, status: Status) -> None:
         self._server.shutdown()
@@ -154,12 +154,12 @@ class Prometheus(Exporter, Collector):
         yield from self._stall_families()
         for name, counts in list(self._shapes.items()):
             yield _histogram(name, counts, self._sums[name])
-        if (pulse := self._pulse) is not None:
+        if (snapshot := self._snapshot) is not None:
             lowest = "lowest that a replica samples with"
-            yield GaugeMetricFamily("headway_version", "completed training steps", pulse.version)
-            yield GaugeMetricFamily("headway_applied_version", lowest, pulse.applied_version)
-            yield from worker_families(pulse.workers)
-            yield from node_families(pulse.nodes)
+            yield GaugeMetricFamily("headway_version", "completed training steps", snapshot.version)
+            yield GaugeMetricFamily("headway_applied_version", lowest, snapshot.applied_version)
+            yield from worker_families(snapshot.workers)
+            yield from node_families(snapshot.nodes)
 
     def _stall_families(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         labels = ["worker", "wait"]
@@ -185,7 +185,7 @@ def worker_families(workers: Iterable[WorkerState]) -> Iterator[GaugeMetricFamil
 
 
 def node_families(nodes: Iterable[NodeConditions]) -> Iterator[GaugeMetricFamily]:
-    """Metrics of the machines of a run: what is in use and what is left."""
+    """Metrics of the machines of a run: used and free resources."""
     for field, meaning in _CONDITIONS.items():
         family = GaugeMetricFamily(f"headway_node_{field}", meaning, labels=["node"])
         for node in nodes:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headway.records.ledger import EventRecord
-from headway.telemetry.exporters.exporters import Exporter, Rows, Start, Status
+from headway.telemetry.exporters.exporters import Exporter, ExporterContext, Rows, Status
 
 if TYPE_CHECKING:
     from headway.telemetry.metrics import Histogram
@@ -18,19 +18,19 @@ _FLUSH_EVERY_S = 10.0
 
 
 class TensorBoard(Exporter):
-    """Writes event files. A resumed run continues in a new file; from its first step on, TensorBoard hides older
-    points, so that a replayed step shows once."""
+    """Writes event files. A resumed run continues in a new file; TensorBoard hides older points from its first step on,
+    so that a replayed step is displayed once."""
 
-    def __init__(self, start: Start) -> None:
-        self._folder = start.folder / "tensorboard"
-        self.place = str(self._folder)
+    def __init__(self, context: ExporterContext) -> None:
+        self._folder = context.folder / "tensorboard"
+        self.destination = str(self._folder)
         self._writer_class, self._messages = _tensorboardx()
         self._writer: Any = None
         self._flushed_s = time.monotonic()
 
     def log(self, step: int, values: dict[str, float], shapes: dict[str, Histogram]) -> None:
         summary = self._messages.Summary
-        # One event for the whole line: tensorboardX's add_scalar makes one of each number, at several times the cost.
+        # One event for the complete line: tensorboardX's add_scalar makes one per number, at several times the cost.
         numbers = [summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         drawn = [summary.Value(tag=name, histo=self._histogram(histogram)) for name, histogram in shapes.items()]
         self._open(step).file_writer.add_summary(summary(value=numbers + drawn), step)

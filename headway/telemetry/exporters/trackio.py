@@ -6,7 +6,7 @@ import importlib
 import json
 from typing import Any
 
-from headway.telemetry.exporters.exporters import Exporter, Rows, Start, Status
+from headway.telemetry.exporters.exporters import Exporter, ExporterContext, Rows, Status
 from headway.telemetry.metrics import Histogram
 
 trackio: Any = importlib.import_module("trackio")  # untyped, as where it isn't installed
@@ -15,22 +15,22 @@ _COLUMNS = ["step", "group", "member", "prompt", "response", "reward", "solved",
 
 
 class Trackio(Exporter):
-    """Exports to a Trackio run, identified by its name: a resumed run continues in the newest of that name. Tags are
-    stored in its configuration: Trackio has none."""
+    """Exports to a Trackio run, identified by its name; a resumed run continues in the newest run of that name. Tags
+    are stored in its configuration, since Trackio has no tags."""
 
-    def __init__(self, start: Start) -> None:
-        ledger = start.experiment.ledger
+    def __init__(self, context: ExporterContext) -> None:
+        ledger = context.experiment.ledger
         self._run = trackio.init(
             project=ledger.project,
-            name=start.run_id or start.run_name,
-            config=json.loads(start.experiment.model_dump_json()) | {"tags": ", ".join(ledger.tags)},
-            resume="must" if start.run_id else "never",
+            name=context.run_id or context.run_name,
+            config=json.loads(context.experiment.model_dump_json()) | {"tags": ", ".join(ledger.tags)},
+            resume="must" if context.run_id else "never",
             embed=False,
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
         self.run_id = self._run.name
-        self.place = f"project {ledger.project}, run {self._run.name}: trackio show --project {ledger.project}"
+        self.destination = f"project {ledger.project}, run {self._run.name}: trackio show --project {ledger.project}"
 
     def log(self, step: int, values: dict[str, float], shapes: dict[str, Histogram]) -> None:
         drawn = {

@@ -11,18 +11,18 @@ import wandb
 
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import EventRecord
-from headway.telemetry.exporters.exporters import Exporter, Rows, Start, Status
+from headway.telemetry.exporters.exporters import Exporter, ExporterContext, Rows, Status
 from headway.telemetry.metrics import Histogram
 
-_FINISH_S = 30.0  # to upload the rest; lines not uploaded by then stay in RUN/wandb for `wandb sync`
+_FINISH_S = 30.0  # to upload the rest; later lines stay in RUN/wandb for `wandb sync`
 _COLUMNS = ["step", "group", "member", "prompt", "response", "reward", "solved", "advantage", "staleness", "ending"]
 
 
 class WeightsAndBiases(Exporter):
-    """Exports to a W&B run whose x-axis is ``step``, the trainer's version: evaluations and replays fit in."""
+    """Exports to a W&B run whose x-axis is ``step``, the trainer's version, so that evaluations and replays fit in."""
 
-    def __init__(self, start: Start) -> None:
-        ledger = start.experiment.ledger
+    def __init__(self, context: ExporterContext) -> None:
+        ledger = context.experiment.ledger
         mode = wandb.setup().settings.mode
         if mode == "online" and not wandb.login(prompt=False):
             raise ConfigurationError(
@@ -31,12 +31,12 @@ class WeightsAndBiases(Exporter):
             )
         self._run = wandb.init(
             project=ledger.project,
-            name=start.run_name,
+            name=context.run_name,
             tags=list(ledger.tags) or None,
-            config=json.loads(start.experiment.model_dump_json()),
-            dir=str(start.folder),
-            id=start.run_id,
-            resume="allow" if start.run_id else None,
+            config=json.loads(context.experiment.model_dump_json()),
+            dir=str(context.folder),
+            id=context.run_id,
+            resume="allow" if context.run_id else None,
             settings=wandb.Settings(
                 silent=True, console="off", x_disable_stats=True, finish_timeout=_FINISH_S, disable_git=True
             ),
@@ -44,7 +44,7 @@ class WeightsAndBiases(Exporter):
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
         self.run_id = self._run.id
-        self.place = f"{Path(self._run.dir).parent} ({mode})" if self._run.offline else str(self._run.url)
+        self.destination = f"{Path(self._run.dir).parent} ({mode})" if self._run.offline else str(self._run.url)
 
     def log(self, step: int, values: dict[str, float], shapes: dict[str, Histogram]) -> None:
         row: dict[str, object] = {"step": step, **values}

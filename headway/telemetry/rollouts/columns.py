@@ -39,7 +39,7 @@ _SCALARS: dict[str, pa.DataType] = {
     "group": pa.int64(),
     "member": pa.int32(),
     "solved": pa.bool_(),
-    "left": pa.string(),  # how it left its group before training; null: it didn't
+    "left": pa.string(),  # the way in which it left its group before training; null: it didn't
     "left_reason": pa.string(),
     **dict.fromkeys(_INT32.split(), pa.int32()),
     **dict.fromkeys(_INT64.split(), pa.int64()),
@@ -54,8 +54,8 @@ FINISHED = pa.schema(
     {
         **_SCALARS,
         "task_id": pa.string(),  # its id
-        "verified": pa.bool_(),  # False: its group ended before it had finished; it has no tokens here
-        "tokens": pa.int64(),  # of all responses; of an unfinished one those it had reached
+        "verified": pa.bool_(),  # False: its group ended before it had finished; the record has no tokens of it
+        "tokens": pa.int64(),  # of all responses, of an unfinished rollout so far
         **_SEQUENCE,
         "turn_rewards": pa.list_(pa.float64()),
         **dict.fromkeys(_JSON, pa.string()),
@@ -68,7 +68,7 @@ FINISHED = pa.schema(
 ENDED = pa.schema(
     {
         "group": pa.int64(),
-        "ending": pa.string(),  # of its members that had not left before
+        "ending": pa.string(),  # of its members that had not left earlier
         "reason": pa.string(),
         "step": pa.int32(),  # that trained or skipped it; null: none
         "time_s": pa.float64(),  # clock
@@ -83,30 +83,30 @@ TRAINED = pa.schema(
         "weight": pa.float64(),  # share of its loss that counts: below 1 for the copies of a padded member
         "logprobs": _FLOATS,  # of each response token under the weights it was trained with; NaN: not computed
         "clipped": _MASK,
-        "trained": _MASK,  # loss was taken of it: neither masked for staleness or importance nor left out
+        "trained": _MASK,  # it has loss: neither masked for staleness or importance nor left out
         "advantages": _FLOATS,
     }  # pyright: ignore[reportArgumentType]
 )
 _KINDS = {**_SEQUENCE, **_CALLS, **_TOOLS}
-_LETTERS = {pa.int32().id: "i", pa.int64().id: "q", pa.float64().id: "d"}  # of `struct`
+_STRUCT_FORMATS = {pa.int32().id: "i", pa.int64().id: "q", pa.float64().id: "d"}  # of `struct`
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Rollout) if field.name in _SCALARS}
 
 
-def share_of(settings: LedgerConfig) -> float:
+def recorded_share(settings: LedgerConfig) -> float:
     """The share of the groups that is recorded."""
     return {"all": 1.0, "none": 0.0}[rollouts] if isinstance(rollouts := settings.rollouts, str) else rollouts
 
 
-def takes(groups: NDArray[np.int64] | int, share: float) -> Any:
-    """Whether each of ``groups`` is among the share that is recorded: the first, and evenly from there."""
+def is_recorded(groups: NDArray[np.int64] | int, share: float) -> Any:
+    """Whether each of ``groups`` is in the recorded share, which includes the first group and is spaced evenly."""
     return np.floor(groups * share) > np.floor((groups - 1) * share)
 
 
 def finished_batch(
     rollouts: Sequence[Rollout], task_ids: Sequence[str], reached: Mapping[int, int] = {}
 ) -> pa.RecordBatch:
-    """The rollouts as a batch of `FINISHED`, with the id of each one's task. ``reached``: response tokens of those that
-    haven't finished, by position."""
+    """Rollouts as a batch of `FINISHED`, with the id of each rollout's task. ``reached``: response tokens of unfinished
+    rollouts, by position."""
     values = _values(rollouts)
     columns: dict[str, Any] = {
         **{name: _scalar_array(name, values[name]) for name in _SCALARS},
@@ -128,21 +128,21 @@ def finished_batch(
 
 
 def ended_batch(rows: Sequence[tuple[int, str, str, int | None, float]]) -> pa.RecordBatch:
-    """Rows of `ENDED`, as it orders their fields, as a batch."""
+    """Rows, with fields in the order of `ENDED`, as a batch of `ENDED`."""
     columns = zip(*rows, strict=True)
     return pa.RecordBatch.from_arrays(list(map(_array, columns, ENDED.types)), schema=ENDED)
 
 
 def trained_batch(**columns: ArrayLike | pa.Array) -> pa.RecordBatch:
-    """Columns of `TRAINED` as a batch."""
+    """Columns of `TRAINED` as a batch of `TRAINED`."""
     return pa.RecordBatch.from_arrays(
         [pa.array(columns[field.name], field.type) for field in TRAINED],  # pyright: ignore[reportArgumentType]
         schema=TRAINED,
     )
 
 
-def listed(values: NDArray[Any], lengths: Sequence[int] | NDArray[Any]) -> pa.ListArray:
-    """``values`` cut into lists of these ``lengths``."""
+def list_array(values: NDArray[Any], lengths: Sequence[int] | NDArray[Any]) -> pa.ListArray:
+    """Split ``values`` into lists of these ``lengths``."""
     return pa.ListArray.from_arrays(_offsets(lengths), pa.array(values))
 
 
@@ -157,7 +157,7 @@ def _lengths(parts: Sequence[Any]) -> NDArray[Any]:
 
 
 def _values(records: Sequence[Rollout] | Sequence[Branch]) -> dict[str, tuple[Any, ...]]:
-    """Each field's values, in one pass: records that were made a while ago are in no cache."""
+    """The values of each field, read in one pass because older records are in no CPU cache."""
     values = zip(*map(msgspec.structs.astuple, records), strict=True)
     return dict(zip(records[0].__struct_fields__, values, strict=True))
 
@@ -170,7 +170,7 @@ def _sequence_arrays(values: Mapping[str, tuple[Any, ...]]) -> dict[str, pa.Arra
         raise ValueError(f"{len(ids)} ids, {len(logprobs)} log-probabilities and {len(mask)} mask values")
     offsets, bits = _offsets(_lengths(responses)), pa.py_buffer(np.packbits(mask, bitorder="little"))
     return {
-        "prompt_ids": listed(_joined(prompts), _lengths(prompts)),
+        "prompt_ids": list_array(_joined(prompts), _lengths(prompts)),
         "response_ids": pa.ListArray.from_arrays(offsets, pa.array(ids)),
         "response_logprobs": pa.ListArray.from_arrays(offsets, pa.array(logprobs)),
         "response_mask": pa.ListArray.from_arrays(offsets, pa.Array.from_buffers(pa.bool_(), len(mask), [None, bits])),
@@ -194,7 +194,7 @@ def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
 def _nested_arrays(
     kind: type[msgspec.Struct], names: Iterable[str], parts: Sequence[Sequence[msgspec.Struct]]
 ) -> dict[str, pa.Array]:
-    """Lists of records as the columns ``names``, one for each of their fields."""
+    """Lists of records as the columns ``names``, which correspond to the records' fields."""
     if not any(parts):
         return {name: _constant((), _KINDS[name], len(parts)) for name in names}
     offsets, flat = _offsets(_lengths(parts)), list(chain.from_iterable(parts))
@@ -213,21 +213,21 @@ def _short_lists(values: Sequence[Sequence[Any]], kind: pa.DataType) -> pa.Array
 
 def _scalar_array(name: str, values: tuple[Any, ...]) -> pa.Array:
     kind, default = _SCALARS[name], _DEFAULTS.get(name)
-    if values[0] == default and values.count(default) == len(values):  # most are in most batches
+    if values[0] == default and values.count(default) == len(values):  # true of most columns in most batches
         return _constant(default, kind, len(values))
     return _array(values, kind)
 
 
 def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    if (letter := _LETTERS.get(kind.id)) is not None:
-        with contextlib.suppress(struct.error):  # there is another value: null, or one that can't be written
-            packed = struct.pack(f"{len(values)}{letter}", *values)  # in half the time
+    if (format_ := _STRUCT_FORMATS.get(kind.id)) is not None:
+        with contextlib.suppress(struct.error):  # a value is null, or can't be written
+            packed = struct.pack(f"{len(values)}{format_}", *values)  # in half the time
             return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(packed)])
     return pa.array(values, kind)
 
 
 def _constant(value: Any, kind: pa.DataType, count: int) -> pa.Array:
-    """``value``, ``count`` times: a part of an array that is made once."""
+    """An array of ``count`` times ``value``, as a slice of a cached array."""
     return _constants(value, kind, 1 << count.bit_length())[:count]
 
 
@@ -239,10 +239,10 @@ def _constants(value: Any, kind: pa.DataType, count: int) -> pa.Array:
 def _branch_array(branches: Sequence[tuple[Branch, ...]]) -> pa.Array:
     if not any(branches):
         return pa.nulls(len(branches), FINISHED.field("branches").type)
-    arrays = _sequence_arrays(_values([branch for own in branches for branch in own]))
+    arrays = _sequence_arrays(_values([branch for members in branches for branch in members]))
     structs = pa.StructArray.from_arrays(list(arrays.values()), names=list(arrays))
     starts = np.cumsum([0, *map(len, branches)]).tolist()
-    offsets = [start if own else None for start, own in zip(starts, branches, strict=False)]
+    offsets = [start if members else None for start, members in zip(starts, branches, strict=False)]
     return pa.ListArray.from_arrays(pa.array([*offsets, starts[-1]], pa.int32()), structs)
 
 

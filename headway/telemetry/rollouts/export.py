@@ -1,4 +1,4 @@
-"""`headway export`: a run's rollouts with their token columns, for other programs."""
+"""`headway export`: writes a run's rollouts with their token columns for other programs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def export(
     on_progress: Callable[[float, float], None] = lambda done, total: None,
 ) -> ExportReport:
     """Write the rollouts of a run (those with this ``ending``; "": all) as JSON lines, one Parquet file, or a folder
-    that `datasets.load_dataset` takes. An earlier output is replaced when the new one is whole. ``on_progress(done,
+    that `datasets.load_dataset` takes. An earlier output is replaced when the new one is complete. ``on_progress(done,
     total)`` counts rollouts. Raises ConfigurationError, StorageFailed."""
     if to not in OUTPUTS:
         raise ConfigurationError(f"--to {to}: valid: {', '.join(OUTPUTS)}")
@@ -56,7 +56,7 @@ def export(
     path = Path(output or Path(run_dir) / OUTPUTS[to])
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        rollouts = _WRITERS[to](partial, _chosen(joined, ending, on_progress))
+        rollouts = _WRITERS[to](partial, _with_ending(joined, ending, on_progress))
         if to == "hf":
             (partial / "README.md").write_text(_CARD.format(rollouts=rollouts, run=Path(run_dir).name))
         _replace(partial, path)
@@ -64,12 +64,12 @@ def export(
         raise StorageFailed(f"{path} can't be written: {error.strerror or error}") from None
     finally:
         _remove(partial)
-    size = sum(one.stat().st_size for one in ([path] if path.is_file() else path.rglob("*")) if one.is_file())
+    size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
     problems = sorted(joined.record.problems.values())
     return ExportReport(path=str(path), rollouts=rollouts, size_bytes=size, problems=problems)
 
 
-def _chosen(
+def _with_ending(
     joined: JoinedRollouts, ending: str, on_progress: Callable[[float, float], None]
 ) -> Iterator[pa.RecordBatch]:
     done, total = 0, joined.record.count()
@@ -108,20 +108,20 @@ def _write_dataset(path: Path, batches: Iterator[pa.RecordBatch]) -> int:
     rest: list[pa.RecordBatch] = []
     while (first := next(batches, None)) is not None or not shards:
         rest = [] if first is None else [first]
-        count += _write_parquet(data / f"{shards}", _until(rest, batches, SHARD_BYTES))
+        count += _write_parquet(data / f"{shards}", _limited(rest, batches, SHARD_BYTES))
         shards += 1
     for number in range(shards):
         os.rename(data / f"{number}", data / f"train-{number:05d}-of-{shards:05d}.parquet")
     return count
 
 
-def _until(first: list[pa.RecordBatch], rest: Iterator[pa.RecordBatch], most_bytes: int) -> Iterator[pa.RecordBatch]:
-    """``first`` and so many of ``rest`` that together they have about ``most_bytes``."""
+def _limited(first: list[pa.RecordBatch], rest: Iterator[pa.RecordBatch], max_bytes: int) -> Iterator[pa.RecordBatch]:
+    """Yield ``first``, and batches of ``rest`` until both together have about ``max_bytes``."""
     size = 0
     for batch in first:
         size += batch.nbytes
         yield batch
-    while size < most_bytes and (batch := next(rest, None)) is not None:
+    while size < max_bytes and (batch := next(rest, None)) is not None:
         size += batch.nbytes
         yield batch
 

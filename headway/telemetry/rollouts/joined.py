@@ -1,4 +1,4 @@
-"""Rollouts as one table: joined with their endings, what the trainer saw of their tokens, and their text."""
+"""Rollouts as one table, joined with their endings, the trainer's values of their tokens, and their text."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class JoinedRollouts:
     """The record of a run as rows of `JOINED`, in the order of arrival."""
 
     def __init__(self, run_dir: str | Path, decode: Decode | None = None) -> None:
-        """``decode``: the tokenizer's; without it there are no texts."""
+        """``decode``: the tokenizer's method; None: the rows have no texts."""
         self.record = RolloutRecord(run_dir)
         self.endings = self.record.endings()
         self._decode = decode
@@ -48,12 +48,12 @@ class JoinedRollouts:
     def batches(self, start: int = 0, stop: int | None = None) -> Iterator[pa.RecordBatch]:
         """Yield the rollouts ``start`` .. ``stop``."""
         for _, batch in self.record.batches(None, start, stop):
-            rows = [self._row(row) for row in batch.select(_NEEDED).to_pylist()]
+            rows = [self._row(row) for row in batch.select(_JOIN_COLUMNS).to_pylist()]
             more = [pa.array([row[field.name] for row in rows], field.type) for field in list(JOINED)[len(FINISHED) :]]
             yield pa.RecordBatch.from_arrays([*batch.columns, *more], schema=JOINED)
 
     def end_of(self, row: dict[str, Any]) -> tuple[str, str, int | None]:
-        """(ending, reason, step) of a rollout: its own where it failed or left its group, else its group's."""
+        """(ending, reason, step) of a rollout: its own if it failed or left its group, else its group's."""
         if row["failure"] is not None:
             return "failed", "", None
         if row["left"] is not None:
@@ -63,11 +63,11 @@ class JoinedRollouts:
 
     def _row(self, row: dict[str, Any]) -> dict[str, Any]:
         ending, reason, step = self.end_of(row)
-        found = {} if step is None else self._trained(step)
+        trained = {} if step is None else self._trained(step)
         key = row["group"], row["member"]
-        trunk = _values(found.get((*key, 0)), row)
+        trunk = _values(trained.get((*key, 0)), row)
         branches = [
-            _values(found.get((*key, number)), one) for number, one in enumerate(row["branches"] or (), start=1)
+            _values(trained.get((*key, number)), branch) for number, branch in enumerate(row["branches"] or (), start=1)
         ]
         joined = {f"trainer_{name}": None if trunk is None else trunk[name] for name in _VALUES}
         joined |= {"trainer_branches": branches if any(branches) else None}
@@ -77,12 +77,12 @@ class JoinedRollouts:
         return joined
 
 
-_NEEDED = ["group", "member", "left", "left_reason", "failure", "prompt_ids", "response_ids", "response_logprobs",
+_JOIN_COLUMNS = ["group", "member", "left", "left_reason", "failure", "prompt_ids", "response_ids", "response_logprobs",
            "branches"]  # fmt: skip
 
 
 def _values(trained: TrainedSequence | None, sequence: dict[str, Any]) -> dict[str, np.ndarray] | None:
     if trained is None:
         return None
-    away = trained.logprobs - np.array(sequence["response_logprobs"], np.float32)
-    return {**trained._asdict(), "ratios": np.exp(away)}
+    log_ratio = trained.logprobs - np.array(sequence["response_logprobs"], np.float32)
+    return {**trained._asdict(), "ratios": np.exp(log_ratio)}

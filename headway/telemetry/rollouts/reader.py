@@ -1,4 +1,4 @@
-"""Reading a run's record of rollouts: lazily, without locks, during the run or later."""
+"""Reader of a run's record of rollouts, which is lazy and lock-free and works during the run or later."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SequenceKey = tuple[int, int, int]  # group, member, sequence: 0 for the trunk, 
 
 
 class GroupEnding(NamedTuple):
-    """The end of a group: of its members that hadn't left it before."""
+    """The end of a group, for its members that hadn't left it earlier."""
 
     ending: str
     reason: str
@@ -27,23 +27,24 @@ class GroupEnding(NamedTuple):
 
 
 class TrainedSequence(NamedTuple):
-    """The trainer's values of a sequence's response tokens, [R] each."""
+    """The trainer's values of a sequence's response tokens; each array is [R]."""
 
     logprobs: np.ndarray  # under the weights each token was trained with; NaN: not computed
     clipped: np.ndarray
-    trained: np.ndarray  # loss was taken of it
+    trained: np.ndarray  # the token has loss
     advantages: np.ndarray
 
 
 class RolloutRecord:
-    """A run's record. Nothing is locked or written, and only what is asked for is read: ranges of columns of a record
-    of any size. What is appended later is found by the next call. ``problems``: what the last calls couldn't read.
+    """The reader of a run's record, of any size. It locks and writes nothing, and reads only the requested ranges of
+    columns. Each call also finds rollouts appended since the last. ``problems``: segments that the last calls couldn't
+    read, with reasons.
 
     Example: ``for row, batch in RolloutRecord(run).batches(["reward"], start=1000): ...``
     """
 
     def __init__(self, run_dir: str | Path) -> None:
-        """Raises ConfigurationError for a run of another schema."""
+        """Raises ConfigurationError for a run with another schema."""
         require_schema(run_dir)
         self.folder = Path(run_dir) / FOLDER
         self.problems: dict[Path, str] = {}
@@ -54,26 +55,26 @@ class RolloutRecord:
         return bool(list_segments(self.folder / "finished"))
 
     def count(self) -> int:
-        """Rollouts that can be read."""
+        """The number of readable rollouts."""
         segments = list_segments(self.folder / "finished")
         if not segments:
             return 0
         return segments[-1].first + sum(rows for _, rows, _ in self._index(segments[-1].path, "group"))
 
     def session(self) -> dict[str, Any] | None:
-        """The metadata of the process that recorded last; None where there is no segment, or none that can be read."""
+        """The metadata of the process that recorded last; None: there is no readable segment."""
         segments = list_segments(self.folder / "finished")
-        return next((found for s in reversed(segments) if (found := SegmentFile(s.path, FINISHED).metadata())), None)
+        return next((stored for s in reversed(segments) if (stored := SegmentFile(s.path, FINISHED).metadata())), None)
 
     def batches(
         self, columns: Sequence[str] | None = None, start: int = 0, stop: int | None = None
     ) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Yield rollouts ``start`` .. ``stop`` in the order of their arrival: (number of the first, batch of
-        ``columns.FINISHED``, those of ``columns``)."""
+        """Yield rollouts ``start`` .. ``stop`` in the order of their arrival, as (number of the first, batch of the
+        ``columns`` of `FINISHED`; None: all)."""
         segments = list_segments(self.folder / "finished")
         for number, segment in enumerate(segments):
-            before = number + 1 < len(segments) and segments[number + 1].first <= start
-            if before or (stop is not None and segment.first >= stop):
+            is_earlier = number + 1 < len(segments) and segments[number + 1].first <= start
+            if is_earlier or (stop is not None and segment.first >= stop):
                 continue
             row = segment.first
             for offset, rows, _ in self._index(segment.path, "group"):
@@ -84,32 +85,32 @@ class RolloutRecord:
                 row += rows
 
     def endings(self) -> dict[int, GroupEnding]:
-        """Every ended group's end."""
-        found: dict[int, GroupEnding] = {}
+        """The ends of all ended groups, by group."""
+        ending_by_group: dict[int, GroupEnding] = {}
         for segment in list_segments(self.folder / "ended"):
             for _, batch in self._scan(segment.path, ENDED.names):
                 groups, *rest = (column.to_pylist() for column in batch.columns)
-                found.update(zip(groups, map(GroupEnding, *rest), strict=True))
-        return found
+                ending_by_group.update(zip(groups, map(GroupEnding, *rest), strict=True))
+        return ending_by_group
 
     def trained(self, step: int) -> dict[SequenceKey, TrainedSequence]:
-        """The trainer's values of a step's samples; of a step that was replayed those of the last time."""
-        found: dict[SequenceKey, TrainedSequence] = {}
+        """The trainer's values of a step's samples; a replayed step has those of its last replay."""
+        by_key: dict[SequenceKey, TrainedSequence] = {}
         for segment in list_segments(self.folder / "trained"):
-            for offset in [at for at, _, of_step in self._index(segment.path, "step") if of_step == step]:
+            for offset in [offset for offset, _, of_step in self._index(segment.path, "step") if of_step == step]:
                 for batch in self._read(segment.path, TRAINED.names, offset):
                     keys = zip(*(batch[name].to_pylist() for name in ("group", "member", "sequence")), strict=True)
                     lists = [_arrays(batch[name]) for name in TrainedSequence._fields]
-                    found.update(zip(keys, map(TrainedSequence, *lists), strict=True))
-        return found
+                    by_key.update(zip(keys, map(TrainedSequence, *lists), strict=True))
+        return by_key
 
     def _index(self, path: Path, column: str) -> list[tuple[int, int, int]]:
-        """(offset, rows, first value of ``column``) of a segment's batches."""
+        """The (offset, rows, first value of ``column``) of each of a segment's batches."""
         size = path.stat().st_size
         known = self._indices.get(path)
         if known is None or known[0] != size:
-            found = [(at, b.num_rows, b[column][0].as_py()) for at, b in self._scan(path, [column]) if b.num_rows]
-            self._indices[path] = known = (size, found)
+            index = [(start, b.num_rows, b[column][0].as_py()) for start, b in self._scan(path, [column]) if b.num_rows]
+            self._indices[path] = known = (size, index)
         return known[1]
 
     def _scan(self, path: Path, columns: Sequence[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
@@ -120,7 +121,7 @@ class RolloutRecord:
             self.problems[path] = file.problem
 
     def _read(self, path: Path, columns: Sequence[str] | None, offset: int) -> Iterator[pa.RecordBatch]:
-        """The batch at ``offset``, or none where it can't be read."""
+        """Yield the batch at ``offset``, or nothing if it can't be read."""
         file = SegmentFile(path, _STREAMS[path.parent.name])
         for _, batch in file.batches(columns, offset):
             yield batch

@@ -12,25 +12,26 @@ from headway.config.schema import LedgerConfig
 from headway.records.errors import StorageFailed
 from headway.records.rollout import FinishedGroup, Rollout
 from headway.runtime.clock import Clock
-from headway.telemetry.rollouts.columns import ENDED, FINISHED, ended_batch, finished_batch, share_of, takes
+from headway.telemetry.rollouts.columns import ENDED, FINISHED, ended_batch, finished_batch, is_recorded, recorded_share
 from headway.telemetry.rollouts.reader import RolloutRecord
 from headway.telemetry.rollouts.segments import FOLDER, SegmentWriter
 
-FLUSH_S = 2.0  # the most that lies unwritten while groups finish or steps end
-FLUSH_TOKENS = 1 << 18  # ... and about 4 MB
-EVENT_ROLLOUTS_ENDED = "rollouts_ended"  # nothing more is recorded, and why
+FLUSH_S = 2.0  # age at which unwritten rollouts are written when a group finishes or a step ends
+FLUSH_TOKENS = 1 << 18  # ... and their tokens, about 4 MB
+EVENT_ROLLOUTS_ENDED = "rollouts_ended"  # recording has ended; detail: the reason
 EVENT_ROLLOUTS_LOST = "rollouts_lost"  # data: rollouts that an earlier process finished and didn't record
 
-Counted = Callable[[float], int]  # rollouts in the books of the groups that a share takes
-Ends = Callable[[], Iterable[tuple[int, str, str, int | None]]]  # (group, ending, reason, step) in the books
+CountRollouts = Callable[[float], int]  # rollouts, in the accounting, of the groups in a recorded share
+ListEndings = Callable[[], Iterable[tuple[int, str, str, int | None]]]  # the accounting's (group, ending, reason, step)
 
 
 class RolloutRecorder:
     """Records each rollout once, in the order in which the buffer commits them, and each group's end.
 
-    Lifecycle: *made* -> ``begin`` (a segment of its own) -> *recording* -> *ended*, by ``close`` or an error, which
-    calls ``on_event``. Never raises: what fails here must not reach the run. Rollouts and endings are written when a
-    group finishes or a step ends, FLUSH_S or FLUSH_TOKENS after the last ones: in small batches each costs a multiple.
+    Lifecycle: *made* -> ``begin`` (starts a new segment) -> *recording* -> *ended*, by ``close`` or an error, which
+    calls ``on_event``. It never raises, since its failures must not reach the run. Rollouts and endings are written
+    when a group finishes or a step ends, FLUSH_S or FLUSH_TOKENS after the last write, because a rollout in a small
+    batch costs several times as much.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class RolloutRecorder:
     ) -> None:
         """``on_event(name, detail, **data)``. ``limits``: those of `SegmentWriter`."""
         self._folder = Path(run_dir) / FOLDER
-        self._share = share_of(settings)
+        self._share = recorded_share(settings)
         self._limits: dict[str, Any] = {"max_bytes": settings.rollouts_max_bytes, **limits}
         self._clock = clock
         self._on_event = on_event
@@ -52,33 +53,33 @@ class RolloutRecorder:
         self._tokens = 0  # unwritten, about
         self._written_s = clock.now()
 
-    def begin(self, counted: Counted, ends: Ends = lambda: ()) -> None:
-        """Begin to record, after what an earlier process of the run has recorded; report how much of what it finished
-        is missing, and record the ends that it hadn't written yet."""
+    def begin(self, counted: CountRollouts, ends: ListEndings = lambda: ()) -> None:
+        """Begin to record after the rows of an earlier process of the run, report how many of its finished rollouts are
+        missing, and record the ends that it hadn't written."""
         if self._share:
             self._guarded(self._begin, counted, ends)
 
     def finished(self, group: FinishedGroup) -> None:
-        """Record the members of a group that has been committed."""
-        if self._takes(group.group.index):
-            self._arrive(group.rollouts, group.group.task.task_id)
+        """Record the members of a committed group."""
+        if self._is_recorded(group.group.index):
+            self._add_arrivals(group.rollouts, group.group.task.task_id)
 
     def unfinished(self, index: int, task: str, reached: Mapping[int, int]) -> None:
-        """Record the members of a group that has ended before it finished. ``reached``: tokens of each."""
-        if self._takes(index):
+        """Record the members of a group that ended before it finished. ``reached``: tokens by member."""
+        if self._is_recorded(index):
             members = [Rollout(group=index, member=m, prompt_ids=(), finish_reason="abort") for m in reached]
             self._reached |= dict(enumerate(reached.values(), start=self._arrived))
-            self._arrive(members, task)
+            self._add_arrivals(members, task)
 
     def ended(self, groups: Iterable[int], ending: str, reason: str, step: int | None) -> None:
-        """Record the end of ``groups``. ``step``: that trained or skipped them; None: none did."""
+        """Record the end of ``groups``. ``step``: the step that trained or skipped them, if any."""
         now_s = self._clock.now()
-        self._ends += [(index, ending, reason, step, now_s) for index in groups if self._takes(index)]
+        self._ends += [(index, ending, reason, step, now_s) for index in groups if self._is_recorded(index)]
         if step is not None and self._due:
             self.flush()
 
     def flush(self) -> None:
-        """Write what has arrived."""
+        """Write all arrived rollouts and endings."""
         if self._finished is not None:
             self._guarded(self._write)
 
@@ -90,8 +91,8 @@ class RolloutRecorder:
                 writer.close()
         self._finished = self._ended = None
 
-    def _takes(self, index: int) -> bool:
-        return self._finished is not None and (self._share == 1 or bool(takes(index, self._share)))
+    def _is_recorded(self, index: int) -> bool:
+        return self._finished is not None and (self._share == 1 or bool(is_recorded(index, self._share)))
 
     @property
     def _due(self) -> bool:
@@ -100,38 +101,38 @@ class RolloutRecorder:
     def _guarded(self, call: Callable[..., None], *arguments: Any) -> None:
         try:
             call(*arguments)
-        except Exception as error:  # the boundary to the record: it must not cost the run anything but itself
+        except Exception as error:  # the boundary to the record: its failure must not affect the run
             self._finished = self._ended = None
             self._arrivals, self._ends = [], []
             cause = str(error) if isinstance(error, StorageFailed) else f"{type(error).__name__}: {error}"
             self._on_event(EVENT_ROLLOUTS_ENDED, f"no further rollout is recorded: {cause}")
 
-    def _begin(self, counted: Counted, ends: Ends) -> None:
+    def _begin(self, counted: CountRollouts, ends: ListEndings) -> None:
         record = RolloutRecord(self._folder.parent)
         self._rows = record.count()
-        before = record.session()
-        books = counted(self._share)
-        if before is not None:
-            then = counted(before["share"]) - before["books"]
-            if (lost := then - (self._rows - before["rows"])) > 0:
+        previous = record.session()
+        counted_rollouts = counted(self._share)
+        if previous is not None:
+            then = counted(previous["share"]) - previous["books"]
+            if (lost := then - (self._rows - previous["rows"])) > 0:
                 detail = f"{lost} rollouts that had finished before this resume were not written yet, or not recorded"
                 self._on_event(EVENT_ROLLOUTS_LOST, detail, rollouts=lost)
-        metadata = {"share": self._share, "books": books, "rows": self._rows}
+        metadata = {"share": self._share, "books": counted_rollouts, "rows": self._rows}
         self._finished = SegmentWriter(
             self._folder / "finished", FINISHED, first=self._rows, metadata=metadata, **self._limits
         )
         self._ended = SegmentWriter(self._folder / "ended", ENDED, **self._limits)
-        pa.array([])  # imports pandas where it is installed, 0.2 s that would hold up the run later
+        pa.array([])  # imports pandas where it is installed, whose 0.2 s would delay the run later
         self._written_s = now_s = self._clock.now()
-        if before is not None:
+        if previous is not None:
             known = record.endings()
-            self._ends = [(*end, now_s) for end in ends() if end[0] not in known and self._takes(end[0])]
+            self._ends = [(*end, now_s) for end in ends() if end[0] not in known and self._is_recorded(end[0])]
             self._write()
 
-    def _arrive(self, rollouts: Sequence[Rollout], task: str) -> None:
+    def _add_arrivals(self, rollouts: Sequence[Rollout], task: str) -> None:
         self._arrivals.append((rollouts, task))
         self._arrived += len(rollouts)
-        self._tokens += len(rollouts) * sum(len(one.response_ids) for one in rollouts[:1])  # about
+        self._tokens += len(rollouts) * sum(len(rollout.response_ids) for rollout in rollouts[:1])  # about
         if self._due:
             self.flush()
 

@@ -1,7 +1,8 @@
-"""Segments of a record: Arrow IPC streams that are only appended to, and read while they are written.
+"""Segments of a record: append-only Arrow IPC streams, which can be read while they are written.
 
-A stream of a run is a folder of segments, ``NUMBER-FIRST.arrow``: NUMBER counts them, FIRST says where the segment
-begins (docs/rollouts.md). No file is ever truncated or replaced: a reader may have it mapped.
+A stream of a run is a folder of segments, ``NUMBER-FIRST.arrow``: NUMBER counts the segments, FIRST is the row or step
+with which the segment begins (docs/rollouts.md). No file is ever truncated or replaced, since a reader may have it
+mapped.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from headway.records.errors import StorageFailed
 
 FOLDER = "rollouts"  # of a run's
 SEGMENT_BYTES = 64 << 20
-RESERVE_BYTES = 1 << 30  # of the disk, left to checkpoints and the books
+RESERVE_BYTES = 1 << 30  # of the disk, reserved for checkpoints and the accounting
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # of an IPC stream
 _METADATA = b"headway"
 
 
 class StreamSegment(NamedTuple):
-    """The name of a stream's file, taken apart."""
+    """The parsed name of a stream's file."""
 
     number: int
     first: int  # row, or step, that it begins with
@@ -34,19 +35,19 @@ class StreamSegment(NamedTuple):
 
 
 def list_segments(folder: Path) -> list[StreamSegment]:
-    """The segments of a stream, oldest first; none where there is no such folder."""
-    found: list[StreamSegment] = []
+    """The segments of a stream, oldest first; [] if the folder doesn't exist."""
+    segments: list[StreamSegment] = []
     for path in folder.glob("*-*.arrow"):
         number, _, first = path.stem.partition("-")
         if number.isdigit() and first.isdigit():
-            found.append(StreamSegment(int(number), int(first), path))
-    return sorted(found)
+            segments.append(StreamSegment(int(number), int(first), path))
+    return sorted(segments)
 
 
 class SegmentWriter:
     """The writer of a stream.
 
-    Lifecycle: *open* (``append``; a segment of ``segment_bytes`` is sealed, and the next one begun) -> *closed*. Each
+    Lifecycle: *open* (``append``, which seals a segment of ``segment_bytes`` and begins the next) -> *closed*. Each
     batch is one ``write``, so that a kill tears at most the last one, which readers leave out.
     """
 
@@ -61,8 +62,8 @@ class SegmentWriter:
         segment_bytes: int = SEGMENT_BYTES,
         reserve_bytes: int = RESERVE_BYTES,
     ) -> None:
-        """Begin a segment after those in ``folder``, at ``first``. ``metadata``: JSON types, in each segment.
-        ``max_bytes``: of all streams beside this one together. Raises StorageFailed."""
+        """Begin a segment at ``first``, after those in ``folder``. ``metadata``: JSON types, stored in each segment.
+        ``max_bytes``: limit of all streams of the record together. Raises StorageFailed."""
         self._folder = folder
         self._schema = schema.with_metadata({_METADATA: json.dumps(dict(metadata or {}))})
         self._max_bytes, self._segment_bytes, self._reserve_bytes = max_bytes, segment_bytes, reserve_bytes
@@ -75,21 +76,21 @@ class SegmentWriter:
         self._begin(first)
 
     def append(self, batch: pa.RecordBatch, first: int) -> None:
-        """Write ``batch``, which begins at ``first``. Raises StorageFailed; the writer is closed then."""
+        """Write ``batch``, which begins at ``first``. Raises StorageFailed, after which the writer is closed."""
         if self._size >= self._segment_bytes:
             self.close()
             self._begin(first)
         self._write(batch.serialize())
 
     def close(self) -> None:
-        """Seal the segment; a second call is a no-op. Never raises: an unsealed segment is read all the same."""
+        """Seal the segment; a second call is a no-op. Never raises, since an unsealed segment is readable too."""
         if self._fd >= 0:
             with contextlib.suppress(OSError):
                 os.write(self._fd, _END)
             self._release()
 
     def _begin(self, first: int) -> None:
-        self._require_room()
+        self._require_quota()
         segments = list_segments(self._folder)
         number = segments[-1].number + 1 if segments else 1
         path = self._folder / f"{number:06d}-{first:010d}.arrow"
@@ -100,7 +101,7 @@ class SegmentWriter:
         self._size = 0
         self._write(self._schema.serialize())
 
-    def _require_room(self) -> None:
+    def _require_quota(self) -> None:
         root = self._folder.parent
         if self._max_bytes is not None and (stored := stored_bytes(root)) >= self._max_bytes:
             raise StorageFailed(f"{root} has {stored} bytes, and ledger.rollouts_max_bytes = {self._max_bytes}")
@@ -126,24 +127,24 @@ class SegmentWriter:
 
 
 def stored_bytes(root: Path) -> int:
-    """Size of all segments of a record."""
+    """The size of all segments of a record, in bytes."""
     return sum(path.stat().st_size for path in root.glob("*/*.arrow"))
 
 
 class SegmentFile:
-    """A segment to read, also while it is written. A batch that is torn, damaged or not there yet ends it; ``problem``
-    says so then."""
+    """The reader of a segment, which may still be written. A torn, damaged or missing batch ends the reading and sets
+    ``problem``."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
-        """``schema``: of its stream; of a segment with another one nothing is read."""
+        """``schema``: of its stream; a segment with another schema yields nothing."""
         self.path = path
         self.problem = ""
         self._known = schema
 
     def batches(self, columns: Sequence[str] | None = None, offset: int = 0) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Yield (offset, batch) of the whole batches from byte ``offset`` on (0: all), with these ``columns`` (None:
-        all). Arrays are views of the mapped file: of other columns nothing is read, and what was read of a batch leaves
-        the process's memory with the next one."""
+        """Yield (offset, batch) of the complete batches from byte ``offset`` on (0: all), with these ``columns`` (None:
+        all). Arrays are views of the mapped file, so that other columns aren't read, and the pages of a batch leave the
+        process's memory with the next batch."""
         self.problem = ""
         kept = pa.schema([self._known.field(name) for name in (columns or self._known.names)])
         try:
@@ -157,9 +158,9 @@ class SegmentFile:
                 if schema != self._known:
                     raise ValueError("its columns aren't those that this Headway writes")
                 while offset < file.size():
-                    whole = pa.ipc.read_record_batch(pa.ipc.read_message(file), schema)
-                    batch = pa.RecordBatch.from_arrays([whole.column(name) for name in kept.names], schema=kept)
-                    batch.validate(full=True)  # offsets out of bounds would be followed all the same
+                    full_batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), schema)
+                    batch = pa.RecordBatch.from_arrays([full_batch.column(name) for name in kept.names], schema=kept)
+                    batch.validate(full=True)  # pyarrow would follow offsets out of bounds
                     yield offset, batch
                     mapped.madvise(mmap.MADV_DONTNEED, offset // mmap.PAGESIZE * mmap.PAGESIZE)
                     offset = file.tell()
@@ -169,7 +170,7 @@ class SegmentFile:
             self.problem = f"{self.path}: no whole batch from byte {offset} on: {str(error).splitlines()[0]}"
 
     def metadata(self) -> dict[str, Any]:
-        """The writer's metadata; {} where the segment can't be read."""
+        """The writer's metadata; {} if the segment can't be read."""
         try:
             with pa.memory_map(str(self.path)) as file:
                 return dict(json.loads((pa.ipc.read_schema(file).metadata or {}).get(_METADATA, b"{}")))

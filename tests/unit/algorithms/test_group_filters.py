@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headway.algorithms.aggregation import weighting
 from headway.algorithms.groups.batches import build_batch
 from headway.algorithms.groups.filters import FilteredGroup, GroupFilters
-from headway.algorithms.groups.hook_conformance import made_up_group
+from headway.algorithms.groups.hook_conformance import synthetic_group
 from headway.algorithms.groups.outcome import group_outcome, group_timeout
 from headway.algorithms.groups.rewards import credits_of, returns_to_go
 from headway.algorithms.samples import build_arrays, sequence_of_token
@@ -38,7 +38,7 @@ def experiment(**sections: dict[str, Any]) -> Experiment:
 
 def judge(members: tuple[float | str, ...], **sections: dict[str, Any]) -> FilteredGroup:
     leaving = GroupFilters(experiment(**sections), lambda rollout: "a response")
-    return leaving.judge(made_up_group(TASK, members))
+    return leaving.apply(synthetic_group(TASK, members))
 
 
 def advantages(judged: FilteredGroup, **sections: dict[str, Any]) -> dict[int, float]:
@@ -75,7 +75,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_defaults(members: tuple[float | str, ...], ending: str | None, reason: str, valid: int) -> None:
     judged = judge(members)
     assert (judged.outcome.ending, judged.outcome.reason, judged.outcome.valid) == (ending, reason, valid)
-    assert judged.finished == made_up_group(TASK, members)  # nothing is written that a default run has no use for
+    assert judged.finished == synthetic_group(TASK, members)  # nothing is written that a default run has no use for
 
 
 def test_default_rewards_of_any_scale_keep_their_differences() -> None:
@@ -105,7 +105,7 @@ def test_group_timeout(finished: tuple[int, ...], open_s: float, stopped: tuple[
 
 def late(*members: float | str) -> FinishedGroup:
     """A group of which those called "late" were stopped at the timeout."""
-    finished = made_up_group(TASK, tuple("discarded" if m == "late" else m for m in members))
+    finished = synthetic_group(TASK, tuple("discarded" if m == "late" else m for m in members))
     stopped = [
         msgspec.structs.replace(r, left_reason="group_timeout") if r.left == "discarded" else r
         for r in finished.rollouts
@@ -221,7 +221,7 @@ def test_a_hook_that_raises_fails_its_group_and_no_other(hook: str, own: ModuleT
     assert str(problem).startswith(
         f"hooks.{hook} = 'own:hook' raised IndexError: list index out of range (test_group_filters.py"
     )
-    assert judged.finished == made_up_group(TASK, (1.0, "failed", 0.0))
+    assert judged.finished == synthetic_group(TASK, (1.0, "failed", 0.0))
 
 
 def test_statistics_that_fail_cost_nothing_else(own: ModuleType) -> None:
@@ -241,10 +241,10 @@ def test_low_advantages() -> None:
 
 
 def test_overlong_members_leave() -> None:
-    finished = made_up_group(TASK, (1.0, 0.0, 0.5))
+    finished = synthetic_group(TASK, (1.0, 0.0, 0.5))
     cut = [msgspec.structs.replace(r, finish_reason="length") if r.member < 1 else r for r in finished.rollouts]
     leaving = GroupFilters(experiment(algorithm={"overlong": "filter"}), lambda rollout: "")
-    judged = leaving.judge(FinishedGroup(group=finished.group, rollouts=tuple(cut)))
+    judged = leaving.apply(FinishedGroup(group=finished.group, rollouts=tuple(cut)))
     assert judged.outcome.ending is None
     assert judged.finished.rollouts[0].ended == ("filtered", "overlong")
     assert advantages(judged) == {1: -0.25, 2: 0.25}
@@ -276,7 +276,7 @@ def test_padding_changes_no_gradient_weight(groups, aggregation, advantage) -> N
 
     def weights(pad: str) -> tuple[dict[str, float], int]:
         leaving = GroupFilters(experiment(hooks={"pad_group": pad}, **given_), lambda rollout: "")
-        judged = [leaving.judge(made_up_group(TASK, tuple(m), index=i)) for i, m in enumerate(groups)]
+        judged = [leaving.apply(synthetic_group(TASK, tuple(m), index=i)) for i, m in enumerate(groups)]
         kept = [j.finished for j in judged if j.outcome.ending is None]
         batch = build_batch(0, kept, experiment(**given_))
         arrays = build_arrays(batch)
@@ -321,11 +321,11 @@ def turned(finished: FinishedGroup, ends: tuple[int, ...], *rewards: tuple[float
 
 def test_each_turn_has_the_advantage_of_its_return() -> None:
     # Three tokens, turns of 1 and 2. Discount 0.5: returns (1 + 0.5 x 2, 2) and (0, 0); mean of all turns 1.
-    finished = turned(made_up_group(TASK, (0.0, 0.0)), (1, 3), (1.0, 2.0), (0.0, 0.0))
+    finished = turned(synthetic_group(TASK, (0.0, 0.0)), (1, 3), (1.0, 2.0), (0.0, 0.0))
     given_ = {"algorithm": {"turn_discount": 0.5}}
     batch = build_batch(0, [finished], experiment(**given_))
     assert [s.turn_advantages for s in batch.samples] == [(1.0, 1.0), (-1.0, -1.0)]
-    finished = turned(made_up_group(TASK, (0.0, 0.0)), (1, 3), (4.0, 0.0), (0.0, 0.0))
+    finished = turned(synthetic_group(TASK, (0.0, 0.0)), (1, 3), (4.0, 0.0), (0.0, 0.0))
     batch = build_batch(0, [finished], experiment(**given_))
     assert [s.turn_advantages for s in batch.samples] == [(3.0, -1.0), (-1.0, -1.0)]
     assert batch.samples[0].advantage == pytest.approx((3.0 - 2.0) / 3)  # mean over three tokens
@@ -337,14 +337,14 @@ def test_each_turn_has_the_advantage_of_its_return() -> None:
 
 
 def test_equal_outcomes_of_unlike_turns_are_no_zero_variance() -> None:
-    finished = turned(made_up_group(TASK, (0.0, 0.0)), (1, 3), (1.0, 0.0), (0.0, 1.0))
+    finished = turned(synthetic_group(TASK, (0.0, 0.0)), (1, 3), (1.0, 0.0), (0.0, 1.0))
     by_turn = GroupFilters(experiment(algorithm={"turn_discount": 0.5}), lambda rollout: "")
-    assert by_turn.judge(finished).outcome.ending is None
-    assert GroupFilters(experiment(), lambda rollout: "").judge(finished).outcome.reason == "zero_variance"
+    assert by_turn.apply(finished).outcome.ending is None
+    assert GroupFilters(experiment(), lambda rollout: "").apply(finished).outcome.reason == "zero_variance"
 
 
 def test_shaping_falls_on_the_last_turn() -> None:
-    rollout = turned(made_up_group(TASK, (0.0,)), (1, 3), (1.0, 2.0)).rollouts[0]
+    rollout = turned(synthetic_group(TASK, (0.0,)), (1, 3), (1.0, 2.0)).rollouts[0]
     assert credits_of(rollout, 3.0, 0.5) == [2.0, 2.0]
     assert credits_of(rollout, 2.0, 0.5) == [1.5, 1.0]  # a penalty of 1
     assert credits_of(rollout, 2.0, None) == [2.0]
@@ -353,7 +353,7 @@ def test_shaping_falls_on_the_last_turn() -> None:
 
 
 def test_turns_that_end_elsewhere_are_refused() -> None:
-    finished = turned(made_up_group(TASK, (0.0, 0.0)), (1, 2), (1.0, 2.0), (0.0, 0.0))
+    finished = turned(synthetic_group(TASK, (0.0, 0.0)), (1, 2), (1.0, 2.0), (0.0, 0.0))
     batch = build_batch(0, [finished], experiment(algorithm={"turn_discount": 0.5}))
     with pytest.raises(ValueError, match=r"rollout 0-0: 2 turn advantages, turns end at \[1, 2\] of 3 response tokens"):
         build_arrays(batch)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headway.algorithms.advantages import ADVANTAGES, KEY
-from headway.algorithms.groups.hook_conformance import CASES, advantage_violations, hook_violations, made_up_group
+from headway.algorithms.groups.hook_conformance import CASES, advantage_violations, hook_violations, synthetic_group
 from headway.algorithms.groups.hooks import ARGUMENTS, DEFAULTS, GroupHooks, resolve_hook, resolve_hooks
 from headway.config.hooks import HOOKS, HooksConfig
 from headway.records.errors import ConfigurationError
@@ -142,7 +142,7 @@ def test_what_breaks_it_is_named(short: str, function: Callable[..., Any], what:
 
 
 def test_a_padded_member_that_left_is_refused() -> None:
-    finished = made_up_group(TASK, CASES["two failed members"])
+    finished = synthetic_group(TASK, CASES["two failed members"])
     hooks = hooks_with("pad_group", lambda group, rollouts: [1])
     with pytest.raises(Exception, match=r"returned member 1: valid are \[0, 2\]"):
         hooks.copies(finished.group, finished.valid)

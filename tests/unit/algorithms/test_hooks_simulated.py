@@ -66,7 +66,7 @@ def require_sound(outcome: Outcome, steps: int = 8) -> None:
     assert max(step.trajectory_staleness.max for step in outcome.steps) <= queue.budget
     assert all(step.open_groups <= queue.groups_per_step * (queue.budget + 1) for step in outcome.steps)
     assert len(set(outcome.trained_groups)) == len(outcome.trained_groups)
-    assert outcome.event("books").data["balanced"] == 1
+    assert outcome.event("accounting").data["balanced"] == 1
     assert outcome.audit == []
 
 

@@ -144,5 +144,5 @@ def test_a_deep_trie_is_split_where_it_costs_least() -> None:
 
 def test_nothing_to_share_is_plain_packing() -> None:
     lengths = [5, 9, 3, 7, 7]
-    assert pack_trees(PrefixTree.apart(np.array(lengths)), 12, 2) == pack(lengths, 12, 2)
-    assert pack_trees(PrefixTree.apart(np.zeros(0, np.int64)), 8, 2) == [[[]], [[]]]
+    assert pack_trees(PrefixTree.separate(np.array(lengths)), 12, 2) == pack(lengths, 12, 2)
+    assert pack_trees(PrefixTree.separate(np.zeros(0, np.int64)), 8, 2) == [[[]], [[]]]

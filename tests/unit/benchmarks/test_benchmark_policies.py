@@ -17,7 +17,7 @@ def test_every_policy_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     policies = importlib.import_module("policies")
     config = str(ROOT / "examples" / "arithmetic" / "experiment.toml")
     loaded = {name: load_experiment(config, [*policies.COMMON, *keys]) for name, keys in policies.POLICIES.items()}
-    assert loaded["pruning"].pruning.on
+    assert loaded["pruning"].pruning.kinds
     assert loaded[policies.CONTROLLER].control.mode == "act"
     assert loaded[policies.SYNCHRONOUS].queue.budget == 0
     assert len({experiment.model_dump_json() for experiment in loaded.values()}) == len(loaded)

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from headway.buffer.copy import CopyService
+from headway.buffer.copy import AccountingReplicaService
 from headway.buffer.database import Statement
 from headway.buffer.store import GroupBuffer
 from headway.records.curriculum import TaskEvidence
@@ -76,7 +76,7 @@ def rows(path: Path) -> dict[str, list[Any]]:
 def test_copy_equals_the_original_after_a_thousand_transitions(tmp_path: Path, seed: int) -> None:
     journal: list[Any] = []
     buffer = GroupBuffer(tmp_path / "buffer.db", 24, journal=journal.append)
-    copy = CopyService(CONTEXT, folder=str(tmp_path / "copy"))
+    copy = AccountingReplicaService(CONTEXT, folder=str(tmp_path / "copy"))
     chosen, open_, buffered = random.Random(seed), [], []
     for _ in range(100):
         transit(buffer, chosen, open_, buffered)
@@ -103,7 +103,7 @@ def test_copy_refuses_a_gap_and_a_second_holder_and_sets_another_runs_books_asid
     folder.mkdir()
     (folder / "buffer.db").write_bytes(b"another's")
     GroupBuffer(tmp_path / "buffer.db", 4).close()
-    copy = CopyService(CONTEXT, folder=str(folder))
+    copy = AccountingReplicaService(CONTEXT, folder=str(folder))
     nothing: list[list[Statement]] = [[]]
     with pytest.raises(StorageFailed):
         copy.apply(1, nothing)
@@ -114,7 +114,7 @@ def test_copy_refuses_a_gap_and_a_second_holder_and_sets_another_runs_books_asid
         copy.apply(7, nothing)
     assert copy.apply(6, nothing) == 6
     with pytest.raises(RunLocked):
-        CopyService(CONTEXT, folder=str(folder))
+        AccountingReplicaService(CONTEXT, folder=str(folder))
     copy.close()
 
 
@@ -124,7 +124,7 @@ def test_books_set_aside_are_whole_also_after_a_kill_and_stay_when_the_copys_pro
     journal: list[Any] = []
     buffer = GroupBuffer(tmp_path / "buffer.db", 24, journal=journal.append)
     empty = (tmp_path / "buffer.db").read_bytes()
-    copy = CopyService(CONTEXT, folder=str(tmp_path / "copy"))
+    copy = AccountingReplicaService(CONTEXT, folder=str(tmp_path / "copy"))
     copy.store(empty)
     copy.replace(0)
     buffer.admit(group(0, 0))
@@ -135,7 +135,7 @@ def test_books_set_aside_are_whole_also_after_a_kill_and_stay_when_the_copys_pro
     copy.close()
     buffer.close()
     for again in (False, True):
-        successor = CopyService(CONTEXT, folder=str(killed), again=again)
+        successor = AccountingReplicaService(CONTEXT, folder=str(killed), again=again)
         successor.store(empty)
         successor.replace(0)
         successor.close()

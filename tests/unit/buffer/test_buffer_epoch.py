@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headway.buffer import epoch as epochs
-from headway.buffer.epoch import EpochRegister, keeping, take_epoch
+from headway.buffer.epoch import EpochRegister, epoch_renewal, take_epoch
 from headway.buffer.store import GroupBuffer
 from headway.control.epoch import successor
 from headway.records.errors import ConfigurationError, EpochLost, RunLocked
@@ -46,7 +46,7 @@ def test_epochs_count_up_and_a_process_of_this_machine_is_followed_at_once(tmp_p
     async def main(clock: Clock) -> None:
         for number in (1, 2):
             assert (await take_epoch(tmp_path, ORPHAN_S, clock)).number == number  # killed: it releases nothing
-        async with keeping(await take_epoch(tmp_path, ORPHAN_S, clock)):
+        async with epoch_renewal(await take_epoch(tmp_path, ORPHAN_S, clock)):
             pass
         with on_machine(tmp_path, "b"):
             assert (await take_epoch(tmp_path, ORPHAN_S, clock)).number == 4  # it was released
@@ -72,7 +72,7 @@ def test_living_holder_elsewhere_is_named_and_a_dead_one_followed_when_it_has_ex
                 await take_epoch(tmp_path, ORPHAN_S, clock)
             keeper.cancel()
             started_s = clock.now()
-            second = await take_epoch(tmp_path, ORPHAN_S, clock, say=said.append)
+            second = await take_epoch(tmp_path, ORPHAN_S, clock, report=said.append)
             assert ORPHAN_S < clock.now() - started_s < 1.2 * ORPHAN_S
         second.require()
         with pytest.raises(EpochLost, match=r"process \d+ on .* has taken epoch 2"):
@@ -116,7 +116,7 @@ def test_orchestrator_that_cannot_renew_ends_and_commits_nothing_more(tmp_path: 
         away = (tmp_path / "epoch").rename(tmp_path / "unreachable")
         started_s = clock.now()
         with pytest.raises(EpochLost, match="renewed in"):
-            async with keeping(held):
+            async with epoch_renewal(held):
                 await clock.sleep(1e6)
         assert clock.now() - started_s <= ORPHAN_S + 2 * ORPHAN_S / 5
         buffer.admit(group(1))
@@ -142,9 +142,9 @@ def test_stopped_process_that_nobody_followed_keeps_its_epoch(tmp_path: Path) ->
 
 def test_swap_replaces_the_expected_record_alone_and_may_be_repeated(tmp_path: Path) -> None:
     register = EpochRegister(tmp_path)
-    first = register.look()
+    first = register.read()
     second = successor(first, "a")
     assert register.swap(first, second)
     assert register.swap(first, second)  # a network file system repeats a request whose answer was lost
     assert not register.swap(first, successor(first, "b"))
-    assert EpochRegister(tmp_path).look() == second
+    assert EpochRegister(tmp_path).read() == second

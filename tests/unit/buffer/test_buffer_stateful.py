@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headway.buffer.store import GroupBuffer
-from headway.control.books import Books
+from headway.control.books import Accounting
 from headway.records.generation import VersionSpan
 from headway.records.rollout import Batch, Failure, FinishedGroup, Group, Rollout
 from headway.records.task import Task
@@ -39,7 +39,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.root = Path(tempfile.mkdtemp(prefix="headway-buffer-"))
         self.generation = 0
         self.buffer = GroupBuffer(self.root / "0.db", CAPACITY)
-        self.books = Books()
+        self.accounting = Accounting()
         self.groups = {}  # index -> (group, {member: rollout}, state)
         self.step = 0
         self.log = {}
@@ -63,7 +63,7 @@ class BufferMachine(RuleBasedStateMachine):
         for member in range(self.groups[index][0].size):
             done = self.groups[index][1].get(member)
             if done is None or done.failure is None:
-                self.books.end(index, member, ending, reason)
+                self.accounting.end(index, member, ending, reason)
         del self.groups[index]
 
     @precondition(lambda self: len(self.groups) < CAPACITY)
@@ -73,13 +73,13 @@ class BufferMachine(RuleBasedStateMachine):
         task = Task(task_id=str(index), prompt="p")
         group = Group(index=index, task=task, prompt_ids=(1, 2), size=size, admitted_version=self.step, admitted_s=0.0)
         self.buffer.admit(group)
-        self.books.admit(index, size)
+        self.accounting.admit(index, size)
         self.groups[index] = (group, {}, "open")
 
     def enter(self, index, done):
         self.groups[index][1][done.member] = done
         if done.failure is not None:
-            self.books.end(index, done.member, "failed", "reward", "reward")
+            self.accounting.end(index, done.member, "failed", "reward", "reward")
 
     @precondition(lambda self: self.has("open"))
     @rule(data=st.data(), failed=st.sets(st.integers(0, 2)), ending=st.sampled_from([None, None, "filtered", "failed"]))
@@ -171,10 +171,10 @@ class BufferMachine(RuleBasedStateMachine):
     def the_books_balance(self):
         if not hasattr(self, "buffer"):
             return
-        stored = self.buffer.books()
-        assert stored.reasons == self.books.reasons
-        assert stored.failures == self.books.failures
-        self.books.check(**self.buffer.rollout_counts())
+        stored = self.buffer.accounting()
+        assert stored.reasons == self.accounting.reasons
+        assert stored.failures == self.accounting.failures
+        self.accounting.check(**self.buffer.rollout_counts())
         stored.check(**self.buffer.rollout_counts())
 
     @invariant()

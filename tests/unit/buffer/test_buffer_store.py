@@ -9,7 +9,7 @@ from headway.buffer.store import GroupBuffer
 from headway.buffer.view import read_history
 from headway.records.curriculum import Draw, TaskEvidence
 from headway.records.environment import PartialRollout
-from headway.records.errors import BooksUnbalanced, BufferCorrupt, BufferFull, StorageFailed
+from headway.records.errors import AccountingUnbalanced, BufferCorrupt, BufferFull, StorageFailed
 from headway.records.generation import PartialResponse, VersionSpan
 from headway.records.rollout import Batch, Failure, FinishedGroup, Group, Rollout
 from headway.records.task import Task
@@ -115,11 +115,11 @@ def test_open_groups_are_generated_again_and_failed_members_of_finished_ones_hav
     first, second = again.open_groups()
     assert (first.state, first.finished) == ("buffered", finished(owner, failed={0}))
     assert (second.state, second.finished, second.rollouts) == ("open", None, ())
-    assert again.books().open_rollouts == 5  # the failed one has ended
-    assert dict(again.books().failures) == {"engine": 1}
+    assert again.accounting().open_rollouts == 5  # the failed one has ended
+    assert dict(again.accounting().failures) == {"engine": 1}
     again.end_group(unfinished.index, "overdue", "budget")
     train(again, 0)
-    assert dict(again.books().endings) == {"trained": 2, "failed": 1, "overdue": 3}
+    assert dict(again.accounting().endings) == {"trained": 2, "failed": 1, "overdue": 3}
     assert again.audit() == []
 
 
@@ -132,9 +132,9 @@ def test_a_committed_batch_is_pending_after_a_kill_and_is_trained_unchanged(buff
     assert pending is not None
     assert (pending.step, pending.attempt, pending.outcome) == (0, 0, None)
     assert [g.group.index for g in pending.groups] == [0, 2]
-    with pytest.raises(BooksUnbalanced, match="should be open or buffered, but is batched"):
+    with pytest.raises(AccountingUnbalanced, match="should be open or buffered, but is batched"):
         again.end_group(0, "overdue", "budget")
-    with pytest.raises(BooksUnbalanced, match="is committed and not completed"):
+    with pytest.raises(AccountingUnbalanced, match="is committed and not completed"):
         again.commit_batch(Batch(step=0, groups=(1,)))
     again.complete_step(0, "trained")
     assert again.pending_batch() is None
@@ -157,14 +157,14 @@ def test_a_batch_committed_in_parts_is_pending_and_replayed_in_the_same_parts(bu
         lambda: again.commit_batch(Batch(step=0, groups=(0,)), further=True),  # in it already
         lambda: again.commit_batch(Batch(step=1, groups=(2,)), further=True),
     ):
-        with pytest.raises(BooksUnbalanced):
+        with pytest.raises(AccountingUnbalanced):
             refused()
     again.commit_batch(Batch(step=0, groups=(2,)), further=True)
     assert again.audit() == []
     again.complete_step(0, "trained")
     assert again.consumed() == {0: [1, 3, 0, 2]}
     assert again.audit() == []
-    with pytest.raises(BooksUnbalanced, match="no batch is committed"):
+    with pytest.raises(AccountingUnbalanced, match="no batch is committed"):
         again.commit_batch(Batch(step=1, groups=(4,)), further=True)
 
 
@@ -182,7 +182,7 @@ def test_replay_gives_the_same_batches_with_payloads_and_changes_nothing(buffer)
     assert logged[0].groups[0] == finished(group(0))
     buffer.complete_step(1, "trained")  # replayed: already known
     assert buffer.completed_steps == 2
-    with pytest.raises(BooksUnbalanced, match="ends as skipped"):
+    with pytest.raises(AccountingUnbalanced, match="ends as skipped"):
         buffer.complete_step(1, "skipped")  # the replay must not end otherwise
     with pytest.raises(BufferCorrupt, match="the log ends at step 3"):
         list(buffer.batches_since(4))
@@ -197,7 +197,7 @@ def test_a_skipped_step_discards_its_groups_and_the_step_is_tried_again(buffer):
     assert buffer.commit_batch(Batch(step=0, groups=(1,))) == 1
     buffer.complete_step(0, "trained")
     assert [(b.step, b.attempt) for b in buffer.batches_since(0)] == [(0, 1)]
-    assert dict(buffer.books().reasons) == {("discarded", "skipped: loss is nan"): 2, ("trained", "step 0"): 2}
+    assert dict(buffer.accounting().reasons) == {("discarded", "skipped: loss is nan"): 2, ("trained", "step 0"): 2}
     assert buffer.audit() == []
 
 
@@ -218,7 +218,7 @@ def test_payloads_stay_until_the_oldest_kept_checkpoint_covers_them(buffer, path
     assert [b.step for b in buffer.batches_since(2)] == [2]
     with pytest.raises(BufferCorrupt, match="released, so a checkpoint of at least that version is needed"):
         list(buffer.batches_since(1))
-    with pytest.raises(BooksUnbalanced, match="3 steps are completed"):
+    with pytest.raises(AccountingUnbalanced, match="3 steps are completed"):
         buffer.release_covered(4)
     buffer.end_group(3, "overdue", "budget")
     buffer.end_group(owners[4].index, "overdue", "budget")
@@ -283,7 +283,7 @@ def test_whatever_is_out_of_turn_is_refused_and_changes_nothing(buffer):
         lambda: buffer.admit(group(0)),
     ]
     for call in calls:
-        with pytest.raises(BooksUnbalanced):
+        with pytest.raises(AccountingUnbalanced):
             call()
     buffer.finish_group(finished(a))
     buffer.finish_group(finished(b))
@@ -293,10 +293,10 @@ def test_whatever_is_out_of_turn_is_refused_and_changes_nothing(buffer):
         lambda: buffer.commit_batch(Batch(step=0, groups=(1, 0))),
         lambda: buffer.commit_batch(Batch(step=0, groups=(1, 1))),
     ):
-        with pytest.raises(BooksUnbalanced):
+        with pytest.raises(AccountingUnbalanced):
             call()
     train(buffer, 0, 1)
-    assert dict(buffer.books().endings) == {"trained": 4}
+    assert dict(buffer.accounting().endings) == {"trained": 4}
     assert buffer.audit() == []
 
 
@@ -345,7 +345,7 @@ def test_damaged_foreign_and_newer_files_are_refused_by_name(tmp_path):
     connection.close()
     with pytest.raises(
         BufferCorrupt,
-        match="has schema 99, and this Headway reads schema 6: resume the run with",
+        match="has schema 99, and this Headway reads schema 7: resume the run with",
     ):
         GroupBuffer(newer, 4)
 
@@ -375,7 +375,7 @@ def test_length_bias_and_books_are_rebuilt_from_disk(buffer, path, tmp_path):
     buffer.end_group(2, "filtered", "zero_variance")
     buffer.end_group(3, "overdue", "budget")
     again = reopened(path, tmp_path)
-    books = again.books()
+    books = again.accounting()
     books.check(**again.rollout_counts())
     assert again.rollout_counts() == {"admitted": 8, "open_now": 0}
     bias = again.length_bias(2)
@@ -439,8 +439,8 @@ def test_parked_members_are_kept_until_their_group_finishes(path, tmp_path):
     assert [record.parked for record in after.open_groups()] == [()]
     assert after.audit() == buffer.audit() == []
     assert after.length_bias(2).statistics().cut_share == 0.0  # group 0 isn't ended: the cohort is open
-    with pytest.raises(BooksUnbalanced, match="should be open"):
+    with pytest.raises(AccountingUnbalanced, match="should be open"):
         buffer.park(first)
     buffer.admit(group(2))
-    with pytest.raises(BooksUnbalanced, match="member 2 of group 2, which has 2"):
+    with pytest.raises(AccountingUnbalanced, match="member 2 of group 2, which has 2"):
         buffer.park(PartialRollout(group=2, member=2, response=part, resumes=0))

@@ -192,7 +192,7 @@ def test_train_hands_over_experiment_resume_and_view(
     assert cli.main(["train", str(config), "--queue.budget=8", "--resume"]) == 0
     assert "0.452 before → 0.930 after" in capsys.readouterr().out
     assert cli.main(["train", str(config), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["books_balanced"] is True
+    assert json.loads(capsys.readouterr().out)["accounting_balanced"] is True
     assert calls == [(8, True, True), (4, False, False)]
 
 

@@ -268,7 +268,9 @@ def test_generated_training_tasks_make_room_for_held_out_ones(setup: Setup, monk
         if sources[0].source == "jsonl":
             return read(sources, seed)
         made = tuple(
-            Task(task_id=p, prompt=p, source=s.called) for s, part in zip(sources, parts(), strict=False) for p in part
+            Task(task_id=p, prompt=p, source=s.display_name)
+            for s, part in zip(sources, parts(), strict=False)
+            for p in part
         )
         return TaskSet(name="made", tasks=made)
 

@@ -107,7 +107,7 @@ def test_what_is_unknown_is_called_unknown() -> None:
 
 
 def test_shared_devices_and_the_changes() -> None:
-    text = printed(report_of(shape={"lent_replicas": 1}, at_once=False, decode_beside_tokens_per_s=None))
+    text = printed(report_of(shape={"yielded_replicas": 1}, at_once=False, decode_beside_tokens_per_s=None))
     assert "take turns" in row(text, "balance")
     assert "one after the other" in row(text, "measured")
     slow = printed(report_of(train_token_s=1e-3, shape={"budget": 4}))
@@ -119,7 +119,7 @@ def test_shared_devices_and_the_changes() -> None:
 def test_progress_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     at = iter([0.0, 2.5])
     CalibrationProgress(now=lambda: next(at))("verifies")
-    CalibrationProgress(quiet=True)("unheard")
+    CalibrationProgress(silent=True)("unheard")
     captured = capsys.readouterr()
     assert captured.err.strip() == "2.5 s  verifies"
     assert captured.out == ""
@@ -234,7 +234,7 @@ def findings_of(lengths: LengthDistribution, shape: dict[str, Any] | None = None
 
 @pytest.fixture
 def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(previewing, "look_at_residents", lambda *a: None)
+    monkeypatch.setattr(previewing, "check_resident_memory", lambda *a: None)
 
 
 @pytest.mark.usefixtures("small_model")

@@ -46,7 +46,7 @@ def test_a_file_that_is_elsewhere_is_looked_for_below(tmp_path: Path, monkeypatc
 def test_advantages_and_losses_match_implementations() -> None:
     assert set(schema.ADVANTAGES) == {
         *advantages.ADVANTAGES,
-        *advantages.ADVANTAGES_OF_MORE,
+        *advantages.CONTEXT_ADVANTAGES,
         *advantages.BATCH_ADVANTAGES,
     }
     assert not advantages.ADVANTAGES.keys() & advantages.BATCH_ADVANTAGES.keys()

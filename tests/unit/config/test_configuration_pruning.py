@@ -22,17 +22,17 @@ def of(*pruners: dict[str, Any], audit_share: float = 0.05, **sections: dict[str
 
 
 def test_it_is_off_by_default_and_each_table_is_a_pruner() -> None:
-    assert of().pruning.on == ()
+    assert of().pruning.kinds == ()
     everything = of(
         {"kind": "length", "tokens": 99},
         {"kind": "verifier", "verifier": "numeric"},
         *({"kind": kind} for kind in ("relative_length", "budget", "repetition", "group")),
         {"kind": "value", "below": 0.1},
     ).pruning
-    assert everything.on == PRUNERS
+    assert everything.kinds == PRUNERS
     assert [everything.mode_of(name) for name in PRUNERS] == ["score"] * 4 + ["drop"] * 3
     assert everything.needs_rewards
-    assert {kind: judge.verifier for kind, judge in everything.judges.items()} == {"verifier": "numeric"}
+    assert {kind: judge.verifier for kind, judge in everything.verifier_pruners.items()} == {"verifier": "numeric"}
 
 
 @pytest.mark.parametrize(

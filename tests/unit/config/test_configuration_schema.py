@@ -50,4 +50,4 @@ def test_the_largest_group_is_what_concurrency_has_room_for() -> None:
 
 def test_a_task_of_the_band_rests_at_least_while_a_group_of_it_may_be_open() -> None:
     queue = {"groups_per_step": 4, "budget": 3}
-    assert experiment(queue=queue).task_rest_groups == (16, 64)
+    assert experiment(queue=queue).task_cooldown_groups == (16, 64)

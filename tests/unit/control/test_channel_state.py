@@ -68,7 +68,7 @@ def schedule(seed: int) -> None:
         elif choice < 0.92:  # it dies: what it had is there again, before everything later
             if name in waiting:
                 came_back += len(waiting.pop(name).items)
-            returned = channel.bring_back(name)
+            returned = channel.redeliver(name)
             assert returned == len(held[name]), seed
             expected = sorted(expected + held[name])
             held[name] = []

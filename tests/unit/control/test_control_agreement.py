@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headway.control.agreement import LIMITS, coarser, compare, disagreement, parting_layer
+from headway.control.agreement import LIMITS, coarser, compare, disagreement, divergent_layer
 from headway.records.generation import PROBE_TOKENS, PathScores, Probe, ProbeScores, probe_ids
 
 EXPECTED = [-1.0, -2.0, -3.0]
@@ -68,15 +68,15 @@ def changed_from(at: int, share: float, rounding: float) -> np.ndarray:
 def test_the_layer_that_makes_the_difference_grow_is_named(precision: str, at: int) -> None:
     got = changed_from(at, 0.3, 2 * LIMITS[precision].rounding)
     where = "at the embedding" if at == 0 else f"in layer {at - 1} of 4 (model.layers.{at - 1})"
-    assert f"hidden states part {where}" in parting_layer(got, states(), precision)
+    assert f"hidden states part {where}" in divergent_layer(got, states(), precision)
 
 
 def test_hidden_states_that_agree_point_to_the_head() -> None:
-    assert "the output head" in parting_layer(changed_from(5, 0.3, 1e-7), states(), "float32")
+    assert "the output head" in divergent_layer(changed_from(5, 0.3, 1e-7), states(), "float32")
     broken = states()
     broken[3:, 5] = np.nan
-    assert "in layer 2 of 4" in parting_layer(broken, states(), "float32")
-    assert "one side has 3 layers, the other 4" in parting_layer(states(3), states(), "float32")
+    assert "in layer 2 of 4" in divergent_layer(broken, states(), "float32")
+    assert "one side has 3 layers, the other 4" in divergent_layer(states(3), states(), "float32")
 
 
 def scores(paths: dict[str, list[float]], precision: str = "float32") -> ProbeScores:

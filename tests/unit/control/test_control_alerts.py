@@ -23,9 +23,9 @@ from headway.control.alerts import (
     divergence,
     entropy_collapse,
     full_disk,
-    lengths_running_away,
     no_step,
     reward_hacking,
+    runaway_lengths,
     skipped_steps,
 )
 from headway.records.ledger import EvaluationRecord, LedgerLine, StepRecord
@@ -119,7 +119,7 @@ def test_lengths_run_away_when_many_more_are_cut_or_they_grow_within_few_steps()
     def grown(factor: float, cut: float, cut_before: float = 0.0) -> str:
         before = [step(n, lengths__truncated_share=cut_before) for n in range(30)]
         changes = {"lengths__mean": 200.0 * factor, "lengths__truncated_share": cut}
-        return lengths_running_away(history([*before, *(step(30 + n, **changes) for n in range(8))]))
+        return runaway_lengths(history([*before, *(step(30 + n, **changes) for n in range(8))]))
 
     assert "from 200 to 320 tokens; 50% are cut, at the start 0%" in grown(1.6, 0.5)
     assert grown(1.4, 0.9) == ""

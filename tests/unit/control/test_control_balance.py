@@ -24,7 +24,7 @@ WAITS = st.builds(
     WaitShares,
     trainer=SHARES,
     generator=SHARES,
-    lent=st.sampled_from([0.0, 0.0, 0.3]),
+    yielded=st.sampled_from([0.0, 0.0, 0.3]),
     environment=st.sampled_from([0.0, 0.4, 0.4001]),
 )
 # What the doctor may say binds, by what the report says.
@@ -70,7 +70,7 @@ def test_report_and_live_view_say_the_same_of_the_same_steps(each: list[WaitShar
                 step,
                 trainer_wait_ratio=waits.trainer,
                 generator_wait_ratio=waits.generator,
-                generator_lent_ratio=waits.lent,
+                generator_yielded_ratio=waits.yielded,
                 flow=QueueFlow(generating_s=step + 1, environment_s=waits.environment * (step + 1)),
             )
         )
@@ -84,7 +84,7 @@ def test_report_and_live_view_say_the_same_of_the_same_steps(each: list[WaitShar
 @given(WAITS)
 def test_the_rule_has_no_favourite_side(waits: WaitShares) -> None:
     mirror = {"generation-bound": "training-bound", "training-bound": "generation-bound"}
-    other = WaitShares(trainer=waits.generator, generator=waits.trainer, lent=waits.lent, environment=waits.environment)
+    other = WaitShares(trainer=waits.generator, generator=waits.trainer, yielded=waits.yielded, environment=waits.environment)
     one = balance_of(waits, 4)
     assert balance_of(other, 4) == mirror.get(one, one)
 

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.control.books import Books
-from headway.records.errors import BooksUnbalanced
+from headway.control.books import Accounting
+from headway.records.errors import AccountingUnbalanced
 from headway.records.rollout import ENDINGS
 
 
 def test_worked_example_of_the_docstring():
-    books = Books()
+    books = Accounting()
     books.admit(0, 2)
     books.end(0, 0, "trained", "step")
     books.end(0, 1, "failed", "timeout", "engine")
@@ -21,7 +21,7 @@ def test_worked_example_of_the_docstring():
 
 
 def test_a_second_ending_is_refused_and_counts_nothing():
-    books = Books()
+    books = Accounting()
     books.admit(0, 1)
     books.admit(1, 2)
     books.end(0, 0, "trained", "step 0")
@@ -30,13 +30,13 @@ def test_a_second_ending_is_refused_and_counts_nothing():
         lambda: books.end(1, 2, "trained", "step 0"),
         lambda: books.end_group(0, "overdue", "budget"),
     ):
-        with pytest.raises(BooksUnbalanced):
+        with pytest.raises(AccountingUnbalanced):
             call()
-    with pytest.raises(BooksUnbalanced, match="never admitted"):
+    with pytest.raises(AccountingUnbalanced, match="never admitted"):
         books.end(5, 0, "failed", "x")
-    with pytest.raises(BooksUnbalanced, match="admitted again"):
+    with pytest.raises(AccountingUnbalanced, match="admitted again"):
         books.admit(0, 1)
-    with pytest.raises(BooksUnbalanced, match="none of trained"):
+    with pytest.raises(AccountingUnbalanced, match="none of trained"):
         books.end(1, 0, "lost", "x")  # type: ignore[arg-type]
     assert books.endings.total() == 1
     books.check(admitted=3, open_now=2)
@@ -44,18 +44,18 @@ def test_a_second_ending_is_refused_and_counts_nothing():
 
 @pytest.mark.parametrize(("admitted", "open_now"), [(4, 2), (3, 1), (2, 2)])
 def test_check_finds_any_difference(admitted, open_now):
-    books = Books()
+    books = Accounting()
     books.admit(0, 3)
     books.end(0, 1, "filtered", "zero_variance")
     books.check(admitted=3, open_now=2)
-    with pytest.raises(BooksUnbalanced, match="do not balance"):
+    with pytest.raises(AccountingUnbalanced, match="do not balance"):
         books.check(admitted=admitted, open_now=open_now)
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.integers(1, 4), max_size=12), st.randoms(use_true_random=False))
 def test_any_order_of_endings_balances_and_restores(sizes, random):
-    books = Books()
+    books = Accounting()
     for index, size in enumerate(sizes):
         books.admit(index, size)
     rollouts = [(g, m) for g, size in enumerate(sizes) for m in range(size)]
@@ -75,11 +75,11 @@ def test_any_order_of_endings_balances_and_restores(sizes, random):
     for g, m in rollouts[cut:]:
         left.setdefault(g, []).append(m)
     assert sorted(books.open_groups) == sorted(left)
-    again = Books()
+    again = Accounting()
     again.restore(next_index=len(sizes), open_members=left, ended=dict(books.reasons), failures=books.failures)
     again.check(admitted=len(rollouts), open_now=len(rollouts) - cut)
     for g in left:
         again.end_group(g, "discarded", "end of run")
     again.check(admitted=len(rollouts), open_now=0)
-    with pytest.raises(BooksUnbalanced):
+    with pytest.raises(AccountingUnbalanced):
         again.admit(len(sizes) - 1, 1) if sizes else again.end(0, 0, "failed", "x")

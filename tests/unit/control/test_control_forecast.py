@@ -154,7 +154,7 @@ def test_synchronous_runs_are_told_to_overlap() -> None:
 
 
 def test_shared_devices_take_turns() -> None:
-    apart, shared = forecast_of(budget=6), forecast_of(budget=6, lent_replicas=1)
+    apart, shared = forecast_of(budget=6), forecast_of(budget=6, yielded_replicas=1)
     assert shared.ideal_per_s == pytest.approx(1 / (1 / shared.effective_per_s + 1 / shared.consumption_per_s))
     assert shared.outcome.samples_per_s == pytest.approx(shared.ideal_per_s, rel=0.1)
     assert shared.outcome.samples_per_s < 0.8 * apart.outcome.samples_per_s
@@ -165,7 +165,7 @@ def test_of_two_replicas_one_may_be_lent() -> None:
     """The other goes on: between a generator of its own and one that stands still."""
     two = {"replicas": 2, "slots": 16, "kv_tokens": 16 * 60, "budget": 6}
     slow = {"decode_request_s": 1e-3, "decode_beside_tokens_per_s": None}
-    none, one, both = (forecast_of(slow, **two, lent_replicas=lent) for lent in (0, 1, 2))
+    none, one, both = (forecast_of(slow, **two, yielded_replicas=yielded) for yielded in (0, 1, 2))
     rates = [found.outcome.samples_per_s for found in (both, one, none)]
     assert rates == sorted(rates)
     assert rates[1] > 1.1 * rates[0]

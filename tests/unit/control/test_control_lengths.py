@@ -25,7 +25,7 @@ def test_without_censoring_it_is_the_sample_itself() -> None:
     lengths = [1, 4, 4, 9, 30]
     found = length_distribution([(length, True) for length in lengths], 50)
     assert found.mean_tokens == pytest.approx(sum(lengths) / 5)
-    assert [found.at(q) for q in (0.0, 0.2, 0.21, 0.6, 0.8, 0.99)] == [1, 1, 4, 4, 9, 30]
+    assert [found.quantile(q) for q in (0.0, 0.2, 0.21, 0.6, 0.8, 0.99)] == [1, 1, 4, 4, 9, 30]
 
 
 def test_what_was_cut_off_is_not_short() -> None:
@@ -51,7 +51,7 @@ def test_nothing_ended() -> None:
     found = length_distribution([(7, False), (3, False)], 160)
     assert found.mean_least_tokens == 7
     assert found.mean_tokens == found.mean_most_tokens == 160
-    assert found.at(0.01) == found.at(0.99) == 160
+    assert found.quantile(0.01) == found.quantile(0.99) == 160
     summary = found.summary(0.0)
     assert not summary.p99_seen
     assert summary.finished == 0
@@ -63,23 +63,23 @@ def test_the_tail_goes_on_at_the_mean_hazard_and_ends_at_the_limit() -> None:
     found = length_distribution([(10, True), (10, True), (10, True), (20, False)], 1000)
     assert found.tail_share == pytest.approx(0.25)  # a hazard of ln 4 / 20 per token
     assert found.mean_tokens == pytest.approx(10 + 10 / 4 + 0.25 * 20 / 1.3863, rel=1e-3)
-    assert found.at(0.75) == 10
-    assert found.at(0.9375) == pytest.approx(40, abs=1)  # another ln 4 is another 20 tokens
-    assert length_distribution([(10, True), (20, False)], 25).at(0.999) == 25
+    assert found.quantile(0.75) == 10
+    assert found.quantile(0.9375) == pytest.approx(40, abs=1)  # another ln 4 is another 20 tokens
+    assert length_distribution([(10, True), (20, False)], 25).quantile(0.999) == 25
 
 
 def test_responses_at_the_limit_have_ended() -> None:
     found = length_distribution([(5, True), (40, False), (40, True)], 40)
     assert found.truncated == 2
     assert found.tail_share == 0.0
-    assert found.at(0.9) == 40
+    assert found.quantile(0.9) == 40
 
 
 def test_a_smaller_limit_cuts_the_same_responses() -> None:
     found = length_distribution([(length, True) for length in (2, 8, 8, 50)], 100)
     cut = found.capped(8)
     assert cut.mean_tokens == pytest.approx((2 + 8 + 8 + 8) / 4)
-    assert cut.at(0.99) == 8
+    assert cut.quantile(0.99) == 8
     assert found.capped(60).mean_tokens == found.mean_tokens
 
 
@@ -90,7 +90,7 @@ def test_bounds_and_monotony(observations: Observations, limit: int) -> None:
     assert list(found.survival) == sorted(found.survival, reverse=True)
     assert 0 <= found.mean_least_tokens <= found.mean_tokens + 1e-9
     assert found.mean_tokens <= found.mean_most_tokens + 1e-9 <= limit + 1e-6
-    quantiles = [found.at(i / 20) for i in range(20)]
+    quantiles = [found.quantile(i / 20) for i in range(20)]
     assert quantiles == sorted(quantiles)
     assert 1 <= quantiles[0] <= quantiles[-1] <= limit
 
@@ -98,7 +98,7 @@ def test_bounds_and_monotony(observations: Observations, limit: int) -> None:
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=40))
 def test_the_mean_is_that_of_the_quantile_function(lengths: list[int]) -> None:
     found: LengthDistribution = length_distribution([(length, True) for length in lengths], 60)
-    drawn = [found.at((i + 0.5) / len(lengths)) for i in range(len(lengths))]
+    drawn = [found.quantile((i + 0.5) / len(lengths)) for i in range(len(lengths))]
     assert sum(drawn) / len(drawn) == pytest.approx(found.mean_tokens)
 
 

@@ -16,7 +16,7 @@ from placement_cases import large_case, small_case
 from plan_timeline import run_plan
 
 from headway.control.placement.graph import fold
-from headway.control.placement.options import Choices, SearchSettings
+from headway.control.placement.options import OptionTable, SearchSettings
 from headway.control.placement.pipelines import Expansions, Label, Pipelines, elapsed_s, undominated
 from headway.control.placement.reasons import busy_shares, explain
 from headway.control.placement.search import place
@@ -194,9 +194,9 @@ def test_bounds_leave_no_better_plan_out(seed: int):
     """On pools too large for brute force: the shortest path over phases of which each is computed without any bound."""
     workflow, pool = large_case(24, 5, seed=seed)
     chunks = sorted(workflow.granularities)
-    pipelines = Pipelines(fold(workflow), Choices(workflow, pool, SearchSettings()), chunks, Expansions(10**9))
+    pipelines = Pipelines(fold(workflow), OptionTable(workflow, pool, SearchSettings()), chunks, Expansions(10**9))
     best = {0: 0.0}
-    whole = pipelines.body.whole
+    whole = pipelines.body.all_units
     for below, above in pipelines.body.steps(whole)[:-1]:
         for larger, units in above:
             switch_s = max(unit.switch_s for n, unit in enumerate(pipelines.body.units) if units >> n & 1)

@@ -104,7 +104,7 @@ def test_how_deep_the_pipeline_must_be(concurrency: int, shares: dict[int, float
     train_s=st.floats(0.01, 2.0),
     overdue=st.sampled_from(["wait", "drop", "mask"]),
     beside=st.sampled_from([1.0, 1.5]),
-    lent_share=st.sampled_from([0.0, 0.5, 1.0]),
+    yielded_share=st.sampled_from([0.0, 0.5, 1.0]),
     acceptance=st.sampled_from([1.0, 0.5]),
     seldom=st.booleans(),
 )
@@ -116,7 +116,7 @@ def test_no_schedule_breaks_the_budget_or_the_clock(
     train_s: float,
     overdue: Any,
     beside: float,
-    lent_share: float,
+    yielded_share: float,
     acceptance: float,
     seldom: bool,
 ) -> None:
@@ -133,7 +133,7 @@ def test_no_schedule_breaks_the_budget_or_the_clock(
         pause_s=0.01,
         overdue=overdue,
         beside=beside,
-        lent_share=lent_share,
+        yielded_share=yielded_share,
         acceptance=acceptance,
         steps_per_publish=budget + 1 if seldom else 1,
     )
@@ -161,7 +161,7 @@ def test_sides_that_share_devices_take_turns() -> None:
     short = {"length_at": lambda q: 10, "budget": 6, "train_fixed_s": 0.1}  # 160 samples/s each
     apart = simulate(model_of(**short))
     assert apart.samples_per_s == pytest.approx(160, rel=0.05)
-    shared = simulate(model_of(**short, lent_share=1.0))
+    shared = simulate(model_of(**short, yielded_share=1.0))
     assert shared.samples_per_s == pytest.approx(80, rel=0.1)
     assert shared.trainer_wait == pytest.approx(0.5, abs=0.05)
     assert shared.generator_wait == pytest.approx(0.5, abs=0.05)

@@ -54,8 +54,8 @@ def test_affinity_never_beats_load_by_more_than_it_saves_and_nobody_is_asked_who
     assert best.outstanding_tokens - best.saved_tokens <= min(one.outstanding_tokens for one in peers)
     if best.standing == "resting":
         assert "serving" not in standings
-        assert "lent" not in standings
-    if best.standing == "lent":  # no serving one had room
+        assert "yielded" not in standings
+    if best.standing == "yielded":  # no serving one had room
         serving = [one for one in loads if one.standing == "serving"]
         assert all(one.capacity_tokens is not None for one in serving)
         assert all(one.outstanding_tokens + needed > (one.capacity_tokens or 0) for one in serving)
@@ -68,9 +68,9 @@ def test_examples():
     assert choose_replica([load(13, saved=10), load(3)]) == Route(0, spilled=False)
     assert choose_replica([load(14, saved=10), load(3)]) == Route(1, spilled=True)
     assert choose_replica([load(3, "tripped", saved=10), load(3)]) == Route(1, spilled=True)
-    assert chosen(load(3, "resting"), load(90, "lent"), load(99, "serving")) == 2
-    assert chosen(load(3, "resting"), load(90, "lent"), load(99, capacity=100), needed=2) == 1
-    assert chosen(load(3, "resting"), load(90, "lent"), load(9, capacity=10), needed=2) == 2
+    assert chosen(load(3, "resting"), load(90, "yielded"), load(99, "serving")) == 2
+    assert chosen(load(3, "resting"), load(90, "yielded"), load(99, capacity=100), needed=2) == 1
+    assert chosen(load(3, "resting"), load(90, "yielded"), load(9, capacity=10), needed=2) == 2
     assert chosen(load(3, "resting"), load(0, "behind")) == 0
     assert chosen(load(3, "silent"), load(0, "behind"), load(0, "draining")) is None
 
@@ -83,9 +83,9 @@ def test_how_a_replica_stands():
     assert standing(live=False, leaving=True) == "down"
     assert standing(leaving=True, allowed=False) == "draining"
     assert standing(silent=True, resting=True) == "silent"
-    assert standing(allowed=False, lent=True) == "tripped"
-    assert standing(resting=True, lent=True) == "resting"
-    assert standing(lent=True) == "lent"
+    assert standing(allowed=False, yielded=True) == "tripped"
+    assert standing(resting=True, yielded=True) == "resting"
+    assert standing(yielded=True) == "yielded"
 
 
 def test_older_weights_are_drained_but_not_while_they_are_being_replaced():

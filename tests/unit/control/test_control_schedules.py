@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.control.admission import credit
-from headway.control.books import Books
+from headway.control.books import Accounting
 from headway.control.length_bias import LengthBias
 from headway.control.staleness import NextPart, OpenGroup, check_budget, select_batch
 
@@ -61,7 +61,7 @@ class Simulation:
         self.in_batch = ()
         self.computing = False
         self.admitted = 0
-        self.books = Books()
+        self.accounting = Accounting()
         self.bias = LengthBias(shape.per_step)
         self.trained = []
         self.worst = 0
@@ -95,7 +95,7 @@ class Simulation:
             self.admitted += 1
             entry = Running(min(self.applied), [int(self.heavy() * 10) for _ in range(shape.size)])
             self.groups[index] = entry
-            self.books.admit(index, shape.size)
+            self.accounting.admit(index, shape.size)
             self.bias.admit(index, shape.size)
             self.most_open = max(self.most_open, len(self.groups))
             for member in range(shape.size):
@@ -126,7 +126,7 @@ class Simulation:
 
     def leave(self, index, ending, reason):
         entry = self.groups.pop(index)
-        self.books.end_group(index, ending, reason, "engine" if ending == "failed" else None)
+        self.accounting.end_group(index, ending, reason, "engine" if ending == "failed" else None)
         for member, length in enumerate(entry.lengths):
             self.bias.end(index, ending, length, complete=member in entry.done)
 
@@ -195,7 +195,7 @@ class Simulation:
         while self.version < self.shape.steps:
             self.train()
             self.dispatch()
-            self.books.check(admitted=self.admitted * self.shape.size, open_now=len(self.groups) * self.shape.size)
+            self.accounting.check(admitted=self.admitted * self.shape.size, open_now=len(self.groups) * self.shape.size)
             assert self.events, f"deadlock at step {self.version} with {len(self.groups)} open groups"
             self.now, _, action = heapq.heappop(self.events)
             action()
@@ -230,8 +230,8 @@ def test_wait_keeps_the_budget_and_never_deadlocks(shape):
     run = Simulation(shape).run()
     assert run.worst <= shape.budget
     assert run.most_open <= shape.per_step * (shape.budget + 1)
-    assert run.books.endings["overdue"] == 0
-    assert run.books.endings["trained"] == shape.steps * shape.per_step * shape.size
+    assert run.accounting.endings["overdue"] == 0
+    assert run.accounting.endings["trained"] == shape.steps * shape.per_step * shape.size
 
 
 @settings(deadline=None, max_examples=100)
@@ -239,7 +239,7 @@ def test_wait_keeps_the_budget_and_never_deadlocks(shape):
 def test_drop_keeps_the_budget_and_never_deadlocks(shape):
     run = Simulation(shape).run()
     assert run.worst <= shape.budget
-    assert run.books.endings["trained"] == shape.steps * shape.per_step * shape.size
+    assert run.accounting.endings["trained"] == shape.steps * shape.per_step * shape.size
 
 
 @settings(deadline=None, max_examples=60)
@@ -268,7 +268,7 @@ def test_drop_under_heavy_tails_is_seen_as_scheduling_bias():
     shape = Shape(3, 2, 1, 1, "drop", steps=60, concurrency=16)
     run = Simulation(shape).run()
     statistics = run.bias.statistics()
-    assert run.books.endings["overdue"] > 0
+    assert run.accounting.endings["overdue"] > 0
     assert statistics.scheduling_ks > 0.05
     assert statistics.filter_ks == 0.0
     assert statistics.cut_share > 0.0

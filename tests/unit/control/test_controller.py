@@ -302,7 +302,7 @@ def test_without_a_look_the_model_is_not_asked(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("headway.control.tuning.controller.estimate", lambda *given: asked.append(given))
     knobs, draw = Knobs(open_groups=None, concurrent_rollouts=12, steps_per_publish=1), random.Random(1)
     shown = [record(step, knobs, Situation(), draw) for step in range(20)]
-    decide(ControllerState(knobs=knobs), shown, limits(), look=False)
+    decide(ControllerState(knobs=knobs), shown, limits(), ask_model=False)
     assert not asked
     decide(ControllerState(knobs=knobs), shown, limits())
     assert asked

@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.control.device_lock import OVERTAKES, DeviceLock
-from headway.records.execution import LockChanges, LockStatistics, Party
+from headway.records.execution import LockChanges, LockStatistics, Participant
 
 SETS = ("0", "1", "01")
 STEPS = 3
 BOUND = 1  # items between two workers
 
 
-def party(name: str, devices: str, order: int = 0) -> Party:
-    return Party(name=name, stage=f"stage-{name}", devices=frozenset(devices), order=order)
+def party(name: str, devices: str, order: int = 0) -> Participant:
+    return Participant(name=name, stage=f"stage-{name}", devices=frozenset(devices), order=order)
 
 
-def lock_of(*parties: Party, overtakes: int = OVERTAKES) -> DeviceLock:
+def lock_of(*parties: Participant, overtakes: int = OVERTAKES) -> DeviceLock:
     lock = DeviceLock(overtakes=overtakes)
     for one in parties:
         lock.add(one)
@@ -91,7 +91,7 @@ class Pipeline:
         elif move == "die":
             self.deaths -= 1
             self.phases[worker] = "dead"
-            self.took(self.lock.dead(name, 0.0))
+            self.took(self.lock.mark_dead(name, 0.0))
         else:
             self.phases[worker] = "wait"
             self.memory.discard(name)
@@ -108,10 +108,10 @@ class Pipeline:
             self.phases[worker] = "compute"
         for name in changes.recalls:
             assert self.lock.holds(name)
-            assert self.lock.wanted(name)
+            assert self.lock.recalled(name)
 
     def check(self) -> None:
-        for mine, other in itertools.combinations(self.lock.parties.values(), 2):
+        for mine, other in itertools.combinations(self.lock.participants.values(), 2):
             if mine.devices & other.devices:
                 assert not {mine.name, other.name} <= self.memory, "two parties on one device"
                 assert not (self.lock.holds(mine.name) and self.lock.holds(other.name)), "two holders"
@@ -121,9 +121,9 @@ class Pipeline:
             if phase == "compute":
                 assert self.lock.holds(str(worker))
             if self.lock.holds(str(worker)):  # who is in somebody's way knows
-                mine = self.lock.parties[str(worker)].devices
-                wanted = any(self.lock.parties[name].devices & mine for name in asked)
-                assert not wanted or self.lock.wanted(str(worker))
+                mine = self.lock.participants[str(worker)].devices
+                wanted = any(self.lock.participants[name].devices & mine for name in asked)
+                assert not wanted or self.lock.recalled(str(worker))
 
     def key(self) -> object:
         lock = vars(self.lock)
@@ -208,7 +208,7 @@ def test_each_hand_over_costs_a_switch_at_most(data: st.DataObject, devices: tup
     computed = 0
     while not state.finished():
         # a worker keeps its devices unless it is recalled, which is where switches are worth their cost
-        moves = [(m, w) for m, w in state.moves() if m != "release" or state.lock.wanted(str(w))]
+        moves = [(m, w) for m, w in state.moves() if m != "release" or state.lock.recalled(str(w))]
         move, worker = data.draw(st.sampled_from(moves))
         state.make(move, worker)
         computed += move == "computed"
@@ -243,11 +243,11 @@ def test_no_ask_is_overtaken_for_ever(kinds: list[tuple[str, int]], moves: list[
         for grant in changes.grants:
             since, _ = asks.pop(grant.party)
             for other, (asked, overtaken) in asks.items():
-                if asked < since and lock.parties[other].devices & lock.parties[grant.party].devices:
+                if asked < since and lock.participants[other].devices & lock.participants[grant.party].devices:
                     asks[other] = asked, overtaken + 1
                     assert overtaken + 1 <= overtakes
     while asks:  # holders give up in any order: all are served
-        holder = next(name for name in lock.parties if lock.holds(name))
+        holder = next(name for name in lock.participants if lock.holds(name))
         for grant in lock.release(holder, 100).grants:
             del asks[grant.party]
 
@@ -286,7 +286,7 @@ def test_who_asks_again_first_loads_nothing():
     granted = lock.release("a", 4.0).grants[0]
     assert granted.onload
     assert granted.offload == ("a",)
-    lock.stays("a")  # it couldn't leave
+    lock.mark_loaded("a")  # it couldn't leave
     lock.release("b", 5.0)
     assert not lock.ask("a", 6.0).grants[0].onload
 
@@ -296,15 +296,15 @@ def test_holders_in_the_way_are_named():
     lock.ask("generator-0", 1.0)
     lock.ask("trainer", 3.0)
     said = "generator-0 (stage stage-generator-0) has 0 for 4.0 s, recalled 2.0 s ago"
-    assert lock.in_the_way("trainer", 5.0) == {"generator-0": said}
+    assert lock.blockers("trainer", 5.0) == {"generator-0": said}
 
 
 def test_a_dead_partys_devices_are_taken_until_its_memory_is_free():
     lock = lock_of(party("a", "0"), party("b", "0", 1))
     lock.ask("a", 0.0)
     lock.ask("b", 1.0)
-    assert not lock.dead("a", 2.0).grants
-    assert "dead, its memory not known to be free" in lock.in_the_way("b", 2.0)["a"]
+    assert not lock.mark_dead("a", 2.0).grants
+    assert "dead, its memory not known to be free" in lock.blockers("b", 2.0)["a"]
     assert not lock.release("a", 3.0).grants  # a word from a process that has ended
     (granted,) = lock.memory_free("a", 4.0).grants
     assert granted.party == "b"
@@ -317,7 +317,7 @@ def test_a_loaded_partys_death_blocks_its_devices_too():
     lock = lock_of(party("a", "0"), party("b", "0", 1))
     lock.ask("a", 0.0)
     lock.release("a", 1.0)
-    lock.dead("a", 2.0)
+    lock.mark_dead("a", 2.0)
     assert not lock.ask("b", 3.0).grants
     assert lock.memory_free("a", 4.0).grants
 
@@ -327,7 +327,7 @@ def test_the_death_of_one_who_asks_lets_others_pass():
     lock.ask("left", 0.0)
     lock.ask("both", 0.0)
     lock.ask("right", 0.0)
-    assert [one.party for one in lock.dead("both", 1.0).grants] == ["right"]
+    assert [one.party for one in lock.mark_dead("both", 1.0).grants] == ["right"]
     lock.release("right", 1.0)
     lock.ask("both", 2.0)
     assert [one.party for one in lock.withdraw("both", 3.0).grants] == []

@@ -1,4 +1,4 @@
-"""When a run whose rollouts fail, or whose groups end untrained, is hopeless, and how it is said why."""
+"""When a run whose rollouts fail, or whose groups end untrained, is unrecoverable, and how it is said why."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from headway.control.progress import FailedAlike, failure_kind, mostly_solved, same_reward
+from headway.control.progress import CommonFailureDetector, failure_kind, mostly_solved, same_reward
 from headway.records.rollout import Failure
 from headway.records.task import Task
 
@@ -25,9 +25,9 @@ KINDS = {
 COUNTS_AS = {"boom": "place", "bam": "place", "other": "other"}
 
 
-def after(groups: list[list[str]], groups_per_step: int, accepted: int = 0) -> FailedAlike:
+def after(groups: list[list[str]], groups_per_step: int, accepted: int = 0) -> CommonFailureDetector:
     """Of groups of these kinds, of which the first ``accepted`` can be trained on."""
-    alike = FailedAlike(groups_per_step=groups_per_step)
+    alike = CommonFailureDetector(groups_per_step=groups_per_step)
     for number, group in enumerate(groups):
         alike = alike.after((KINDS[kind] for kind in group), accepted=number < accepted)
     return alike
@@ -53,14 +53,14 @@ def test_a_window_of_which_nine_in_ten_failed_alike_is_hopeless(groups: list[lis
     rollouts = [kind for group in last for kind in group]
     most = max(Counter(COUNTS_AS[kind] for kind in rollouts if kind in COUNTS_AS).values(), default=0)
     full = len(last) == max(16, 2 * groups_per_step)
-    said = after(groups, groups_per_step).hopeless
+    said = after(groups, groups_per_step).unrecoverable
     assert bool(said) == (full and most >= 0.9 * len(rollouts))
     assert not said or said.startswith(f"{most} of the {len(rollouts)} rollouts of the last {len(last)} groups failed")
 
 
 def test_a_step_s_worth_of_trainable_groups_ends_the_look_for_good() -> None:
-    assert after([["other"]] * 40, 4, accepted=3).hopeless
-    assert not after([["other"]] * 40, 4, accepted=4).hopeless
+    assert after([["other"]] * 40, 4, accepted=3).unrecoverable
+    assert not after([["other"]] * 40, 4, accepted=4).unrecoverable
 
 
 @pytest.mark.parametrize(
@@ -74,14 +74,14 @@ def test_a_step_s_worth_of_trainable_groups_ends_the_look_for_good() -> None:
     ],
 )
 def test_causes_that_differ_in_what_is_their_task_s_own_are_one(cause: str) -> None:
-    alike = FailedAlike(groups_per_step=1)
+    alike = CommonFailureDetector(groups_per_step=1)
     for number in range(16):
         letters = chr(ord("a") + number) * 5
         own = {"row": f"row-{number}", "place": letters.upper()}
         task = Task(task_id=f"{number:016x}", prompt=f"{letters} sorted", answer="no", metadata=own)
         failed = failure(cause.format(id=task.task_id, prompt=task.prompt, number=number / 7, **own))
         alike = alike.after([failed] * 4, task)
-    assert alike.hopeless.endswith(failed.cause)
+    assert alike.unrecoverable.endswith(failed.cause)
 
 
 def test_other_causes_stay_apart() -> None:

@@ -11,7 +11,7 @@ from step_records import step_of
 
 from headway.config.load import changed_experiment
 from headway.control.tuning.controller import ControllerState, Decision, decide
-from headway.control.tuning.diagnosis import every_split
+from headway.control.tuning.diagnosis import all_device_splits
 from headway.control.tuning.knob_search import first_knobs, limits_of
 from headway.control.tuning.move_outcome import MEASURED, MoveOutcome, PlanOutcome
 from headway.records.ledger import StepRecord
@@ -33,17 +33,17 @@ def record(step: int, per_s: float, length: int = 10) -> StepRecord:
 
 
 def test_every_split_of_two_devices_is_another_mode() -> None:
-    found = every_split(placed(["cpu:0"], ["cpu:1"]))
+    found = all_device_splits(placed(["cpu:0"], ["cpu:1"]))
     both, first, last = '["cpu:0", "cpu:1"]', '["cpu:0"]', '["cpu:1"]'
-    shares = {(s.settings["generator.devices"], s.settings["trainer.devices"]): s.lent_share for s in found}
+    shares = {(s.settings["generator.devices"], s.settings["trainer.devices"]): s.yielded_share for s in found}
     assert shares == {(both, both): 1.0, (both, last): 0.5, (first, both): 1.0}
-    four = every_split(placed(["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]))
+    four = all_device_splits(placed(["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]))
     assert len(four) == 9  # temporal, 2 spatial ones beside its own, 3 of either hybrid
 
 
 def test_gpus_are_shared_only_where_the_experiment_shares_some() -> None:
-    assert [split.lent_share for split in every_split(devices(2, 2))] == [0.0, 0.0]
-    assert len(every_split(placed(["cuda:0", "cuda:1"], ["cuda:0", "cuda:1"]))) == 3
+    assert [split.yielded_share for split in all_device_splits(devices(2, 2))] == [0.0, 0.0]
+    assert len(all_device_splits(placed(["cuda:0", "cuda:1"], ["cuda:0", "cuda:1"]))) == 3
 
 
 def placed(generator: list[str], trainer: list[str]) -> Any:
@@ -53,7 +53,7 @@ def placed(generator: list[str], trainer: list[str]) -> Any:
 
 def decided(move: bool) -> Decision:
     experiment = devices(2, 4, control={"mode": "act", "devices": "move" if move else "recommend"})
-    limits = limits_of(experiment, alike=True)
+    limits = limits_of(experiment, same_kind=True)
     records = generation_bound("off", steps=24).steps
     state = ControllerState(knobs=first_knobs(experiment), regime_step=5, decided_step=5)
     return decide(state, records, limits)

@@ -19,10 +19,10 @@ from headway.control.tuning.drift import find_drift
 from headway.control.tuning.forecast import token_s_with
 from headway.control.tuning.knob_search import ControlLimits, limits_of
 from headway.control.tuning.ledger_model import estimate
-from headway.control.tuning.replan import PAYBACK, Remainder, remainder, split_that_pays, switch_s
+from headway.control.tuning.replan import PAYBACK, RemainingWork, remaining_work, switch_s, worthwhile_split
 from headway.records.control import Knobs
 from headway.records.ledger import EventRecord, StepRecord
-from headway.runtime.devices import alike
+from headway.runtime.devices import interchangeable
 from tests.support.simulated_run import Outcome, experiment_of, simulate
 from tests.unit.control.test_controller import Situation, limits, play, record
 
@@ -40,25 +40,25 @@ seconds = st.floats(0.0, 1e5)
 def test_a_plan_pays_only_where_it_saves_more_than_its_switch_and_ever_less_towards_the_end(
     steps: int, step_s: float, gain: float, cost_s: float, settling: int
 ) -> None:
-    left = Remainder(steps=steps, step_s=step_s)
-    if left.pays(gain, cost_s, settling):
+    left = RemainingWork(steps=steps, step_s=step_s)
+    if left.amortizes(gain, cost_s, settling):
         assert gain > 1.0
         assert steps > settling
         later_s = (steps - settling) * step_s * (1 - 1 / gain)
         assert later_s > PAYBACK * cost_s
-        assert Remainder(steps=steps + 1, step_s=step_s).pays(gain, cost_s, settling)
-        assert left.pays(gain, cost_s / 2, settling)
-        assert left.pays(gain * 1.01, cost_s, settling)
+        assert RemainingWork(steps=steps + 1, step_s=step_s).amortizes(gain, cost_s, settling)
+        assert left.amortizes(gain, cost_s / 2, settling)
+        assert left.amortizes(gain * 1.01, cost_s, settling)
     else:
-        assert not Remainder(steps=max(0, steps - 1), step_s=step_s).pays(gain, cost_s, settling)
+        assert not RemainingWork(steps=max(0, steps - 1), step_s=step_s).amortizes(gain, cost_s, settling)
 
 
 def test_what_is_left_is_counted_in_steps_or_by_the_time_limit() -> None:
     last, shape = StepRecord(step=9, version=10, time_s=100.0), limits().shape
     of = msgspec.structs.replace
-    assert remainder(last, of(shape, steps=30), 2.0).steps == 20
-    assert remainder(last, of(shape, steps=30, time_limit_s=110.0), 2.0).steps == 5
-    assert remainder(last, of(shape, steps=5, time_limit_s=50.0), 2.0).steps == 0
+    assert remaining_work(last, of(shape, steps=30), 2.0).steps == 20
+    assert remaining_work(last, of(shape, steps=30, time_limit_s=110.0), 2.0).steps == 5
+    assert remaining_work(last, of(shape, steps=5, time_limit_s=50.0), 2.0).steps == 0
 
 
 def ending(at: int, **changes: Any) -> ControlLimits:
@@ -219,9 +219,9 @@ def test_splits_move_devices_and_leave_each_side_one() -> None:
     assert json.loads(split.settings["generator.devices"]) == ["cuda:0", "cuda:1", "cuda:3"]
     assert json.loads(split.settings["trainer.devices"]) == ["cuda:2"]
     assert device_splits(devices(1, 1)) == ()
-    assert alike(["cuda:0", "b/cuda:1"])
-    assert not alike(["cuda:0", "cpu:0"])
-    assert not alike(["cpu:0-1", "cpu:2"])
+    assert interchangeable(["cuda:0", "b/cuda:1"])
+    assert not interchangeable(["cuda:0", "cpu:0"])
+    assert not interchangeable(["cpu:0-1", "cpu:2"])
 
 
 def test_fewer_ranks_take_their_efficiency_back() -> None:
@@ -253,12 +253,12 @@ def test_another_split_is_recommended_once_in_a_regime_where_it_pays(mode: str) 
 
 
 def test_a_split_must_pay_for_its_restart_within_the_steps_that_are_left() -> None:
-    bounds = limits_of(devices(2, 4), alike=True)
+    bounds = limits_of(devices(2, 4), same_kind=True)
     found = estimate(generation_bound("off", steps=40).steps[10:], bounds.shape)
     assert found is not None
-    long, short = Remainder(steps=1000, step_s=1.0), Remainder(steps=3, step_s=1.0)
-    assert split_that_pays(found, bounds, long) is not None
-    assert split_that_pays(found, bounds, short) is None
+    long, short = RemainingWork(steps=1000, step_s=1.0), RemainingWork(steps=3, step_s=1.0)
+    assert worthwhile_split(found, bounds, long) is not None
+    assert worthwhile_split(found, bounds, short) is None
     costly = msgspec.structs.replace(bounds, switch_s={"devices": 2000.0})
-    assert split_that_pays(found, costly, long) is None
-    assert split_that_pays(found, msgspec.structs.replace(bounds, splits=()), long) is None
+    assert worthwhile_split(found, costly, long) is None
+    assert worthwhile_split(found, msgspec.structs.replace(bounds, splits=()), long) is None

@@ -16,7 +16,7 @@ import typer
 from docs.blocks import PAGES, ROOT, Block, blocks_of, commands_in
 from headway.cli.experiment_options import given_overrides
 from headway.cli.main import app
-from headway.config.load import overridden, validate
+from headway.config.load import apply_overrides, validate
 from headway.config.schema import Experiment
 from headway.planner.catalogue.read import Catalogue
 from headway.planner.scenario import Scenario
@@ -111,7 +111,7 @@ def parsed(words: list[str]) -> None:
     context = command.make_context(command.name, [word for word in words if word != "..."])
     if context.args:
         scenario = command.name == "simulate"
-        raw = overridden({}, given_overrides(context), Scenario if scenario else Experiment)
+        raw = apply_overrides({}, given_overrides(context), Scenario if scenario else Experiment)
         try:
             require_valid(raw, "the page", scenario=scenario)
         except ConfigurationError as error:  # what else it says is of keys that the page's file has, and this hasn't

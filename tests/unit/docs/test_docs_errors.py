@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.cli.main import SECTIONS, documented_in
+from headway.cli.main import SECTIONS, page_about
 from headway.config.schema import Experiment
 from headway.records import errors
 from tests.unit.docs.test_docs_names import ROOT, anchors
@@ -38,4 +38,4 @@ def test_every_section_of_the_experiment_has_its_heading() -> None:
     ],
 )
 def test_error_names_the_page_that_says_more(error: errors.HeadwayError, page: str) -> None:
-    assert documented_in(error) == page
+    assert page_about(error) == page

@@ -21,7 +21,7 @@ from headway.orchestrator.preflight.functions import function_findings
 from headway.rollout.makers.custom import load_rollout_function
 from headway.rollout.verification.verifiers import resolve_verifier
 from headway.tasks.sources import load_tasks
-from headway.telemetry.exporters.own import load_own_logging
+from headway.telemetry.exporters.own import load_logging_callback
 from headway.trainer.loss_conformance import loss_violations
 from headway.trainer.losses import resolve as resolve_loss
 from tests.support.simulated_run import simulate
@@ -76,7 +76,7 @@ def test_the_examples_keep_their_contracts(tmp_path: Path) -> None:
     assert list(loss_violations(resolve_loss(given.algorithm.loss))) == []
     resolve_advantage(given.algorithm.advantage)
     load_rollout_function(given.hooks.rollout)
-    load_own_logging(given.hooks.logging)
+    load_logging_callback(given.hooks.logging)
     resolve_verifier(given.verifier)
 
 
@@ -96,7 +96,7 @@ def test_they_train_together(tmp_path: Path, my_hooks: ModuleType) -> None:
 
     outcome = simulate(given, reward=reward)
     assert [step.version for step in outcome.steps] == [1, 2, 3]
-    assert outcome.event("books").data["balanced"] == 1
+    assert outcome.event("accounting").data["balanced"] == 1
     assert sum(step.filtered.get("user:long", 0) for step in outcome.steps) > 0
     assert all(step.group_meta["longest_tokens"] > 1 for step in outcome.steps)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headway.records.kernels import KernelEvaluation, KernelSubmission
-from headway.services.serve_kernels import KernelServing, make_evaluator
+from headway.services.serve_kernels import KernelSettings, make_evaluator
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "kernels"
 
@@ -25,7 +25,7 @@ def example(monkeypatch):
 
 
 def evaluations(submissions: list[KernelSubmission]) -> list[KernelEvaluation]:
-    evaluator = make_evaluator(KernelServing())
+    evaluator = make_evaluator(KernelSettings())
 
     async def evaluate() -> list[KernelEvaluation]:
         async with evaluator:

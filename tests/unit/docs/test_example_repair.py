@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headway.rollout.code.hidden_tests import DRIVER, HiddenTestResults, asked, judged, questions_of
+from headway.rollout.code.hidden_tests import DRIVER, HiddenTestResults, driver_input, grade, questions_of
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "repair"
 
@@ -30,9 +30,9 @@ def example(monkeypatch):
 def hidden(task: dict[str, Any], folder: Path) -> HiddenTestResults:
     ((name, source),) = task["metadata"]["hidden_tests"].items()
     questions = questions_of(source, name)
-    given = asked(questions, [str(folder)])
+    given = driver_input(questions, [str(folder)])
     done = subprocess.run([sys.executable, "-I", "-B", "-c", DRIVER], input=given, capture_output=True, timeout=60)
-    return judged(questions, done.stdout, 0.0)
+    return grade(questions, done.stdout, 0.0)
 
 
 def visible(task: dict[str, Any], folder: Path) -> int:

@@ -11,9 +11,9 @@ import pytest
 from headway.config.alerts import AlertRule
 from headway.records.check_report import Constraint
 from headway.records.ledger import EventRecord
-from headway.report.incidents import described
+from headway.report.incidents import event_detail
 from headway.report.live import event_line
-from headway.report.preview import BINDS
+from headway.report.preview import CONSTRAINTS
 from headway.report.verdict import Balance, judge
 from headway.telemetry.pages import alert_page, stall_page, troubleshooting
 from headway.telemetry.summary import summarise
@@ -99,7 +99,7 @@ def test_every_alert_has_a_section(rule: str) -> None:
 
 @pytest.mark.parametrize("constraint", get_args(Constraint))
 def test_every_constraint_has_a_section(constraint: Constraint) -> None:
-    assert section(troubleshooting(f"Bound by {BINDS[constraint]}")).strip()
+    assert section(troubleshooting(f"Bound by {CONSTRAINTS[constraint]}")).strip()
 
 
 @pytest.mark.parametrize("balance", get_args(Balance))
@@ -117,8 +117,8 @@ def test_pages_of_a_verdict_exist() -> None:
 
 def test_printed_lines_name_their_section() -> None:
     stalled = EventRecord(event="stalled", detail="stalled 3 s: x", data={"wait": "verifier.score"})
-    assert described(stalled) == "stalled 3 s: x (docs/troubleshooting.md#stall-verifier)"
-    assert described(EventRecord(event="stalled", detail="x")).endswith("#stall-event-loop)")
+    assert event_detail(stalled) == "stalled 3 s: x (docs/troubleshooting.md#stall-verifier)"
+    assert event_detail(EventRecord(event="stalled", detail="x")).endswith("#stall-event-loop)")
     alert = EventRecord(event="alert", detail="kl: too far", data={"rule": "kl"})
     assert event_line(alert) == "alert at version 0: kl: too far (docs/troubleshooting.md#alert-kl)"
-    assert described(EventRecord(event="end", detail="done")) == "done"
+    assert event_detail(EventRecord(event="end", detail="done")) == "done"

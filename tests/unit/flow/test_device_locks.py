@@ -11,13 +11,13 @@ import pytest
 
 from headway.flow.device_locks import WAIT, DeviceLocks
 from headway.records.errors import DeviceBusy, StorageFailed, WorkerDied
-from headway.records.execution import Party
+from headway.records.execution import Participant
 from headway.runtime.clock import Clock, run_virtual
 from headway.runtime.stalls.waits import Waits
 
 
-def party(name: str, *devices: str, order: int = 0) -> Party:
-    return Party(name=name, stage=f"stage of {name}", devices=frozenset(devices or {"cpu:0"}), order=order)
+def party(name: str, *devices: str, order: int = 0) -> Participant:
+    return Participant(name=name, stage=f"stage of {name}", devices=frozenset(devices or {"cpu:0"}), order=order)
 
 
 class Diary:
@@ -208,7 +208,7 @@ def test_room_can_be_made_for_one_that_loads_by_itself():
         locks.release("second")
         async with locks.turn("first"):
             pass
-        await locks.quiet()
+        await locks.wait_until_idle()
         return diary.lines
 
     assert played(scene) == [(1.0, "first is off"), (2.0, "second is off")]

@@ -12,7 +12,7 @@ from flow_peer import digest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.flow.packing import Arguments, flat, pack
+from headway.flow.packing import Arguments, pack, packed_from
 from headway.records.errors import ConfigurationError
 from headway.runtime.framing import ALIGNMENT, Frame, FrameReader, Kind, encode
 
@@ -36,7 +36,7 @@ def there_and_back(message: Any) -> Any:
             target[:taken] = rest[:taken]
             frames += reader.received(taken)
             rest = rest[taken:]
-    through_frame, through_block = frames[0].load().load(), flat(memoryview(block)).load()
+    through_frame, through_block = frames[0].load().load(), packed_from(memoryview(block)).load()
     assert digest(through_frame) == digest(through_block)
     return through_block
 
@@ -74,7 +74,7 @@ def test_arrays_are_aligned_writable_views_of_the_block():
     whole = np.zeros(packed.size_bytes + ALIGNMENT, np.uint8)
     block = whole[-whole.ctypes.data % ALIGNMENT :][: packed.size_bytes]
     packed.write(block.data)
-    found = flat(block.data).load()
+    found = packed_from(block.data).load()
     assert digest(found) == digest(message)
     assert found["t"].data_ptr() % ALIGNMENT == found["a"].ctypes.data % ALIGNMENT == 0
     found["t"][0] = 77

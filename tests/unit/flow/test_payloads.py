@@ -12,7 +12,7 @@ import pytest
 
 from headway.flow.packing import Packed, pack
 from headway.flow.paths import PeerAddress
-from headway.flow.payloads import Payloads
+from headway.flow.payloads import PayloadStore
 from headway.flow.segments import PayloadReleased, Segment, WorkflowFolder
 from headway.records.errors import ConfigurationError
 
@@ -34,7 +34,7 @@ def test_a_cancelled_hold_gives_its_segment_back(tmp_path: Path, monkeypatch: py
             going_on.wait(10)
             write(segment, number, packed, **options)
 
-        payloads = Payloads(ADDRESS, tmp_path)
+        payloads = PayloadStore(ADDRESS, tmp_path)
         with monkeypatch.context() as patched:
             patched.setattr(Segment, "write", slow_write)
             holding = asyncio.ensure_future(payloads.hold(MESSAGE, ""))
@@ -58,7 +58,7 @@ def test_a_cancelled_hold_gives_its_segment_back(tmp_path: Path, monkeypatch: py
 def test_of_a_dead_process_only_what_others_may_fetch_is_left(tmp_path: Path):
     async def main() -> None:
         folder = WorkflowFolder(tmp_path / "headway-flow-x")
-        payloads = Payloads(ADDRESS, folder.path)
+        payloads = PayloadStore(ADDRESS, folder.path)
         kept, released = [await payloads.hold(MESSAGE, "") for _ in range(2)]
         alone = await payloads.hold(MESSAGE, "", PeerAddress(name="b", incarnation="2", machine="here", unix=""))
         payloads.release(released.id)
@@ -78,7 +78,7 @@ def test_of_a_dead_process_only_what_others_may_fetch_is_left(tmp_path: Path):
 def test_a_payload_takes_the_path_of_its_reader(tmp_path: Path):
     async def main() -> None:
         own = PeerAddress(name="a", incarnation="1", machine="here", unix="", device="x/cuda:1")
-        payloads = Payloads(own, tmp_path)
+        payloads = PayloadStore(own, tmp_path)
         readers = {
             ("here", "cuda:1"): "cuda ipc",
             ("here", "x/cuda:1"): "cuda ipc",
@@ -104,7 +104,7 @@ def test_a_small_payload_is_its_references_own(tmp_path: Path):
     """What a channel keeps of many small items holds no memory that they came in."""
 
     async def main() -> None:
-        payloads = Payloads(ADDRESS, tmp_path)
+        payloads = PayloadStore(ADDRESS, tmp_path)
         message = np.arange(5000)
         ref = await payloads.hold(message, "")
         message[:] = 0

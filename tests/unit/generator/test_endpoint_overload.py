@@ -199,7 +199,7 @@ def test_rollouts_of_a_run_are_never_refused() -> None:
     async def main(clock: Clock) -> None:
         pool, _ = pool_of(clock, {"queue_requests": 0, "requests_per_s": 1e-3, "burst_s": 1000.0})
         await pool.start()
-        sample = sampling(pool.generate, chat().tokenizer, pool.limiter.place)("")
+        sample = sampling(pool.generate, chat().tokenizer, pool.limiter.permit)("")
         access = ServedSessions(chat(), pool._experiment, lambda name: sample, clock)
         ours = [asyncio.create_task(pool.generate(_request(i))) for i in range(50)]
         foreign = [access.session("").call(_asked("a")) for _ in range(2)]
@@ -235,7 +235,7 @@ def test_the_next_turn_of_a_session_goes_where_its_answer_is(named: bool) -> Non
         launcher.length_of = lambda one: 200
         await pool.start()
         access = ServedSessions(
-            chat(), pool._experiment, sampling(pool.generate, chat().tokenizer, pool.limiter.place), clock
+            chat(), pool._experiment, sampling(pool.generate, chat().tokenizer, pool.limiter.permit), clock
         )
 
         async def turn(session: Session, *texts: str) -> str:

@@ -19,9 +19,9 @@ from llguidance import LLParserLimits
 from scratch_folders import scratch_folder
 
 from headway.generator.engines import grammars as waiting
-from headway.generator.engines.hub.engine import HubEngine
+from headway.generator.engines.hub.engine import HfEngine
 from headway.generator.engines.torch.engine import TorchEngine
-from headway.models.hub.model import load_hub
+from headway.models.hub.model import load_hf
 from headway.models.loading import save_model, weights_of
 from headway.records.generation import (
     GenerationRequest,
@@ -80,9 +80,9 @@ def hub_folder() -> Any:
     return folder
 
 
-def make_hub(**options: Any) -> HubEngine:
+def make_hub(**options: Any) -> HfEngine:
     options = {"slots": 4, "max_context_tokens": 500, "tokenizer": tokenizer(), **options}
-    return HubEngine(load_hub(hub_folder(), "float32", "cpu"), **options)
+    return HfEngine(load_hf(hub_folder(), "float32", "cpu"), **options)
 
 
 MAKERS = pytest.mark.parametrize("make", [make_torch, make_deterministic, make_plain, make_hub])
@@ -425,8 +425,8 @@ def test_responses_that_share_too_few_states_are_sampled_all_the_same(
     limits = LLParserLimits(max_lexer_states=160, verbose_errors=False)
     monkeypatch.setattr(grammar_module, "_limits", lambda states, fuel: limits)
     engine, again = make(), list[str]()
-    follow = engine._follow_again
-    monkeypatch.setattr(engine, "_follow_again", lambda entry: again.append(entry.request_id) or follow(entry))
+    follow = engine._recompile_grammar
+    monkeypatch.setattr(engine, "_recompile_grammar", lambda entry: again.append(entry.request_id) or follow(entry))
     assert runs_of(Session(engine)) == expected
     assert again
 

@@ -18,10 +18,10 @@ from tiny_hub import ONE_A_ROW, PACKED, make_hub_model
 from torch import Tensor
 
 from headway.generator.engines.hub.caches import tensors_of
-from headway.generator.engines.hub.engine import HubEngine
+from headway.generator.engines.hub.engine import HfEngine
 from headway.generator.engines.select import build_engine
 from headway.generator.engines.settings import EngineSettings
-from headway.models.hub.model import HubModel, load_hub
+from headway.models.hub.model import HfModel, load_hf
 from headway.models.layout import hugging_face_entries
 from headway.models.loading import copy_weights, save_model, weights_of
 from headway.records.errors import ConfigurationError
@@ -44,7 +44,7 @@ def conformance_folder() -> Path:
     return folder
 
 
-class ConformingEngine(HubEngine):
+class ConformingEngine(HfEngine):
     """Takes the weights of the suite's decoders."""
 
     def update_weights(
@@ -57,7 +57,7 @@ class ConformingEngine(HubEngine):
 
 
 def make_padded(*, slots: int = 4, max_context_tokens: int = 96, **options: Any) -> ConformingEngine:
-    model = load_hub(conformance_folder(), "float32", "cpu")
+    model = load_hf(conformance_folder(), "float32", "cpu")
     return ConformingEngine(model, slots=slots, max_context_tokens=max_context_tokens, **options)
 
 
@@ -211,9 +211,9 @@ def folder_of(kind: str) -> Path:
 
 
 @functools.cache
-def hub_model(kind: str, version: int = 0) -> HubModel:
+def hub_model(kind: str, version: int = 0) -> HfModel:
     """The model published as ``version``, which must not be changed."""
-    model = load_hub(folder_of(kind), "float32", "cpu")
+    model = load_hf(folder_of(kind), "float32", "cpu")
     if version:
         generator = torch.Generator().manual_seed(version)
         given = {
@@ -223,11 +223,11 @@ def hub_model(kind: str, version: int = 0) -> HubModel:
     return model
 
 
-def engine_of(kind: str, **options: Any) -> HubEngine:
-    return HubEngine(copy.deepcopy(hub_model(kind)), **{"slots": 4, "max_context_tokens": 64, **options})
+def engine_of(kind: str, **options: Any) -> HfEngine:
+    return HfEngine(copy.deepcopy(hub_model(kind)), **{"slots": 4, "max_context_tokens": 64, **options})
 
 
-def sampled(engine: HubEngine, kind: str, mode: UpdateMode | None) -> list[tuple[list[int], GenerationResult]]:
+def sampled(engine: HfEngine, kind: str, mode: UpdateMode | None) -> list[tuple[list[int], GenerationResult]]:
     """Prompts and results of a group and loners, more than there are slots, some across an update."""
     prompts = [[3, 4, 5, 6, 7]] * 3 + [[8], list(range(9, 29)), [18, 19]]
     session = Session(engine)
@@ -241,7 +241,7 @@ def sampled(engine: HubEngine, kind: str, mode: UpdateMode | None) -> list[tuple
 
 
 @torch.no_grad()
-def forced(model: HubModel, ids: Sequence[int]) -> Tensor:
+def forced(model: HfModel, ids: Sequence[int]) -> Tensor:
     """The trainer's log-probability of each token given those before it, [N - 1]."""
     row = torch.tensor(ids)
     logits = model.head(model.forward_packed(row, [len(ids)]))[:-1]
@@ -333,13 +333,13 @@ def test_model_without_a_cache_is_refused(tmp_path) -> None:
     config = OpenAIGPTConfig(vocab_size=40, n_positions=64, n_embd=16, n_layer=1, n_head=2)
     OpenAIGPTLMHeadModel(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match="takes no cache"):
-        HubEngine(load_hub(tmp_path, "float32", "cpu"), slots=2, max_context_tokens=32)
+        HfEngine(load_hf(tmp_path, "float32", "cpu"), slots=2, max_context_tokens=32)
 
 
 def test_model_of_recurrent_layers_alone_is_refused(tmp_path) -> None:
     folder = make_hub_model(tmp_path, "Qwen3Next", layer_types=["linear_attention"] * 2)
     with pytest.raises(ConfigurationError, match=r"can't begin a cache \(`get_seq_length`.*\)\. Nothing can be"):
-        HubEngine(load_hub(folder, "float32", "cpu"), slots=2, max_context_tokens=32)
+        HfEngine(load_hf(folder, "float32", "cpu"), slots=2, max_context_tokens=32)
 
 
 def test_model_whose_states_lie_in_itself_is_refused(tmp_path) -> None:
@@ -349,19 +349,19 @@ def test_model_whose_states_lie_in_itself_is_refused(tmp_path) -> None:
     config = RecurrentGemmaConfig(vocab_size=40, num_hidden_layers=3, attention_window_size=16, **sizes)
     RecurrentGemmaForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match=r"RecurrentGemma.*: it(s forward\(\) takes no| can't begin a) cache"):
-        HubEngine(load_hub(tmp_path, "float32", "cpu"), slots=2, max_context_tokens=32)
+        HfEngine(load_hf(tmp_path, "float32", "cpu"), slots=2, max_context_tokens=32)
 
 
 def test_positions_that_depend_on_the_longest_row_are_not_padded(tmp_path) -> None:
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     folder = make_hub_model(tmp_path, "Phi3", rope_parameters=rope, original_max_position_embeddings=64)
-    engine = HubEngine(load_hub(folder, "float32", "cpu"), slots=2, max_context_tokens=32)
+    engine = HfEngine(load_hf(folder, "float32", "cpu"), slots=2, max_context_tokens=32)
     assert engine.batching == "equal lengths"
 
 
 def test_positions_counted_by_rows_are_not_padded(tmp_path, caplog) -> None:
     folder = make_hub_model(tmp_path, "Llama4Text", attn_temperature_tuning=True)
-    engine = HubEngine(load_hub(folder, "float32", "cpu"), slots=2, max_context_tokens=32)
+    engine = HfEngine(load_hf(folder, "float32", "cpu"), slots=2, max_context_tokens=32)
     assert engine.batching == "equal lengths"
     assert "rows of different lengths aren't batched: attn_temperature_tuning" in caplog.text
 
@@ -407,9 +407,9 @@ def build(**fields: Any) -> Any:
 
 
 def test_chosen_where_headway_has_no_decoder_or_where_asked() -> None:
-    assert isinstance(build(), HubEngine)
-    assert isinstance(build(model_path=str(conformance_folder()), implementation="transformers"), HubEngine)
-    assert not isinstance(build(model_path=str(conformance_folder())), HubEngine)
+    assert isinstance(build(), HfEngine)
+    assert isinstance(build(model_path=str(conformance_folder()), implementation="transformers"), HfEngine)
+    assert not isinstance(build(model_path=str(conformance_folder())), HfEngine)
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from tiny_hub import make_hub_model
 from torch import Tensor
 
 from headway.config.adapter import AdapterConfig
-from headway.generator.engines.hub.engine import HubEngine
+from headway.generator.engines.hub.engine import HfEngine
 from headway.models.adapter_files import save_adapter
 from headway.models.adapter_targets import adapted_targets
 from headway.models.decoder import Decoder
-from headway.models.hub.adapter import HubAdapter
-from headway.models.hub.model import load_hub
+from headway.models.hub.adapter import HfAdapter
+from headway.models.hub.model import load_hf
 from headway.models.loading import save_model, weights_of
 from headway.models.lora import Lora, merge
 from headway.records.errors import ConfigurationError
@@ -68,9 +68,9 @@ def stored(version: int, rank: int = 3) -> AdapterConfig:
 
 
 @functools.cache
-def adapter_of(version: int, rank: int = 3) -> HubAdapter:
+def adapter_of(version: int, rank: int = 3) -> HfAdapter:
     """The same, as a trainer that runs transformers' module has it."""
-    return HubAdapter(load_hub(base_folder(), "float32", "cpu"), base_folder(), stored(version, rank), 0)
+    return HfAdapter(load_hf(base_folder(), "float32", "cpu"), base_folder(), stored(version, rank), 0)
 
 
 @functools.cache
@@ -85,7 +85,7 @@ def _reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conformance, "model_of", merged_with)
 
 
-class PolicyEngine(HubEngine):
+class PolicyEngine(HfEngine):
     """Takes the updates of the conformance suite, which names a version, as updates of its policy's adapter."""
 
     def update_weights(
@@ -97,8 +97,8 @@ class PolicyEngine(HubEngine):
 
 
 def make_padded(*, slots: int = 4, max_context_tokens: int = 96, name: str = "policy", **options: Any) -> PolicyEngine:
-    model = load_hub(base_folder(), "float32", "cpu")
-    adapters = {name: HubAdapter(model, base_folder(), stored(0), 0)}
+    model = load_hf(base_folder(), "float32", "cpu")
+    adapters = {name: HfAdapter(model, base_folder(), stored(0), 0)}
     return PolicyEngine(model, slots=slots, max_context_tokens=max_context_tokens, adapters=adapters, **options)
 
 
@@ -240,13 +240,13 @@ def test_unknown_adapters_and_wrong_updates_are_errors_and_change_nothing() -> N
     with pytest.raises(ConfigurationError, match="'poet', which isn't registered; registered: policy"):
         engine.update_adapter("poet", adapter_of(1).weights(), 1, "keep")
     with pytest.raises(ConfigurationError, match="adapters are registered beside them"):
-        HubEngine.update_weights(engine, weights_of(engine._model), 1, "keep")
+        HfEngine.update_weights(engine, weights_of(engine._model), 1, "keep")
     results = session.run()
     assert results["bad"].error == "there is no adapter 'poet'; registered: policy"
     assert [span.version for span in results["good"].response.versions] == [0]
     assert_logprobs(results["good"], forced_logprobs(merged_with(0), (5, 6, 7), results["good"].response.ids, 1.0))
     with pytest.raises(ConfigurationError, match="adapters a, b beside a model that runs in transformers: valid: one"):
-        HubEngine(engine._model, slots=2, max_context_tokens=32, adapters=dict.fromkeys("ab", adapter_of(0)))
+        HfEngine(engine._model, slots=2, max_context_tokens=32, adapters=dict.fromkeys("ab", adapter_of(0)))
 
 
 def test_an_adapter_of_another_name_leaves_the_model_to_those_who_ask_for_none() -> None:
@@ -266,9 +266,9 @@ def test_logprobs_are_the_trainers(tmp_path: Path, kind: str) -> None:
     folder = make_hub_model(tmp_path / "m", kind)
     named = {"targets": ("q_proj", "in_proj")} if kind == "FalconH1" else {}  # PEFT refuses Mamba's out_proj
     settings = AdapterConfig(rank=2, alpha=4.0, **named)
-    trained, served = (load_hub(folder, "float32", "cpu") for _ in range(2))
-    mine, its = (HubAdapter(model, folder, settings, 0) for model in (trained, served))
-    engine = HubEngine(served, slots=4, max_context_tokens=64, adapters={"policy": its})
+    trained, served = (load_hf(folder, "float32", "cpu") for _ in range(2))
+    mine, its = (HfAdapter(model, folder, settings, 0) for model in (trained, served))
+    engine = HfEngine(served, slots=4, max_context_tokens=64, adapters={"policy": its})
     generator = torch.Generator().manual_seed(1)
     for name, parameter in mine.parameters.items():
         if "lora_B" in name:
@@ -282,7 +282,7 @@ def test_logprobs_are_the_trainers(tmp_path: Path, kind: str) -> None:
         session.submit(request(name, prompt, max_tokens=12, adapter="base" if name == "base" else ""))
     results = session.run()
     for name, prompt in {"before": [4, 5], **prompts}.items():
-        model = mine.without() if name in ("base", "before") else trained
+        model = mine.base_model() if name in ("base", "before") else trained
         ids = torch.tensor([*prompt, *results[name].response.ids])
         with torch.no_grad():
             logits = model(ids, [len(ids)])[len(prompt) - 1 : -1]

@@ -30,7 +30,7 @@ def kernels(fast: bool) -> native.Kernels | None:
         return None
     found = native.kernels_for(torch.float32, torch.device("cpu"))
     if found is None:
-        pytest.skip(native.why_none(torch.float32, torch.device("cpu")))
+        pytest.skip(native.missing_reason(torch.float32, torch.device("cpu")))
     return found
 
 

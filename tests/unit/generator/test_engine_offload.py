@@ -41,7 +41,7 @@ def sampled(away_at: set[int], *, updates: bool = False, **options: Any) -> Any:
         for number in range(60):
             if number in away_at:
                 assert engine.memory.offload().moved_bytes > 0
-                assert engine.memory.away
+                assert engine.memory.offloaded
                 assert engine.memory.offload().moved_bytes == 0
                 if number == 3:
                     engine.abort(["r1"])  # requests come and go meanwhile
@@ -76,7 +76,7 @@ def test_a_full_disk_leaves_the_engine_at_work() -> None:
     engine.memory.directory = "/dev/full/none"
     with pytest.raises(StorageFailed, match="stays in memory"):
         engine.memory.offload()
-    assert not engine.memory.away
+    assert not engine.memory.offloaded
     assert session.run()["r"].finish_reason == "length"
 
 
@@ -92,24 +92,24 @@ def test_a_replica_that_is_asked_nothing_is_not_loaded(tmp_path: Path) -> None:
     replica = service(Path(make_model(tmp_path / "model")))
     memory = replica._engine.memory
     assert memory is not None
-    replica.lend(True)
+    replica.yield_device(True)
     (away,) = replica.offload()
     assert away.moved_bytes > 0
     for _ in range(2):  # it is resumed and paused again, with nothing to do
-        replica.lend(False)
+        replica.yield_device(False)
         assert replica.onload() == []
         assert not replica.tick()
-        assert memory.away
-        replica.lend(True)
+        assert memory.offloaded
+        replica.yield_device(True)
         assert all(move.moved_bytes == 0 for move in replica.offload())
     asked = request("r", [1, 2], max_tokens=4)
     replica.submit(encoder().encode([asked]))
     assert not replica.tick()
-    assert memory.away  # it is lent still
-    replica.lend(False)
+    assert memory.offloaded  # it is yielded still
+    replica.yield_device(False)
     assert replica.tick()
-    assert not memory.away
-    replica.lend(True)
+    assert not memory.offloaded
+    replica.yield_device(True)
     back, again = replica.offload()
     assert (back.onload, again.onload) == (True, False)  # the late one is reported, too
 

@@ -170,7 +170,7 @@ def test_a_trainer_that_dies_while_the_devices_are_its_own_holds_no_update_up(sh
     outcome = simulate(experiment, spoil=spoil, shared=shared)
     assert [step.version for step in outcome.steps] == list(range(1, 7))
     assert outcome.event("trainer_restored").data["replayed"] == 3
-    assert outcome.event("books").data["balanced"] == 1
+    assert outcome.event("accounting").data["balanced"] == 1
     assert outcome.steps[-1].time_s < 20  # no rollout had to run into its time limit first
     found = [sample.rollout.versions for batch in outcome.trainer.batches for sample in batch.samples]
     assert {len(versions) for versions in found} == {1}  # none crossed an update

@@ -171,7 +171,7 @@ def test_requests_of_a_replica_that_rests_go_on_elsewhere():
         waits = asyncio.create_task(generator.generate(request("waits", 3, prompt=(7,) * 3, priority=1)))
         behind = asyncio.create_task(generator.generate(request("behind", 3, prompt=(8,) * 3, priority=1)))
         await clock.sleep(2.0)
-        await generator.rest_replicas({1})
+        await generator.idle_replicas({1})
         (end_a, _), (end_b, b) = await asyncio.gather(*jobs)
         assert len((await waits).response.ids) == len((await behind).response.ids) == 3
         await generator.generate(request("c", 2))

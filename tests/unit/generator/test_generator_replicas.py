@@ -332,7 +332,7 @@ def test_a_resting_replica_hands_its_requests_over_and_takes_none():
         for request_id in second.open:
             second.say(request_id, 7, 8)
         await clock.sleep(0.1)
-        await pool.rest_replicas([1])
+        await pool.idle_replicas([1])
         await clock.sleep(0.1)
         assert not second.open
         assert sorted(one.partial.ids for one in first.open.values()) == [(), (), (7, 8), (7, 8)]
@@ -355,14 +355,14 @@ def test_a_replica_that_rests_no_more_takes_requests_again():
     async def main(clock: Clock):
         pool, _ = make_pool(clock, launcher := ScriptedLauncher())
         await pool.start()
-        await pool.rest_replicas([0, 1])  # nobody else: both serve
+        await pool.idle_replicas([0, 1])  # nobody else: both serve
         jobs = [asyncio.create_task(pool.generate(request(f"r{i}"))) for i in range(4)]
         await clock.sleep(1)
         assert [len(worker.open) for worker in launcher.started] == [2, 2]
-        await pool.rest_replicas([0])
+        await pool.idle_replicas([0])
         await clock.sleep(1)
         assert [len(worker.open) for worker in launcher.started] == [0, 4]
-        await pool.rest_replicas([])
+        await pool.idle_replicas([])
         jobs.append(asyncio.create_task(pool.generate(request("next"))))
         await clock.sleep(1)
         assert [len(worker.open) for worker in launcher.started] == [1, 4]

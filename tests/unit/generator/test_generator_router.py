@@ -214,7 +214,7 @@ def test_a_cancelled_request_ends_whatever_becomes_of_its_replica(how):
         if how == "death":
             bad.kill()
         elif how == "rest":
-            await one.pool.rest_replicas({0})
+            await one.pool.idle_replicas({0})
         else:
             recover()
         await clock.sleep(0.1)
@@ -435,7 +435,7 @@ def test_every_request_ends_once_with_its_own_tokens(trouble, length, mode):
             elif what == "mend" and worker:
                 worker.fail = ""
             elif what == "rest":
-                await one.pool.rest_replicas({number})
+                await one.pool.idle_replicas({number})
             elif what == "update":
                 version += 1
                 with contextlib.suppress(WeightsCorrupt):
@@ -443,7 +443,7 @@ def test_every_request_ends_once_with_its_own_tokens(trouble, length, mode):
             elif what == "join" and len(one.workers) < 8:
                 await one.pool.join(f"cpu:{2 + number}")
             elif what == "leave":
-                names = [replica.name for replica in one.pool._replicas if replica.live and not replica.leaving]
+                names = [replica.name for replica in one.pool._replicas if replica.live and not replica.draining]
                 if len(names) > 1:
                     leaving.append(
                         asyncio.create_task(one.pool.leave(names[number % len(names)], move=number % 2 == 0))

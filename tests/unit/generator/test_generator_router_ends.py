@@ -167,7 +167,7 @@ def test_foreign_callers_wait_are_refused_and_free_their_places():
 
         async def foreign(name: str, length: int) -> Any:
             try:
-                async with one.pool.limiter.place(100) as place:
+                async with one.pool.limiter.permit(100) as place:
                     result = await one.pool.generate(request(name, length))
                     place.used_tokens = 11 + len(result.response.ids)
             except Overloaded as error:
@@ -202,11 +202,11 @@ def test_stopping_sends_those_who_wait_away():
         await one.pool.start()
 
         async def foreign() -> None:
-            async with one.pool.limiter.place(100):
+            async with one.pool.limiter.permit(100):
                 await one.pool.generate(request("a", 90))
 
         async def second() -> None:
-            async with one.pool.limiter.place(100):
+            async with one.pool.limiter.permit(100):
                 pass
 
         jobs = [asyncio.create_task(foreign()), asyncio.create_task(second())]

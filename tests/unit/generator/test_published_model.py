@@ -15,7 +15,7 @@ from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.vllm.core import engine_arguments
 from headway.generator.engines.vllm.reference import PublishedModel
 from headway.models.hub.configuration import read_config
-from headway.models.hub.model import load_hub
+from headway.models.hub.model import load_hf
 from headway.models.loading import weights_of
 from headway.models.opening import open_model
 from headway.records.errors import ConfigurationError
@@ -28,7 +28,7 @@ torch.set_num_threads(1)
 def test_a_published_version_has_the_names_and_values_of_a_folder(tmp_path: Path, kind: str) -> None:
     """Experts apart, buffers included, tied heads once: what vLLM reads from the folder at its start."""
     folder = make_hub_model(tmp_path / "m", kind)
-    trained = load_hub(folder, "float32", "cpu")
+    trained = load_hf(folder, "float32", "cpu")
     with torch.no_grad():
         for parameter in trained.parameters():
             parameter.mul_(1.5)
@@ -57,7 +57,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     published.load("float32")
     before = published.logprobs([1, 2, 3])
     with pytest.raises(ConfigurationError, match="the published weights are not this model's"):
-        published.take(weights_of(load_hub(other, "float32", "cpu")))
+        published.take(weights_of(load_hf(other, "float32", "cpu")))
     assert published.logprobs([1, 2, 3]) == before
 
 

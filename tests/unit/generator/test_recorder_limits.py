@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from recorded_agent import USER, committed, recorder, request, result, said, spelled
 
-from headway.records.conversations import RecordedConversation, RequestRefused, rollout_of
+from headway.records.conversations import RecordedConversation, RequestRefused, rollout_from
 from headway.records.rollout import Failure, Group, Rollout
 from headway.records.task import Task
 from headway.records.tokens import decoder, encoder
@@ -42,7 +42,7 @@ def test_an_answer_that_its_client_cut_is_no_truncated_rollout() -> None:
         call = record.begin(request(USER, max_tokens=most))
         committed(record, call, [result(spelled("x" * call.max_tokens, ended=False), "length")])
         assert [turn.finish_reason for turn in record.turns] == ["length"]
-        assert rollout_of(record.close(), GROUP, 0, now=1.0).truncated == truncated
+        assert rollout_from(record.close(), GROUP, 0, now=1.0).truncated == truncated
 
 
 def test_a_rollout_whose_last_request_was_too_long_is_truncated() -> None:
@@ -51,12 +51,12 @@ def test_a_rollout_whose_last_request_was_too_long_is_truncated() -> None:
     long = {"role": "user", "content": "x" * 60}
     with pytest.raises(RequestRefused, match="maximum context length is 60"):
         record.begin(request(USER, {"role": "assistant", "content": "3"}, long))
-    assert rollout_of(record.close(), GROUP, 0, now=1.0).truncated
+    assert rollout_from(record.close(), GROUP, 0, now=1.0).truncated
     record = recorder(context_tokens=60)
     with pytest.raises(RequestRefused):
         record.begin(request(long))
     said(record, "3", USER)  # and the agent went on
-    assert not rollout_of(record.close(), GROUP, 0, now=1.0).truncated
+    assert not rollout_from(record.close(), GROUP, 0, now=1.0).truncated
 
 
 def test_a_response_has_what_the_context_and_the_rollout_leave() -> None:
@@ -123,7 +123,7 @@ def test_a_conversation_as_a_rollout() -> None:
     for number, (text, extra) in enumerate([("no", []), ("3", [{"role": "user", "content": "format error"}])]):
         call = record.begin(request(USER, *extra))
         committed(record, call, [result(spelled(text), version=4 - number, first_token_s=12.0 + number)])
-    rollout = rollout_of(record.close(), GROUP, 1, now=20.0)
+    rollout = rollout_from(record.close(), GROUP, 1, now=20.0)
     assert (rollout.rollout_id, rollout.turns, rollout.calls) == ("7-1", 2, 2)
     assert (rollout.first_version, rollout.last_version) == (3, 4)
     assert (rollout.opened_s, rollout.first_token_s, rollout.generated_s, rollout.finished_s) == (10.0, 12.0, 20.0, 0.0)
@@ -134,11 +134,11 @@ def test_a_conversation_as_a_rollout() -> None:
 
 
 def test_a_conversation_without_an_answer_is_a_failed_rollout() -> None:
-    rollout = rollout_of(recorder().close(), GROUP, 0, now=20.0)
+    rollout = rollout_from(recorder().close(), GROUP, 0, now=20.0)
     assert rollout.failure is not None
     assert (rollout.failure.boundary, rollout.prompt_ids, rollout.first_version) == ("environment", (5,), -1)
     why = Failure(boundary="sandbox", cause="gone", infrastructure=True)
-    assert rollout_of(recorder().close(), GROUP, 0, now=20.0, failure=why).failure == why
+    assert rollout_from(recorder().close(), GROUP, 0, now=20.0, failure=why).failure == why
 
 
 def test_rollouts_stored_before_there_were_branches_are_read() -> None:

@@ -22,7 +22,7 @@ from headway.records.conversations import ClientSampling, OnTokens, RecordedConv
 from headway.records.generation import GenerationResult, PartialResponse, VersionSpan
 from headway.runtime.clock import Clock, run_virtual
 from headway.tokens.messages import normal_messages
-from headway.tokens.output_parsing import client_form
+from headway.tokens.output_parsing import openai_message
 
 KINDS = ("qwen2.5", "qwen3", "r1", "llama3.1")
 
@@ -90,7 +90,7 @@ async def client(session: Any, chance: random.Random, clock: Clock, number: int)
                 break
         if not turns:
             return
-        entry = client_form(chance.choice(turns).message, session.chat.written)
+        entry = openai_message(chance.choice(turns).message, session.chat.written)
         talk += [entry, {"role": "user", "content": "go on"}]
 
 

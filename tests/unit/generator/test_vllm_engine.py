@@ -117,10 +117,10 @@ def test_within_a_grammar_a_request_begins_anew_with_its_rows() -> None:
     entry.ticket, entry.sampled, entry.unsent, entry.logprobs, entry.rows = "t", [7], [7], [-1.0], 9
     core: Any = KeepingCore()
     engine = VllmEngine(core, EngineSettings(model_path="", dtype="float32", slots=9, max_context_tokens=64), 100, None)
-    engine._given["t"] = engine._open["a"] = entry
+    engine._submitted["t"] = engine._open["a"] = entry
     engine._take_back([entry])
     assert list(entry.response) == [5, 7]
-    engine._begin_anew(entry)
+    engine._restart_grammar(entry)
     assert (list(entry.response), entry.unsent, entry.logprobs, entry.rows, entry.begun) == ([], [], [], 3, None)
 
 
@@ -140,7 +140,7 @@ def test_within_a_grammar_a_request_stays_on_its_adapter_over_an_update(monkeypa
     for ticket, entry in (("within", within), ("free", free)):
         entry.ticket, entry.sampled, entry.request_id = ticket, [7], ticket
         entry.revision = VllmRevision("policy", 0, "policy-0", None)
-        engine._given[ticket] = engine._open[ticket] = entry
+        engine._submitted[ticket] = engine._open[ticket] = entry
     newest = VllmRevision("policy", 1, "policy-1", None)
     adapters: Any = SimpleNamespace(
         fetch=lambda _: None, crowding=lambda *_: None, add=lambda _: None, updates=1, registered=(), newest=()
@@ -149,7 +149,7 @@ def test_within_a_grammar_a_request_stays_on_its_adapter_over_an_update(monkeypa
     monkeypatch.setattr(engine, "_loaded", lambda *_: newest)
     published = PublishedWeights(version=1, path="", checksum="", size_bytes=0, adapter="policy")
     assert engine.apply(published, "recompute").in_flight == 1
-    assert list(engine._given.values()) == [within]
+    assert list(engine._submitted.values()) == [within]
     assert engine._waiting == [free]
 
 

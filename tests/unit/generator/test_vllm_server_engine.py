@@ -27,7 +27,7 @@ from headway.generator.engines.vllm.reference import PublishedModel
 from headway.generator.engines.vllm.server_engine import VllmServerEngine
 from headway.generator.engines.vllm.server_info import ServerInfo
 from headway.generator.service import GeneratorService
-from headway.models.hub.model import load_hub
+from headway.models.hub.model import load_hf
 from headway.models.loading import weights_of
 from headway.records.errors import WeightsMismatch
 from headway.records.generation import (
@@ -297,7 +297,7 @@ def test_a_model_that_the_trainer_runs_in_transformers_is_written_by_the_names_o
         return post(path, body)
 
     server.post = load  # type: ignore[method-assign]
-    engine, trained = engine_of(server, tmp_path), load_hub(folder, "float32", "cpu")
+    engine, trained = engine_of(server, tmp_path), load_hf(folder, "float32", "cpu")
     for parameter in trained.parameters():
         parameter.data *= 2
     with Publisher(f"server-engine-hub-{os.getpid()}") as publisher:

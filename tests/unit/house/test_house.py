@@ -15,10 +15,13 @@ from code_figures import (
     PACKAGE,
     class_homes,
     elliptic_docstrings,
+    generic_per_thousand_lines,
+    household_names,
     lines_of_code,
     longest_functions,
     modules_at_the_door,
     trees,
+    vague_locals,
 )
 
 import headway.api
@@ -79,6 +82,13 @@ def test_files_and_functions_are_small():
 
 def test_the_package_stays_light():
     assert lines_of_code() <= MOST_LINES
+
+
+def test_names_are_of_this_trade():
+    """A tenth of what there was on 2026-11-28, and no `result` or `item` in their place."""
+    assert len(vague_locals()) <= 250, vague_locals()
+    assert len(household_names()) <= 76, household_names()
+    assert generic_per_thousand_lines() <= 11.75
 
 
 def test_docstrings_can_be_read_alone():

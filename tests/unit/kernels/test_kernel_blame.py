@@ -174,7 +174,7 @@ def test_failures_beside_the_candidate_are_infrastructure(shared, monkeypatch: p
             )
         ):
             with monkeypatch.context() as patched:
-                evaluator._crossing_s.clear()
+                evaluator._overhead_s.clear()
                 patched.setattr(where, what, replaced)
                 found = await evaluator.evaluate(submission(f"{HONEST['cpp']}# {name}\n", timed=True))
             assert found.infrastructure, (what, found)

@@ -8,7 +8,7 @@ import pytest
 from headway.kernels.comparison import Tensor, TensorShape, compare
 from headway.kernels.faults import fault_in, fault_of_end, fault_of_error, first_line
 from headway.kernels.isolation import GuestEnded, GuestError
-from headway.kernels.trials import varied
+from headway.kernels.trials import variant_inputs
 from headway.records.sandbox import ExecResult
 
 TOLERANCE = {"float32": (1e-4, 1e-4)}
@@ -55,7 +55,7 @@ def test_the_absolute_tolerance_grows_with_the_values_where_asked():
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
 def test_variants_keep_zeros_in_their_places(dtype):
     given = tensor([0.0, 2.0, -3.0], dtype)
-    (ones,), (negated,) = varied([given], None), varied([given], -1.0)
+    (ones,), (negated,) = variant_inputs([given], None), variant_inputs([given], -1.0)
     assert ones.raw.tolist() == [0, 1, 1]
     assert negated.raw.tolist() == [0, -2, 3]
 

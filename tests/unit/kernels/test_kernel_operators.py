@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kernel_candidate_styles import CPP, CUDA, TRITON
 
 from benchmarks.parts.kernel_solutions import solutions
-from headway.kernels.guest.program import Operators
+from headway.kernels.guest.program import OperatorRecorder
 from headway.kernels.operators import allowed_aten, called_operator, check_operators, forbidden_aten
 from headway.kernels.tasks import builtin_tasks
 from headway.records.kernels import KernelBackend, KernelTask
@@ -155,7 +155,7 @@ def called(source: str, task: KernelTask = TASK, inputs: int = 2) -> str:
     space: dict[str, Any] = {"load_cpp": lambda text: SimpleNamespace(run=lambda *given: None)}
     exec(source, space)
     model, given = space["ModelNew"](), [torch.rand(4, 4) for _ in range(inputs)]
-    with torch.no_grad(), Operators() as seen:
+    with torch.no_grad(), OperatorRecorder() as seen:
         for _ in range(2):
             model(*given)
     return called_operator(task, sorted(seen.names))

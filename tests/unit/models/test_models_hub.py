@@ -16,9 +16,9 @@ from tiny_hub import ONE_A_ROW, PACKED, VOCABULARY, make_hub_model, make_seeing_
 
 from headway.config.adapter import AdapterConfig
 from headway.config.model import ModelConfig
-from headway.models.hub.adapter import HubAdapter
+from headway.models.hub.adapter import HfAdapter
 from headway.models.hub.configuration import adapter_size, implementation_of, read_config
-from headway.models.hub.model import HubModel, load_hub, why_not_shifted
+from headway.models.hub.model import HfModel, load_hf, shift_obstacle
 from headway.models.loading import adopt_weights, copy_weights, load_model, save_model, weights_of
 from headway.models.opening import open_model
 from headway.models.packed_model import PackedModel
@@ -59,7 +59,7 @@ def largest_difference(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Te
     return max(float((mine[name] - one).abs().max()) for name, one in theirs.items()) / largest
 
 
-def kept_values(model: HubModel, ids: torch.Tensor) -> int:
+def kept_values(model: HfModel, ids: torch.Tensor) -> int:
     """Count of the values that the backward of a forward pass keeps."""
     sizes: list[int] = []
 
@@ -76,7 +76,7 @@ def kept_values(model: HubModel, ids: torch.Tensor) -> int:
 def test_packed_documents_are_computed_as_alone(tmp_path: Path, kind: str) -> None:
     folder = make_hub_model(tmp_path / "m", kind)
     ids = token_ids()
-    model = load_hub(folder, "float32", "cpu")
+    model = load_hf(folder, "float32", "cpu")
     assert model.packs == (kind in PACKED)
     expected, plain = alone(folder, ids)
     got = logprobs(model(ids, LENGTHS))
@@ -104,7 +104,7 @@ def test_packed_documents_are_computed_as_alone(tmp_path: Path, kind: str) -> No
 def test_of_a_model_that_sees_the_language_model_is_trained(tmp_path: Path) -> None:
     folder = make_seeing_model(tmp_path / "m")
     ids = token_ids()
-    model = load_hub(folder, "float32", "cpu")
+    model = load_hf(folder, "float32", "cpu")
     expected, _ = alone(folder, ids, "AutoModelForImageTextToText")
     got = logprobs(model(ids, LENGTHS))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
@@ -122,7 +122,7 @@ def test_of_a_model_that_sees_the_language_model_is_adapted(tmp_path: Path) -> N
     folder = make_seeing_model(tmp_path / "m")
     for targets in (("all-linear",), ("q_proj",)):
         settings = AdapterConfig(rank=2, alpha=2.0, targets=targets)
-        adapter = HubAdapter(load_hub(folder, "float32", "cpu"), folder, settings, 0)
+        adapter = HfAdapter(load_hf(folder, "float32", "cpu"), folder, settings, 0)
         assert adapter.parameters
         assert all("language_model" in name for name in adapter.parameters)
 
@@ -133,7 +133,7 @@ def test_the_size_of_an_adapter_is_known_before_it_is_made(tmp_path: Path, kind:
     named = {"Phi3": ("qkv_proj",), "GPT2": ("c_attn",)}.get(kind, ("v_proj", "o_proj", "kv_b_proj"))
     for targets in (("all-linear",), named):
         settings = AdapterConfig(rank=3, alpha=2.0, targets=targets)
-        adapter = HubAdapter(load_hub(folder, "float32", "cpu"), folder, settings, 0)
+        adapter = HfAdapter(load_hf(folder, "float32", "cpu"), folder, settings, 0)
         exact = sum(parameter.numel() for parameter in adapter.parameters.values())
         rough = 0.3 if kind in ("DeepseekV3", "Olmoe") else 0.05  # PEFT has rules of its own for each mixture
         assert adapter_size(folder, settings) == pytest.approx(exact, rel=rough)
@@ -148,7 +148,7 @@ def test_a_model_that_sees_without_a_decoder_of_its_own_is_refused(tmp_path: Pat
     config = GitConfig(vision_config={**sizes, "image_size": 8, "patch_size": 4}, vocab_size=VOCABULARY, **sizes)
     GitForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match="GitForCausalLM has no decoder apart from what sees"):
-        load_hub(tmp_path, "float32", "cpu")
+        load_hf(tmp_path, "float32", "cpu")
 
 
 def gradients_in_files(model: PackedModel, folder: Path) -> dict[str, torch.Tensor]:
@@ -157,7 +157,7 @@ def gradients_in_files(model: PackedModel, folder: Path) -> dict[str, torch.Tens
         for parameter in model.parameters():
             assert parameter.grad is not None
             parameter.copy_(parameter.grad)
-    if isinstance(model, HubModel):
+    if isinstance(model, HfModel):
         model.save(folder)
     else:
         save_model(model, folder)  # pyright: ignore[reportArgumentType]
@@ -182,7 +182,7 @@ def test_both_implementations_of_a_known_family_are_equal(tmp_path: Path, case: 
 
 def test_weights_are_exchanged_by_name_and_tied_ones_once(tmp_path: Path) -> None:
     folder = make_hub_model(tmp_path / "m", "Olmo2", tie_word_embeddings=True)
-    model, other = (load_hub(folder, "float32", "cpu") for _ in range(2))
+    model, other = (load_hf(folder, "float32", "cpu") for _ in range(2))
     weights = {name: one + 0.01 for name, one in weights_of(model).items()}
     assert not any("lm_head" in name for name in weights)
     ids = token_ids()
@@ -197,7 +197,7 @@ def test_weights_are_exchanged_by_name_and_tied_ones_once(tmp_path: Path) -> Non
 
 
 def test_a_longer_row_than_its_documents_is_refused(tmp_path: Path) -> None:
-    model = load_hub(make_hub_model(tmp_path / "m", "Phi"), "float32", "cpu")
+    model = load_hf(make_hub_model(tmp_path / "m", "Phi"), "float32", "cpu")
     with pytest.raises(ValueError, match="add up to 4 tokens, but 5 ids"):
         model.forward_packed(torch.zeros(5, dtype=torch.int64), [2, 2])
     with pytest.raises(ValueError, match="none may continue another"):
@@ -209,7 +209,7 @@ def test_an_architecture_without_an_attention_interface_has_a_document_a_row(
 ) -> None:
     folder = make_hub_model(tmp_path / "m", "Olmo2")
     monkeypatch.setattr("transformers.Olmo2ForCausalLM._can_set_attn_implementation", classmethod(lambda cls: False))
-    model = load_hub(folder, "float32", "cpu")
+    model = load_hf(folder, "float32", "cpu")
     assert not model.packs
     assert "each document is a row of its own" in caplog.text
     ids = token_ids()
@@ -223,7 +223,7 @@ def test_scales_of_inkling_go_by_a_tokens_place_in_its_row(floor: int | None, wh
     from transformers import AutoConfig
 
     config = AutoConfig.for_model("inkling_text", log_scaling_n_floor=floor)
-    found = why_not_shifted(Mock(config=config))
+    found = shift_obstacle(Mock(config=config))
     assert found.startswith(why)
     assert bool(found) == bool(why)
 
@@ -233,7 +233,7 @@ def test_scales_by_a_tokens_place_in_its_row_keep_documents_in_rows(
 ) -> None:
     tuned = dict(attn_temperature_tuning=True, floor_scale=8, attn_scale=2.0, no_rope_layers=[1, 0])
     folder = make_hub_model(tmp_path / "m", "Llama4Text", **tuned)
-    model, ids = load_hub(folder, "float32", "cpu"), token_ids()
+    model, ids = load_hf(folder, "float32", "cpu"), token_ids()
     assert "attn_temperature_tuning goes by a token's place in its row" in caplog.text
     torch.testing.assert_close(logprobs(model(ids, LENGTHS)), alone(folder, ids)[0], rtol=1e-4, atol=1e-4)
 
@@ -244,7 +244,7 @@ def test_contexts_end_where_rotary_embeddings_would_depend_on_the_longest_docume
     long = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     folder = make_hub_model(tmp_path / "long", "Phi3", rope_parameters=long, original_max_position_embeddings=40)
     ids = token_ids()
-    model = load_hub(folder, "float32", "cpu")
+    model = load_hf(folder, "float32", "cpu")
     assert model.config.max_positions == read_config(ModelConfig(path=folder)).max_positions == 40 == max(LENGTHS)
     assert "beyond 40 tokens rotary embeddings depend on the longest document" in caplog.text
     torch.testing.assert_close(logprobs(model(ids, LENGTHS)), alone(folder, ids)[0], rtol=1e-4, atol=1e-4)
@@ -255,7 +255,7 @@ def test_contexts_end_where_rotary_embeddings_would_depend_on_the_longest_docume
 
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}  # whose original length is the context
     folder = make_hub_model(tmp_path / "dynamic", "Olmo2", rope_parameters=dynamic, max_position_embeddings=40)
-    model = load_hub(folder, "float32", "cpu")
+    model = load_hf(folder, "float32", "cpu")
     assert model.config.max_positions == 40
     before = logprobs(model(ids, LENGTHS))
     torch.testing.assert_close(before, alone(folder, ids)[0], rtol=1e-4, atol=1e-4)
@@ -263,7 +263,7 @@ def test_contexts_end_where_rotary_embeddings_would_depend_on_the_longest_docume
 
 
 def test_a_bodys_own_forward_survives_its_head(tmp_path: Path) -> None:
-    model = load_hub(make_hub_model(tmp_path / "m", "Phi"), "float32", "cpu")
+    model = load_hf(make_hub_model(tmp_path / "m", "Phi"), "float32", "cpu")
     body: Any = model.module.model
     body.forward = own = partial(type(body).forward, body)
     model(token_ids(), LENGTHS)
@@ -272,7 +272,7 @@ def test_a_bodys_own_forward_survives_its_head(tmp_path: Path) -> None:
 
 def test_a_saved_config_says_what_the_folders_did(tmp_path: Path) -> None:
     folder = make_hub_model(tmp_path / "m", "Olmoe", output_router_logits=True, dtype="bfloat16")
-    model = load_hub(folder, "float32", "cpu")
+    model = load_hf(folder, "float32", "cpu")
     for _ in range(2):
         model.save(tmp_path / "saved")
     mine, saved = (json.loads((Path(one) / "config.json").read_text()) for one in (folder, tmp_path / "saved"))
@@ -283,15 +283,15 @@ def test_a_saved_config_says_what_the_folders_did(tmp_path: Path) -> None:
 
 def test_exhausted_memory_is_not_taken_for_a_bad_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, exhausted = make_hub_model(tmp_path / "m", "Phi"), Mock(side_effect=torch.OutOfMemoryError("none left"))
-    model = load_hub(folder, "float32", "cpu")
+    model = load_hf(folder, "float32", "cpu")
     monkeypatch.setattr("headway.models.hub.adapter.get_peft_model", exhausted)
     with pytest.raises(torch.OutOfMemoryError):
-        HubAdapter(model, folder, AdapterConfig(rank=2, alpha=2.0), 0)
-    hub = "headway.models.hub.model.HubModel"
+        HfAdapter(model, folder, AdapterConfig(rank=2, alpha=2.0), 0)
+    hub = "headway.models.hub.model.HfModel"
     for place in (f"{hub}._packed", f"{hub}._hidden", "transformers.AutoModelForCausalLM.from_pretrained"):
         monkeypatch.setattr(place, exhausted)
         with pytest.raises(torch.OutOfMemoryError):
-            load_hub(folder, "float32", "cpu")
+            load_hf(folder, "float32", "cpu")
 
 
 # --- what is refused -------------------------------------------------------------------------------------
@@ -339,35 +339,35 @@ def test_bad_folders_are_refused_with_the_reason(tmp_path: Path) -> None:
     refused("quantization_config")
     changed(folder, quantization_config=None, vocab_size=VOCABULARY + 1)
     with pytest.raises(ConfigurationError, match=r"transformers can't load it|mismatched keys"):
-        load_hub(folder, "float32", "cpu")
+        load_hf(folder, "float32", "cpu")
     changed(folder, vocab_size=VOCABULARY, num_hidden_layers=3)
     with pytest.raises(ConfigurationError, match=r"missing keys: model\.layers\.2"):
-        load_hub(folder, "float32", "cpu")
+        load_hf(folder, "float32", "cpu")
 
 
 def test_a_model_whose_forward_pass_fails_is_refused(tmp_path: Path) -> None:
     save_model(random_decoder(small("gemma2")), tmp_path / "m")  # without a window, which transformers insists on
     with pytest.raises(ConfigurationError, match="Gemma2ForCausalLM computes nothing from this folder: ValueError"):
-        load_hub(tmp_path / "m", "float32", "cpu")
+        load_hf(tmp_path / "m", "float32", "cpu")
 
 
 def test_a_model_whose_head_asks_another_body_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_hub_model(tmp_path / "m", "OPT")
     monkeypatch.setattr("transformers.OPTForCausalLM.get_decoder", lambda self: self.model)
     with pytest.raises(ConfigurationError, match="logits aren't made of what OPTModel computes"):
-        load_hub(folder, "float32", "cpu")
+        load_hf(folder, "float32", "cpu")
 
 
 def test_half_of_the_shards_is_refused(tmp_path: Path) -> None:
     folder = Path(make_hub_model(tmp_path / "m", "Phi"))
-    whole = load_hub(folder, "float32", "cpu")
+    whole = load_hf(folder, "float32", "cpu")
     whole.module.save_pretrained(tmp_path / "parts", max_shard_size="20KB")
     files = sorted((tmp_path / "parts").glob("*.safetensors"))
     assert len(files) > 2
-    load_hub(tmp_path / "parts", "float32", "cpu")
+    load_hf(tmp_path / "parts", "float32", "cpu")
     files[1].unlink()
     with pytest.raises(ConfigurationError, match=rf"1 of {len(files)} files are missing: {files[1].name}"):
-        load_hub(tmp_path / "parts", "float32", "cpu")
+        load_hf(tmp_path / "parts", "float32", "cpu")
 
 
 def test_code_of_a_folder_runs_when_it_is_trusted(tmp_path: Path) -> None:
@@ -383,10 +383,10 @@ def test_code_of_a_folder_runs_when_it_is_trusted(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="trust_remote_code"):
         read_config(ModelConfig(path=folder))
     model = open_model(ModelConfig(path=folder, trust_remote_code=True), "float32", "cpu")
-    assert isinstance(model, HubModel)
+    assert isinstance(model, HfModel)
     assert type(model.module).__name__ == "QuuxForCausalLM"
     model.save(tmp_path / "saved", folder)
-    load_hub(tmp_path / "saved", "float32", "cpu", trust_remote_code=True)
+    load_hf(tmp_path / "saved", "float32", "cpu", trust_remote_code=True)
 
 
 def test_a_decoder_is_opened_for_a_known_family(tmp_path: Path) -> None:

@@ -319,8 +319,8 @@ def test_missing_kernels_give_a_reason(monkeypatch, tmp_path, kind, reason):
     if kind == "folder":
         (tmp_path / "built").touch()
     assert native.kernels_for(dtype, torch.device("cpu")) is None
-    assert re.search(reason, native.why_none(dtype, torch.device("cpu")))
-    assert native.why_none(dtype, torch.device("cuda")) == ""
+    assert re.search(reason, native.missing_reason(dtype, torch.device("cpu")))
+    assert native.missing_reason(dtype, torch.device("cuda")) == ""
 
 
 @pytest.mark.usefixtures("built_anew")
@@ -366,7 +366,7 @@ def test_trainer_warns_about_missing_kernels(monkeypatch, tmp_path, caplog, want
 
 def test_no_warning_with_kernels():
     kernels_of(torch.float32)
-    assert native.why_none(torch.float32, torch.device("cpu")) == ""
+    assert native.missing_reason(torch.float32, torch.device("cpu")) == ""
 
 
 def test_bfloat16_engine_agrees_with_and_without_kernels():

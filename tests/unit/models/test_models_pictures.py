@@ -21,13 +21,13 @@ from headway.config.model import ModelConfig
 from headway.config.schema import TrainerConfig
 from headway.control.agreement import disagreement
 from headway.generator.engines import select
-from headway.generator.engines.hub.engine import HubEngine
+from headway.generator.engines.hub.engine import HfEngine
 from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.vllm.reference import PublishedModel
-from headway.models.hub.model import HubModel, load_hub
+from headway.models.hub.model import HfModel, load_hf
 from headway.models.hub.pictures import PictureWorker, load_processor
 from headway.models.hub.pixels import FOLDER, Pixels, PixelStore
-from headway.models.hub.prompts import Pictures
+from headway.models.hub.prompts import PictureClient
 from headway.models.loading import weights_of
 from headway.records.errors import BufferCorrupt, ConfigurationError
 from headway.records.generation import GenerationRequest, PartialResponse, SamplingParameters
@@ -104,7 +104,7 @@ def reference(kind: str, counts: Sequence[int], response: list[int], model: Any)
     return chosen[-len(response) :]
 
 
-def trained(kind: str, model: HubModel, order: Sequence[int]) -> list[Tensor]:
+def trained(kind: str, model: HfModel, order: Sequence[int]) -> list[Tensor]:
     """Log-probabilities of the responses of CASES in one forward pass of the trainer's model."""
     store, ids, pixels = PixelStore(store_folder()), [], []
     for number in order:
@@ -134,7 +134,7 @@ def test_prompts_have_as_many_placeholders_as_the_pictures_take(kind: str) -> No
 def test_the_forward_pass_and_gradients_are_those_of_plain_transformers(kind: str) -> None:
     from transformers import AutoModelForImageTextToText
 
-    model = load_hub(folder_of(kind), "float32", "cpu")
+    model = load_hf(folder_of(kind), "float32", "cpu")
     plain = AutoModelForImageTextToText.from_pretrained(folder_of(kind), dtype=torch.float32).eval()
     order = (0, 1, 2, 3)
     got = trained(kind, model, order)
@@ -156,7 +156,7 @@ def test_the_forward_pass_and_gradients_are_those_of_plain_transformers(kind: st
 
 
 def test_what_a_picture_shows_changes_what_is_said() -> None:
-    model = load_hub(folder_of("Gemma3"), "float32", "cpu")
+    model = load_hf(folder_of("Gemma3"), "float32", "cpu")
     store = PixelStore(store_folder())
     ids, digest = prompt("Gemma3", (2,))
     other = prompt("Gemma3", (3,))[1]
@@ -177,8 +177,8 @@ def asked(kind: str, name: str, counts: tuple[int, ...], **fields: Any) -> Gener
 @ALL
 @pytest.mark.parametrize("slots", [1, 4])
 def test_the_engine_samples_what_the_trainer_computes(kind: str, slots: int) -> None:
-    model = load_hub(folder_of(kind), "float32", "cpu")
-    engine = HubEngine(model, slots=slots, max_context_tokens=64, pixels=PixelStore(store_folder()))
+    model = load_hf(folder_of(kind), "float32", "cpu")
+    engine = HfEngine(model, slots=slots, max_context_tokens=64, pixels=PixelStore(store_folder()))
     session = Session(engine)
     session.submit(
         *(asked(kind, name, counts) for name, counts in zip("abcde", [(2,), (), (4, 1), (3,), (2,)], strict=True))
@@ -204,8 +204,8 @@ def test_the_engine_samples_what_the_trainer_computes(kind: str, slots: int) -> 
 
 def test_a_response_goes_on_from_its_tokens_and_pictures() -> None:
     def sampled(partial: PartialResponse | None, most: int) -> Any:
-        engine = HubEngine(
-            load_hub(folder_of("Qwen2_5_VL"), "float32", "cpu"),
+        engine = HfEngine(
+            load_hf(folder_of("Qwen2_5_VL"), "float32", "cpu"),
             slots=1,
             max_context_tokens=64,
             pixels=PixelStore(store_folder()),
@@ -226,15 +226,15 @@ def test_a_response_goes_on_from_its_tokens_and_pictures() -> None:
 
 def test_requests_with_pictures_are_refused_by_what_cannot_show_them() -> None:
     store = PixelStore(store_folder())
-    model = load_hub(folder_of("Gemma3"), "float32", "cpu")
-    blind, gone = HubEngine(model, slots=1, max_context_tokens=64), pixel_rows("0" * 32)
+    model = load_hf(folder_of("Gemma3"), "float32", "cpu")
+    blind, gone = HfEngine(model, slots=1, max_context_tokens=64), pixel_rows("0" * 32)
     session = Session(blind)
     session.submit(asked("Gemma3", "a", (2,)), text_request("b", range(9, 12), max_tokens=1))
     results = session.run()
     assert "which this engine can't read" in results["a"].error
     assert results["a"].refused
     assert not results["b"].error
-    session = Session(HubEngine(model, slots=1, max_context_tokens=64, pixels=store))
+    session = Session(HfEngine(model, slots=1, max_context_tokens=64, pixels=store))
     session.submit(asked("Gemma3", "a", (2,), partial=PartialResponse(token_rows=gone)))
     assert "pixel arrays of a prompt can't be read" in session.run()["a"].error
 
@@ -251,7 +251,7 @@ def compared(kind: str, monkeypatch: pytest.MonkeyPatch, faulty: Callable[[Pixel
     service.learner = Learner(chosen, TrainerConfig(), torch.device("cpu"), Ranks(), pixels=store)
     trainer = service.score(tuple(prompt(kind, (2,))[0]), prompt(kind, (2,))[1])
     assert IMAGE not in trainer.probe.ids  # which no picture is there for
-    engine = HubEngine(load_hub(chosen.path, "float32", "cpu"), slots=1, max_context_tokens=64, pixels=store)
+    engine = HfEngine(load_hf(chosen.path, "float32", "cpu"), slots=1, max_context_tokens=64, pixels=store)
     if faulty is not None:
         monkeypatch.setattr(store, "read", lambda digest, read=store.read: faulty(read(digest)))
     return disagreement(trainer, engine.score(trainer.probe), "float32")
@@ -278,7 +278,7 @@ def test_an_engine_with_other_pixels_is_refused(kind: str, fault: str, monkeypat
 
 
 def test_an_engine_that_forgets_the_positions_behind_pictures_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HubModel, "picture_shift", 0)
+    monkeypatch.setattr(HfModel, "position_shift", 0)
     wrong = compared("Qwen2_5_VL", monkeypatch).wrong
     assert wrong.startswith("the engine's decoding on its cache and its prefill disagree behind a prompt with pictures")
 
@@ -318,16 +318,16 @@ def test_pixel_arrays_go_when_nobody_has_needed_them_twice(tmp_path: Path) -> No
         model=SimpleNamespace(path="", trust_remote_code=False, chat_template_kwargs={}),
     )
     nothing: Any = SimpleNamespace(now=lambda: 0.0)
-    pictures, store = Pictures(nothing, nothing, experiment), PixelStore(tmp_path / FOLDER)
+    pictures, store = PictureClient(nothing, nothing, experiment), PixelStore(tmp_path / FOLDER)
     a, b, c, d, e = (store.write({"pixels": np.full(3, value, np.float32)}) for value in range(5))
-    pictures._held["t"] = (Task(task_id="t", prompt="?", pixels=c), (), 0)
-    pictures._opening = e
-    pictures.keep({a})
+    pictures._evaluation_prompts["t"] = (Task(task_id="t", prompt="?", pixels=c), (), 0)
+    pictures._next_group_pixels = e
+    pictures.remove_unneeded({a})
     os.utime(tmp_path / FOLDER / f"{d}.safetensors", ns=(1, 1))  # it was asked for again
-    pictures.keep({a, b})
-    pictures.keep({a, d})
+    pictures.remove_unneeded({a, b})
+    pictures.remove_unneeded({a, d})
     assert set(store.stored()) == {a, b, c, d, e}
-    pictures.keep({a, d})
+    pictures.remove_unneeded({a, d})
     assert set(store.stored()) == {a, c, d, e}
 
 
@@ -389,11 +389,11 @@ def test_a_model_whose_tokens_see_those_behind_them_is_refused(tmp_path: Path, k
         model = transformers.GemmaForCausalLM(transformers.GemmaConfig(**text, use_bidirectional_attention=True))
     randomise(model).save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match=f"{kind}For.* isn't causal: its tokens see those behind them"):
-        load_hub(tmp_path, "float32", "cpu")
+        load_hf(tmp_path, "float32", "cpu")
 
 
 def test_what_a_picture_stands_for_is_not_sampled_at_any_temperature() -> None:
-    model = load_hub(folder_of("Qwen2_5_VL"), "float32", "cpu")
+    model = load_hf(folder_of("Qwen2_5_VL"), "float32", "cpu")
     logits = model.sampled(torch.zeros(2, model.config.vocabulary_size))
     for temperature in (0.01, 1.0, 50.0):
         probabilities = torch.softmax(logits / temperature, -1)

@@ -19,10 +19,10 @@ from headway.config.adapter import AdapterConfig
 from headway.config.model import ModelConfig
 from headway.models.adapter_files import load_adapter, open_adapter, save_adapter
 from headway.models.hub.configuration import read_config
-from headway.models.hub.model import load_hub
+from headway.models.hub.model import load_hf
 from headway.models.initialise import initialise_model
 from headway.models.loading import load_model
-from headway.models.opening import merge_folders, open_hub_adapter
+from headway.models.opening import merge_folders, open_hf_adapter
 from headway.models.weight_files import weight_files
 from headway.records.errors import ConfigurationError
 
@@ -48,7 +48,7 @@ def opened(folder: Path) -> dict[str, Tensor]:
 
 
 def opened_by_transformers(folder: Path) -> dict[str, Tensor]:
-    return dict(load_hub(folder, "float32", "cpu").named_parameters())
+    return dict(load_hf(folder, "float32", "cpu").named_parameters())
 
 
 Opens = Callable[[Path], Any]
@@ -312,7 +312,7 @@ def test_an_adapter_that_is_not_finite_is_refused_in_each_type(
 def test_an_adapter_beside_transformers_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     base = phi(tmp_path / "base")
     settings = AdapterConfig(rank=2, alpha=4.0)
-    made = open_hub_adapter(load_hub(base, "float32", "cpu"), base, settings, 0)
+    made = open_hf_adapter(load_hf(base, "float32", "cpu"), base, settings, 0)
     made.save(tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -320,7 +320,7 @@ def test_an_adapter_beside_transformers_that_is_not_finite_is_refused(tmp_path: 
     save_file(tensors, file)
     again = AdapterConfig(path=str(tmp_path / "adapter"))
     with pytest.raises(ConfigurationError, match="holds NaN or infinite"):
-        open_hub_adapter(load_hub(base, "float32", "cpu"), base, again, 0)
+        open_hf_adapter(load_hf(base, "float32", "cpu"), base, again, 0)
     with pytest.raises(ConfigurationError, match="holds NaN or infinite"):
         made.load(tmp_path / "adapter")
 

@@ -70,7 +70,7 @@ class Replay:
     def until(self, time_s: float) -> None:
         while self._look_s <= time_s:
             self.now_s = max(self.now_s, self._look_s)
-            self.watch.look()
+            self.watch.check()
             self._look_s += 15.0
 
     @property

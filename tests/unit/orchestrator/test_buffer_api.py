@@ -31,7 +31,7 @@ from headway.records.errors import ConfigurationError
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, VersionSpan
 from headway.records.rollout import FinishedGroup, Group, Rollout
 from headway.records.task import Task
-from headway.rollout.makers.remote import LeaseDesk, RemoteHost, RemoteRollouts
+from headway.rollout.makers.remote import LeaseManager, RemoteHost, RemoteRollouts
 from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.runtime.clock import RealClock
 from headway.tokens.tokenizer import Tokenizer
@@ -94,9 +94,11 @@ def play(test: Callable[[Served], Awaitable[Any]], folder: Path, keys: tuple[str
         clock = RealClock()
         endpoint = EndpointConfig()
         sessions = Sessions(chat(), endpoint, 200)
-        desk = LeaseDesk(60.0, clock)
+        lease_manager = LeaseManager(60.0, clock)
         environment = EnvironmentConfig(name="remote", shows=("level",))
-        host = RemoteHost(environment=environment, endpoint=endpoint, conversations=sessions, desk=desk)
+        host = RemoteHost(
+            environment=environment, endpoint=endpoint, conversations=sessions, lease_manager=lease_manager
+        )
         sampler = TurnSampler(generate, chat().tokenizer, schema.RolloutConfig(retries=1), clock, run_seed=3)
         buffer = GroupBuffer(folder / "buffer.db", 8)
         for group in GROUPS[buffer.next_index :]:

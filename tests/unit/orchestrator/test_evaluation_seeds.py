@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headway.generator.fake import FakeGenerator
-from headway.models.hub.prompts import Prompts
+from headway.models.hub.prompts import PromptMaker
 from headway.orchestrator.evaluation import Evaluations
 from headway.orchestrator.state import Signal
 from headway.records.clients import Watch
@@ -41,7 +41,7 @@ def test_splits_number_their_tasks_alike_and_yet_draw_different_numbers(tmp_path
             evaluation_tasks={"validation": tasks, "test": tasks},
             experiment=experiment,
             meter=SimpleNamespace(applied_version=0),
-            prompts=Prompts(tokenizer, "raw"),
+            prompts=PromptMaker(tokenizer, "raw"),
             record=lambda line: None,
             rollouts=SingleTurn(TurnSampler(noted, tokenizer, experiment.rollout, clock, run_seed=0)),
             state=SimpleNamespace(version=0),
@@ -53,7 +53,7 @@ def test_splits_number_their_tasks_alike_and_yet_draw_different_numbers(tmp_path
         drawn = []
         for split in ("validation", "test", "test"):
             seeds.clear()
-            await evaluations.held(split, "after")
+            await evaluations.evaluate_held(split, "after")
             drawn.append(sorted(seeds))
         return drawn
 
@@ -76,7 +76,7 @@ def test_an_evaluation_of_which_half_failed_makes_no_version_the_best(
             evaluation_tasks={"validation": [Task(task_id=str(i), prompt=str(i)) for i in range(8)]},
             experiment=experiment,
             meter=SimpleNamespace(applied_version=0),
-            prompts=Prompts(tokenizer, "raw"),
+            prompts=PromptMaker(tokenizer, "raw"),
             record=judged.append,
             rollouts=SingleTurn(TurnSampler(generator.generate, tokenizer, experiment.rollout, clock, run_seed=0)),
             state=SimpleNamespace(version=0, changed=Signal()),
@@ -85,7 +85,7 @@ def test_an_evaluation_of_which_half_failed_makes_no_version_the_best(
             verifier=FakeVerifier(lambda task, _: float("nan") if int(task.task_id) < failing else 1.0, clock),
         )
         evaluations, rates = Evaluations(run), list[float]()
-        evaluations._keep = lambda version, solve_rate: rates.append(solve_rate or 0.0)
+        evaluations._keep_as_best = lambda version, solve_rate: rates.append(solve_rate or 0.0)
         await evaluations._validate(0)
         return rates, judged[0].failures_text
 

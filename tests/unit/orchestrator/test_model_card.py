@@ -104,7 +104,7 @@ def test_a_better_models_folder_keeps_the_users_card_alone(tmp_path: Path) -> No
         if card is not None:
             (tmp_path / "best" / CARD_FILE).write_text(card)
         (tmp_path / "candidate").mkdir()
-        kept._keep(4, 0.5)
+        kept._keep_as_best(4, 0.5)
         assert (tmp_path / "best" / CARD_FILE).exists() == expected
 
 

@@ -17,7 +17,7 @@ from headway.orchestrator.actors.moves import (
 )
 from headway.records.errors import ConfigurationError
 from headway.records.plan import PlacementFile, RunPlacement
-from headway.runtime.run_directory import RunDirectory, placed_as_before, placement_of
+from headway.runtime.run_directory import RunDirectory, placement_of, with_saved_placement
 
 
 def placements(devices: int) -> list[RunPlacement]:
@@ -103,7 +103,7 @@ def test_where_nothing_can_move_it_says_so(
 
 def test_a_resume_uses_the_placement_that_was_in_effect_unless_the_configuration_has_changed(tmp_path: Path) -> None:
     configured, directory = experiment(tmp_path, ["cpu:0"], ["cpu:1"]), RunDirectory(tmp_path)
-    assert placed_as_before(configured, directory) is configured
+    assert with_saved_placement(configured, directory) is configured
     moved = planned_move({"generator.devices": '["cpu:0", "cpu:1"]', "trainer.devices": '["cpu:1"]'}, 1.2, 9.0, 3.0)
     assert (moved.placement.mode, str(moved.placement)) == (
         "hybrid",
@@ -111,11 +111,11 @@ def test_a_resume_uses_the_placement_that_was_in_effect_unless_the_configuration
     )
     kept = PlacementFile(configured=placement_of(configured), present=moved.placement)
     directory.write_json(directory.placement, kept)
-    assert placement_of(placed_as_before(configured, directory)) == moved.placement
+    assert placement_of(with_saved_placement(configured, directory)) == moved.placement
     other = changed_experiment(configured, {"trainer.devices": '["cpu:0"]'})
-    assert placed_as_before(other, directory) is other
+    assert with_saved_placement(other, directory) is other
     stays = changed_experiment(configured, {"control.devices": '"recommend"'})
-    assert placed_as_before(stays, directory) is stays
+    assert with_saved_placement(stays, directory) is stays
     directory.placement.write_text("{")
     with pytest.raises(ConfigurationError, match=r"placement\.json is damaged"):
-        placed_as_before(configured, directory)
+        with_saved_placement(configured, directory)

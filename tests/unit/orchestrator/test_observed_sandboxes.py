@@ -46,7 +46,7 @@ from tests.support.simulated_run import small_run
 def latencies(*seconds: float) -> Latencies:
     found = Latencies()
     for one in seconds:
-        found = found.with_one(one)
+        found = found.with_duration(one)
     return found
 
 
@@ -140,12 +140,12 @@ def test_a_worker_that_dies_takes_its_sandboxes_along_and_no_count():
         first.says, second.says = seen(5, live=2), seen(7, live=3)
         found = await pool.sandboxes()
         assert (found.pool.execs, found.pool.live, found.pool.capacity) == (12, 5, 8)
-        async with pool.seated("one that has served is replaced at once"):
+        async with pool.lease("one that has served is replaced at once"):
             pass
         first.die()
         dead = await pool.sandboxes()
         assert (dead.pool.execs, dead.pool.live, dead.pool.capacity) == (12, 3, 4)
-        async with pool.seated("rollout"):
+        async with pool.lease("rollout"):
             third = launcher.workers[2]
             third.says = seen(1)
             again = await pool.sandboxes()

@@ -16,8 +16,8 @@ from simulated_run import PlainTokenizer, experiment_of
 from headway.control.lengths import length_distribution
 from headway.generator.fake import FakeGenerator
 from headway.orchestrator.preflight import calibration, step_timing
-from headway.orchestrator.preflight.calibration import CalibrationInterval, decode_cost, lent_replicas
-from headway.orchestrator.preflight.load import Load
+from headway.orchestrator.preflight.calibration import CalibrationInterval, decode_cost, shared_replicas
+from headway.orchestrator.preflight.load import CalibrationLoad
 from headway.orchestrator.preflight.step_timing import StepTimes, time_steps
 from headway.records.check_report import Calibration
 from headway.records.errors import Interrupted
@@ -128,7 +128,7 @@ def test_a_load_draws_and_renders_as_the_run_does() -> None:
         generator = FakeGenerator(clock, slots=1, token_s=1.0)
         verifier = FakeVerifier(lambda task, response: 0.0, clock, latency_s=0.0)
         tokenizer: Any = Renders()
-        load = Load(experiment, generator, verifier, tokenizer, tasks, clock)
+        load = CalibrationLoad(experiment, generator, verifier, tokenizer, tasks, clock)
         for index in range(100):
             load.prompt(index)
 
@@ -146,7 +146,7 @@ def test_a_load_keeps_its_limit_and_counts_what_it_cuts() -> None:
         generator={"slots": 8},
     )
 
-    async def main(clock: Clock) -> Load:
+    async def main(clock: Clock) -> CalibrationLoad:
         served = 0
 
         def length_of(request: object) -> int:
@@ -158,7 +158,7 @@ def test_a_load_keeps_its_limit_and_counts_what_it_cuts() -> None:
         verifier = FakeVerifier(lambda task, response: int(response) % 2, clock, latency_s=0.0)
         tasks = [Task(task_id=str(i), prompt=str(i)) for i in range(3)]
         tokenizer: Any = PlainTokenizer()
-        load = Load(experiment, generator, verifier, tokenizer, tasks, clock)
+        load = CalibrationLoad(experiment, generator, verifier, tokenizer, tasks, clock)
         running = asyncio.create_task(load.run())
         load.set_limit(4)
         for _ in range(20):
@@ -180,15 +180,15 @@ def test_a_load_keeps_its_limit_and_counts_what_it_cuts() -> None:
 
 
 def test_replicas_are_lent_where_the_trainer_computes() -> None:
-    def lent(generator: list[str], trainer: list[str]) -> int:
+    def yielded(generator: list[str], trainer: list[str]) -> int:
         sections = {"generator": {"devices": generator}, "trainer": {"devices": trainer}}
-        return lent_replicas(experiment_of(Path("unused"), **sections))
+        return shared_replicas(experiment_of(Path("unused"), **sections))
 
-    assert lent(["cpu:0"], ["cpu:1"]) == 0
-    assert lent(["cpu:0-1"], ["cpu:1"]) == 1
-    assert lent(["cuda:0"], ["cpu:0"]) == 0
-    assert lent(["cuda:0", "cuda:1"], ["cuda:1"]) == 1
-    assert lent(["cuda:0", "cuda:1"], ["cuda:0", "cuda:1"]) == 2
+    assert yielded(["cpu:0"], ["cpu:1"]) == 0
+    assert yielded(["cpu:0-1"], ["cpu:1"]) == 1
+    assert yielded(["cuda:0"], ["cpu:0"]) == 0
+    assert yielded(["cuda:0", "cuda:1"], ["cuda:1"]) == 1
+    assert yielded(["cuda:0", "cuda:1"], ["cuda:0", "cuda:1"]) == 2
 
 
 # --- a whole calibration, of fakes on the virtual clock --------------------------------------------------

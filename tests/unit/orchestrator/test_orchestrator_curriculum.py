@@ -84,7 +84,7 @@ def test_a_curriculum_needs_fewer_groups_for_the_same_steps(tmp_path):
     assert generated(adaptive) < 0.6 * generated(uniform)
     assert uniform.steps[-1].curriculum is None
     for outcome in (adaptive, uniform):
-        assert outcome.event("books").data["balanced"] == 1
+        assert outcome.event("accounting").data["balanced"] == 1
         assert outcome.audit == []
 
 
@@ -133,7 +133,7 @@ def test_groups_of_several_sizes_keep_to_the_generators_concurrency(tmp_path):
             steps=40,
             sections={"min_group_size": 3, "max_group_size": 12},
         )
-    assert outcome.event("books").data["balanced"] == 1
+    assert outcome.event("accounting").data["balanced"] == 1
     assert outcome.audit == []
     assert len(sizes) > 2
     assert min(sizes) >= 3
@@ -151,7 +151,7 @@ def concluded(monkeypatch):
         run = self.context
         again = AdaptiveSelector(run.experiment, TASKS, {"none": 1.0})
         again.replay(run.buffer.drawn_groups())
-        pairs.append((run.drawing, again))
+        pairs.append((run.task_selector, again))
         await conclude(self)
 
     monkeypatch.setattr(Run, "conclude", compared)
@@ -161,7 +161,7 @@ def concluded(monkeypatch):
 @pytest.mark.parametrize("kills_s", [(), (0.4,), (1.1, 0.7, 1.9)])
 def test_the_posterior_is_what_the_finished_groups_say_however_often_it_was_killed(tmp_path, concluded, kills_s):
     outcome = run_of(tmp_path, steps=20, kills_s=kills_s)
-    assert outcome.event("books").data["balanced"] == 1
+    assert outcome.event("accounting").data["balanced"] == 1
     ((live, again),) = concluded
     mine, folded = live.curriculum.sources[0], again.curriculum.sources[0]
     for name in ("solved", "failed", "alpha", "beta", "signal", "version", "drawn_at", "due", "misses"):

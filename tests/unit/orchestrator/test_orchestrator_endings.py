@@ -56,7 +56,7 @@ def test_interrupted_run_parks_long_generations_when_half_its_grace_is_over(monk
     assert 60.0 <= parked.time_s - 1.0 <= 60.0 + 15.0
     assert parked.data["rollouts"] > 0
     assert outcome.duration_s - 1.0 < 120.0
-    assert outcome.event("books").data["balanced"] == 1
+    assert outcome.event("accounting").data["balanced"] == 1
     assert outcome.audit == []
     assert outcome.endings.get("failed", 0) == 0
 
@@ -66,7 +66,7 @@ def test_interrupted_run_keeps_the_responses_that_a_hanging_verifier_has():
     parked = outcome.event("parked")
     assert parked.data["complete"] == 8 * 4  # groups of 4 that the budget admits
     assert outcome.duration_s - 5.0 < 120.0
-    assert outcome.event("books").data["balanced"] == 1
+    assert outcome.event("accounting").data["balanced"] == 1
     assert outcome.audit == []
 
 
@@ -84,7 +84,7 @@ def names(outcome: Outcome) -> list[str]:
 @settings(deadline=None, max_examples=20)
 def test_books_balance_when_a_run_with_failed_members_is_interrupted(seed, interrupt_s, sample_s):
     outcome = run_of(seed=seed, reward=some_fail, interrupt_s=interrupt_s, sample_s=sample_s)
-    assert outcome.event("books").data["balanced"] == 1
+    assert outcome.event("accounting").data["balanced"] == 1
     assert outcome.audit == []
 
 
@@ -97,7 +97,7 @@ def test_books_balance_when_a_run_with_failed_members_is_interrupted(seed, inter
 @settings(deadline=None, max_examples=30)
 def test_a_killed_run_with_failed_members_resumes(seed, kills_s, overdue, sample_s):
     outcome = run_of({"overdue": overdue}, seed=seed, reward=some_fail, kills_s=tuple(kills_s), sample_s=sample_s)
-    assert outcome.event("books").data["balanced"] == 1
+    assert outcome.event("accounting").data["balanced"] == 1
     assert outcome.audit == []
     assert len(outcome.trained_groups) == len(set(outcome.trained_groups)) == 16
     assert max(step.trajectory_staleness.max for step in outcome.steps) <= 3
@@ -200,7 +200,7 @@ def test_failures_of_a_process_that_made_no_step_are_counted():
     outcome = run_of(kills_s=(0.6,), reward=lambda task, response: float("nan") if next(calls) < 40 else 1.0)
     failed = outcome.endings["failed"]
     assert sum(sum(step.failures.values()) for step in outcome.steps) < failed
-    for lines in (outcome.lines, [line for line in outcome.lines if line is not outcome.event("books")]):
+    for lines in (outcome.lines, [line for line in outcome.lines if line is not outcome.event("accounting")]):
         assert failures(lines) == {"reward": failed}
         assert endings(lines)["failed"] == failed
 
@@ -235,7 +235,7 @@ def dying(*methods: str):
 @pytest.mark.parametrize("method", ["publish", "train_step", "save_checkpoint", "save_weights", "load_weights"])
 def test_a_trainer_that_dies_is_replaced_wherever_it_was(method):
     outcome = run_of(after=True, spoil=dying(method))
-    assert outcome.event("books").data["balanced"] == 1
+    assert outcome.event("accounting").data["balanced"] == 1
     assert len(outcome.trained_groups) == 16
     if method != "load_weights":  # nothing was loaded: there was no better version than the last
         assert names(outcome).count("worker_died") == 1

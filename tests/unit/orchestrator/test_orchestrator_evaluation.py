@@ -15,8 +15,8 @@ from headway.config.load import require_resumable, validate_experiment
 from headway.config.schema import Experiment
 from headway.control.estimates import pass_at
 from headway.generator.fake import FakeGenerator
-from headway.models.hub.prompts import Prompts
-from headway.orchestrator.evaluation import attempt_tasks, clustered_standard_error, evaluation_record, reached
+from headway.models.hub.prompts import PromptMaker
+from headway.orchestrator.evaluation import attempt_tasks, clustered_standard_error, end_reason, evaluation_record
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import PassAt
 from headway.records.task import Task
@@ -71,7 +71,7 @@ def attempt_all(concurrent: int, timeout_s: float) -> tuple[list[Any], int]:
             verifier=FakeVerifier(lambda task, response: 1.0, clock),
             scored=ScoredText(tokenizer),
             clock=clock,
-            prompts=Prompts(tokenizer, "raw"),
+            prompts=PromptMaker(tokenizer, "raw"),
             samples_per_task=1,
             version=0,
             concurrent=concurrent,
@@ -119,8 +119,8 @@ def test_a_run_says_why_it_ended() -> None:
     assert re.fullmatch(r"run.time_limit_s = 1 have passed, at version \d+", limited.event("end").detail)
     assert summarise(limited.lines).ended == summary_rows(summarise(limited.lines))["ended"] != ""
     aim = experiment_of(Path("unused"), evaluation={"stop_at_solve_rate": 0.95})
-    assert reached(aim, 11, 1.0) == "validation solve rate 1.000 >= evaluation.stop_at_solve_rate 0.95"
-    assert reached(aim, 11, 0.94) == ""
+    assert end_reason(aim, 11, 1.0) == "validation solve rate 1.000 >= evaluation.stop_at_solve_rate 0.95"
+    assert end_reason(aim, 11, 0.94) == ""
 
 
 def test_an_evaluation_over_several_sources_says_how_each_is_solved() -> None:

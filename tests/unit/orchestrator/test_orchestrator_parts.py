@@ -37,7 +37,7 @@ def whole(outcome: Outcome, steps: int = 8) -> None:
     """All steps came about, and nothing was lost or trained twice."""
     assert len(outcome.steps) == steps
     assert outcome.audit == []
-    assert outcome.event("books").data["balanced"] == 1
+    assert outcome.event("accounting").data["balanced"] == 1
     assert len(outcome.trained_groups) == len(set(outcome.trained_groups)) == 5 * steps
 
 
@@ -53,7 +53,7 @@ def whole(outcome: Outcome, steps: int = 8) -> None:
 def test_parts_keep_the_budget_and_lose_nothing(seed, per_part, budget, overdue, sample_s, kills):
     outcome = run_of(per_part, budget=budget, overdue=overdue, seed=seed, sample_s=sample_s, kills_s=tuple(kills))
     assert outcome.audit == []
-    assert outcome.event("books").data["balanced"] == 1
+    assert outcome.event("accounting").data["balanced"] == 1
     assert len(outcome.trained_groups) == len(set(outcome.trained_groups)) == 40
     if overdue != "mask":
         assert max(step.trajectory_staleness.max for step in outcome.steps) <= budget
@@ -122,7 +122,7 @@ def test_an_interrupted_run_keeps_a_batch_of_which_a_part_is_computed():
     for interrupt_s in (0.5, 1.5, 2.5, 4.0):
         outcome = simulate(experiment, interrupt_s=interrupt_s, sample_s=0.1)
         assert outcome.audit == []
-        assert outcome.event("books").data["balanced"] == 1
+        assert outcome.event("accounting").data["balanced"] == 1
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ CONSTANTS = {  # of headway/config/pruning.py, that a test sets to provoke what 
     "loop_tokens": "LOOP_TOKENS",
     "ngram": "NGRAM",
     "window_tokens": "WINDOW_TOKENS",
-    "every_tokens": "JUDGED_EVERY_TOKENS",
+    "every_tokens": "VERIFIED_EVERY_TOKENS",
     "least_finished": "LEAST_AGREEING",
 }
 
@@ -111,7 +111,7 @@ def ended_tokens(outcome: Outcome) -> int:
 
 def whole(outcome: Outcome) -> None:
     """Books balance, and what was trained was trained once."""
-    assert outcome.event("books").data["balanced"] == 1
+    assert outcome.event("accounting").data["balanced"] == 1
     assert outcome.audit == []
     assert len(outcome.trained_groups) == len(set(outcome.trained_groups)) == STEPS * GROUPS
 

@@ -33,7 +33,7 @@ def run_of(queue: dict[str, Any], **options: Any) -> Outcome:
 
 
 def balanced(outcome: Outcome) -> bool:
-    return outcome.event("books").data["balanced"] == 1 and outcome.audit == []
+    return outcome.event("accounting").data["balanced"] == 1 and outcome.audit == []
 
 
 def summed(outcome: Outcome, field: str) -> dict[str, int]:

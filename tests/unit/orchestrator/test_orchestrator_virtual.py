@@ -71,7 +71,7 @@ def test_wait_trains_exactly_what_was_admitted_within_the_budget(schedule):
     assert sorted(outcome.trained_groups) == list(range(outcome.admitted_groups))
     trained, completed = outcome.bias_lengths
     assert trained == completed
-    assert outcome.event("books").data["balanced"] == 1
+    assert outcome.event("accounting").data["balanced"] == 1
     assert outcome.audit == []
 
 
@@ -83,7 +83,7 @@ def test_filters_give_credit_back_and_the_books_balance(schedule):
         assert outcome.endings.get("filtered", 0) % schedule["group_size"] == 0
     assert len(outcome.steps) == 8
     assert max(step.trajectory_staleness.max for step in outcome.steps) <= outcome.experiment.queue.budget
-    assert outcome.event("books").data["balanced"] == 1
+    assert outcome.event("accounting").data["balanced"] == 1
     assert len(set(outcome.trained_groups)) == len(outcome.trained_groups)
 
 
@@ -93,7 +93,7 @@ def test_drop_never_trains_over_the_budget(schedule):
     outcome = run_of(schedule, overdue="drop")
     assert len(outcome.steps) == 8
     assert max(step.trajectory_staleness.max for step in outcome.steps) <= outcome.experiment.queue.budget
-    assert outcome.event("books").data["balanced"] == 1
+    assert outcome.event("accounting").data["balanced"] == 1
     assert outcome.audit == []
 
 
@@ -109,7 +109,7 @@ def test_mask_trains_no_token_over_the_budget_and_ends_only_groups_without_any(s
         for batch in outcome.trainer.batches
     ]
     assert all(step - version <= budget for step, version in newest)
-    assert outcome.event("books").data["balanced"] == 1
+    assert outcome.event("accounting").data["balanced"] == 1
     assert outcome.audit == []
 
 
@@ -122,7 +122,7 @@ def test_skipped_steps_make_no_version(schedule, skipped):
     discarded_groups = sum(step.skipped for step in outcome.steps) * outcome.experiment.queue.groups_per_step
     assert outcome.endings.get("discarded", 0) == discarded_groups * schedule["group_size"]
     assert not any(step.samples for step in outcome.steps if step.skipped)
-    assert outcome.event("books").data["balanced"] == 1
+    assert outcome.event("accounting").data["balanced"] == 1
 
 
 def test_budget_zero_is_synchronous_and_trains_in_admission_order():
@@ -200,10 +200,10 @@ def shared_devices(shared: bool, pause_s: float = 0.0, **queue: object):
 def test_devices_are_lent_for_exactly_as_long_as_the_trainer_computes():
     outcome = shared_devices(True, budget=2)
     steps = outcome.steps[1:]  # engines are asked a little after a step is closed; over several it evens out
-    lent_s = sum(step.generator_lent_ratio * step.step_s for step in steps)
-    assert lent_s == pytest.approx(sum(step.trainer_compute_s for step in steps), rel=0.05)
+    yielded_s = sum(step.generator_yielded_ratio * step.step_s for step in steps)
+    assert yielded_s == pytest.approx(sum(step.trainer_compute_s for step in steps), rel=0.05)
     assert sum(step.generator_wait_ratio for step in steps) < 0.05 * len(steps)
-    assert all(step.generator_lent_ratio == 0 for step in shared_devices(False, budget=2).steps)
+    assert all(step.generator_yielded_ratio == 0 for step in shared_devices(False, budget=2).steps)
 
 
 def test_what_lending_takes_is_waiting():

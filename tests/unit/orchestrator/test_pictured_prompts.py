@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from headway.models.hub.prompts import Pictures, Prompts
+from headway.models.hub.prompts import PictureClient, PromptMaker
 from headway.orchestrator.evaluation import attempt_tasks, evaluation_record
 from headway.orchestrator.preflight import pictures as preflight
 from headway.orchestrator.preflight.agreement import pictured_prompt
@@ -83,10 +83,11 @@ def pictured(name: str) -> Task:
     return Task(task_id=name, prompt="?", messages=({"role": "user", "content": [part]},))
 
 
-def prompts_of(process: Any, clock: Clock, events: list[str] | None = None) -> Prompts:
+def prompts_of(process: Any, clock: Clock, events: list[str] | None = None) -> PromptMaker:
     told = [] if events is None else events
-    pictures = Pictures(process, clock, experiment_of(Path("none")), lambda name, detail, /, **_: told.append(name))
-    return Prompts(PlainTokenizer(), "chat", pictures)
+    experiment = experiment_of(Path("none"))
+    pictures = PictureClient(process, clock, experiment, lambda name, detail, /, **_: told.append(name))
+    return PromptMaker(PlainTokenizer(), "chat", pictures)
 
 
 def test_a_groups_prompt_waits_behind_one_of_an_evaluations_which_are_made_once() -> None:
@@ -136,7 +137,7 @@ def test_a_prompt_that_cannot_be_made_is_the_tasks_own_fault() -> None:
 def test_trainer_and_engine_are_compared_by_the_first_prompt_that_can_be_shown() -> None:
     async def main(clock: Clock) -> None:
         experiment, tried = experiment_of(Path("none")), [pictured(name) for name in ("broken", "whole", "other")]
-        pictures = Pictures(cast("Any", process := Process(clock)), clock, experiment)
+        pictures = PictureClient(cast("Any", process := Process(clock)), clock, experiment)
         pictures.compared += tried
         off = experiment_of(Path("none"), generator={"probe_every_updates": 0})
         assert await pictured_prompt(off, pictures) == ((), "")
@@ -208,7 +209,7 @@ def test_check_ends_and_says_what_would_fail(monkeypatch: pytest.MonkeyPatch, tm
     def said(**sets: list[Task]) -> list[tuple[str, str]]:
         return [(one.level, one.message) for one in preflight.picture_findings(experiment, sets)]
 
-    monkeypatch.setattr(preflight, "Pictures", Tried)
+    monkeypatch.setattr(preflight, "PictureClient", Tried)
     monkeypatch.setattr(preflight, "_LIMIT_S", 0.05)
     assert said(train=[pictured("slow")]) == [("warning", "1 prompts with pictures weren't made within 0.05 s")]
     monkeypatch.setattr(preflight, "_LIMIT_S", 30.0)

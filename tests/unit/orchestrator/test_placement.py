@@ -8,7 +8,7 @@ from headway.config.consistency import require_consistent
 from headway.config.load import load_experiment
 from headway.config.schema import Experiment
 from headway.orchestrator.nodes.machines import needed_nodes
-from headway.orchestrator.nodes.placement import Room, place_devices
+from headway.orchestrator.nodes.placement import DeviceCapacity, place_devices
 from headway.records.errors import ConfigurationError
 
 TEXT = """
@@ -48,14 +48,14 @@ def test_count_stands_for_as_many_devices_before_they_are_placed(experiment: Exp
 
 def test_ranks_share_a_node_and_replicas_take_the_emptiest(experiment: Experiment):
     counted = with_devices(experiment, ["2*cuda"], ["4*cuda"])
-    placed = place_devices(counted, {"a": Room(cuda=1), "b": Room(cuda=4), "c": Room(cuda=4)})
+    placed = place_devices(counted, {"a": DeviceCapacity(cuda=1), "b": DeviceCapacity(cuda=4), "c": DeviceCapacity(cuda=4)})
     assert placed.trainer.devices == ("b/cuda:0", "b/cuda:1")
     assert placed.generator.devices == ("a/cuda:0", "c/cuda:0", "c/cuda:1", "b/cuda:2")
 
 
 def test_named_devices_keep_their_place_and_are_not_given_twice(experiment: Experiment):
     counted = with_devices(experiment, ["a/cpu:0-1"], ["a/cuda:1", "2*cuda", "1*cpu"])
-    placed = place_devices(counted, {"a": Room(cpu=3, cuda=3)})
+    placed = place_devices(counted, {"a": DeviceCapacity(cpu=3, cuda=3)})
     assert placed.trainer.devices == ("a/cpu:0-1",)
     assert placed.generator.devices == ("a/cuda:1", "a/cuda:0", "a/cuda:2", "a/cpu:2")
 
@@ -65,7 +65,7 @@ def test_too_few_devices_are_refused_with_what_is_free(experiment: Experiment):
     with pytest.raises(
         ConfigurationError, match=r"trainer\.devices: no node has 4 more cuda .*\(in use: a 0 of 2, b 0 of 3\)"
     ):
-        place_devices(counted, {"a": Room(cuda=2), "b": Room(cuda=3)})
+        place_devices(counted, {"a": DeviceCapacity(cuda=2), "b": DeviceCapacity(cuda=3)})
 
 
 def test_count_without_nodes_is_refused(experiment: Experiment):

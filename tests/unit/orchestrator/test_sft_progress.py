@@ -160,7 +160,7 @@ def test_a_solve_rate_of_a_few_attempts_ends_nothing_and_is_shown_with_those_tha
     assert result["step"] == 10
     said = "MOST FAILED, and count in no rate: 7 of 8 attempts failed: KeyError: 'x'"
     assert (result["failed"], shown[-1]["failed"]) == (said, said)
-    assert SftProgress(quiet=True)._line(shown[-1]).endswith(f"solve rate 1 · standard error 0 · {said}")
+    assert SftProgress(silent=True)._line(shown[-1]).endswith(f"solve rate 1 · standard error 0 · {said}")
     judge(monkeypatch, 1.0, failed=3)
     assert sft.run_sft(given)["step"] == 5
 

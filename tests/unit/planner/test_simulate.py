@@ -22,7 +22,7 @@ from headway.planner.scenario import Scenario, load_scenario
 from headway.planner.simulate import simulate
 from headway.records.errors import ConfigurationError, NoProgress, RunLocked
 from headway.records.ledger import EventRecord, StepRecord
-from headway.report.doctor import examine
+from headway.report.doctor import diagnose_run
 from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.ledger import read_ledger
 
@@ -64,7 +64,7 @@ def test_simulation_writes_files_of_live_run(tmp_path, capsys):
     scenario = scenario_from(tmp_path)
     outcome = simulate(scenario, name="short")
     assert outcome.summary.finished
-    assert outcome.summary.books_balanced
+    assert outcome.summary.accounting_balanced
     assert outcome.summary.simulated
     assert outcome.summary.samples_trained == 6 * 2 * 4
     assert outcome.staleness_max <= 2
@@ -276,7 +276,7 @@ def test_where_tools_take_the_time_the_doctor_wants_more_rollouts_at_once_and_is
             workload={"turns": 3, "turn_tokens": 20, "reply_tokens": 4, "tool_s": 4.0},
         )
         simulate(scenario)
-        return examine(tmp_path / name)
+        return diagnose_run(tmp_path / name)
 
     found = rate("before", max_concurrent_rollouts=32).diagnosis
     assert found.binding == "environment"
@@ -297,7 +297,7 @@ def test_the_doctor_counts_a_simulated_runs_devices(tmp_path, shares, devices):
         hardware={"generator": generator, "trainer": {"token_s": 1e-4, "devices": 3, "publish_s": 0.05}},
     )
     simulate(scenario)
-    report = examine(tmp_path / "run")
+    report = diagnose_run(tmp_path / "run")
     assert report.costs.devices == devices
     published_s = sum(step.publish_s for step in steps_of(tmp_path))
     assert report.costs.lost_h["trainer: publishes"] == pytest.approx(3 * published_s / 3600)

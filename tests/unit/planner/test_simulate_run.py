@@ -19,7 +19,7 @@ from headway.config.load import validate
 from headway.control.summaries import solve_rate_histogram
 from headway.planner.agreement import Agreement, agreement
 from headway.planner.from_run import RunScenario, read_run, response_tokens, scenario_from, window
-from headway.planner.interference import _apart
+from headway.planner.interference import _separate
 from headway.planner.quantities import Quantity, uniform
 from headway.planner.scenario import Scenario, load_scenario
 from headway.planner.scenario_text import toml_text
@@ -352,8 +352,8 @@ def test_negligible_bucket_joins_its_neighbour():
 
 
 def test_equal_overlaps_identify_no_interference():
-    assert _apart(1.03, 1.0, 0.05, 0.0) == (1.03, 1.0)
-    alone, beside = _apart(1.2, 1.0, 0.5, 0.0)
+    assert _separate(1.03, 1.0, 0.05, 0.0) == (1.03, 1.0)
+    alone, beside = _separate(1.2, 1.0, 0.5, 0.0)
     assert alone == pytest.approx(1.0)
     assert beside == pytest.approx(1.5)  # 1.2 - 0.5 x 1.2 / 1.5 ... : half of the time takes 1.5 times as long
 

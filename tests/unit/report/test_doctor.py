@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 from headway.cli.main import app
 from headway.config.schema import Experiment
-from headway.control.tuning.diagnosis import Diagnosis, _as_configured, _Candidate, _more_in_environments, diagnose
+from headway.control.tuning.diagnosis import Diagnosis, _as_configured, _Candidate, _environment_change, diagnose
 from headway.control.tuning.ledger_model import estimate, shape_of
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import EventRecord, KernelScores, LedgerLine, StepRecord
-from headway.report.doctor import alerts_of, costs_of, examine, print_report
+from headway.report.doctor import alerts_of, costs_of, diagnose_run, print_report
 from headway.runtime.clock import RealClock
 from headway.runtime.run_directory import SCHEMA
 from headway.telemetry.ledger import Ledger
@@ -90,7 +90,7 @@ def test_the_doctor_says_where_the_whole_run_reads_otherwise_than_its_last_steps
         msgspec.structs.replace(line, **filling) if isinstance(line, StepRecord) and line.step < 5 else line
         for line in outcome.lines
     ]
-    found = examine(recorded(outcome, tmp_path / "run"))
+    found = diagnose_run(recorded(outcome, tmp_path / "run"))
     assert found.diagnosis.balance == "training-bound"
     assert found.whole_run.startswith("Bound by neither model: ")
     console = Console(record=True, width=100, highlight=False)
@@ -122,7 +122,7 @@ def test_useful_samples_are_told_apart_and_costs_add_up() -> None:
 def test_one_screen_and_one_object(tmp_path: Path) -> None:
     folder = recorded(run(budget=1, sample_s=0.005), tmp_path)
     console = Console(record=True, width=100)
-    print_report(examine(folder, 2.0), 2.0, console)
+    print_report(diagnose_run(folder, 2.0), 2.0, console)
     text = console.export_text()
     assert len(text.splitlines()) < 45
     assert "What would help most" in text
@@ -138,14 +138,14 @@ def test_one_screen_and_one_object(tmp_path: Path) -> None:
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     folder = recorded(run(steps=12), tmp_path, steps=6)
     with pytest.raises(ConfigurationError, match="of the 8 steps in steady state"):
-        examine(folder)
+        diagnose_run(folder)
     with pytest.raises(ConfigurationError, match="usd-per-device-hour"):
-        examine(folder, -1.0)
+        diagnose_run(folder, -1.0)
     (folder / "config.json").unlink()
     with pytest.raises(ConfigurationError, match=r"config\.json can't be read"):
-        examine(folder)
+        diagnose_run(folder)
     with pytest.raises(ConfigurationError):
-        examine(tmp_path / "nothing")
+        diagnose_run(tmp_path / "nothing")
 
 
 def test_what_is_recommended_is_what_its_settings_give() -> None:
@@ -184,7 +184,7 @@ def test_more_rollouts_in_environments_get_room_there_too() -> None:
         found = estimate(run(steps=12).steps[4:], shape_of(experiment))
         assert found is not None
         model = msgspec.structs.replace(found.model, concurrent_rollouts=experiment.concurrent_rollouts)
-        return _more_in_environments(model, experiment, 2.0).settings
+        return _environment_change(model, experiment, 2.0).settings
 
     rollouts = {"queue.max_concurrent_rollouts": "80"}
     assert settings({"name": "python_tool"}, live=64) == rollouts | {"sandbox.live": "80"}
@@ -199,7 +199,7 @@ def test_steps_around_a_restart_say_nothing_of_the_rates(tmp_path: Path) -> None
     """A tenth of the steps take thirty times as long, because a worker was away."""
     outcome = run(budget=1, sample_s=0.005)
     steps = [line for line in outcome.lines if isinstance(line, StepRecord)]
-    undisturbed = examine(recorded(outcome, tmp_path / "undisturbed")).diagnosis
+    undisturbed = diagnose_run(recorded(outcome, tmp_path / "undisturbed")).diagnosis
     lines: list[LedgerLine] = []
     for step in steps:
         if step.step % 10 == 5:
@@ -207,7 +207,7 @@ def test_steps_around_a_restart_say_nothing_of_the_rates(tmp_path: Path) -> None
             step = msgspec.structs.replace(step, step_s=30 * step.step_s)
         lines.append(step)
     outcome.lines = lines
-    found = examine(recorded(outcome, tmp_path / "killed")).diagnosis
+    found = diagnose_run(recorded(outcome, tmp_path / "killed")).diagnosis
     assert found.samples_per_s == pytest.approx(undisturbed.samples_per_s, rel=0.1)
     assert found.simulated_per_s == pytest.approx(undisturbed.simulated_per_s, rel=0.1)
 
@@ -239,7 +239,7 @@ def test_a_run_that_waits_for_its_evaluators_is_named(tmp_path: Path) -> None:
         msgspec.structs.replace(line, kernels=scores) if isinstance(line, StepRecord) else line
         for line in outcome.lines
     ]
-    report = examine(recorded(dataclasses.replace(outcome, lines=lines), tmp_path / "run"))
+    report = diagnose_run(recorded(dataclasses.replace(outcome, lines=lines), tmp_path / "run"))
     assert "timeout 25.0%" in report.kernels
     assert "The evaluators are what this run waits for" in report.kernels
     console = Console(record=True, width=200)
@@ -250,16 +250,16 @@ def test_a_run_that_waits_for_its_evaluators_is_named(tmp_path: Path) -> None:
 def test_alerts_are_listed_as_recorded_or_found_in_an_older_ledger(tmp_path: Path) -> None:
     outcome = run()
     older = recorded(outcome, tmp_path / "older")
-    assert examine(older).alerts == ()
+    assert diagnose_run(older).alerts == ()
     alert = EventRecord(event="alert", step=7, detail="disk: /runs has 0.10 GiB left", data={"rule": "disk"})
     outcome.lines.insert(2, alert)
-    report = examine(recorded(outcome, tmp_path / "recorded"))
+    report = diagnose_run(recorded(outcome, tmp_path / "recorded"))
     assert report.alerts == ("step 7, disk: /runs has 0.10 GiB left (docs/troubleshooting.md#alert-disk)",)
     console = Console(width=100, record=True)
     print_report(report, None, console)
     assert "step 7, disk: /runs has 0.10 GiB left" in console.export_text()
     with pytest.raises(ConfigurationError, match=r"; alert at step 7, disk: /runs has 0\.10 GiB left"):
-        examine(recorded(outcome, tmp_path / "short", 5))
+        diagnose_run(recorded(outcome, tmp_path / "short", 5))
     assert alerts_of(kept_ledger("collapsed")) == (
         "step 5, kl: kl is 0.203 nats per token, over 0.15 (docs/troubleshooting.md#alert-kl)",
         "step 14, length: responses grew from 293 to 461 tokens; 75% are cut, at the start 6% "

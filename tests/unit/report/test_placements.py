@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headway.records.ledger import EventRecord, QueueFlow, StepRecord
-from headway.report.plans.placements import change_sentence, placed_steps, stage_rows
+from headway.report.plans.placements import change_sentence, stage_rows, steps_by_placement
 
 SPATIAL, HYBRID = "spatial: generate on cpu:0; train on cpu:1", "hybrid: generate on cpu:0, cpu:1; train on cpu:1"
 
@@ -24,14 +24,14 @@ LINES = [
     *(step(number, 0.1, trainer_wait_s=0.4, trainer_compute_s=0.5) for number in range(4)),
     event("plan_changed", 4, before=SPATIAL, after=HYBRID, **COSTS),
     step(4, trainer_wait_s=0.9),  # has the change in it
-    *(step(number, trainer_compute_s=0.9, publish_s=0.05, generator_lent_ratio=0.25) for number in range(5, 9)),
+    *(step(number, trainer_compute_s=0.9, publish_s=0.05, generator_yielded_ratio=0.25) for number in range(5, 9)),
     event("plan_outcome", 8, rate=10.0, expected=15.0, measured=14.0, cost_s=3.0),
     event("plan_kept", 9, before=HYBRID, after=SPATIAL, **COSTS),
 ]
 
 
 def test_stages_of_each_placement_stand_beside_what_was_expected() -> None:
-    placed = placed_steps(LINES, {})
+    placed = steps_by_placement(LINES, {})
     assert [(one.placement, one.since, len(one.steps)) for one in placed] == [(SPATIAL, 0, 4), (HYBRID, 4, 4)]
     rows = {(row[0], row[1]): row[2:] for row in stage_rows(placed)}
     assert rows["train", SPATIAL] == ["0", "10", "–", "50.0%", "30.0%", "10.0%", "0.0%"]
@@ -41,7 +41,7 @@ def test_stages_of_each_placement_stand_beside_what_was_expected() -> None:
 
 
 def test_a_run_that_stays_has_its_configuration_as_placement() -> None:
-    ((placement, _, _, steps),) = placed_steps(
+    ((placement, _, _, steps),) = steps_by_placement(
         LINES[:4], {"generator": {"devices": ["cuda:0"]}, "trainer": {"devices": ["cuda:1"]}}
     )
     assert (placement, len(steps)) == ("generate on cuda:0; train on cuda:1", 4)

@@ -63,7 +63,7 @@ def test_no_bar_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -
         bar(1, 2)
         bar(2, 2)
     out, console = terminal()
-    with ProgressBar("things", quiet=True, console=console) as bar:
+    with ProgressBar("things", silent=True, console=console) as bar:
         bar(1, 2)
     captured = capsys.readouterr()
     assert (captured.out, captured.err, out.getvalue()) == ("", "", "")

@@ -77,11 +77,11 @@ def test_the_share_of_the_environments_is_read_from_the_ledger() -> None:
 
 
 def test_on_shared_devices_nobody_is_the_bottleneck() -> None:
-    balance, busy = judge_balance(WaitShares(trainer=0.5, generator=0.02, lent=0.48), 4)
+    balance, busy = judge_balance(WaitShares(trainer=0.5, generator=0.02, yielded=0.48), 4)
     assert balance == "time-shared"
     assert "48%" in busy
     assert "Nobody waits" in busy
-    idle = WaitShares(trainer=0.7, generator=0.3, lent=0.3)
+    idle = WaitShares(trainer=0.7, generator=0.3, yielded=0.3)
     assert "budget of 1" in judge_balance(idle, 0)[1]
     assert "admission" in judge_balance(idle, 4)[1]
 
@@ -200,18 +200,18 @@ def test_a_skipped_step_trained_nothing() -> None:
 
 def test_books_and_failures() -> None:
     lines = synthetic_lines(5)
-    assert judged(lines, 4).books_text.startswith("Balanced: every rollout")
+    assert judged(lines, 4).accounting_text.startswith("Balanced: every rollout")
     assert judged(lines, 4).failures_text == "Nothing."
     unbalanced = [
         *lines[:-2],
-        EventRecord(event="books", detail="rollout 3-1 ended twice", data={"balanced": 0}),
+        EventRecord(event="accounting", detail="rollout 3-1 ended twice", data={"balanced": 0}),
     ]
-    assert judged(unbalanced, 4).books_text.startswith("NOT BALANCED: rollout 3-1 ended twice")
+    assert judged(unbalanced, 4).accounting_text.startswith("NOT BALANCED: rollout 3-1 ended twice")
     failing = [step_record(0, failures={"reward": 2, "engine": 1}, endings={"trained": 61, "failed": 3})]
     verdict = judged(failing, 4)
     assert verdict.failures == {"reward": 2, "engine": 1}
     assert verdict.failures_text == "3 of 64 rollouts: 1 at the engine, 2 at the reward."
-    assert verdict.books_text.startswith("Not closed yet")
+    assert verdict.accounting_text.startswith("Not closed yet")
 
 
 def test_groups_that_end_untrained_are_no_nothing() -> None:

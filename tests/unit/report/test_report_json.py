@@ -20,7 +20,7 @@ def test_json_has_what_machines_ask_for(tmp_path: Path) -> None:
         "solve_rate_before": 0.452,
         "solve_rate_after": 0.93,
         "max_trajectory_staleness": 3,
-        "books_balanced": True,
+        "accounting_balanced": True,
         "length_bias_ks": 0.02,
         "state": "finished",
         "staleness_budget": 4,

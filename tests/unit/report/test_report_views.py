@@ -22,7 +22,7 @@ from headway.records.ledger import Distribution, EventRecord, KernelShare
 from headway.report.dry_run import dry_run_rows
 from headway.report.live import LiveState, LiveView, bar, evaluation_line, screen, sparkline, step_line
 from headway.report.progress import SftProgress
-from headway.report.show import KeptSample, KeptSamples, SampleSelection, show_samples, visible
+from headway.report.show import RecordedSample, RecordedSamples, SampleSelection, show_samples, visible
 from headway.report.tables import mapping_rows, print_rows, print_summary, sft_rows, summary_rows
 from headway.report.verdict import judge_learning
 from headway.rollout.hosting.service import scores_itself
@@ -107,12 +107,12 @@ def test_time_left_is_by_steps_or_by_the_limit() -> None:
     state = LiveState(experiment())
     for step in range(50):
         state.take(step_record(step, step_s=2.0, time_s=2.0 * (step + 1)))
-    assert state.left_s() == pytest.approx(150 * 2.0)
+    assert state.remaining_s() == pytest.approx(150 * 2.0)
     limited = state.experiment.model_copy(
         update={"run": state.experiment.run.model_copy(update={"time_limit_s": 130.0})}
     )
     state.experiment = limited
-    assert state.left_s() == pytest.approx(30.0)
+    assert state.remaining_s() == pytest.approx(30.0)
 
 
 def test_recent_waits_forget_the_past_and_weigh_by_time() -> None:
@@ -194,8 +194,8 @@ def kept(tmp_path: Path) -> Path:
     return kept_run(tmp_path, *samples)
 
 
-def read_samples(run: Path, selection: SampleSelection = SampleSelection()) -> list[KeptSample]:
-    samples = KeptSamples(run)
+def read_samples(run: Path, selection: SampleSelection = SampleSelection()) -> list[RecordedSample]:
+    samples = RecordedSamples(run)
     return list(samples.read(samples.select(selection)[0]))
 
 

@@ -17,7 +17,7 @@ from synthetic_run import step_record
 from headway.cli.main import main as headway
 from headway.records.ledger import EventRecord
 from headway.report.run_view import view_run
-from headway.report.several.axes import places_of
+from headway.report.several.axes import axis_positions
 from headway.report.several.compare import differences
 from headway.report.several.listing import TAIL_BYTES, ListedRun, find_runs, list_runs
 from headway.runtime.run_directory import SCHEMA, RunDirectory
@@ -153,12 +153,12 @@ def test_compare_draws_what_can_be_read_over_five_axes(runs: Path, capsys: pytes
 
 
 def test_places_of_a_run_go_on_over_its_sessions(runs: Path) -> None:
-    places = places_of(view_run(runs / "resumed"), price=None)
+    places = axis_positions(view_run(runs / "resumed"), price=None)
     assert places["steps"] == {version: float(version) for version in range(5)}
     assert places["samples"][3] == 48.0
     assert places["hours"][4] * 3600 == pytest.approx(7.0 + 0.289, rel=1e-3)
     assert "dollars" not in places
-    assert places_of(view_run(runs / "ended"), 1.0)["tokens"][4] == 988.0
+    assert axis_positions(view_run(runs / "ended"), 1.0)["tokens"][4] == 988.0
 
 
 def test_compare_as_json_and_its_usage(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,10 +19,19 @@ from headway.generator.activity import Activity, StepLog
 from headway.records.errors import ConfigurationError
 from headway.records.generation import EngineStatistics, GenerationRequest
 from headway.records.ledger import EventRecord
-from headway.records.trace import EngineStep, EngineSteps, GroupEnd, GroupTrace, Pulse, Span, StepTrace, TraceLine
+from headway.records.trace import (
+    EngineStep,
+    EngineSteps,
+    GroupEnd,
+    GroupTrace,
+    QueueSnapshot,
+    Span,
+    StepTrace,
+    TraceLine,
+)
 from headway.report.trace import STEPS, describe, timeline_of, write_trace
 from headway.report.trace_events import TraceEvents
-from headway.report.trace_groups import Lanes
+from headway.report.trace_groups import LaneAllocator
 from headway.telemetry.trace_file import FILE_NAME, OLD_NAME, TraceFile, read_trace
 from tests.unit.telemetry.test_ledger import ManualClock
 
@@ -165,7 +174,7 @@ def test_replicas_queue_and_events(tmp_path: Path) -> None:
     with TraceFile(tmp_path, clock, 5e8) as trace:
         for start_s, name in enumerate(("busy", "busy", "update", "busy")):
             trace.write(Span(track="generator-0", name=name, start_s=100.0 + start_s, end_s=101.0 + start_s))
-        trace.write(Pulse(time_s=101.0, version=3, applied_version=2, open_groups=4, running_groups=3, parked_groups=1,
+        trace.write(QueueSnapshot(time_s=101.0, version=3, applied_version=2, open_groups=4, running_groups=3, parked_groups=1,
                           buffered_groups=1, oldest_age_s=0.5))  # fmt: skip
         clock.time_s = 102.0
         trace.on_line(EventRecord(event="generator_died", detail="signal 9"))
@@ -255,7 +264,7 @@ def test_slices_of_a_track_nest_whatever_is_drawn(spans: list[tuple[int, int]]) 
 @settings(max_examples=60)
 @given(SPANS)
 def test_lanes_never_overlap(spans: list[tuple[int, int]]) -> None:
-    lanes, taken = Lanes(), defaultdict(list)
+    lanes, taken = LaneAllocator(), defaultdict(list)
     for start, length in sorted(spans):
         taken[lanes.take(start, start + length)].append((start, start + length))
     for intervals in taken.values():
@@ -265,8 +274,8 @@ def test_lanes_never_overlap(spans: list[tuple[int, int]]) -> None:
 def test_activity_is_cut_and_goes_on() -> None:
     times = iter([0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
     activity = Activity(now=lambda: next(times))
-    activity.be("busy")  # at 1
-    activity.be("busy")
+    activity.enter("busy")  # at 1
+    activity.enter("busy")
     with activity.during("update"):  # 2 to 3
         pass
     assert activity.take() == [("idle", 0.0, 1.0), ("busy", 1.0, 2.0), ("update", 2.0, 3.0), ("busy", 3.0, 4.0)]

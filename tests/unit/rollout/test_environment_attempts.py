@@ -53,14 +53,14 @@ def test_a_sandbox_that_is_used_up_when_it_is_parked_is_an_outcome(monkeypatch: 
 def test_a_role_that_is_not_learned_has_random_numbers_of_its_own() -> None:
     class Mirror(Environment):
         async def begin(self, episode: Episode) -> None:
-            episode.say("choose", to="one")
-            episode.say("choose", to="other")
-            episode.turn_to("one")
+            episode.add_message("choose", to="one")
+            episode.add_message("choose", to="other")
+            episode.set_active_agent("one")
 
         async def reply(self, episode: Episode, answer: Answer) -> None:
             if episode.turns == 2:
                 return episode.end()
-            episode.turn_to("other", learned=False)
+            episode.set_active_agent("other", learned=False)
             return None
 
         async def score(self, episode: Episode) -> float:
@@ -153,7 +153,7 @@ def test_an_evaluation_meanwhile_has_nothing_of_a_rollout_that_goes_on() -> None
 def test_parked_with_what_no_other_worker_has_it_begins_anew() -> None:
     class Held(Counting):
         async def begin(self, episode: Episode) -> None:
-            episode.hold("a connection")
+            episode.pin_to_process("a connection")
             await super().begin(episode)
 
     answers = iter([*SAID[:2], "x", "y", "z"])

@@ -27,7 +27,7 @@ class Paying(Environment):
         if episode.turns == 2:
             episode.end()
         else:
-            episode.say("more")
+            episode.add_message("more")
 
     async def score(self, episode: Episode) -> Any:
         return self.scores
@@ -56,7 +56,7 @@ class PayingElsewhere(Environment):
         if episode.turns == 2:
             episode.end()
         else:
-            episode.say("more")
+            episode.add_message("more")
 
     async def score(self, episode: Episode) -> Any:
         episode.reward(4.0)

@@ -35,16 +35,16 @@ class SolverAndCritic(Environment):
     """The solver answers, the critic objects once; the second answer counts."""
 
     async def begin(self, episode: Episode) -> None:
-        episode.say("Solve: 1+2?", to="solver")
-        episode.turn_to("solver")
+        episode.add_message("Solve: 1+2?", to="solver")
+        episode.set_active_agent("solver")
 
     async def reply(self, episode: Episode, answer: Answer) -> None:
         if answer.speaker == "critic":
-            episode.say(f"The critic says: {answer.text}", to="solver")
-            episode.turn_to("solver")
+            episode.add_message(f"The critic says: {answer.text}", to="solver")
+            episode.set_active_agent("solver")
         elif episode.turns == 1:
-            episode.say(f"Criticise: {answer.text}", to="critic")
-            episode.turn_to("critic")
+            episode.add_message(f"Criticise: {answer.text}", to="critic")
+            episode.set_active_agent("critic")
         else:
             episode.reward(1.0 if answer.text == "3" else 0.0)
             episode.end()

@@ -9,7 +9,7 @@ import pytest
 from played import GROUP
 
 from headway.control.staleness import OpenGroups
-from headway.orchestrator.dispatch import Dispatch
+from headway.orchestrator.dispatch import DispatchLoop
 from headway.orchestrator.parking import Parking
 from headway.orchestrator.state import RunningGroup, RunState
 from headway.records.control import Knobs
@@ -61,7 +61,7 @@ def test_its_limit_holds_after_a_resume_too(version: int, episode: Any, begun: A
         )
         entry = RunningGroup(group=GROUP, unfinished=2, partials={1: parked})
         state.open_group(entry)
-        await Dispatch(cast("Any", run), generated)._generate(entry)
+        await DispatchLoop(cast("Any", run), generated)._generate(entry)
         return (await generated.get())[1]
 
     rollouts = run_virtual(main())

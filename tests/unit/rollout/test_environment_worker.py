@@ -59,8 +59,8 @@ def test_a_worker_that_an_environment_holds_up_for_ever_dies_of_it() -> None:
         await pool.start()
 
         async def one() -> None:
-            async with pool.seated("7-1") as seated:
-                await seated.begin(TASK, 3)
+            async with pool.lease("7-1") as lease:
+                await lease.begin(TASK, 3)
 
         async with asyncio.timeout(1000):
             with pytest.raises(EnvironmentDied, match="no answer to begin in 310 s"):
@@ -119,20 +119,20 @@ def pooled(main: Callable[[EnvironmentPool, Refusing, VirtualClock], Coroutine[A
 
 async def played(pool: EnvironmentPool, name: str) -> str:
     """Where."""
-    async with pool.seated(name) as seated:
-        await seated.begin(TASK, 3)
+    async with pool.lease(name) as lease:
+        await lease.begin(TASK, 3)
         await asyncio.sleep(10)
-        return seated._seat.name
+        return lease._client.name
 
 
 def test_a_lease_counts_how_long_its_worker_had_answers_to_reply_to_and_to_score() -> None:
     async def main(pool: EnvironmentPool, launcher: Refusing, clock: VirtualClock) -> None:
-        async with pool.seated("7-1") as seated:
-            await seated.begin(TASK, 3)
-            assert seated.working_s == 0.0
-            await seated.reply({}, "", False)
-            await seated.score()
-            assert seated.working_s == 0.5
+        async with pool.lease("7-1") as lease:
+            await lease.begin(TASK, 3)
+            assert lease.working_s == 0.0
+            await lease.reply({}, "", False)
+            await lease.score()
+            assert lease.working_s == 0.5
 
     pooled(main, workers=1)
 
@@ -254,7 +254,7 @@ def test_a_pool_that_stops_waits_for_no_start() -> None:
 def test_without_workers_a_rollout_ends_the_run() -> None:
     class NoneLeft(InProcess):
         @asynccontextmanager
-        async def seated(self, name: str) -> AsyncIterator[Any]:
+        async def lease(self, name: str) -> AsyncIterator[Any]:
             raise WorkerDied("environment-0", "gave up after 5 starts")
             yield
 
@@ -283,7 +283,7 @@ def test_a_death_is_an_event_with_the_rollouts_it_cost_and_so_is_the_restart() -
             on_event=lambda name, detail, **fields: events.append((name, fields)),
         )
         await pool.start()
-        async with pool.seated("1-0"), pool.seated("1-1"):
+        async with pool.lease("1-0"), pool.lease("1-1"):
             workers[0].kill("killed by SIGKILL (9)")
             await clock.sleep(4.0)
         await played(pool, "1-2")

@@ -52,7 +52,7 @@ class Counting(Environment):
         if len(episode.state["heard"]) == self.turns:
             episode.end("enough")
         else:
-            episode.say(f"{len(episode.state['heard'])}?")
+            episode.add_message(f"{len(episode.state['heard'])}?")
 
     async def score(self, episode: Episode) -> Any:
         return {"reward": 1.0, "heard": episode.state["heard"], "file": (await episode.sandbox.read("heard")).decode()}
@@ -161,18 +161,18 @@ class Debate(Environment):
         self.learned = learned
 
     async def begin(self, episode: Episode) -> None:
-        episode.turn_to("solver")
+        episode.set_active_agent("solver")
         await super().begin(episode)
 
     async def reply(self, episode: Episode, answer: Answer) -> None:
         if answer.speaker == "solver":
             if episode.turns == 3:
                 return episode.end()
-            episode.turn_to("critic", learned=self.learned)
-            episode.say(f"Is {answer.text} right?")
+            episode.set_active_agent("critic", learned=self.learned)
+            episode.add_message(f"Is {answer.text} right?")
         else:
-            episode.turn_to("solver")
-            episode.say(answer.text)
+            episode.set_active_agent("solver")
+            episode.add_message(answer.text)
         return None
 
     async def score(self, episode: Episode) -> float:
@@ -393,7 +393,7 @@ def test_a_sandbox_that_fails_is_no_outcome_though_its_environment_says_so() -> 
             try:
                 await super().reply(episode, answer)
             except SandboxError:
-                episode.say("something went wrong")
+                episode.add_message("something went wrong")
 
         async def score(self, episode: Episode) -> float:
             return 0.0

@@ -145,7 +145,7 @@ def test_two_that_use_a_lost_sandbox_at_once_share_the_one_that_is_made_again() 
             assert not inner.ended
             return inner.id
 
-        assert await asyncio.gather(box._with(work), box._with(work)) == ["fake-2", "fake-2"]
+        assert await asyncio.gather(box._retry_on_loss(work), box._retry_on_loss(work)) == ["fake-2", "fake-2"]
         await box.close()
 
     run_virtual(main())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.rollout.code.hidden_tests import DRIVER, asked, decoded, judged, questions_of
+from headway.rollout.code.hidden_tests import DRIVER, decoded, driver_input, grade, questions_of
 from headway.rollout.code.repositories import files_of
 
 SOURCE = """
@@ -49,7 +49,7 @@ def ask(source: str, tested: str, folder: Path):
     """As in a sandbox: (questions, what the driver says)."""
     (folder / "shapes.py").write_text(tested)
     questions = questions_of(source, "shapes")
-    given = asked(questions, [str(folder)])
+    given = driver_input(questions, [str(folder)])
     done = subprocess.run([sys.executable, "-I", "-B", "-c", DRIVER], input=given, capture_output=True, timeout=60)
     return questions, done.stdout
 
@@ -67,22 +67,22 @@ def test_what_is_expected_is_cut_out():
 def test_right_answers_pass_and_wrong_ones_are_told_apart(tmp_path):
     source = SOURCE.replace("assert not sides\n", "")
     questions, said = ask(source, RIGHT, tmp_path)
-    assert judged(questions, said, 1e-9).passed == ("test_area", "test_sides")
+    assert grade(questions, said, 1e-9).passed == ("test_area", "test_sides")
     questions, said = ask(source, RIGHT.replace("sides[0] *", "sides[0] +"), tmp_path)
-    assert judged(questions, said, 1e-9).wrong == ("test_area",)
+    assert grade(questions, said, 1e-9).wrong == ("test_area",)
     questions, said = ask(source, RIGHT.replace("ValueError", "KeyError"), tmp_path)
-    assert judged(questions, said, 1e-9).wrong == ("test_area",)
+    assert grade(questions, said, 1e-9).wrong == ("test_area",)
     questions, said = ask(source, RIGHT.replace("return None if", "return 1 / 0 if"), tmp_path)
-    assert judged(questions, said, 1e-9) == judged(questions, said, 1e-9)
-    assert judged(questions, said, 1e-9).unanswered == ("test_sides",)
+    assert grade(questions, said, 1e-9) == grade(questions, said, 1e-9)
+    assert grade(questions, said, 1e-9).unanswered == ("test_sides",)
     questions, said = ask(source, "import os; os._exit(0)", tmp_path)
-    assert judged(questions, said, 1e-9).unanswered == ("test_area", "test_sides")
+    assert grade(questions, said, 1e-9).unanswered == ("test_area", "test_sides")
 
 
 def test_a_test_that_fails_after_its_last_question_has_not_passed(tmp_path):
     source = "from shapes import area\ndef test_it():\n    assert area(1) == 1\n    assert area(2) == 2\n    area(3)\n"
     questions, said = ask(source, "def area(x):\n    assert x < 3\n    return x\n", tmp_path)
-    assert judged(questions, said, 0.0).unanswered == ("test_it",)
+    assert grade(questions, said, 0.0).unanswered == ("test_it",)
 
 
 QUESTIONS = questions_of("def test_it():\n    assert f() == 1\n    assert f() == [2.5]\n", "it")
@@ -113,7 +113,7 @@ def lines(*said) -> bytes:
     ],
 )
 def test_whatever_a_driver_says(said, state):
-    assert getattr(judged(QUESTIONS, said, 1e-9), state) == ("test_it",)
+    assert getattr(grade(QUESTIONS, said, 1e-9), state) == ("test_it",)
 
 
 @pytest.mark.parametrize("value", [None, True, -5, 2.5, "x", b"\0", [1, (2,)], {"k": {1}}, float("inf")])

@@ -137,7 +137,7 @@ def test_restored_finish_is_repeated_and_not_changed() -> None:
 
 
 def test_ended_members_are_forgotten_beyond_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.rollout.leases._KEPT", 2)
+    monkeypatch.setattr("headway.rollout.leases._MAX_ENDED", 2)
     book = LeaseBook(LEASE_S)
     for index in range(4):
         book.offer((str(index), 0), (index, 0))

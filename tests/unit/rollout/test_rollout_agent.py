@@ -23,7 +23,7 @@ from headway.records.generation import GenerationRequest, GenerationResult, Part
 from headway.records.rollout import Failure, Group, Rollout, Verdict
 from headway.records.task import Task
 from headway.rollout.hosting.agents.processes import Exit
-from headway.rollout.makers.agent import AgentRollouts, Agents, filled, shown_task, variables
+from headway.rollout.makers.agent import AgentRollouts, Agents, agent_task, fill_command, variables
 from headway.rollout.makers.turn_sampler import BeginGate, TurnSampler
 from headway.rollout.verification.verdicts import apply_verdict
 from headway.runtime.clock import Clock, run_virtual
@@ -428,10 +428,12 @@ def test_time_limits_and_stops_end_its_processes(tmp_path: Path) -> None:
 def test_what_an_agent_is_told(tmp_path: Path) -> None:
     task = GROUP.task
     told = {"task_id": "t", "prompt": "1+2?", "messages": [], "metadata": {}}
-    assert shown_task(task, ()) == told
-    assert shown_task(task, ("level", "other")) == {**told, "metadata": {"level": 1}}
-    assert shown_task(task, ("answer",)) == {**told, "answer": "3"}
-    argv = filled(["python", "-m", "x", "{prompt}", "cd {scratch}", "{other}", "{rollout}"], task, "7-1", tmp_path)
+    assert agent_task(task, ()) == told
+    assert agent_task(task, ("level", "other")) == {**told, "metadata": {"level": 1}}
+    assert agent_task(task, ("answer",)) == {**told, "answer": "3"}
+    argv = fill_command(
+        ["python", "-m", "x", "{prompt}", "cd {scratch}", "{other}", "{rollout}"], task, "7-1", tmp_path
+    )
     assert argv[1:] == ["-m", "x", "1+2?", f"cd {tmp_path}", "{other}", "7-1"]
     sessions = Sessions(chat(), EndpointConfig(), 200)
     sessions.address = "http://127.0.0.1:8000"

@@ -30,7 +30,7 @@ from tests.support.simulated_run import experiment_of, simulate
 
 
 class Codec(Letters):
-    def encode_behind(self, before: int | None, text: str) -> list[int]:
+    def encode_after(self, before: int | None, text: str) -> list[int]:
         return [ord(letter) for letter in text]
 
 
@@ -352,7 +352,7 @@ def test_a_run_of_them_learns_from_rewards_by_turn(module: Any, options: dict[st
     )
     outcome = simulate(experiment, **options)
     assert [step.version for step in outcome.steps] == [1, 2, 3, 4, 5, 6]
-    assert outcome.event("books").data["balanced"] == 1
+    assert outcome.event("accounting").data["balanced"] == 1
     assert outcome.audit == []
     samples = [sample for batch in outcome.trainer.batches for sample in batch.samples]
     assert all(s.rollout.turns == 2 and len(s.turn_advantages) == 2 for s in samples)

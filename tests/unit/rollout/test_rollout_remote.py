@@ -23,7 +23,7 @@ from headway.records.rollout import Failure, Group, Rollout, Verdict
 from headway.records.task import Task
 from headway.records.tokens import decoder, encoder
 from headway.rollout.leases import LeaseRefused
-from headway.rollout.makers.remote import Finish, LeaseDesk, RemoteAttempt, RemoteHost, RemoteRollouts
+from headway.rollout.makers.remote import Finish, LeaseManager, RemoteAttempt, RemoteHost, RemoteRollouts
 from headway.rollout.makers.turn_sampler import Resumption, TurnSampler
 from headway.rollout.verification.verdicts import apply_verdict
 from headway.runtime.clock import Clock, run_virtual
@@ -48,13 +48,13 @@ class Service:
 
     clock: Clock
     sessions: Sessions
-    desk: LeaseDesk
+    lease_manager: LeaseManager
     rollouts: RemoteRollouts
     waits: Waits
     kept: list[PartialRollout] = field(default_factory=list)
 
     async def lease(self, wait_s: float = 0.0) -> RemoteAttempt | None:
-        return await self.desk.lease(wait_s, asyncio.get_running_loop().create_future())
+        return await self.lease_manager.lease(wait_s, asyncio.get_running_loop().create_future())
 
     async def leased(self, wait_s: float = 5.0) -> RemoteAttempt:
         attempt = await self.lease(wait_s)
@@ -88,7 +88,7 @@ def play(
         generator = FakeGenerator(clock, token_s=token_s, length_of=lambda request: 4, error_of=lambda request: error)
         sessions = Sessions(chat(), EndpointConfig(call_timeout_s=1000), 200)
         waits = Waits(clock.now)
-        desk = LeaseDesk(LEASE_S, clock, waits)
+        lease_manager = LeaseManager(LEASE_S, clock, waits)
         kept: list[PartialRollout] = []
 
         async def generate(request: GenerationRequest, watch: Any = None, /) -> GenerationResult:
@@ -107,14 +107,17 @@ def play(
             requests=generator, resume_gate=gate,
         )  # fmt: skip
         host = RemoteHost(
-            environment=EnvironmentConfig(name="remote"), endpoint=EndpointConfig(), conversations=sessions, desk=desk
+            environment=EnvironmentConfig(name="remote"),
+            endpoint=EndpointConfig(),
+            conversations=sessions,
+            lease_manager=lease_manager,
         )
         rollouts = RemoteRollouts(host, sampler, kept.append)
-        service = Service(clock, sessions, desk, rollouts, waits, kept)
+        service = Service(clock, sessions, lease_manager, rollouts, waits, kept)
         working = asyncio.create_task(worker(service), name="worker")  # type: ignore[arg-type]
         rollout = await rollouts.generate_member(GROUP, 1, parked)
         await working
-        assert len(sessions) == desk.book.offered == desk.book.leased == 0
+        assert len(sessions) == lease_manager.book.offered == lease_manager.book.leased == 0
         assert not waits.open()
         return rollout, service
 
@@ -125,10 +128,10 @@ async def finishes(service: Service) -> None:
     attempt = await service.leased()
     await service.ask(attempt)
     said = Finish(reward=0.5, metadata={"worker": "a"}, extra={"notes": [1]})
-    assert service.desk.finish(attempt.key, attempt.number, said)
-    assert not service.desk.finish(attempt.key, attempt.number, said)  # a repetition
+    assert service.lease_manager.finish(attempt.key, attempt.number, said)
+    assert not service.lease_manager.finish(attempt.key, attempt.number, said)  # a repetition
     with pytest.raises(LeaseRefused, match="finished before"):
-        service.desk.finish(attempt.key, attempt.number, Finish(reward=1.0))
+        service.lease_manager.finish(attempt.key, attempt.number, Finish(reward=1.0))
 
 
 def test_finished_member_is_its_recorded_conversation_with_the_workers_reward() -> None:
@@ -164,9 +167,9 @@ def test_unfinished_member_is_offered_again_after_a_restart() -> None:
         attempt = await service.leased()
         assert attempt.number == 5
         with pytest.raises(LeaseRefused, match="attempt 4 has ended: withdrawn, the process of the run"):
-            service.desk.finish(attempt.key, 4, Finish(reward=1.0))
+            service.lease_manager.finish(attempt.key, 4, Finish(reward=1.0))
         await service.ask(attempt)
-        service.desk.finish(attempt.key, 5, Finish(reward=1.0))
+        service.lease_manager.finish(attempt.key, 5, Finish(reward=1.0))
 
     rollout, _ = play(worker, parked=parked)
     assert (rollout.attempts, rollout.reward, rollout.solved) == (5, 1.0, True)
@@ -181,15 +184,15 @@ def test_expired_lease_is_offered_again_and_its_late_finish_refused() -> None:
         assert second.number == 2
         assert LEASE_S <= service.clock.now() - asked_s < LEASE_S + 2
         with pytest.raises(LeaseRefused, match=r"attempt 1 has ended: expired.*attempt 2 is leased"):
-            service.desk.finish(first.key, 1, Finish(reward=1.0))
+            service.lease_manager.finish(first.key, 1, Finish(reward=1.0))
         with pytest.raises(RequestRefused, match="has ended"):
             service.sessions.session(first.conversation.key)
         await service.ask(second)
-        service.desk.finish(second.key, 2, Finish(reward=0.0))
+        service.lease_manager.finish(second.key, 2, Finish(reward=0.0))
 
     rollout, service = play(worker)
     assert (rollout.attempts, rollout.reward, rollout.calls) == (2, 0.0, 1)
-    assert service.desk.book.counts["expired"] == 1
+    assert service.lease_manager.book.counts["expired"] == 1
 
 
 def test_renewals_and_open_model_calls_hold_a_lease() -> None:
@@ -198,8 +201,8 @@ def test_renewals_and_open_model_calls_hold_a_lease() -> None:
         await service.ask(attempt)  # 4 tokens of 8 s: three leases long
         for _ in range(3):
             await service.clock.sleep(LEASE_S - 1)
-            service.desk.renew(attempt.key, attempt.number)
-        service.desk.finish(attempt.key, attempt.number, Finish(reward=1.0))
+            service.lease_manager.renew(attempt.key, attempt.number)
+        service.lease_manager.finish(attempt.key, attempt.number, Finish(reward=1.0))
 
     rollout, _ = play(worker, token_s=8.0, timeout_s=1000.0)
     assert (rollout.attempts, rollout.failure) == (1, None)
@@ -210,7 +213,7 @@ def test_attempts_end_failed_after_the_retries() -> None:
         for number in (1, 2, 3):
             attempt = await service.leased(wait_s=20.0)
             assert attempt.number == number
-            service.desk.fail(attempt.key, number, "no disk", infrastructure=True)
+            service.lease_manager.fail(attempt.key, number, "no disk", infrastructure=True)
 
     rollout, _ = play(worker)
     assert rollout.attempts == 3
@@ -222,7 +225,7 @@ def test_attempts_end_failed_after_the_retries() -> None:
 def test_failure_that_is_the_policys_is_not_retried() -> None:
     async def worker(service: Service) -> None:
         attempt = await service.leased()
-        service.desk.fail(attempt.key, 1, "it deleted everything", infrastructure=False)
+        service.lease_manager.fail(attempt.key, 1, "it deleted everything", infrastructure=False)
 
     rollout, _ = play(worker)
     assert (rollout.attempts, rollout.failure is not None) == (1, True)
@@ -232,10 +235,10 @@ def test_text_without_a_recorded_call_is_refused_and_the_lease_goes_on() -> None
     async def worker(service: Service) -> None:
         attempt = await service.leased()
         with pytest.raises(LeaseRefused, match="no answered model call") as refusal:
-            service.desk.finish(attempt.key, 1, Finish(reward=1.0))
+            service.lease_manager.finish(attempt.key, 1, Finish(reward=1.0))
         assert refusal.value.code == "session_not_recorded"
         await service.ask(attempt)
-        service.desk.finish(attempt.key, 1, Finish())
+        service.lease_manager.finish(attempt.key, 1, Finish())
 
     rollout, _ = play(worker)
     assert (rollout.failure, rollout.finished_s) == (None, 0.0)  # without a reward the run's verifier scores it
@@ -247,7 +250,7 @@ def test_member_whose_last_call_the_generator_failed_is_not_finished() -> None:
         with pytest.raises(Exception, match="broken"):
             await service.ask(attempt)
         with pytest.raises(LeaseRefused, match="the generator failed") as refusal:
-            service.desk.finish(attempt.key, 1, Finish(reward=1.0))
+            service.lease_manager.finish(attempt.key, 1, Finish(reward=1.0))
         assert refusal.value.code == "attempt_failed"
 
     rollout, _ = play(worker, error="broken")
@@ -261,10 +264,10 @@ def test_time_limit_counts_from_the_lease() -> None:
         attempt = await service.leased()
         for _ in range(9):
             await service.clock.sleep(LEASE_S / 2)
-            service.desk.renew(attempt.key, 1)
+            service.lease_manager.renew(attempt.key, 1)
         await service.clock.sleep(LEASE_S / 2 + 1)
         with pytest.raises(LeaseRefused, match=r"not finished after rollout.timeout_s"):
-            service.desk.renew(attempt.key, 1)
+            service.lease_manager.renew(attempt.key, 1)
 
     rollout, _ = play(worker)
     assert rollout.failure is not None
@@ -279,10 +282,10 @@ def test_stopped_member_is_not_finished_any_more() -> None:
         await service.ask(attempt)
         service.rollouts.stop(7, 1, why)
         with pytest.raises(LeaseRefused, match="has stopped"):
-            service.desk.finish(attempt.key, 1, Finish(reward=1.0))
+            service.lease_manager.finish(attempt.key, 1, Finish(reward=1.0))
         await service.clock.sleep(1.0)
         with pytest.raises(LeaseRefused, match="attempt 1 has ended: withdrawn, its group has ended"):
-            service.desk.finish(attempt.key, 1, Finish(reward=1.0))
+            service.lease_manager.finish(attempt.key, 1, Finish(reward=1.0))
 
     rollout, service = play(worker)
     assert rollout.failure == why
@@ -293,7 +296,7 @@ def test_finish_that_was_answered_outlives_a_stop() -> None:
     async def worker(service: Service) -> None:
         attempt = await service.leased()
         await service.ask(attempt)
-        service.desk.finish(attempt.key, 1, Finish(reward=1.0))
+        service.lease_manager.finish(attempt.key, 1, Finish(reward=1.0))
         service.rollouts.stop(7, 1, Failure(boundary="engine", cause="late", infrastructure=True))
 
     rollout, service = play(worker)
@@ -320,7 +323,7 @@ def test_wait_is_open_while_members_are_offered_and_no_worker_has_one() -> None:
         attempt = await service.leased()
         assert service.waits.open() == []
         await service.ask(attempt)
-        service.desk.finish(attempt.key, 1, Finish(reward=1.0))
+        service.lease_manager.finish(attempt.key, 1, Finish(reward=1.0))
 
     play(worker)
 
@@ -329,7 +332,7 @@ def test_worker_that_has_left_gets_no_lease() -> None:
     async def worker(service: Service) -> None:
         gone = asyncio.get_running_loop().create_future()
         gone.set_result(None)
-        assert await service.desk.lease(5.0, gone) is None
+        assert await service.lease_manager.lease(5.0, gone) is None
         await finishes(service)
 
     rollout, _ = play(worker)
@@ -344,15 +347,15 @@ def test_evaluations_are_leased_under_names_of_their_own_and_not_kept() -> None:
             await asyncio.sleep(0)
             attempts = [await service.leased() for _ in range(2)] if number == 1 else [await service.leased()]
             for attempt in attempts:
-                if attempt.key == (f"evaluation-test-7-{service.desk.process}", 0):
+                if attempt.key == (f"evaluation-test-7-{service.lease_manager.process}", 0):
                     assert attempt.number == number
                     await service.ask(attempt)
-                    service.desk.finish(attempt.key, number, Finish(reward=1.0))
+                    service.lease_manager.finish(attempt.key, number, Finish(reward=1.0))
                 else:
                     trained = attempt
             assert (await member).reward == 1.0
         await service.ask(trained)
-        service.desk.finish(trained.key, trained.number, Finish(reward=0.0))
+        service.lease_manager.finish(trained.key, trained.number, Finish(reward=0.0))
 
     rollout, service = play(worker)
     assert rollout.reward == 0.0
@@ -369,7 +372,7 @@ def test_parked_model_call_keeps_the_number_of_its_attempt() -> None:
         service.rollouts.stop(7, 1, "park")
         await asking
         assert [one.attempts for one in service.kept] == [1, 1]
-        service.desk.finish(attempt.key, 1, Finish(reward=1.0))
+        service.lease_manager.finish(attempt.key, 1, Finish(reward=1.0))
 
     rollout, _ = play(worker)
     assert (rollout.resumes, rollout.reward) == (1, 1.0)
@@ -387,7 +390,7 @@ def test_call_that_is_parked_as_its_member_finishes_takes_no_finish_out_of_the_b
         service.rollouts.stop(7, 1, "park")
         for _ in range(turns):
             await asyncio.sleep(0)
-        service.desk.finish(attempt.key, 1, Finish(reward=1.0))
+        service.lease_manager.finish(attempt.key, 1, Finish(reward=1.0))
         with pytest.raises(RequestRefused):
             await asking
 
@@ -404,7 +407,7 @@ def test_evaluations_of_two_processes_have_different_names() -> None:
         for _ in range(2):
             attempt = await service.leased()
             await service.ask(attempt)
-            service.desk.finish(attempt.key, 1, Finish(reward=1.0))
+            service.lease_manager.finish(attempt.key, 1, Finish(reward=1.0))
             keys.append(attempt.key)
         await evaluating
 
@@ -418,19 +421,19 @@ def test_late_end_of_a_former_attempts_call_takes_nothing_from_the_next_lease() 
         first = await service.leased()
         asking = asyncio.create_task(service.ask(first))
         await service.clock.sleep(1.0)
-        service.desk.fail(first.key, 1, "no disk", infrastructure=True)
+        service.lease_manager.fail(first.key, 1, "no disk", infrastructure=True)
         second = await service.leased()
         asks = [asyncio.create_task(service.ask(second))]  # 4 tokens of 8 s: three leases long
         await service.clock.sleep(20.0)  # the first attempt's call has ended
         asks.append(asyncio.create_task(service.ask(second, "2+1?")))
         await asyncio.gather(*asks)
-        service.desk.finish(second.key, 2, Finish(reward=1.0))
+        service.lease_manager.finish(second.key, 2, Finish(reward=1.0))
         with pytest.raises(RequestRefused):
             await asking
 
     rollout, service = play(worker, token_s=8.0, cancel_s=5.0, timeout_s=1000.0)
     assert (rollout.attempts, rollout.failure) == (2, None)
-    assert service.desk.book.counts["expired"] == 0
+    assert service.lease_manager.book.counts["expired"] == 0
 
 
 def test_finish_that_could_not_be_committed_may_be_repeated() -> None:
@@ -444,9 +447,9 @@ def test_finish_that_could_not_be_committed_may_be_repeated() -> None:
 
         service.rollouts.keep = full
         with pytest.raises(StorageFailed):
-            service.desk.finish(attempt.key, 1, Finish(reward=1.0))
+            service.lease_manager.finish(attempt.key, 1, Finish(reward=1.0))
         service.rollouts.keep = keep
-        assert service.desk.finish(attempt.key, 1, Finish(reward=1.0))
+        assert service.lease_manager.finish(attempt.key, 1, Finish(reward=1.0))
 
     rollout, service = play(worker)
     assert rollout == service.kept[-1].finished
@@ -456,7 +459,7 @@ def test_what_a_worker_says_stands_beside_the_verdict_of_the_runs_verifier() -> 
     async def worker(service: Service) -> None:
         attempt = await service.leased()
         await service.ask(attempt)
-        service.desk.finish(attempt.key, 1, Finish(metadata={"worker": "a"}))
+        service.lease_manager.finish(attempt.key, 1, Finish(metadata={"worker": "a"}))
 
     rollout, _ = play(worker)
     judged = apply_verdict(rollout, Verdict(reward=1.0, solved=True, detail={"grade": 2}), 9.0)

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from headway.config.endpoint import EnvironmentConfig
 from headway.records.errors import ConfigurationError, InfrastructureError
-from headway.rollout.verifiers_environment import LoadedEnvironment, load, made_task, outcome, tasks
+from headway.rollout.verifiers_environment import LoadedEnvironment, load, outcome, package_task, tasks
 
 LOADED = LoadedEnvironment(package=None, environment=None, taskset="sums", trained="solver")
 
@@ -136,7 +136,7 @@ def test_an_episode_that_says_nothing() -> None:
 )
 def test_tasks_of_something_else(metadata: dict[str, Any], whose: str) -> None:
     with pytest.raises(ValueError, match=f"task t is {whose}, and environment.parameters.taskset.id = 'sums'"):
-        made_task(LOADED, {"task_id": "t", "metadata": metadata})
+        package_task(LOADED, {"task_id": "t", "metadata": metadata})
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def test_books_on_a_network_file_system_are_refused_by_check_and_at_the_start(tm
     there = experiment_of(tmp_path / "run", cluster={"accounting_directory": "/shared/books"})
     with pytest.raises(ConfigurationError, match="nfs4"):
         RunDirectory(tmp_path / "run").begin(there, resume=False)
-    assert not RunDirectory(tmp_path / "run").holds_run()
+    assert not RunDirectory(tmp_path / "run").has_run()
 
 
 def test_books_lie_in_their_directory_and_are_found_from_the_runs(tmp_path: Path) -> None:

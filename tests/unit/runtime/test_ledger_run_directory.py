@@ -32,7 +32,7 @@ def test_begin_makes_the_layout_and_stores_the_experiment(tmp_path: Path) -> Non
     given = experiment(run.path, seed=7)
     with run:
         assert run.begin(given, resume=False) is None
-        assert run.holds_run()
+        assert run.has_run()
         assert run.checkpoints.is_dir()
         assert run.logs.is_dir()
     assert run.read_experiment() == given

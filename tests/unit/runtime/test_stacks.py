@@ -12,18 +12,18 @@ import pytest
 import xxhash
 
 from headway.runtime.stalls import stacks
-from headway.runtime.stalls.stacks import shortened
+from headway.runtime.stalls.stacks import short_path
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_our_own_files_are_named_by_package_and_libraries_by_their_place():
-    assert shortened(stacks.__file__) == "headway/runtime/stalls/stacks.py"
-    assert shortened(os.path.realpath(stacks.__file__)) == "headway/runtime/stalls/stacks.py"
-    assert shortened(asyncio.tasks.__file__) == "<library>/asyncio/tasks.py"
-    assert shortened(xxhash.__file__) == "<library>/xxhash/__init__.py"
-    assert shortened("<frozen importlib._bootstrap>") == "<frozen importlib._bootstrap>"
-    assert shortened("<string>") == "<string>"
+    assert short_path(stacks.__file__) == "headway/runtime/stalls/stacks.py"
+    assert short_path(os.path.realpath(stacks.__file__)) == "headway/runtime/stalls/stacks.py"
+    assert short_path(asyncio.tasks.__file__) == "<library>/asyncio/tasks.py"
+    assert short_path(xxhash.__file__) == "<library>/xxhash/__init__.py"
+    assert short_path("<frozen importlib._bootstrap>") == "<frozen importlib._bootstrap>"
+    assert short_path("<string>") == "<string>"
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_our_own_files_are_named_by_package_and_libraries_by_their_place():
     ],
 )
 def test_a_user_s_file_is_never_taken_for_ours_or_a_library_s(path: str, name: str):
-    assert shortened(path) == name
+    assert short_path(path) == name
 
 
 @pytest.mark.parametrize("place", ["headway", "site-packages", "my runs", "lib/python3.11/headway"])
@@ -53,10 +53,10 @@ def test_the_package_is_found_wherever_it_lies(place: str, tmp_path: Path):
     (folder / "mine").mkdir()
     (folder / "mine/coins.py").write_text("def reply():\n    raise ValueError('none')\n")
     code = (
-        "from headway.runtime.hooks import place_of\nfrom headway.runtime.stalls import stacks\n"
+        "from headway.runtime.hooks import source_location\nfrom headway.runtime.stalls import stacks\n"
         "from mine import coins\n"
-        "print(stacks.__file__, stacks.shortened(stacks.__file__), stacks.shortened(coins.__file__), sep='\\n')\n"
-        "try: coins.reply()\nexcept ValueError as error: print(place_of(error))"
+        "print(stacks.__file__, stacks.short_path(stacks.__file__), stacks.short_path(coins.__file__), sep='\\n')\n"
+        "try: coins.reply()\nexcept ValueError as error: print(source_location(error))"
     )
     ended = subprocess.run(
         [sys.executable, "-c", code],

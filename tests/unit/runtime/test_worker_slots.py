@@ -119,7 +119,7 @@ def test_pauses_grow_with_failures_in_a_row_and_work_forgives_them() -> None:
         assert one.names == ["w_died", *["w_restart_failed"] * 3, "w_restarted"]
         assert [data.get("lost_s") for _, _, data in one.events] == [*[None] * 4, 11.5], "told once, at the end"
         assert one.slot.failures == 4
-        one.slot.forgive()
+        one.slot.reset_failures()
         one.launcher.workers[1].die()
         await one.clock.sleep(1.0)
         died_s = one.clock.now()
@@ -138,7 +138,7 @@ def test_time_in_service_forgives_what_failed_before_it() -> None:
             assert one.slot.failures == failures
             await one.slot.restart()
 
-    playing(scene, forgiven_after_s=100.0)
+    playing(scene, failure_expiry_s=100.0)
 
 
 def test_a_slot_beyond_its_limit_is_exhausted_and_lost_once() -> None:

@@ -50,6 +50,6 @@ def test_an_operation_that_was_recorded_is_the_command_it_was(given: bool) -> No
         "alone": given,
     }
     box: Any = Box()
-    asyncio.run(episode_sandbox._done(box, Operation(kind="exec", arguments=recorded)))
+    asyncio.run(episode_sandbox._execute(box, Operation(kind="exec", arguments=recorded)))
     rest: dict[str, Any] = {"environment": {"A": "b"}, "workdir": "/tmp", "stdin": b"x"} if given else {}
     assert commands == [Command(argv=["sh", "-c", "cat"], timeout_s=3.0, max_output_bytes=7, exclusive=given, **rest)]

@@ -22,7 +22,7 @@ from headway.records.sandbox import SandboxError, SandboxSpec
 from headway.sandbox import leftovers
 from headway.sandbox.docker import daemon as docker_daemon
 from headway.sandbox.docker.backend import DockerBackend, _Container
-from headway.sandbox.docker.daemon import Daemon
+from headway.sandbox.docker.daemon import DockerDaemon
 
 
 class FakeClient:
@@ -36,8 +36,8 @@ class FakeClient:
         return {"Id": f"id of {name}", "Config": self._config}
 
 
-def daemon(**config: Any) -> Daemon:
-    return Daemon(FakeClient(**config), "run", sys.executable, lambda *_: None)  # type: ignore[arg-type]
+def daemon(**config: Any) -> DockerDaemon:
+    return DockerDaemon(FakeClient(**config), "run", sys.executable, lambda *_: None)  # type: ignore[arg-type]
 
 
 def test_an_import_that_failed_is_tried_again():
@@ -169,7 +169,7 @@ def test_list_shows_containers_too_and_reap_leaves_living_owners_theirs(
 @pytest.fixture
 def deaf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of a daemon that never answers."""
-    monkeypatch.setattr(docker_daemon, "REACH_S", 0.1)
+    monkeypatch.setattr(docker_daemon, "CONNECT_TIMEOUT_S", 0.1)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "deaf"))
         listening.listen()

@@ -69,7 +69,7 @@ def test_faults_look_like_those_of_the_infrastructure_and_are_counted():
 
     async def main():
         injected, ends, took_s = await once(1)
-        kinds = {f"create {kind}" for kind in faults.OF_CREATE} | {f"exec {kind}" for kind in faults.OF_EXEC}
+        kinds = {f"create {kind}" for kind in faults.CREATE_FAULTS} | {f"exec {kind}" for kind in faults.EXEC_FAULTS}
         assert injected.keys() == kinds
         assert 90 < sum(injected.values()) < 130, "30% of 200 starts, and of the commands of those that were made"
         assert ends.count("fine") == 200 - sum(injected.values()) + injected["create slow"]
@@ -187,10 +187,10 @@ def test_a_runs_sandbox_that_wouldnt_end_ends_at_a_later_look(monkeypatch: pytes
 def test_quantiles_of_latencies_are_a_little_above_the_true_ones():
     seen = Latencies()
     for seconds in [0.0005, 0.004, 0.004, 1.0, 1e6]:
-        seen = seen.with_one(seconds)
+        seen = seen.with_duration(seconds)
     assert (seen.count, seen.quantile_s(0.0), seen.quantile_s(1.0)) == (5, EDGES_S[0], 2 * EDGES_S[-1])
     assert 0.004 <= seen.quantile_s(0.5) < 0.004 * 1.42
     assert 1.0 <= seen.quantile_s(0.8) < 1.42
-    later = seen.with_one(2.0)
+    later = seen.with_duration(2.0)
     assert (later.since(seen).count, later.since(seen).total_s) == (1, pytest.approx(2.0))
     assert Latencies().quantile_s(0.5) == 0.0

@@ -26,14 +26,14 @@ from headway.records.sandbox import (
 )
 from headway.runtime.clock import VirtualClock, run_virtual
 from headway.sandbox.backends import backend_of
-from headway.sandbox.guest.hosted_runner import INLINE_BYTES, MARK, answer
+from headway.sandbox.guest.hosted_runner import INLINE_BYTES, MARKER, answer
 from headway.sandbox.guest.hosted_runner import main as run_request
 from headway.sandbox.hosted import sandbox as hosted_sandbox
 from headway.sandbox.hosted.backend import HostedBackend
 from headway.sandbox.hosted.provider import HostedSettings, Provider, ShellResult, failure_of_status, plain_labels
-from headway.sandbox.pace import Pace, SharedRateLimit
+from headway.sandbox.pace import RateLimiter, SharedRateLimit
 from headway.sandbox.pool import PoolSettings, SandboxPool
-from headway.sandbox.snapshot_store import drop, dropped, note_hosted, remove_others
+from headway.sandbox.snapshot_store import drop, dropped_snapshots, note_hosted, remove_others
 
 
 class Scripted(Provider[HostedSettings]):
@@ -54,7 +54,7 @@ class Scripted(Provider[HostedSettings]):
         self.put_errors: list[Exception] = []
         self.delete_errors: list[Exception] = []
         self.deleted: list[str] = []
-        self.says = ShellResult(exit_code=0, stdout=f'\n{MARK}{{"processes": []}}')
+        self.says = ShellResult(exit_code=0, stdout=f'\n{MARKER}{{"processes": []}}')
 
     def check(self, spec: SandboxSpec) -> None: ...
 
@@ -115,7 +115,7 @@ def backend(folder: Path, provider: Scripted) -> HostedBackend:
 
 def test_a_pace_lets_a_burst_through_and_then_so_many_a_second():
     async def main():
-        pace, clock = Pace(2.0, 3, VirtualClock()), VirtualClock()
+        pace, clock = RateLimiter(2.0, 3, VirtualClock()), VirtualClock()
         times: list[float] = []
 
         async def one():
@@ -203,7 +203,7 @@ def test_dropped_snapshots_are_deleted_at_the_next_look_or_a_later_one(tmp_path:
         assert len(provider.deleted) == 2
         await one.close()
         assert sorted(provider.deleted) == ["a", "b", "team/c:1.5"]
-        assert [name for name, _ in dropped(folder)] == ["another:e"]
+        assert [name for name, _ in dropped_snapshots(folder)] == ["another:e"]
         again = Scripted()
         resumed = HostedBackend(again, state=tmp_path, snapshots=folder, clock=VirtualClock())
         assert remove_others(folder, set()) == ["scripted:d"], "the process before was killed"
@@ -309,13 +309,13 @@ def test_no_start_is_a_models_doing(tmp_path: Path):
 @pytest.mark.parametrize(
     ("says", "cause"),
     [
-        (ShellResult(exit_code=0, stdout=f'\n{MARK}{{"error": {errno.EIO}, "what": "I/O error"}}'), "infrastructure"),
-        (ShellResult(exit_code=0, stdout=f'\n{MARK}{{"error": {errno.ENOENT}, "what": "none"}}'), "model_code"),
+        (ShellResult(exit_code=0, stdout=f'\n{MARKER}{{"error": {errno.EIO}, "what": "I/O error"}}'), "infrastructure"),
+        (ShellResult(exit_code=0, stdout=f'\n{MARKER}{{"error": {errno.ENOENT}, "what": "none"}}'), "model_code"),
         (ShellResult(exit_code=255, stdout=""), "infrastructure"),
         (ShellResult(exit_code=137, stdout=""), "model_code"),
         (ShellResult(exit_code=143, stdout=""), "model_code"),  # kill $PPID
         (ShellResult(exit_code=1, stdout=""), "model_code"),  # rm -rf /tmp
-        (ShellResult(exit_code=0, stdout=f'\n{MARK}{{"killed": "had no room"}}'), "model_code"),
+        (ShellResult(exit_code=0, stdout=f'\n{MARKER}{{"killed": "had no room"}}'), "model_code"),
     ],
 )
 def test_whose_doing_an_answer_is(tmp_path: Path, says: ShellResult, cause: str):
@@ -339,7 +339,7 @@ def test_an_answer_that_a_full_disk_has_no_room_for_is_told(
     for place, key in ((tmp_path / "answer", "in"), (tmp_path / "none" / "answer", "killed")):
         monkeypatch.setattr(sys, "argv", ["runner", told, str(place)])
         run_request()
-        assert key in json.loads(capsys.readouterr().out.rpartition(MARK)[2])
+        assert key in json.loads(capsys.readouterr().out.rpartition(MARKER)[2])
 
 
 def test_much_data_is_encoded_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -358,7 +358,7 @@ def test_much_data_is_encoded_beside_the_loop(tmp_path: Path, monkeypatch: pytes
         assert not aside
         await box.write("long", bytes(1 << 20))
         assert len(aside) == 1
-        request = json.loads(base64.b64decode(hosted_sandbox._told({"data": b"x"})))
+        request = json.loads(base64.b64decode(hosted_sandbox._encode({"data": b"x"})))
         assert request == {"data": base64.b64encode(b"x").decode()}
 
     run_virtual(main())
@@ -413,9 +413,9 @@ def test_where_the_provider_keeps_no_time_its_owner_does(tmp_path: Path):
     ("says", "cause", "what"),
     [
         (ShellResult(exit_code=127, stdout="python3: not found"), "environment", "no python3"),
-        (ShellResult(exit_code=0, stdout=f"\n{MARK}no json"), "infrastructure", "can't be understood"),
-        (ShellResult(exit_code=0, stdout=f"\n{MARK}{{}}"), "infrastructure", "can't be understood"),
-        (ShellResult(exit_code=0, stdout=f'\n{MARK}{{"error": 13, "what": "no"}}'), "environment", "can't be made"),
+        (ShellResult(exit_code=0, stdout=f"\n{MARKER}no json"), "infrastructure", "can't be understood"),
+        (ShellResult(exit_code=0, stdout=f"\n{MARKER}{{}}"), "infrastructure", "can't be understood"),
+        (ShellResult(exit_code=0, stdout=f'\n{MARKER}{{"error": 13, "what": "no"}}'), "environment", "can't be made"),
     ],
 )
 def test_what_doesnt_begin_well_is_ended_and_told(tmp_path: Path, says: ShellResult, cause: str, what: str):

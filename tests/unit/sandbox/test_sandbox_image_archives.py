@@ -28,7 +28,7 @@ from image_files import (
 
 from headway.records.errors import ConfigurationError
 from headway.sandbox.images import tree
-from headway.sandbox.images.archives import opened
+from headway.sandbox.images.archives import open_image
 
 
 def sparse(name: str, size: int, **told: str) -> bytes:
@@ -237,6 +237,6 @@ def test_reading_indexes_can_be_stopped(tmp_path: Path):
         looks += 1
         raise InterruptedError
 
-    with pytest.raises(InterruptedError), opened(layout.folder(tmp_path / "layout"), "", tmp_path, take, 1 << 30):
+    with pytest.raises(InterruptedError), open_image(layout.folder(tmp_path / "layout"), "", tmp_path, take, 1 << 30):
         pass
     assert looks == 1

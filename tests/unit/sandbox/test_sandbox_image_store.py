@@ -42,7 +42,7 @@ from headway.cli.main import main
 from headway.records.errors import ConfigurationError
 from headway.sandbox.images import resolve
 from headway.sandbox.images.layers import FileOwner
-from headway.sandbox.images.store import Stopped, Store
+from headway.sandbox.images.store import ImageStore, WaitStopped
 
 KINDS: dict[str, Callable[[Path], Path]] = {
     "oci-layout": lambda place: Layout().image(BASE, UPPER, variables=["A=b=c"]).folder(place / "layout"),
@@ -205,7 +205,7 @@ def test_eviction_is_least_recently_used_and_spares_images_in_use(tmp_path: Path
     assert not other.root.exists()
     with pytest.raises(ConfigurationError, match=r"doesn't fit into the store.*in use: give sandbox.store_bytes more"):
         prepare(second, tmp_path, store_bytes=room)
-    assert Store(tmp_path / "store", OWNER, room).used_bytes() <= room
+    assert ImageStore(tmp_path / "store", OWNER, room).used_bytes() <= room
     kept.release()
     assert prepare(second, tmp_path, store_bytes=room).unpacked == 1
     assert not kept.root.exists()
@@ -256,7 +256,7 @@ def test_an_archive_that_has_to_be_decompressed_takes_its_bytes_meanwhile(tmp_pa
     with pytest.raises(ConfigurationError, match="doesn't fit"):
         prepare(path, tmp_path, store_bytes=(2 << 20) - 200_000)
     assert prepare(path, tmp_path, store_bytes=(2 << 20) + 200_000).unpacked == 1
-    assert Store(tmp_path / "store", OWNER, 1 << 30).used_bytes() < (1 << 20) + 100_000
+    assert ImageStore(tmp_path / "store", OWNER, 1 << 30).used_bytes() < (1 << 20) + 100_000
 
 
 def test_leftovers_of_killed_unpackings_are_swept(tmp_path: Path):
@@ -303,7 +303,7 @@ def test_concurrent_processes_unpack_an_image_once(tmp_path: Path):
     for one in both:
         tell(one)
     assert sorted(one.stdout.readline() for one in both if one.stdout) == ["0\n", "2\n"]
-    store = Store(tmp_path / "store", OWNER, 1 << 30)
+    store = ImageStore(tmp_path / "store", OWNER, 1 << 30)
     both[0].kill()
     both[0].wait()
     assert [one.in_use for one in store.images()] == [True]
@@ -321,14 +321,14 @@ def test_concurrent_processes_unpack_an_image_once(tmp_path: Path):
 
 def test_wait_for_the_store_can_be_stopped(tmp_path: Path):
     path = three(tmp_path)[0]
-    Store(tmp_path / "store", OWNER, 1 << 30)
+    ImageStore(tmp_path / "store", OWNER, 1 << 30)
     stop = threading.Event()
     stop.set()
     with open(tmp_path / "store" / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(Stopped):
+        with pytest.raises(WaitStopped):
             resolve.prepare(str(path), tmp_path / "store", owner=OWNER, stop=stop)
-    with pytest.raises(Stopped):
+    with pytest.raises(WaitStopped):
         resolve.prepare(str(path), tmp_path / "store", owner=OWNER, stop=stop)
     assert not any(on_disk(tmp_path / "store").values())
 

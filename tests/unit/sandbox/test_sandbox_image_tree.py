@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from headway.sandbox.images.tree import Folder, ImageError, Kind, Leaf, TreeEntry, merge
+from headway.sandbox.images.tree import FolderNode, ImageError, Kind, LeafNode, TreeEntry, merge
 
 NAMES = [b"a", b"b", b"a/a", b"a/b", b"b/a", b"a/a/a", b"a/b/a"]
 KINDS: list[Kind] = ["folder", "file", "link", "link", "same", "pipe", "nothing", "hidden", "emptied"]
@@ -143,11 +143,11 @@ class Model:
         return found
 
 
-def seen(folder: Folder, prefix: str = "") -> dict[str, object]:
+def seen(folder: FolderNode, prefix: str = "") -> dict[str, object]:
     found: dict[str, object] = {prefix.rstrip("/"): folder.mode}
     for name, node in folder.inside.items():
         path = prefix + name.decode()
-        if isinstance(node, Folder):
+        if isinstance(node, FolderNode):
             found |= seen(node, path + "/")
         elif node.kind == "link":
             found[path] = ("link", node.target.decode())
@@ -190,9 +190,9 @@ def test_whiteouts_hide_lower_layers_in_any_order():
     ]
     root = merge([below, above])
     d, x = root.inside[b"d"], root.inside[b"x"]
-    assert isinstance(d, Folder)
+    assert isinstance(d, FolderNode)
     assert list(d.inside) == [b"new"]
-    assert isinstance(x, Leaf)
+    assert isinstance(x, LeafNode)
     assert (x.layer, x.data) == (1, 2)
 
 
@@ -203,9 +203,9 @@ def test_layer_follows_links_of_lower_layers():
     ]
     root = merge([below, [TreeEntry(name=b"lib/new", kind="file")]])
     usr = root.inside[b"usr"]
-    assert isinstance(usr, Folder)
+    assert isinstance(usr, FolderNode)
     lib = usr.inside[b"lib"]
-    assert isinstance(lib, Folder)
+    assert isinstance(lib, FolderNode)
     assert (list(lib.inside), lib.mode) == ([b"new"], 0o711)
 
 

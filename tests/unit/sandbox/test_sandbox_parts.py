@@ -123,7 +123,7 @@ def test_seccomp_filter_is_specific_to_its_architecture():
 def test_frames_are_reassembled_from_any_chunks():
     sent = wire.frame({"id": 1}, b"body") + wire.frame({"id": 2, "text": "ü"})
     for cut in range(1, len(sent)):
-        frames = wire.Frames()
+        frames = wire.FrameAssembler()
         got = [frame for part in (sent[:cut], sent[cut:]) for frame in frames.feed(part)]
         assert got == [({"id": 1}, b"body"), ({"id": 2, "text": "ü"}, b"")]
 
@@ -133,7 +133,7 @@ def test_frames_are_reassembled_from_any_chunks():
 )
 def test_malformed_frames_are_refused(data: bytes):
     with pytest.raises(wire.Malformed):
-        list(wire.Frames().feed(data))
+        list(wire.FrameAssembler().feed(data))
 
 
 def test_zygote_imports_standard_library_alone():
@@ -170,10 +170,10 @@ def test_groups_of_version_1_are_made_where_that_is_allowed(tmp_path: Path):
     for name in ("memory", "pids"):
         (tmp_path / name).mkdir()
     places = {"memory": tmp_path / "memory", "pids": tmp_path / "pids"}
-    parents, missing = cgroups.find_parents("owner-1-2-3", os.geteuid(), places=places)
+    parents, missing = cgroups.find_parents("owner-1-2-3", os.geteuid(), groups=places)
     assert parents == {name: str(tmp_path / name / "headway-sandboxes" / "owner-1-2-3") for name in places}
     assert [line.split(":")[0] for line in missing] == ["no limit of cpu"]
-    assert cgroups.find_parents("o", 0, places={}) == ({}, missing and tuple(_not_mounted()))
+    assert cgroups.find_parents("o", 0, groups={}) == ({}, missing and tuple(_not_mounted()))
 
 
 def _not_mounted() -> list[str]:
@@ -237,12 +237,12 @@ def test_owners_are_told_by_process_and_start(tmp_path: Path):
 
 def test_owners_of_an_earlier_boot_of_this_machine_are_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as before:
-        before.setattr(leftovers, "boot", lambda: "0" * 8 + 3 * "-0000" + "-" + "0" * 12)
-        before.setattr(leftovers, "installation", lambda: "a" * 16)
+        before.setattr(leftovers, "boot_id", lambda: "0" * 8 + 3 * "-0000" + "-" + "0" * 12)
+        before.setattr(leftovers, "machine_id", lambda: "a" * 16)
         ours = tmp_path / leftovers.owner_name(os.getpid(), 1)
-        before.setattr(leftovers, "installation", lambda: "b" * 16)
+        before.setattr(leftovers, "machine_id", lambda: "b" * 16)
         anothers = tmp_path / leftovers.owner_name(os.getpid(), 2)
-        before.setattr(leftovers, "installation", lambda: "")
+        before.setattr(leftovers, "machine_id", lambda: "")
         unknown = tmp_path / leftovers.owner_name(os.getpid(), 3)
     for folder in (ours, anothers, unknown):
         (folder / "records").mkdir(parents=True)
@@ -251,9 +251,9 @@ def test_owners_of_an_earlier_boot_of_this_machine_are_dead(tmp_path: Path, monk
         record = leftovers.OwnerRecord(pid=1, started=1, zygote_pid=other.pid, zygote_started=started)
         leftovers.write(ours, "owner.json", record)
         try:
-            monkeypatch.setattr(leftovers, "installation", lambda: "")
+            monkeypatch.setattr(leftovers, "machine_id", lambda: "")
             assert leftovers.reap(tmp_path) == [], "nothing is known of any"
-            monkeypatch.setattr(leftovers, "installation", lambda: "a" * 16)
+            monkeypatch.setattr(leftovers, "machine_id", lambda: "a" * 16)
             (reaped,) = leftovers.reap(tmp_path)
             assert leftovers.started(other.pid) == started, "it isn't the zygote"
         finally:
@@ -266,7 +266,7 @@ def test_a_machine_is_told_by_its_number_and_its_name(monkeypatch: pytest.Monkey
     def told(number: str, name: str) -> str:
         monkeypatch.setattr(Path, "read_text", lambda path: number)
         monkeypatch.setattr(leftovers.os, "uname", lambda: os.uname_result(("Linux", name, "6", "", "")))
-        return leftovers.installation()
+        return leftovers.machine_id()
 
     assert leftovers.is_dead(leftovers.owner_name(os.getpid(), 1)) is False, "names of owners are read as they are made"
     number = "0123456789abcdef" * 2
@@ -278,7 +278,7 @@ def test_a_machine_is_told_by_its_number_and_its_name(monkeypatch: pytest.Monkey
 
 def test_owners_in_another_namespace_of_processes_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Their numbers stand for other processes here, or for none."""
-    monkeypatch.setattr(leftovers, "machine", lambda: f"{leftovers.boot()}-1")
+    monkeypatch.setattr(leftovers, "machine", lambda: f"{leftovers.boot_id()}-1")
     (tmp_path / leftovers.owner_name(os.getpid(), 1)).mkdir()
     theirs = tmp_path / f"{leftovers.owner_name(os.getpid(), 2)}".replace(f"-{leftovers.started(os.getpid())}-", "-1-")
     theirs.mkdir()

@@ -28,8 +28,8 @@ from headway.records.sandbox_statistics import Reaped
 from headway.runtime.clock import VirtualClock, run_virtual
 from headway.sandbox.faults import SHARE
 from headway.sandbox.linux import cgroups
-from headway.sandbox.machine import MachineLimits, look, machine_findings, pids_in_use
-from headway.sandbox.preflight import WRITTEN, findings
+from headway.sandbox.machine import MachineLimits, machine_findings, pids_in_use, read_limits
+from headway.sandbox.preflight import PROBE_CONTENT, findings
 
 SPEC = SandboxSpec()
 PROVIDER = SandboxConfig(backend="modal")
@@ -43,13 +43,13 @@ class Provider(FakeBackend):
         self.quota, self.images = quota, images
         self.can = Capabilities(backend="fake", memory_limit=True, process_limit=True, disk_limit=True)
         self.left: list[Reaped] = []
-        self.shell_result = ExecResult(exit_code=0, stdout=WRITTEN)
+        self.shell_result = ExecResult(exit_code=0, stdout=PROBE_CONTENT)
         self.limit_holds = True
         self.stays = False
 
     def shell(self, argv: Sequence[str]) -> ExecResult:
         for box in self.sandboxes.values():
-            box.files["preflight"] = WRITTEN
+            box.files["preflight"] = PROBE_CONTENT
         hog = "head" in argv[-1]
         return ExecResult(exit_code=None, signal=9, oom=True) if hog and self.limit_holds else self.shell_result
 
@@ -193,7 +193,7 @@ def test_this_machines_limits(limits: MachineLimits, fatal: bool | None, said: s
 
 
 def test_a_look_at_this_machine_finds_its_limits():
-    seen = look()
+    seen = read_limits()
     assert seen.memory_bytes is not None
     assert seen.memory_bytes > MIB
     assert seen.processes is not None

@@ -203,7 +203,7 @@ def test_of_a_snapshot_whose_taker_is_cancelled_nothing_is_left(tmp_path: Path, 
 
         return slow
 
-    for name in ("_begin", "_write", "_place", "_end"):
+    for name in ("_begin", "_write", "_commit", "_end"):
         monkeypatch.setattr(IncomingSnapshot, name, slowly(getattr(IncomingSnapshot, name)))
 
     async def main():

@@ -32,7 +32,7 @@ class FakeZygote:
     def request(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
         self.asked.append(message["do"])
         assert self.box is not None
-        self.box.has_ended(-9, 0)
+        self.box.on_ended(-9, 0)
 
 
 @contextlib.asynccontextmanager
@@ -107,7 +107,7 @@ def test_one_that_dies_in_the_middle_of_a_long_request_says_so():
             calling = asyncio.create_task(box.write("big", bytes(64 << 20)))
             await asyncio.sleep(0.1)
             assert not calling.done(), "nobody reads it"
-            box.has_ended(None, 0)  # with the zygote
+            box.on_ended(None, 0)  # with the zygote
             writer.transport.abort()
             with pytest.raises(SandboxError, match="has died") as raised:
                 await asyncio.wait_for(calling, 5)
@@ -128,7 +128,7 @@ def test_one_that_doesnt_end_is_told_as_long_as_somebody_could_end_it(monkeypatc
         with pytest.raises(SandboxError, match="doesn't end") as raised:
             await box.terminate()
         assert (raised.value.failure.cause, raised.value.failure.retry) == ("infrastructure", True)
-        box.has_ended(-9, 0)
+        box.on_ended(-9, 0)
         await box.terminate()
         assert zygote.asked == ["terminate"]
         zygote.alive = False
@@ -145,7 +145,7 @@ def test_no_answer_is_what_is_told_though_it_doesnt_end_either(monkeypatch: pyte
             zygote.box = LocalSandbox(RECORD, SandboxSpec(), zygote, None, 5.0)  # another: this one doesn't end
             with pytest.raises(SandboxError, match="no answer to renew"):
                 await box.renew(60.0)
-            box.has_ended(-9, 0)
+            box.on_ended(-9, 0)
 
     monkeypatch.setattr(sandbox, "ENDING_S", 0.05)
     asyncio.run(main())
@@ -159,7 +159,7 @@ def test_why_it_couldnt_be_made_is_heard_though_its_end_is_told_first():
         opening = asyncio.create_task(box.open(ours, 5.0))
         with theirs:
             theirs.sendall(wire.frame({"failed": "snapshot", "error": 74, "what": "snapshot: not a snapshot"}))
-        box.has_ended(wire.EXIT_SETUP, 0)
+        box.on_ended(wire.EXIT_SETUP, 0)
         with pytest.raises(SandboxError) as raised:
             await opening
         assert raised.value.failure.cause == "environment"

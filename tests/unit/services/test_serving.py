@@ -15,13 +15,13 @@ from endpoint_server import chat
 from headway.config.load import validate_experiment
 from headway.generator.recording.answer_tree import CallRequest
 from headway.generator.recording.sessions import KeyRefused, NoSuchRollout, Session
-from headway.generator.routing.limiter import Place
+from headway.generator.routing.limiter import Permit
 from headway.records.conversations import ClientSampling, RecordedConversation, RequestRefused
 from headway.records.errors import ConfigurationError
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, VersionSpan
 from headway.records.tokens import restored
 from headway.runtime.clock import Clock, run_virtual
-from headway.services.serve import ServedSessions, sampling, serving_of
+from headway.services.serve import ServedSessions, sampling, serve_settings_from
 from headway.services.session_record import recorded_line
 from headway.tokens.messages import normal_messages
 
@@ -36,8 +36,8 @@ class Engine:
         self.takes_s = 0.0
 
     @asynccontextmanager
-    async def place_for(self, tokens: int) -> AsyncIterator[Place]:
-        place = Place(tokens)
+    async def permit_for(self, tokens: int) -> AsyncIterator[Permit]:
+        place = Permit(tokens)
         yield place
         self.places.append((tokens, place.used_tokens))
 
@@ -56,7 +56,7 @@ def sessions(
         {"run": {"directory": "none"}, "model": {"path": "none"}, "tasks": {"train": {"path": "none"}}}, "test"
     )
     engine, ended = Engine(), [] if over is None else over
-    sample_of = sampling(engine.generate, chat().tokenizer, engine.place_for)
+    sample_of = sampling(engine.generate, chat().tokenizer, engine.permit_for)
     return ServedSessions(chat(), experiment, sample_of, clock, tuple(keys), ended.append, **limits), engine
 
 
@@ -194,10 +194,10 @@ def test_what_is_served(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "keys").write_text(f"# mine\n{KEYS[0]}\n\n{KEYS[1]}\n")
     model = str(tmp_path)
-    wanted = serving_of(model, "127.0.0.1:0", None, "", "", ["--generator.slots=3", "--endpoint.calls=7"])
+    wanted = serve_settings_from(model, "127.0.0.1:0", None, "", "", ["--generator.slots=3", "--endpoint.calls=7"])
     experiment = wanted.experiment
     assert (experiment.max_sequence_tokens, experiment.generator.slots, experiment.endpoint.calls) == (512, 3, 7)
-    assert serving_of(model, "0.0.0.0:0", 100, f"{tmp_path}/keys", "", []).keys == KEYS
+    assert serve_settings_from(model, "0.0.0.0:0", 100, f"{tmp_path}/keys", "", []).keys == KEYS
     for arguments, says in (
         (("0.0.0.0:80", None, "", "", []), "keys are required: --keys FILE"),
         (("127.0.0.1:0", 513, "", "", []), "--context 513: valid are 2 to 512"),
@@ -214,7 +214,7 @@ def test_what_is_served(tmp_path: Path) -> None:
         ),
     ):
         with pytest.raises(ConfigurationError, match=says):
-            serving_of(model, *arguments)  # type: ignore[arg-type]
+            serve_settings_from(model, *arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

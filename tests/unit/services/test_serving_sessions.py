@@ -45,7 +45,7 @@ def test_the_longest_unused_end_when_all_keep_too_many_tokens() -> None:
     over: list[Session] = []
 
     async def main(clock: Clock) -> None:
-        access, _ = sessions(clock, over=over, most_tokens=450)
+        access, _ = sessions(clock, over=over, max_kept_tokens=450)
         made: list[Session] = []
         for name in "abcdefghijklmn":
             await ask(access.session("", "used"), name)  # by each call it keeps more
@@ -65,7 +65,7 @@ def test_who_comes_again_is_not_the_longest_unused() -> None:
     over: list[Session] = []
 
     async def main(clock: Clock) -> None:
-        access, _ = sessions(clock, over=over, most_tokens=100)
+        access, _ = sessions(clock, over=over, max_kept_tokens=100)
         first, name = access.session("", "a"), "a"
         while sum(named.tokens for named in access._named.values()) <= 100:  # the last call's tokens are too many
             await ask(access.session("", name))
@@ -81,7 +81,7 @@ def test_no_session_begins_while_those_at_work_keep_too_many_tokens() -> None:
     over: list[Session] = []
 
     async def main(clock: Clock) -> None:
-        access, engine = sessions(clock, over=over, most_tokens=100)
+        access, engine = sessions(clock, over=over, max_kept_tokens=100)
         engine.clock, engine.takes_s = clock, 10.0
         busy = access.session("", "busy")
         async with asyncio.TaskGroup() as calls:
@@ -101,10 +101,10 @@ def test_no_session_begins_while_those_at_work_keep_too_many_tokens() -> None:
     run_virtual(main)
 
 
-async def filled(access: ServedSessions, most_tokens: int) -> Session:
+async def filled(access: ServedSessions, max_kept_tokens: int) -> Session:
     """One session alone that keeps more."""
     session = access.session("", "a")
-    while session.recorder.kept_tokens <= most_tokens:
+    while session.recorder.kept_tokens <= max_kept_tokens:
         await ask(session)
     return session
 
@@ -113,7 +113,7 @@ def test_a_reward_reaches_the_session_it_is_posted_for() -> None:
     over: list[Session] = []
 
     async def main(clock: Clock) -> None:
-        access, _ = sessions(clock, over=over, most_tokens=100)
+        access, _ = sessions(clock, over=over, max_kept_tokens=100)
         session = await filled(access, 100)
         assert access.rollout("", "a") is session  # though it is what has too many tokens
         access.rollout("", "a").post_reward(1.0)
@@ -128,7 +128,7 @@ def test_a_session_whose_request_is_being_read_goes_on() -> None:
     over: list[Session] = []
 
     async def main(clock: Clock) -> None:
-        access, _ = sessions(clock, over=over, most_tokens=100)
+        access, _ = sessions(clock, over=over, max_kept_tokens=100)
         session = await filled(access, 100)
         with session.attended():
             await clock.sleep(1000)
@@ -219,7 +219,7 @@ def test_a_full_disk_loses_no_session(tmp_path: Path) -> None:
 def test_what_can_not_be_written_to_the_end_is_said(tmp_path: Path) -> None:
     ended: list[Any] = over_of("a", "b")
     with LineFile(tmp_path / "record.jsonl") as file:
-        lost, kept = [SessionRecord(file, lambda *event: None, most_kept_bytes=10) for _ in range(2)]
+        lost, kept = [SessionRecord(file, lambda *event: None, max_kept_bytes=10) for _ in range(2)]
         with room_for(0):
             for session in ended:
                 lost.add(session)

@@ -16,7 +16,7 @@ from headway.records.errors import ConfigurationError
 from headway.records.task import Task
 from headway.tasks.demonstrations import read_demonstrations
 from headway.tasks.sources import load_tasks, overlap
-from headway.tokens.pictures import for_template, open_picture
+from headway.tokens.pictures import open_picture, template_messages
 
 
 def png(color: str = "red") -> bytes:
@@ -53,7 +53,9 @@ def test_paths_are_taken_from_the_file_that_names_them(tmp_path: Path) -> None:
     assert picture.getpixel((0, 0)) == (255, 0, 0)
     assert found == content
     shown = {"type": "image", "content_hash": content}
-    assert for_template(task.messages) == [{"role": "user", "content": [shown, {"type": "text", "text": "which?"}]}]
+    assert template_messages(task.messages) == [
+        {"role": "user", "content": [shown, {"type": "text", "text": "which?"}]}
+    ]
     (moved,) = tasks_of(written(tmp_path / "b", asked(part("red.png"))))
     assert moved.task_id == task.task_id
     assert moved.pictures != task.pictures

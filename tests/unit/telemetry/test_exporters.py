@@ -35,10 +35,10 @@ from headway.records.ledger import (
     StepRecord,
     TokenStatistics,
 )
-from headway.records.trace import Pulse
+from headway.records.trace import QueueSnapshot
 from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.exporters import exporters
-from headway.telemetry.exporters.exporters import EXPORTERS, Exporter, Exports, Start, start_exports
+from headway.telemetry.exporters.exporters import EXPORTERS, Exporter, ExporterContext, Exports, start_exports
 from headway.telemetry.ledger import Ledger, read_ledger
 from headway.telemetry.metrics import STEP_METRICS, histograms, scalars
 
@@ -46,7 +46,7 @@ from headway.telemetry.metrics import STEP_METRICS, histograms, scalars
 class Recorder(Exporter):
     """Keeps what it is given; ``gate`` holds it up, ``broken`` makes it raise."""
 
-    wants_pulses = True
+    wants_snapshots = True
 
     def __init__(self, broken: bool = False) -> None:
         self.calls: list[tuple[str, Any]] = []
@@ -80,7 +80,7 @@ class Recorder(Exporter):
     def table(self, step: int, rows: Any) -> None:
         self._call("table", [row["member"] for row in rows])
 
-    def pulse(self, pulse: Pulse) -> None:
+    def snapshot(self, pulse: QueueSnapshot) -> None:
         self._call("pulse", pulse.version)
 
     def finish(self, status: str) -> None:
@@ -89,7 +89,7 @@ class Recorder(Exporter):
 
 def exporting(ledger: Ledger, capacity: int = 100, table_every_steps: int = 0, **named: Exporter) -> Exports:
     exports = Exports(named, ledger, capacity=capacity, table_every_steps=table_every_steps)
-    ledger.subscribe(exports.take)
+    ledger.subscribe(exports.on_line)
     return exports
 
 
@@ -103,7 +103,7 @@ def test_everyone_gets_every_line_in_order(tmp_path: Path) -> None:
         ledger.record(EventRecord(event="start"))
         for step in range(5):
             ledger.record(step_record(step))
-        exports.pulse(Pulse(time_s=0, version=5, applied_version=5, open_groups=0, running_groups=0,
+        exports.snapshot(QueueSnapshot(time_s=0, version=5, applied_version=5, open_groups=0, running_groups=0,
                             parked_groups=0, buffered_groups=0, oldest_age_s=0))  # fmt: skip
         ledger.record(evaluation("after", 5, 0.5))
     expected = [("event", "start"), *(("log", step) for step in range(5)), ("pulse", 5), ("log", 5)]
@@ -194,7 +194,7 @@ def test_kept_rollouts_come_as_tables_of_several_steps(tmp_path: Path) -> None:
 def begun(tmp_path: Path, **ledger: Any) -> tuple[Experiment, RunDirectory]:
     experiment = experiment_of(tmp_path / "run", ledger=ledger)
     directory = RunDirectory(tmp_path / "run")
-    directory.begin(experiment, resume=directory.holds_run())
+    directory.begin(experiment, resume=directory.has_run())
     return experiment, directory
 
 
@@ -210,7 +210,7 @@ def test_a_missing_package_is_said_before_anything_starts(tmp_path: Path, monkey
 def test_an_exporter_that_fails_to_start_ends_those_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Recorder] = []
 
-    def build(start: Start) -> Recorder:
+    def build(start: ExporterContext) -> Recorder:
         if started:
             raise RuntimeError("no such project")
         started.append(Recorder())
@@ -230,7 +230,7 @@ def test_a_resumed_run_goes_on_in_the_same_tracker_run(tmp_path: Path, monkeypat
     ids: list[str | None] = []
 
     class Counted(Recorder):
-        def __init__(self, start: Start) -> None:
+        def __init__(self, start: ExporterContext) -> None:
             super().__init__()
             ids.append(start.run_id)
             self.run_id = start.run_id or f"new-{len(ids)}"
@@ -350,7 +350,7 @@ def test_a_source_keeps_its_name_when_the_one_like_it_was_not_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Names(Recorder):
-        def __init__(self, start: Start) -> None:
+        def __init__(self, start: ExporterContext) -> None:
             super().__init__()
 
         def log(self, step: int, values: dict[str, float], shapes: Any) -> None:

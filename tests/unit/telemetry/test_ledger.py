@@ -21,7 +21,7 @@ from headway.report.tables import summary_rows
 from headway.report.watch.runs import RunTail
 from headway.runtime import line_file
 from headway.runtime.line_file import LineFile
-from headway.telemetry.ledger import Ledger, LedgerTail, read_ledger, read_whole
+from headway.telemetry.ledger import Ledger, LedgerTail, read_ledger, read_ledger_tail
 from headway.telemetry.summary import summarise
 
 
@@ -202,7 +202,7 @@ def test_time_of_a_session_counts_whole_though_its_steps_were_trained_again(tmp_
     lines += [EventRecord(event="resume", time_s=1.0), step_record(2, time_s=5.0), EventRecord(event="end", time_s=7.0)]
     run = write_run(tmp_path / "run", lines)
     assert len(read_ledger(run)) == len(lines) - 1
-    assert read_whole(run).duration_s == 37.0
+    assert read_ledger_tail(run).duration_s == 37.0
     assert view_run(run).summary.duration_s == 37.0
     tail = RunTail(run)
     tail.refresh()
@@ -313,13 +313,13 @@ def test_summary_weights_waits_by_time_and_rates_by_the_whole_run() -> None:
     assert summary.length_bias_ks == 0.1
     assert summary.endings == {"trained": 40, "failed": 1}
     assert not summary.finished
-    assert not summary.books_balanced
+    assert not summary.accounting_balanced
 
 
 def test_summary_of_a_finished_run() -> None:
     summary = summarise(synthetic_lines(steps=40))
     assert summary.finished
-    assert summary.books_balanced
+    assert summary.accounting_balanced
     assert summary.best_version == 40
     assert (summary.solve_rate_before, summary.solve_rate_after) == (0.452, 0.93)
     assert summary.max_trajectory_staleness == 3
@@ -338,7 +338,7 @@ def test_a_resumed_run_is_neither_finished_nor_balanced_until_it_says_so_again()
     resumed = [*ended, EventRecord(event="resume"), step_record(5, time_s=1.0)]
     summary = summarise(resumed)
     assert not summary.finished
-    assert not summary.books_balanced
+    assert not summary.accounting_balanced
     assert summary.duration_s == pytest.approx(5 * 1.05 + 3 + 1.0)
 
 
@@ -359,7 +359,7 @@ def test_steps_whose_own_lines_are_lost_have_no_rate() -> None:
     lines += [
         StepRecord(step=step, version=step + 1, samples=16, step_s=0.8, time_s=step - 21.2) for step in (22, 23, 24)
     ]
-    lines.append(EventRecord(event="books", data={"balanced": 1, "trained": 25 * 16}))
+    lines.append(EventRecord(event="accounting", data={"balanced": 1, "trained": 25 * 16}))
     summary = summarise([*lines, EventRecord(event="end", time_s=2.8)])
     assert (summary.steps, summary.untimed_steps) == (25, 22)
     assert summary.samples_trained == 25 * 16

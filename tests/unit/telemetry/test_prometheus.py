@@ -21,7 +21,7 @@ from headway.records.errors import ConfigurationError
 from headway.records.generation import EngineLoad
 from headway.records.ledger import EventRecord, PassAt
 from headway.records.node import GpuConditions, NodeConditions
-from headway.records.trace import Pulse, WorkerState
+from headway.records.trace import QueueSnapshot, WorkerState
 from headway.runtime.addresses import is_loopback
 from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.exporters.exporters import Exports, start_exports
@@ -111,8 +111,8 @@ def test_the_newest_numbers_are_served(tmp_path: Path, monkeypatch: pytest.Monke
         assert seen["headway_length_tokens_distribution_bucket", (("le", "16.0"),)] == 3 * 30
         assert seen["headway_length_tokens_distribution_sum", ()] == pytest.approx(3 * 34 * 9.0)
         assert ("headway_worker_up", (("worker", "trainer-0"),)) not in seen
-        exports.pulse(
-            Pulse(
+        exports.snapshot(
+            QueueSnapshot(
                 time_s=1, version=3, applied_version=2, open_groups=9, running_groups=5, parked_groups=0,
                 buffered_groups=4, oldest_age_s=1.5, engines=EngineLoad(kv_used_tokens=100),
                 workers=(WorkerState(name="generator-0", up=False, restarts=2),),

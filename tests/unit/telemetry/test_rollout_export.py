@@ -12,15 +12,15 @@ import pytest
 
 from headway.config.schema import LedgerConfig
 from headway.records.errors import ConfigurationError
-from headway.report.show import KeptSamples, SampleSelection
+from headway.report.show import RecordedSamples, SampleSelection
 from headway.runtime.clock import VirtualClock
 from headway.telemetry.rollouts import export as export_module
-from headway.telemetry.rollouts.columns import TRAINED, listed, trained_batch
+from headway.telemetry.rollouts.columns import TRAINED, list_array, trained_batch
 from headway.telemetry.rollouts.export import export
 from headway.telemetry.rollouts.joined import JOINED
 from headway.telemetry.rollouts.recorder import RolloutRecorder
 from headway.telemetry.rollouts.segments import SegmentWriter, list_segments
-from tests.support.recorded import random_group, rollout_of, rollouts_in
+from tests.support.recorded import random_group, rollout_from, rollouts_in
 
 GROUPS = [random_group(index, 4) for index in range(12)]
 
@@ -46,8 +46,8 @@ def run(tmp_path: Path) -> Path:
         logprobs = [np.array(r.response_logprobs, np.float32) - 0.5 for r in members]
         alike = np.ones(sum(lengths), np.bool_)
         lists = {"clipped": ~alike, "trained": alike, "advantages": np.full(sum(lengths), 0.25, np.float32)}
-        columns = {name: listed(values, lengths) for name, values in lists.items()}
-        columns["logprobs"] = listed(np.concatenate(logprobs), lengths)
+        columns = {name: list_array(values, lengths) for name, values in lists.items()}
+        columns["logprobs"] = list_array(np.concatenate(logprobs), lengths)
         ones = {"step": [step] * len(members), "sequence": [0] * len(members), "weight": [1.0] * len(members)}
         keys = {"group": [r.group for r in members], "member": [r.member for r in members]}
         writer.append(trained_batch(**columns, **ones, **keys), step)
@@ -59,7 +59,7 @@ def run(tmp_path: Path) -> Path:
 def require_equal(rows: list[dict[str, Any]], run: Path) -> None:
     rollouts = [rollout for group in GROUPS for rollout in group.rollouts]
     assert rollouts_in(run) == rollouts
-    assert [rollout_of(row) for row in rows] == rollouts
+    assert [rollout_from(row) for row in rows] == rollouts
     for row, rollout in zip(rows, rollouts, strict=True):
         assert (row["prompt"], row["response"]) == (decode(rollout.prompt_ids), decode(rollout.response_ids))
         own = rollout.ended
@@ -134,7 +134,7 @@ def test_damaged_segment_is_left_out_and_said(run: Path) -> None:
 
 
 def test_show_reads_the_record(run: Path) -> None:
-    kept = KeptSamples(run, decode)
+    kept = RecordedSamples(run, decode)
     chosen, steps = kept.select(SampleSelection(ending="trained", limit=3))
     assert steps == [0, 1, 2]
     newest = [r for group in GROUPS[::2] for r in group.rollouts if r.valid][-3:]
@@ -143,5 +143,5 @@ def test_show_reads_the_record(run: Path) -> None:
         assert sample.response == decode(rollout.response_ids)
         assert sample.advantage == (0.25 if rollout.response_ids else None)
         assert sample.step == rollout.group // 4
-    unread = KeptSamples(run)
+    unread = RecordedSamples(run)
     assert "tokens: the run's tokenizer can't be read" in next(unread.read([5])).response

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headway.tokens.continuing import Chat
 from headway.tokens.messages import Message, ToolCall, json_text
-from headway.tokens.output_parsing import client_form
+from headway.tokens.output_parsing import openai_message
 from headway.tokens.streaming import AnswerStream
 
 PUBLISHED = published_templates()
@@ -104,7 +104,7 @@ def read(chat: Chat, prompt: str, turn: str) -> Message:
     for end in range(len(ids) + 1):
         for place, piece in enumerate(stream.push(ids[:end])):
             told[place] += piece
-    whole = client_form(message, chat.written)
+    whole = openai_message(message, chat.written)
     assert whole.get("reasoning_content", "").startswith(told[0])
     assert (whole["content"] or "").startswith(told[1])
     return message

@@ -268,10 +268,10 @@ def test_a_response_goes_on_after_another_has_used_up_the_states(monkeypatch: py
         neighbour.allowed()
     again = grammars.start(RUNS, [letter]).result(20)
     assert ids(again) == expected
-    assert not again.alone
+    assert not again.exclusive
     full = grammars.start(RUNS, run_of("b")[:200]).result(20)
     behind = grammars.start(RUNS, run_of("c")[:200]).result(20)  # the other leaves too little for it
-    assert (full.alone, behind.alone) == (False, True)
+    assert (full.exclusive, behind.exclusive) == (False, True)
     assert ids(behind) == {PIECES.index("c"), PIECES.index("1")}
 
 
@@ -281,7 +281,7 @@ def test_only_some_grammars_may_have_many_states(monkeypatch: pytest.MonkeyPatch
     kept_masks(grammars, RUNS, run_of("a"))
     kept_masks(grammars, RUNS, run_of("b"))
     assert not grammars._compiled[RUNS].large
-    monkeypatch.setattr(grammars, "alone", None)  # not needed any more
+    monkeypatch.setattr(grammars, "exclusive_matcher", None)  # not needed any more
     for letter in "abc":
         kept_masks(grammars, RUNS, run_of(letter))
     grammars = Grammars(TOKENIZER)
@@ -361,12 +361,12 @@ def test_a_schema_that_overflows_the_library_s_stack_is_refused_and_others_go_on
 
 def test_a_process_that_somebody_kills_is_started_again():
     trial = GrammarTrial()
-    assert trial.survives(json_grammar({"type": "integer"}))
+    assert trial.compiles_safely(json_grammar({"type": "integer"}))
     assert trial._process is not None
     trial._process.kill()
-    assert trial.survives(json_grammar({"type": "string"}))
+    assert trial.compiles_safely(json_grammar({"type": "string"}))
     first = trial._process
-    assert trial.survives(json_grammar({"type": "number"}))
+    assert trial.compiles_safely(json_grammar({"type": "number"}))
     assert trial._process is first
 
 
@@ -375,8 +375,8 @@ def test_a_grammar_that_takes_too_long_ends_its_process(monkeypatch: pytest.Monk
     source = "from headway.tokens import grammar_trial as g; g.TRIAL_S = 0.5; g.main()"
     monkeypatch.setattr(grammar_trial, "_COMMAND", ("-c", source))
     trial = GrammarTrial()
-    assert not trial.survives(slow)
-    assert trial.survives(json_grammar({"type": "integer", "multipleOf": 7}))
+    assert not trial.compiles_safely(slow)
+    assert trial.compiles_safely(json_grammar({"type": "integer", "multipleOf": 7}))
 
 
 def test_a_grammar_is_not_refused_because_the_machine_is_busy(monkeypatch: pytest.MonkeyPatch):
@@ -386,4 +386,4 @@ def test_a_grammar_is_not_refused_because_the_machine_is_busy(monkeypatch: pytes
         "g.LLMatcher = lambda *given, **how: time.sleep(1.0) or real(*given, **how); g.main()"
     )
     monkeypatch.setattr(grammar_trial, "_COMMAND", ("-c", source))
-    assert GrammarTrial().survives(json_grammar({"type": "integer"}))
+    assert GrammarTrial().compiles_safely(json_grammar({"type": "integer"}))

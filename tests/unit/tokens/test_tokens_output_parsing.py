@@ -206,7 +206,7 @@ def test_a_template_that_shows_an_answer_is_read_as_that_answer(kind: str, seed:
     prompt = chat.render([asked])
     answer = chat.answer(ids, prompt, calls=True)
     later = chat.render([asked, answer.message, Message(role="user", content="sure?")])
-    behind = chat.behind(answer, later, len(prompt))
+    behind = chat.answer_end(answer, later, len(prompt))
     kept = not (kind == "qwen3" and answer.message.reasoning) and (
         len(answer.message.calls) < 2 or chat.written.tools != "llama_json"
     )
@@ -219,7 +219,7 @@ def test_a_template_that_shows_an_answer_is_read_as_that_answer(kind: str, seed:
         shown = parse_output(there, chat.written, calls=True, opened=False)
         assert same_answer(answer.message, shown)
     other = chat.render([asked, Message(role="assistant", content="another"), Message(role="user", content="sure?")])
-    assert chat.behind(answer, other, len(prompt)) is None
+    assert chat.answer_end(answer, other, len(prompt)) is None
 
 
 def test_text_is_encoded_as_it_stands_behind_a_special_token(tmp_path: Path) -> None:
@@ -229,9 +229,9 @@ def test_text_is_encoded_as_it_stands_behind_a_special_token(tmp_path: Path) -> 
         end = tokenizer.stop_ids[0]
         text = "[INST] the answer [/INST]"
         whole = tokenizer.encode("a" + (tokenizer.token(end) or "") + text)
-        assert chat.encode_behind(end, text) == whole[whole.index(end) + 1 :]
-        assert chat.encode_behind(None, text) == tokenizer.encode(text)
-        assert chat.encode_behind(end, "") == []
+        assert chat.encode_after(end, text) == whole[whole.index(end) + 1 :]
+        assert chat.encode_after(None, text) == tokenizer.encode(text)
+        assert chat.encode_after(end, "") == []
 
 
 @pytest.mark.parametrize("tools", SYNTAXES)

@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded_agent import Engine
 
-from headway.tokens.output_parsing import OutputFormat, certain, client_form, overlap, parse_output, response_text
+from headway.tokens.output_parsing import (
+    OutputFormat,
+    openai_message,
+    overlap,
+    parse_output,
+    response_text,
+    settled_parts,
+)
 from headway.tokens.streaming import AnswerStream
 
 KINDS = ("chatml", "qwen3", "r1", "llama3.1", "metaspace", "gemma")
@@ -33,10 +40,10 @@ def test_certain_text_is_a_prefix_of_final_answer(
 ) -> None:
     written = OutputFormat(tools=tools, reasoning=reasoning)
     message = parse_output(text, written, calls=calls, opened=opened)
-    whole = client_form(message, written)
+    whole = openai_message(message, written)
     told = ("", "")
     for end in range(len(text) + 1):
-        found = certain(text[:end], written, calls=calls, opened=opened)
+        found = settled_parts(text[:end], written, calls=calls, opened=opened)
         assert all(now.startswith(before) for now, before in zip(found, told, strict=True))
         told = found
     assert whole.get("reasoning_content", "").startswith(told[0])
@@ -59,7 +66,7 @@ def test_pieces_add_up_to_the_answer(kind: str, seed: int, tools: bool, stop: tu
         end = min(len(ids), end + chance.randint(1, 5))
         for place, piece in enumerate(stream.push(ids[:end])):
             told[place] += piece
-    whole = client_form(answer.message, model.written)
+    whole = openai_message(answer.message, model.written)
     wanted = whole.get("reasoning_content", ""), whole["content"] or ""
     for place, piece in enumerate(stream.finish(*wanted)):
         told[place] += piece

@@ -16,14 +16,14 @@ from headway.records.conversations import RequestRefused
 from headway.tokens.continuing import Chat
 from headway.tokens.grammar import Grammars
 from headway.tokens.output_parsing import OutputFormat, parse_output
-from headway.tokens.tool_grammar import AskedSchema, CallableTool, Constraint, answer_grammar
+from headway.tokens.tool_grammar import CallableTool, Constraint, RequestedSchema, answer_grammar
 
 HERMES, LLAMA, NONE = OutputFormat(tools="hermes"), OutputFormat(tools="llama_json"), OutputFormat()
 THINKING = OutputFormat(tools="hermes", reasoning=True)
 
 
-def asked(schema: Any, *, strict: bool = True) -> AskedSchema:
-    return AskedSchema(param="tools[0].parameters", schema=schema, strict=strict)
+def asked(schema: Any, *, strict: bool = True) -> RequestedSchema:
+    return RequestedSchema(param="tools[0].parameters", schema=schema, strict=strict)
 
 
 ADD = CallableTool(

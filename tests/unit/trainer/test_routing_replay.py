@@ -65,12 +65,12 @@ def sampled(engine: Decoder, groups: int = 3, members: int = 3) -> TrainBatch:
             session.submit(request(f"{group}-{member}", prompt, max_tokens=5 + member, seed=7 * group + member))
     for name, result in session.run().items():
         group, member = map(int, name.split("-"))
-        rollout = rollout_of(list(session.requests[name].prompt_ids), result, group, member)
+        rollout = rollout_from(list(session.requests[name].prompt_ids), result, group, member)
         samples.append(Sample(rollout=rollout, advantage=chance.uniform(-1, 1)))
     return TrainBatch(step=0, samples=tuple(sorted(samples, key=lambda one: one.rollout.rollout_id)))
 
 
-def rollout_of(prompt: list[int], result: GenerationResult, group: int, member: int) -> Rollout:
+def rollout_from(prompt: list[int], result: GenerationResult, group: int, member: int) -> Rollout:
     response = result.response
     return Rollout(
         group=group, member=member, prompt_ids=prompt, response_ids=response.ids,

@@ -14,7 +14,7 @@ from tiny_hub import make_hub_model
 from tiny_trainer import Context, make_batch, make_experiment, make_model
 
 from headway.algorithms.samples import lay_out
-from headway.models.hub.model import HubModel
+from headway.models.hub.model import HfModel
 from headway.models.opening import merge_folders
 from headway.records.errors import ConfigurationError
 from headway.trainer.service import TrainerService
@@ -40,7 +40,7 @@ def test_a_step_is_that_of_the_own_decoder(tmp_path: Path) -> None:
     for name in ("headway", "transformers"):
         keys = {"model": {"path": model, "implementation": name}, "algorithm": {"kl_coefficient": 0.1}}
         trainer = service(model, tmp_path, **keys)
-        assert isinstance(trainer.learner.model, HubModel) == (name == "transformers")
+        assert isinstance(trainer.learner.model, HfModel) == (name == "transformers")
         assert trainer.learner.shares_prefixes == (name == "headway")
         report = trainer.train_step(lay_out(make_batch(0)))
         assert report.flops > 0

@@ -139,7 +139,7 @@ def test_views_and_memory_of_others_keep_their_meaning(tmp_path: Path) -> None:
     expected = [view.clone() for view in views]
     moved = OffloadedTensors(tmp_path)
     assert moved.offload(views).moved_bytes == 4 * (64 + 32)  # each storage once
-    assert moved.away
+    assert moved.offloaded
     moved.onload()
     assert not list(tmp_path.glob(f"{PREFIX}*"))
     assert all(torch.equal(one, other) for one, other in zip(expected, views, strict=True))

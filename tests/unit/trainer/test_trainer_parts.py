@@ -268,11 +268,11 @@ def test_the_client_counts_the_parts_that_the_trainer_holds(service: Any, tmp_pa
         with pytest.raises(StepRefused, match="or none is"):  # by name, though it comes from another process
             await client.forward_backward(part_of(batch, [3]), divisor=10.0)
         assert held() == 1
-        accumulate, trainer.policy._accumulate_whole = trainer.policy._accumulate_whole, lambda *_: int("x")
+        accumulate, trainer.policy._accumulate_batch = trainer.policy._accumulate_batch, lambda *_: int("x")
         with pytest.raises(RemoteError):
             await client.forward_backward(part_of(batch, [3]))
         assert held() == 0
-        trainer.policy._accumulate_whole = accumulate
+        trainer.policy._accumulate_batch = accumulate
         path = str(tmp_path / "checkpoints" / "step_00000000")
         trainer.save_checkpoint(path, {})
         await client.forward_backward(part_of(batch, [0, 1, 2]))

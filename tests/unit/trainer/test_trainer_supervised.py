@@ -13,12 +13,12 @@ from tiny_trainer import Context, make_experiment, make_model
 
 from headway.orchestrator.jobs.sft_data import read_sft_tokens
 from headway.records.errors import ConfigurationError, NoProgress, StorageFailed
-from headway.records.training import MOST_SKIPPED_IN_A_ROW
+from headway.records.training import MAX_CONSECUTIVE_SKIPS
 from headway.tokens.training import train_byte_fallback_tokenizer
 from headway.trainer.checkpoints import verify
 from headway.trainer.supervised import (
     SupervisedService,
-    _shuffled_for_ever,
+    _endless_permutations,
 )
 
 torch.set_num_threads(1)
@@ -64,11 +64,11 @@ def test_a_batch_is_cut_out_of_all_sequences(tmp_path: Path) -> None:
 
 
 def test_epochs_visit_everything_once_in_an_order_of_the_seed() -> None:
-    order = _shuffled_for_ever(7, seed=3)
+    order = _endless_permutations(7, seed=3)
     first, second = [next(order) for _ in range(7)], [next(order) for _ in range(7)]
     assert sorted(first) == sorted(second) == list(range(7))
     assert first != second
-    again = _shuffled_for_ever(7, seed=3)
+    again = _endless_permutations(7, seed=3)
     assert [next(again) for _ in range(14)] == first + second
 
 
@@ -146,11 +146,11 @@ def test_skipped_steps_make_no_version_and_too_many_end_it(tmp_path: Path) -> No
     assert (report["version"], report["skipped"]) == (4, 3)
     assert report["epochs"] == pytest.approx(7 / 3)
     assert report["learning_rate"] == pytest.approx(1e-2 * 4 / 5)  # the warm-up counts versions
-    poison += [math.nan] * (MOST_SKIPPED_IN_A_ROW - 1)
-    assert service.steps(MOST_SKIPPED_IN_A_ROW)["version"] == 5
-    poison += [math.nan] * MOST_SKIPPED_IN_A_ROW
-    with pytest.raises(NoProgress, match=f"{MOST_SKIPPED_IN_A_ROW} steps in a row were skipped.*loss nan"):
-        service.steps(MOST_SKIPPED_IN_A_ROW)
+    poison += [math.nan] * (MAX_CONSECUTIVE_SKIPS - 1)
+    assert service.steps(MAX_CONSECUTIVE_SKIPS)["version"] == 5
+    poison += [math.nan] * MAX_CONSECUTIVE_SKIPS
+    with pytest.raises(NoProgress, match=f"{MAX_CONSECUTIVE_SKIPS} steps in a row were skipped.*loss nan"):
+        service.steps(MAX_CONSECUTIVE_SKIPS)
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("headway.trainer.learner.save_opened", full)
+    monkeypatch.setattr("headway.trainer.learner.save_policy", full)
     with pytest.raises(StorageFailed, match=f"{tmp_path}/out can't be written: .*No space"):
         service.save(str(tmp_path / "out"))
 

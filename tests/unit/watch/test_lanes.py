@@ -24,7 +24,7 @@ from headway.records.trace import (
     GroupEnd,
     GroupTrace,
     Mark,
-    Pulse,
+    QueueSnapshot,
     RolloutTrace,
     Span,
     StepTrace,
@@ -32,7 +32,7 @@ from headway.records.trace import (
     TraceSession,
     WorkerState,
 )
-from headway.report.trace_groups import Lanes
+from headway.report.trace_groups import LaneAllocator
 from headway.report.watch.lanes import RunLanes
 from headway.report.watch.spans import Row, SpanStore, StoredSpans
 from headway.telemetry.trace_file import FILE_NAME, OLD_NAME
@@ -92,7 +92,7 @@ def drawn(lanes: RunLanes, pixels: int = 10_000) -> dict[str, list[tuple[str, fl
 
 def test_workers_are_drawn_on_their_tracks_and_devices(run: Path):
     workers = (WorkerState(name="generator-0", up=True, device="cuda:0"), WorkerState(name="trainer-0", up=True))
-    pulse = Pulse(time_s=0.5, version=0, applied_version=0, open_groups=0, running_groups=0, parked_groups=0,
+    pulse = QueueSnapshot(time_s=0.5, version=0, applied_version=0, open_groups=0, running_groups=0, parked_groups=0,
                   buffered_groups=0, oldest_age_s=0.0, workers=workers)  # fmt: skip
     append(run, [
         SESSION, pulse, span("generator-0", "idle", 0, 10), span("generator-0", "busy", 10, 20),
@@ -303,7 +303,7 @@ def test_lanes_are_as_few_as_run_at_once_by_start_or_by_end():
     spans = [(start, start + random.uniform(0, 9)) for start in random.uniform(0, 100, 500)]
     most = max(sum(start <= moment < until for start, until in spans) for moment, _ in spans)
     for order in (0, 1):
-        lanes, taken = Lanes(), dict[int, float]()
+        lanes, taken = LaneAllocator(), dict[int, float]()
         for start, until in sorted(spans, key=lambda one: one[order]):
             lane = lanes.take(start, until)
             assert taken.get(lane, 0) <= start

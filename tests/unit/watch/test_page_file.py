@@ -18,7 +18,7 @@ from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
 from headway.records.rollout import ENDINGS
 from headway.report.run_view import as_json, view_run
-from headway.report.watch.rollouts.chosen import chosen_rollouts, rollouts_of_tasks
+from headway.report.watch.rollouts.chosen import select_rollouts, select_shared_tasks
 from headway.report.watch.rollouts.columns import RolloutTable
 from headway.services.watch.page_file import write_compared_page, write_run_page
 
@@ -147,15 +147,15 @@ def table_of(endings: list[str], tasks: list[str] | None = None) -> RolloutTable
 
 def test_of_each_ending_the_newest_and_the_oldest_are_chosen() -> None:
     table = table_of(["failed", *["trained"] * 50, "filtered", *["trained"] * 48])
-    assert chosen_rollouts(table, 6) == [99, 98, 51, 2, 1, 0]
-    assert chosen_rollouts(table, 1000) == list(range(99, -1, -1))
-    assert chosen_rollouts(table_of([]), 5) == []
+    assert select_rollouts(table, 6) == [99, 98, 51, 2, 1, 0]
+    assert select_rollouts(table, 1000) == list(range(99, -1, -1))
+    assert select_rollouts(table_of([]), 5) == []
 
 
 def test_of_tasks_that_runs_share_each_has_its_newest_rollout() -> None:
     first, second = table_of(["trained"] * 4, ["a", "b", "a", "c"]), table_of(["trained"] * 3, ["c", "a", "d"])
-    assert rollouts_of_tasks([first, second], 3) == [[3, 2], [1, 0]]
-    assert rollouts_of_tasks([first, second], 1) == [[2], [1]]
+    assert select_shared_tasks([first, second], 3) == [[3, 2], [1, 0]]
+    assert select_shared_tasks([first, second], 1) == [[2], [1]]
 
 
 def test_a_page_says_which_rollouts_and_tokens_it_lacks(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from headway.report.watch.rollouts import detail
 from headway.report.watch.rollouts.texts import TokenTable
 from headway.report.watch.rollouts.view import WatchedRollouts
 from headway.runtime.clock import VirtualClock
-from headway.telemetry.rollouts.columns import TRAINED, finished_batch, listed, trained_batch
+from headway.telemetry.rollouts.columns import TRAINED, finished_batch, list_array, trained_batch
 from headway.telemetry.rollouts.joined import JoinedRollouts
 from headway.telemetry.rollouts.recorder import RolloutRecorder
 from headway.telemetry.rollouts.segments import SegmentWriter
@@ -56,8 +56,9 @@ def run(tmp_path: Path) -> Path:
             trained_batch(
                 step=[step] * len(sequences), group=[index] * len(sequences),
                 member=[r.member for r, _, _ in sequences], sequence=[n for _, n, _ in sequences],
-                weight=[1.0] * len(sequences), logprobs=listed(logprobs, lengths), clipped=listed(flags, lengths),
-                trained=listed(~flags, lengths), advantages=listed(np.full(len(logprobs), 0.25, np.float32), lengths),
+                weight=[1.0] * len(sequences), logprobs=list_array(logprobs, lengths),
+                clipped=list_array(flags, lengths), trained=list_array(~flags, lengths),
+                advantages=list_array(np.full(len(logprobs), 0.25, np.float32), lengths),
             ),
             step,
         )  # fmt: skip

@@ -286,7 +286,7 @@ def test_an_error_reaches_all_who_asked_and_is_not_kept() -> None:
 
 
 def test_kept_answers_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(stream, "_MAX_BYTES", 1000)
 
     async def ask() -> int:
         answers = SharedAnswers()

@@ -18,7 +18,7 @@ from synthetic_run import evaluation, step_record
 from headway.records.generation import EngineLoad
 from headway.records.ledger import EventRecord
 from headway.records.stalls import Wait, WaitGraph
-from headway.records.trace import GroupEnd, GroupTrace, Pulse, RolloutTrace, Span, WorkerState
+from headway.records.trace import GroupEnd, GroupTrace, QueueSnapshot, RolloutTrace, Span, WorkerState
 from headway.report.run_view import view_run
 from headway.report.watch import now as view
 from headway.report.watch.runs import WatchedRun
@@ -65,7 +65,7 @@ class LiveRun:
         fields: dict[str, Any] = {"version": 7, "applied_version": 6, "open_groups": 20, "running_groups": 12,
                                   "parked_groups": 1, "buffered_groups": 3, "oldest_age_s": 4.5, "workers": WORKERS,
                                   "engines": EngineLoad(slots=32, running_rollouts=30, waiting_rollouts=9)}  # fmt: skip
-        self.trace.write(Pulse(time_s=self.clock.now(), **fields | changes))
+        self.trace.write(QueueSnapshot(time_s=self.clock.now(), **fields | changes))
 
     def waits(self, *kinds: tuple[str, str], age_s: float = 0.0) -> None:
         waits = tuple(Wait(kind=kind, owner=owner, waiter="w", since_s=0.0) for kind, owner in kinds)
@@ -156,7 +156,7 @@ def test_the_sentence_says_who_waits_how_stale_whether_it_learns_and_the_cost(li
     verdict = view_run(live.folder).verdict
     assert (verdict.balance, verdict.learning) == ("generation-bound", "improved")
     assert verdict.staleness_text == f"BUDGET BROKEN: {stale}."
-    assert found["waits"] == pytest.approx({"trainer": 0.6, "generator": 0.02, "lent": 0.0, "environment": 0.0})
+    assert found["waits"] == pytest.approx({"trainer": 0.6, "generator": 0.02, "yielded": 0.0, "environment": 0.0})
 
 
 def test_stalls_alerts_and_a_silent_orchestrator_are_told(live: LiveRun) -> None:

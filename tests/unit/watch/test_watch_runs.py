@@ -19,9 +19,9 @@ from headway.records.errors import ConfigurationError
 from headway.records.ledger import EventRecord, LedgerLine
 from headway.report.run_cost import cost_of_run
 from headway.report.run_view import view_run
-from headway.report.several.axes import AXES, places_of
+from headway.report.several.axes import AXES, axis_positions
 from headway.report.watch import cache, runs
-from headway.report.watch.runs import NoSuchRun, RunTail, WatchedRuns, inside
+from headway.report.watch.runs import NoSuchRun, RunTail, WatchedRuns, is_inside
 from headway.runtime import user_cache
 from headway.runtime.clock import RealClock
 from headway.runtime.run_directory import SCHEMA
@@ -74,21 +74,24 @@ def test_columns_are_those_of_the_whole_ledger_read_at_once(tmp_path: Path) -> N
 def test_places_and_cost_are_those_of_the_report(tmp_path: Path) -> None:
     for name in ("ended", "other"):
         tail, view = read(RECORDED / name), view_run(RECORDED / name)
-        places = places_of(view, 2.5)
+        places = axis_positions(view, 2.5)
         for axis in AXES:
-            assert tail.places(axis, 2.5).tolist() == pytest.approx(list(places[axis].values())[1:]), axis
+            assert tail.axis_positions(axis, 2.5).tolist() == pytest.approx(list(places[axis].values())[1:]), axis
         found, expected = tail.cost(2.5), cost_of_run(view, 2.5)
         assert found is not None
         for field in expected.__struct_fields__:
             assert getattr(found, field) == pytest.approx(getattr(expected, field), rel=0.01), field
     resumed = write(tmp_path / "run", RESUMED)
     for axis in ("steps", "samples"):
-        assert read(resumed).places(axis, None).tolist() == list(places_of(view_run(resumed), None)[axis].values())[1:]
-    hours = read(resumed).places("hours", None)
+        assert (
+            read(resumed).axis_positions(axis, None).tolist()
+            == list(axis_positions(view_run(resumed), None)[axis].values())[1:]
+        )
+    hours = read(resumed).axis_positions("hours", None)
     assert (hours * 3600).tolist() == pytest.approx([1.0, 2.0, 4.0 + 7.0, 4.0 + 8.0, 4.0 + 12.0, 4.0 + 13.0])
     for axis, words in (("furlongs", "valid: steps"), ("dollars", "--usd-per"), ("tokens", "ledger doesn't say")):
         with pytest.raises(ConfigurationError, match=words):
-            read(resumed).places(axis, None)
+            read(resumed).axis_positions(axis, None)
 
 
 def test_only_appended_bytes_are_read(tmp_path: Path) -> None:
@@ -262,7 +265,7 @@ def test_a_file_is_inside_with_its_links_followed(tmp_path: Path) -> None:
     (folder / "out").symlink_to(tmp_path / "secret")
     (folder / "gone").symlink_to(folder / "nothing")
     found = {
-        name: inside(folder / name, folder) for name in ("log", "within", "out", "gone", "../secret", "logs", "no")
+        name: is_inside(folder / name, folder) for name in ("log", "within", "out", "gone", "../secret", "logs", "no")
     }
     assert found == dict.fromkeys(found, False) | {"log": True, "within": True}
 

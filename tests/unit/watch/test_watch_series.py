@@ -17,7 +17,7 @@ from synthetic_run import evaluation, step_record, synthetic_lines, write_run
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import EventRecord
 from headway.report.run_view import view_run
-from headway.report.several.axes import places_of
+from headway.report.several.axes import axis_positions
 from headway.report.watch import series as view
 from headway.report.watch.compared import compare
 from headway.report.watch.runs import WatchedRun
@@ -68,7 +68,7 @@ def test_evaluations_and_steps_have_places_on_each_axis(run: WatchedRun, axis: s
         with pytest.raises(ConfigurationError, match="--usd-per-device-hour"):
             view.series(run, "reward/mean", axis)
     found = view.series(run, "reward/mean", axis, points=1000, price=2.0)
-    places = places_of(view_run(run.path), 2.0)[axis]
+    places = axis_positions(view_run(run.path), 2.0)[axis]
     assert found["x"] == pytest.approx(list(places.values())[1:])
     records = found["evaluations"]
     assert [record["phase"] for record in records] == ["before", *["during"] * 6, "after"]
@@ -114,7 +114,7 @@ def _all_names(run: WatchedRun) -> list[str]:
 
 def test_events_come_after_a_line_with_kinds_and_places(run: WatchedRun) -> None:
     found = view.events(run, -1)["events"]
-    assert [event["event"] for event in found] == ["start", *["evaluation"] * 7, "best", "evaluation", "books", "end"]
+    assert [event["event"] for event in found] == ["start", *["evaluation"] * 7, "best", "evaluation", "accounting", "end"]
     assert [event["kind"] for event in found[:2]] == ["restart", "evaluation"]
     assert "solve rate 0.452" in found[1]["detail"]
     last = found[-1]
@@ -133,7 +133,7 @@ def test_kinds_of_events(tmp_path: Path) -> None:
 
 def test_of_many_events_the_newest_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "run", [EventRecord(event=f"event {number}") for number in range(10)])
-    monkeypatch.setattr(view, "_MOST_EVENTS", 3)
+    monkeypatch.setattr(view, "_MAX_EVENTS", 3)
     found = view.events(WatchedRun("run", tmp_path / "run"))
     assert [event["event"] for event in found["events"]] == ["event 7", "event 8", "event 9"]
     assert found["problems"][-1] == "7 older events are left out"

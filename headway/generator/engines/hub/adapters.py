@@ -13,20 +13,20 @@ from headway.generator.engines.revisions import Revision, Revisions
 from headway.records.errors import ConfigurationError
 
 if TYPE_CHECKING:  # PEFT, which a model without an adapter does without
-    from headway.models.hub.adapter import HubAdapter
+    from headway.models.hub.adapter import HfAdapter
 
 
 @dataclass(frozen=True)
-class HubRevision(Revision):
+class HfRevision(Revision):
     """A revision as PEFT's modules compute it."""
 
     weights: Mapping[str, Tensor]
 
 
-class HubRevisions(Revisions[HubRevision]):
+class HfRevisions(Revisions[HfRevision]):
     """The adapter that an engine serves beside its model: one at most, in any number of revisions."""
 
-    def __init__(self, adapters: Mapping[str, HubAdapter], version: int) -> None:
+    def __init__(self, adapters: Mapping[str, HfAdapter], version: int) -> None:
         """``adapters``: by name. Raises ConfigurationError for several."""
         super().__init__()
         if len(adapters) > 1:
@@ -60,7 +60,7 @@ class HubRevisions(Revisions[HubRevision]):
         for revision in self._by_update.values():
             yield from revision.weights.values()
 
-    def _add(self, adapter: HubAdapter, name: str, tensors: Mapping[str, Tensor], version: int) -> None:
+    def _add(self, adapter: HfAdapter, name: str, tensors: Mapping[str, Tensor], version: int) -> None:
         weights = adapter.copied(tensors)
         self._updates += 1
-        self.add(HubRevision(name, version, self._updates, weights))
+        self.add(HfRevision(name, version, self._updates, weights))

@@ -1,4 +1,4 @@
-"""Rows of transformers' caches: joined to one batch, taken out of one. Recurrent states too, not keys and values alone.
+"""Joins rows of transformers' caches to one batch, and takes rows out: keys and values, and recurrent states too.
 
 Shapes: n rows, h heads, t positions, c head dimension.
 """
@@ -43,7 +43,7 @@ def join(caches: Sequence[Any]) -> Any:
 
 
 def take(cache: Any, rows: Sequence[int], tokens: int) -> Any:
-    """A cache with these rows, in this order, of which the longest has ``tokens`` tokens. A row may repeat."""
+    """Make a cache with these rows, in this order; the longest has ``tokens`` tokens. A row may repeat."""
 
     def states(parts: list[Tensor]) -> Tensor:
         return parts[0].index_select(0, torch.tensor(rows, device=parts[0].device))
@@ -54,13 +54,13 @@ def take(cache: Any, rows: Sequence[int], tokens: int) -> Any:
 
 
 def tensors_of(cache: Any) -> list[Tensor]:
-    """All tensors of a cache's layers on the model's device."""
-    found: list[Tensor] = []
+    """Return all tensors of a cache's layers, which are on the model's device."""
+    tensors: list[Tensor] = []
     for layer in getattr(cache, "layers", ()):
         for value in vars(layer).values():
             parts = value.values() if isinstance(value, dict) else (value,)
-            found += [part for part in parts if isinstance(part, Tensor) and part.ndim]
-    return found
+            tensors += [part for part in parts if isinstance(part, Tensor) and part.ndim]
+    return tensors
 
 
 def _mapped(
@@ -69,16 +69,16 @@ def _mapped(
     states: Callable[[list[Tensor]], Tensor],
     length: Callable[[list[int]], int],
 ) -> Any:
-    """A cache made of others, whose keys and values, states and lengths are made of theirs by these functions."""
+    """Make a cache from others: these functions combine their keys and values, their states and their lengths."""
     made = copy.copy(caches[0])
     made.layers = []
     for layers in zip(*(cache.layers for cache in caches), strict=True):
         layer = copy.copy(layers[0])
         for name, value in vars(layers[0]).items():
-            parts = [getattr(one, name) for one in layers]
+            parts = [getattr(source, name) for source in layers]
             if name in _STATES:
                 each = {key: [part[key] for part in parts] for key in value}
-                setattr(layer, name, {key: None if own[0] is None else states(own) for key, own in each.items()})
+                setattr(layer, name, {key: None if rows[0] is None else states(rows) for key, rows in each.items()})
             elif name in _POSITIONS and value is not None:
                 setattr(layer, name, positions(parts))
             elif name == "cumulative_length":

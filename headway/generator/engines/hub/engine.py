@@ -16,21 +16,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.generator.engines.hub.adapters import HubRevisions
+from headway.generator.engines.hub.adapters import HfRevisions
 from headway.generator.engines.hub.caches import join, take, tensors_of
-from headway.generator.engines.hub.runner import HubRunner
+from headway.generator.engines.hub.runner import HfRunner
 from headway.generator.engines.requests import EngineRequest
 from headway.generator.engines.sampling import sample_tokens
 from headway.generator.engines.torch.memory import EngineMemory
 from headway.generator.engines.torch.slot_engine import SlotEngine, SlotOptions
 from headway.generator.engines.torch.slot_table import HEADROOM_TOKENS
-from headway.models.hub.model import HubModel
+from headway.models.hub.model import HfModel
 from headway.models.hub.pixels import Pixels, PixelStore
 from headway.records.errors import BufferCorrupt
 from headway.records.generation import POLICY_ADAPTER, EngineStatistics, Probe, ProbeScores
 
 if TYPE_CHECKING:
-    from headway.models.hub.adapter import HubAdapter
+    from headway.models.hub.adapter import HfAdapter
 
 
 @dataclass
@@ -38,7 +38,7 @@ class _Batch:
     """Requests that are computed in one forward pass, with one revision of the adapter. ``cache`` has all tokens of
     each but the pending one; None: nothing is computed yet."""
 
-    requests: list[EngineRequest | None]  # by row; None: it left
+    requests: list[EngineRequest | None]  # by row; None: it ended or was preempted
     cache: Any = None
 
     @property
@@ -46,51 +46,51 @@ class _Batch:
         return [request for request in self.requests if request is not None]
 
 
-class HubEngine(SlotEngine[HubRevisions]):
-    """Generates with a `HubModel`. The engine owns the model: its weights change only by ``apply`` and
+class HfEngine(SlotEngine[HfRevisions]):
+    """Generates with an `HfModel`. The engine owns the model: its weights change only by ``apply`` and
     ``update_weights``.
 
     ``submit`` queues requests; each ``step`` admits waiting ones (lowest priority number first, then oldest), and
     feeds the model what isn't in its cache: of a new request all tokens, of the others the last one. Requests with
-    equal tokens are computed once. Then batches are joined as far as the model allows (`HubRunner.batching`).
+    equal tokens are computed once. Then batches are joined as far as the model allows (`HfRunner.batching`).
 
     A step begins requests of at most ``prefill_tokens_per_step`` tokens, but always one. When the running requests
     would need more than ``kv_capacity_tokens``, the youngest is preempted: it waits with its tokens, and its KV is
-    recomputed later. After an update with "recompute" the next step computes all tokens anew.
+    recomputed later. After an update with "recompute" the next step computes all tokens again.
 
     ``deterministic``: every row is computed alone, so its result does not depend on its neighbours.
     """
 
     def __init__(
         self,
-        model: HubModel,
+        model: HfModel,
         *,
-        adapters: Mapping[str, HubAdapter] | None = None,
+        adapters: Mapping[str, HfAdapter] | None = None,
         pixels: PixelStore | None = None,
         **options: Unpack[SlotOptions],
     ) -> None:
-        """``model`` is changed in place by updates; ``adapters``: one beside it at most, by name, the engine's from now
-        on, at ``version``; ``pixels``: of prompts with pictures."""
+        """``model`` is changed in place by updates; ``adapters``: by name, at most one; the engine owns it,
+        at ``version``; ``pixels``: the store of pictures' pixel arrays."""
         super().__init__(model, **options)
-        self._runner = HubRunner(model, self._deterministic)
-        self._pixels, self.sees = pixels, model.sees and pixels is not None
+        self._runner = HfRunner(model, self._deterministic)
+        self._pixels, self.sees = pixels, model.takes_pictures and pixels is not None
         self._batches: list[_Batch] = []
-        self.adapters = HubRevisions(adapters or {}, self.version)
+        self.adapters = HfRevisions(adapters or {}, self.version)
         self.memory = EngineMemory(self._subscriber, self._tensors)
 
     @property
     def batching(self) -> str:
-        """Which rows are computed together: see `HubRunner`."""
+        """The rule by which rows are computed together: see `HfRunner`."""
         return self._runner.batching
 
     # --- requests -------------------------------------------------------------------------------------------
 
-    def _unserved(self, entry: EngineRequest) -> str:
+    def _refusal(self, entry: EngineRequest) -> str:
         try:
             self._pictures(entry)
         except BufferCorrupt as error:
             return str(error)
-        return super()._unserved(entry)
+        return super()._refusal(entry)
 
     def _pictures(self, entry: EngineRequest | Probe) -> Pixels:
         """The pixel arrays of a prompt's pictures. Raises BufferCorrupt."""
@@ -102,7 +102,7 @@ class HubEngine(SlotEngine[HubRevisions]):
     def step(self) -> bool:
         """See `Engine.step`."""
         self._take_compiled(idle=not self._rows and not self._waiting)
-        self._make_room()
+        self._preempt_to_fit()
         self._admit()
         n, table = self._rows, self._table
         if n == 0:
@@ -114,7 +114,7 @@ class HubEngine(SlotEngine[HubRevisions]):
         how, refused = table.row_sampling(n, logits_nv.device)
         for request, reason, error, at_fault, again in table.advance(n, sample_tokens(logits_nv, how), refused):
             if again:
-                self._follow_again(request)
+                self._recompile_grammar(request)
             else:
                 self._end_running(request, reason, error, refused=at_fault)
         self._steps += 1
@@ -130,8 +130,8 @@ class HubEngine(SlotEngine[HubRevisions]):
         admitted: list[EngineRequest | None] = []
         while self._rows < self.slots and self._waiting:
             request = self._waiting[0]
-            wanted = self._held([*used, request.tokens]) + self._rows * HEADROOM_TOKENS
-            if self._scarce and self._rows and wanted > self.kv_capacity_tokens:
+            needed_tokens = self._held([*used, request.tokens]) + self._rows * HEADROOM_TOKENS
+            if self._scarce and self._rows and needed_tokens > self.kv_capacity_tokens:
                 break
             update = self._update_of(request)
             ids = (update, request.prompt + request.response, request.pixels)
@@ -157,10 +157,10 @@ class HubEngine(SlotEngine[HubRevisions]):
         for batch in self._joined():
             running = batch.running
             slots = [request.slot for request in running]
-            pending, place = torch.from_numpy(table.pending[slots, None]), table.position[slots]
-            moved = self._runner.moved(place, [request.shift for request in running])
+            pending, position = torch.from_numpy(table.pending[slots, None]), table.position[slots]
+            moved = self._runner.shifted_positions(position, [request.shift for request in running])
             with self.adapters.computing(running[0].update):
-                out, batch.cache = self._runner.feed(pending, batch.cache, place.tolist(), moved)
+                out, batch.cache = self._runner.feed(pending, batch.cache, position.tolist(), moved)
             batches.append(batch)
             logits.append(out)
         for ids_uk, holders in self._new():
@@ -172,11 +172,11 @@ class HubEngine(SlotEngine[HubRevisions]):
             row_n = [row for row, requests in enumerate(holders) for _ in requests]
             requests = [request for requests in holders for request in requests]
             for request in requests:
-                request.shift = self._runner.model.picture_shift if pictures else 0
+                request.shift = self._runner.model.position_shift if pictures else 0
             logits.append(out[row_n])
             if self.batching == "single rows":  # of equal tokens
                 batches += [
-                    _Batch([one], copy.deepcopy(cache) if number else cache) for number, one in enumerate(requests)
+                    _Batch([req], copy.deepcopy(cache) if number else cache) for number, req in enumerate(requests)
                 ]
             else:
                 kept = cache if len(ids_uk) == len(row_n) else take(cache, row_n, ids_uk.shape[1])
@@ -184,7 +184,7 @@ class HubEngine(SlotEngine[HubRevisions]):
         return batches, self._runner.model.sampled(torch.cat(logits))
 
     def _joined(self) -> Iterator[_Batch]:
-        """The batches that have a cache, without the rows that left, joined as far as the model allows."""
+        """Yield the batches that have a cache, without ended rows, joined as far as the model allows."""
         together: dict[object, list[_Batch]] = {}
         for batch in self._batches:
             rows = [row for row, request in enumerate(batch.requests) if request is not None]
@@ -196,13 +196,13 @@ class HubEngine(SlotEngine[HubRevisions]):
                 batch = _Batch(list(running), take(batch.cache, rows, tokens))
             keys = {"padded": 0, "equal lengths": position[running[0].slot], "single rows": id(batch)}
             together.setdefault((running[0].update, keys[self.batching]), []).append(batch)
-        for one in together.values():
-            cache = one[0].cache if len(one) == 1 else join([batch.cache for batch in one])
-            yield _Batch([request for batch in one for request in batch.requests], cache)
+        for group in together.values():
+            cache = group[0].cache if len(group) == 1 else join([batch.cache for batch in group])
+            yield _Batch([request for batch in group for request in batch.requests], cache)
 
     def _new(self) -> Iterator[tuple[Tensor, list[list[EngineRequest]]]]:
-        """Tokens of the requests of which nothing is computed, [u, k], as many at once as one step may begin; with the
-        requests that have each row's tokens. Rows with pictures are fed one by one."""
+        """Yield (tokens [u, k], requests of each row) of requests without computed tokens, as many at once as one step
+        may begin. Rows with pictures are fed one by one."""
         by_length: dict[tuple[int, int, str], dict[bytes, list[EngineRequest]]] = {}  # by update and pictures as well
         for batch in self._batches:
             for request in batch.running if batch.cache is None else ():
@@ -210,17 +210,17 @@ class HubEngine(SlotEngine[HubRevisions]):
                 by_ids = by_length.setdefault((request.update, len(ids), request.pixels), {})
                 by_ids.setdefault(ids.tobytes(), []).append(request)
         for (_, length, pixels), by_ids in by_length.items():
-            most = 1 if pixels or self.batching == "single rows" else max(1, self._prefill_tokens_per_step // length)
+            limit = 1 if pixels or self.batching == "single rows" else max(1, self._prefill_tokens_per_step // length)
             holders = list(by_ids.values())
-            for first in range(0, len(holders), most):
-                chunk = holders[first : first + most]
+            for first in range(0, len(holders), limit):
+                chunk = holders[first : first + limit]
                 slots = [requests[0].slot for requests in chunk]
                 yield torch.from_numpy(self._table.sequence[slots, :length].astype(np.int64)), chunk
 
     # --- endings --------------------------------------------------------------------------------------------
 
-    def _vacate(self, request: EngineRequest) -> None:
-        """Free a request's row, which the last one takes."""
+    def _release_row(self, request: EngineRequest) -> None:
+        """Free a request's row; the last row is moved into it."""
         slot, last = request.slot, self._rows - 1
         self._table.release(slot)
         if slot != last:
@@ -247,7 +247,7 @@ class HubEngine(SlotEngine[HubRevisions]):
     # --- memory, statistics ---------------------------------------------------------------------------------
 
     def _held(self, tokens: list[int]) -> int:
-        """KV tokens that the caches of rows of so many tokens have room for, padding included."""
+        """Count the KV tokens in the caches of rows with these numbers of tokens, padding included."""
         return len(tokens) * max(tokens, default=0) if self.batching == "padded" else sum(tokens)
 
     def _kv_used(self) -> int:

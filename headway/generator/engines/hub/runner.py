@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headway.generator.engines.hub.caches import join, joinable, take
 from headway.models.hidden_states import HiddenStates
-from headway.models.hub.model import HubModel, why_not_shifted
+from headway.models.hub.model import HfModel, shift_obstacle
 from headway.models.hub.pixels import Pixels
 from headway.records.errors import ConfigurationError
 from headway.records.generation import PathScores, Probe, ProbeScores
@@ -26,12 +26,12 @@ _log = logging.getLogger(__name__)
 Batching = Literal["padded", "equal lengths", "single rows"]
 _REMEDY = "Nothing can be sampled from it; valid: generator.engine = 'vllm' or 'vllm-server'"
 _CACHES = ("past_key_values", "cache_params")  # names of a cache in forward()
-_ROUGH = 0.03  # two right passes' logits in half precision may differ by this share of the largest ...
+_ROUGH = 0.03  # two correct passes' logits in half precision may differ by this share of the largest ...
 _CLOSE = 1e-4  # ... and in single precision by this
 
 
-class HubRunner:
-    """Runs a `HubModel` with caches. Keeps no rows.
+class HfRunner:
+    """Runs an `HfModel` with caches; keeps no rows.
 
     ``batching``: which rows are computed together. "padded": all; "equal lengths": those with as many tokens, where
     rows can't be padded on the left; "single rows": where the cache is one of the model's own, or
@@ -39,17 +39,17 @@ class HubRunner:
     together, "single rows" at the least; the log has the reason.
     """
 
-    def __init__(self, model: HubModel, fixed_shapes: bool = False) -> None:
+    def __init__(self, model: HfModel, fixed_shapes: bool = False) -> None:
         """Raises ConfigurationError for a model without a cache, or that can't begin one."""
         self.model = model
         self._module = model.module.eval()
         self._taken = inspect.signature(self._module.forward).parameters
-        found = [name for name in _CACHES if name in self._taken]
-        if not found:
+        cache_names = [name for name in _CACHES if name in self._taken]
+        if not cache_names:
             raise ConfigurationError(
                 f"{type(self._module).__name__}: its forward() takes no cache ({' or '.join(_CACHES)}). {_REMEDY}"
             )
-        self._cache = found[0]
+        self._cache = cache_names[0]
         self.device = next(self._module.parameters()).device
         self.batching: Batching = "single rows" if fixed_shapes else self._try_batches()
 
@@ -63,27 +63,27 @@ class HubRunner:
         return logits_n1v[:, 0], cache
 
     def beside(self, ids_1k: Tensor, pictures: Pixels) -> dict[str, Any]:
-        """Arguments for `feed` of a row that begins and has these pictures, in which the model knows the positions."""
-        given = self.model.beside(ids_1k.to(self.device), [pictures], self._taken) if pictures else {}
-        return given | ({"position_ids": None} if given and "position_ids" in self._taken else {})
+        """Return arguments for `feed` of a new row with these pictures; the model then computes the positions."""
+        arguments = self.model.picture_arguments(ids_1k.to(self.device), [pictures], self._taken) if pictures else {}
+        return arguments | ({"position_ids": None} if arguments and "position_ids" in self._taken else {})
 
-    def moved(self, places: np.ndarray, shifts: Sequence[int]) -> dict[str, Any]:
-        """Arguments for `feed` of one token a row, whose positions pictures have shifted."""
-        at_n = torch.from_numpy(places + np.array(shifts)).to(self.device)
-        return {"position_ids": at_n[:, None]} if any(shifts) else {}
+    def shifted_positions(self, positions: np.ndarray, shifts: Sequence[int]) -> dict[str, Any]:
+        """Return arguments for `feed` of one token for each row, whose positions pictures have shifted."""
+        positions_n = torch.from_numpy(positions + np.array(shifts)).to(self.device)
+        return {"position_ids": positions_n[:, None]} if any(shifts) else {}
 
     def _feed(
         self, ids_nk: Tensor, cache: Any, computed: Sequence[int], logits_to_keep: int, beside: Mapping[str, Any]
     ) -> tuple[Tensor, Any]:
-        """As `feed`; the logits [n, k, v] after the last ``logits_to_keep`` of the tokens."""
+        """Do what `feed` does, but return the logits [n, k, v] after the last ``logits_to_keep`` tokens."""
         longest, k = max(computed), ids_nk.shape[1]
         computed_n = torch.tensor(computed, device=self.device)
         inputs: dict[str, Any] = {self._cache: cache, "use_cache": True}
         if "position_ids" in self._taken:
             inputs["position_ids"] = computed_n[:, None] + torch.arange(k, device=self.device)
         if min(computed) < longest:
-            place = torch.arange(longest + k, device=self.device)
-            inputs["attention_mask"] = (place >= longest - computed_n[:, None]).long()
+            position = torch.arange(longest + k, device=self.device)
+            inputs["attention_mask"] = (position >= longest - computed_n[:, None]).long()
         if "logits_to_keep" in self._taken:
             inputs["logits_to_keep"] = logits_to_keep
         out = self._module(input_ids=ids_nk.to(self.device), **{**inputs, **beside})
@@ -93,33 +93,33 @@ class HubRunner:
     def score(self, probe: Probe, pictures: Pixels) -> ProbeScores:
         """Score a probe whose prompt has these pictures on a cache of its own: by one pass (``prefill``), and by one
         over the prompt and a third of the random tokens and then token by token (``decode``)."""
-        ids, shown, found = probe.prompt + probe.ids, len(probe.prompt), dict[str, PathScores]()
-        begun, tokens = shown + max(1, len(probe.ids) // 3), len(ids)
+        ids, prompt_tokens, scores_by_path = probe.prompt + probe.ids, len(probe.prompt), dict[str, PathScores]()
+        begun, tokens = prompt_tokens + max(1, len(probe.ids) // 3), len(ids)
         for path, ends in {"prefill": [tokens], "decode": [*range(begun, tokens + 1)]}.items():
             cache, states, logits, shift = None, HiddenStates(), list[Tensor](), 0
             for start, end in itertools.pairwise([0, *ends]):
-                part, kept = torch.tensor([ids[start:end]]), end - max(start, shown - 1)
-                beside = self.moved(np.array([start]), [shift]) if start else self.beside(part, pictures)
-                with states.watching(self.model.layers):
+                part, kept = torch.tensor([ids[start:end]]), end - max(start, prompt_tokens - 1)
+                beside = self.shifted_positions(np.array([start]), [shift]) if start else self.beside(part, pictures)
+                with states.recording(self.model.layers):
                     out, cache = self._feed(part, cache, [start], kept, beside)
-                shift = self.model.picture_shift if pictures else 0
+                shift = self.model.position_shift if pictures else 0
                 logits.append(out[0])
                 states.end_pass()
-            found[path] = states.scores(self.model.sampled(torch.cat(logits)), ids)
-        return ProbeScores(probe=probe, precision=str(self.model.dtype).removeprefix("torch."), paths=found)
+            scores_by_path[path] = states.scores(self.model.sampled(torch.cat(logits)), ids)
+        return ProbeScores(probe=probe, precision=str(self.model.dtype).removeprefix("torch."), paths=scores_by_path)
 
     @torch.inference_mode()
     def _try_batches(self) -> Batching:
-        """The largest batches whose rows come out as they do alone; the reason why they aren't larger is logged."""
+        """Return the largest batches whose rows have the same logits as alone; logs why they aren't larger."""
         try:
             cache = self.feed(torch.zeros((1, 1), dtype=torch.int64), None, [0])[1]
         except (AttributeError, ValueError) as error:  # its outputs have no cache; layers of linear attention alone
             name = type(self._module).__name__
             raise ConfigurationError(f"{name}: it can't begin a cache ({error}). {_REMEDY}") from error
-        if not (reason := self._why_not_padded(cache) or self._differ(5, 3)):
+        if not (reason := self._why_not_padded(cache) or self._batch_difference(5, 3)):
             return "padded"
         _log.warning("%s: rows of different lengths aren't batched: %s", self.model.config.model_type, reason)
-        reason = self._differ(4, 4) if joinable(cache) else "its cache is of a class of its own"
+        reason = self._batch_difference(4, 4) if joinable(cache) else "its cache is of a class of its own"
         if not reason:
             return "equal lengths"
         _log.warning("%s: every row is computed alone: %s", self.model.config.model_type, reason)
@@ -130,17 +130,17 @@ class HubRunner:
             return "its forward() takes no position_ids or no attention_mask"
         if self.model.rope_by_length:
             return "rotary embeddings depend on the longest row"
-        return why_not_shifted(self._module) or ("" if joinable(cache) else "its cache is of a class of its own")
+        return shift_obstacle(self._module) or ("" if joinable(cache) else "its cache is of a class of its own")
 
-    def _differ(self, *lengths: int) -> str:
-        """Why rows of these lengths can't be in a batch; "": they have the same logits there as alone, and when one has
-        left it."""
+    def _batch_difference(self, *lengths: int) -> str:
+        """Return why rows of these lengths can't be batched; "" if they have the same logits in a batch as alone, also
+        after one is taken out."""
         rows = [(torch.arange(length)[None] * 7 + length) % self.model.config.vocabulary_size for length in lengths]
         newest = torch.tensor([[1], [2]])
         try:
             caches = [self.feed(row, None, [0])[1] for row in rows]
             both, cache = self.feed(newest, join(caches), lengths)
-            left, _ = self.feed(newest[1:], take(cache, [1], lengths[1] + 1), [lengths[1] + 1])
+            remaining, _ = self.feed(newest[1:], take(cache, [1], lengths[1] + 1), [lengths[1] + 1])
             caches = [self.feed(row, None, [0])[1] for row in rows]
             first, _ = self.feed(newest[:1], caches[0], lengths[:1])
             second, cache = self.feed(newest[1:], caches[1], lengths[1:])
@@ -149,7 +149,7 @@ class HubRunner:
             raise
         except Exception as error:  # the boundary to a model's own code: what it can't do in a batch, it does alone
             return f"a trial failed ({type(error).__name__}: {str(error).strip()[:80]})"
-        got, expected = torch.cat([both, left]).float(), torch.cat([first, second, third]).float()
+        got, expected = torch.cat([both, remaining]).float(), torch.cat([first, second, third]).float()
         allowed = _CLOSE if first.dtype == torch.float32 else _ROUGH
         difference, largest = float((got - expected).abs().max()), float(expected.abs().max())
         return "" if difference <= allowed * largest else f"logits differ by {difference:.1g} (largest: {largest:.1g})"

@@ -46,8 +46,8 @@ class AdapterRevisions(Revisions[AdapterRevision]):
         self.add(AdapterRevision(name, version, update, lora, panels))
 
     def revised(self, name: str, tensors: Mapping[str, Tensor]) -> Lora:
-        """A copy of the adapter with other weights. Raises ConfigurationError when it isn't registered, or has other
-        names or shapes."""
+        """Return a copy of the adapter with other weights. Raises ConfigurationError when it isn't registered, or has
+        other names or shapes."""
         if name not in self._newest:
             raise ConfigurationError(f"an update of adapter {name!r}, which isn't registered; {self.known}")
         lora = copy.deepcopy(self._newest[name].lora)
@@ -73,40 +73,40 @@ class RowAdapters:
         self._updates_n, self._parts = updates_n, {}
 
     def groups(self) -> tuple[np.ndarray | None, list[tuple[AdapterPanels, int, int]]]:
-        """(order, groups): an order of all rows in which those of one revision are neighbours (None: as they are), and
-        the panels, first row and count of rows of each revision in it."""
+        """Return (order, groups): an order of all rows in which those of one revision are neighbours (None: as they
+        are), and the panels, first row and count of rows of each revision in it."""
         updates_n, order = self._updates_n, None
         if not self._revisions:
             return None, []
         if (updates_n[1:] < updates_n[:-1]).any():
             order = np.argsort(updates_n, kind="stable")
             updates_n = updates_n[order]
-        found: list[tuple[AdapterPanels, int, int]] = []
+        groups: list[tuple[AdapterPanels, int, int]] = []
         for update, first, count in zip(*np.unique(updates_n, return_index=True, return_counts=True), strict=True):
             revision = self._revisions.get(int(update))
             if revision is not None and revision.panels is not None:
-                found.append((revision.panels, int(first), int(count)))
-        return order, found
+                groups.append((revision.panels, int(first), int(count)))
+        return order, groups
 
     def parts(self, rows: int, device: torch.device) -> list[tuple[Lora, Tensor | None]]:
-        """Each adapter of the first ``rows`` rows with the mask of its rows, bool [n]; None: all of them."""
+        """Return each adapter of the first ``rows`` rows with the mask of its rows, bool [n]; None: all rows."""
         if rows not in self._parts:
             updates_n = self._updates_n[:rows]
-            found: list[tuple[Lora, Tensor | None]] = []
+            parts: list[tuple[Lora, Tensor | None]] = []
             for update in np.unique(updates_n).tolist():
                 if (revision := self._revisions.get(update)) is not None:
                     mask_n = updates_n == update
-                    whole = mask_n.all() and not self._fixed_shapes
-                    found.append((revision.lora, None if whole else torch.from_numpy(mask_n).to(device)))
-            self._parts[rows] = found
+                    covers_all = mask_n.all() and not self._fixed_shapes
+                    parts.append((revision.lora, None if covers_all else torch.from_numpy(mask_n).to(device)))
+            self._parts[rows] = parts
         return self._parts[rows]
 
     def added(self, add: Callable[..., Tensor], mask: Tensor, out: Tensor, *by_row: Tensor) -> Tensor:
-        """``out`` with what ``add(out, *by_row)`` adds to it, in the rows of ``mask`` alone."""
+        """Return ``out`` with the addition of ``add(out, *by_row)`` in the rows of ``mask`` alone."""
         if self._fixed_shapes:
             return torch.where(mask[:, None], add(out.clone(), *by_row), out)
         rows = mask.nonzero()[:, 0]
-        return out.index_copy(0, rows, add(*(one.index_select(0, rows) for one in (out, *by_row))))
+        return out.index_copy(0, rows, add(*(tensor.index_select(0, rows) for tensor in (out, *by_row))))
 
 
 class _MixedLayer:

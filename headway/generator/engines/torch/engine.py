@@ -66,8 +66,8 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
         **options: Unpack[SlotOptions],
     ) -> None:
         """``model`` is changed in place by updates; ``native_kernels``: use models/cpu/native.py where it supports the
-        model; ``adapters``: by name, the engine's from now on, at ``version``; ``return_experts``: of a mixture, as
-        rows of its deltas."""
+        model; ``adapters``: by name; the engine owns them, at ``version``; ``return_experts``: those of a mixture, as
+        rows of the deltas."""
         super().__init__(model, **options)
         how = self._deterministic, native_kernels, return_experts
         self._runner = runner = ModelRunner(model, self.slots, self.context_tokens, *how)
@@ -87,7 +87,7 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
     def step(self) -> bool:
         """See `Engine.step`."""
         self._take_compiled(idle=not self._rows and not self._waiting)
-        self._make_room()
+        self._preempt_to_fit()
         prefills = self._admit()
         self._close_holes()
         n, table = self._rows, self._table
@@ -104,7 +104,7 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
         for request, reason, error, at_fault, again in table.advance(n, self._runner.sample(logits, how), refused):
             slot = request.slot
             if again:
-                self._follow_again(request)
+                self._recompile_grammar(request)
                 continue
             self._end_running(request, reason, error, refused=at_fault)
             if reason == "error":
@@ -132,15 +132,15 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
             request = self._waiting[0]
             running = self._rows - len(self._holes)
             if self._scarce and running:
-                wanted = used + request.tokens + running * HEADROOM_TOKENS
-                if wanted > self.kv_capacity_tokens:
+                needed_tokens = used + request.tokens + running * HEADROOM_TOKENS
+                if needed_tokens > self.kv_capacity_tokens:
                     break
             ids = (request.prompt + request.response)[:-1]  # the last token is fed by the step itself
             update = self._update_of(request)
             plan = plans.get((update, ids))
             donor = None if plan is not None or request.response else self._donor(request.prompt, update)
             if plan is None and donor is None and ids:
-                begun = self._begun(ids, update)
+                begun = self._partial_tokens(ids, update)
                 if len(ids) - begun > budget and (plans or not self._deterministic):
                     free = self._rows < self.slots or self.slots - 1 in self._holes
                     if budget and not self._deterministic and free:
@@ -154,7 +154,7 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
                 plan = plans[update, ids] = Prefill(ids, [], begun, update)
             heapq.heappop(self._waiting)
             request.update = request.prefix_update = update
-            slot = self._place(request)
+            slot = self._assign_slot(request)
             used += request.tokens
             admitted.append(request)
             if plan is not None:
@@ -172,14 +172,14 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
         self._prefilled += sum(plan.tokens for plan in plans.values())
         return list(plans.values())
 
-    def _begun(self, ids: TokenIds, update: int) -> int:
+    def _partial_tokens(self, ids: TokenIds, update: int) -> int:
         """Count of leading tokens of ``ids`` whose KV by these weights is in the last slot."""
         partial = self._partial
         if partial is None or partial.update != update or ids[: len(partial.ids)] != partial.ids:
             return 0
         return min(len(partial.ids), len(ids) - 1)
 
-    def _place(self, request: EngineRequest) -> int:
+    def _assign_slot(self, request: EngineRequest) -> int:
         if self._holes:
             slot = self._holes.pop()
         else:
@@ -200,7 +200,7 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
 
     # --- endings, preemption --------------------------------------------------------------------------------
 
-    def _vacate(self, request: EngineRequest) -> None:
+    def _release_row(self, request: EngineRequest) -> None:
         slot = request.slot
         self._table.release(slot)
         self._holes.append(slot)
@@ -229,7 +229,7 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
 
     # --- weights --------------------------------------------------------------------------------------------
 
-    def _changed(self) -> None:
+    def _weights_changed(self) -> None:
         self._runner.weights_changed()
         self._close_holes()
         self._updates += 1
@@ -247,24 +247,24 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
     def _recompute(self, running: Sequence[EngineRequest]) -> int:
         """Recompute the KV of all running requests with the present weights. Returns the count of tokens computed."""
         table = self._table
-        shared, own = self._shared_prompts(running), []
+        shared, individual = self._shared_prompts(running), []
         for request in running:
             ids = table.sequence[request.slot, : table.position[request.slot]]
             request.prefix_update = self._updates
             request.reprefilled = request.reprefilled or len(ids) > 0
             begun = len(request.prompt) - 1 if request.prompt in shared else 0
             if len(ids) > begun:
-                own.append(Prefill(ids, [request.slot], begun, self._updates))
+                individual.append(Prefill(ids, [request.slot], begun, self._updates))
         total = 0
-        for stage in (list(shared.values()), own):
+        for stage in (list(shared.values()), individual):
             chunk: list[Prefill] = []
-            room = self._prefill_tokens_per_step
+            budget = self._prefill_tokens_per_step
             for prefill in stage:
-                if chunk and prefill.tokens > room:
+                if chunk and prefill.tokens > budget:
                     self._runner.prefill(chunk)
-                    chunk, room = [], self._prefill_tokens_per_step
+                    chunk, budget = [], self._prefill_tokens_per_step
                 chunk.append(prefill)
-                room -= prefill.tokens
+                budget -= prefill.tokens
                 total += prefill.tokens
             self._runner.prefill(chunk)
         self._prefilled += total

@@ -30,7 +30,7 @@ class SlotCache:
         device: torch.device,
         routing: ExpertRouting | None = None,
     ) -> None:
-        """``routing``: of the model, where the experts of every token are kept beside its KV."""
+        """``routing``: the model's, if the experts of every token are kept beside its KV."""
         self.slots = slots
         self.routing = routing
         narrow, width = routing is None or routing.item_bytes == 1, 0 if routing is None else routing.width

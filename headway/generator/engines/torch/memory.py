@@ -1,4 +1,4 @@
-"""An engine's memory off its device for a while: weights and KV move as they are, what is made of them is made anew."""
+"""Offloads an engine's memory: weights and KV move unchanged, and data derived from them is derived again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headway.weights.shared_memory import Subscriber
 
 
 class EngineMemory:
-    """Weights, adapters and KV of an engine of this package; requests in flight go on as if they had never left."""
+    """Weights, adapters and KV of an engine of this package; requests in flight continue as if never offloaded."""
 
     def __init__(
         self,
@@ -23,30 +23,30 @@ class EngineMemory:
         drop: Callable[[], None] = lambda: None,
         loaded: Callable[[], None] = lambda: None,
     ) -> None:
-        """``tensors``: those that leave. ``drop`` frees what was made of them; ``loaded`` makes it anew once they are
-        back, at other addresses. What ``subscriber`` fetched is dropped too."""
+        """``tensors`` yields those to offload. ``drop`` frees data derived from them; ``loaded`` derives it again once
+        they are back, at other addresses. The last fetch of ``subscriber`` is dropped too."""
         self.directory: str | None = None  # of the file
         self._subscriber, self._tensors = subscriber, tensors
         self._drop_made, self._loaded = drop, loaded
         self._offloaded = OffloadedTensors()
 
     @property
-    def away(self) -> bool:
-        return self._offloaded.away
+    def offloaded(self) -> bool:
+        return self._offloaded.offloaded
 
     def offload(self) -> MemoryMove:
-        """See `Engine.offload`."""
-        if self.away:
+        """See `Memory.offload`."""
+        if self.offloaded:
             return MemoryMove(moved_bytes=0, seconds=0.0)
-        started, before = time.perf_counter(), used_bytes()
+        started, initial_bytes = time.perf_counter(), used_bytes()
         self._offloaded = OffloadedTensors(self.directory)
         moved = self._offloaded.offload(self._tensors(), self._drop)
         seconds = time.perf_counter() - started
-        return msgspec.structs.replace(moved, seconds=seconds, freed_bytes=before - used_bytes())
+        return msgspec.structs.replace(moved, seconds=seconds, freed_bytes=initial_bytes - used_bytes())
 
     def onload(self) -> MemoryMove:
-        """See `Engine.onload`."""
-        if not self.away:
+        """See `Memory.onload`."""
+        if not self.offloaded:
             return MemoryMove(moved_bytes=0, seconds=0.0, onload=True)
         started, moved = time.perf_counter(), self._offloaded.onload()
         self._loaded()

@@ -24,7 +24,7 @@ from headway.models.cpu import native
 from headway.models.decoder import Decoder, DecoderLayer
 from headway.models.hidden_states import HiddenStates
 from headway.models.lora import Lora
-from headway.models.masked import causal_attention, masked_attention, seen
+from headway.models.masked import causal_attention, masked_attention, visible_mask
 from headway.records.generation import POLICY_ADAPTER, PathScores, Probe, ProbeScores
 from headway.records.tokens import EXPERTS, TokenRows
 
@@ -55,7 +55,7 @@ class _Block(NamedTuple):
     start: int  # KV tokens computed before
     slots: Tensor  # [m] target slots
     source: Tensor | None  # [m] index of each target's prefill in the block; None: one to one
-    own: Tensor  # [count] one target slot of each prefill
+    leaders: Tensor  # [count] one target slot of each prefill
 
     @property
     def rows(self) -> slice:
@@ -74,7 +74,7 @@ class ModelRunner:
         native_kernels: bool = True,
         keep_experts: bool = False,
     ) -> None:
-        """``keep_experts``: those of every token of a mixture, for `take_rows`."""
+        """``keep_experts``: keep the experts of every token of a mixture, for `take_rows`."""
         self.model = model
         self._layers = cast("list[DecoderLayer]", list(model.layers))
         self.fixed_shapes = fixed_shapes
@@ -105,7 +105,7 @@ class ModelRunner:
     def register(self, name: str, lora: Lora, version: int, update: int) -> None:
         """See `AdapterRevisions.register`; its dtype and device become the model's."""
         for pair in lora.pairs():
-            pair.a.data, pair.b.data = (one.data.to(self.device, self.dtype) for one in (pair.a, pair.b))
+            pair.a.data, pair.b.data = (matrix.data.to(self.device, self.dtype) for matrix in (pair.a, pair.b))
         self.adapters.register(name, lora, version, update, self._native_decode)
 
     def weights_changed(self) -> None:
@@ -114,7 +114,7 @@ class ModelRunner:
         if kernels is None:
             return
         looked_up = model.embedding_weight if model.head_weight is not None else None
-        kernels.pack(one for one in model.parameters() if one.ndim == 2 and one is not looked_up)
+        kernels.pack(weight for weight in model.parameters() if weight.ndim == 2 and weight is not looked_up)
         if self._attention_kernels is not None and can_decode(model, kernels):
             self._native_decode = NativeDecode(model, self.cache, kernels)
 
@@ -136,8 +136,8 @@ class ModelRunner:
     def prefill(self, prefills: Sequence[Prefill]) -> None:
         """Compute and store KV, without sampling."""
         if self.fixed_shapes:
-            for one in prefills:
-                self._forward([one], None, None, _NONE, 0)
+            for prefill in prefills:
+                self._forward([prefill], None, None, _NONE, 0)
         elif prefills:
             self._forward(prefills, None, None, _NONE, 0)
 
@@ -175,7 +175,7 @@ class ModelRunner:
     def score(self, probe: Probe) -> ProbeScores:
         """Score a probe without a prompt on a cache of its own: by one prefill (``prefill``), and by two and then token
         by token (``decode``)."""
-        ids, revision, found = probe.ids, self.adapters.newest(POLICY_ADAPTER), dict[str, PathScores]()
+        ids, revision, scores_by_path = probe.ids, self.adapters.newest(POLICY_ADAPTER), dict[str, PathScores]()
         update = 0 if revision is None else revision.update
         kept, decoder = self.cache, self._native_decode
         self.cache = SlotCache(
@@ -192,18 +192,18 @@ class ModelRunner:
                         self._score_part(ids[:end], start, update, path == "decode" and end > 2 * third, states)
                     )
                     states.end_pass()
-                found[path] = states.scores(torch.cat(logits), ids)
+                scores_by_path[path] = states.scores(torch.cat(logits), ids)
         finally:
             self.cache, self._native_decode = kept, decoder
             for layer in self._layers:
                 if layer.routed:  # experts of the probe, which no cache takes
                     layer.routed.clear()
-        return ProbeScores(probe=probe, precision=str(self.dtype).removeprefix("torch."), paths=found)
+        return ProbeScores(probe=probe, precision=str(self.dtype).removeprefix("torch."), paths=scores_by_path)
 
     def _score_part(self, ids: tuple[int, ...], start: int, update: int, decodes: bool, states: HiddenStates) -> Tensor:
-        """Logits after each of ``ids`` from ``start`` on, whose KV is stored."""
+        """Return the logits after each of ``ids`` from ``start`` on, and store their KV."""
         if decodes:
-            pending, position = (torch.tensor([one], device=self.device) for one in (ids[start], start))
+            pending, position = (torch.tensor([number], device=self.device) for number in (ids[start], start))
             x_nd = self._forward([], pending, position, np.array([update]), self.cache.context_tokens, states)
         else:
             x_nd = self._forward([Prefill(ids, [0], start, update)], None, None, _NONE, 0, states)
@@ -220,7 +220,7 @@ class ModelRunner:
         reach: int,
         states: HiddenStates | None = None,
     ) -> Tensor | None:
-        """The residual stream after the last layer, of the decode rows; with ``states`` of the prefilled ones too."""
+        """Return the residual stream after the last layer of decode rows; with ``states`` of prefilled ones too."""
         prefills = sorted(prefills, key=lambda prefill: (prefill.start, prefill.tokens))
         if self.adapters:
             self.adapters.rows.assign(np.concatenate([update, *(np.full(p.tokens, p.update) for p in prefills)]))
@@ -300,8 +300,8 @@ class ModelRunner:
                 )
             )
             first += len(same) * length
-        ids = np.concatenate([np.asarray(one.ids[one.start :], dtype=np.int64) for one in prefills])
-        position = np.concatenate([np.arange(one.start, len(one.ids)) for one in prefills])
+        ids = np.concatenate([np.asarray(sequence.ids[sequence.start :], dtype=np.int64) for sequence in prefills])
+        position = np.concatenate([np.arange(sequence.start, len(sequence.ids)) for sequence in prefills])
         return torch.from_numpy(ids).to(self.device), torch.from_numpy(position).to(self.device), tuple(blocks)
 
     def _natively(self, scores: Scores) -> bool:
@@ -363,8 +363,8 @@ class ModelRunner:
                 cache.experts[block.slots, block.start : block.start + block.length, columns] = rows
 
     def take_rows(self, request: EngineRequest, position: np.ndarray) -> dict[str, TokenRows]:
-        """The experts of a running request's tokens that its caller hasn't got, as rows; {} where none are kept.
-        ``position``: by slot, up to which tokens are computed."""
+        """Return the experts of a running request's tokens that its caller lacks, as rows; {} if none are kept.
+        ``position``: count of computed tokens, by slot."""
         routing, first = self.cache.routing, request.rows
         if routing is None or request.slot < 0 or first >= (end := int(position[request.slot])):
             return {}
@@ -375,16 +375,16 @@ class ModelRunner:
     def _prefill_attention(
         self, index: int, q: Tensor, k: Tensor, v: Tensor, block: _Block, position: Tensor, scores: Scores
     ) -> Tensor:
-        q, k, v = (one[block.rows] for one in (q, k, v))
+        q, k, v = (tensor[block.rows] for tensor in (q, k, v))
         if block.start and self._natively(scores):
-            slot_n = block.own.repeat_interleave(block.length)
+            slot_n = block.leaders.repeat_interleave(block.length)
             return self._native_attention(index, (q, k, v), slot_n, position[block.rows], scores, write=False)
         shape = (block.count, block.length, -1, self.head_dimension)
-        q, k, v = (one.view(shape).transpose(1, 2) for one in (q, k, v))
+        q, k, v = (tensor.view(shape).transpose(1, 2) for tensor in (q, k, v))
         if block.start:  # the whole context is in the cache: the block's own part was just stored
             end = block.start + block.length
-            k, v = self.cache.keys[index][block.own, :, :end], self.cache.values[index][block.own, :, :end]
-            mask = seen(end, scores.window, self.device, block.start)
+            k, v = self.cache.keys[index][block.leaders, :, :end], self.cache.values[index][block.leaders, :, :end]
+            mask = visible_mask(end, scores.window, self.device, block.start)
             out = masked_attention(q, k, v, mask, scores)
         else:
             out = causal_attention(q, k, v, scores)

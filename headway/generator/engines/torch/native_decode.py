@@ -28,7 +28,7 @@ class AdapterPanels(NamedTuple):
     """An adapter in the order that the kernel reads; ``kept``: the memory that it points to."""
 
     products: ctypes.Array[LowRankPointers]
-    most_rank: int  # of a product: its targets' ranks together
+    most_rank: int  # largest sum of the ranks of a product's targets
     kept: list[Tensor]
 
 
@@ -56,16 +56,18 @@ class NativeDecode:
         adapters: Sequence[tuple[AdapterPanels, int, int]] = (),
         states: HiddenStates | None = None,
     ) -> Tensor:
-        """The residual stream [n, d] after the last layer; row i is at position_n[i] of slot i. ``order``,
+        """Return the residual stream [n, d] after the last layer; row i is at position_n[i] of slot i. ``order``,
         ``adapters``: see `RowAdapters.groups`. With ``states`` each layer is a call of its own, and recorded."""
         most_rank = max((panels.most_rank for panels, _, _ in adapters), default=0)
         slot_n = None if order is None else torch.from_numpy(order)
         if slot_n is not None:
-            x_nd, cos, sin, position_n = (one.index_select(0, slot_n) for one in (x_nd, cos, sin, position_n))
+            x_nd, cos, sin, position_n = (tensor.index_select(0, slot_n) for tensor in (x_nd, cos, sin, position_n))
         calls = [self._layers] if states is None else [(LayerPointers * 1)(layer) for layer in self._layers]
         for number, layers in enumerate(calls):
             begin = number * len(_PRODUCTS) * ctypes.sizeof(LowRankPointers)
-            groups = [RowGroup(first, rows, ctypes.addressof(one.products) + begin) for one, first, rows in adapters]
+            groups = [
+                RowGroup(first, rows, ctypes.addressof(panels.products) + begin) for panels, first, rows in adapters
+            ]
             self._kernels.decode(x_nd, layers, cos, sin, slot_n, position_n, self._sizes, groups, most_rank)
             if states is not None:
                 states.add(x_nd)
@@ -80,13 +82,13 @@ class NativeDecode:
                 weight: Tensor = getattr(self._model.layers[number], f"{name}_weight")
                 a, b, spans = self._low_rank(pairs, len(weight))
                 kept += (a, b, spans)
-                pointers = LowRankPointers(address(a), address(b), address(spans), sum(len(one.a) for one in pairs))
+                pointers = LowRankPointers(address(a), address(b), address(spans), sum(len(pair.a) for pair in pairs))
                 products[number * len(_PRODUCTS) + _PRODUCTS.index(name)] = pointers
-        return AdapterPanels(products, max(one.rank for one in products), kept)
+        return AdapterPanels(products, max(pointers.rank for pointers in products), kept)
 
     def _low_rank(self, pairs: Sequence[LoraPair], columns: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(panels of A, panels of B, spans) of the targets of one product of ``columns``: their A's one after the
-        other, their B's as blocks of one matrix. A panel's span is the ranks of the targets that it has columns of."""
+        """Return (panels of A, panels of B, spans) of the targets of one product of ``columns``: their A's one after
+        the other, their B's as blocks of one matrix. A panel's span is the ranks of targets that it has columns of."""
         ranks = [len(pair.a) for pair in pairs]
         width = self._kernels.panel_columns
         b_fr, spans = torch.zeros(columns, sum(ranks)), torch.zeros(-(-columns // width), 2, dtype=torch.int64)

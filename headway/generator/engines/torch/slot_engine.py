@@ -67,7 +67,7 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         prefill_tokens_per_step: int = 8192,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Make the part that all such engines share, with `SlotOptions`."""
+        """See `SlotOptions`; ``model`` is changed in place by updates."""
         self._deterministic, self._prefill_tokens_per_step = deterministic, prefill_tokens_per_step
         self.kv_capacity_tokens = slots * max_context_tokens if kv_capacity_tokens is None else kv_capacity_tokens
         super().__init__(
@@ -89,7 +89,7 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         self._subscriber = Subscriber()
 
     @abstractmethod
-    def _vacate(self, request: EngineRequest) -> None:
+    def _release_row(self, request: EngineRequest) -> None:
         """Free a running request's row."""
 
     @abstractmethod
@@ -102,13 +102,14 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
 
     @abstractmethod
     def _recompute(self, running: Sequence[EngineRequest]) -> int:
-        """Have all tokens of these requests computed with the present weights. Returns the count of tokens."""
+        """Compute all tokens of these requests again with the present weights, at the latest in the next step.
+        Returns the count of tokens."""
 
-    def _changed(self) -> None:
-        """Note that the model's weights are others."""
+    def _weights_changed(self) -> None:
+        """Note that the model's weights have changed."""
 
     def _rows_of(self, entry: EngineRequest) -> dict[str, TokenRows]:
-        """The rows of experts that the request's caller hasn't got."""
+        """Return the rows of experts that the request's caller lacks."""
         return {}
 
     # --- requests -------------------------------------------------------------------------------------------
@@ -127,15 +128,15 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         self, request: EngineRequest, reason: FinishReason, error: str = "", *, refused: bool = False
     ) -> None:
         self._end(request, reason, error, refused=refused)
-        self._vacate(request)
+        self._release_row(request)
 
     def _preempt(self, request: EngineRequest) -> None:
-        """Take a running request's row away; it has its tokens."""
+        """Take the row of a running request, which keeps its tokens."""
         self._emit(request)
         request.response = self._table.response_ids(request.slot)
-        self._vacate(request)
+        self._release_row(request)
 
-    def _make_room(self) -> None:
+    def _preempt_to_fit(self) -> None:
         """Preempt the youngest requests until the next step's KV tokens fit."""
         rows = self._rows if self._scarce else 0
         running = [request for request in self._table.requests[:rows] if request is not None]
@@ -146,8 +147,8 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
             heapq.heappush(self._waiting, request)
             self._preemptions += 1
 
-    def _follow_again(self, request: EngineRequest) -> None:
-        """Let a running request wait until another matcher has followed its tokens."""
+    def _recompile_grammar(self, request: EngineRequest) -> None:
+        """Let a running request wait until a new matcher has consumed its tokens."""
         assert self._compiling is not None
         self._preempt(request)
         request.matcher, request.exhausted = None, request.exhausted + 1
@@ -160,7 +161,7 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
             entry.update = -1 if revision is None else revision.update
         return entry
 
-    def _unserved(self, entry: EngineRequest) -> str:
+    def _refusal(self, entry: EngineRequest) -> str:
         return self.adapters.unknown(entry.adapter)
 
     def _ended(self, entry: EngineRequest) -> None:
@@ -168,7 +169,7 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         self.adapters.unload(self._open.values())
 
     def _update_of(self, request: EngineRequest) -> int:
-        """Number of the update whose weights the request is to be computed with from now on."""
+        """Return the number of the update with whose weights the request is computed from now on."""
         if request.update >= 0:
             return request.update
         newest = self.adapters.newest(request.adapter)
@@ -223,7 +224,7 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         """Replace the model's weights between two steps (DESIGN rule 4). ``adopt``: the tensors are the subscriber's
         last fetch, and become the parameters without a copy where they fit.
 
-        ``keep``: running requests continue on what is cached of them; ``recompute``: that is computed anew first;
+        ``keep``: running requests continue on what is cached of them; ``recompute``: that is recomputed first;
         ``abort``: they end with reason "abort" (waiting and not interruptible requests stay).
         Raises ConfigurationError, with nothing changed, when the tensors are not this model's, for ``finish``, and
         where there are adapters: they belong to the weights that are here.
@@ -237,30 +238,30 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
                 copy_weights(self._model, tensors)
             elif adopt_weights(self._model, tensors):
                 self._subscriber.keep()
-            self._changed()
+            self._weights_changed()
             self._emit_ready()  # tokens so far are the old version's
             self._model_version = version
-            in_flight, recomputed = self._cross("", mode)
-        return self._applied(version, before_s, in_flight, recomputed)
+            in_flight, recomputed = self._cross_update("", mode)
+        return self._update_report(version, before_s, in_flight, recomputed)
 
     def update_adapter(
         self, name: str, tensors: Mapping[str, Tensor], version: int, mode: UpdateMode
     ) -> AppliedWeights:
         """Register a revision of an adapter between two steps. Modes as of `update_weights`, for its own requests;
-        ``finish``: those that have begun keep the revision that they are on. Raises ConfigurationError, with nothing
+        ``finish``: those that have begun keep their revision. Raises ConfigurationError, with nothing
         changed, when no adapter of this name, with these names and shapes, is registered."""
         before_s = self._paused_s
         with self.paused():
             self._register(name, tensors, version)
             self._emit_ready()
-            in_flight, recomputed = (0, 0) if mode == "finish" else self._cross(name, mode)
+            in_flight, recomputed = (0, 0) if mode == "finish" else self._cross_update(name, mode)
             self.adapters.unload(self._open.values())
-        return self._applied(version, before_s, in_flight, recomputed)
+        return self._update_report(version, before_s, in_flight, recomputed)
 
-    def _cross(self, adapter: str, mode: UpdateMode) -> tuple[int, int]:
-        """Move the requests of an adapter (""; of the model) to what the last update made; returns the count of
-        running ones and of tokens recomputed."""
-        mine = {one for one in self._open.values() if not adapter or (one.adapter or POLICY_ADAPTER) == adapter}
+    def _cross_update(self, adapter: str, mode: UpdateMode) -> tuple[int, int]:
+        """Move the requests of an adapter ("": of the model) to the weights of the last update; returns the counts of
+        running requests and of recomputed tokens."""
+        mine = {req for req in self._open.values() if not adapter or (req.adapter or POLICY_ADAPTER) == adapter}
         running = [request for request in self._table.requests[: self._rows] if request is not None and request in mine]
         for request in mine:
             request.update = -1
@@ -272,8 +273,8 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
                     self._end_running(request, "abort")
         return len(running), self._recompute(running) if mode == "recompute" else 0
 
-    def _applied(self, version: int, before_s: float, in_flight: int, recomputed: int) -> AppliedWeights:
-        """Report of an update; ``before_s``: time paused before it."""
+    def _update_report(self, version: int, before_s: float, in_flight: int, recomputed: int) -> AppliedWeights:
+        """Make the report of an update; ``before_s``: time paused before it."""
         self.version = version
         self._note_idleness()
         pause_s = self._paused_s - before_s

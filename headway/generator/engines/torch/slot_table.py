@@ -23,18 +23,18 @@ _ALL = np.uint32(0xFFFFFFFF)
 
 
 class Ending(NamedTuple):
-    """Why a request ended with a step."""
+    """The ending of a request in a step, and its reason."""
 
     request: EngineRequest
     reason: FinishReason
     error: str = ""
     refused: bool = False
-    again: bool = False  # it doesn't: its grammar's states were used up, and its tokens are to be followed in others
+    again: bool = False  # it doesn't end: its grammar's states were exhausted, and a new matcher must follow it
 
     @staticmethod
     def by_grammar(request: EngineRequest, error: GrammarRefused) -> Ending:
-        """The ending of a request whose grammar allows no token, or can't follow the last one."""
-        shared = request.matcher is not None and not request.matcher.alone
+        """Make the ending of a request whose grammar allows no token, or doesn't accept the last one."""
+        shared = request.matcher is not None and not request.matcher.exclusive
         again = shared and isinstance(error, GrammarExhausted)
         return Ending(request, "error", str(error), refused=True, again=again)
 
@@ -68,7 +68,7 @@ class SlotTable:
     def occupy(self, slot: int, request: EngineRequest, context_tokens: int) -> None:
         """Put a request into a free row, its last known token pending."""
         ids = request.prompt + request.response
-        how = request.sampling
+        sampling = request.sampling
         request.slot = slot
         self.requests[slot] = request
         self.sequence[slot, : len(ids)] = ids
@@ -77,24 +77,24 @@ class SlotTable:
         self.prompt[slot] = len(request.prompt)
         self.sent[slot] = len(ids)
         self.update[slot] = request.update
-        self.limit[slot] = min(len(request.prompt) + how.max_tokens, context_tokens)
-        self.seed[slot] = how.seed & 0xFFFFFFFFFFFFFFFF
-        self.greedy[slot] = how.temperature == 0
-        self.temperature[slot] = how.temperature or 1.0
+        self.limit[slot] = min(len(request.prompt) + sampling.max_tokens, context_tokens)
+        self.seed[slot] = sampling.seed & 0xFFFFFFFFFFFFFFFF
+        self.greedy[slot] = sampling.temperature == 0
+        self.temperature[slot] = sampling.temperature or 1.0
         self.truncated[slot] = request.truncated
         self.matched[slot] = request.matcher is not None
-        self.top_p[slot] = how.top_p if request.truncated else 1.0
-        self.top_k[slot] = (request.truncated and how.top_k) or UNLIMITED
-        self.kept[slot] = how.kept_sets
+        self.top_p[slot] = sampling.top_p if request.truncated else 1.0
+        self.top_k[slot] = (request.truncated and sampling.top_k) or UNLIMITED
+        self.kept[slot] = sampling.kept_sets
         if request.matcher is not None or request.stop_strings is not None:
             self._watched.add(request)
-        width = len(how.stop_token_ids)
+        width = len(sampling.stop_token_ids)
         if width > self.stop_ids.shape[1]:
             wider = np.full((len(self.requests), width), -1, np.int64)
             wider[:, : self.stop_ids.shape[1]] = self.stop_ids
             self.stop_ids = wider
         self.stop_ids[slot] = -1
-        self.stop_ids[slot, :width] = how.stop_token_ids
+        self.stop_ids[slot, :width] = sampling.stop_token_ids
 
     def move(self, source: int, target: int) -> None:
         """Move a row into a free one."""
@@ -128,9 +128,9 @@ class SlotTable:
         """Append one sampled token to each of the first ``count`` rows."""
         rows = np.arange(count)
         self.position[:count] += 1
-        place = self.position[:count]
-        self.sequence[rows, place] = tokens
-        self.logprobs[rows, place] = logprobs
+        positions = self.position[:count]
+        self.sequence[rows, positions] = tokens
+        self.logprobs[rows, positions] = logprobs
         self.pending[:count] = tokens
 
     def response_ids(self, slot: int) -> TokenIds:
@@ -145,8 +145,8 @@ class SlotTable:
         return self.tokens[slot, first:end].tobytes(), request.take_kept(end, self.id_bytes)
 
     def row_sampling(self, rows: int, device: torch.device) -> tuple[RowSampling, dict[EngineRequest, GrammarRefused]]:
-        """Sampling parameters of the first ``rows`` rows' next tokens, on ``device``, and the requests whose grammars
-        allow no token: what is sampled for these means nothing."""
+        """Return the sampling parameters of the first ``rows`` rows' next tokens, on ``device``, and the requests whose
+        grammars allow no token: the samples of these are meaningless."""
         uniform = counter_uniform(self.seed[:rows], self.position[:rows] + 1 - self.prompt[:rows])
         uniform_n = torch.from_numpy(uniform).to(device)
         temperature = self.temperature[:rows]
@@ -179,8 +179,8 @@ class SlotTable:
         return masks, {requests[row]: error for row, error in errors.items()}
 
     def advance(self, count: int, sampled: Sampled, refused: dict[EngineRequest, GrammarRefused]) -> list[Ending]:
-        """Append the token of each of the first ``count`` rows, and return the requests that end with it; of those with
-        an error it is dropped, and of those that go on later. ``refused``: of `row_sampling`."""
+        """Append the token of each of the first ``count`` rows, and return the endings; the token of a request with an
+        error, or to be followed ``again``, is dropped. ``refused``: of `row_sampling`."""
         tokens, logprobs, sets = sampled.host()
         tokens, logprobs, endings = tokens[:count], logprobs[:count], dict[EngineRequest, Ending]()
         self.append(count, tokens, logprobs)

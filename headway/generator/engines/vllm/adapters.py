@@ -26,7 +26,7 @@ from headway.weights.leftovers import SHARED_MEMORY, exchange_folder
 from headway.weights.shared_memory import Subscriber
 
 LABELS = "headway-"  # start of every LoRA's name in vLLM
-_ALIKE = 1e-2  # nats: a forward pass without the target that vLLM leaves out is no further away
+_EQUAL_NATS = 1e-2  # largest difference to a forward pass without the target that vLLM leaves out
 _OTHER_SEED = 1 << 20  # of the B matrices with which an adapter is proved
 
 
@@ -35,7 +35,7 @@ class VllmRevision(NamedTuple):
 
     name: str
     version: int
-    label: str  # its name in vLLM, never used again: salts KV, too
+    label: str  # its unique name in vLLM, also the salt of its KV
     handle: Any  # vLLM's LoRARequest, or of a server the LoRA's id
 
 
@@ -50,12 +50,12 @@ class VllmAdapters:
         """``model``: the base. Raises ConfigurationError for an adapter that isn't this model's, and for parts that
         vLLM can't compute."""
         self._settings, self._model = settings, model
-        self._life = uuid.uuid4().hex[:12]  # a server may have labels of a predecessor
+        self._instance_id = uuid.uuid4().hex[:12]  # a server may have labels of a predecessor
         config = model.shape
         assert isinstance(config, DecoderConfig)
         self._loras = {
-            name: open_adapter(settings.model_path, config, one, seed=settings.seed)
-            for name, one in settings.adapters.items()
+            name: open_adapter(settings.model_path, config, adapter, seed=settings.seed)
+            for name, adapter in settings.adapters.items()
         }
         for name, lora in self._loras.items():
             if experts := [adapted.target.name for adapted in lora.targets if adapted.target.experts]:
@@ -85,14 +85,14 @@ class VllmAdapters:
         self.newest: dict[str, VllmRevision] = {}  # by name
 
     def unknown(self, name: str) -> str:
-        """Reason why no request can have this adapter; "" when one can."""
+        """Return why no request can use this adapter; "" if it is registered."""
         return "" if name in ("", *self.names) else f"there is no adapter {name!r}; valid: {', '.join(self.names)}"
 
     def chosen(self, name: str, version: int | None) -> VllmRevision:
-        """The revision for a request: that of ``version``, on which it began, if it is still there, else the newest.
+        """Return a request's revision: that of ``version``, with which it began, if still registered, else the newest.
         ``name`` as in `GenerationRequest.adapter`."""
         newest = self.newest.get(name or POLICY_ADAPTER) or self.newest[BASE_MODEL]
-        same = [one for one in self.registered if (one.name, one.version) == (newest.name, version)]
+        same = [revision for revision in self.registered if (revision.name, revision.version) == (newest.name, version)]
         return same[-1] if same else newest
 
     def fetch(self, published: PublishedWeights) -> None:
@@ -105,10 +105,10 @@ class VllmAdapters:
 
     @contextmanager
     def written(self, name: str, *, prove: bool = False) -> Iterator[tuple[str, Path]]:
-        """A new label and a folder in PEFT's format with the adapter's weights, removed after the block. ``prove``:
-        with B that changes every product of a target about as much as its matrix does."""
+        """Yield a new label and a folder in PEFT's format with the adapter's weights, removed after the block.
+        ``prove``: with B that changes every product of a target about as much as its matrix does."""
         self._labels += 1
-        label = f"{LABELS}{self._life}-{name}-{self._labels}"
+        label = f"{LABELS}{self._instance_id}-{name}-{self._labels}"
         with exchange_folder(self._settings.exchange_directory or SHARED_MEMORY) as folder:
             save_adapter(self._lora(name, prove), folder / label, self._settings.model_path)
             yield label, folder / label
@@ -119,26 +119,26 @@ class VllmAdapters:
         self.newest[revision.name] = revision
 
     def idle(self, held: Collection[VllmRevision | None]) -> list[VllmRevision]:
-        """The registered revisions that are neither newest nor ``held`` by requests."""
-        return [one for one in self.registered if one is not self.newest.get(one.name) and one not in held]
+        """Return the registered revisions that are neither newest nor ``held`` by requests."""
+        return [rev for rev in self.registered if rev is not self.newest.get(rev.name) and rev not in held]
 
     def crowding(self, name: str, held: Collection[VllmRevision | None]) -> VllmRevision | None:
-        """The revision to unload before another one of ``name`` can be registered: one that no request has ``held``, if
-        there is one; None: there is room."""
+        """Return the revision to unload before another one of ``name`` can be registered, if possible one that isn't
+        ``held`` by a request; None if the capacity suffices."""
         if len(self.registered) < self._capacity:
             return None
-        replaced = [one for one in self.registered if one.name == name or one is not self.newest[one.name]]
-        return next((one for one in replaced if one not in held), replaced[0])
+        replaced = [rev for rev in self.registered if rev.name == name or rev is not self.newest[rev.name]]
+        return next((rev for rev in replaced if rev not in held), replaced[0])
 
     def logprobs(self, name: str, ids: Sequence[int], *, prove: bool = False) -> list[float]:
-        """The log-probabilities of ``ids[1:]`` that vLLM must return: headway's own forward pass with the adapter."""
+        """Return the log-probabilities of ``ids[1:]`` expected of vLLM: headway's forward pass with the adapter."""
         return self._model.logprobs(ids, lora=self._lora(name, prove))
 
     def absent(self, name: str, ids: Sequence[int], got: Sequence[float]) -> str:
-        """Name the targets that ``got`` was computed without, of an adapter that didn't pass its proof."""
+        """Name the targets that vLLM left out of ``got``, for an adapter that didn't pass its proof."""
         for end in self.arguments["lora_target_modules"]:
             expected = self._model.logprobs(ids, lora=_with_outputs(self._loras[name], 1.0, leave_out=end))
-            if max(abs(one - other) for one, other in zip(got, expected, strict=True)) < _ALIKE:
+            if max(abs(actual - other) for actual, other in zip(got, expected, strict=True)) < _EQUAL_NATS:
                 return f"; it leaves out {end}"
         return ""
 
@@ -147,8 +147,8 @@ class VllmAdapters:
 
 
 def _with_outputs(lora: Lora, size: float, leave_out: str = "") -> Lora:
-    """A copy whose B is random, so that scale * B A x is about ``size`` times as large as x, and 0 at targets that end
-    with ``leave_out``."""
+    """Return a copy whose B is random, so that scale * B A x is about ``size`` times as large as x, and 0 at targets
+    that end with ``leave_out``."""
     changed = copy.deepcopy(lora)
     generator = torch.Generator().manual_seed(_OTHER_SEED)
     for pair in changed.pairs():

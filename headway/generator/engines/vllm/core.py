@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from headway.config.engines import VLLM_INSTALL
 from headway.generator.engines.settings import EngineSettings
 from headway.models.configuration import DecoderConfig
-from headway.models.hub.configuration import HubConfig
+from headway.models.hub.configuration import HfConfig
 from headway.records.errors import ConfigurationError, WeightsCorrupt, WeightsMismatch
 from headway.records.generation import PROBE_TOKENS, FinishReason, PublishedWeights
 from headway.runtime.devices import Device
@@ -65,9 +65,9 @@ def prepare_process(device: Device, ranks: int) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(known[device.first : device.first + ranks])
 
 
-def engine_arguments(settings: EngineSettings, model: DecoderConfig | HubConfig, device: Device) -> dict[str, Any]:
+def engine_arguments(settings: EngineSettings, model: DecoderConfig | HfConfig, device: Device) -> dict[str, Any]:
     """Return vLLM's ``EngineArgs`` as a mapping: defaults, the user's own arguments, headway's requirements."""
-    own, slots, context_tokens = settings.engine_arguments, settings.slots, settings.max_context_tokens
+    user_arguments, slots, context_tokens = settings.engine_arguments, settings.slots, settings.max_context_tokens
     arguments: dict[str, Any] = {
         "model": settings.model_path,
         "dtype": settings.dtype,
@@ -81,15 +81,15 @@ def engine_arguments(settings: EngineSettings, model: DecoderConfig | HubConfig,
         arguments["block_size"] = BLOCK_TOKENS
     if settings.trust_remote_code:
         arguments["trust_remote_code"] = True
-    arguments |= own
+    arguments |= user_arguments
     sized = {"kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override"}
-    if not sized & own.keys() and model.cached_values:
+    if not sized & user_arguments.keys() and model.cached_values:
         block = arguments.get("block_size") or 16
         per_slot = -(-context_tokens // block)
         # By default there is KV for a whole context in each slot, and for the probe.
         full = slots * per_slot + -(-(PROBE_TOKENS + 1) // block)
-        wanted = settings.kv_capacity_tokens
-        blocks = full if wanted is None else max(per_slot, wanted // block)
+        capacity_tokens = settings.kv_capacity_tokens
+        blocks = full if capacity_tokens is None else max(per_slot, capacity_tokens // block)
         width = 4 if settings.dtype == "float32" else 2
         heads = -(-model.kv_heads // arguments.get("tensor_parallel_size", 1))  # in each rank, at least one
         block_bytes = block * heads * (model.cached_values // model.kv_heads) * width  # in all layers
@@ -110,7 +110,7 @@ class VllmCore:
     """vLLM's engine behind the few operations that headway needs. Not thread-safe."""
 
     def __init__(self, arguments: Mapping[str, Any], chosen: Mapping[str, Any] = {}) -> None:
-        """``chosen``: how the trainer runs the model, where that isn't told by its folder (``worker.ModelChoice``).
+        """``chosen``: how the trainer runs the model, where its folder doesn't say it (``worker.ModelChoice``).
         Raises ConfigurationError for a missing vLLM, an unknown argument, and what vLLM refuses."""
         try:
             from vllm.config import StructuredOutputsConfig
@@ -240,8 +240,7 @@ class VllmCore:
         self._engine.set_weight_version(str(version))
 
     def void_kv(self) -> None:
-        """Discard all KV, in connectors too: running requests compute theirs anew once the next step is
-        scheduled."""
+        """Discard all KV, in connectors too: running requests recompute theirs from the next step on."""
         self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
 
     def sleep(self) -> None:

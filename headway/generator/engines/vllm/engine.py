@@ -68,7 +68,7 @@ class VllmEngine(VllmRequests):
         )
         self._core = core
         if settings.engine_arguments.get("enable_sleep_mode"):
-            self.memory = VllmMemory(core, self._renew_all)
+            self.memory = VllmMemory(core, self._requeue_all)
         self._probe_logprobs: list[float] | None = None  # result of the probe under way
         self._shape = DecoderConfig.from_pretrained(Path(settings.model_path)) if settings.return_experts else None
         core.name_version(settings.version)
@@ -76,12 +76,12 @@ class VllmEngine(VllmRequests):
 
     # --- requests to vLLM -------------------------------------------------------------------------------------
 
-    def _give(self, entry: VllmRequest) -> None:
+    def _submit(self, entry: VllmRequest) -> None:
         self._tickets += 1
         ticket = f"{self._core.updates}-{self._tickets}"
         revision = self._choose_revision(entry)
         try:
-            entry.own = self._core.add(
+            entry.handle = self._core.add(
                 ticket,
                 entry.prompt + entry.response,
                 _parameters(entry, self._may_sample(entry), self._core.own_sampling, self.bias),
@@ -93,7 +93,7 @@ class VllmEngine(VllmRequests):
         except ValueError as error:  # vLLM's own refusal of one request
             self._end(entry, "error", str(error), refused=True)
             return
-        self._now_given(entry, ticket)
+        self._note_submitted(entry, ticket)
 
     @property
     def _salt(self) -> str:
@@ -113,25 +113,25 @@ class VllmEngine(VllmRequests):
 
     def _absorb(self, outputs: Sequence[StepOutput]) -> None:
         """Add a step's outputs to their requests."""
-        before = self._generated
+        generated_before = self._generated
         for output in outputs:
-            entry = self._given.get(output.ticket)
+            entry = self._submitted.get(output.ticket)
             if entry is not None:
                 self._prefilled += output.computed_tokens
                 self._note_preemptions(entry)
                 if output.experts is not None and self._shape is not None:
                     entry.add_rows(_expert_rows(output.experts, self._shape))
                 version = output.version if entry.revision is None else entry.revision.version
-                self._gained(entry, output.ids, output.logprobs, version, output.ended)
+                self._append_tokens(entry, output.ids, output.logprobs, version, output.ended)
             elif output.prompt_logprobs is not None:
                 self._probe_logprobs = output.prompt_logprobs
-        self._steps += self._generated > before
+        self._steps += self._generated > generated_before
 
     def _note_preemptions(self, entry: VllmRequest) -> None:
         """Count the preemptions of a request by vLLM since its last token."""
-        times = entry.own.num_preemptions - entry.preempted
+        times = entry.handle.num_preemptions - entry.preempted
         if times > 0:
-            self._recomputed(entry)
+            self._note_recomputed(entry)
             entry.preempted += times
             self._preemptions += times
             self._prefilled += entry.tokens
@@ -140,7 +140,7 @@ class VllmEngine(VllmRequests):
 
     def _apply_model(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
         before_s = self._paused_s
-        with self._caught_up():
+        with self._drained():
             try:
                 fetch_s = self._core.update(published)
             except WeightsMismatch:  # the ranks have different weights
@@ -150,7 +150,7 @@ class VllmEngine(VllmRequests):
             self.version = published.version
             if mode == "recompute":
                 self._core.void_kv()
-            reprefilled = self._crossed(running, mode)
+            reprefilled = self._cross_update(running, mode)
             self._prefilled += reprefilled
             for entry in running:
                 if mode == "recompute":
@@ -158,7 +158,7 @@ class VllmEngine(VllmRequests):
                 elif entry.ticket:
                     # If it is preempted later, it must not find its own blocks of the older weights, which are cached
                     # under the salt that it came with.
-                    entry.own.skip_reading_prefix_cache = True
+                    entry.handle.skip_reading_prefix_cache = True
             probed = self._probe_due(self._core.updates)
             if probed and (differing := self._core.differing_module()):
                 self._break(differing)
@@ -177,8 +177,8 @@ class VllmEngine(VllmRequests):
         """Return the requests that keep their KV through an update. Requests in vLLM without a token or without KV go
         back to waiting: they begin under the new weights and must not find KV of the old ones."""
         running = self._core.running
-        kept = [entry for ticket, entry in self._given.items() if entry.sampled and ticket in running]
-        back = [entry for ticket, entry in self._given.items() if not (entry.sampled and ticket in running)]
+        kept = [entry for ticket, entry in self._submitted.items() if entry.sampled and ticket in running]
+        back = [entry for ticket, entry in self._submitted.items() if not (entry.sampled and ticket in running)]
         for entry in back:
             self._note_preemptions(entry)
             if entry.unsent:
@@ -188,14 +188,14 @@ class VllmEngine(VllmRequests):
 
     def _probe_sequence(self) -> None:
         """Compare log-probabilities of a random sequence, computed by vLLM's whole path, with the reference."""
-        ids, before = probe_ids(self._core.updates, self._vocabulary, self.context_tokens), len(self._deltas)
+        ids, first_delta = probe_ids(self._core.updates, self._vocabulary, self.context_tokens), len(self._deltas)
         expected = self._core.reference_logprobs(ids)
         if wrong := compare(self._sequence_logprobs(ids, None), expected, self._precision).wrong:
             other = "though no module of its own differs: attention, rotary embedding or configuration"
-            self._break(f"{wrong}, {other}", before)
+            self._break(f"{wrong}, {other}", first_delta)
 
     def _sequence_logprobs(self, ids: Sequence[int], revision: VllmRevision | None) -> list[float]:
-        self._probe_logprobs, before = None, len(self._deltas)
+        self._probe_logprobs, first_delta = None, len(self._deltas)
         self._tickets += 1
         ticket, salt = f"probe-{self._tickets}", self._salt if revision is None else revision.label
         adapter = None if revision is None else revision.handle
@@ -207,19 +207,19 @@ class VllmEngine(VllmRequests):
                 break
         self._busy_s += self._now() - started
         if self._probe_logprobs is None:
-            self._break(f"the probe was not served within {_PROBE_STEPS} steps", before)
+            self._break(f"the probe was not served within {_PROBE_STEPS} steps", first_delta)
         return self._probe_logprobs
 
     @contextmanager
-    def _caught_up(self) -> Iterator[None]:
+    def _drained(self) -> Iterator[None]:
         with self.paused():
             self._absorb(self._core.drain())
             yield
 
-    def _renew_all(self) -> None:
+    def _requeue_all(self) -> None:
         """Return every request from vLLM to waiting, with its tokens."""
-        with self._caught_up():
-            self._renewed(list(self._given.values()))
+        with self._drained():
+            self._requeue(list(self._submitted.values()))
 
     def _load_revision(self, label: str, folder: Path) -> Any:
         try:
@@ -234,40 +234,40 @@ class VllmEngine(VllmRequests):
 
     def statistics(self) -> EngineStatistics:
         """See `Engine.statistics`; KV in whole blocks."""
-        running = sum(ticket in self._given for ticket in self._core.running)
+        running = sum(ticket in self._submitted for ticket in self._core.running)
         return self._statistics(running, self._core.kv_used_tokens, self._core.kv_capacity_tokens)
 
 
 class VllmMemory:
-    """vLLM's sleep mode, level 1: its weights go to host memory, its KV is discarded and computed anew from the
+    """vLLM's sleep mode, level 1: its weights go to host memory, its KV is discarded and recomputed from the
     requests' tokens. It has not been run on a GPU yet, and needs one."""
 
     def __init__(self, core: VllmCore, renew_all: Callable[[], None]) -> None:
         self.directory: str | None = None  # unused: vLLM keeps its weights in host memory
-        self.away = False
-        self._core, self._renew_all = core, renew_all
+        self.offloaded = False
+        self._core, self._requeue_all = core, renew_all
 
     def offload(self) -> MemoryMove:
         """See `Memory.offload`."""
-        if self.away:
+        if self.offloaded:
             return MemoryMove(moved_bytes=0, seconds=0.0)
-        started, before = time.perf_counter(), used_bytes()
-        self._renew_all()
+        started, initial_bytes = time.perf_counter(), used_bytes()
+        self._requeue_all()
         self._core.sleep()
-        self.away, freed = True, before - used_bytes()
+        self.offloaded, freed = True, initial_bytes - used_bytes()
         return MemoryMove(moved_bytes=max(0, freed), seconds=time.perf_counter() - started, freed_bytes=freed)
 
     def onload(self) -> MemoryMove:
         """See `Memory.onload`."""
         started = time.perf_counter()
-        if self.away:
+        if self.offloaded:
             self._core.wake_up()
-            self.away = False
+            self.offloaded = False
         return MemoryMove(moved_bytes=0, seconds=time.perf_counter() - started, onload=True)
 
 
 def _parameters(entry: EngineRequest, max_tokens: int, own_sampling: bool, bias: dict[int, float]) -> Any:
-    """vLLM's SamplingParams of a request that may still sample ``max_tokens``."""
+    """Make vLLM's SamplingParams of a request that may still sample ``max_tokens``."""
     from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -292,8 +292,8 @@ def _parameters(entry: EngineRequest, max_tokens: int, own_sampling: bool, bias:
 
 
 def _expert_rows(experts: NDArray[Any], shape: DecoderConfig) -> TokenRows:
-    """Rows of vLLM's experts [N, layers, K]: it has all layers, those without experts too. Written for vLLM 0.32, and
-    not run yet: its V2 model runner alone returns them, on GPUs."""
+    """Make rows of vLLM's experts [N, layers, K], which have all layers, those without experts too. Written for vLLM
+    0.32, and not run yet: its V2 model runner alone returns them, on GPUs."""
     assert shape.routing is not None
     chosen = experts[:, list(shape.sparse_layers)]
     return TokenRows.of(chosen.reshape(len(chosen), -1), shape.routing.item_bytes)

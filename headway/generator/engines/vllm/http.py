@@ -125,9 +125,9 @@ class EventStream:
         return events
 
     def _events(self) -> list[bytes]:
-        *whole, rest = bytes(self._body).split(b"\n\n")
+        *complete, rest = bytes(self._body).split(b"\n\n")
         self._body = bytearray(rest)
-        data = [event.removeprefix(b"data: ") for event in whole if event.startswith(b"data: ")]
+        data = [event.removeprefix(b"data: ") for event in complete if event.startswith(b"data: ")]
         if _END in data:
             self.over = True
             data.remove(_END)
@@ -143,10 +143,10 @@ def require_engine(message: str) -> None:
 def message_of(answer: bytes) -> str:
     """Extract the message from an error response's body."""
     try:
-        found = msgspec.json.decode(answer)
+        body = msgspec.json.decode(answer)
     except msgspec.DecodeError:
         return answer[:300].decode(errors="replace").strip()
-    if isinstance(found, dict):
-        error = found.get("error", found.get("detail", found))
-        found = error.get("message", error) if isinstance(error, dict) else error
-    return str(found)[:500]
+    if isinstance(body, dict):
+        error = body.get("error", body.get("detail", body))
+        body = error.get("message", error) if isinstance(error, dict) else error
+    return str(body)[:500]

@@ -81,17 +81,17 @@ def _checks(
     module: Any, weight: Tensor, bias: Tensor | None, generator: torch.Generator, quantised: bool
 ) -> Iterator[_Check]:
     method = getattr(module, "quant_method", None)
-    own = getattr(module, "weight", None)
-    dtype, device = (own.dtype, own.device) if isinstance(own, Tensor) else (weight.dtype, weight.device)
+    actual = getattr(module, "weight", None)
+    dtype, device = (actual.dtype, actual.device) if isinstance(actual, Tensor) else (weight.dtype, weight.device)
     if bias is not None and isinstance(getattr(module, "bias", None), Tensor):
         yield _Check(module.bias.cpu(), bias, EXACT)
     if weight.ndim == 1 or method is None:
-        if isinstance(own, Tensor) and own.shape == weight.shape:
-            yield _Check(own.cpu(), weight.to(dtype), EXACT)
+        if isinstance(actual, Tensor) and actual.shape == weight.shape:
+            yield _Check(actual.cpu(), weight.to(dtype), EXACT)
         return
     if type(module).__name__ == "VocabParallelEmbedding":  # every quant method has a method ``embedding``
-        if isinstance(own, Tensor) and own.ndim == 2 and len(own) >= len(weight) and not quantised:
-            yield _Check(own[: len(weight)].cpu(), weight.to(dtype), EXACT)
+        if isinstance(actual, Tensor) and actual.ndim == 2 and len(actual) >= len(weight) and not quantised:
+            yield _Check(actual[: len(weight)].cpu(), weight.to(dtype), EXACT)
         ids = torch.randint(len(weight), (COLUMNS,), generator=generator)
         yield _Check(method.embedding(module, ids.to(device)).cpu(), weight[ids].to(dtype), EXACT)
         return

@@ -10,7 +10,7 @@ from torch import Tensor
 from headway.config.model import ModelConfig
 from headway.models.configuration import DecoderConfig
 from headway.models.decoder import Decoder
-from headway.models.hub.configuration import HubConfig, read_config
+from headway.models.hub.configuration import HfConfig, read_config
 from headway.models.layout import hugging_face_entries
 from headway.models.loading import build
 from headway.models.lora import Lora, use
@@ -26,29 +26,29 @@ class PublishedModel:
     It takes no memory of its own, returns the tensors by Hugging Face's names, and is the reference of the probes.
     """
 
-    def __init__(self, shape: DecoderConfig | HubConfig, chosen: ModelConfig | None = None) -> None:
-        """``chosen``: what `load` loads, and transformers a first version into; None: neither is needed."""
+    def __init__(self, shape: DecoderConfig | HfConfig, chosen: ModelConfig | None = None) -> None:
+        """``chosen``: the configuration by which `load`, or `take` in transformers, makes the model; None: unused."""
         self.shape = shape
         self._chosen = chosen
         self._model: PackedModel | None = None  # None before the first version
 
     @classmethod
     def of(cls, chosen: ModelConfig) -> PublishedModel:
-        """That of a model as the trainer runs it. Raises ConfigurationError."""
+        """Make the reference of a model as the trainer runs it. Raises ConfigurationError."""
         return cls(read_config(chosen), chosen)
 
     def load(self, dtype: str | torch.dtype) -> None:
         """Use the weights of the model's folder from now on."""
         assert self._chosen is not None
         self._model = model = open_model(self._chosen, dtype, "cpu")
-        if isinstance(self.shape, HubConfig):  # prompts are scored with all tokens, whatever is sampled
+        if isinstance(self.shape, HfConfig):  # prompts are scored with all tokens, also those never sampled
             model.placeholders = []  # pyright: ignore[reportArgumentType]
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
         """Use ``tensors`` from now on. Raises ConfigurationError, with nothing changed, if they aren't this model's."""
         dtypes = {tensor.dtype for tensor in tensors.values()}
         model, dtype = self._model, next(iter(dtypes))
-        if isinstance(self.shape, HubConfig):
+        if isinstance(self.shape, HfConfig):
             if model is None:
                 self.load(dtype)
                 model = self._model
@@ -57,8 +57,8 @@ class PublishedModel:
         assert model is not None
         parameters = dict(model.named_parameters())
         expected = {name: parameter.shape for name, parameter in parameters.items()}
-        given = {name: tensor.shape for name, tensor in tensors.items()}
-        wrong = {name for name, _ in expected.items() ^ given.items()}
+        published = {name: tensor.shape for name, tensor in tensors.items()}
+        wrong = {name for name, _ in expected.items() ^ published.items()}
         if wrong:
             raise ConfigurationError(f"the published weights are not this model's: {', '.join(sorted(wrong)[:4])}")
         for name, parameter in parameters.items():
@@ -71,21 +71,21 @@ class PublishedModel:
         if isinstance(self._model, Decoder):
             yield from ((entry.name, entry.view.reshape(entry.shape)) for entry in hugging_face_entries(self._model))
             return
-        from headway.models.hub.model import HubModel
+        from headway.models.hub.model import HfModel
 
-        assert isinstance(self._model, HubModel)
+        assert isinstance(self._model, HfModel)
         yield from self._model.tensors_in_files().items()
 
     def multiplied(self) -> dict[str, Tensor]:
-        """The tensors as `tensors` names them, without the matrices that lie the other way round than vLLM's: those of
+        """Return the tensors by the names of `tensors`, without the matrices that are transposed in vLLM: those of
         transformers' Conv1D (GPT-2)."""
         assert self._model is not None
-        kinds = {f"{name}.weight": type(one).__name__ for name, one in self._model.named_modules()}
-        return {name: one for name, one in self.tensors() if kinds.get(f"module.{name}") != "Conv1D"}
+        kinds = {f"{name}.weight": type(module).__name__ for name, module in self._model.named_modules()}
+        return {name: tensor for name, tensor in self.tensors() if kinds.get(f"module.{name}") != "Conv1D"}
 
     def logprobs(self, ids: Sequence[int], temperature: float = 1.0, lora: Lora | None = None) -> list[float]:
-        """log-softmax(z / ``temperature``) of ``ids[1:]``, each given the tokens before it: the trainer's forward pass
-        on the CPU, with an adapter of a decoder if one is given."""
+        """Return log-softmax(z / ``temperature``) of ``ids[1:]``, each given the tokens before it, by the trainer's
+        forward pass on the CPU, with an adapter of a decoder if one is given."""
         assert self._model is not None
         sequence = torch.tensor(ids)
         if isinstance(self._model, Decoder):

@@ -42,8 +42,8 @@ from headway.tokens.tokenizer import Tokenizer
 
 
 class VllmRequest(EngineRequest):
-    """A request: *waiting* (here) -> *given* to vLLM under a ticket -> finished; an update returns a request without
-    tokens, or without KV, to waiting. Invariant: ``ticket`` is set exactly while vLLM has the request.
+    """A request: *waiting* (here) -> *submitted* to vLLM under a ticket -> finished; an update returns a request
+    without tokens, or without KV, to waiting. Invariant: ``ticket`` is set exactly while vLLM has the request.
 
     ``response`` has the tokens from before vLLM got the request, ``sampled`` those since.
     """
@@ -52,7 +52,7 @@ class VllmRequest(EngineRequest):
         super().__init__(request, arrival)
         self.ticket = ""
         self.rows_known = request.rows_known
-        self.own: Any = None  # the engine's handle: vLLM's record, or the open stream
+        self.handle: Any = None  # the engine's handle: vLLM's record, or the open stream
         self.sampled: list[int] = []
         self.preempted = 0  # preemptions counted so far
         self.unsent: list[int] = []  # tokens since the last delta, all of one version
@@ -88,7 +88,7 @@ class VllmRequests(Engine[VllmRequest]):
         adapters: VllmAdapters | None,
         now: Callable[[], float],
     ) -> None:
-        """``name``: of vLLM, in errors. ``context_tokens``: vLLM's own limit. ``truncates``: vLLM returns
+        """``name``: vLLM's, in errors. ``context_tokens``: vLLM's own limit. ``truncates``: vLLM returns
         log-probabilities over the full vocabulary under top-p and top-k, too. ``precision``: of
         `control.agreement.precision_of`. ``adapters``: beside a model that stays as vLLM loaded it; subclasses register
         them."""
@@ -103,7 +103,7 @@ class VllmRequests(Engine[VllmRequest]):
         self._name = name
         self._truncates = truncates
         self._probe_every_updates = settings.probe_every_updates
-        self._given: dict[str, VllmRequest] = {}  # by ticket
+        self._submitted: dict[str, VllmRequest] = {}  # by ticket
         self._tickets = 0
         self._broken = False  # vLLM computes with unknown weights
         self._precision = "tf32" if precision == "float32" else precision
@@ -113,7 +113,7 @@ class VllmRequests(Engine[VllmRequest]):
     # --- requests to vLLM -------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _give(self, entry: VllmRequest) -> None:
+    def _submit(self, entry: VllmRequest) -> None:
         """Submit a request to vLLM under a new ticket, or end it if vLLM refuses it."""
 
     @abstractmethod
@@ -128,12 +128,12 @@ class VllmRequests(Engine[VllmRequest]):
         """See `Engine.step`."""
         if self._broken:
             return False
-        while len(self._given) < self.slots and self._waiting:
+        while len(self._submitted) < self.slots and self._waiting:
             entry = heapq.heappop(self._waiting)
             if entry.sampling.grammar and entry.response:
-                self._begin_anew(entry)
-            self._give(entry)
-        if not self._given:
+                self._restart_grammar(entry)
+            self._submit(entry)
+        if not self._submitted:
             self._note_idleness()  # vLLM may have refused all that were waiting
             return False
         started = self._now()
@@ -152,20 +152,20 @@ class VllmRequests(Engine[VllmRequest]):
             if entry is None:
                 continue
             if entry.ticket:
-                self._end_given([entry])
+                self._end_submitted([entry])
             else:
                 self._end_waiting(entry)
         self._note_idleness()
 
-    def _begin_anew(self, entry: VllmRequest) -> None:
+    def _restart_grammar(self, entry: VllmRequest) -> None:
         """Void a request's tokens: vLLM begins every request at the start of its grammar."""
         self._deltas.append(TokenDelta(request_id=entry.request_id, void=True))
         for gained in (entry.unsent, entry.logprobs, entry.routed):
             gained.clear()
         entry.response, entry.rows, entry.begun = TokenIds(), entry.rows_known, None
-        entry.already_ended(self._tokenizer, self.context_tokens)  # its stop strings begin anew as well
+        entry.already_ended(self._tokenizer, self.context_tokens)  # its stop strings start over as well
 
-    def _end_given(self, entries: Sequence[VllmRequest]) -> None:
+    def _end_submitted(self, entries: Sequence[VllmRequest]) -> None:
         """End requests that vLLM has with reason "abort", unless they finish meanwhile."""
         self._withdraw(entries)
         for entry in entries:
@@ -183,11 +183,11 @@ class VllmRequests(Engine[VllmRequest]):
         return VllmRequest(request, arrival)
 
     def _emit_ready(self) -> None:
-        for entry in self._given.values():
+        for entry in self._submitted.values():
             if entry.unsent or entry.reprefilled:
                 self._emit(entry)
 
-    def _unserved(self, entry: VllmRequest) -> str:
+    def _refusal(self, entry: VllmRequest) -> str:
         """Return why vLLM can't serve a request that the torch engine could; "" when it can."""
         how = entry.sampling
         lowest, highest = VLLM_TEMPERATURES
@@ -220,21 +220,21 @@ class VllmRequests(Engine[VllmRequest]):
             entry.revision = self._adapters.chosen(entry.adapter, entry.begun)
         return entry.revision
 
-    def _now_given(self, entry: VllmRequest, ticket: str) -> None:
+    def _note_submitted(self, entry: VllmRequest, ticket: str) -> None:
         """Note that vLLM has accepted a request under ``ticket``."""
         entry.ticket, entry.preempted = ticket, 0
         entry.reprefilled = entry.reprefilled or bool(entry.response)
-        self._given[ticket] = entry
+        self._submitted[ticket] = entry
 
     def _forget_ticket(self, entry: VllmRequest) -> None:
-        del self._given[entry.ticket]
-        entry.ticket, entry.own = "", None
+        del self._submitted[entry.ticket]
+        entry.ticket, entry.handle = "", None
         entry.response += entry.sampled
         entry.sampled.clear()
 
     # --- outputs of vLLM ----------------------------------------------------------------------------------------
 
-    def _gained(
+    def _append_tokens(
         self,
         entry: VllmRequest,
         ids: Sequence[int],
@@ -268,21 +268,21 @@ class VllmRequests(Engine[VllmRequest]):
             self._forget_ticket(entry)
         self._end(entry, over, error)
 
-    def _recomputed(self, entry: VllmRequest) -> None:
-        """Note that a request's KV is computed anew: its unsent tokens still had the old KV."""
+    def _note_recomputed(self, entry: VllmRequest) -> None:
+        """Note that a request's KV is recomputed: its unsent tokens still had the old KV."""
         if entry.unsent:
             self._emit(entry)
         entry.reprefilled = True
 
-    def _crossed(self, running: Sequence[VllmRequest], mode: UpdateMode) -> int:
-        """End the requests that cross an update, or note that their KV is computed anew, by the update mode. Returns
-        the count of tokens computed anew."""
+    def _cross_update(self, running: Sequence[VllmRequest], mode: UpdateMode) -> int:
+        """End the requests that cross an update, or note that their KV is recomputed, by the update mode. Returns the
+        count of recomputed tokens."""
         if mode == "abort":
-            self._end_given([entry for entry in running if entry.interruptible])
+            self._end_submitted([entry for entry in running if entry.interruptible])
         if mode != "recompute":
             return 0
         for entry in running:
-            self._recomputed(entry)
+            self._note_recomputed(entry)
         return sum(entry.tokens for entry in running)
 
     # --- weights ------------------------------------------------------------------------------------------------
@@ -308,10 +308,10 @@ class VllmRequests(Engine[VllmRequest]):
 
     @abstractmethod
     def _sequence_logprobs(self, ids: Sequence[int], revision: VllmRevision | None) -> list[float]:
-        """vLLM's log-probabilities of ``ids[1:]``, through all that samples. Raises WeightsMismatch if none come."""
+        """Return vLLM's log-probabilities of ``ids[1:]``, by its whole path. Raises WeightsMismatch if none come."""
 
     @abstractmethod
-    def _caught_up(self) -> AbstractContextManager[object]:
+    def _drained(self) -> AbstractContextManager[object]:
         """Take all tokens sampled by now. Where vLLM is in this process, nothing is sampled in the block."""
 
     def _register_adapters(self) -> None:
@@ -325,8 +325,8 @@ class VllmRequests(Engine[VllmRequest]):
             got = self._sequence_logprobs(ids, proof)
             self._unload_revision(proof)
             if wrong := compare(got, adapters.logprobs(name, ids, prove=True), self._precision).wrong:
-                what = f"{self._name} does not compute adapter {name!r} as the trainer does: {wrong}"
-                raise ConfigurationError(f"{what}{adapters.absent(name, ids, got)}; valid: generator.engine = 'torch'")
+                fault = f"{self._name} does not compute adapter {name!r} as the trainer does: {wrong}"
+                raise ConfigurationError(f"{fault}{adapters.absent(name, ids, got)}; valid: generator.engine = 'torch'")
             adapters.add(self._loaded(adapters, name))
 
     def _loaded(self, adapters: VllmAdapters, name: str, *, prove: bool = False) -> VllmRevision:
@@ -342,21 +342,21 @@ class VllmRequests(Engine[VllmRequest]):
             self._unload_revision(revision)
 
     def _held_revisions(self) -> set[VllmRevision | None]:
-        return {entry.revision for entry in self._given.values()}
+        return {entry.revision for entry in self._submitted.values()}
 
-    def _renewed(self, entries: Sequence[VllmRequest]) -> list[VllmRequest]:
-        """Return requests from vLLM to waiting, to be submitted with the newest revision; those that didn't finish."""
+    def _requeue(self, entries: Sequence[VllmRequest]) -> list[VllmRequest]:
+        """Return requests from vLLM to waiting, to be submitted with the newest revision; returns the unfinished."""
         self._take_back(entries)
-        found = [entry for entry in entries if entry.request_id in self._open]
-        for entry in found:
+        unfinished = [entry for entry in entries if entry.request_id in self._open]
+        for entry in unfinished:
             if entry.unsent:
                 self._emit(entry)
-        return found
+        return unfinished
 
     def _apply_adapter(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
         """Register a version of an adapter. ``finish``: requests that vLLM has keep their revision; ``recompute``: they
-        are submitted anew, with their tokens; ``abort``: they are parked, or treated as by ``recompute`` where not
-        interruptible. Where too many revisions are held, the oldest one's requests are submitted anew.
+        are submitted again, with their tokens; ``abort``: they are parked, or treated as by ``recompute`` where not
+        interruptible. Where too many revisions are held, the oldest one's requests are submitted again.
 
         Raises WeightsCorrupt or ConfigurationError, with nothing changed, or WeightsMismatch."""
         adapters, name, before_s, started = self._adapters, published.adapter, self._paused_s, self._now()
@@ -365,26 +365,26 @@ class VllmRequests(Engine[VllmRequest]):
             raise ConfigurationError(f"an update of adapter {name!r} with update_mode = {mode!r} in vLLM: {cause}")
         adapters.fetch(published)
         fetch_s = self._now() - started
-        with self._caught_up():
-            mine = [one for one in self._given.values() if one.revision is not None and one.revision.name == name]
-            # Where vLLM is within a grammar, a request that is submitted anew begins anew.
-            moved = [] if mode == "finish" else [one for one in mine if not one.sampling.grammar or not one.sampled]
+        with self._drained():
+            mine = [req for req in self._submitted.values() if req.revision is not None and req.revision.name == name]
+            # Within a grammar, a request that is submitted to vLLM again would lose its tokens.
+            moved = [] if mode == "finish" else [req for req in mine if not req.sampling.grammar or not req.sampled]
             in_flight = len(moved)
             if mode == "abort":
-                self._end_given([entry for entry in moved if entry.interruptible])
-            moved = self._renewed([entry for entry in moved if entry.ticket])
+                self._end_submitted([entry for entry in moved if entry.interruptible])
+            moved = self._requeue([entry for entry in moved if entry.ticket])
             while (crowding := adapters.crowding(name, self._held_revisions())) is not None:
-                moved += self._renewed([entry for entry in self._given.values() if entry.revision is crowding])
+                moved += self._requeue([entry for entry in self._submitted.values() if entry.revision is crowding])
                 adapters.registered.remove(crowding)
                 self._unload_revision(crowding)
             self.version = published.version
             adapters.add(self._loaded(adapters, name))
             self._unload_idle()
         if self._probe_due(adapters.updates):
-            ids, before = probe_ids(adapters.updates, self._vocabulary, self.context_tokens), len(self._deltas)
+            ids, first_delta = probe_ids(adapters.updates, self._vocabulary, self.context_tokens), len(self._deltas)
             got = self._sequence_logprobs(ids, adapters.newest[name])
             if wrong := compare(got, adapters.logprobs(name, ids), self._precision).wrong:
-                self._break(f"adapter {name!r}: {wrong}", before)
+                self._break(f"adapter {name!r}: {wrong}", first_delta)
         self._note_idleness()
         return AppliedWeights(
             version=published.version,
@@ -403,13 +403,13 @@ class VllmRequests(Engine[VllmRequest]):
     def _probe_due(self, updates: int) -> bool:
         return self._probe_every_updates > 0 and updates % self._probe_every_updates == 0
 
-    def _break(self, what: str, since: int | None = None) -> NoReturn:
+    def _break(self, reason: str, since: int | None = None) -> NoReturn:
         """Stop sampling and void all requests in vLLM. ``since``: first delta that may be of other weights.
 
         Raises WeightsMismatch."""
         self._broken = True
-        error = f"{self._name} does not compute with the published weights of version {self.version}: {what}"
-        self._void_given(error, since)
+        error = f"{self._name} does not compute with the published weights of version {self.version}: {reason}"
+        self._void_submitted(error, since)
         raise WeightsMismatch(error)
 
     def _end_void(self, entry: VllmRequest, error: str) -> None:
@@ -419,10 +419,10 @@ class VllmRequests(Engine[VllmRequest]):
         self._deltas.append(TokenDelta(request_id=entry.request_id, finish_reason="error", error=error, void=True))
         self._ended(entry)
 
-    def _void_given(self, error: str, since: int | None = None) -> None:
+    def _void_submitted(self, error: str, since: int | None = None) -> None:
         """Void all requests in vLLM, and those that finished in the deltas from ``since`` on: vLLM samples from other
         weights than assumed."""
-        for entry in list(self._given.values()):
+        for entry in list(self._submitted.values()):
             self._end_void(entry, error)
         if since is not None:
             self._deltas[since:] = [

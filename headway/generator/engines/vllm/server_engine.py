@@ -55,7 +55,7 @@ _EMBEDDING = "model.embed_tokens.weight"
 _ENDINGS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-class _Asked:
+class _OpenStream:
     """A request's open stream, and the versions that its tokens were labelled with."""
 
     def __init__(self, stream: EventStream) -> None:
@@ -112,7 +112,7 @@ class VllmServerEngine(VllmRequests):
         self._subscriber = Subscriber()
         self._selector = selectors.DefaultSelector()
         self._withdrawing: set[str] = set()  # tickets
-        self._life = uuid.uuid4().hex[:12]  # tells this process's requests from a predecessor's
+        self._instance_id = uuid.uuid4().hex[:12]  # tells this process's requests from a predecessor's
         self._updates = self._probes = 0
         self._gone = ""  # why the server isn't the one connected to any more
         self._reprefilled = 0
@@ -125,13 +125,13 @@ class VllmServerEngine(VllmRequests):
             self._remove_adapters()
         self._probe()
         self._register_adapters()
-        self._before = served.counters(server)
+        self._initial_counters = served.counters(server)
 
     # --- requests to vLLM -------------------------------------------------------------------------------------
 
-    def _give(self, entry: VllmRequest) -> None:
+    def _submit(self, entry: VllmRequest) -> None:
         self._tickets += 1
-        ticket = f"{self._life}-{self._tickets}"
+        ticket = f"{self._instance_id}-{self._tickets}"
         how, revision = entry.sampling, self._choose_revision(entry)
         stream = self._server.stream(
             "/inference/v1/generate",
@@ -154,17 +154,17 @@ class VllmServerEngine(VllmRequests):
                 "priority": entry.priority,
             },
         )
-        entry.own = _Asked(stream)
-        self._now_given(entry, ticket)
+        entry.handle = _OpenStream(stream)
+        self._note_submitted(entry, ticket)
         self._selector.register(stream, selectors.EVENT_READ, entry)
 
     @property
     def _salt(self) -> str:
         """Cache salt of this process's current update: versions can repeat, and a server outlives its clients."""
-        return f"{self._life} update {self._updates}"
+        return f"{self._instance_id} update {self._updates}"
 
     def _weights_named(self, revision: VllmRevision | None) -> dict[str, str]:
-        """The fields of a request that say which weights compute it, and whose KV it may find."""
+        """Return the fields of a request that name the weights to compute it with, and the KV that it may use."""
         return (
             {"cache_salt": self._salt} if revision is None else {"cache_salt": revision.label, "model": revision.label}
         )
@@ -173,11 +173,11 @@ class VllmServerEngine(VllmRequests):
         """See `VllmRequests`. Waits for each request's last tokens, up to `_WITHDRAWN_S`."""
         self._withdrawing |= {entry.ticket for entry in entries}
         until, again = self._now() + _WITHDRAWN_S, 0.0
-        while left := [entry.ticket for entry in entries if entry.ticket]:
+        while remaining := [entry.ticket for entry in entries if entry.ticket]:
             if self._now() >= until:
                 break
             if self._now() >= again:
-                self._abort_tickets(left)
+                self._abort_tickets(remaining)
                 again = self._now() + _ABORT_AGAIN_S
             self._pump()
         for entry in entries:
@@ -197,8 +197,8 @@ class VllmServerEngine(VllmRequests):
             self._server.post("/inference/v1/abort_requests", {"request_ids": ids})
 
     def _forget_ticket(self, entry: VllmRequest) -> None:
-        self._selector.unregister(entry.own.stream)
-        entry.own.stream.close()
+        self._selector.unregister(entry.handle.stream)
+        entry.handle.stream.close()
         self._withdrawing.discard(entry.ticket)
         super()._forget_ticket(entry)
 
@@ -221,7 +221,7 @@ class VllmServerEngine(VllmRequests):
             if not entry.ticket:  # ended by another request's events
                 continue
             try:
-                events = entry.own.stream.read()
+                events = entry.handle.stream.read()
             except ServerError as error:
                 if error.status == 404 and entry.revision is not None:
                     raise ConnectionError(f"the server was restarted, and has no adapters: {error}") from error
@@ -241,30 +241,30 @@ class VllmServerEngine(VllmRequests):
             return
         choice = chunk.choices[0]
         ids = choice.token_ids or []
-        logprobs = [one.logprob if one.logprob > _NO_LOGPROB else float("nan") for one in content(choice)]
-        entry.own.add(self._model_version, len(ids))
+        logprobs = [token.logprob if token.logprob > _NO_LOGPROB else float("nan") for token in content(choice)]
+        entry.handle.add(self._model_version, len(ids))
         version = self._model_version if entry.revision is None else entry.revision.version
         ended = None if choice.finish_reason is None else _ENDINGS.get(choice.finish_reason, "error")
         error = ""
-        if ended is not None and (wrong := self._mislabelled(entry.own.spans, choice.weight_versions or [])):
+        if ended is not None and (wrong := self._mislabelled(entry.handle.spans, choice.weight_versions or [])):
             if self._gone:
-                self._void_given(wrong)
+                self._void_submitted(wrong)
             else:
                 self._end_void(entry, wrong)
             return
         if ended == "abort" and entry.ticket in self._withdrawing:
-            self._gained(entry, ids, logprobs, version, None)
+            self._append_tokens(entry, ids, logprobs, version, None)
             if entry.ticket:
                 self._forget_ticket(entry)
             return
         if ended in ("abort", "error"):
             ended, error = "error", f"the server ended it: {choice.finish_reason}"
-        self._gained(entry, ids, logprobs, version, ended, error)
+        self._append_tokens(entry, ids, logprobs, version, ended, error)
 
-    def _mislabelled(self, spans: Sequence[Sequence[int]], told: Sequence[CompletionSpan]) -> str:
+    def _mislabelled(self, spans: Sequence[Sequence[int]], reported: Sequence[CompletionSpan]) -> str:
         """Compare a request's version labels with the server's; returns the difference, or "". A version that this
         process never loaded marks the server as gone: it was restarted, or serves another run."""
-        theirs = [(one.version, one.end - one.start) for one in told]
+        theirs = [(span.version, span.end - span.start) for span in reported]
         if theirs == [(self._label(version), tokens) for version, tokens in spans]:
             return ""
         foreign = [name for name, _ in theirs if not name.startswith(self._label(""))]
@@ -278,7 +278,7 @@ class VllmServerEngine(VllmRequests):
 
     def _label(self, version: int | str) -> str:
         """Name of a version on the server, unique to this process."""
-        return f"{self._life}:{version}"
+        return f"{self._instance_id}:{version}"
 
     # --- weights --------------------------------------------------------------------------------------------
 
@@ -290,7 +290,7 @@ class VllmServerEngine(VllmRequests):
         fetch_s = self._now() - started
         self._model.take(tensors)
         before_s = self._paused_s
-        with _or_die(ServerError), self._written() as folder:
+        with _exit_if_gone(ServerError), self._written() as folder:
             running, reprefilled = self._update(folder, published.version, mode)
             if self._probe_due(self._updates):
                 self._probe()
@@ -304,14 +304,14 @@ class VllmServerEngine(VllmRequests):
         )
 
     def _update(self, folder: Path, version: int, mode: UpdateMode) -> tuple[int, int]:
-        """Update a paused server. Returns (requests that cross the update, tokens computed anew)."""
+        """Update a paused server. Returns (requests that cross the update, recomputed tokens)."""
         with self.paused():
             self._server.post(f"/pause?mode=keep&clear_cache={str(mode == 'recompute').lower()}")
             self._pump(0.0)
             # Requests without a token begin under the new weights and must not find KV of the old ones.
-            self._take_back([entry for entry in self._given.values() if not entry.sampled])
-            running = list(self._given.values())
-            reprefilled = self._crossed(running, mode)
+            self._take_back([entry for entry in self._submitted.values() if not entry.sampled])
+            running = list(self._submitted.values())
+            reprefilled = self._cross_update(running, mode)
             self._load(folder, version)
         self._reprefilled += reprefilled
         return len(running), reprefilled
@@ -356,16 +356,16 @@ class VllmServerEngine(VllmRequests):
     # --- adapters -------------------------------------------------------------------------------------------
 
     def _load_revision(self, label: str, folder: Path) -> Any:
-        with _or_die(ServerError):
-            before = self._adapter_ids()
+        with _exit_if_gone(ServerError):
+            loaded_ids = self._adapter_ids()
             try:
                 self._server.post("/v1/load_lora_adapter", {"lora_name": label, "lora_path": str(folder)})
             except ServerError as error:
                 self._break(f"it can't load {folder}: {error}; it must see that folder, and be started with {UPDATING}")
-            return next(iter(self._adapter_ids() - before))
+            return next(iter(self._adapter_ids() - loaded_ids))
 
     def _unload_revision(self, revision: VllmRevision) -> None:
-        with _or_die(ServerError):
+        with _exit_if_gone(ServerError):
             self._server.post("/v1/unload_lora_adapter", {"lora_name": revision.label})
             self._rpc("remove_lora", args=[revision.handle])  # the route itself leaves it in the engine
 
@@ -376,13 +376,13 @@ class VllmServerEngine(VllmRequests):
     def _remove_adapters(self) -> None:
         """Unload the adapters that a predecessor left."""
         models = msgspec.json.decode(self._server.get("/v1/models"))["data"]
-        for label in [one["id"] for one in models if one["id"].startswith(LABELS)]:
+        for label in [model["id"] for model in models if model["id"].startswith(LABELS)]:
             self._server.post("/v1/unload_lora_adapter", {"lora_name": label})
         for number in self._adapter_ids():
             self._rpc("remove_lora", args=[number])
 
     @contextmanager
-    def _caught_up(self) -> Iterator[None]:
+    def _drained(self) -> Iterator[None]:
         self._pump(0.0)  # the server goes on in the block
         yield
 
@@ -398,13 +398,13 @@ class VllmServerEngine(VllmRequests):
         self._probe_temperature(ids, sampled)
 
     def _sequence_logprobs(self, ids: Sequence[int], revision: VllmRevision | None) -> list[float]:
-        with _or_die(ServerError):
+        with _exit_if_gone(ServerError):
             return self._probed(ids, revision)[0]
 
     def _probed(self, ids: Sequence[int], revision: VllmRevision | None) -> tuple[list[float], Logprob]:
-        """The server's log-probabilities of ``ids[1:]``, and of a token that it samples after them."""
+        """Return the server's log-probabilities of ``ids[1:]``, and of a token that it samples after them."""
         self._probes += 1
-        name = f"{self._life}-probe-{self._probes}"
+        name = f"{self._instance_id}-probe-{self._probes}"
         answer: CompletionChunk = msgspec.convert(
             self._server.post(
                 "/inference/v1/generate",
@@ -426,7 +426,7 @@ class VllmServerEngine(VllmRequests):
             ),
             CompletionChunk,
         )
-        got = [of_token(one, token) for one, token in zip(answer.prompt_logprobs[1:], ids[1:], strict=True)]
+        got = [of_token(logprobs, token) for logprobs, token in zip(answer.prompt_logprobs[1:], ids[1:], strict=True)]
         return got, content(answer.choices[0])[0]
 
     def _probe_temperature(self, ids: Sequence[int], sampled: Logprob) -> None:
@@ -443,17 +443,17 @@ class VllmServerEngine(VllmRequests):
 
     def statistics(self) -> EngineStatistics:
         """See `Engine.statistics`; KV, preemptions, prefills and steps are the server's."""
-        with _or_die():
-            seen = self._served.counters(self._server)
-        before, capacity = self._before, self._served.kv_capacity_tokens
-        self._prefilled = self._reprefilled + seen.prefilled - before.prefilled
-        self._preemptions = seen.preemptions - before.preemptions
-        self._steps = seen.steps - before.steps
-        return self._statistics(min(len(self._given), seen.running), round(seen.kv_usage * capacity), capacity)
+        with _exit_if_gone():
+            new = self._served.counters(self._server)
+        old, capacity = self._initial_counters, self._served.kv_capacity_tokens
+        self._prefilled = self._reprefilled + new.prefilled - old.prefilled
+        self._preemptions = new.preemptions - old.preemptions
+        self._steps = new.steps - old.steps
+        return self._statistics(min(len(self._submitted), new.running), round(new.kv_usage * capacity), capacity)
 
 
 @contextmanager
-def _or_die(*others: type[Exception]) -> Iterator[None]:
+def _exit_if_gone(*others: type[Exception]) -> Iterator[None]:
     """Exit the process when a call inside the block finds no server, or raises ``others``: the restarted replica
     begins from a known state."""
     try:

@@ -47,9 +47,9 @@ class ServerInfo(NamedTuple):
         """Fetch the counters; all 0 with --disable-log-stats. Raises OSError when the server is gone."""
         totals: dict[str, float] = {}
         for line in server.get("/metrics").decode().splitlines():
-            found = re.match(r"vllm:(\w+)\{[^}]*\} (\S+)$", line)
-            if found:
-                totals[found[1]] = totals.get(found[1], 0.0) + float(found[2])
+            match = re.match(r"vllm:(\w+)\{[^}]*\} (\S+)$", line)
+            if match:
+                totals[match[1]] = totals.get(match[1], 0.0) + float(match[2])
         return Counters(
             running=int(totals.get("num_requests_running", 0)),
             kv_usage=totals.get("kv_cache_usage_perc", 0.0),
@@ -62,7 +62,7 @@ class ServerInfo(NamedTuple):
 def wait_for(
     server: VllmServer, *, sleep: Callable[[float], object] = time.sleep, now: Callable[[], float] = time.monotonic
 ) -> None:
-    """Wait until a server that is away answers again. Raises HeadwayError after ``RETURNS_S``."""
+    """Wait until an unavailable server answers again. Raises HeadwayError after ``RETURNS_S``."""
     until_s = now() + RETURNS_S
     while True:
         try:
@@ -72,8 +72,8 @@ def wait_for(
             if isinstance(error, ServerError) and error.status < 500:
                 return  # it answers: `connect` checks what it is
             if now() >= until_s:
-                what = f"{server.address} did not come back within {RETURNS_S:g} s ({error})"
-                raise HeadwayError(f"{what}; start it again with {COMMAND}") from error
+                message = f"{server.address} did not come back within {RETURNS_S:g} s ({error})"
+                raise HeadwayError(f"{message}; start it again with {COMMAND}") from error
         sleep(_ASK_AGAIN_S)
 
 
@@ -108,9 +108,9 @@ def connect(
         f"its --max-model-len {model['max_model_len']} is less than {context_tokens}, the tokens of "
         "rollout.max_prompt_tokens and rollout.max_response_tokens": model["max_model_len"] < context_tokens,
     }
-    for what, holds in problems.items():
+    for problem, holds in problems.items():
         if holds:
-            raise _refusal(server, what)
+            raise _refusal(server, problem)
     if adapters:
         _require_lora(server, config["lora_config"] or {}, adapters)
     return ServerInfo(
@@ -121,15 +121,15 @@ def connect(
     )
 
 
-def _require_lora(server: VllmServer, given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def _require_lora(server: VllmServer, served: Mapping[str, Any], required: Mapping[str, Any]) -> None:
     """Check that the server can hold the adapters. Its head must not be wrapped: log-probabilities of a prompt
     then end vLLM's engine (``lora/layers/logits_processor.py`` takes all rows for sampled ones)."""
-    counts = {name: wanted[name] for name in ("max_loras", "max_cpu_loras", "max_lora_rank")}
-    ends, targets = set(wanted["lora_target_modules"]), set(given.get("target_modules") or ["lm_head"])
-    if "lm_head" in targets or not ends <= targets or any((given.get(name) or 0) < counts[name] for name in counts):
+    counts = {name: required[name] for name in ("max_loras", "max_cpu_loras", "max_lora_rank")}
+    ends, targets = set(required["lora_target_modules"]), set(served.get("target_modules") or ["lm_head"])
+    if "lm_head" in targets or not ends <= targets or any((served.get(name) or 0) < counts[name] for name in counts):
         options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in counts.items())
-        what = f"it can't hold the run's adapters: start it with --enable-lora {options} --lora-target-modules "
-        raise _refusal(server, f"{what}{' '.join(sorted(ends))}, and {UPDATING}")
+        message = f"it can't hold the run's adapters: start it with --enable-lora {options} --lora-target-modules "
+        raise _refusal(server, f"{message}{' '.join(sorted(ends))}, and {UPDATING}")
 
 
 def _settled(call: Callable[..., T], *arguments: object) -> T:
@@ -145,11 +145,11 @@ def _settled(call: Callable[..., T], *arguments: object) -> T:
 
 def _require_version(server: VllmServer) -> None:
     try:
-        found = msgspec.json.decode(_settled(server.get, "/version"))["version"]
+        version = msgspec.json.decode(_settled(server.get, "/version"))["version"]
     except (ServerError, msgspec.DecodeError, KeyError, TypeError) as error:
         raise _refusal(server, f"no vLLM: /version says {error}") from error
-    if not str(found).startswith(VERSION):
-        raise _refusal(server, f"it is vLLM {found}; headway knows {VERSION}x")
+    if not str(version).startswith(VERSION):
+        raise _refusal(server, f"it is vLLM {version}; headway knows {VERSION}x")
     try:
         _settled(server.post, "/inference/v1/abort_requests", {"request_ids": ["headway-asks"]})
     except ServerError as error:
@@ -167,5 +167,5 @@ def _configuration(server: VllmServer) -> Any:
         ) from error
 
 
-def _refusal(server: VllmServer, what: str) -> ConfigurationError:
-    return ConfigurationError(f"generator.devices has {server.address}: {what}")
+def _refusal(server: VllmServer, reason: str) -> ConfigurationError:
+    return ConfigurationError(f"generator.devices has {server.address}: {reason}")

@@ -112,7 +112,7 @@ WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransfer)
 
 
 def load_weights(model: nn.Module, model_config: Any, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Load checkpoint tensors into a running model: its storage stays in place, prepacked matrices are packed anew (a
+    """Load checkpoint tensors into a running model: its storage stays in place, prepacked matrices are packed again (a
     plain ``load_weights`` fails on a CPU, where packed linears have dropped their weights)."""
     initialize_layerwise_reload(model)
     model.load_weights(tensors)  # type: ignore[operator]  # every model of vLLM has it
@@ -148,7 +148,7 @@ def install_sampler(runner: Any) -> None:
     compiling their function takes 16 to 19 s at its first use.
     """
     sampler = runner.sampler
-    own, theirs, gather = sampler.topk_topp_sampler, sampler.topk_topp_sampler.forward, sampler.gather_logprobs
+    topk_topp, theirs, gather = sampler.topk_topp_sampler, sampler.topk_topp_sampler.forward, sampler.gather_logprobs
 
     def forward(
         logits_nv: Tensor, generators: dict[int, torch.Generator], top_k: Tensor | None, top_p: Tensor | None
@@ -165,7 +165,7 @@ def install_sampler(runner: Any) -> None:
         ids = token_ids.unsqueeze(-1)
         return LogprobsTensors(ids.to(torch.int32), logprobs.gather(-1, ids), torch.zeros_like(token_ids))
 
-    own.forward = forward
+    topk_topp.forward = forward
     sampler.gather_logprobs = gather_sampled
 
 
@@ -226,8 +226,8 @@ class WorkerExtension:
         model = self.model_runner.get_model()
         with torch.inference_mode():
             published = self.weight_transfer_engine.published.multiplied()
-            found = differing_module(model, published, update, quantised)
-        return "" if found is None else str(found)
+            difference = differing_module(model, published, update, quantised)
+        return "" if difference is None else str(difference)
 
     def headway_reference(self, ids: list[int]) -> list[float]:
         """See `PublishedModel.logprobs`."""

@@ -1,4 +1,4 @@
-"""Numeric columns of all rollouts of a run: read once from its record, cached, extended as the record grows."""
+"""Reads numeric columns of all rollouts of a run. They are cached, and extended as the record grows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headway.runtime.user_cache import write_cached
 from headway.telemetry.rollouts.columns import ENDED, FINISHED
 from headway.telemetry.rollouts.segments import SegmentFile, list_segments
 
-OPEN = len(ENDINGS)  # code of an ending: its place in ENDINGS, or this
+OPEN = len(ENDINGS)  # code of an ending: its index in ENDINGS, or OPEN
 FAILED = ENDINGS.index("failed")
 BOUNDARIES = ("model", "environment", "sandbox", "reward", "engine", "unknown")
 FILE_NAME = "rollouts.npz"  # of the cache
@@ -27,65 +27,65 @@ _NUMBERS: dict[str, DTypeLike] = {
     "group": np.int64, "member": np.int32, "reward": np.float64, "solved": np.bool_, "verified": np.bool_,
     "tokens": np.int32, "turns": np.int32, "finished_s": np.float64,
 }  # fmt: skip
-_OWN: dict[str, DTypeLike] = {
+_DERIVED: dict[str, DTypeLike] = {
     "first_version": np.int32,  # -1: no token was sampled
     "last_version": np.int32,
-    "own": np.uint8,  # its own ending; OPEN: its group's counts
-    "boundary": np.uint8,  # of its failure: place in BOUNDARIES; 255: it didn't fail
-    "task": np.int32,  # place in the table's names
+    "own": np.uint8,  # the rollout's own ending; OPEN: the group's ending counts
+    "boundary": np.uint8,  # boundary of its failure, index in BOUNDARIES; 255: it didn't fail
+    "task": np.int32,  # index in the table's names
 }
-TOOL = "\0"  # begins the names of tools among the table's names
-_TOOLS: dict[str, DTypeLike] = {  # an entry for each tool that a rollout called
+TOOL = "\0"  # prefix of tools among the table's names
+_TOOLS: dict[str, DTypeLike] = {  # a row for each tool that a rollout called
     "tool_row": np.int64, "tool": np.int32, "tool_calls": np.int32, "tool_errors": np.int32,
 }  # fmt: skip
 _READ = [*_NUMBERS, "span_versions", "branches", "left", "failure", "task_id", "tool_names", "tool_errors"]
 _ENDED: dict[str, DTypeLike] = {
     "group": np.int64, "step": np.int32, "time_s": np.float64, "ending": np.uint8, "reason": np.int32,
 }  # fmt: skip
-_BATCHES = 2000  # read by one call, a second or two: of what is longer the next calls read more
-_KEEP_SHARE, _KEEP_ROWS = 0.1, 20_000  # growth after which the cache is written again
+_BATCHES = 2000  # read by one call in a second or two; further calls read the rest
+_KEEP_SHARE, _KEEP_ROWS = 0.1, 20_000  # growth after which the cache is rewritten: share of its rows, and rows
 
 Arrays = dict[str, NDArray[Any]]
 
 
-class StreamPlace(NamedTuple):
-    """How far a stream has been read: the last batch that was taken, and the number of rows with it."""
+class StreamPosition(NamedTuple):
+    """The position in a stream: its last batch that was read, and the number of rows up to its end."""
 
     segment: int = 0
-    offset: int = 0  # 0: of this segment nothing is taken
+    offset: int = 0  # 0: nothing of this segment was read
     rows: int = 0
 
 
 class StreamTail:
-    """Reads what has been appended to a stream of a record. ``place``, advanced by the caller, says from where on;
-    ``problems``: by segment, what can't be read."""
+    """Reads the batches appended to a stream of a record. Reading starts at ``place``, which the caller advances.
+    ``problems``: why parts can't be read, by segment."""
 
     def __init__(self, folder: Path, schema: pa.Schema) -> None:
-        self.folder, self.place = folder, StreamPlace()
+        self.folder, self.place = folder, StreamPosition()
         self.problems: dict[str, str] = {}
         self._schema = schema
 
-    def batches(self, columns: Sequence[str]) -> Iterator[tuple[StreamPlace, int, pa.RecordBatch]]:
-        """Yield (place behind it, number of its first row, batch) of each further batch."""
-        reached = self.place
+    def batches(self, columns: Sequence[str]) -> Iterator[tuple[StreamPosition, int, pa.RecordBatch]]:
+        """Yield (position after the batch, number of its first row, batch) for each further batch."""
+        position = self.place
         for segment in list_segments(self.folder):
-            if segment.number < reached.segment:
+            if segment.number < position.segment:
                 continue
-            again = segment.number == reached.segment and reached.offset > 0
-            row = reached.rows if again else segment.first
+            resumed = segment.number == position.segment and position.offset > 0
+            row = position.rows if resumed else segment.first
             file = SegmentFile(segment.path, self._schema)
-            for offset, batch in file.batches(columns, reached.offset if again else 0):
-                if again:  # the last one that was taken: it ends at ``row``
-                    again = False
+            for offset, batch in file.batches(columns, position.offset if resumed else 0):
+                if resumed:  # the last batch that was read; it ends at ``row``
+                    resumed = False
                     continue
-                yield StreamPlace(segment.number, offset, row + batch.num_rows), row, batch
+                yield StreamPosition(segment.number, offset, row + batch.num_rows), row, batch
                 row += batch.num_rows
             self.problems.pop(segment.path.name, None)
             if file.problem:
                 self.problems[segment.path.name] = file.problem
 
     def identity(self) -> str:
-        """A text that differs for another record in the same place: of the beginning of the first segment's data."""
+        """Return a text that differs for another record under the same path: a hash of the first segment's start."""
         for segment in list_segments(self.folder)[:1]:
             with contextlib.suppress(OSError), segment.path.open("rb") as file:
                 return f"{segment.path.name} {hashlib.sha256(file.read(1 << 14)).hexdigest()}"
@@ -93,10 +93,10 @@ class StreamTail:
 
 
 class RolloutTable(NamedTuple):
-    """Rollouts at one moment: a value of each column for each. Row numbers begin with ``first``; a row that the record
-    lacks has member -1."""
+    """The rollouts at one moment, with a value of each column for each rollout. Row numbers begin with ``first``; a row
+    that the record lacks has member -1."""
 
-    columns: Arrays  # _NUMBERS, _OWN, and of its end "ending", "step" (-1: none) and "reason" (-1: its own); _TOOLS
+    columns: Arrays  # _NUMBERS, _DERIVED, and of its end "ending", "step" (-1: none) and "reason" (-1: its own); _TOOLS
     names: list[str]
     first: int
 
@@ -108,20 +108,20 @@ class RolloutTable(NamedTuple):
 
 
 class RolloutColumns:
-    """The columns of a run's record. ``table`` takes up what has been appended since; the cache is written when it has
-    grown by a tenth. A cache that is damaged, or of another record, is read anew."""
+    """The columns of a run's record. ``table`` reads the appended rollouts; the cache is written when the record has
+    grown by a tenth. If the cache is damaged or belongs to another record, the record is read again."""
 
-    def __init__(self, record: Path, cache: Path | None, begin: StreamPlace = StreamPlace()) -> None:
-        """``record``: RUN/rollouts; ``cache``: None: there is none; ``begin``: rollouts before it are left out."""
+    def __init__(self, record: Path, cache: Path | None, begin: StreamPosition = StreamPosition()) -> None:
+        """Read the cache. ``record``: RUN/rollouts; ``cache``: None: no cache; ``begin``: first rollout to read."""
         self.finished, self.ended = StreamTail(record / "finished", FINISHED), StreamTail(record / "ended", ENDED)
         self.finished.place, self.first = begin, begin.rows
         self._record, self._path = record, cache and cache / FILE_NAME
         self._names: dict[str, int] = {}
-        self._rows: Arrays = {name: np.empty(0, kind) for name, kind in {**_NUMBERS, **_OWN, **_TOOLS}.items()}
+        self._rows: Arrays = {name: np.empty(0, kind) for name, kind in {**_NUMBERS, **_DERIVED, **_TOOLS}.items()}
         self._ends: Arrays = {name: np.empty(0, kind) for name, kind in _ENDED.items()}
         self._table: RolloutTable | None = None
         self.complete = True  # whether the last call has read to the end
-        self._count = self._written = begin.rows  # rows that have been read, and those in the cache
+        self._count = self._written = begin.rows  # rows that have been read, and rows in the cache
         self._newest: RolloutColumns | None = None
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, EOFError, zipfile.BadZipFile):
             if self._path:
@@ -129,16 +129,16 @@ class RolloutColumns:
 
     @property
     def problems(self) -> list[str]:
-        found = [*self.finished.problems.values(), *self.ended.problems.values()]
-        return found if self.complete else [*found, f"so far {self._count:,} rollouts are read: look again for more"]
+        errors = [*self.finished.problems.values(), *self.ended.problems.values()]
+        return errors if self.complete else [*errors, f"so far {self._count:,} rollouts are read: look again for more"]
 
     def table(self) -> RolloutTable:
-        """The rollouts that can be read now."""
-        before, self.complete = (self.finished.place, self.ended.place), True
-        self._ends = _joined(self._ends, [self._endings(batch) for _, batch in self._new(self.ended, ENDED.names)])
-        self._rows = _joined(self._rows, [self._numbers(row, batch) for row, batch in self._new(self.finished, _READ)])
-        if self._table is None or before != (self.finished.place, self.ended.place):
-            self._table = self._made()
+        """Read and return the rollouts that can be read now."""
+        previous, self.complete = (self.finished.place, self.ended.place), True
+        self._ends = _append(self._ends, [self._endings(batch) for _, batch in self._fresh(self.ended, ENDED.names)])
+        self._rows = _append(self._rows, [self._arrays(row, batch) for row, batch in self._fresh(self.finished, _READ)])
+        if self._table is None or previous != (self.finished.place, self.ended.place):
+            self._table = self._make_table()
             if self._path and self._count - self._written >= max(_KEEP_ROWS, _KEEP_SHARE * self._written):
                 with contextlib.suppress(OSError):  # the next watcher reads the record itself
                     self._store(self._path)
@@ -146,79 +146,79 @@ class RolloutColumns:
         return self._table
 
     def newest(self, row: int) -> RolloutColumns | None:
-        """The columns of the newest rollouts, ``row`` among them; None: of those before, less than a segment is unread.
-        May be called while another thread reads the table."""
-        behind = [one for one in list_segments(self.finished.folder) if one.first <= row][-1:]
-        if not behind or behind[0].number <= self.finished.place.segment + 1:
+        """Return the columns of the newest rollouts, from ``row`` or before; None: less than a segment of the rollouts
+        before them is unread. May be called while another thread reads the table."""
+        segments = [segment for segment in list_segments(self.finished.folder) if segment.first <= row][-1:]
+        if not segments or segments[0].number <= self.finished.place.segment + 1:
             self._newest = None
         elif self._newest is None or self._newest.first > row:
-            place = StreamPlace(behind[0].number, 0, behind[0].first)
-            self._newest = RolloutColumns(self._record, None, begin=place)
+            start = StreamPosition(segments[0].number, 0, segments[0].first)
+            self._newest = RolloutColumns(self._record, None, begin=start)
         return self._newest
 
     def training(self, group: int) -> tuple[float | None, float | None]:
-        """The clock when a group's step had all it needed (the step before and its last rollout) and at the group's
-        end; None: it has none."""
-        found, table = np.flatnonzero(self._ends["group"] == group), self.table()
-        if not len(found):
+        """Return the clock when a group's training step could begin (after the step before and its own last rollout),
+        and at the group's end; None where there is no step or no end."""
+        end_rows, table = np.flatnonzero(self._ends["group"] == group), self.table()
+        if not len(end_rows):
             return None, None
-        step, times_s = int(self._ends["step"][found[-1]]), self._ends["time_s"]
-        before = times_s[(self._ends["step"] == step - 1) & (step > 0)]
-        began = np.append(before, table["finished_s"][table["step"] == step])
-        return (float(began.max()) if step >= 0 and len(began) else None), float(times_s[found[-1]])
+        step, times_s = int(self._ends["step"][end_rows[-1]]), self._ends["time_s"]
+        previous_times_s = times_s[(self._ends["step"] == step - 1) & (step > 0)]
+        began = np.append(previous_times_s, table["finished_s"][table["step"] == step])
+        return (float(began.max()) if step >= 0 and len(began) else None), float(times_s[end_rows[-1]])
 
-    def _new(self, tail: StreamTail, columns: list[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
-        for number, (place, row, batch) in enumerate(tail.batches(columns), start=1):
+    def _fresh(self, tail: StreamTail, columns: list[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
+        for number, (position, row, batch) in enumerate(tail.batches(columns), start=1):
             yield row, batch
-            tail.place = place
+            tail.place = position
             if number == _BATCHES and tail is self.finished:
                 self.complete = False
                 break
 
-    def _numbers(self, row: int, batch: pa.RecordBatch) -> Arrays:
-        """The columns of a batch, after those that are lost in a damaged segment before it."""
+    def _arrays(self, row: int, batch: pa.RecordBatch) -> Arrays:
+        """Return the columns of a batch, preceded by empty rows for those lost in a damaged segment before it."""
         missing = row - self._count
         self._count = max(self._count, row + batch.num_rows)
         row, batch = row + max(0, -missing), batch.slice(max(0, -missing))
-        found = {name: _numpy(batch[name], kind) for name, kind in _NUMBERS.items()}
-        found["first_version"], found["last_version"] = _versions(batch)
-        own, boundary = _codes(batch["left"]), np.full(batch.num_rows, 255, np.uint8)
-        for at in np.flatnonzero(batch["failure"].is_valid().to_numpy(zero_copy_only=False)).tolist():
-            boundary[at], own[at] = _boundary(batch["failure"][at].as_py()), FAILED
-        found |= {"own": own, "boundary": boundary, "task": self._named(batch["task_id"])}
+        arrays = {name: _numpy(batch[name], kind) for name, kind in _NUMBERS.items()}
+        arrays["first_version"], arrays["last_version"] = _versions(batch)
+        own_endings, boundary = _codes(batch["left"]), np.full(batch.num_rows, 255, np.uint8)
+        for index in np.flatnonzero(batch["failure"].is_valid().to_numpy(zero_copy_only=False)).tolist():
+            boundary[index], own_endings[index] = _boundary(batch["failure"][index].as_py()), FAILED
+        arrays |= {"own": own_endings, "boundary": boundary, "task": self._name_codes(batch["task_id"])}
         if missing > 0:
-            found = {name: np.concatenate([np.zeros(missing, a.dtype), a]) for name, a in found.items()}
-            found["member"][:missing] = -1
-        return found | self._tool_calls(row, batch)
+            arrays = {name: np.concatenate([np.zeros(missing, a.dtype), a]) for name, a in arrays.items()}
+            arrays["member"][:missing] = -1
+        return arrays | self._tool_columns(row, batch)
 
-    def _tool_calls(self, row: int, batch: pa.RecordBatch) -> Arrays:
+    def _tool_columns(self, row: int, batch: pa.RecordBatch) -> Arrays:
         lengths = _numpy(batch["tool_names"].value_lengths(), np.int64)
-        names = self._named(batch["tool_names"].flatten(), TOOL)
-        keys, place = np.unique(row + np.repeat(np.arange(len(lengths)), lengths) << 32 | names, return_inverse=True)
+        names = self._name_codes(batch["tool_names"].flatten(), TOOL)
+        keys, index = np.unique(row + np.repeat(np.arange(len(lengths)), lengths) << 32 | names, return_inverse=True)
         errors = np.resize(_numpy(batch["tool_errors"].flatten(), np.bool_), len(names))  # where they are damaged
-        counts = [np.bincount(place, weights, len(keys)) for weights in (None, errors)]
-        found = zip(_TOOLS.items(), [keys >> 32, keys & 0xFFFFFFFF, *counts], strict=True)
-        return {name: values.astype(kind) for (name, kind), values in found}
+        counts = [np.bincount(index, weights, len(keys)) for weights in (None, errors)]
+        typed_columns = zip(_TOOLS.items(), [keys >> 32, keys & 0xFFFFFFFF, *counts], strict=True)
+        return {name: values.astype(kind) for (name, kind), values in typed_columns}
 
     def _endings(self, batch: pa.RecordBatch) -> Arrays:
         named = {"group": batch["group"], "step": batch["step"].fill_null(-1), "time_s": batch["time_s"]}
-        found = {name: _numpy(column, _ENDED[name]) for name, column in named.items()}
-        return found | {"ending": _codes(batch["ending"]), "reason": self._named(batch["reason"])}
+        arrays = {name: _numpy(column, _ENDED[name]) for name, column in named.items()}
+        return arrays | {"ending": _codes(batch["ending"]), "reason": self._name_codes(batch["reason"])}
 
-    def _named(self, column: pa.Array, before: str = "") -> NDArray[Any]:
-        """Places of a column's texts, with ``before`` each, in the table's names."""
-        return _coded(column, lambda text: self._names.setdefault(before + text, len(self._names))).astype(np.int32)
+    def _name_codes(self, column: pa.Array, prefix: str = "") -> NDArray[Any]:
+        """Return the indices of a column's texts, each with ``prefix``, in the table's names."""
+        return _coded(column, lambda text: self._names.setdefault(prefix + text, len(self._names))).astype(np.int32)
 
-    def _made(self) -> RolloutTable:
-        """The rows with their groups' endings; of a group that ended twice the last one counts."""
+    def _make_table(self) -> RolloutTable:
+        """Join the rows with their groups' endings; the last ending counts where a group ended twice."""
         groups, last = np.unique(self._ends["group"][::-1], return_index=True)
-        place = np.searchsorted(groups, self._rows["group"])
-        place[np.append(groups, -1)[place] != self._rows["group"]] = len(groups)
+        group_index = np.searchsorted(groups, self._rows["group"])
+        group_index[np.append(groups, -1)[group_index] != self._rows["group"]] = len(groups)
         columns, by_group = dict(self._rows), self._rows["own"] == OPEN
         for name, otherwise in (("ending", OPEN), ("step", -1), ("reason", -1)):
             of_groups = np.append(self._ends[name][::-1][last], np.array(otherwise, _ENDED[name]))
-            own = self._rows["own"] if name == "ending" else np.array(-1, np.int32)
-            columns[name] = np.where(by_group, of_groups[place], own)
+            own_values = self._rows["own"] if name == "ending" else np.array(-1, np.int32)
+            columns[name] = np.where(by_group, of_groups[group_index], own_values)
         return RolloutTable(columns, list(self._names), self.first)
 
     def _store(self, path: Path) -> None:
@@ -229,32 +229,32 @@ class RolloutColumns:
         write_cached(path, lambda file: np.savez(file, **arrays))
 
     def _load(self, path: Path) -> None:
-        with np.load(path) as found:  # which compares checksums
-            identity, tails, names = msgspec.json.decode(found["header"].tobytes())
+        with np.load(path) as archive:  # compares checksums
+            identity, tails, names = msgspec.json.decode(archive["header"].tobytes())
             if identity != self.finished.identity():
                 return
-            self._rows = {name: found[name] for name in self._rows}
-            self._ends = {name: found[f"end_{name}"] for name in self._ends}
+            self._rows = {name: archive[name] for name in self._rows}
+            self._ends = {name: archive[f"end_{name}"] for name in self._ends}
         self._count = self._written = len(self._rows["group"])
         self._names = {name: code for code, name in enumerate(names)}
-        for tail, (place, problems) in zip((self.finished, self.ended), tails, strict=True):
-            tail.place, tail.problems = StreamPlace(*place), problems
+        for tail, (position, problems) in zip((self.finished, self.ended), tails, strict=True):
+            tail.place, tail.problems = StreamPosition(*position), problems
 
 
-def _joined(first: Arrays, further: Sequence[Arrays]) -> Arrays:
+def _append(first: Arrays, further: Sequence[Arrays]) -> Arrays:
     if not further:
         return first
-    return {name: np.concatenate([array, *(one[name] for one in further)]) for name, array in first.items()}
+    return {name: np.concatenate([array, *(part[name] for part in further)]) for name, array in first.items()}
 
 
 def _numpy(column: pa.Array, kind: DTypeLike) -> NDArray[Any]:
-    """A column as an array; what is null as 0."""
+    """Convert a column to an array; nulls become 0."""
     filled = column.fill_null(False if pa.types.is_boolean(column.type) else 0) if column.null_count else column
     return filled.to_numpy(zero_copy_only=False).astype(kind)
 
 
 def _coded(column: pa.Array, code: Callable[[str], int]) -> NDArray[Any]:
-    """The code of each of a column's texts; what is null is "" there."""
+    """Return the code of each of a column's texts; nulls count as ""."""
     texts = column.fill_null("").dictionary_encode()
     return np.array([code(text) for text in texts.dictionary.to_pylist()], int)[texts.indices.to_numpy()]
 
@@ -270,7 +270,7 @@ def _boundary(failure: str) -> int:
 
 
 def _versions(batch: pa.RecordBatch) -> tuple[NDArray[Any], NDArray[Any]]:
-    """(first, last) version of each rollout, those of its branches included; -1: no token was sampled."""
+    """Return (first, last) version of each rollout, its branches included; -1: no token was sampled."""
     first, last = _ends_of(batch["span_versions"])
     if batch["branches"].null_count < batch.num_rows:
         counts = batch["branches"].value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
@@ -285,7 +285,7 @@ def _versions(batch: pa.RecordBatch) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def _ends_of(lists: pa.ListArray) -> tuple[NDArray[Any], NDArray[Any]]:
-    """(first, last) value of each list; -1: it is empty."""
+    """Return (first, last) value of each list; -1: the list is empty."""
     offsets = lists.offsets.to_numpy()
     values = np.append(_numpy(lists.values, np.int32), np.int32(-1))
     filled = offsets[1:] > offsets[:-1]

@@ -1,4 +1,4 @@
-"""Which rollouts a query asks for, in its order, and the part of a text that was found."""
+"""Selects and orders the rollouts of a query, and cuts snippets around its matches."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from headway.records.rollout import ENDINGS
 from headway.report.watch.rollouts.columns import OPEN, RolloutTable
 from headway.report.watch.rollouts.texts import BORDER, fold
 
-_BEFORE, _AFTER = 120, 240  # bytes of a snippet on both sides of what was found
+_BYTES_BEFORE, _BYTES_AFTER = 120, 240  # bytes of a snippet on both sides of the match
 Array = NDArray[Any]
 
 
 class RolloutQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Filters of rollouts, their order, and the page. None and "" don't filter."""
+    """Filters of rollouts, their order, and the page; None and "" don't filter."""
 
     text: str = ""
     reward_from: float | None = None
@@ -28,22 +28,22 @@ class RolloutQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tokens_to: int | None = None
     step_from: int | None = None  # that trained or skipped it
     step_to: int | None = None
-    version_from: int | None = None  # of its tokens: one at least lies within
+    version_from: int | None = None  # at least one of its tokens has a version within
     version_to: int | None = None
     solved: bool | None = None
-    task: str = ""  # its id, or the beginning of it
+    task: str = ""  # its id, or its prefix
     ending: str = ""  # or "open"
     group: int | None = None
-    failure: bool = False  # only those that failed
+    failure: bool = False  # only failed rollouts
     order: Literal["newest", "oldest", "reward", "-reward", "tokens", "-tokens"] = "newest"
     limit: int = 50
-    after: str = ""  # row of the last one of the page before
+    after: str = ""  # row of the last rollout on the page before
 
 
-def query_of(given: dict[str, Any]) -> RolloutQuery:
-    """A query out of values or their texts. Raises ConfigurationError."""
+def query_from(raw: dict[str, Any]) -> RolloutQuery:
+    """Make a query from values or their texts. Raises ConfigurationError for invalid ones."""
     try:
-        query = msgspec.convert({k: v for k, v in given.items() if v not in (None, "")}, RolloutQuery, strict=False)
+        query = msgspec.convert({k: v for k, v in raw.items() if v not in (None, "")}, RolloutQuery, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"{error}") from None
     if query.ending not in ("", "open", *ENDINGS):
@@ -54,66 +54,66 @@ def query_of(given: dict[str, Any]) -> RolloutQuery:
 
 
 def select(table: RolloutTable, query: RolloutQuery) -> Array:
-    """Places in the table of the rollouts that pass all filters but the text's."""
-    taken = table["member"] >= 0
+    """Return the indices of the rollouts in the table that pass all filters but the text's."""
+    selected = table["member"] >= 0
     for name in ("reward", "tokens", "step"):
         low, high = getattr(query, f"{name}_from"), getattr(query, f"{name}_to")
         if low is not None:
-            taken &= table[name] >= low
+            selected &= table[name] >= low
         if high is not None:
-            taken &= table[name] <= high
+            selected &= table[name] <= high
     if query.step_to is not None:
-        taken &= table["step"] >= 0
+        selected &= table["step"] >= 0
     if query.version_from is not None:
-        taken &= table["last_version"] >= query.version_from
+        selected &= table["last_version"] >= query.version_from
     if query.version_to is not None:
-        taken &= (table["first_version"] <= query.version_to) & (table["first_version"] >= 0)
+        selected &= (table["first_version"] <= query.version_to) & (table["first_version"] >= 0)
     if query.solved is not None:
-        taken &= (table["solved"] == query.solved) & table["verified"]
+        selected &= (table["solved"] == query.solved) & table["verified"]
     if query.task:
-        exact = [place for place, name in enumerate(table.names) if name == query.task]
-        begun = [place for place, name in enumerate(table.names) if name.startswith(query.task)]
-        taken &= np.isin(table["task"], exact or begun)
+        exact = [index for index, name in enumerate(table.names) if name == query.task]
+        prefixed = [index for index, name in enumerate(table.names) if name.startswith(query.task)]
+        selected &= np.isin(table["task"], exact or prefixed)
     if query.ending:
-        taken &= table["ending"] == (OPEN if query.ending == "open" else ENDINGS.index(query.ending))
+        selected &= table["ending"] == (OPEN if query.ending == "open" else ENDINGS.index(query.ending))
     if query.group is not None:
-        taken &= table["group"] == query.group
+        selected &= table["group"] == query.group
     if query.failure:
-        taken &= table["boundary"] != 255
-    return np.flatnonzero(taken)
+        selected &= table["boundary"] != 255
+    return np.flatnonzero(selected)
 
 
-def ordered(table: RolloutTable, places: Array, query: RolloutQuery) -> Array:
-    """``places`` in the order that is asked for, equal ones the newest first, behind the page before."""
+def ordered(table: RolloutTable, rows: Array, query: RolloutQuery) -> Array:
+    """Sort ``rows`` in the query's order, equal ones newest first, without those up to the end of the page before."""
     name, sign = query.order.lstrip("-"), -1 if query.order.startswith("-") else 1
     keys = table[name] * sign if name in ("reward", "tokens") else None
-    places = places if query.order == "oldest" else places[::-1]
+    rows = rows if query.order == "oldest" else rows[::-1]
     if query.after:
         last = min(max(int(query.after) - table.first, 0), len(table) - 1)
         if keys is not None:
-            places = places[(keys[places] > keys[last]) | ((keys[places] == keys[last]) & (places < last))]
+            rows = rows[(keys[rows] > keys[last]) | ((keys[rows] == keys[last]) & (rows < last))]
         else:
-            places = places[places > last if query.order == "oldest" else places < last]
-    return places if keys is None else places[np.argsort(keys[places], kind="stable")]
+            rows = rows[rows > last if query.order == "oldest" else rows < last]
+    return rows if keys is None else rows[np.argsort(keys[rows], kind="stable")]
 
 
-def snippet(text: bytes, found: bytes) -> dict[str, str] | None:
-    """The part of a rollout's ``text`` around the first place where ``found``, folded, stands; None: nowhere."""
-    at = fold(np.frombuffer(text, np.uint8).copy()).tobytes().find(found)
-    if at < 0:
+def snippet(text: bytes, pattern: bytes) -> dict[str, str] | None:
+    """Return the part of a rollout's ``text`` around the first match of the folded ``pattern``; None: no match."""
+    start = fold(np.frombuffer(text, np.uint8).copy()).tobytes().find(pattern)
+    if start < 0:
         return None
-    behind = at + len(found)
-    before = text[max(0, at - _BEFORE) : at].rpartition(BORDER)[2]
-    if len(before) == _BEFORE:  # it may begin inside a character
-        before = before.lstrip(bytes(range(0x80, 0xC0)))
-    after = text[behind : behind + _AFTER].partition(BORDER)[0]
+    stop = start + len(pattern)
+    text_before = text[max(0, start - _BYTES_BEFORE) : start].rpartition(BORDER)[2]
+    if len(text_before) == _BYTES_BEFORE:  # it may begin inside a character
+        text_before = text_before.lstrip(bytes(range(0x80, 0xC0)))
+    text_after = text[stop : stop + _BYTES_AFTER].partition(BORDER)[0]
     return {
-        "before": before.decode("utf-8", "replace"),
-        "match": text[at:behind].decode("utf-8", "replace"),
-        "after": beginning(after),
+        "before": text_before.decode("utf-8", "replace"),
+        "match": text[start:stop].decode("utf-8", "replace"),
+        "after": decode_truncated(text_after),
     }
 
 
-def beginning(text: bytes) -> str:
-    """The characters of ``text``, without one that is cut off at its end."""
+def decode_truncated(text: bytes) -> str:
+    """Decode ``text`` as UTF-8, without a character that is cut off at its end."""
     return codecs.getincrementaldecoder("utf-8")("replace").decode(text)

@@ -1,9 +1,9 @@
-"""The text of all rollouts of a run as one file of bytes, in which any text is found by reading it.
+"""Indexes the text of all rollouts of a run as a file of bytes, which a search reads.
 
-An index of words would find neither a piece of code nor half a word, and would be as large. Tokens become bytes by one
-gather out of a table of the vocabulary. Search ignores case where both cases of a character have as many bytes (they
-have nearly always; not: İ, ẞ, and scripts beyond the Basic Multilingual Plane), so that bytes found in the folded text
-are those of the text itself.
+An index of words would find neither pieces of code nor parts of words, and would be as large. Tokens become bytes by a
+gather from a table of the vocabulary. Search ignores case where both cases of a character have equally many bytes
+(nearly always; not: İ, ẞ, and scripts beyond the Basic Multilingual Plane), so that offsets in the folded text are
+offsets in the text itself.
 """
 
 from __future__ import annotations
@@ -26,51 +26,51 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from headway.report.watch.rollouts.columns import StreamPlace, StreamTail
+from headway.report.watch.rollouts.columns import StreamPosition, StreamTail
 from headway.runtime.user_cache import write_cached
 from headway.telemetry.rollouts.columns import FINISHED
 
-BORDER = b"\xff"  # behind each sequence of a rollout: in no UTF-8 text
-COLUMNS = ["prompt_ids", "response_ids", "branches"]  # that the text is made of
+BORDER = b"\xff"  # after each sequence of a rollout; never occurs in UTF-8
+COLUMNS = ["prompt_ids", "response_ids", "branches"]  # columns from which the text is made
 _TEXT, _ENDS, _STATE, _LOCK = "texts.bytes", "texts.ends", "texts.json", "texts.lock"
-_STATE_BATCHES = 16  # batches between two notes of how far the text goes
-_SLICE_ROWS = 128  # made into text at a time, so that it takes no memory
-_READ_BYTES = 1 << 20  # read at a time, so that a search takes no memory
-_GAP_BYTES = 1 << 16  # between two rows that are worth one read
-_FIRST_ROWS, _MORE = 1 << 12, 16  # rows that are searched before the page is looked at, and by how much more each time
+_COMMIT_BATCHES = 16  # batches between two writes of the index's state
+_SLICE_ROWS = 128  # converted to text at a time, to bound memory
+_READ_BYTES = 1 << 20  # read at a time, to bound a search's memory
+_GAP_BYTES = 1 << 16  # largest gap between two rows that share a read
+_FIRST_ROWS, _ROWS_FACTOR = 1 << 12, 16  # rows of the first chunk of a search, and the growth of further chunks
 
 Array = NDArray[Any]
 
 
 class TokenTable:
-    """The texts of a tokenizer's tokens, as bytes. ``identity`` differs for another vocabulary."""
+    """The texts of a tokenizer's tokens as bytes. ``identity`` differs for another vocabulary."""
 
     def __init__(self, texts: Sequence[bytes], special_ids: Collection[int] = ()) -> None:
-        """``texts``: of each id; ``special_ids``: those that a preview leaves out."""
+        """Build the table. ``texts``: of each id; ``special_ids``: ids that a preview leaves out."""
         self.special = np.array(sorted(special_ids), np.int64)
         self._size = len(texts)
-        self._texts = pa.array([*texts, BORDER, b""], pa.binary())  # behind the ids: the border, an unknown token
+        self._texts = pa.array([*texts, BORDER, b""], pa.binary())  # after the ids: the border, an unknown token
         self.identity = hashlib.sha256(msgspec.msgpack.encode(list(texts))).hexdigest()
 
     def joined(self, ids: Array) -> tuple[Array, Array]:
-        """The bytes of ``ids``, -1 a border, and where each id's end."""
+        """Return the bytes of ``ids``, of which -1 is a border, and the end of each id's bytes."""
         known = np.where((ids >= 0) & (ids < self._size), ids, np.where(ids == -1, self._size, self._size + 1))
         _, offsets, data = self._texts.take(pa.array(known)).buffers()
         ends = np.frombuffer(offsets, np.int32)[1 : len(ids) + 1]
         return np.frombuffer(data or b"", np.uint8, ends[-1] if len(ends) else 0), ends
 
     def strings(self, ids: Array, context: Array) -> list[str]:
-        """The text of each of ``ids``, which stand behind ``context``. A character of several tokens is the last one's;
-        bytes that are none are written \\xNN."""
+        """Return the text of each of ``ids``, which follow ``context``. A character of several tokens belongs to the
+        last of them; bytes that aren't UTF-8 are written \\xNN."""
         decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
         data, ends = self.joined(np.concatenate([context, ids]))
         raw, starts = data.tobytes(), [0, *ends.tolist()]
-        found = [decoder.decode(raw[a:b]) for a, b in pairwise(starts)]
-        return [*found[:-1], found[-1] + decoder.decode(b"", final=True)][len(context) :] if found else []
+        texts = [decoder.decode(raw[a:b]) for a, b in pairwise(starts)]
+        return [*texts[:-1], texts[-1] + decoder.decode(b"", final=True)][len(context) :] if texts else []
 
 
 def fold(text: Array) -> Array:
-    """Make the letters of a text of UTF-8 bytes lower-case, in place; broken characters stay."""
+    """Convert the letters of a text of UTF-8 bytes to lower case, in place; incomplete characters stay."""
     text |= (text - np.uint8(65) < 26).view(np.uint8) << np.uint8(5)
     lower = _lower_case()
     lead = np.flatnonzero((text >= 0xC3) & (text <= 0xDF))
@@ -88,24 +88,24 @@ def fold(text: Array) -> Array:
 
 
 def folded(text: str) -> bytes:
-    """A text to search for, as the index has it."""
+    """Convert a text to search for to the form in which the index stores texts."""
     return fold(np.frombuffer(text.encode("utf-8", "replace"), np.uint8).copy()).tobytes()
 
 
 @cache
 def _lower_case() -> Array:
-    """Each character's lower case where it has as many bytes, else the character."""
-    found = np.arange(1 << 16, dtype=np.int32)
+    """Return the code of each character's lower case where it has equally many bytes, else of the character."""
+    lower_codes = np.arange(1 << 16, dtype=np.int32)
     for code in range(128, 1 << 16):
         lower = chr(code).lower()
         if len(lower) == 1 and ord(lower) != code and (code < 2048) == (ord(lower) < 2048) and ord(lower) > 127:
-            found[code] = ord(lower)
-    return found
+            lower_codes[code] = ord(lower)
+    return lower_codes
 
 
 def texts_of(batch: pa.RecordBatch, tokens: TokenTable) -> tuple[Array, Array]:
-    """The text of a batch's rollouts, and where each one's ends: prompt, response, and the responses of branches, a
-    border behind each."""
+    """Return the text of a batch's rollouts, and the end of each rollout in it. A rollout's text is prompt, response
+    and the responses of branches, each followed by a border."""
     count = batch.num_rows
     lists, owners = [batch["prompt_ids"], batch["response_ids"]], [np.arange(count)] * 2
     branches = batch["branches"]
@@ -121,21 +121,21 @@ def texts_of(batch: pa.RecordBatch, tokens: TokenTable) -> tuple[Array, Array]:
 
 
 class _State(msgspec.Struct, frozen=True):
-    """How far the text goes; what lies behind in its files is torn."""
+    """The valid extent of the index's files; bytes after it are torn."""
 
     record: str = ""  # identity of the record
     tokens: str = ""  # ... and of the vocabulary
     rows: int = 0
     size_bytes: int = 0
-    place: StreamPlace = StreamPlace()
+    place: StreamPosition = StreamPosition()
 
 
 class TextIndex:
     """The folded text of a run's rollouts in the cache.
 
-    Lifecycle: *made* -> ``extend`` as often as asked, each starts a thread of low priority where there is something to
-    add -> ``close``. Of several watchers one writes, the others read what it wrote. Rows are never changed: a reader
-    needs no lock.
+    Lifecycle: *made* -> ``extend`` any number of times, which starts a thread of low priority where there is text to
+    add -> ``close``. Among several watchers a single one writes, and the others read its files. Rows never change, so a
+    reader needs no lock.
     """
 
     def __init__(self, record: Path, cache: Path, tokens: TokenTable) -> None:
@@ -143,17 +143,17 @@ class TextIndex:
         self._tail = StreamTail(record / "finished", FINISHED)
         self._cache, self._tokens = cache, tokens
         self._state = _State()
-        self._ends: Array = np.zeros(1, np.int64)  # where row i begins, and behind it the end
+        self._ends: Array = np.zeros(1, np.int64)  # element i: start of row i; the last one: the end
         self._thread: threading.Thread | None = None
         self._closing = False
 
     @property
     def rows(self) -> int:
-        """Rollouts whose text can be searched."""
+        """Return the number of rollouts whose text can be searched."""
         return self._state.rows
 
     def extend(self, rows: int, wait_s: float) -> None:
-        """Take up the text of the record's ``rows``, in the background if it takes more than ``wait_s``."""
+        """Index the text of the record's first ``rows`` rows, in the background if it takes more than ``wait_s``."""
         if self._thread is None or not self._thread.is_alive():
             self._read_state()
             if self.rows >= rows or self._closing:
@@ -172,24 +172,24 @@ class TextIndex:
         """Yield those of ``rows``, in their order, that contain ``text``, which is `folded`; negative ones do."""
         size = _FIRST_ROWS
         while len(rows):
-            chunk, rows, size = rows[:size], rows[size:], size * _MORE
-            found = chunk < 0
-            inside = np.flatnonzero(~found & (chunk < self.rows))
+            chunk, rows, size = rows[:size], rows[size:], size * _ROWS_FACTOR
+            contained = chunk < 0
+            inside = np.flatnonzero(~contained & (chunk < self.rows))
             inside = inside[np.argsort(chunk[inside], kind="stable")]
             if len(inside):
-                found[inside] = self._contain(text, chunk[inside])
-            yield from chunk[found].tolist()
+                contained[inside] = self._contain(text, chunk[inside])
+            yield from chunk[contained].tolist()
 
     def _contain(self, text: bytes, rows: Array) -> Array:
-        """Whether each of ``rows``, ascending, contains ``text``. Only their bytes are read, a stretch at a time."""
+        """Return whether each of ``rows``, which ascend, contains ``text``. Only their bytes are read, in chunks."""
         begins, stops = self._ends[rows], self._ends[rows + 1]
-        away = begins[1:] - stops[:-1]
-        begins_read = np.append(True, (away > _GAP_BYTES) | (np.diff(begins // _READ_BYTES) > 0))
-        begins_run = np.append(True, away > 0) | begins_read
+        gaps_bytes = begins[1:] - stops[:-1]
+        begins_read = np.append(True, (gaps_bytes > _GAP_BYTES) | (np.diff(begins // _READ_BYTES) > 0))
+        begins_run = np.append(True, gaps_bytes > 0) | begins_read
         reads = np.append(np.flatnonzero(begins_read), len(rows)).tolist()
         runs = np.append(np.flatnonzero(begins_run), len(rows))
         cuts = np.searchsorted(runs, reads).tolist()  # the first run of each read
-        found, buffer = np.zeros(len(rows), bool), bytearray()
+        contained, buffer = np.zeros(len(rows), bool), bytearray()
         with open(self._cache / _TEXT, "rb", buffering=0) as file:
             for number, (low, high) in enumerate(pairwise(reads)):
                 base = int(begins[low])
@@ -197,16 +197,16 @@ class TextIndex:
                 if size > len(buffer):
                     buffer = bytearray(size)
                 if os.preadv(file.fileno(), [memoryview(buffer)[:size]], base) < size:
-                    break  # cut off by another watcher, which begins anew
+                    break  # truncated by another watcher, which rebuilds the index
                 starts, ends = (begins[low:high] - base).tolist(), (stops[low:high] - base).tolist()
-                own = (runs[cuts[number] : cuts[number + 1] + 1] - low).tolist()
-                for first, behind in pairwise(own):
-                    at = buffer.find(text, starts[first], ends[behind - 1])
-                    while at >= 0:
-                        row = bisect_right(starts, at, first, behind) - 1
-                        found[low + row] = True
-                        at = buffer.find(text, ends[row], ends[behind - 1])
-        return found
+                read_runs = (runs[cuts[number] : cuts[number + 1] + 1] - low).tolist()
+                for first, next_first in pairwise(read_runs):
+                    match_start = buffer.find(text, starts[first], ends[next_first - 1])
+                    while match_start >= 0:
+                        row = bisect_right(starts, match_start, first, next_first) - 1
+                        contained[low + row] = True
+                        match_start = buffer.find(text, ends[row], ends[next_first - 1])
+        return contained
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):
@@ -220,11 +220,11 @@ class TextIndex:
                 self.problem = ""
         except BlockingIOError:
             pass  # another watcher writes it
-        except Exception as error:  # the boundary of the thread: the page says it, and the rest of it works
+        except Exception as error:  # the boundary of the thread: the page shows the error, and its other views work
             self.problem = f"texts can't be indexed: {type(error).__name__}: {error}"
 
     def _write(self) -> None:
-        """Append what the record has and the text lacks."""
+        """Append the text of the rows that the record has and the index lacks."""
         state = self._state
         self._tail.place = state.place
         for path in (self._cache / _TEXT, self._cache / _ENDS):
@@ -234,7 +234,7 @@ class TextIndex:
                 file.truncate(size)
                 file.seek(size)
             further: list[Array] = []
-            for number, (place, row, batch) in enumerate(self._tail.batches(COLUMNS), start=1):
+            for number, (position, row, batch) in enumerate(self._tail.batches(COLUMNS), start=1):
                 if self._closing:
                     break
                 missing = np.full(max(0, row - state.rows), state.size_bytes)  # lost in a damaged segment
@@ -245,23 +245,23 @@ class TextIndex:
                     size_bytes, missing = size_bytes + len(text), missing[:0]
                     text_file.write(fold(text.copy()).data)
                     ends_file.write(np.concatenate(further[-2:]).data)
-                self._tail.place = place
-                rows = max(place.rows, state.rows)
-                state = msgspec.structs.replace(state, place=place, rows=rows, size_bytes=size_bytes)
-                if number % _STATE_BATCHES == 0:
+                self._tail.place = position
+                rows = max(position.rows, state.rows)
+                state = msgspec.structs.replace(state, place=position, rows=rows, size_bytes=size_bytes)
+                if number % _COMMIT_BATCHES == 0:
                     text_file.flush()
                     ends_file.flush()
-                    self._note(state, further)
+                    self._commit_state(state, further)
         if further:
-            self._note(state, further)
+            self._commit_state(state, further)
 
-    def _note(self, state: _State, further: list[Array]) -> None:
+    def _commit_state(self, state: _State, further: list[Array]) -> None:
         write_cached(self._cache / _STATE, lambda file: file.write(msgspec.json.encode(state)))
         self._ends, self._state = np.concatenate([self._ends, *further]), state
         further.clear()
 
     def _read_state(self) -> None:
-        """Take what this or another watcher has written; nothing where it is damaged, or of another record."""
+        """Load the files that this or another watcher wrote; start empty if they are damaged or of another record."""
         fresh = _State(record=self._tail.identity(), tokens=self._tokens.identity)
         try:
             state = msgspec.json.decode((self._cache / _STATE).read_bytes(), type=_State)
@@ -280,7 +280,7 @@ class TextIndex:
             self._ends, self._state = np.zeros(1, np.int64), fresh
 
     def _bordered(self, ends: Array) -> bool:
-        """Whether rollouts, of many some, end with a border in the text."""
+        """Return whether the rollouts, or a sample of many, end with a border in the text."""
         ends = ends[1:][np.diff(ends) > 0]
         with open(self._cache / _TEXT, "rb", buffering=0) as file:
             return all(os.pread(file.fileno(), 1, int(end) - 1) == BORDER for end in ends[:: len(ends) // 64 + 1])

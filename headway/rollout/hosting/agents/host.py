@@ -1,15 +1,16 @@
 """The process that starts agents: each in a process group of its own, none outliving its rollout or the orchestrator.
 
-``python -m headway.rollout.hosting.agents.host DESCRIPTOR MODULE:FUNCTION [SETTINGS]`` (or ``-`` for commands). It
-imports the user's module once; every rollout then costs a fork. With SETTINGS, JSON, the function is called with them,
-once, and what it returns is the agent. Requests come and answers go as lines of JSON over the socket DESCRIPTOR:
+The command is ``python -m headway.rollout.hosting.agents.host DESCRIPTOR MODULE:FUNCTION [SETTINGS]`` (``-`` in the
+place of the function for commands). The host imports the user's module once; every rollout then costs a fork. With
+SETTINGS (JSON) the function is called once with them and returns the agent. Requests and answers are lines of JSON over
+the socket DESCRIPTOR:
 
     {"start": id, "argv": [...] or [], "task": {...}, "env": {...}, "log": [path, bytes], "reward": [url, key]}
         ->  {"id", "exit": code, "signal": n}
     {"stop": id, "grace_s": s}
 
-An agent's exit ends what it left running: its process group, and whatever carries its rollout's mark in its
-environment. The socket's end ends all of them, and the host.
+An agent's exit ends its process group and all processes with its rollout's mark in their environment. The end of the
+socket ends all agents, and the host.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ from headway.runtime.imports import import_function
 
 MARK = "HEADWAY_AGENT"  # names the rollout's processes in their environment
 KEY = "environment.agent"
-EX_TEMPFAIL = 75  # exit code that says: try anew (sysexits.h)
+EX_TEMPFAIL = 75  # exit code of a temporary failure, worth a retry (sysexits.h)
 _POLL_S = 0.02
 
 
 class AgentHost:
-    """The host's loop: reads requests and agents' output, reaps agents, kills those whose grace is over."""
+    """The host's loop: reads requests and agents' output, reaps agents, kills those whose grace period is over."""
 
     def __init__(self, channel: socket.socket, function: Callable[..., Any] | None) -> None:
         self._channel = channel
         self._function = function
-        self._pids: dict[str, int] = {}  # of those that run
-        self._logs: dict[str, AgentLog] = {}  # theirs
+        self._pids: dict[str, int] = {}  # of running agents
+        self._logs: dict[str, AgentLog] = {}  # of running agents
         self._selector = selectors.DefaultSelector()
         self._kill_at_s: dict[str, float] = {}
         self._unread = b""
@@ -85,7 +86,7 @@ class AgentHost:
                     self._kill(agent, signal.SIGKILL)
 
     def _read(self) -> bool:
-        """Handle the requests that have arrived; False: the other side closed the channel."""
+        """Handle the requests that have arrived; returns False where the other side closed the channel."""
         data = self._channel.recv(1 << 16)
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
@@ -105,17 +106,17 @@ class AgentHost:
             pid = os.fork()
         except OSError as error:
             if log is not None:
-                log.begun()
+                log.close_output()
                 log.close()
-            self._tell({"id": agent, "exit": 1, "signal": 0, "error": f"fork: {error}"})
+            self._send({"id": agent, "exit": 1, "signal": 0, "error": f"fork: {error}"})
             return
         if pid == 0:
-            _become(request, self._function, log.output)
-        log.begun()
+            _run_child(request, self._function, log.output)
+        log.close_output()
         self._logs[agent] = log
         self._selector.register(log.pipe, selectors.EVENT_READ)
         with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)  # the child does so too: whoever is first
+            os.setpgid(pid, pid)  # the child does so too, so that neither has to wait
         self._pids[agent] = pid
 
     def _reap(self) -> None:
@@ -123,7 +124,7 @@ class AgentHost:
             ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
                 continue
-            self._kill(agent, signal.SIGKILL)  # what it left, while its number can't be anyone else's
+            self._kill(agent, signal.SIGKILL)  # its remaining processes, before its number can be reused
             _, status = os.waitpid(pid, 0)
             del self._pids[agent]
             self._kill_at_s.pop(agent, None)
@@ -132,7 +133,7 @@ class AgentHost:
                 self._selector.unregister(log.pipe)
             log.close()
             code = os.waitstatus_to_exitcode(status)
-            self._tell({"id": agent, "exit": max(0, code), "signal": max(0, -code)})
+            self._send({"id": agent, "exit": max(0, code), "signal": max(0, -code)})
 
     def _kill_late(self) -> None:
         for agent, due_s in list(self._kill_at_s.items()):
@@ -146,13 +147,13 @@ class AgentHost:
         if number == signal.SIGKILL:
             kill_marked(agent)
 
-    def _tell(self, answer: Mapping[str, Any]) -> None:
+    def _send(self, answer: Mapping[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._channel.sendall(json.dumps(answer).encode() + b"\n")
 
 
 def kill_marked(agent: str) -> None:
-    """Kill what was started with an agent's mark, in whatever process group it is."""
+    """Kill all processes with an agent's mark, in any process group."""
     for pid in _marked(agent):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
@@ -164,15 +165,15 @@ def _marked(agent: str) -> Iterator[int]:
         if name.isdigit() and int(name) != os.getpid():
             try:
                 with open(f"/proc/{name}/environ", "rb") as file:
-                    found = mark in file.read().split(b"\0")
+                    is_marked = mark in file.read().split(b"\0")
             except OSError:
                 continue
-            if found:
+            if is_marked:
                 yield int(name)
 
 
-def _become(request: Mapping[str, Any], function: Callable[..., Any] | None, output: int) -> None:
-    """The child: never returns."""
+def _run_child(request: Mapping[str, Any], function: Callable[..., Any] | None, output: int) -> None:
+    """Run an agent in the forked child; never returns."""
     code = 1
     try:
         os.setpgid(0, 0)
@@ -185,7 +186,7 @@ def _become(request: Mapping[str, Any], function: Callable[..., Any] | None, out
         os.dup2(nothing, 0)
         for descriptor in (1, 2):
             os.dup2(output, descriptor)
-        os.closerange(3, 1 << 12)  # its requests go on over connections of its own alone
+        os.closerange(3, 1 << 12)  # it inherits no connection of ours
         os.environ.update(request["env"])
         if request["argv"]:
             _execute(request["argv"])
@@ -209,30 +210,30 @@ def _execute(argv: list[str]) -> None:
         os.execvp(argv[0], argv)
     except OSError as error:
         print(f"{argv[0]}: {error.strerror}", file=sys.stderr)
-        sys.exit(127)  # as shells say it
+        sys.exit(127)  # as shells do
 
 
 def _call(function: Callable[..., Any], task: Mapping[str, Any], reward_url: str, reward_key: str) -> None:
-    """Call the user's function; what it returns, if anything, is the reward."""
-    found: Any = function(dict(task))
-    if inspect.isawaitable(found):
-        found = asyncio.run(_awaited(found))
-    if found is None:
+    """Call the user's function, and post its return value, unless None, as the reward."""
+    returned: Any = function(dict(task))
+    if inspect.isawaitable(returned):
+        returned = asyncio.run(_awaited(returned))
+    if returned is None:
         return
-    reward = dict(found) if isinstance(found, Mapping) else {"reward": float(found)}
+    reward = dict(returned) if isinstance(returned, Mapping) else {"reward": float(returned)}
     post_reward(reward_url, reward_key, reward)
 
 
-async def _awaited(found: Any) -> Any:
-    return await found
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable
 
 
 def post_reward(url: str, key: str, reward: Mapping[str, Any]) -> None:
-    """``POST url {"reward": ..., "solved": ...}``. Raises RuntimeError for a reward that isn't taken."""
-    where = urllib.parse.urlsplit(url)
-    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=60)
+    """Post ``{"reward": ..., "solved": ...}`` to ``url``. Raises RuntimeError for a reward that isn't accepted."""
+    address = urllib.parse.urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
-    connection.request("POST", where.path, json.dumps(reward), headers)
+    connection.request("POST", address.path, json.dumps(reward), headers)
     response = connection.getresponse()
     body = response.read().decode(errors="replace")
     connection.close()
@@ -248,7 +249,7 @@ def main() -> None:
             function = import_function(sys.argv[2], KEY, (), asynchronous=True)
             if len(sys.argv) > 3:
                 function = function(json.loads(sys.argv[3]))
-        except Exception as error:  # told, not raised: who started this process says it
+        except Exception as error:  # sent, not raised: the parent process reports it
             channel.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
             return
     channel.sendall(b'{"ready": true}\n')

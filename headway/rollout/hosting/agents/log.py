@@ -5,24 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 
-_LAST_BYTES = 1 << 16  # that are kept of what comes after the file is full
+_LAST_BYTES = 1 << 16  # kept of the output after the file is full
 _PIECE_BYTES = 1 << 16
-_MOST_PIECES = 64  # that are read of what is left in the pipe: a pipe holds 16
+_MOST_PIECES = 64  # read from the pipe at the end: a pipe holds 16
 
 
 class AgentLog:
-    """A pipe that an agent writes to, and the file it goes to: the first ``most_bytes`` as they come, and when it ends
-    the last ones, with a note between them of how many were left out.
+    """A pipe for an agent's output, and the file it is written to: the first ``most_bytes`` as they arrive, and at the
+    agent's end the last ones, after a note of how many were left out.
 
     The agent notices neither a full file nor a full disk.
     """
 
     def __init__(self, path: str, most_bytes: int) -> None:
         """Raises OSError where no pipe can be made."""
-        self.pipe, self.output = os.pipe()  # to be read here when something comes; the agent's end
+        self.pipe, self.output = os.pipe()  # the end that is read here; the agent's end
         os.set_blocking(self.pipe, False)
-        self.ended = False  # nothing more will come
-        self._room_bytes = most_bytes
+        self.ended = False  # all writers have closed the pipe
+        self._remaining_bytes = most_bytes
         self._left_out_bytes = 0
         self._last = b""
         self._file: int | None = None
@@ -30,14 +30,14 @@ class AgentLog:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def take(self) -> bool:
-        """Read available output into the file; False: there is none."""
+        """Read available output into the file; returns False where there is none."""
         try:
             data = os.read(self.pipe, _PIECE_BYTES)
         except BlockingIOError:
             return False
         self.ended = not data
-        now, later = data[: self._room_bytes], data[self._room_bytes :]
-        self._room_bytes -= len(now)
+        now, later = data[: self._remaining_bytes], data[self._remaining_bytes :]
+        self._remaining_bytes -= len(now)
         self._write(now)
         if later:
             self._last += later
@@ -45,12 +45,12 @@ class AgentLog:
             self._last = self._last[-_LAST_BYTES:]
         return bool(data)
 
-    def begun(self) -> None:
-        """Close this process's copy of the agent's end: the agent has its own."""
+    def close_output(self) -> None:
+        """Close this process's copy of the agent's end of the pipe."""
         os.close(self.output)
 
     def close(self) -> None:
-        """Write an ended agent's last output to the file, and close pipe and file."""
+        """Write an ended agent's last output to the file, and close the pipe and the file."""
         for _ in range(_MOST_PIECES):
             if not self.take():
                 break

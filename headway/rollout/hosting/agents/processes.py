@@ -1,4 +1,4 @@
-"""Agents' processes as the orchestrator sees them: started, waited for, stopped, with what they said."""
+"""The orchestrator's client for agents' processes: starts them, waits for them, stops them, returns their output."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from headway.runtime.worker_slots import OutageReporter
 from headway.runtime.workers import EventCallback
 
 _HOST = "headway.rollout.hosting.agents.host"
-_START_S = 120.0  # the user's module is imported
-_STOP_S = 10.0  # beside the grace
+_START_S = 120.0  # time for the import of the user's module
+_STOP_S = 10.0  # in addition to the grace period
 _HOST_LOG = "host.log"
-_KEPT_LOGS = 256
+_MAX_LOGS = 256
 _TAIL_BYTES = 4000
-_MOST_LINE = 1 << 20
+_MAX_LINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Exit:
 
     code: int
     signal: int = 0  # that killed it; 0: none did
-    error: str = ""  # why it never began
+    error: str = ""  # why it couldn't be started
     tail: str = ""  # the end of its log
 
     @property
@@ -49,9 +49,9 @@ class Exit:
 
 
 class AgentProcesses:
-    """Starts agents through a host process (rollout/hosting/agents/host.py), which is started with the first of them.
+    """Starts agents through a host process (rollout/hosting/agents/host.py), which is started with the first agent.
 
-    The host's death ends the agents it ran; with the next one it is started anew.
+    The host's death ends its agents; the next agent starts another host.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class AgentProcesses:
         grace_s: float = 2.0,
         on_event: EventCallback = lambda name, detail, /, **data: None,
     ) -> None:
-        """``function``: module:function that agents are, "" where they are commands. ``settings`` (JSON types): it
-        makes the agent out of them. ``logs``: the folder of their output, of each the first ``log_bytes`` and a few of
-        the last; None: one that goes with this object.
-        ``grace_s``: between SIGTERM and SIGKILL. ``on_event`` receives deaths and restarts of the host."""
+        """``function``: the agents' module:function, "" where they are commands. ``settings`` (JSON types): the
+        function makes the agent of them. ``logs``: the folder of their output, of each the first ``log_bytes`` and a
+        few of the last; None: a temporary one. ``grace_s``: between SIGTERM and SIGKILL. ``on_event`` receives deaths
+        and restarts of the host."""
         self._function = function
         self._settings = () if settings is None else (json.dumps(settings),)
         self._grace_s = grace_s
@@ -77,7 +77,7 @@ class AgentProcesses:
         self._logs.mkdir(parents=True, exist_ok=True)
         self._log_bytes = log_bytes
         earlier = (path for path in self._logs.glob("*.log") if path.name != _HOST_LOG)  # of a run that is resumed
-        self._kept = deque(sorted(earlier, key=lambda path: path.stat().st_mtime))
+        self._log_files = deque(sorted(earlier, key=lambda path: path.stat().st_mtime))
         self._numbers = itertools.count()
         self._host: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -91,7 +91,7 @@ class AgentProcesses:
         """Start the host. Raises ConfigurationError for a function that can't be imported."""
         async with self._starting:
             if self._writer is None:
-                if self._listening is not None:  # the death of the one before is reported first
+                if self._listening is not None:  # the former host's death is reported first
                     await asyncio.wait((self._listening,), timeout=_STOP_S)
                 await self._start_host()
 
@@ -104,10 +104,10 @@ class AgentProcesses:
         scratch: Path,
         reward: tuple[str, str] = ("", ""),
     ) -> Exit:
-        """Run an agent to its end: a command, or with ``argv`` empty the function on ``task``, what it returns being
-        posted as the ``reward`` (address, and a key that nothing it starts inherits). Being cancelled stops it; in any
-        case nothing of it runs on when this returns. Raises ConfigurationError as `start`, WorkerDied when the host
-        dies."""
+        """Run an agent to its end: the command ``argv``, or, where that is empty, the function on ``task``, whose
+        return value is posted as the ``reward`` (address, and a key that its subprocesses don't inherit). Cancellation
+        stops the agent; none of its processes is left when this returns. Raises ConfigurationError as `start`,
+        WorkerDied when the host dies."""
         await self.start()
         agent = f"{os.getpid()}-{next(self._numbers)}-{name}"
         log = self._log(name)
@@ -115,7 +115,7 @@ class AgentProcesses:
         marked = {**env, MARK: agent}
         try:
             request = {"argv": list(argv), "task": task, "env": marked, "log": [str(log), self._log_bytes]}
-            await self._tell({"start": agent, "reward": reward, **request})
+            await self._send({"start": agent, "reward": reward, **request})
             exit = await asyncio.shield(ended)
         except asyncio.CancelledError:
             await self._stop(agent, ended)
@@ -126,11 +126,11 @@ class AgentProcesses:
         return Exit(code=exit.code, signal=exit.signal, error=exit.error, tail=_tail(log))
 
     def scratch(self, name: str) -> Path:
-        """A new folder of an agent's own."""
+        """Return a new scratch folder for one agent."""
         return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._scratch))
 
     async def stop(self) -> None:
-        """End the host, and all that it runs."""
+        """End the host and all its agents."""
         self._stopping = True
         if self._writer is not None:
             self._writer.close()
@@ -140,7 +140,7 @@ class AgentProcesses:
 
     async def _stop(self, agent: str, ended: asyncio.Future[Exit]) -> None:
         with contextlib.suppress(WorkerDied, ConnectionError, TimeoutError):
-            await self._tell({"stop": agent, "grace_s": self._grace_s})
+            await self._send({"stop": agent, "grace_s": self._grace_s})
             async with asyncio.timeout(self._grace_s + _STOP_S):  # the host kills it by then, or is stuck itself
                 await asyncio.shield(ended)
 
@@ -156,10 +156,10 @@ class AgentProcesses:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        reader, writer = await asyncio.open_connection(sock=ours, limit=_MOST_LINE)
+        reader, writer = await asyncio.open_connection(sock=ours, limit=_MAX_LINE_BYTES)
         try:
             await self._ready(reader)
-        except BaseException:  # cancelled, too: the next one begins anew
+        except BaseException:  # cancellation too: the next call starts another host
             writer.close()
             host.kill()
             host.wait()
@@ -170,7 +170,7 @@ class AgentProcesses:
         self._host, self._writer = host, writer
 
     async def _ready(self, reader: asyncio.StreamReader) -> None:
-        """Wait until the host is ready. Raises ConfigurationError saying why it never will be."""
+        """Wait until the host is ready. Raises ConfigurationError with the reason where it can't be started."""
         try:
             async with asyncio.timeout(_START_S):
                 line = await reader.readline()
@@ -185,10 +185,10 @@ class AgentProcesses:
     async def _listen(self, reader: asyncio.StreamReader, host: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ConnectionError):
             while line := await reader.readline():
-                told = json.loads(line)
-                waiting = self._exits.get(told.pop("id"))
+                reply = json.loads(line)
+                waiting = self._exits.get(reply.pop("id"))
                 if waiting is not None and not waiting.done():
-                    waiting.set_result(Exit(code=told["exit"], signal=told["signal"], error=told.get("error", "")))
+                    waiting.set_result(Exit(code=reply["exit"], signal=reply["signal"], error=reply.get("error", "")))
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -201,19 +201,19 @@ class AgentProcesses:
         if not self._stopping:
             self._reporter.died(WorkerDied("agents", cause))
 
-    async def _tell(self, request: Mapping[str, Any]) -> None:
+    async def _send(self, request: Mapping[str, Any]) -> None:
         if self._writer is None:
             raise WorkerDied("agents", "the host of agents is gone")
         self._writer.write(json.dumps(request).encode() + b"\n")
         await self._writer.drain()
 
     def _log(self, name: str) -> Path:
-        """The file for an agent's output; the oldest ones go."""
+        """Return the file for an agent's output, and delete the oldest files beyond the limit."""
         path = self._logs / f"{name}.log"
-        if path not in self._kept:
-            self._kept.append(path)
-        while len(self._kept) > _KEPT_LOGS:
-            self._kept.popleft().unlink(missing_ok=True)
+        if path not in self._log_files:
+            self._log_files.append(path)
+        while len(self._log_files) > _MAX_LOGS:
+            self._log_files.popleft().unlink(missing_ok=True)
         return path
 
 

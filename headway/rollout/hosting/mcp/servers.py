@@ -1,7 +1,7 @@
 """Tools of servers that speak the Model Context Protocol: `environment.mcp`.
 
-A server that dies is started again; a call that was open then fails its rollout as infrastructure. What a server says
-of a call, errors too, is told to the model.
+A server that dies is restarted; its open calls fail their rollouts as infrastructure. The model gets a server's answers
+to calls, errors too.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from headway.runtime.clock import Clock
 from headway.runtime.imports import import_extra
 
 KEY = "environment.mcp"
-_START_S = 30.0  # until a server has told its tools; a package manager may fetch it first
+_START_S = 30.0  # until a server has listed its tools; a package manager may fetch it first
 _STARTS_PER_MINUTE = 5  # of a worker's server that died or hung: one that dies at once mustn't take all its time
-_RESULT_BYTES = 10_000_000  # of a message; a longer result is an error that the model is told
-_ALIVE_S = 5.0  # that a server has to show that it is, when a call took too long
-_END_S = 6.0  # that one has to end
+_RESULT_BYTES = 10_000_000  # of a message; a longer result becomes an error for the model
+_ALIVE_S = 5.0  # time for a server to answer a health check after a slow call
+_END_S = 6.0  # time for a server to end
 _MOST_PAGES = 1000  # of a list of tools
 
 
@@ -40,7 +40,7 @@ class ServerFailed(InfrastructureError):
 
 
 class ToolServerConnection:
-    """A connection to a server: *new* -> *up* -> *down*. One task owns it, whichever task calls."""
+    """A connection to a server: *new* -> *up* -> *down*. A single task owns it; any task may call."""
 
     def __init__(self, settings: ToolServerConfig) -> None:
         self._settings = settings
@@ -52,7 +52,7 @@ class ToolServerConnection:
     async def start(self) -> None:
         """Connect to the server. Raises ServerFailed."""
         up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._owner = asyncio.create_task(self._own(up), name=f"mcp-{self._settings.name}")
+        self._owner = asyncio.create_task(self._run(up), name=f"mcp-{self._settings.name}")
         try:
             async with asyncio.timeout(_START_S):
                 await asyncio.shield(up)
@@ -71,24 +71,25 @@ class ToolServerConnection:
             await asyncio.wait((self._owner,), timeout=1.0)
 
     async def tools(self) -> list[Any]:
-        """All tools that the server lists. Raises ServerFailed, also for a list without an end."""
-        found: list[Any] = []
+        """Return all tools that the server lists. Raises ServerFailed, also for an endless list."""
+        listed: list[Any] = []
         cursor = None
         async with self._failing():
             try:
                 async with asyncio.timeout(_START_S):
                     for _ in range(_MOST_PAGES):
                         page = await self._client.list_tools(cursor=cursor)
-                        found += page.tools
+                        listed += page.tools
                         cursor = page.next_cursor
                         if cursor is None:
-                            return found
+                            return listed
             except TimeoutError:
                 raise ConnectionError(f"its list of tools takes longer than {_START_S:g} s") from None
-            raise ConnectionError(f"its list of tools has no end: {_MOST_PAGES} pages, {len(found)} tools")
+            raise ConnectionError(f"its list of tools has no end: {_MOST_PAGES} pages, {len(listed)} tools")
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> str:
-        """The tool's result as text. Raises ToolError for failures that the model is told, ServerFailed for others."""
+        """Return the tool's result as text. Raises ToolError for failures that the model sees, ServerFailed for
+        others."""
         mcp = import_extra("mcp", "mcp", KEY)
         types = import_extra("mcp_types", "mcp", KEY)
         limit, loop = self._settings.timeout_s, asyncio.get_running_loop()
@@ -98,18 +99,18 @@ class ToolServerConnection:
                 result = await self._client.call_tool(tool, arguments, read_timeout_seconds=limit)
             except mcp.MCPError as error:
                 theirs = error.code in (types.INVALID_PARAMS, types.METHOD_NOT_FOUND)
-                # Else it may be this end's word for a conversation that is over: servers use the same codes.
+                # The client library uses the same codes for a closed connection.
                 if not (theirs or await self._alive()):
                     raise
                 known = {types.PARSE_ERROR: "its result can't be read, or is too long: ask for less"}
                 if loop.time() - began_s >= limit:
                     known[types.REQUEST_TIMEOUT] = f"{tool} did not answer within {limit:g} s"
                 raise ToolError(known.get(error.code, error.message)) from None
-            except (ValueError, RuntimeError) as error:  # it has answered, with what is no result of a tool
+            except (ValueError, RuntimeError) as error:  # its answer is no tool result
                 if not (isinstance(error, ValidationError) or await self._alive()):
                     raise
                 raise ToolError(f"its result can't be read: {_wrong(error)}") from None
-        text = told(result)
+        text = result_text(result)
         if result.is_error:
             raise ToolError(text or "it failed")
         return text
@@ -118,7 +119,7 @@ class ToolServerConnection:
         try:
             async with asyncio.timeout(_ALIVE_S):
                 await self._client.list_tools()
-        except Exception:  # whatever it is, it doesn't answer
+        except Exception:  # any error: the server doesn't answer
             return False
         return True
 
@@ -134,7 +135,7 @@ class ToolServerConnection:
             self._ended.set()
             raise ServerFailed(f"the server {self._settings.name} failed: {_cause(error)}") from error
 
-    async def _own(self, up: asyncio.Future[None]) -> None:
+    async def _run(self, up: asyncio.Future[None]) -> None:
         mcp = import_extra("mcp", "mcp", KEY)
         try:
             async with contextlib.AsyncExitStack() as stack:
@@ -145,7 +146,7 @@ class ToolServerConnection:
         except (Exception, asyncio.CancelledError) as error:
             if not up.done():
                 up.set_exception(ServerFailed(f"the server {self._settings.name} can't be had: {_cause(error)}"))
-                up.exception()  # whoever waited may have gone
+                up.exception()  # retrieved here: the waiter may have been cancelled
         finally:
             self.down = True
 
@@ -166,8 +167,8 @@ class ToolServerConnection:
 
 
 class SharedConnection:
-    """A worker's connection to a server, shared by its rollouts: made on demand, and again when it is down. A caller
-    that stops waiting cancels no start."""
+    """A worker's connection to a server, shared by its rollouts: opened on demand, and reopened when it is down. A
+    cancelled caller doesn't cancel a start."""
 
     def __init__(self, settings: ToolServerConfig, clock: Clock) -> None:
         self.settings = settings
@@ -177,12 +178,12 @@ class SharedConnection:
         self._starts_s: deque[float] = deque(maxlen=_STARTS_PER_MINUTE)
 
     async def connection(self) -> ToolServerConnection:
-        """A connection that is up, made where there is none. Raises ServerFailed."""
+        """Return a connection that is up; open one where there is none. Raises ServerFailed."""
         if self._connection is not None and not self._connection.down:
             return self._connection
         if self._starting is None or self._starting.done():
             self._starting = asyncio.create_task(self._start(), name=f"starting {self.settings.name}")
-            # Its error is retrieved here: asyncio would log that of a start which nobody awaits any more.
+            # Its error is retrieved here: asyncio would log that of a start without a waiter.
             self._starting.add_done_callback(lambda start: start.cancelled() or start.exception())
         return await asyncio.shield(self._starting)
 
@@ -194,10 +195,10 @@ class SharedConnection:
             raise ServerFailed(f"the server {settings.name} was started {len(starts)} times within a minute")
         await self._clock.sleep(max(0.0, wait_s))
         starts.append(self._clock.now())
-        made = ToolServerConnection(settings)
-        await made.start()
-        self._connection = made
-        return made
+        connection = ToolServerConnection(settings)
+        await connection.start()
+        self._connection = connection
+        return connection
 
     async def stop(self) -> None:
         if self._starting is not None:
@@ -212,17 +213,17 @@ class SharedConnection:
 
 
 class ToolServers:
-    """The servers of an environment, in one worker."""
+    """The tool servers of an environment in one worker."""
 
     def __init__(self, settings: Sequence[ToolServerConfig], clock: Clock) -> None:
-        self._shared = {one.name: SharedConnection(one, clock) for one in settings}
-        self._own: dict[tuple[str, str], ToolServerConnection] = {}  # (rollout, server)
+        self._shared = {server_settings.name: SharedConnection(server_settings, clock) for server_settings in settings}
+        self._by_rollout: dict[tuple[str, str], ToolServerConnection] = {}  # (rollout, server)
         self._making: dict[tuple[str, str], asyncio.Lock] = {}
 
     async def tools(self) -> list[Tool]:
-        """The tools that may be called. Raises ConfigurationError for a server that can't be reached, or lacks a tool
-        it should have."""
-        found: list[Tool] = []
+        """Return the tools that may be called. Raises ConfigurationError for a server that can't be reached, or lacks a
+        configured tool."""
+        available: list[Tool] = []
         for name, shared in self._shared.items():
             try:
                 listed = {tool.name: tool for tool in await (await shared.connection()).tools()}
@@ -234,23 +235,23 @@ class ToolServers:
             if missing:
                 has = ", ".join(listed) or "none"
                 raise ConfigurationError(f"{KEY}: the server {name} has no tool {missing[0]!r}; valid: {has}")
-            found += [self._tool(name, listed[tool]) for tool in shared.settings.tools or listed]
-        return found
+            available += [self._tool(name, listed[tool]) for tool in shared.settings.tools or listed]
+        return available
 
-    async def beside(self, own: Sequence[Tool]) -> dict[str, Tool]:
-        """An environment's ``own`` tools and these, by name. Raises ConfigurationError as `tools`, and for two of one
-        name."""
-        return tools_by_name([*own, *await self.tools()]) if self._shared else {tool.name: tool for tool in own}
+    async def merge_tools(self, base: Sequence[Tool]) -> dict[str, Tool]:
+        """Return the environment's tools ``base`` and these, by name. Raises ConfigurationError as `tools`, and for
+        equal names."""
+        return tools_by_name([*base, *await self.tools()]) if self._shared else {tool.name: tool for tool in base}
 
     async def end(self, rollout: str) -> None:
         """End the servers that belong to one rollout."""
-        for key in [key for key in self._own if key[0] == rollout]:
+        for key in [key for key in self._by_rollout if key[0] == rollout]:
             self._making.pop(key, None)
-            await self._own.pop(key).stop()
+            await self._by_rollout.pop(key).stop()
 
     async def stop(self) -> None:
-        every = [*self._shared.values(), *self._own.values()]
-        await asyncio.gather(*(one.stop() for one in every), return_exceptions=True)
+        connections = [*self._shared.values(), *self._by_rollout.values()]
+        await asyncio.gather(*(connection.stop() for connection in connections), return_exceptions=True)
 
     def _tool(self, server: str, listed: Any) -> Tool:
         async def call(written: str, episode: Episode) -> str:
@@ -266,23 +267,23 @@ class ToolServers:
             return await shared.connection()
         key = (episode.name, server)
         async with self._making.setdefault(key, asyncio.Lock()):
-            connection = self._own.get(key)
+            connection = self._by_rollout.get(key)
             if connection is None:
-                episode.hold(f"its server {server}")
-                connection = self._own[key] = ToolServerConnection(shared.settings)
+                episode.pin_to_process(f"its server {server}")
+                connection = self._by_rollout[key] = ToolServerConnection(shared.settings)
                 await connection.start()
             if connection.down:
                 raise ServerFailed(f"the server {server} of this rollout is gone, and what it knew with it")
             return connection
 
 
-def require_tools(settings: Sequence[ToolServerConfig], own: Sequence[Tool], clock: Clock) -> None:
-    """Start them all, ask for their tools, and end them. Raises ConfigurationError as `ToolServers.beside`."""
+def require_tools(settings: Sequence[ToolServerConfig], base: Sequence[Tool], clock: Clock) -> None:
+    """Start all servers, list their tools, and stop them. Raises ConfigurationError as `ToolServers.merge_tools`."""
 
     async def ask() -> None:
         servers = ToolServers(settings, clock)
         try:
-            await servers.beside(own)
+            await servers.merge_tools(base)
         finally:
             await servers.stop()
 
@@ -291,7 +292,7 @@ def require_tools(settings: Sequence[ToolServerConfig], own: Sequence[Tool], clo
 
 
 def environment_of(settings: ToolServerConfig) -> dict[str, str]:
-    """Environment variables of a server's process. Raises ServerFailed for one that isn't set here."""
+    """Return the environment variables of a server's process. Raises ServerFailed for one that isn't set here."""
     absent = [name for name in settings.passes if name not in os.environ]
     if absent:
         raise ServerFailed(f"{KEY}: passes: the environment has no {absent[0]}")
@@ -300,14 +301,14 @@ def environment_of(settings: ToolServerConfig) -> dict[str, str]:
 
 
 def key_of(settings: ToolServerConfig) -> str:
-    """A server's bearer token. Raises ServerFailed where it isn't set."""
+    """Return a server's bearer token. Raises ServerFailed where it isn't set."""
     if key := os.environ.get(settings.api_key_env, ""):
         return key
     raise ServerFailed(f"{KEY}: api_key_env: the environment has no {settings.api_key_env}")
 
 
-def told(result: Any) -> str:
-    """A result as a model reads it."""
+def result_text(result: Any) -> str:
+    """Return a call's result as text for the model."""
     parts = [_part(block) for block in result.content]
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
@@ -325,14 +326,14 @@ def _part(block: Any) -> str:
 
 
 def _wrong(error: Exception) -> str:
-    """The fields of a result that are wrong, as pydantic says it, or the package's own words."""
-    wrong = error.errors(include_url=False) if isinstance(error, ValidationError) else ()
-    told = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in wrong[:3])
-    return told or f"{type(error).__name__}: {error}"
+    """Return pydantic's errors for the fields of an invalid result, or the exception's text."""
+    problems = error.errors(include_url=False) if isinstance(error, ValidationError) else ()
+    message = "; ".join(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in problems[:3])
+    return message or f"{type(error).__name__}: {error}"
 
 
 def _cause(error: BaseException) -> str:
-    """The first error in a group of errors, as text."""
+    """Return the first error of an exception group as text."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"[:200]

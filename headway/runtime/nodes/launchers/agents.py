@@ -23,8 +23,8 @@ _LEAVE_S = 10.0  # for the agents to end by themselves when the run is over
 class AgentEnd:
     """The end of an agent, as its launcher sees it."""
 
-    code: int | None  # its exit status; 0: the run told it to end; None: unknown, or it was not started
-    output: str = ""  # the last lines that it, or whatever started it, wrote
+    code: int | None  # its exit status; 0: the run ended it; None: unknown, or it was not started
+    output: str = ""  # the last lines that it, or the command that started it, wrote
 
 
 class AgentLauncher(Protocol):
@@ -39,7 +39,7 @@ class AgentLauncher(Protocol):
         ...
 
     async def close(self) -> None:
-        """Give back what the launcher holds. Its agents have ended."""
+        """Release the launcher's resources. Its agents have ended."""
         ...
 
 
@@ -51,7 +51,7 @@ class LaunchedAgents:
         agents = LaunchedAgents(CommandLauncher(...), ["b", "c"], key, clock, joined=nodes.joined.__contains__)
         await agents.start(nodes.address)
         ...
-        agents.run_is_over()  # before the nodes are told so: what ends from now on stays ended
+        agents.run_is_over()  # before the nodes are ended: agents that end from now on aren't started again
         await agents.stop()
     """
 
@@ -85,7 +85,7 @@ class LaunchedAgents:
         self._over = True
 
     async def stop(self) -> None:
-        """Wait until the agents have ended, as the run's end tells them to; end what is left after 10 s."""
+        """Wait until the agents have ended because of the run's end; end the remaining ones after 10 s."""
         self._over = True
         if running := [task for name, task in self._tasks.items() if name not in self._pausing]:
             await asyncio.wait(running, timeout=_LEAVE_S)

@@ -15,9 +15,9 @@ from headway.runtime.nodes.launchers.commands import CommandLauncher
 
 
 def make_launcher(cluster: ClusterConfig, devices: Iterable[Device], logs: Path | None) -> AgentLauncher | None:
-    """The launcher of ``cluster``; None: a person starts the agents. ``devices``: all of the run, which Ray reserves on
-    their nodes; ``logs``: folder for what agents write. Raises ConfigurationError when Ray isn't
-    installed, or this is no allocation of Slurm."""
+    """Make the launcher of ``cluster``; None: a person starts the agents. ``devices``: all of the run, which Ray
+    reserves on their nodes; ``logs``: folder for the agents' output. Raises ConfigurationError when Ray isn't
+    installed, or outside of an allocation of Slurm."""
     if cluster.launcher == "local":
         return None
     if cluster.launcher == "ssh":
@@ -28,8 +28,8 @@ def make_launcher(cluster: ClusterConfig, devices: Iterable[Device], logs: Path 
         used = list(devices)
         return RayLauncher(
             {
-                name: bundle(_most(used, name, "cpu"), _most(used, name, "cuda"), place)
-                for name, place in cluster.nodes.items()
+                name: bundle(_required(used, name, "cpu"), _required(used, name, "cuda"), location)
+                for name, location in cluster.nodes.items()
             }
         )
     if "SLURM_JOB_ID" not in os.environ:
@@ -37,7 +37,7 @@ def make_launcher(cluster: ClusterConfig, devices: Iterable[Device], logs: Path 
     return CommandLauncher(srun_prefixes(cluster.nodes), cluster.command, quoted=False, logs=logs)
 
 
-def _most(devices: Iterable[Device], node: str, kind: str) -> int:
+def _required(devices: Iterable[Device], node: str, kind: str) -> int:
     """Number of cores or GPUs that a node must have: its devices' indices count from 0."""
     return max((device.last + 1 for device in devices if (device.node, device.kind) == (node, kind)), default=0)
 
@@ -47,7 +47,7 @@ def ssh_prefixes(nodes: Mapping[str, str]) -> dict[str, list[str]]:
     before it."""
     # A dead connection is noticed in 45 s; what is typed at a prompt never comes: no password is asked for.
     options = ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ConnectTimeout=20"]
-    return {name: ["ssh", *options, *shlex.split(place or name)] for name, place in nodes.items()}
+    return {name: ["ssh", *options, *shlex.split(destination or name)] for name, destination in nodes.items()}
 
 
 def srun_prefixes(nodes: Mapping[str, str]) -> dict[str, list[str]]:
@@ -55,8 +55,8 @@ def srun_prefixes(nodes: Mapping[str, str]) -> dict[str, list[str]]:
     the allocation."""
     # One task that may use everything the job has on that node, beside the step of the run itself.
     options = ["--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none", "--mem=0"]
-    return {name: ["srun", *options, _node_option(place or name)] for name, place in nodes.items()}
+    return {name: ["srun", *options, _node_option(host or name)] for name, host in nodes.items()}
 
 
-def _node_option(place: str) -> str:
-    return f"--relative={place}" if place.isdecimal() else f"--nodelist={place}"
+def _node_option(host: str) -> str:
+    return f"--relative={host}" if host.isdecimal() else f"--nodelist={host}"

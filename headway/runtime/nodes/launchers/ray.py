@@ -1,8 +1,8 @@
 """Agents started by Ray: an actor for each node of the run, in a placement group that holds its cores and GPUs.
 
-Ray decides where, finds machines (autoscaling, KubeRay) and notices their deaths; the agent's own connection to the run
-carries everything else. The run's key is an argument of the actor's method: what Ray's dashboard shows (environments,
-names, logs) doesn't have it.
+Ray places the actors, finds machines (autoscaling, KubeRay) and notices their deaths; the agent's own connection to the
+run carries everything else. The run's key is an argument of the actor's method, so Ray's dashboard, which shows
+environments, names and logs, doesn't show it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _PLACED_S = 10.0  # between two reports that Ray has no room
 _SHARE = 0.001  # of a resource that only names a node
 
 
-def bundle(cores: int, gpus: int, place: str) -> dict[str, float]:
-    """Ray's resources for a node of the run; ``place``: a resource that its machine must have (``node:10.0.0.2``, or
+def bundle(cores: int, gpus: int, location: str) -> dict[str, float]:
+    """Ray's resources for a node of the run; ``location``: a resource that its machine must have (``node:10.0.0.2``, or
     one of the cluster's own); "": any machine."""
     resources = {"CPU": float(max(1, cores))} | ({"GPU": float(gpus)} if gpus else {})
-    return resources | ({place: _SHARE} if place else {})
+    return resources | ({location: _SHARE} if location else {})
 
 
 class RayLauncher:
@@ -67,8 +67,8 @@ class RayLauncher:
         """Connect to Ray and ask for the nodes' resources. Raises ConfigurationError."""
         try:
             if not self._ray.is_initialized():
-                where = os.environ.get("RAY_ADDRESS", "auto")
-                self._ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR)
+                address = os.environ.get("RAY_ADDRESS", "auto")
+                self._ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
                 self._connected = True
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigurationError(
@@ -112,9 +112,9 @@ class AgentActor:
         """Serve the run as node ``name`` to its end."""
         # Ray sets it to the actor's share of cores; the node's workers set their own.
         os.environ.pop("OMP_NUM_THREADS", None)
-        said: list[str] = []
+        lines: list[str] = []
         try:
-            asyncio.run(run_agent(address, name, key, give_up_s=GIVE_UP_S, say=said.append))
+            asyncio.run(run_agent(address, name, key, give_up_s=GIVE_UP_S, report=lines.append))
         except Exception as error:  # the actor's edge: reported to the run, which starts another
-            return AgentEnd(code=1, output="\n".join([*said, f"{type(error).__name__}: {error}"]))
-        return AgentEnd(code=0, output="\n".join(said))
+            return AgentEnd(code=1, output="\n".join([*lines, f"{type(error).__name__}: {error}"]))
+        return AgentEnd(code=0, output="\n".join(lines))

@@ -19,7 +19,7 @@ export const KINDS = [
   ["checkpoint, evaluation", "--c6", /checkpoint|before|during|after|interval|test|validation/],
   ["skipped, failed", "--bad", /skipped|failed|discarded|overdue/],
   ["waits", "--warn", /^(wait)$/],
-  ["idle or queued", "--muted", /^(idle|lent|queued|buffered|waits for its group)$/, 0.5],
+  ["idle or queued", "--muted", /^(idle|yielded|queued|buffered|waits for its group)$/, 0.5],
   ...["--c8", "--c5", "--c7"].map((colour) => ["other", colour, /^$/]),
 ];
 export function kindOf(name) {

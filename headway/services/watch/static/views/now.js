@@ -98,8 +98,8 @@ export async function show(root, params, context) {
   }
 
   function waits() {
-    const words = { trainer: "The trainer waits for samples", generator: "The generator has nothing to do", lent: "The generator's devices are lent" };
-    return el("dl", { class: "waits" }, Object.entries(words).filter(([name]) => name !== "lent" || now.waits?.lent).map(([name, text]) => [
+    const words = { trainer: "The trainer waits for samples", generator: "The generator has nothing to do", yielded: "The generator's devices are yielded" };
+    return el("dl", { class: "waits" }, Object.entries(words).filter(([name]) => name !== "yielded" || now.waits?.yielded).map(([name, text]) => [
       el("dt", {}, text), el("dd", {}, bar(now.waits?.[name], `${text}: ${percent(now.waits?.[name])} of the time`,
         name === "trainer" ? "--c1" : name === "generator" ? "--c2" : "--c8"), el("span", {}, percent(now.waits?.[name])))]));
   }
