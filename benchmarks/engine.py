@@ -10,7 +10,7 @@ smallest and largest beside it. The side that waits is stopped (SIGSTOP), so it 
 
 One core for everybody: this process, transformers and vLLM's worker are bound to `--core`. vLLM has two more processes,
 which are bound to no core: they run where there is room. `CPU` is what all processes of a side used, in CPU-seconds a
-second. Limits, measured here: matrix products at the dtype ours computes in (`trainer/peak.py`; float32 on a CPU
+second. Limits, measured here: matrix products at the dtype ours computes in (`trainer/peak_flops.py`; float32 on a CPU
 without bfloat16 products), and memory read at the model's size. `of limit`: the longer of the times that the model's
 arithmetic and the reading of weights and KV would take at those rates, over the time taken.
 
@@ -64,7 +64,7 @@ from headway.models.initialise import initialise_parameters
 from headway.models.loading import build, load_for_generation, save_model, weights_of
 from headway.models.sizes import sizes_from
 from headway.records.generation import GenerationRequest, SamplingParameters, UpdateMode
-from headway.trainer.peak import measure_peak_flops
+from headway.trainer.peak_flops import measure_peak_flops
 
 PEERS = Path(__file__).with_name("engine_peers.py")
 CONTEXT_TOKENS = 192

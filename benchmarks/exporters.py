@@ -20,7 +20,7 @@ from pathlib import Path
 
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
-from headway.orchestrator.meter import group_trace
+from headway.orchestrator.step_metrics import group_trace
 from headway.records.generation import VersionSpan
 from headway.records.ledger import Distribution, LengthStatistics, StepRecord, TokenStatistics
 from headway.records.rollout import FinishedGroup, Group, Rollout

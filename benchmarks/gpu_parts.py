@@ -41,7 +41,7 @@ from headway.records.generation import UpdateMode, VersionSpan
 from headway.records.rollout import Rollout, Sample
 from headway.records.tokens import encoder
 from headway.records.training import TrainBatch
-from headway.tokens.training import train_byte_fallback_tokenizer
+from headway.tokens.tokenizer_training import train_byte_fallback_tokenizer
 from headway.trainer.service import TrainerService
 from headway.weights.shared_memory import Publisher
 

@@ -35,7 +35,7 @@ from headway.runtime.clock import RealClock
 from headway.runtime.garbage_collection import short_collections
 from headway.services.serve import served_pool
 from headway.tokens.tokenizer import Tokenizer
-from headway.tokens.training import BYTES, train_byte_fallback_tokenizer
+from headway.tokens.tokenizer_training import BYTES, train_byte_fallback_tokenizer
 
 SESSIONS = 128  # that call side by side, in turn
 TURNS = 4  # calls of a session

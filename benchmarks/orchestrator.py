@@ -48,7 +48,7 @@ from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
 from headway.orchestrator.assembly import Actors, assemble
-from headway.orchestrator.pulse import recording_snapshots
+from headway.orchestrator.queue_snapshots import recording_snapshots
 from headway.orchestrator.run import Run
 from headway.orchestrator.task_sets import load_task_sets
 from headway.orchestrator.train import start_observers
@@ -59,7 +59,7 @@ from headway.runtime.garbage_collection import short_collections
 from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.ledger import Ledger
 from headway.tokens.tokenizer import Tokenizer
-from headway.tokens.training import train_byte_fallback_tokenizer
+from headway.tokens.tokenizer_training import train_byte_fallback_tokenizer
 from headway.trainer.client import TrainerClient
 
 GROUP, GROUPS_PER_STEP, REPLICAS, SLOTS = 8, 32, 2, 64
@@ -194,7 +194,9 @@ async def wire(settings: Experiment, directory: RunDirectory, ledger: Ledger, st
         def workers() -> list[Any]:
             return [*generator.worker_states, *trainer.worker_states, *verifier.worker_states]
 
-        await stack.enter_async_context(recording_snapshots(run.context, observers.observe, generator.activity, workers))
+        await stack.enter_async_context(
+            recording_snapshots(run.context, observers.observe, generator.activity, workers)
+        )
     return run
 
 

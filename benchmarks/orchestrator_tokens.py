@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from headway.algorithms.samples import SampleArrays, lay_out
-from headway.buffer.rows import payload_id, read_rollouts
-from headway.generator.routing.calls import OpenRequest
+from headway.buffer.row_encoding import payload_id, read_rollouts
+from headway.generator.routing.open_request import OpenRequest
 from headway.records.counted import all_finite, sampled_mask
 from headway.records.generation import (
     GenerationRequest,

@@ -53,7 +53,7 @@ from headway.records.generation import VersionSpan
 from headway.records.rollout import Branch, Rollout, Sample
 from headway.records.training import TrainBatch
 from headway.runtime.devices import machine_cores, parse_device
-from headway.trainer.peak import measure_peak_flops
+from headway.trainer.peak_flops import measure_peak_flops
 from headway.trainer.service import TrainerService
 
 TOKENS = 128  # fed of each sequence of the plain comparison

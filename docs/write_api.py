@@ -27,7 +27,7 @@ SECTIONS = {  # title -> what a section begins with, and its names: of headway.a
     ),
     "Rollouts of your own": (
         "For `hooks.rollout`: [hooks.md](hooks.md).",
-        "headway.rollout.makers.custom:Attempt RolloutOver",
+        "headway.rollout.makers.user_function:Attempt RolloutOver",
     ),
     "Objectives": (
         "For `algorithm.loss`: [objectives.md](objectives.md). An advantage takes and returns an array of rewards.",
@@ -60,7 +60,7 @@ def reference() -> str:
     for title, (text, names) in SECTIONS.items():
         parts += [f"## {title}\n", text + "\n"]
         for name in names.split():
-            parts += _entry(*reversed(name.split(":")) if ":" in name else (name, api._FOUND[name]))
+            parts += _entry(*reversed(name.split(":")) if ":" in name else (name, api._MODULES[name]))
     return "\n".join(parts)
 
 

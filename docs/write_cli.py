@@ -22,8 +22,8 @@ _INTRODUCTION = """\
 `headway COMMAND --help` says the same. Where an experiment file is an argument, any of its keys may be given as
 `--section.key=value` ([configuration.md](configuration.md)); commands with `--json` print one object for programs.
 
-Exit codes: 0 done, 1 failed, 2 bad input or configuration, 3 a worker failed, 4 the books or the staleness budget don't
-hold, 130 interrupted; runs that end with 3 or 130 go on with `--resume` ([map.md](map.md#exit-codes)).
+Exit codes: 0 done, 1 failed, 2 bad input or configuration, 3 a worker failed, 4 the accounting or the staleness budget
+don't hold, 130 interrupted; runs that end with 3 or 130 go on with `--resume` ([map.md](map.md#exit-codes)).
 """
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from headway.records.renamed import renamed
+from headway.config.removed import renamed
 
 if TYPE_CHECKING:
     from headway.cli.recipe import Recipe as Recipe
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from headway.rollout.environment import Call as Call
     from headway.rollout.environment import Environment as Environment
     from headway.rollout.environment import Episode as Episode
-    from headway.rollout.makers.custom import RolloutOver as RolloutOver
+    from headway.rollout.makers.user_function import RolloutOver as RolloutOver
     from headway.rollout.tools import ToolError as ToolError
     from headway.services.serve import ServeSettings as ServeSettings
     from headway.services.serve import serve as serve
@@ -67,7 +67,7 @@ _HOMES = {
     "headway.records.rollout": ("Group", "Rollout", "Verdict"),
     "headway.records.task": ("Task",),
     "headway.rollout.environment": ("Answer", "Call", "Environment", "Episode"),
-    "headway.rollout.makers.custom": ("RolloutOver",),
+    "headway.rollout.makers.user_function": ("RolloutOver",),
     "headway.rollout.tools": ("ToolError",),
     "headway.services.serve": ("ServeSettings", "serve"),
     "headway.telemetry.ledger": ("read_ledger",),

@@ -24,7 +24,7 @@ from headway.records.generation import GenerationRequest, SamplingParameters, To
 from headway.records.tokens import KEPT
 from headway.tokens.grammar import json_grammar
 from headway.tokens.tokenizer import Tokenizer
-from headway.tokens.training import train_byte_fallback_tokenizer
+from headway.tokens.tokenizer_training import train_byte_fallback_tokenizer
 
 TEMPERATURES = {"small": 0.3, "large": 0.2}
 SCHEMA = {

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headway.config.load import load_experiment
-from headway.control.tuning.measured import figures
+from headway.control.tuning.run_figures import figures
 from headway.models.sizes import sizes_of
 from headway.planner.catalogue.read import Catalogue
 from headway.planner.from_run import read_run, response_tokens

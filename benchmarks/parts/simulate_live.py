@@ -15,9 +15,9 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.control.tuning.measured import RunFigures
-from headway.planner.agreement import agreement
+from headway.control.tuning.run_figures import RunFigures
 from headway.planner.from_run import RecordedRun, read_run, scenario_from, window
+from headway.planner.live_comparison import agreement
 from headway.planner.simulate import simulate
 from headway.records.ledger import StepRecord
 from headway.telemetry.ledger import read_ledger

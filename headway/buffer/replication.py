@@ -16,7 +16,7 @@ from headway.runtime.scratch import ScratchFolder
 from headway.runtime.worker_slots import WorkerSlot
 from headway.runtime.workers import EventCallback, Launcher, WorkerHandle, WorkerSpec
 
-_FACTORY = "headway.buffer.copy:AccountingReplicaService"
+_FACTORY = "headway.buffer.replica_service:AccountingReplicaService"
 _CALL_S = 60.0
 _PAGES_AT_ONCE = 256  # of the database, saved in one step
 _MOST_TRANSACTIONS = 256  # in one call

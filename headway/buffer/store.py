@@ -15,7 +15,7 @@ import msgspec
 
 from headway.buffer.audit import audit_database
 from headway.buffer.database import Statement, open_database, reading, transaction
-from headway.buffer.rows import (
+from headway.buffer.row_encoding import (
     INSERT_GROUP,
     INSERT_ROLLOUT,
     MEMBER_BITS,
@@ -39,7 +39,7 @@ from headway.buffer.rows import (
     read_rollouts,
     rollout_row,
 )
-from headway.control.books import Accounting
+from headway.control.accounting import Accounting
 from headway.control.length_bias import LengthBias
 from headway.records.curriculum import Draw, DrawnGroup, TaskEvidence
 from headway.records.environment import PartialRollout

@@ -73,7 +73,7 @@ def service(
     as_json: bool = JSON,
 ) -> None:
     """Compare one's own devices with a service's price list: the rate at which both cost the same."""
-    from headway.control.backfill import TenantLoad
+    from headway.control.shared_pool import TenantLoad
     from headway.planner.cost_tables import service_rows
     from headway.planner.costs import service_comparison
 

@@ -298,7 +298,7 @@ async def _open_judge(
 @contextmanager
 def _progress() -> Iterator[OnJudged]:
     """Show progress as a bar on a terminal; elsewhere as a line every two seconds, and at the end."""
-    from headway.report.progress import ProgressBar
+    from headway.report.progress_bars import ProgressBar
 
     printed_s = -math.inf
     with ProgressBar("evaluations") as bar:

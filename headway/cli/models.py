@@ -50,7 +50,7 @@ def init_model(
     as_json: bool = typer.Option(False, "--json", help="Print its sizes as one JSON object."),
 ) -> None:
     """Write a small, randomly initialised model with its own tokenizer, so that no network is needed."""
-    from headway.tasks.rows import read_texts
+    from headway.tasks.source_rows import read_texts
 
     corpus = read_texts(texts)  # before torch is loaded, so that a wrong path fails at once
     from headway.models.initialise import initialise_model
@@ -96,7 +96,7 @@ def sft(
     """
     experiment = experiments.load(context, config)
     from headway.orchestrator.jobs.sft import run_sft
-    from headway.report.progress import SftProgress
+    from headway.report.progress_bars import SftProgress
     from headway.report.tables import sft_rows
 
     with SftProgress(silent=quiet or as_json, time_limit_s=experiment.run.time_limit_s) as progress:
@@ -110,7 +110,7 @@ def merge(
     output: str = typer.Argument(..., metavar="OUTPUT", help="Folder to write; must not exist.", show_default=False),
 ) -> None:
     """Merge an adapter into the model it was trained beside: a whole model, with its tokenizer."""
-    from headway.models.opening import merge_folders
+    from headway.models.run_model import merge_folders
     from headway.orchestrator.jobs.model_card import write_merge_card
 
     merge_folders(model, adapter, output)

@@ -64,8 +64,8 @@ def simulate(
 def _simulate_run(
     context: typer.Context, path: str, overrides: list[str], steps: str, beside: str, write: str, as_json: bool
 ) -> None:
-    from headway.planner.agreement import agreement, print_agreement
     from headway.planner.from_run import read_run, scenario_from, window
+    from headway.planner.live_comparison import agreement, print_agreement
     from headway.telemetry.ledger import read_ledger
 
     recorded = read_run(path)
@@ -99,7 +99,7 @@ def _simulate_with_progress(scenario: Scenario, name: str, quiet: bool) -> Simul
     """Run a simulation with a progress bar, which is shown on a terminal only, and disappears at the end."""
     from headway.planner.simulate import simulate as run
     from headway.records.ledger import LedgerLine, StepRecord
-    from headway.report.progress import ProgressBar
+    from headway.report.progress_bars import ProgressBar
 
     with ProgressBar("simulated steps", silent=quiet) as bar:
 
@@ -199,7 +199,7 @@ def plan(
         from headway.config.load import load_experiment
         from headway.planner.plan_files import PlanOutputs, plan_for, require_writable, write_outputs
         from headway.report.plans.run_plan import draw_plan, plan_rows
-        from headway.report.progress import ProgressBar
+        from headway.report.progress_bars import ProgressBar
         from headway.runtime.run_directory import write_atomically
 
         experiment, outputs = load_experiment(config, overrides), PlanOutputs(output, write, picture)
@@ -225,7 +225,7 @@ def _profile(config: str, overrides: list[str], seconds: float, output: str, as_
     from headway.planner.profile import measure_profile
     from headway.records.errors import ConfigurationError
     from headway.report.plans.run_plan import profile_rows
-    from headway.report.progress import CalibrationProgress
+    from headway.report.progress_bars import CalibrationProgress
     from headway.runtime.run_directory import write_atomically
 
     path = Path(output or "profile.json")
@@ -257,8 +257,8 @@ def _compare(paths: tuple[str, str], as_json: bool) -> None:
 
 
 def _plan_graph(graph: str, objective: Objective, tolerance: float, expansions: int, as_json: bool) -> None:
+    from headway.control.placement.explanation import explain
     from headway.control.placement.options import SearchSettings
-    from headway.control.placement.reasons import explain
     from headway.planner.graph_file import read_problem
     from headway.records.errors import ConfigurationError
 
@@ -272,7 +272,7 @@ def _plan_graph(graph: str, objective: Objective, tolerance: float, expansions: 
 
 def _plan_rows(placement: PlacementReport) -> dict[str, str]:
     """Return the rows of a plan: its figures, a row per part, then its reasons."""
-    from headway.control.placement.written import pipelines_of
+    from headway.control.placement.plan_records import pipelines_of
 
     plan = placement.plan
     unit = "s" if plan.objective == "time" else "$"

@@ -35,8 +35,8 @@ def runs(
 
     Active runs come first, then the newest.
     """
-    from headway.report.progress import ProgressBar
-    from headway.report.several.listing import find_runs, list_runs, print_runs
+    from headway.report.progress_bars import ProgressBar
+    from headway.report.several.run_list import find_runs, list_runs, print_runs
 
     run_folders = find_runs(folders or ["runs"])
     with ProgressBar("runs", silent=as_json) as bar:
@@ -147,7 +147,7 @@ def show(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object a line."),
 ) -> None:
     """Page through prompts, responses, rewards and versions of rollouts."""
-    from headway.report.show import SampleSelection, show_samples
+    from headway.report.recorded_samples import SampleSelection, show_samples
     from headway.services.run_tokenizer import run_decoder
 
     selection = SampleSelection(step=step, group=group, solved=solved, ending=ending, limit=limit)
@@ -162,7 +162,7 @@ def export(
     as_json: bool = typer.Option(False, "--json", help="Print the outcome as one JSON object."),
 ) -> None:
     """Write a run's rollouts with their texts and token columns: what the engine sampled, what the trainer saw."""
-    from headway.report.progress import ProgressBar
+    from headway.report.progress_bars import ProgressBar
     from headway.services.run_tokenizer import run_decoder
     from headway.telemetry.rollouts.export import export as write
 
@@ -185,7 +185,7 @@ def explain_task(
     """Explain why a task was drawn, its outcomes, and what would be drawn next; without TASK, the whole curriculum."""
     from headway.orchestrator.jobs.explain_task import RunHistory
     from headway.planner.simulate import simulated_tasks
-    from headway.report.explain import overview_text, task_text
+    from headway.report.curriculum_text import overview_text, task_text
 
     history = RunHistory(run, simulated_tasks(Path(run)))
     reason = history.explain(history.find(task)) if task else history.overview()

@@ -60,7 +60,7 @@ def train(
         typer.echo(f"\nheadway check {config}   predicts memory, rates and staleness")
         return
     from headway.orchestrator.train import train as run
-    from headway.report.live import LiveView
+    from headway.report.live_view import LiveView
 
     price = price_from(usd_per_device_hour)
     with nullcontext() if quiet or as_json else LiveView(experiment, usd_per_device_hour=price) as on_line:
@@ -155,7 +155,7 @@ def check(
     experiment = experiments.load(context, config)
     from headway.orchestrator.preflight.preview import preview
     from headway.report.preview import print_preview
-    from headway.report.progress import CalibrationProgress
+    from headway.report.progress_bars import CalibrationProgress
 
     with CalibrationProgress(calibrate_s, silent=as_json) as progress:
         report = preview(
@@ -200,8 +200,8 @@ def evaluate(
     if model and (Path(model) / "adapter_config.json").is_file():
         raise typer.BadParameter(f"--model {model}: an adapter; valid: --adapter {model}, beside its model")
     from headway.orchestrator.jobs.evaluate import evaluate_model
-    from headway.report.live import evaluation_line
-    from headway.report.progress import ProgressBar
+    from headway.report.live_view import evaluation_line
+    from headway.report.progress_bars import ProgressBar
 
     path = model or experiment.model.path
     with ProgressBar("rollouts", silent=as_json) as bar:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, field_validator, model_validator
 
-from headway.config.fixed_models import ExternalModelConfig
+from headway.config.external_models import ExternalModelConfig
 from headway.config.section import Positive, Seconds, Section, host_port
 from headway.config.tool_servers import ToolServerConfig
 from headway.records.conversations import HistoryReasoning, ToolFormat

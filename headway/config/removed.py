@@ -1,4 +1,4 @@
-"""Keys that earlier experiment files had, each with its replacement, for the error that names them."""
+"""Removed configuration keys and renamed public names, for the errors that name their replacements."""
 
 from __future__ import annotations
 
@@ -168,3 +168,22 @@ def replacement_of(location: Sequence[object]) -> str:
         if len(tail) == len(pattern) and all(glob in ("*", part) for glob, part in zip(pattern, tail, strict=True)):
             return sentence
     return ""
+
+
+RENAMED = {
+    "headway.api": {"Serving": "ServeSettings"},
+    "Episode": {
+        "say": "add_message",
+        "turn_to": "set_active_agent",
+        "hold": "pin_to_process",
+        "tell": "add_tool_result",
+        "hear": "receive",
+        "kept": "saved_state",
+    },
+}  # module or class -> old name -> new name
+
+
+def renamed(owner: str, name: str) -> str:
+    """Return a sentence with the present name of ``owner``'s former ``name``; empty for a name that never existed."""
+    new = RENAMED[owner].get(name)
+    return f"{owner}.{name} is called {new} now (docs/renames.md)" if new else ""

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from headway.config.section import Positive, Seconds, Section
 from headway.records.errors import ConfigurationError
 from headway.records.network import allow_list
-from headway.records.sandbox import MIN_MEMORY_BYTES, MIB, ResourceLimits, SandboxSpec
+from headway.records.sandbox import MIB, MIN_MEMORY_BYTES, ResourceLimits, SandboxSpec
 
 BackendName = Literal["local", "bubblewrap", "docker", "modal", "e2b", "prime"]
 

@@ -13,8 +13,8 @@ from statistics import mean, median
 import msgspec
 
 from headway.control.placement.options import SearchSettings
+from headway.control.placement.plan_records import pipelines_of
 from headway.control.placement.search import place
-from headway.control.placement.written import pipelines_of
 from headway.records.errors import ConfigurationError
 from headway.records.execution import ExecutionPlan, FlowStep, StagePlacement
 from headway.records.plan import (

@@ -9,7 +9,7 @@ from typing import Any
 
 from headway.config.schema import Experiment
 from headway.generator.engines.select import EngineSettings, build_engine
-from headway.generator.routing.calls import OpenRequest
+from headway.generator.routing.open_request import OpenRequest
 from headway.generator.routing.replica import replica_spec
 from headway.records.clients import Watch
 from headway.records.errors import HeadwayError

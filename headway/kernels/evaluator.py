@@ -17,6 +17,14 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from headway.kernels.backends import missing_for
+from headway.kernels.candidate_trials import (
+    CandidateTrials,
+    ReferenceMaker,
+    TaskFault,
+    TrialGroup,
+    has_bfloat16,
+    tensor_bytes,
+)
 from headway.kernels.compiled_reference import COMPILE_S, NO_TIME, compile_reference, compiled_spec
 from headway.kernels.devices import DeviceTable
 from headway.kernels.faults import fault_of
@@ -33,7 +41,6 @@ from headway.kernels.isolation import (
 from headway.kernels.operators import called_operator
 from headway.kernels.tasks import resized_source
 from headway.kernels.timing import NoTimeLeft, PairTimer, TimingResult, TimingSettings, measure_call_overhead
-from headway.kernels.trials import CandidateTrials, ReferenceMaker, TaskFault, TrialGroup, has_bfloat16, tensor_bytes
 from headway.kernels.triton_targets import NOT_TIMED, judge_compilation
 from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelEvaluation, KernelSubmission, KernelTask

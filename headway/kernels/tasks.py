@@ -17,7 +17,7 @@ import msgspec
 from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelBackend, KernelTask
 from headway.records.task import Task
-from headway.tasks.rows import read_objects
+from headway.tasks.source_rows import read_objects
 
 KERNEL = "kernel"  # key of a task's metadata
 LEVELS = (1, 2, 3, 4)

@@ -17,10 +17,18 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from headway.kernels.candidate_trials import (
+    KernelTrial,
+    SharedCalls,
+    TrialGroup,
+    names_of,
+    replaced_in,
+    task_fault,
+    tensor_bytes,
+)
 from headway.kernels.comparison import Array, Tensor, TensorShape, compare
 from headway.kernels.isolation import GuestEnded, GuestFailure, GuestProcess, TamperingDetected, delay_ns
 from headway.kernels.operators import called_operator
-from headway.kernels.trials import KernelTrial, SharedCalls, TrialGroup, names_of, replaced_in, task_fault, tensor_bytes
 from headway.records.kernels import KernelSubmission, KernelTiming
 from headway.records.sandbox import MIB
 

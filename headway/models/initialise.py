@@ -16,7 +16,7 @@ from headway.models.loading import build, save_model
 from headway.records.errors import ConfigurationError
 from headway.runtime.scratch import ScratchFolder, flush, flush_folder
 from headway.tokens.tokenizer import Tokenizer
-from headway.tokens.training import BOS, EOS, PAD, train_byte_fallback_tokenizer
+from headway.tokens.tokenizer_training import BOS, EOS, PAD, train_byte_fallback_tokenizer
 
 
 def initialise_model(

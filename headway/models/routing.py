@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
-from headway.models.hub.configuration import implementation_of
+from headway.models.hf.configuration import implementation_of
 from headway.records.errors import ConfigurationError
 from headway.records.tokens import ExpertRouting
 

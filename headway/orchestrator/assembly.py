@@ -14,15 +14,15 @@ from headway.buffer.store import GroupBuffer
 from headway.config.schema import Experiment
 from headway.control.staleness import OpenGroups
 from headway.control.tuning.knob_search import first_knobs
-from headway.models.hub.prompts import PictureClient, PromptMaker
+from headway.models.hf.prompts import PictureClient, PromptMaker
 from headway.models.routing import replayed_routing
 from headway.orchestrator.context import Decide, RunContext, WorkerPools, no_copy, no_sandboxes
-from headway.orchestrator.device_turns import RunMemory, open_locks, require_offload
-from headway.orchestrator.meter import StepMetrics
 from headway.orchestrator.parking import Parking
 from headway.orchestrator.pruning import Pruner
 from headway.orchestrator.run import Run
+from headway.orchestrator.run_device_locks import RunMemory, open_locks, require_offload
 from headway.orchestrator.state import RunState
+from headway.orchestrator.step_metrics import StepMetrics
 from headway.orchestrator.task_selection import make_task_selector
 from headway.orchestrator.task_sets import tasks_data, training_weights
 from headway.records.clients import Generator, PromptCodec, RolloutMaker, Trainer, Verifier, Watch

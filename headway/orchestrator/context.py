@@ -12,11 +12,11 @@ from headway.control.tuning.controller import ControllerState, Decision
 from headway.control.tuning.knob_search import ControlLimits
 from headway.flow.device_locks import DeviceLocks
 from headway.generator.client import GeneratorPool
-from headway.models.hub.prompts import PromptMaker
-from headway.orchestrator.device_turns import RunMemory
-from headway.orchestrator.meter import StepMetrics
+from headway.models.hf.prompts import PromptMaker
 from headway.orchestrator.parking import Parking
+from headway.orchestrator.run_device_locks import RunMemory
 from headway.orchestrator.state import RunState
+from headway.orchestrator.step_metrics import StepMetrics
 from headway.orchestrator.task_selection import TaskSelector
 from headway.records.clients import Generator, PromptCodec, RolloutMaker, Trainer, Verifier, Watch
 from headway.records.errors import WorkerDied

@@ -12,8 +12,8 @@ from headway.config.control import KnobName
 from headway.config.schema import Experiment
 from headway.control.tuning.controller import Action, ControllerState, Decision, backed_off, decide, effective_at
 from headway.control.tuning.knob_search import ControlLimits, limits_of
-from headway.control.tuning.move_outcome import MoveOutcome
-from headway.orchestrator.actors.moves import planned_move
+from headway.control.tuning.placement_outcome import MoveOutcome
+from headway.orchestrator.actors.placement_changer import planned_move
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.state import Signal
 from headway.records.control import Knobs

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headway.config.schema import Experiment
+from headway.control.common_failures import failure_kind
 from headway.control.estimates import clustered_standard_error, pass_at
-from headway.control.progress import failure_kind
-from headway.models.hub.prompts import PromptMaker
-from headway.orchestrator.collect import verify_rollouts
+from headway.models.hf.prompts import PromptMaker
+from headway.orchestrator.collect_loop import verify_rollouts
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.recovery import call_with_restart
 from headway.orchestrator.source_scores import kernel_shares, source_scores

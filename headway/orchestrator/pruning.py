@@ -72,7 +72,7 @@ class Pruner:
     """Prunes a run's members by the rules of ``[pruning]``. Evaluations are never pruned.
 
     A member is checked (``watch_of``) about every ``EVERY_TOKENS``; the first pruner that hits it decides, in the order
-    of ``PruningConfig.kinds``. Verifiers of half a response run in the verifier's processes, one call at a time for each
+    of ``PruningConfig.kinds``. Verifiers of half a response run in the verifier's processes, one call at a time for a
     member, and block neither it nor the event loop: it generates until the answer arrives. Their failures are recorded
     once for each pruner, and the member continues.
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from headway.algorithms.groups.batches import build_batch
 from headway.orchestrator.context import RunContext
-from headway.orchestrator.device_turns import TRAINER
+from headway.orchestrator.run_device_locks import TRAINER
 from headway.orchestrator.state import RunningGroup
 from headway.records.clients import Trainer
 from headway.records.errors import CheckpointCorrupt, WorkerDied
@@ -133,7 +133,9 @@ def restore_records(run: RunContext, recorded: int) -> None:
     and its line, or the ledger was cut or removed. Steps whose payloads have been released stay unrecorded."""
     lost = 0
     if (missing := min(run.buffer.released_version, run.buffer.completed_steps) - recorded) > 0:
-        detail = f"ledger.jsonl lacks the steps from {recorded} on (was it removed, or cut?): the accounting continues from the "
+        detail = (
+            f"ledger.jsonl lacks the steps from {recorded} on (was it removed, or cut?): training continues from the "
+        )
         run.event("ledger_incomplete", f"{detail}buffer; times and rates of {missing} steps are lost", steps=missing)
     for logged in run.buffer.batches_since(max(recorded, run.buffer.released_version)):
         if logged.outcome == "trained":

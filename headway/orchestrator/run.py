@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 
 from headway.buffer.audit import audit_file
-from headway.orchestrator.collect import CollectLoop
+from headway.orchestrator.collect_loop import CollectLoop
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.control_loop import ControlLoop
-from headway.orchestrator.device_turns import TRAINER
-from headway.orchestrator.dispatch import DispatchLoop, Generated
+from headway.orchestrator.dispatch_loop import DispatchLoop, Generated
 from headway.orchestrator.evaluation import Evaluations
-from headway.orchestrator.preflight.agreement import pictured_prompt, require_agreement, trainer_scores
+from headway.orchestrator.preflight.logprob_agreement import pictured_prompt, require_agreement, trainer_scores
 from headway.orchestrator.recovery import (
     call_with_restart,
     reopen_groups,
@@ -19,6 +18,7 @@ from headway.orchestrator.recovery import (
     restore_records,
     restore_trainer,
 )
+from headway.orchestrator.run_device_locks import TRAINER
 from headway.orchestrator.stop_loop import StopLoop
 from headway.orchestrator.train_loop import TrainLoop
 from headway.records.errors import AccountingUnbalanced, WorkerDied

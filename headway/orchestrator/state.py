@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from headway.control.books import Accounting
+from headway.control.accounting import Accounting
 from headway.control.staleness import OpenGroup, OpenGroups
 from headway.records.control import Knobs
 from headway.records.environment import PartialRollout

@@ -10,18 +10,18 @@ from pathlib import Path
 from headway.config.schema import Experiment
 from headway.config.sources import TaskSource, VerifierSettings
 from headway.models.configuration import read_json
-from headway.models.hub.configuration import implementation_of
+from headway.models.hf.configuration import implementation_of
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import LedgerLine
 from headway.records.task import Task
 from headway.rollout.verification.verifiers import VERIFIERS
 from headway.runtime.devices import parse_device
-from headway.tasks.rows import short
+from headway.tasks.source_rows import short
 from headway.tasks.sources import load_tasks, require_disjoint, without_prompts_of
 from headway.telemetry.ledger import EVENT_RESUME, EVENT_START
 from headway.telemetry.summary import last_event
+from headway.tokens.template_check import require_rendered
 from headway.tokens.tokenizer import Tokenizer
-from headway.tokens.trace import require_rendered
 
 SPLITS = ("train", "validation", "test")
 

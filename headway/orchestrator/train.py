@@ -18,20 +18,20 @@ from headway.buffer.epoch import HeldEpoch, epoch_renewal, take_epoch
 from headway.buffer.replication import AccountingReplica
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
-from headway.models.hub.prompts import open_pictures
+from headway.models.hf.prompts import open_pictures
 from headway.orchestrator.actors.controller_process import ControllerProcess
 from headway.orchestrator.actors.environments import open_multi_turn_host
-from headway.orchestrator.actors.moves import require_movable
+from headway.orchestrator.actors.placement_changer import require_movable
 from headway.orchestrator.assembly import Actors, WrapGenerate, assemble
 from headway.orchestrator.context import RunContext, WorkerPools
-from headway.orchestrator.device_turns import join_replica
 from headway.orchestrator.evaluation import end_reason
 from headway.orchestrator.jobs.model_card import write_run_card
 from headway.orchestrator.nodes.machines import open_machines
 from headway.orchestrator.preflight.references import leave_out_unproved
-from headway.orchestrator.pulse import recording_snapshots
+from headway.orchestrator.queue_snapshots import recording_snapshots
 from headway.orchestrator.run import Run
-from headway.orchestrator.stalls.alerts import AlertSettings, watching_alerts
+from headway.orchestrator.run_device_locks import join_replica
+from headway.orchestrator.stalls.alert_watch import AlertSettings, watching_alerts
 from headway.orchestrator.stalls.watch import WatchSettings, watching_stalls
 from headway.orchestrator.stop_loop import longest_drain_s
 from headway.orchestrator.task_sets import changed_tasks, load_task_sets, named_verifiers
@@ -54,7 +54,7 @@ from headway.telemetry.trace_file import TraceFile
 from headway.tokens.tokenizer import Tokenizer
 from headway.trainer.checkpoints import remove_leftovers
 from headway.trainer.client import TrainerClient
-from headway.weights.leftovers import reap
+from headway.weights.slots import reap
 
 STALLS = WatchSettings()
 ALERTS = AlertSettings()

@@ -10,16 +10,16 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from headway.algorithms.groups.batches import build_batch, useful_samples
-from headway.buffer.view import read_pixels
+from headway.buffer.readers import read_pixels
 from headway.control.staleness import NextPart, Selection
 from headway.control.stalls import LOOPS
-from headway.orchestrator.actors.moves import PlacementChanger
+from headway.orchestrator.actors.placement_changer import PlacementChanger
 from headway.orchestrator.context import RunContext
-from headway.orchestrator.device_turns import TRAINER
-from headway.orchestrator.endings import end_finished, end_running
 from headway.orchestrator.evaluation import Evaluations, end_reason
-from headway.orchestrator.preflight.agreement import pictured_prompt, require_agreement, trainer_scores
+from headway.orchestrator.group_endings import end_finished, end_running
+from headway.orchestrator.preflight.logprob_agreement import pictured_prompt, require_agreement, trainer_scores
 from headway.orchestrator.recovery import accumulate, call_with_restart, train_on, trainer_turn
+from headway.orchestrator.run_device_locks import TRAINER
 from headway.orchestrator.state import RunningGroup
 from headway.records.errors import NoProgress
 from headway.records.generation import ProbeScores, PublishedWeights

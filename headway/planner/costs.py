@@ -7,8 +7,8 @@ from decimal import Decimal
 import msgspec
 
 from headway.control import cost as arithmetic
-from headway.control.backfill import SharedPool, TenantLoad, shared_pool
 from headway.control.cost import DeviceHourCost, RunCost, ServerCosts, ServiceCost, StepLoad, TokenPrices
+from headway.control.shared_pool import SharedPool, TenantLoad, shared_pool
 from headway.planner.catalogue.read import Catalogue, PublishedStep, RentedDevice, RunTable, Source
 from headway.records.errors import ConfigurationError
 

@@ -23,7 +23,7 @@ from headway.control.lengths import length_distribution
 from headway.control.summaries import bucket_middle, bucket_width, pooled, weighted_mean
 from headway.control.tuning.forecast import RunShape
 from headway.control.tuning.ledger_model import LedgerModel, estimate, shape_of
-from headway.control.tuning.measured import RunFigures, figures, steady, usable
+from headway.control.tuning.run_figures import RunFigures, figures, steady, usable
 from headway.planner.interference import InterferenceCosts, costs, separated_costs
 from headway.planner.quantities import Quantity
 from headway.planner.scenario import Scenario

@@ -214,7 +214,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     subject. A section is None, and not in the line, where the run lacks its subject, or nothing of it was measured
     since the last step: absent, not zero.
 
-    To add a subject: a struct above, a field here, which `orchestrator/meter.py:Meter` fills, and the names of its
+    To add a subject: a struct above, a field here, which `orchestrator/step_metrics.py` fills, and the names of its
     numbers in `telemetry/metrics.py:STEP_METRICS` ("section.field").
     """
 

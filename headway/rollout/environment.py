@@ -16,12 +16,12 @@ from typing import Any, cast
 
 import msgspec
 
+from headway.config.removed import renamed
 from headway.records.environment import NextTurn
-from headway.records.renamed import renamed
 from headway.records.rollout import ToolTimes
 from headway.records.task import Task
 from headway.rollout.episode_sandbox import EpisodeSandbox
-from headway.rollout.fixed_models import ExternalModels
+from headway.rollout.external_models import ExternalModels
 from headway.rollout.tools import Tool, ToolCalls, call_tool
 from headway.runtime.hooks import finite_number, storable
 

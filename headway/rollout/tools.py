@@ -18,7 +18,7 @@ from pydantic_core import PydanticSerializationError
 
 from headway.records.errors import ConfigurationError, InfrastructureError
 from headway.records.sandbox import SandboxError
-from headway.rollout.lane import SingleThreadExecutor
+from headway.rollout.single_thread_executor import SingleThreadExecutor
 from headway.runtime.hooks import error_text, is_infrastructure, source_location, storable
 
 _FEWEST_CALLS = 4  # of a tool, before a report that half of them raise

@@ -60,7 +60,7 @@ def result_of(answer: Head, stdout: bytes, stderr: bytes, timeout_s: float) -> E
 def os_failure(action: str, answer: Head) -> SandboxFailure:
     code = int(answer["error"])
     evidence = {"errno": errno.errorcode.get(code, str(code))}
-    return infrastructure_failure(f"{action}: {str(answer['action'])[:200]}", evidence=evidence)
+    return infrastructure_failure(f"{action}: {str(answer['what'])[:200]}", evidence=evidence)
 
 
 def file_failure(path: str, answer: Head) -> SandboxFailure:
@@ -100,7 +100,7 @@ def setup_failure(head: Head) -> SandboxFailure:
     """Make the failure for a sandbox whose setup failed. The environment is to blame for its root, workdir or snapshot,
     the infrastructure for all else. Without user namespaces no retry can work."""
     code, step = int(head["error"]), str(head["failed"])
-    message = f"a sandbox can't be made, {str(head['message'])[:300]}"
+    message = f"a sandbox can't be made, {str(head['what'])[:300]}"
     evidence = {"step": step, "errno": errno.errorcode.get(code, str(code))}
     if step in ("root file system", "workdir", "snapshot"):
         if code == errno.EACCES and step == "root file system":

@@ -9,10 +9,10 @@ import msgspec
 
 from headway.config.endpoint import EndpointConfig
 from headway.generator.endpoint.api_keys import ApiKeys
+from headway.generator.endpoint.errors import HttpError
 from headway.generator.endpoint.exchange import HttpExchange
 from headway.generator.endpoint.http_app import HttpApp, decoded, require_method, unknown_url
 from headway.generator.endpoint.openapi import described, operation
-from headway.generator.endpoint.refusals import HttpError
 from headway.kernels.backends import BACKENDS, device_kinds
 from headway.kernels.client import KernelServiceFailed
 from headway.kernels.devices import DeviceTable

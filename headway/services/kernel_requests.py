@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from headway.generator.endpoint.errors import HttpError
 from headway.generator.endpoint.fields import formatted, refused
-from headway.generator.endpoint.refusals import HttpError
 from headway.kernels.backends import BACKENDS, device_kinds, missing_for
 from headway.kernels.devices import DeviceTable
 from headway.kernels.wire import SUBMISSION_FIELDS, TASK_FIELDS

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headway.records.errors import HeadwayError
-from headway.report.watch.rollouts.texts import TokenTable
+from headway.report.watch.rollouts.text_index import TokenTable
 from headway.runtime.run_directory import RunDirectory
 from headway.tokens.tokenizer import Tokenizer
 

@@ -28,7 +28,7 @@ from headway.generator.recording.sessions import NoSuchRollout, Session, key_dig
 from headway.generator.routing.limiter import Permit
 from headway.models.adapter_targets import stored_metadata
 from headway.models.configuration import DecoderConfig
-from headway.models.hub.configuration import read_config
+from headway.models.hf.configuration import read_config
 from headway.models.routing import without_replay
 from headway.orchestrator.nodes.machines import open_machines
 from headway.records.clients import Watch
@@ -52,7 +52,7 @@ from headway.runtime.line_file import LineFile
 from headway.runtime.supervision import until_interrupted
 from headway.services.serve_metrics import ServeMetrics
 from headway.services.session_record import SessionRecord
-from headway.tokens.continuing import Chat
+from headway.tokens.continuation import Chat
 from headway.tokens.tokenizer import Tokenizer
 
 _CONTEXT_TOKENS = 4096  # default of a call, where the model's context is larger

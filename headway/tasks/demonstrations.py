@@ -9,7 +9,7 @@ from typing import Any, cast
 from headway.config.sources import SftSource
 from headway.records.errors import ConfigurationError
 from headway.tasks.datasets import without_nulls
-from headway.tasks.rows import Rows, require_messages, short
+from headway.tasks.source_rows import Rows, require_messages, short
 
 
 @dataclass(frozen=True, kw_only=True)

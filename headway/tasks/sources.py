@@ -22,8 +22,8 @@ from headway.records.errors import ConfigurationError
 from headway.records.task import Task
 from headway.runtime.imports import import_extra
 from headway.tasks.cursor import permutation
-from headway.tasks.entries import pack_entry
-from headway.tasks.rows import Rows, number_text, require_column, require_messages, require_text, short
+from headway.tasks.entry_encoding import pack_entry
+from headway.tasks.source_rows import Rows, number_text, require_column, require_messages, require_text, short
 from headway.tokens.pictures import content_text, picture_part, template_messages
 
 

@@ -16,8 +16,8 @@ from typing import Any, Literal
 from headway.records.errors import ConfigurationError
 from headway.tokens.chat_template import LOSS, PROBE, reasoning_of
 from headway.tokens.messages import common_prefix
+from headway.tokens.template_check import require_rendered
 from headway.tokens.tokenizer import Template, Tokenizer
-from headway.tokens.trace import require_rendered
 
 TrainOn = Literal["assistant", "last_assistant", "all"]
 

@@ -27,9 +27,9 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, Token
 from numpy.typing import NDArray
 
 from headway.tokens.grammar_schemas import supported_schema
-from headway.tokens.grammar_trial import TRIAL_S, grammar_trial
 from headway.tokens.quoted_lark import quoted_lark
 from headway.tokens.tokenizer import Tokenizer
+from headway.tokens.trial_compilation import TRIAL_S, grammar_trial
 
 MOST_CHARACTERS = 1 << 17  # of a grammar: the library's time for one with thousands of properties is quadratic
 _MOST_COMPILED = 128  # grammars in a cache

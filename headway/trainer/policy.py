@@ -38,7 +38,7 @@ from headway.runtime.hooks import Hook
 from headway.trainer.kl import adapted_coefficient, kl_estimate
 from headway.trainer.learner import Learner
 from headway.trainer.losses import LOSSES, MAX_LOG_RATIO, TokenTerms, loss_settings, resolve, token_loss
-from headway.trainer.progress import (
+from headway.trainer.step_statistics import (
     Prepared,
     Progress,
     expert_metrics,

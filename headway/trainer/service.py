@@ -18,7 +18,7 @@ from headway.algorithms.samples import FlatBatch
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment, TrainerConfig
 from headway.models.cpu.native import missing_reason
-from headway.models.hub.pixels import FOLDER, PixelStore
+from headway.models.hf.pixels import FOLDER, PixelStore
 from headway.models.loading import DTYPES
 from headway.models.offload import OffloadedTensors
 from headway.models.routing import replayed_routing
@@ -32,10 +32,10 @@ from headway.tokens.grammar import GRAMMAR_VERSION
 from headway.trainer.checkpoints import STATE_FILE, CheckpointState, keep_last, verify, write_folder
 from headway.trainer.learner import Learner
 from headway.trainer.optimizer import learning_rate
-from headway.trainer.peak import measure_peak_flops
+from headway.trainer.peak_flops import measure_peak_flops
 from headway.trainer.policy import PolicyGradient
-from headway.trainer.progress import Progress
 from headway.trainer.ranks import Ranks
+from headway.trainer.step_statistics import Progress
 from headway.trainer.token_recorder import TokenRecorder
 from headway.weights.shared_memory import Publisher
 

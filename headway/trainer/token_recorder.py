@@ -15,7 +15,7 @@ from headway.config.schema import LedgerConfig
 from headway.records.errors import StorageFailed
 from headway.telemetry.rollouts.columns import TRAINED, is_recorded, list_array, recorded_share, trained_batch
 from headway.telemetry.rollouts.segments import FOLDER, SegmentWriter
-from headway.trainer.progress import Progress
+from headway.trainer.step_statistics import Progress
 
 
 class TokenRecorder:

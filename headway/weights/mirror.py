@@ -28,8 +28,8 @@ from headway.records.generation import PublishedWeights
 from headway.runtime.nodes.dial import TIMEVAL, dial, outlast
 from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, ConnectionRefused, Hello, NotAdmitted, admit
 from headway.runtime.nodes.listener import listen_on_first
-from headway.weights.leftovers import slot_stem
 from headway.weights.slot_file import HEADER, UNWRITTEN, default_folders, new_slot, version_in
+from headway.weights.slots import slot_stem
 
 if TYPE_CHECKING:
     from headway.runtime.child import WorkerContext

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from headway.records.errors import ConfigurationError, WeightsCorrupt
 from headway.records.generation import PublishedWeights
-from headway.weights.leftovers import hold, slot_stem
 from headway.weights.slot_file import HEADER, MAGIC, PAGE, UNWRITTEN, default_folders, new_slot
+from headway.weights.slots import hold, slot_stem
 
 _ALIGNMENT = 64  # bytes to which every tensor is aligned: enough for vector loads and any dtype
 _BLOCK = 1 << 18  # bytes copied, and then hashed, at a time

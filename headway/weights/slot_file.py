@@ -8,7 +8,7 @@ import struct
 import tempfile
 from pathlib import Path
 
-from headway.weights.leftovers import SHARED_MEMORY, hold
+from headway.weights.slots import SHARED_MEMORY, hold
 
 MAGIC = b"HEADWAY1"
 HEADER = struct.Struct("<8sqqQQ")  # magic, version, version again, manifest bytes, payload bytes

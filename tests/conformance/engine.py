@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headway.generator.routing.calls import OpenRequest
+from headway.generator.routing.open_request import OpenRequest
 from headway.models.decoder import Decoder
 from headway.models.loading import weights_of
 from headway.records.generation import (

@@ -19,7 +19,7 @@ from repairs import write_repositories
 
 from headway.records.rollout import Rollout
 from headway.records.tokens import restored
-from headway.tokens.continuing import Chat
+from headway.tokens.continuation import Chat
 from headway.tokens.output_parsing import openai_message
 from headway.tokens.tokenizer import Tokenizer
 

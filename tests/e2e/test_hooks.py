@@ -11,7 +11,7 @@ import pytest
 from tiny_run import audited, events_of, output_of, refused, steps_of, train, write_experiment, write_inputs
 
 from headway.records.rollout import Rollout
-from headway.rollout.makers.custom import Attempt
+from headway.rollout.makers.user_function import Attempt
 
 
 async def two_turns(attempt: Attempt) -> None:

@@ -24,7 +24,7 @@ STEPS = 3
 @pytest.fixture(scope="module", autouse=True)
 def _imported() -> Iterator[None]:
     model = "transformers.models.olmo2.modeling_olmo2"
-    with warm_programs.importing("headway.models.hub.adapter", "headway.generator.engines.hub.engine", model):
+    with warm_programs.importing("headway.models.hf.adapter", "headway.generator.engines.hf.engine", model):
         yield
 
 

@@ -11,7 +11,7 @@ import tiny_run
 from page_answers import words
 
 from headway.config.control import KnobName
-from headway.control.tuning.move_outcome import MEASURED
+from headway.control.tuning.placement_outcome import MEASURED
 from headway.telemetry.ledger import EVENT_CONTROL, EVENT_PLAN_CHANGED, EVENT_PLAN_KEPT
 from headway.trainer.checkpoints import checkpoint_path
 

@@ -14,7 +14,7 @@ import pytest
 from node_processes import Events, joined_nodes, start_agent
 from worker_processes import run, spec
 
-from headway.orchestrator.nodes.files import FilesLauncher
+from headway.orchestrator.nodes.file_distribution import FilesLauncher
 from headway.records.errors import ConfigurationError
 from headway.runtime.nodes.files import file_digests
 
@@ -127,7 +127,9 @@ def missing_on_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def elsewhere_on_nodes(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    monkeypatch.setattr("headway.orchestrator.nodes.files._FACTORY", "runtime_worker_classes:ElsewhereFiles")
+    monkeypatch.setattr(
+        "headway.orchestrator.nodes.file_distribution._FACTORY", "runtime_worker_classes:ElsewhereFiles"
+    )
     monkeypatch.setenv("HEADWAY_TEST_ELSEWHERE", str(folder))
 
 

@@ -23,7 +23,7 @@ STEPS = 4
 @pytest.fixture(scope="module", autouse=True)
 def _imported() -> Iterator[None]:
     seeing = ("transformers.models.gemma3.modeling_gemma3", "transformers.models.gemma3.processing_gemma3")
-    hub = ("headway.models.hub.model", "headway.models.hub.pictures", "headway.generator.engines.hub.engine")
+    hub = ("headway.models.hf.model", "headway.models.hf.pictures", "headway.generator.engines.hf.engine")
     with warm_programs.importing(*hub, *seeing):
         yield
 

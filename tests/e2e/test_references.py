@@ -20,7 +20,7 @@ from headway.orchestrator.preflight import references
 from headway.orchestrator.preflight.references import LeftOut, prove_references
 from headway.records.task import Task
 from headway.rollout.verification.client import VerifierPool
-from headway.rollout.verification.references import response_of
+from headway.rollout.verification.reference_checks import response_of
 from headway.runtime.clock import RealClock
 from headway.runtime.workers import LocalLauncher
 

@@ -27,7 +27,7 @@ from headway.rollout.makers.turn_sampler import Generate
 from headway.runtime.clock import RealClock
 from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.ledger import Ledger
-from headway.weights.leftovers import reap
+from headway.weights.slots import reap
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 

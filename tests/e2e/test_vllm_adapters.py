@@ -27,8 +27,8 @@ from vllm_engines import model_of, needs_vllm, publisher
 from vllm_servers import KEY, Served, served
 
 from headway.generator.engines.vllm import adapters as adapters_module
-from headway.generator.engines.vllm.http import KEY_VARIABLE, VllmServer
 from headway.generator.engines.vllm.reference import PublishedModel
+from headway.generator.engines.vllm.server_client import KEY_VARIABLE, VllmServer
 from headway.generator.engines.vllm.server_engine import VllmServerEngine
 from headway.generator.engines.vllm.server_info import connect
 from headway.models.loading import weights_of

@@ -17,7 +17,7 @@ from vllm_servers import KEY, served
 
 from headway.config.load import validate_experiment
 from headway.generator.client import GeneratorPool
-from headway.generator.engines.vllm.http import KEY_VARIABLE
+from headway.generator.engines.vllm.server_client import KEY_VARIABLE
 from headway.generator.routing import replica
 from headway.records.generation import GenerationRequest, GenerationResult, SamplingParameters
 from headway.runtime.clock import RealClock

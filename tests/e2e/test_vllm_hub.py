@@ -18,8 +18,8 @@ from vllm_servers import KEY, LONGEST_TOKENS, served
 
 from headway.generator.engines.select import build_engine
 from headway.generator.engines.settings import EngineSettings
-from headway.generator.engines.vllm.http import KEY_VARIABLE
-from headway.models.hub.model import HfModel, load_hf
+from headway.generator.engines.vllm.server_client import KEY_VARIABLE
+from headway.models.hf.model import HfModel, load_hf
 from headway.models.loading import weights_of
 from headway.records.errors import WeightsMismatch
 from headway.runtime.devices import parse_device

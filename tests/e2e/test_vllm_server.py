@@ -13,7 +13,7 @@ import torch
 from vllm_engines import model_of, needs_vllm
 from vllm_servers import LONGEST_TOKENS, PublishedServerEngine, Served, engine_of, model_folder, served
 
-from headway.generator.engines.vllm.http import VllmServer
+from headway.generator.engines.vllm.server_client import VllmServer
 from headway.models.loading import weights_of
 from headway.records.errors import ConfigurationError, WeightsMismatch
 from headway.records.generation import GenerationRequest

@@ -14,7 +14,7 @@ from vllm_servers import KEY, model_folder, served
 
 from headway.config.load import validate_experiment
 from headway.generator.client import GeneratorPool
-from headway.generator.engines.vllm.http import KEY_VARIABLE
+from headway.generator.engines.vllm.server_client import KEY_VARIABLE
 from headway.models.loading import load_model, weights_of
 from headway.records.generation import GenerationRequest, SamplingParameters
 from headway.runtime.clock import RealClock

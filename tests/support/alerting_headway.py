@@ -11,7 +11,7 @@ import stalled_headway
 
 from headway.cli.main import main
 from headway.orchestrator import train
-from headway.orchestrator.stalls.alerts import AlertSettings
+from headway.orchestrator.stalls.alert_watch import AlertSettings
 
 if __name__ == "__main__":
     journal, wanted, *command = sys.argv[1:]

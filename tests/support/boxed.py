@@ -11,7 +11,7 @@ from headway.config.endpoint import EnvironmentConfig
 from headway.records.sandbox import ExecResult, FileInfo, SandboxError, environment_failure, model_failure
 from headway.records.task import Task
 from headway.rollout.environment import Answer, Call, Episode
-from headway.rollout.fixed_models import ExternalModels
+from headway.rollout.external_models import ExternalModels
 from headway.rollout.hosting.service import load_environment
 
 Does = Callable[["Box", Sequence[str], dict[str, Any]], ExecResult | None]  # a command; None: it was well

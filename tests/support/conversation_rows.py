@@ -13,7 +13,7 @@ from headway.config.load import validate_experiment
 from headway.orchestrator.jobs.sft_data import read_sft_tokens
 from headway.records.errors import ConfigurationError
 from headway.tokens.tokenizer import Tokenizer
-from headway.tokens.training import CHAT_TEMPLATE
+from headway.tokens.tokenizer_training import CHAT_TEMPLATE
 from tests.golden import chat_templates as templates
 
 # calls in Hermes' manner, reasoning in the field of Qwen3

@@ -21,7 +21,7 @@ from headway.generator.endpoint.server import serving
 from headway.generator.recording.sessions import Session, Sessions
 from headway.records.conversations import OnTokens, RecordedConversation, TurnRequest
 from headway.records.generation import GenerationResult, PartialResponse, VersionSpan
-from headway.tokens.continuing import Chat
+from headway.tokens.continuation import Chat
 
 USER: Any = {"role": "user", "content": "1+2?"}
 BODY = {"model": "headway", "messages": [USER]}

@@ -91,7 +91,7 @@ class LostPictures(GeneratorService):
     """The engine of transformers' models computes prompts without their pictures."""
 
     def __init__(self, context: WorkerContext, **settings: Any) -> None:
-        from headway.generator.engines.hub.engine import HfEngine
+        from headway.generator.engines.hf.engine import HfEngine
 
         HfEngine._pictures = lambda engine, entry: {}  # type: ignore[method-assign]
         super().__init__(context, **settings)

@@ -17,8 +17,8 @@ from typing import Any
 from faulty_headway import note_workers
 
 from headway.cli.main import main
-from headway.orchestrator import pulse
-from headway.orchestrator.actors.moves import PlacementChanger
+from headway.orchestrator import queue_snapshots
+from headway.orchestrator.actors.placement_changer import PlacementChanger
 from headway.records.plan import PlannedMove, RunPlacement
 
 
@@ -44,6 +44,6 @@ def move_to(generator: list[str], trainer: list[str], rate: float = 1.0) -> Plan
 if __name__ == "__main__":
     journal_path, wanted, *command = sys.argv[1:]
     note_workers(journal_path)
-    pulse.SNAPSHOT_INTERVAL_S = 0.1
+    queue_snapshots.SNAPSHOT_INTERVAL_S = 0.1
     force({version: move_to(*rest) for version, *rest in json.loads(wanted)}, Path(journal_path))
     sys.exit(main(command))

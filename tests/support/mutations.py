@@ -36,7 +36,7 @@ MODULES = {
     "headway/control/admission.py": "tests/unit/control",
     "headway/control/staleness.py": "tests/unit/control",
     "headway/buffer/store.py": "tests/unit/buffer",
-    "headway/buffer/rows.py": "tests/unit/buffer",
+    "headway/buffer/row_encoding.py": "tests/unit/buffer",
     "headway/orchestrator/recovery.py": "tests/unit/orchestrator",
     "headway/algorithms/packing.py": "tests/unit/algorithms",
     "headway/algorithms/samples.py": "tests/unit/algorithms",
@@ -74,11 +74,11 @@ CHOSEN: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "headway/control/admission.py",
-        "room + surplus_groups - open_groups",
-        "room - open_groups",
+        "capacity + surplus_groups - open_groups",
+        "capacity - open_groups",
         "surplus is never admitted",
     ),
-    ("headway/control/staleness.py", "if staleness > budget:", "if staleness > budget + 1:", "trains over the budget"),
+    ("headway/control/staleness.py", "if staleness > budget", "if staleness > budget + 1", "trains over the budget"),
     (
         "headway/control/staleness.py",
         "version - environment_version <= limit",
@@ -121,8 +121,8 @@ CHOSEN: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "headway/algorithms/packing.py",
-        "room = [b for b, load in enumerate(loads) if load + length <= budget]",
-        "room = [b for b, load in enumerate(loads) if load <= budget]",
+        "fitting = [b for b, load in enumerate(loads) if load + length <= budget]",
+        "fitting = [b for b, load in enumerate(loads) if load <= budget]",
         "a micro-batch holds more tokens than the budget",
     ),
     (

@@ -19,7 +19,7 @@ from headway.generator.recording.recorder import Recorder
 from headway.records.conversations import HistoryReasoning, RecordedConversation
 from headway.records.generation import GenerationResult, PartialResponse, VersionSpan
 from headway.records.tokens import TokenRows
-from headway.tokens.continuing import Chat
+from headway.tokens.continuation import Chat
 from headway.tokens.messages import Message, normal_messages
 from headway.tokens.output_parsing import openai_message
 from headway.tokens.tokenizer import Tokenizer

@@ -21,8 +21,8 @@ from torch import Tensor
 from vllm_engines import CONTEXT_TOKENS, SLOTS, model_of, publisher
 
 from headway.generator.engines.settings import EngineSettings
-from headway.generator.engines.vllm.http import KEY_VARIABLE, VllmServer
 from headway.generator.engines.vllm.reference import PublishedModel
+from headway.generator.engines.vllm.server_client import KEY_VARIABLE, VllmServer
 from headway.generator.engines.vllm.server_engine import VllmServerEngine
 from headway.generator.engines.vllm.server_info import connect
 from headway.models.loading import save_model, weights_of

@@ -171,7 +171,7 @@ def main(arguments: list[str]) -> int:
     if namespace:
         _enter(namespace)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    importlib.import_module("headway.trainer.peak").LIMIT_S = PEAK_S
+    importlib.import_module("headway.trainer.peak_flops").LIMIT_S = PEAK_S
     server = _fork_a_server()
     # As a new interpreter has them: this one's were opened as a server's.
     out, err = (io.BufferedWriter(io.FileIO(output, "w", closefd=False)) for output in (1, 2))

@@ -28,7 +28,7 @@ from headway.telemetry.rollouts.recorder import RolloutRecorder
 from headway.telemetry.rollouts.segments import SegmentWriter
 from headway.telemetry.trace_file import TraceFile
 from headway.tokens.tokenizer import Tokenizer
-from headway.tokens.training import train_byte_fallback_tokenizer
+from headway.tokens.tokenizer_training import train_byte_fallback_tokenizer
 
 RECORDED = Path(__file__).resolve().parents[1] / "fixtures" / "run_folders"
 

@@ -38,7 +38,7 @@ from itertools import product
 from headway.control.placement.graph import fold, members, require_valid
 from headway.control.placement.options import Option, OptionTable, SearchSettings, Vector, require_memory
 from headway.control.placement.pipelines import ROUNDING, BudgetSpentError, Expansions, Label, Pipelines, elapsed_s
-from headway.control.placement.written import mode_of, placed_phase, used_devices
+from headway.control.placement.plan_records import mode_of, placed_phase, used_devices
 from headway.records.errors import ConfigurationError
 from headway.records.plan import DevicePool, Objective, PlacedPipeline, PlacementPlan, Workflow
 

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from headway.control.rates.figures import (
+from headway.control.rates.model_figures import (
     NUMBER_BYTES,
     Count,
     ModelFigures,

@@ -45,8 +45,8 @@ from headway.control.tuning.diagnosis import Recommendation
 from headway.control.tuning.drift import RECENT, SLOWLY, find_drift
 from headway.control.tuning.knob_search import KNOBS, LEAST_GAIN, Allowed, ControlLimits, Search
 from headway.control.tuning.ledger_model import LedgerModel, estimate
-from headway.control.tuning.measured import rate_of, relative_noise, usable
-from headway.control.tuning.replan import RemainingWork, describe_split, remaining_work, switch_s, worthwhile_split
+from headway.control.tuning.run_figures import rate_of, relative_noise, usable
+from headway.control.tuning.switch_cost import RemainingWork, describe_split, remaining_work, switch_s, worthwhile_split
 from headway.records.control import Knobs
 from headway.records.ledger import StepRecord
 

@@ -24,8 +24,8 @@ from headway.control.tuning.balance import Balance, balance_of, between_turns, m
 from headway.control.tuning.drift import RECENT, find_drift
 from headway.control.tuning.forecast import RANK_ERROR, WORTH_IT, RunShape, binding_constraint, token_s_with
 from headway.control.tuning.ledger_model import LedgerModel, as_recorded, estimate, training_s
-from headway.control.tuning.measured import usable
 from headway.control.tuning.queue_model import QueueModel, needed_budget, simulate_or_zero
+from headway.control.tuning.run_figures import usable
 from headway.records.check_report import Constraint, QueueOutcome
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import StepRecord

@@ -18,8 +18,8 @@ from headway.config.schema import Experiment
 from headway.control.lengths import LengthDistribution, intraclass_correlation, length_distribution
 from headway.control.summaries import bucket_middle, pooled
 from headway.control.tuning.forecast import EVEN_REQUESTS, RunShape, kv_slots
-from headway.control.tuning.measured import RunFigures, figures, relative_noise, usable
 from headway.control.tuning.queue_model import QueueModel, queue_shape
+from headway.control.tuning.run_figures import RunFigures, figures, relative_noise, usable
 from headway.records.ledger import QueueFlow, StepRecord
 
 LEAST_STEPS = 2

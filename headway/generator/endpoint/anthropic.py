@@ -21,8 +21,8 @@ from headway.generator.endpoint.dialect import (
     event,
     usage,
 )
+from headway.generator.endpoint.errors import HttpError
 from headway.generator.endpoint.fields import Field, Values
-from headway.generator.endpoint.refusals import HttpError
 from headway.generator.endpoint.schemas import ANTHROPIC_TOOLS, MESSAGE, MESSAGES
 from headway.generator.recording.answer_tree import CallRequest, RecordedCall, RecordedTurn
 from headway.records.conversations import RequestRefused

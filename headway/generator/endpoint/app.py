@@ -19,18 +19,18 @@ from headway.generator.endpoint.anthropic import Messages
 from headway.generator.endpoint.chat import ChatCompletions
 from headway.generator.endpoint.completions import Completions
 from headway.generator.endpoint.dialect import Dialect, ParsedRequest, Setting
+from headway.generator.endpoint.errors import HttpError
 from headway.generator.endpoint.exchange import ClientGone, HttpExchange
 from headway.generator.endpoint.http_app import HttpApp, ResponseCounts, decoded, require_method, unknown_url
 from headway.generator.endpoint.logprobs import TokenTexts
 from headway.generator.endpoint.openapi import REWARD, document
-from headway.generator.endpoint.refusals import HttpError
 from headway.generator.endpoint.responses import Responses
 from headway.generator.endpoint.streams import stream
 from headway.generator.recording.answer_tree import CallPlan, CallRequest
 from headway.generator.recording.sessions import Session
 from headway.records.conversations import RequestRefused
 from headway.records.errors import Overloaded
-from headway.tokens.continuing import Chat
+from headway.tokens.continuation import Chat
 from headway.tokens.grammar import GrammarRefused, Grammars
 from headway.tokens.output_parsing import OutputFormat, begins_inside_reasoning
 from headway.tokens.tool_grammar import Constraint, answer_grammar

@@ -12,13 +12,13 @@ import msgspec
 
 from headway.config.endpoint import EndpointConfig
 from headway.generator.endpoint import fields
+from headway.generator.endpoint.errors import HttpError
 from headway.generator.endpoint.fields import Field, Schema, Values
 from headway.generator.endpoint.foreign_fields import foreign_fields, foreign_sampling, require_no_foreign
 from headway.generator.endpoint.logprobs import TokenTexts
-from headway.generator.endpoint.refusals import HttpError
 from headway.generator.recording.answer_tree import CallRequest, RecordedCall, RecordedTurn
 from headway.records.conversations import ClientSampling, RequestRefused
-from headway.tokens.continuing import Chat
+from headway.tokens.continuation import Chat
 from headway.tokens.tool_grammar import Constraint
 
 _UNTRAINED = "an answer that is constrained is trained on only with algorithm.allow_truncated_sampling = true"

@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from headway.config.endpoint import EndpointConfig
-from headway.generator.endpoint.refusals import HttpError
+from headway.generator.endpoint.errors import HttpError
 from headway.runtime.supervision import run_to_completion
 
 T = TypeVar("T")

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from headway.config.endpoint import EndpointConfig
+from headway.generator.endpoint.errors import HttpError, http_error
 from headway.generator.endpoint.exchange import STOPPING, ClientGone, HttpExchange, Message, Receive, Send
-from headway.generator.endpoint.refusals import HttpError, http_error
 from headway.runtime.addresses import is_loopback, is_loopback_host
 
 _log = logging.getLogger("headway.endpoint")

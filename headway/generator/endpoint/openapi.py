@@ -8,7 +8,7 @@ from typing import Any
 from headway.config.endpoint import EndpointConfig
 from headway.generator.endpoint import fields
 from headway.generator.endpoint.dialect import Dialect
-from headway.generator.endpoint.refusals import STATUSES
+from headway.generator.endpoint.errors import STATUSES
 from headway.generator.endpoint.schemas import ANTHROPIC_ERROR, OPENAI_ERROR, Part
 
 REWARD = {

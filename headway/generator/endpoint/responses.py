@@ -19,8 +19,8 @@ from headway.generator.endpoint.dialect import (
     event,
     usage,
 )
+from headway.generator.endpoint.errors import HttpError
 from headway.generator.endpoint.fields import Field, Values
-from headway.generator.endpoint.refusals import HttpError
 from headway.generator.endpoint.response_tools import ResponseTools, custom_arguments
 from headway.generator.endpoint.schemas import INPUT, OUTPUT, RESPONSE_TOOLS
 from headway.generator.recording.answer_tree import CallRequest, RecordedCall, RecordedTurn

@@ -16,8 +16,8 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headway.config.endpoint import EndpointConfig
+from headway.generator.endpoint.errors import HttpError
 from headway.generator.endpoint.exchange import CONNECTION, Connection
-from headway.generator.endpoint.refusals import HttpError
 from headway.runtime.addresses import BACKLOG, listening_socket
 
 _HEAD_BYTES = 64 * 1024  # request line and headers

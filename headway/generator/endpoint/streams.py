@@ -6,8 +6,8 @@ import asyncio
 
 from headway.generator.endpoint.completions import completion_text
 from headway.generator.endpoint.dialect import Dialect, ParsedRequest, Piece, answer_texts, answers
+from headway.generator.endpoint.errors import HttpError, http_error
 from headway.generator.endpoint.exchange import STOPPING, ClientGone, HttpExchange
-from headway.generator.endpoint.refusals import HttpError, http_error
 from headway.generator.recording.answer_tree import RecordedTurn
 from headway.generator.recording.inflight_call import InflightCall
 from headway.records.generation import PartialResponse

@@ -18,10 +18,10 @@ from headway.generator.engines.torch.slot_engine import SlotOptions
 from headway.models.adapter_files import open_adapter
 from headway.models.configuration import DecoderConfig
 from headway.models.cpu.native import missing_reason
-from headway.models.hub.configuration import HfConfig, implementation_of, read_config
-from headway.models.hub.pixels import PixelStore
-from headway.models.opening import open_hf_adapter
+from headway.models.hf.configuration import HfConfig, implementation_of, read_config
+from headway.models.hf.pixels import PixelStore
 from headway.models.quantization import load_sampled
+from headway.models.run_model import open_hf_adapter
 from headway.records.errors import ConfigurationError
 from headway.runtime.child import WorkerContext
 from headway.runtime.devices import Device, cpu_multiplies_bfloat16
@@ -74,8 +74,8 @@ def _require_served(settings: EngineSettings) -> None:
 
 
 def _hf(settings: EngineSettings, context: WorkerContext) -> Engine[Any]:
-    from headway.generator.engines.hub.engine import HfEngine
-    from headway.models.hub.model import load_hf
+    from headway.generator.engines.hf.engine import HfEngine
+    from headway.models.hf.model import load_hf
 
     device = torch.device(context.device.torch_device())
     narrow = settings.dtype == "bfloat16" and device.type == "cpu" and not cpu_multiplies_bfloat16()
@@ -113,8 +113,8 @@ def _tokenizer(settings: EngineSettings) -> Tokenizer | None:
 
 def _vllm_server(settings: EngineSettings, device: Device) -> Engine[Any]:
     from headway.generator.engines.vllm.adapters import VllmAdapters
-    from headway.generator.engines.vllm.http import VllmServer
     from headway.generator.engines.vllm.reference import PublishedModel
+    from headway.generator.engines.vllm.server_client import VllmServer
     from headway.generator.engines.vllm.server_engine import VllmServerEngine
     from headway.generator.engines.vllm.server_info import connect
 
@@ -170,7 +170,7 @@ def _bias(settings: EngineSettings, model: DecoderConfig | HfConfig) -> dict[int
         return {}
     from transformers import AutoConfig
 
-    from headway.models.hub.model import placeholders_of
+    from headway.models.hf.model import placeholders_of
 
     keys: dict[str, Any] = {"local_files_only": True, "trust_remote_code": settings.trust_remote_code}
     config = AutoConfig.from_pretrained(settings.model_path, **keys)

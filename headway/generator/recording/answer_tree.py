@@ -12,7 +12,7 @@ from headway.records.generation import VersionSpan
 from headway.records.rollout import Branch
 from headway.records.token_block import TokenBlock
 from headway.records.tokens import LogprobSequence, TokenIds, TokenRows
-from headway.tokens.continuing import SampledAnswer
+from headway.tokens.continuation import SampledAnswer
 from headway.tokens.messages import Message, assistant_message
 
 

@@ -24,7 +24,7 @@ from headway.generator.recording.answer_tree import (
 from headway.records.conversations import Cause, RecordedConversation, RequestRefused
 from headway.records.generation import GenerationResult
 from headway.records.tokens import TokenIds
-from headway.tokens.continuing import Chat
+from headway.tokens.continuation import Chat
 from headway.tokens.messages import Message, canonical_value, history_keys, next_key
 
 _RAW = "raw"  # root key of raw prompts

@@ -18,7 +18,7 @@ from headway.generator.recording.inflight_call import InflightCall
 from headway.generator.recording.recorder import Recorder
 from headway.records.conversations import ChatAnswer, ClientSampling, RecordedConversation, RequestRefused, SampleTurn
 from headway.records.generation import GenerationResult
-from headway.tokens.continuing import Chat
+from headway.tokens.continuation import Chat
 from headway.tokens.messages import normal_messages, normal_tools
 from headway.tokens.output_parsing import openai_message
 

@@ -12,8 +12,8 @@ from headway.config.adapter import AdapterConfig
 from headway.config.router import RouterConfig
 from headway.config.schema import Experiment
 from headway.control.routing.replicas import ReplicaCondition, Standing, standing_of
-from headway.generator.routing.calls import OpenRequest
-from headway.models.hub.pixels import FOLDER
+from headway.generator.routing.open_request import OpenRequest
+from headway.models.hf.pixels import FOLDER
 from headway.models.routing import replayed_routing
 from headway.records.errors import RemoteError, StorageFailed, WorkerDied
 from headway.records.execution import MemoryMove

@@ -13,7 +13,7 @@ import msgspec
 
 from headway.config.router import RouterConfig
 from headway.control.routing.replicas import PrefixMemory, ReplicaLoad, Standing, choose_replica
-from headway.generator.routing.calls import OpenRequest
+from headway.generator.routing.open_request import OpenRequest
 from headway.generator.routing.replica import Replica, call_replica
 from headway.records.clients import Watch
 from headway.records.errors import RemoteError, WorkerDied

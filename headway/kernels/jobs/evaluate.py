@@ -14,7 +14,7 @@ from headway.kernels.prompts import source_in
 from headway.kernels.scores import CandidateScores, JudgedTask, score_tasks, scores_by_level
 from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelEvaluation, KernelSubmission
-from headway.tasks.rows import read_objects, short
+from headway.tasks.source_rows import read_objects, short
 
 _TEXTS = ("text", "response")  # of a model's answer; the second is that of a run's exported rollouts
 

@@ -16,7 +16,7 @@ from headway.kernels.jobs.task_files import KernelTaskFile
 from headway.kernels.prompts import feedback, source_in
 from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelEvaluation
-from headway.tasks.rows import read_objects, require_messages
+from headway.tasks.source_rows import read_objects, require_messages
 
 NEEDS = ("compiled", "correct", "faster")
 CountTokens = Callable[[str], int]

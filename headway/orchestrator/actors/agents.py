@@ -14,7 +14,7 @@ from headway.rollout.hosting.agents.processes import AgentProcesses
 from headway.rollout.makers.agent import Agents
 from headway.rollout.verifiers_environment import PLAYER
 from headway.runtime.workers import EventCallback
-from headway.tokens.continuing import Chat
+from headway.tokens.continuation import Chat
 from headway.tokens.tokenizer import Tokenizer
 
 

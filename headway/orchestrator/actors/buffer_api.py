@@ -11,21 +11,21 @@ from typing import Any
 
 import msgspec
 
-from headway.buffer.view import read_member, read_rollout_counts, read_waiting
+from headway.buffer.readers import read_member, read_rollout_counts, read_waiting
 from headway.generator.endpoint import fields
 from headway.generator.endpoint.api_keys import ApiKeys
+from headway.generator.endpoint.errors import HttpError
 from headway.generator.endpoint.exchange import HttpExchange
 from headway.generator.endpoint.http_app import decoded, require_method
-from headway.generator.endpoint.refusals import HttpError
 from headway.records.clients import TextCodec
 from headway.records.conversations import RequestRefused
 from headway.records.errors import ConfigurationError
 from headway.records.rollout import FinishedGroup, Rollout
 from headway.rollout.leases import LeaseBook, LeaseKey, LeaseRefused
 from headway.rollout.makers.agent import agent_task
-from headway.rollout.makers.remote import Finish, RemoteHost
+from headway.rollout.makers.outside_workers import Finish, RemoteHost
 from headway.runtime.line_file import LineFile
-from headway.tasks.rows import require_messages
+from headway.tasks.source_rows import require_messages
 
 Route = Callable[[HttpExchange], Awaitable[None]]
 Work = Callable[[HttpExchange, fields.Values], Awaitable[Any]]  # (exchange, its body's fields) -> the answer

@@ -10,8 +10,8 @@ from headway.config.schema import Experiment
 from headway.generator.recording.sessions import Sessions
 from headway.orchestrator.actors.agents import open_agents
 from headway.orchestrator.actors.remote import open_remote
-from headway.orchestrator.preflight.functions import require_known_calls
 from headway.orchestrator.preflight.sandboxes import SANDBOXES, require_shares
+from headway.orchestrator.preflight.user_functions import require_known_calls
 from headway.rollout.hosting.client import EnvironmentPool
 from headway.rollout.makers.environment import Environments
 from headway.rollout.makers.select import MultiTurnHost
@@ -19,7 +19,7 @@ from headway.runtime.clock import Clock
 from headway.runtime.run_directory import RunDirectory
 from headway.runtime.stalls.waits import Waits
 from headway.runtime.workers import EventCallback, Launcher
-from headway.tokens.continuing import Chat
+from headway.tokens.continuation import Chat
 from headway.tokens.tokenizer import Tokenizer
 
 

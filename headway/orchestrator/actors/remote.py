@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 from headway.config.endpoint import EndpointConfig
 from headway.config.schema import Experiment
 from headway.generator.recording.sessions import Sessions
-from headway.rollout.makers.remote import LeaseManager, RemoteHost
+from headway.rollout.makers.outside_workers import LeaseManager, RemoteHost
 from headway.runtime.addresses import service_keys
 from headway.runtime.clock import Clock
 from headway.runtime.run_directory import RunDirectory
 from headway.runtime.stalls.waits import Waits
 from headway.runtime.workers import EventCallback
 from headway.telemetry.ledger import EVENT_SERVICE
-from headway.tokens.continuing import Chat
+from headway.tokens.continuation import Chat
 from headway.tokens.tokenizer import Tokenizer
 
 

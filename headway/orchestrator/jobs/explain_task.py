@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from headway.buffer.view import read_history
+from headway.buffer.readers import read_history
 from headway.config.curriculum import CurriculumConfig
 from headway.config.schema import Experiment
 from headway.control.curriculum.beta import group_size, interval, known_limits, mixed_probability

@@ -24,7 +24,7 @@ from headway.runtime.file_lock import FileLock
 from headway.runtime.fork_server import MODEL_CODE
 from headway.runtime.workers import WorkerSpec
 from headway.trainer.checkpoints import recover_folder, require_replaceable
-from headway.weights.leftovers import reap
+from headway.weights.slots import reap
 
 _SERVICE = "headway.trainer.supervised:SupervisedService"
 # of the last steps, as progress: the complete report is in the result

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from headway.config.schema import Experiment
 from headway.config.section import ANY_NODE
-from headway.orchestrator.nodes.files import FilesLauncher
+from headway.orchestrator.nodes.file_distribution import FilesLauncher
 from headway.orchestrator.nodes.placement import DeviceCapacity, place_devices
 from headway.records.errors import ConfigurationError
 from headway.records.generation import PublishedWeights

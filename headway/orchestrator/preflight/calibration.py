@@ -16,8 +16,8 @@ from headway.control.summaries import quantile
 from headway.control.tuning.forecast import LEAST_GROUPS
 from headway.generator.client import GeneratorPool
 from headway.orchestrator.nodes.machines import Machines, NodeCheck, open_machines
-from headway.orchestrator.preflight.agreement import require_agreement, trainer_scores
-from headway.orchestrator.preflight.load import CalibrationLoad
+from headway.orchestrator.preflight.calibration_load import CalibrationLoad
+from headway.orchestrator.preflight.logprob_agreement import require_agreement, trainer_scores
 from headway.orchestrator.preflight.memory import peak_resident_bytes
 from headway.orchestrator.preflight.step_timing import StepTimes, time_steps
 from headway.orchestrator.task_sets import named_verifiers
@@ -31,7 +31,7 @@ from headway.runtime.devices import sharing
 from headway.runtime.supervision import cancel_all, handled_signals
 from headway.tokens.tokenizer import Tokenizer
 from headway.trainer.client import TrainerClient
-from headway.weights.leftovers import reap
+from headway.weights.slots import reap
 
 OnProgress = Callable[[str], None]
 _Snapshot = tuple[float, list[EngineStatistics]]  # when, and the counters of each replica then

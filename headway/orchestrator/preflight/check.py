@@ -15,20 +15,24 @@ from pathlib import Path
 from headway.config.schema import Experiment
 from headway.models.adapter_targets import adapted_targets, stored_metadata
 from headway.models.configuration import DecoderConfig
-from headway.models.hub.configuration import HfConfig, adapter_size, read_config
+from headway.models.hf.configuration import HfConfig, adapter_size, read_config
 from headway.models.sizes import sizes_of
-from headway.orchestrator.device_turns import require_offload
 from headway.orchestrator.preflight.cluster import cluster_findings
 from headway.orchestrator.preflight.conversations import conversation_findings
 from headway.orchestrator.preflight.engine import engine_findings
 from headway.orchestrator.preflight.episode import episode_findings
 from headway.orchestrator.preflight.findings import Findings
-from headway.orchestrator.preflight.functions import function_findings, require_kernel_services, require_known_calls
 from headway.orchestrator.preflight.memory import memory_findings, memory_places, memory_uses, nearest_folder
 from headway.orchestrator.preflight.pictures import picture_findings
 from headway.orchestrator.preflight.run_directory import directory_findings
 from headway.orchestrator.preflight.sandboxes import sandbox_findings
+from headway.orchestrator.preflight.user_functions import (
+    function_findings,
+    require_kernel_services,
+    require_known_calls,
+)
 from headway.orchestrator.preflight.verifier import verifier_findings
+from headway.orchestrator.run_device_locks import require_offload
 from headway.orchestrator.task_sets import (
     SPLITS,
     require_pictures,

@@ -21,7 +21,7 @@ from headway.runtime.file_systems import require_local
 from headway.runtime.nodes.files import FilesService
 from headway.runtime.nodes.node import Node
 from headway.runtime.workers import WorkerHandle, WorkerSpec
-from headway.weights.leftovers import SHARED_MEMORY
+from headway.weights.slots import SHARED_MEMORY
 
 LARGEST_TIME_OFFSET_S = 5.0  # a run compares no Unix times of two machines; access tokens and readers of logs do
 LEAST_DISK_BYTES = 256 << 20  # of a node's temporary folder: logs and its workers' files

@@ -5,7 +5,7 @@ from __future__ import annotations
 from headway.config.engines import cpu_refusal, engine_missing, transformers_refusal
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
-from headway.models.hub.configuration import HfConfig
+from headway.models.hf.configuration import HfConfig
 from headway.models.routing import replayed_routing
 from headway.orchestrator.preflight.findings import Findings
 from headway.records.errors import ConfigurationError

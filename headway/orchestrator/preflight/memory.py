@@ -37,7 +37,7 @@ from pathlib import Path
 from headway.config.schema import Experiment
 from headway.models.adapter_targets import adapted_targets
 from headway.models.configuration import DecoderConfig
-from headway.models.hub.configuration import adapter_size, implementation_of
+from headway.models.hf.configuration import adapter_size, implementation_of
 from headway.models.routing import replayed_routing
 from headway.models.sizes import ModelSizes, sizes_of
 from headway.orchestrator.preflight.findings import Findings
@@ -45,7 +45,7 @@ from headway.records.check_report import MemoryPlace, MemoryUse
 from headway.runtime.devices import cpu_multiplies_bfloat16, native_kernels_enabled, parse_device, split_node
 from headway.runtime.nodes.conditions import machine_memory
 from headway.tokens.grammar import MOST_CACHED_BYTES
-from headway.weights.leftovers import SHARED_MEMORY
+from headway.weights.slots import SHARED_MEMORY
 
 GIB = 2**30
 FULL_SHARE = 0.9  # of the free bytes: beyond it, a warning

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headway.config.schema import Experiment
-from headway.models.hub.pixels import CACHED
-from headway.models.hub.prompts import PictureClient
+from headway.models.hf.pixels import CACHED
+from headway.models.hf.prompts import PictureClient
 from headway.orchestrator.preflight.findings import Findings
 from headway.orchestrator.preflight.memory import gibibytes, uncovered_groups
 from headway.records.task import Task

@@ -20,10 +20,10 @@ from headway.orchestrator.task_sets import named_verifiers, rollouts_may_reward
 from headway.records.errors import ConfigurationError
 from headway.records.task import Task
 from headway.rollout.verification import client
-from headway.rollout.verification.references import provable_parts
+from headway.rollout.verification.reference_checks import provable_parts
 from headway.runtime.user_cache import cache_root, write_cached
 from headway.runtime.workers import EventCallback
-from headway.tasks.rows import short
+from headway.tasks.source_rows import short
 from headway.tasks.sources import row_name_of
 from headway.telemetry.ledger import EVENT_LEFT_OUT
 

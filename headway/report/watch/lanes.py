@@ -27,8 +27,8 @@ from headway.records.trace import (
 from headway.report.trace import IDLE_SPANS, PROCESS_BY_WORKER_KIND
 from headway.report.trace_groups import GroupLife, LaneAllocator, Phase, group_phases, rollout_phases
 from headway.report.watch.cache import cache_folder
-from headway.report.watch.runs import is_inside
 from headway.report.watch.spans import SEAL_ROWS, Row, SpanStore, StoredSpans
+from headway.report.watch.watched_runs import is_inside
 from headway.runtime.user_cache import write_cached
 from headway.telemetry.trace_file import FILE_NAME, OLD_NAME
 

@@ -15,7 +15,7 @@ from headway.records.sandbox import ExecResult, SandboxError
 from headway.rollout.code.code_tests import CodeTest, CodeTests, code_tests
 from headway.rollout.code.comparison import Compare, same_text, same_value
 from headway.rollout.environment import Answer, Environment, Episode
-from headway.rollout.environments.commands import AnswerTime, Ending, Interpreter, ended_badly
+from headway.rollout.environments.command_limits import AnswerTime, Ending, Interpreter, ended_badly
 from headway.rollout.parameters import require_choice
 from headway.rollout.tools import ToolError
 

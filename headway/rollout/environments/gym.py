@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args
 from headway.records.errors import ConfigurationError, InfrastructureError
 from headway.rollout.environment import Answer, Environment, Episode
 from headway.rollout.environments.actions import Reading, actions_of, find_action
-from headway.rollout.lane import SingleThreadExecutor
 from headway.rollout.parameters import require_choice
+from headway.rollout.single_thread_executor import SingleThreadExecutor
 from headway.rollout.tools import Tool, ToolError, read_object
 from headway.runtime.imports import import_extra, import_function
 

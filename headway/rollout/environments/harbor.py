@@ -9,7 +9,7 @@ from typing import Any
 
 from headway.records.sandbox import ExecResult, SandboxError
 from headway.rollout.environment import Environment, Episode
-from headway.rollout.environments.commands import AnswerTime, fills
+from headway.rollout.environments.command_limits import AnswerTime, fills
 from headway.rollout.environments.harbor_tasks import COLUMN, HarborTask, read_task, reward_of
 from headway.rollout.environments.python_tool import format_output
 

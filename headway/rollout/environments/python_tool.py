@@ -7,7 +7,7 @@ from typing import Any
 
 from headway.records.sandbox import ExecResult
 from headway.rollout.environment import Environment, Episode
-from headway.rollout.environments.commands import AnswerTime, Interpreter
+from headway.rollout.environments.command_limits import AnswerTime, Interpreter
 
 _OUTPUT_BYTES = 16_000  # of stdout and of stderr; environment.tool_result_characters cuts them further
 

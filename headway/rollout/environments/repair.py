@@ -14,7 +14,7 @@ from headway.records.sandbox import ExecResult, SandboxError
 from headway.rollout.code.hidden_tests import DRIVER, HiddenTestResults, Questions, driver_input, grade, questions_of
 from headway.rollout.code.repositories import files_of
 from headway.rollout.environment import Environment, Episode
-from headway.rollout.environments.commands import AnswerTime, Interpreter, ended_badly, fills
+from headway.rollout.environments.command_limits import AnswerTime, Interpreter, ended_badly, fills
 from headway.rollout.environments.python_tool import format_output
 from headway.rollout.parameters import require_choice
 from headway.rollout.tools import ToolError

@@ -25,7 +25,7 @@ from headway.records.sandbox_statistics import SandboxStatistics
 from headway.records.task import Task
 from headway.rollout.environment import Answer, Environment, Episode
 from headway.rollout.episode_sandbox import EpisodeSandbox
-from headway.rollout.fixed_models import ExternalModels, require_models
+from headway.rollout.external_models import ExternalModels, require_models
 from headway.rollout.hosting.mcp.servers import ToolServers
 from headway.rollout.tools import ToolCalls, tools_by_name
 from headway.rollout.verification.verdicts import to_verdict

@@ -5,11 +5,11 @@ from __future__ import annotations
 from headway.config.schema import Experiment
 from headway.records.clients import RolloutMaker
 from headway.rollout.makers.agent import AgentRollouts, Agents
-from headway.rollout.makers.custom import CustomRollouts, load_rollout_function
 from headway.rollout.makers.environment import EnvironmentRollouts, Environments
-from headway.rollout.makers.remote import KeepRollout, RemoteHost, RemoteRollouts
+from headway.rollout.makers.outside_workers import KeepRollout, RemoteHost, RemoteRollouts
 from headway.rollout.makers.single_turn import SingleTurn
 from headway.rollout.makers.turn_sampler import TurnSampler
+from headway.rollout.makers.user_function import CustomRollouts, load_rollout_function
 
 MultiTurnHost = Agents | Environments | RemoteHost  # runs the other side of conversations with the policy
 

@@ -16,7 +16,7 @@ from headway.config import schema
 from headway.config.sources import VerifierSettings
 from headway.records.rollout import Verdict
 from headway.records.task import Task
-from headway.rollout.verification.references import ReferenceProver
+from headway.rollout.verification.reference_checks import ReferenceProver
 from headway.rollout.verification.scorers import ManyScorer, score_guarded
 from headway.rollout.verification.verdicts import failed_verdict
 from headway.rollout.verification.verifiers import resolve_named, resolve_verifier

@@ -33,7 +33,7 @@ from headway.rollout.verification.math_answers import math_scorer
 from headway.rollout.verification.scorers import Scorer, longest_s
 from headway.rollout.verification.weighted import Part, WeightedScorer
 from headway.runtime.imports import import_function
-from headway.tasks.entries import unpack_entry
+from headway.tasks.entry_encoding import unpack_entry
 from headway.tasks.sources import build_generator
 
 

@@ -43,7 +43,7 @@ from headway.runtime.supervision import cancel_all, run_to_completion, spawn
 from headway.sandbox import leftovers, snapshot_store
 from headway.sandbox.hosted.provider import OWNER, RUN, Provider, call_provider, is_dead, plain_labels, this_owner
 from headway.sandbox.hosted.sandbox import HostedSandbox
-from headway.sandbox.pace import SharedRateLimit
+from headway.sandbox.rate_limiter import SharedRateLimit
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

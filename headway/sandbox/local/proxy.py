@@ -26,7 +26,7 @@ from headway.runtime.clock import RealClock
 from headway.runtime.supervision import cancel_all
 from headway.sandbox.local import proxy_request
 from headway.sandbox.local.proxy_request import ProxyRefused, ProxyRequest
-from headway.sandbox.pace import RateLimiter
+from headway.sandbox.rate_limiter import RateLimiter
 
 CHUNK_BYTES = 1 << 16
 REFUSAL_READ_S = 1.0  # for a refused caller to read the reason

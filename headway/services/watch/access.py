@@ -10,8 +10,8 @@ from http.cookies import CookieError, SimpleCookie
 from urllib.parse import quote, urlencode
 
 from headway.generator.endpoint.api_keys import ApiKeys
+from headway.generator.endpoint.errors import Headers, HttpError
 from headway.generator.endpoint.exchange import HttpExchange
-from headway.generator.endpoint.refusals import Headers, HttpError
 from headway.generator.recording.sessions import KeyRefused
 from headway.runtime.addresses import is_loopback_host
 

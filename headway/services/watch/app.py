@@ -19,14 +19,14 @@ import pyarrow as pa
 from pydantic import ValidationError, create_model
 
 from headway.config.endpoint import EndpointConfig
+from headway.generator.endpoint.errors import Headers, HttpError
 from headway.generator.endpoint.exchange import HttpExchange, Message, Receive, Send
 from headway.generator.endpoint.http_app import HeadRequest, HttpApp
-from headway.generator.endpoint.refusals import Headers, HttpError
 from headway.generator.endpoint.server import serving
 from headway.records.errors import ConfigurationError
-from headway.report.watch import compared, now, report, series
+from headway.report.watch import run_series, view_compare, view_now, view_report
 from headway.report.watch.cache import trim_cache
-from headway.report.watch.runs import NoSuchRun, WatchedRun, WatchedRuns
+from headway.report.watch.watched_runs import NoSuchRun, WatchedRun, WatchedRuns
 from headway.runtime.addresses import listening_socket, service_keys
 from headway.runtime.supervision import until_interrupted
 from headway.services.watch import rollouts
@@ -50,15 +50,15 @@ _HEADERS = (
 View = Callable[..., Any]  # called with a WatchedRun (or several) and values of the query by name
 Stamp = Callable[[WatchedRun], Any]  # changes with the files that a view reads
 _VIEWS: dict[str, tuple[View, Stamp | None]] = {
-    "now": (now.now, now.stamp),
-    "report": (report.report, WatchedRun.stamp),
-    "names": (series.names, WatchedRun.stamp),
-    "series": (series.series, WatchedRun.stamp),
-    "events": (series.events, WatchedRun.stamp),
-    "config": (series.configuration, WatchedRun.stamp),
-    "logs": (series.logs, None),
-    "log": (series.log, None),
-    "compare": (compared.compare, None),
+    "now": (view_now.now, view_now.stamp),
+    "report": (view_report.report, WatchedRun.stamp),
+    "names": (run_series.names, WatchedRun.stamp),
+    "series": (run_series.series, WatchedRun.stamp),
+    "events": (run_series.events, WatchedRun.stamp),
+    "config": (run_series.configuration, WatchedRun.stamp),
+    "logs": (run_series.logs, None),
+    "log": (run_series.log, None),
+    "compare": (view_compare.compare, None),
     **{name: (view, None) for name, view in rollouts.VIEWS.items()},
 }
 
@@ -203,7 +203,10 @@ class WatchApp(HttpApp):
             try:
                 if not run:
                     return await self._runs()
-                make_view, stamp = lambda: now.now(watched.run(run), watched.price), lambda: now.stamp(watched.run(run))
+                make_view, stamp = (
+                    lambda: view_now.now(watched.run(run), watched.price),
+                    lambda: view_now.stamp(watched.run(run)),
+                )
                 return await self._answers.get(("now", run), make_view, stamp)
             except Exception as error:
                 # The boundary of a stream, whose status is sent already: the page shows the error.

@@ -16,12 +16,12 @@ import msgspec
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.report.run_view import view_run
 from headway.report.several.axes import AXES
-from headway.report.several.listing import list_runs
-from headway.report.watch import compared, now, report, series
+from headway.report.several.run_list import list_runs
+from headway.report.watch import run_series, view_compare, view_now, view_report
 from headway.report.watch.lanes import RunLanes
-from headway.report.watch.rollouts.chosen import select_rollouts, select_shared_tasks
-from headway.report.watch.rollouts.view import WatchedRollouts
-from headway.report.watch.runs import WatchedRun
+from headway.report.watch.rollouts.page_selection import select_rollouts, select_shared_tasks
+from headway.report.watch.rollouts.watched_rollouts import WatchedRollouts
+from headway.report.watch.watched_runs import WatchedRun
 from headway.runtime.run_directory import write_atomically
 from headway.services.run_tokenizer import token_table
 from headway.services.watch.stream import encode
@@ -60,7 +60,7 @@ def write_compared_page(
             left_out[str(run_dir)] = str(error)
     if not runs:
         raise ConfigurationError("; ".join(left_out.values()))
-    comparison = compared.compare(runs, "", "steps", _COMPARED_POINTS, price)
+    comparison = view_compare.compare(runs, "", "steps", _COMPARED_POINTS, price)
     comparison["problems"] += [f"Left out: {run}: {why}" for run, why in left_out.items()]
     answers: dict[str, Any] = {}
     readers = [WatchedRollouts(run.path, token_table(run.path)) for run in runs]
@@ -90,11 +90,11 @@ def _answers(run: WatchedRun, price: float | None) -> dict[str, Any]:
     with closing(WatchedRollouts(run.path, token_table(run.path))) as reader:
         rows = select_rollouts(reader.table(), _ROLLOUTS)
         return {
-            "report": report.report(run, price),
-            "now": now.now(run, price),
+            "report": view_report.report(run, price),
+            "now": view_now.now(run, price),
             **_series(run, _POINTS, price),
-            "events": series.events(run),
-            "config": series.configuration(run),
+            "events": run_series.events(run),
+            "config": run_series.configuration(run),
             "logs": {"logs": [], "problems": [f"Logs aren't in this file: they are in {run.path / 'logs'}."]},
             **_rollouts(reader, rows, 1),
             "tasks": reader.tasks(),
@@ -104,12 +104,12 @@ def _answers(run: WatchedRun, price: float | None) -> dict[str, Any]:
 
 def _series(run: WatchedRun, points: int, price: float | None) -> dict[str, Any]:
     """Return all series of a run, and its positions on each of its axes."""
-    named, axes = series.names(run), dict[str, Any]()
+    named, axes = run_series.names(run), dict[str, Any]()
     all_names = ",".join(description["name"] for description in named["series"])
-    all_series = series.series(run, all_names, "steps", points)
+    all_series = run_series.series(run, all_names, "steps", points)
     for axis in AXES:
         try:
-            of_axis = series.series(run, "", axis, points, price=price)
+            of_axis = run_series.series(run, "", axis, points, price=price)
             axes[axis] = {"x": _rounded(of_axis["x"]), "evaluations": of_axis["evaluations"]}
         except ConfigurationError as error:
             axes[axis] = {"x": [], "evaluations": [], "problems": [str(error)]}

@@ -12,8 +12,8 @@ from msgspec.structs import fields
 from headway.records.errors import ConfigurationError
 from headway.report.watch.lanes import RunLanes
 from headway.report.watch.rollouts.search import RolloutQuery
-from headway.report.watch.rollouts.view import WatchedRollouts
-from headway.report.watch.runs import WatchedRun, checked
+from headway.report.watch.rollouts.watched_rollouts import WatchedRollouts
+from headway.report.watch.watched_runs import WatchedRun, checked
 from headway.services.run_tokenizer import token_table
 
 _WINDOW_TOKENS = 20_000

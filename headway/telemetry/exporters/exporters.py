@@ -34,7 +34,7 @@ EXPORTERS: dict[str, tuple[str, str, str]] = {
     "mlflow": ("headway.telemetry.exporters.mlflow:MLflow", "mlflow", "headway[mlflow]"),
     "trackio": ("headway.telemetry.exporters.trackio:Trackio", "trackio", "headway[trackio]"),
     PROMETHEUS: ("headway.telemetry.exporters.prometheus:Prometheus", "prometheus_client", "prometheus-client"),
-    LOGGING: ("headway.telemetry.exporters.own:CallbackExporter", "headway", "headway"),
+    LOGGING: ("headway.telemetry.exporters.callback:CallbackExporter", "headway", "headway"),
     COMMAND: ("headway.telemetry.exporters.alerts:AlertCommand", "headway", "headway"),
     WEBHOOK: ("headway.telemetry.exporters.alerts:AlertWebhook", "headway", "headway"),
 }

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from headway.buffer.copy import AccountingReplicaService
 from headway.buffer.database import Statement
+from headway.buffer.replica_service import AccountingReplicaService
 from headway.buffer.store import GroupBuffer
 from headway.records.curriculum import TaskEvidence
 from headway.records.environment import PartialRollout

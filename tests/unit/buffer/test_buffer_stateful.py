@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headway.buffer.store import GroupBuffer
-from headway.control.books import Accounting
+from headway.control.accounting import Accounting
 from headway.records.generation import VersionSpan
 from headway.records.rollout import Batch, Failure, FinishedGroup, Group, Rollout
 from headway.records.task import Task

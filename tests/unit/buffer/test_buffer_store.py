@@ -5,8 +5,8 @@ import sqlite3
 
 import pytest
 
+from headway.buffer.readers import read_history
 from headway.buffer.store import GroupBuffer
-from headway.buffer.view import read_history
 from headway.records.curriculum import Draw, TaskEvidence
 from headway.records.environment import PartialRollout
 from headway.records.errors import AccountingUnbalanced, BufferCorrupt, BufferFull, StorageFailed

@@ -16,7 +16,7 @@ from synthetic_run import evaluation, synthetic_lines, write_run
 from headway.cli import main as cli
 from headway.cli.experiment_options import overrides
 from headway.records.errors import ConfigurationError, Interrupted, WorkerDied
-from headway.tasks.rows import read_texts
+from headway.tasks.source_rows import read_texts
 from headway.telemetry.summary import summarise
 
 COMMANDS = ("init-model", "sft", "train", "check", "eval", "report", "show", "trace")
@@ -134,7 +134,7 @@ def test_errors_become_exit_codes(
     def fail(*_: object) -> None:
         raise raised
 
-    monkeypatch.setattr("headway.report.show.show_samples", lambda *a, **k: fail())
+    monkeypatch.setattr("headway.report.recorded_samples.show_samples", lambda *a, **k: fail())
     assert cli.main(["show", "run"]) == code
     assert message in capsys.readouterr().err
 
@@ -143,7 +143,7 @@ def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("headway.report.show.show_samples", fail)
+    monkeypatch.setattr("headway.report.recorded_samples.show_samples", fail)
     with pytest.raises(ZeroDivisionError):
         cli.main(["show", "run"])
 
@@ -261,9 +261,11 @@ def test_start_loads_nothing_heavy() -> None:
 
 def test_check_report_and_ledger_never_load_torch() -> None:
     code = (
-        "import sys, headway.orchestrator.preflight.preview, headway.report.watch.report, headway.report.live\n"
+        "import sys, headway.orchestrator.preflight.preview, headway.report.watch.view_report\n"
+        "import headway.report.live_view\n"
         "import headway.report.tables\n"
-        "import headway.report.show, headway.report.dry_run, headway.report.preview, headway.report.progress\n"
+        "import headway.report.recorded_samples, headway.report.dry_run, headway.report.preview\n"
+        "import headway.report.progress_bars\n"
         "import headway.report.trace, headway.telemetry.exporters.prometheus\n"
         "import headway.telemetry.exporters.tensorboard as tracker\n"
         "import headway.telemetry.exporters.wandb, headway.telemetry.exporters.mlflow\n"

@@ -22,7 +22,7 @@ from headway.orchestrator.preflight import preview as previewing
 from headway.records.check_report import Calibration, CheckReport, Finding, MemoryPlace, MemoryUse
 from headway.records.errors import WorkerDied
 from headway.report.preview import print_preview
-from headway.report.progress import CalibrationProgress
+from headway.report.progress_bars import CalibrationProgress
 
 GIB = 2**30
 

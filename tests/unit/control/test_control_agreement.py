@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headway.control.agreement import LIMITS, coarser, compare, disagreement, divergent_layer
+from headway.control.logprob_limits import LIMITS, coarser, compare, disagreement, divergent_layer
 from headway.records.generation import PROBE_TOKENS, PathScores, Probe, ProbeScores, probe_ids
 
 EXPECTED = [-1.0, -2.0, -3.0]

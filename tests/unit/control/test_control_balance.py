@@ -13,7 +13,7 @@ from headway.control.tuning.balance import WaitShares, balance_of, waits_of
 from headway.control.tuning.forecast import binding_constraint, queue_model
 from headway.records.check_report import Constraint, QueueOutcome
 from headway.records.ledger import LedgerLine, QueueFlow, StepRecord
-from headway.report import live
+from headway.report import live_view
 from headway.report.verdict import judge
 from headway.telemetry.summary import summarise
 from tests.support.simulated_run import experiment_of
@@ -62,7 +62,7 @@ def test_the_doctor_names_nothing_that_the_report_rules_out(
 @given(st.lists(WAITS, min_size=1, max_size=5), st.integers(0, 4))
 @settings(deadline=None)
 def test_report_and_live_view_say_the_same_of_the_same_steps(each: list[WaitShares], budget: int) -> None:
-    state = live.LiveState(experiment_of(Path("none"), queue={"budget": budget}))
+    state = live_view.LiveState(experiment_of(Path("none"), queue={"budget": budget}))
     steps: list[StepRecord] = []
     for step, waits in enumerate(each):
         steps.append(
@@ -78,13 +78,15 @@ def test_report_and_live_view_say_the_same_of_the_same_steps(each: list[WaitShar
     lines: list[LedgerLine] = [*steps]
     found = judge(lines, summarise(lines), budget).balance
     assert found == balance_of(waits_of(steps), budget)
-    assert live._waits(state).plain.endswith(found)
+    assert live_view._waits(state).plain.endswith(found)
 
 
 @given(WAITS)
 def test_the_rule_has_no_favourite_side(waits: WaitShares) -> None:
     mirror = {"generation-bound": "training-bound", "training-bound": "generation-bound"}
-    other = WaitShares(trainer=waits.generator, generator=waits.trainer, yielded=waits.yielded, environment=waits.environment)
+    other = WaitShares(
+        trainer=waits.generator, generator=waits.trainer, yielded=waits.yielded, environment=waits.environment
+    )
     one = balance_of(waits, 4)
     assert balance_of(other, 4) == mirror.get(one, one)
 

@@ -6,7 +6,6 @@ import math
 
 import pytest
 
-from headway.control.backfill import TenantLoad, shared_pool
 from headway.control.cost import (
     StepLoad,
     annuity_per_month,
@@ -15,6 +14,7 @@ from headway.control.cost import (
     run_cost,
     step_usd,
 )
+from headway.control.shared_pool import TenantLoad, shared_pool
 
 
 def test_an_annuity_pays_back_with_interest() -> None:
@@ -95,7 +95,7 @@ def test_the_saving_grows_until_nothing_idles() -> None:
 def test_lengths_have_the_mean_and_the_spread_that_were_asked_for() -> None:
     from random import Random
 
-    from headway.control.backfill import _lengths
+    from headway.control.shared_pool import _lengths
 
     (values,) = _lengths(load(rollouts=20_000, steps=1), Random(0))
     ordered = sorted(values)

@@ -15,12 +15,12 @@ from placement_brute_force import BruteForce, pipeline_s
 from placement_cases import large_case, small_case
 from plan_timeline import run_plan
 
+from headway.control.placement.explanation import busy_shares, explain
 from headway.control.placement.graph import fold
 from headway.control.placement.options import OptionTable, SearchSettings
 from headway.control.placement.pipelines import Expansions, Label, Pipelines, elapsed_s, undominated
-from headway.control.placement.reasons import busy_shares, explain
+from headway.control.placement.plan_records import pipelines_of, used_devices
 from headway.control.placement.search import place
-from headway.control.placement.written import pipelines_of, used_devices
 from headway.records.errors import ConfigurationError
 from headway.records.plan import (
     Alternative,

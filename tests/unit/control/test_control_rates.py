@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.control.rates.figures import (
+from headway.control.rates.generation import GenerationRecipe, ReplicaRates
+from headway.control.rates.model_figures import (
     DeviceFigures,
     Efficiencies,
     ModelFigures,
@@ -17,7 +18,6 @@ from headway.control.rates.figures import (
     RatedDevice,
     all_reduce_s,
 )
-from headway.control.rates.generation import GenerationRecipe, ReplicaRates
 from headway.control.rates.training import Simulator, TrainerRates, TrainingRecipe, publish_s
 from headway.records.errors import ConfigurationError
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.control.accounting import Accounting
 from headway.control.admission import credit
-from headway.control.books import Accounting
 from headway.control.length_bias import LengthBias
 from headway.control.staleness import NextPart, OpenGroup, check_budget, select_batch
 

@@ -136,7 +136,7 @@ class Pipeline:
             frozenset(lock["_loaded"]),
             frozenset(lock["_dead"]),
             frozenset((name, hold.recalled_at_s) for name, hold in lock["_held"].items()),
-            tuple((asked.party.name, asked.overtaken) for asked in asks),
+            tuple((asked.participant.name, asked.overtaken) for asked in asks),
         )
 
     def copied(self) -> Pipeline:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from headway.control.progress import CommonFailureDetector, failure_kind, mostly_solved, same_reward
+from headway.control.common_failures import CommonFailureDetector, failure_kind, mostly_solved, same_reward
 from headway.records.rollout import Failure
 from headway.records.task import Task
 

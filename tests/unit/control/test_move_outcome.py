@@ -13,7 +13,7 @@ from headway.config.load import changed_experiment
 from headway.control.tuning.controller import ControllerState, Decision, decide
 from headway.control.tuning.diagnosis import all_device_splits
 from headway.control.tuning.knob_search import first_knobs, limits_of
-from headway.control.tuning.move_outcome import MEASURED, MoveOutcome, PlanOutcome
+from headway.control.tuning.placement_outcome import MEASURED, MoveOutcome, PlanOutcome
 from headway.records.ledger import StepRecord
 from headway.records.plan import ExecutedMove, PlannedMove, RunPlacement
 from tests.unit.control.test_replan import devices, generation_bound

@@ -19,7 +19,7 @@ from headway.control.tuning.drift import find_drift
 from headway.control.tuning.forecast import token_s_with
 from headway.control.tuning.knob_search import ControlLimits, limits_of
 from headway.control.tuning.ledger_model import estimate
-from headway.control.tuning.replan import PAYBACK, RemainingWork, remaining_work, switch_s, worthwhile_split
+from headway.control.tuning.switch_cost import PAYBACK, RemainingWork, remaining_work, switch_s, worthwhile_split
 from headway.records.control import Knobs
 from headway.records.ledger import EventRecord, StepRecord
 from headway.runtime.devices import interchangeable

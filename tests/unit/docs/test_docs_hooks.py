@@ -17,11 +17,11 @@ from headway.algorithms.groups.hooks import ARGUMENTS, resolve_hooks
 from headway.config.hooks import HOOKS, HooksConfig
 from headway.config.load import validate_experiment
 from headway.config.sources import VerifierSettings
-from headway.orchestrator.preflight.functions import function_findings
-from headway.rollout.makers.custom import load_rollout_function
+from headway.orchestrator.preflight.user_functions import function_findings
+from headway.rollout.makers.user_function import load_rollout_function
 from headway.rollout.verification.verifiers import resolve_verifier
 from headway.tasks.sources import load_tasks
-from headway.telemetry.exporters.own import load_logging_callback
+from headway.telemetry.exporters.callback import load_logging_callback
 from headway.trainer.loss_conformance import loss_violations
 from headway.trainer.losses import resolve as resolve_loss
 from tests.support.simulated_run import simulate

@@ -12,7 +12,7 @@ from headway.config.alerts import AlertRule
 from headway.records.check_report import Constraint
 from headway.records.ledger import EventRecord
 from headway.report.incidents import event_detail
-from headway.report.live import event_line
+from headway.report.live_view import event_line
 from headway.report.preview import CONSTRAINTS
 from headway.report.verdict import Balance, judge
 from headway.telemetry.pages import alert_page, stall_page, troubleshooting

@@ -19,9 +19,9 @@ from llguidance import LLParserLimits
 from scratch_folders import scratch_folder
 
 from headway.generator.engines import grammars as waiting
-from headway.generator.engines.hub.engine import HfEngine
+from headway.generator.engines.hf.engine import HfEngine
 from headway.generator.engines.torch.engine import TorchEngine
-from headway.models.hub.model import load_hf
+from headway.models.hf.model import load_hf
 from headway.models.loading import save_model, weights_of
 from headway.records.generation import (
     GenerationRequest,
@@ -34,7 +34,7 @@ from headway.records.tokens import KEPT
 from headway.tokens import grammar as grammar_module
 from headway.tokens.grammar import GrammarRefused, Grammars, allowed_ids, json_grammar
 from headway.tokens.tokenizer import Tokenizer
-from headway.tokens.training import train_byte_fallback_tokenizer
+from headway.tokens.tokenizer_training import train_byte_fallback_tokenizer
 from tests.conformance.engine import Session
 from tests.conformance.reference import random_model
 

@@ -17,11 +17,11 @@ from scratch_folders import scratch_folder
 from tiny_hub import ONE_A_ROW, PACKED, make_hub_model
 from torch import Tensor
 
-from headway.generator.engines.hub.caches import tensors_of
-from headway.generator.engines.hub.engine import HfEngine
+from headway.generator.engines.hf.caches import tensors_of
+from headway.generator.engines.hf.engine import HfEngine
 from headway.generator.engines.select import build_engine
 from headway.generator.engines.settings import EngineSettings
-from headway.models.hub.model import HfModel, load_hf
+from headway.models.hf.model import HfModel, load_hf
 from headway.models.layout import hugging_face_entries
 from headway.models.loading import copy_weights, save_model, weights_of
 from headway.records.errors import ConfigurationError
@@ -368,7 +368,7 @@ def test_positions_counted_by_rows_are_not_padded(tmp_path, caplog) -> None:
 
 def test_why_rows_are_computed_alone_is_logged(monkeypatch, caplog) -> None:
     def fails(error: Exception) -> None:
-        monkeypatch.setattr("headway.generator.engines.hub.runner.join", Mock(side_effect=error))
+        monkeypatch.setattr("headway.generator.engines.hf.runner.join", Mock(side_effect=error))
 
     fails(ValueError("no rows"))
     assert engine_of("Olmo2").batching == "single rows"

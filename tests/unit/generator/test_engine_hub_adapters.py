@@ -16,12 +16,12 @@ from tiny_hub import make_hub_model
 from torch import Tensor
 
 from headway.config.adapter import AdapterConfig
-from headway.generator.engines.hub.engine import HfEngine
+from headway.generator.engines.hf.engine import HfEngine
 from headway.models.adapter_files import save_adapter
 from headway.models.adapter_targets import adapted_targets
 from headway.models.decoder import Decoder
-from headway.models.hub.adapter import HfAdapter
-from headway.models.hub.model import load_hf
+from headway.models.hf.adapter import HfAdapter
+from headway.models.hf.model import load_hf
 from headway.models.loading import save_model, weights_of
 from headway.models.lora import Lora, merge
 from headway.records.errors import ConfigurationError

@@ -26,7 +26,7 @@ from headway.records.errors import ConfigurationError, WeightsCorrupt
 from headway.records.generation import GenerationRequest, SamplingParameters
 from headway.runtime.devices import parse_device
 from headway.tokens.tokenizer import Tokenizer
-from headway.tokens.training import train_byte_fallback_tokenizer
+from headway.tokens.tokenizer_training import train_byte_fallback_tokenizer
 from headway.weights.shared_memory import Publisher
 from tests.conformance.engine import VOCABULARY, Session, model_of, request
 from tests.conformance.reference import forced_logprobs, random_model

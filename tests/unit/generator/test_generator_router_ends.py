@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from router_setting import Setting, playing, published, request, requests
 
-from headway.generator.routing.calls import OpenRequest
+from headway.generator.routing.open_request import OpenRequest
 from headway.records.errors import (
     ConfigurationError,
     HeadwayError,

@@ -14,10 +14,10 @@ from headway.config.model import ModelConfig
 from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.vllm.core import engine_arguments
 from headway.generator.engines.vllm.reference import PublishedModel
-from headway.models.hub.configuration import read_config
-from headway.models.hub.model import load_hf
+from headway.models.hf.configuration import read_config
+from headway.models.hf.model import load_hf
 from headway.models.loading import weights_of
-from headway.models.opening import open_model
+from headway.models.run_model import open_model
 from headway.records.errors import ConfigurationError
 from headway.runtime.devices import parse_device
 

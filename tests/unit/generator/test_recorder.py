@@ -32,7 +32,7 @@ from headway.generator.recording.answer_tree import CallRequest
 from headway.generator.recording.recorder import Recorder
 from headway.records.conversations import RecordedConversation
 from headway.records.tokens import TokenRows
-from headway.tokens.continuing import Chat
+from headway.tokens.continuation import Chat
 from headway.tokens.tokenizer import Tokenizer
 
 

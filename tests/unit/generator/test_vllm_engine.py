@@ -14,9 +14,9 @@ import pytest
 from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.vllm import engine as engine_module
 from headway.generator.engines.vllm.adapters import VllmRevision
+from headway.generator.engines.vllm.base_engine import VllmRequest
 from headway.generator.engines.vllm.core import StepOutput, engine_arguments
 from headway.generator.engines.vllm.engine import VllmEngine
-from headway.generator.engines.vllm.requests import VllmRequest
 from headway.models.configuration import DecoderConfig
 from headway.models.initialise import initialise_model
 from headway.records.generation import (

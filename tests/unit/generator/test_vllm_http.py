@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from headway.generator.engines.vllm.http import EventStream, ServerError, VllmServer, message_of
+from headway.generator.engines.vllm.server_client import EventStream, ServerError, VllmServer, message_of
 from headway.generator.engines.vllm.server_info import Counters, ServerInfo, connect, wait_for
 from headway.records.errors import ConfigurationError, HeadwayError
 

@@ -19,15 +19,15 @@ from safetensors.torch import load_file
 from tiny_hub import make_hub_model
 
 from headway.config.model import ModelConfig
-from headway.control.agreement import disagreement
+from headway.control.logprob_limits import disagreement
 from headway.generator import service as service_module
 from headway.generator.engines.settings import EngineSettings
-from headway.generator.engines.vllm.http import EventStream, ServerError
 from headway.generator.engines.vllm.reference import PublishedModel
+from headway.generator.engines.vllm.server_client import EventStream, ServerError
 from headway.generator.engines.vllm.server_engine import VllmServerEngine
 from headway.generator.engines.vllm.server_info import ServerInfo
 from headway.generator.service import GeneratorService
-from headway.models.hub.model import load_hf
+from headway.models.hf.model import load_hf
 from headway.models.loading import weights_of
 from headway.records.errors import WeightsMismatch
 from headway.records.generation import (
@@ -40,8 +40,8 @@ from headway.records.generation import (
     TokenDelta,
     probe_ids,
 )
-from headway.weights.leftovers import reap, reap_folders
 from headway.weights.shared_memory import Publisher
+from headway.weights.slots import reap, reap_folders
 from tests.conformance.reference import random_model
 
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
@@ -375,7 +375,7 @@ def test_an_abort_that_the_server_fails_cuts_the_request_off(tmp_path: Path) -> 
 
 def killed_in_an_update(folder: Path) -> None:
     code = (
-        "import os, signal; from headway.weights.leftovers import exchange_folder\n"
+        "import os, signal; from headway.weights.slots import exchange_folder\n"
         f"with exchange_folder({str(folder)!r}) as one:\n"
         "    (one / 'model.safetensors').write_bytes(b'x'); os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -15,7 +15,7 @@ from headway.records.ledger import StepRecord
 from headway.records.rollout import Failure, FinishedGroup, Group, Rollout
 from headway.records.task import Task
 from headway.report.kernels import kernel_sentences
-from headway.report.watch.report import _kernel_bars
+from headway.report.watch.view_report import _kernel_bars
 from headway.telemetry.metrics import scalars
 
 FAULTY = KernelAnswer(reward=0.0, compiled=False, correct=False, fault="syntax_error", evaluation_s={"compile": 0.5})

@@ -16,12 +16,12 @@ from tiny_hub import ONE_A_ROW, PACKED, VOCABULARY, make_hub_model, make_seeing_
 
 from headway.config.adapter import AdapterConfig
 from headway.config.model import ModelConfig
-from headway.models.hub.adapter import HfAdapter
-from headway.models.hub.configuration import adapter_size, implementation_of, read_config
-from headway.models.hub.model import HfModel, load_hf, shift_obstacle
+from headway.models.hf.adapter import HfAdapter
+from headway.models.hf.configuration import adapter_size, implementation_of, read_config
+from headway.models.hf.model import HfModel, load_hf, shift_obstacle
 from headway.models.loading import adopt_weights, copy_weights, load_model, save_model, weights_of
-from headway.models.opening import open_model
 from headway.models.packed_model import PackedModel
+from headway.models.run_model import open_model
 from headway.records.errors import ConfigurationError
 
 torch.set_num_threads(1)
@@ -284,10 +284,10 @@ def test_a_saved_config_says_what_the_folders_did(tmp_path: Path) -> None:
 def test_exhausted_memory_is_not_taken_for_a_bad_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, exhausted = make_hub_model(tmp_path / "m", "Phi"), Mock(side_effect=torch.OutOfMemoryError("none left"))
     model = load_hf(folder, "float32", "cpu")
-    monkeypatch.setattr("headway.models.hub.adapter.get_peft_model", exhausted)
+    monkeypatch.setattr("headway.models.hf.adapter.get_peft_model", exhausted)
     with pytest.raises(torch.OutOfMemoryError):
         HfAdapter(model, folder, AdapterConfig(rank=2, alpha=2.0), 0)
-    hub = "headway.models.hub.model.HfModel"
+    hub = "headway.models.hf.model.HfModel"
     for place in (f"{hub}._packed", f"{hub}._hidden", "transformers.AutoModelForCausalLM.from_pretrained"):
         monkeypatch.setattr(place, exhausted)
         with pytest.raises(torch.OutOfMemoryError):

@@ -19,7 +19,7 @@ from headway.models.loading import build, copy_weights, load_model, parse_dtype,
 from headway.records.errors import ConfigurationError
 from headway.runtime.scratch import ScratchFolder
 from headway.tokens.tokenizer import Tokenizer
-from headway.trainer.peak import measure_peak_flops
+from headway.trainer.peak_flops import measure_peak_flops
 
 torch.set_num_threads(1)
 

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from headway.config.model import ModelConfig
 from headway.config.schema import TrainerConfig
-from headway.control.agreement import disagreement
+from headway.control.logprob_limits import disagreement
 from headway.generator.engines import select
-from headway.generator.engines.hub.engine import HfEngine
+from headway.generator.engines.hf.engine import HfEngine
 from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.vllm.reference import PublishedModel
-from headway.models.hub.model import HfModel, load_hf
-from headway.models.hub.pictures import PictureWorker, load_processor
-from headway.models.hub.pixels import FOLDER, Pixels, PixelStore
-from headway.models.hub.prompts import PictureClient
+from headway.models.hf.model import HfModel, load_hf
+from headway.models.hf.pictures import PictureWorker, load_processor
+from headway.models.hf.pixels import FOLDER, Pixels, PixelStore
+from headway.models.hf.prompts import PictureClient
 from headway.models.loading import weights_of
 from headway.records.errors import BufferCorrupt, ConfigurationError
 from headway.records.generation import GenerationRequest, PartialResponse, SamplingParameters

@@ -18,11 +18,11 @@ from torch import Tensor
 from headway.config.adapter import AdapterConfig
 from headway.config.model import ModelConfig
 from headway.models.adapter_files import load_adapter, open_adapter, save_adapter
-from headway.models.hub.configuration import read_config
-from headway.models.hub.model import load_hf
+from headway.models.hf.configuration import read_config
+from headway.models.hf.model import load_hf
 from headway.models.initialise import initialise_model
 from headway.models.loading import load_model
-from headway.models.opening import merge_folders, open_hf_adapter
+from headway.models.run_model import merge_folders, open_hf_adapter
 from headway.models.weight_files import weight_files
 from headway.records.errors import ConfigurationError
 

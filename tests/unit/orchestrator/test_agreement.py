@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from headway.config.adapter import AdapterConfig
 from headway.config.schema import ModelConfig, TrainerConfig
-from headway.control.agreement import LIMITS, disagreement, precision_of
+from headway.control.logprob_limits import LIMITS, disagreement, precision_of
 from headway.generator.engines.torch.engine import TorchEngine
 from headway.generator.engines.torch.kv_cache import SlotCache
 from headway.generator.fake import FakeGenerator

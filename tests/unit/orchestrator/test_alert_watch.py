@@ -17,7 +17,7 @@ from step_records import changed
 from headway.config.alerts import AlertsConfig
 from headway.control.alerts import RULES
 from headway.orchestrator.context import RunContext
-from headway.orchestrator.stalls.alerts import AlertSettings, AlertWatch
+from headway.orchestrator.stalls.alert_watch import AlertSettings, AlertWatch
 from headway.planner.scenario import load_scenario
 from headway.planner.simulate import simulate as simulate_scenario
 from headway.records.errors import HeadwayError

@@ -31,7 +31,7 @@ from headway.records.errors import ConfigurationError
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, VersionSpan
 from headway.records.rollout import FinishedGroup, Group, Rollout
 from headway.records.task import Task
-from headway.rollout.makers.remote import LeaseManager, RemoteHost, RemoteRollouts
+from headway.rollout.makers.outside_workers import LeaseManager, RemoteHost, RemoteRollouts
 from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.runtime.clock import RealClock
 from headway.tokens.tokenizer import Tokenizer

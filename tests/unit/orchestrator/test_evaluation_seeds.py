@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headway.generator.fake import FakeGenerator
-from headway.models.hub.prompts import PromptMaker
+from headway.models.hf.prompts import PromptMaker
 from headway.orchestrator.evaluation import Evaluations
 from headway.orchestrator.state import Signal
 from headway.records.clients import Watch

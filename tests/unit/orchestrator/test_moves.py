@@ -10,7 +10,7 @@ import pytest
 import tiny_run
 
 from headway.config.load import changed_experiment
-from headway.orchestrator.actors.moves import (
+from headway.orchestrator.actors.placement_changer import (
     actions_between,
     planned_move,
     require_movable,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headway.orchestrator.nodes.files import FilesLauncher
+from headway.orchestrator.nodes.file_distribution import FilesLauncher
 from headway.records.errors import WorkerDied
 from headway.runtime.workers import WorkerSpec
 

@@ -29,9 +29,9 @@ from headway.records.sandbox_statistics import (
     SandboxStatistics,
 )
 from headway.report.sandboxes import latency_rows, sandbox_sentences
-from headway.report.watch.report import report
-from headway.report.watch.runs import WatchedRun
-from headway.report.watch.series import names
+from headway.report.watch.run_series import names
+from headway.report.watch.view_report import report
+from headway.report.watch.watched_runs import WatchedRun
 from headway.rollout.environment import Environment
 from headway.rollout.hosting.client import EnvironmentPool
 from headway.rollout.hosting.service import EnvironmentService

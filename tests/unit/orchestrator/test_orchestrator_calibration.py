@@ -17,7 +17,7 @@ from headway.control.lengths import length_distribution
 from headway.generator.fake import FakeGenerator
 from headway.orchestrator.preflight import calibration, step_timing
 from headway.orchestrator.preflight.calibration import CalibrationInterval, decode_cost, shared_replicas
-from headway.orchestrator.preflight.load import CalibrationLoad
+from headway.orchestrator.preflight.calibration_load import CalibrationLoad
 from headway.orchestrator.preflight.step_timing import StepTimes, time_steps
 from headway.records.check_report import Calibration
 from headway.records.errors import Interrupted

@@ -25,7 +25,7 @@ from headway.records.errors import ConfigurationError
 from headway.records.ledger import StepRecord
 from headway.records.rollout import Failure, FinishedGroup, Group, Rollout
 from headway.records.task import Task
-from headway.report.explain import overview_text, task_text
+from headway.report.curriculum_text import overview_text, task_text
 from headway.runtime.clock import VirtualClock
 from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.ledger import Ledger, read_ledger

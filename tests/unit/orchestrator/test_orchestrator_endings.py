@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from synthetic_run import resolved
 
 from headway.control.staleness import OpenGroups
-from headway.orchestrator import collect
+from headway.orchestrator import collect_loop
 from headway.orchestrator.control_loop import ControlLoop
 from headway.orchestrator.state import RunningGroup, RunState
 from headway.records.control import Knobs
@@ -40,7 +40,7 @@ def run_of(queue: dict[str, Any] | None = None, weights: dict[str, Any] | None =
         evaluation={"test": "after" if options.pop("after", False) else "never"},
         checkpoint={"every_steps": options.pop("checkpoint_steps", 5)},
     )
-    with patch.object(collect, "GIVE_UP_AFTER_BATCHES", batches):
+    with patch.object(collect_loop, "GIVE_UP_AFTER_BATCHES", batches):
         return simulate(experiment, **options)
 
 

@@ -15,12 +15,12 @@ from headway.config.load import require_resumable, validate_experiment
 from headway.config.schema import Experiment
 from headway.control.estimates import pass_at
 from headway.generator.fake import FakeGenerator
-from headway.models.hub.prompts import PromptMaker
+from headway.models.hf.prompts import PromptMaker
 from headway.orchestrator.evaluation import attempt_tasks, clustered_standard_error, end_reason, evaluation_record
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import PassAt
 from headway.records.task import Task
-from headway.report.live import evaluation_line
+from headway.report.live_view import evaluation_line
 from headway.report.tables import summary_rows
 from headway.rollout.fake import FakeVerifier
 from headway.rollout.makers.single_turn import SingleTurn

@@ -18,7 +18,7 @@ from headway.orchestrator.preflight.memory import memory_findings, memory_places
 from headway.records.check_report import Finding, MemoryPlace, MemoryUse
 from headway.runtime.nodes import conditions
 from headway.tokens.grammar import MOST_CACHED_BYTES
-from headway.weights.leftovers import SHARED_MEMORY
+from headway.weights.slots import SHARED_MEMORY
 
 GIB = 2**30
 

@@ -188,7 +188,7 @@ def test_a_dropped_member_leaves_and_its_group_goes_on() -> None:
 
 
 def test_a_group_of_which_too_few_are_left_ends_as_pruned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.orchestrator.collect.GIVE_UP_AFTER_BATCHES", 2)
+    monkeypatch.setattr("headway.orchestrator.collect_loop.GIVE_UP_AFTER_BATCHES", 2)
     with pytest.raises(NoProgress, match=r"ended untrained, the last one as pruned \(too_few_valid\)"):
         run_of(
             {"length": {"tokens": 1, "mode": "drop"}, "every_tokens": 1, "audit_share": 0.0},

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headway.orchestrator.train_loop import TrainLoop
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import StepRecord
-from headway.rollout.makers.custom import Attempt
+from headway.rollout.makers.user_function import Attempt
 from tests.support.simulated_run import Outcome, experiment_of, simulate
 
 

@@ -48,7 +48,9 @@ def test_count_stands_for_as_many_devices_before_they_are_placed(experiment: Exp
 
 def test_ranks_share_a_node_and_replicas_take_the_emptiest(experiment: Experiment):
     counted = with_devices(experiment, ["2*cuda"], ["4*cuda"])
-    placed = place_devices(counted, {"a": DeviceCapacity(cuda=1), "b": DeviceCapacity(cuda=4), "c": DeviceCapacity(cuda=4)})
+    placed = place_devices(
+        counted, {"a": DeviceCapacity(cuda=1), "b": DeviceCapacity(cuda=4), "c": DeviceCapacity(cuda=4)}
+    )
     assert placed.trainer.devices == ("b/cuda:0", "b/cuda:1")
     assert placed.generator.devices == ("a/cuda:0", "c/cuda:0", "c/cuda:1", "b/cuda:2")
 

@@ -19,7 +19,7 @@ from headway.orchestrator.jobs.sft_data import SftTokens
 from headway.orchestrator.nodes import machines
 from headway.records.errors import ConfigurationError, NoProgress
 from headway.records.ledger import EvaluationRecord
-from headway.report.progress import SftProgress
+from headway.report.progress_bars import SftProgress
 from headway.trainer.checkpoints import CheckpointState, write_folder
 
 

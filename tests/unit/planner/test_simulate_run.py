@@ -17,9 +17,9 @@ from step_records import step_of
 from headway.cli.main import main as headway
 from headway.config.load import validate
 from headway.control.summaries import solve_rate_histogram
-from headway.planner.agreement import Agreement, agreement
 from headway.planner.from_run import RunScenario, read_run, response_tokens, scenario_from, window
 from headway.planner.interference import _separate
+from headway.planner.live_comparison import Agreement, agreement
 from headway.planner.quantities import Quantity, uniform
 from headway.planner.scenario import Scenario, load_scenario
 from headway.planner.scenario_text import toml_text

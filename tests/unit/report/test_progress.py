@@ -8,7 +8,7 @@ import re
 import pytest
 from rich.console import Console
 
-from headway.report.progress import CalibrationProgress, ProgressBar, SftProgress
+from headway.report.progress_bars import CalibrationProgress, ProgressBar, SftProgress
 
 
 def terminal() -> tuple[io.StringIO, Console]:
@@ -49,7 +49,7 @@ def test_sft_takes_no_longer_than_its_limit_and_prints_its_lines_above() -> None
 
 def test_calibration_knows_how_long_each_activity_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     out, console = terminal()
-    monkeypatch.setattr("headway.report.progress.Console", lambda **_: console)
+    monkeypatch.setattr("headway.report.progress_bars.Console", lambda **_: console)
     with CalibrationProgress(20.0, now=lambda: 5.0) as progress:
         progress("starts the workers")
         progress("trains beside it")

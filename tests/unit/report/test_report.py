@@ -13,11 +13,11 @@ from synthetic_run import evaluation, step_record, synthetic_lines
 from headway.control.summaries import pooled
 from headway.control.tuning.balance import WaitShares
 from headway.records.ledger import Distribution, EventRecord, LedgerLine, PrunerFigures, QueueFlow
-from headway.report import live
+from headway.report import live_view
 from headway.report.formats import duration, quantity
 from headway.report.tables import summary_rows
 from headway.report.verdict import judge, judge_balance, judge_learning
-from headway.report.watch.report import _evaluations as evaluation_section
+from headway.report.watch.view_report import _evaluations as evaluation_section
 from headway.telemetry.metrics import scalars
 from headway.telemetry.summary import summarise
 
@@ -170,7 +170,7 @@ def test_an_evaluation_whose_every_attempt_failed_measured_nothing() -> None:
     assert (summary.solve_rate_before, summary.solve_rate_after) == (None, None)
     assert "–" in evaluation_section([lines[0]])["rows"][0]
     assert "–" not in evaluation_section([lines[1]])["rows"][0]
-    assert live.evaluation_line(lines[0]).startswith("validation before: solve rate – (500 tasks")
+    assert live_view.evaluation_line(lines[0]).startswith("validation before: solve rate – (500 tasks")
     assert scalars(lines[0]) == {}
 
 

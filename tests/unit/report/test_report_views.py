@@ -20,9 +20,9 @@ from headway.config.schema import Experiment
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import Distribution, EventRecord, KernelShare
 from headway.report.dry_run import dry_run_rows
-from headway.report.live import LiveState, LiveView, bar, evaluation_line, screen, sparkline, step_line
-from headway.report.progress import SftProgress
-from headway.report.show import RecordedSample, RecordedSamples, SampleSelection, show_samples, visible
+from headway.report.live_view import LiveState, LiveView, bar, evaluation_line, screen, sparkline, step_line
+from headway.report.progress_bars import SftProgress
+from headway.report.recorded_samples import RecordedSample, RecordedSamples, SampleSelection, show_samples, visible
 from headway.report.tables import mapping_rows, print_rows, print_summary, sft_rows, summary_rows
 from headway.report.verdict import judge_learning
 from headway.rollout.hosting.service import scores_itself

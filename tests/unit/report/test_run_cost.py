@@ -12,7 +12,7 @@ from rich.console import Console
 
 from headway.cli.main import main as headway
 from headway.records.ledger import EventRecord, LedgerLine, QueueFlow, StepRecord
-from headway.report.live import LiveView, screen, step_line
+from headway.report.live_view import LiveView, screen, step_line
 from headway.report.run_cost import cost_of_run, cost_sentence, with_cost
 from headway.report.run_view import view_run
 from headway.runtime.run_directory import RunDirectory

@@ -19,7 +19,7 @@ from headway.records.ledger import EventRecord
 from headway.report.run_view import view_run
 from headway.report.several.axes import axis_positions
 from headway.report.several.compare import differences
-from headway.report.several.listing import TAIL_BYTES, ListedRun, find_runs, list_runs
+from headway.report.several.run_list import TAIL_BYTES, ListedRun, find_runs, list_runs
 from headway.runtime.run_directory import SCHEMA, RunDirectory
 
 RECORDED = Path(__file__).parents[2] / "fixtures" / "run_folders"

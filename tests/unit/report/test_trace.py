@@ -174,8 +174,8 @@ def test_replicas_queue_and_events(tmp_path: Path) -> None:
     with TraceFile(tmp_path, clock, 5e8) as trace:
         for start_s, name in enumerate(("busy", "busy", "update", "busy")):
             trace.write(Span(track="generator-0", name=name, start_s=100.0 + start_s, end_s=101.0 + start_s))
-        trace.write(QueueSnapshot(time_s=101.0, version=3, applied_version=2, open_groups=4, running_groups=3, parked_groups=1,
-                          buffered_groups=1, oldest_age_s=0.5))  # fmt: skip
+        trace.write(QueueSnapshot(time_s=101.0, version=3, applied_version=2, open_groups=4, running_groups=3,
+                          parked_groups=1, buffered_groups=1, oldest_age_s=0.5))  # fmt: skip
         clock.time_s = 102.0
         trace.on_line(EventRecord(event="generator_died", detail="signal 9"))
     found = events_in(write_trace(tmp_path).path)

@@ -57,7 +57,7 @@ class Scored(SolverAndCritic):
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.rollout.fixed_models._RETRY_S", 0.001)
+    monkeypatch.setattr("headway.rollout.external_models._RETRY_S", 0.001)
 
 
 def model(endpoint: Endpoint, **settings: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 from played import GROUP
 
 from headway.control.staleness import OpenGroups
-from headway.orchestrator.dispatch import DispatchLoop
+from headway.orchestrator.dispatch_loop import DispatchLoop
 from headway.orchestrator.parking import Parking
 from headway.orchestrator.state import RunningGroup, RunState
 from headway.records.control import Knobs

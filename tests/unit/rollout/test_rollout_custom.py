@@ -20,10 +20,10 @@ from headway.records.errors import ConfigurationError, WorkerDied
 from headway.records.generation import GenerationRequest, GenerationResult, VersionSpan
 from headway.records.rollout import Failure, Pruned, Rollout
 from headway.records.tokens import EXPERTS, KEPT, TokenRows
-from headway.rollout.makers.custom import KEY, Attempt, CustomRollouts, RolloutOver, load_rollout_function
 from headway.rollout.makers.select import make_rollouts
 from headway.rollout.makers.single_turn import SingleTurn
 from headway.rollout.makers.turn_sampler import TurnSampler
+from headway.rollout.makers.user_function import KEY, Attempt, CustomRollouts, RolloutOver, load_rollout_function
 from headway.runtime.clock import Clock, RealClock, run_virtual
 from headway.runtime.hooks import Hook
 from tests.support.simulated_run import experiment_of, simulate

@@ -23,7 +23,7 @@ from headway.records.rollout import Failure, Group, Rollout, Verdict
 from headway.records.task import Task
 from headway.records.tokens import decoder, encoder
 from headway.rollout.leases import LeaseRefused
-from headway.rollout.makers.remote import Finish, LeaseManager, RemoteAttempt, RemoteHost, RemoteRollouts
+from headway.rollout.makers.outside_workers import Finish, LeaseManager, RemoteAttempt, RemoteHost, RemoteRollouts
 from headway.rollout.makers.turn_sampler import Resumption, TurnSampler
 from headway.rollout.verification.verdicts import apply_verdict
 from headway.runtime.clock import Clock, run_virtual

@@ -69,7 +69,7 @@ def test_books_lie_in_their_directory_and_are_found_from_the_runs(tmp_path: Path
         assert run.buffer == RunDirectory(tmp_path / "run").buffer == books / "buffer.db"
     run.buffer.touch()
     other = experiment_of(tmp_path / "other", cluster={"accounting_directory": str(books)})
-    with pytest.raises(ConfigurationError, match="books of another run"):
+    with pytest.raises(ConfigurationError, match="accounting of another run"):
         RunDirectory(tmp_path / "other").begin(other, resume=False)
 
 

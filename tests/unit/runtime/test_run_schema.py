@@ -13,8 +13,8 @@ from headway.buffer.store import GroupBuffer
 from headway.cli.main import main as headway
 from headway.config.load import validate_experiment
 from headway.records.errors import ConfigurationError
-from headway.report.several.listing import list_runs
-from headway.report.watch.runs import WatchedRuns
+from headway.report.several.run_list import list_runs
+from headway.report.watch.watched_runs import WatchedRuns
 from headway.runtime.run_directory import SCHEMA, RunDirectory
 
 RECORDED = Path(__file__).parents[2] / "fixtures" / "run_folders"

@@ -31,8 +31,8 @@ from headway.sandbox.guest.hosted_runner import main as run_request
 from headway.sandbox.hosted import sandbox as hosted_sandbox
 from headway.sandbox.hosted.backend import HostedBackend
 from headway.sandbox.hosted.provider import HostedSettings, Provider, ShellResult, failure_of_status, plain_labels
-from headway.sandbox.pace import RateLimiter, SharedRateLimit
 from headway.sandbox.pool import PoolSettings, SandboxPool
+from headway.sandbox.rate_limiter import RateLimiter, SharedRateLimit
 from headway.sandbox.snapshot_store import drop, dropped_snapshots, note_hosted, remove_others
 
 

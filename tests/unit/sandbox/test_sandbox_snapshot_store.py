@@ -24,9 +24,9 @@ from headway.sandbox.snapshot_store import (
     IncomingSnapshot,
     SnapshotFolder,
     drop,
-    dropped,
+    dropped_snapshots,
     note_hosted,
-    opened,
+    open_snapshot,
     remove_others,
 )
 
@@ -139,13 +139,13 @@ def test_what_parked_rollouts_dont_go_on_from_is_dropped_wherever_it_is_kept(tmp
     parking = Parking(cast(Any, None), cast(Any, None), cast(Any, None), tmp_path)
     parking.reopen([parked(0, "a.tar"), parked(1, "e2b:team/a:1.5"), parked(2, "b.tar"), parked(3, "e2b:b")])
     assert [name for name in names(tmp_path) if name.endswith(".tar")] == ["a.tar", "b.tar"]
-    assert [name for name, _ in dropped(tmp_path)] == ["e2b:c.1"]
+    assert [name for name, _ in dropped_snapshots(tmp_path)] == ["e2b:c.1"]
     parking._name_snapshot(parked(3, "e2b:d"))
-    assert {name for name, _ in dropped(tmp_path)} == {"e2b:c.1", "e2b:b"}
+    assert {name for name, _ in dropped_snapshots(tmp_path)} == {"e2b:c.1", "e2b:b"}
     parking.forget(1)
     assert list(tmp_path.glob("*.tar")) == []
-    assert {name for name, _ in dropped(tmp_path)} == {"e2b:c.1", "e2b:b", "e2b:team/a:1.5"}
-    for _, mark in dropped(tmp_path):
+    assert {name for name, _ in dropped_snapshots(tmp_path)} == {"e2b:c.1", "e2b:b", "e2b:team/a:1.5"}
+    for _, mark in dropped_snapshots(tmp_path):
         mark.unlink()
     assert names(tmp_path) == []
 
@@ -245,7 +245,7 @@ def test_a_slow_disk_is_waited_for_without_holding_up_anything_else(tmp_path: Pa
 def test_a_damaged_snapshot_is_told(tmp_path: Path):
     async def look(snapshot: Snapshot) -> bytes:
         with contextlib.ExitStack() as until:
-            return os.read(await opened(snapshot, until), 1000)
+            return os.read(await open_snapshot(snapshot, until), 1000)
 
     taken = put(SnapshotFolder(tmp_path), "a", 500)
     assert asyncio.run(look(taken)) == bytes(500)

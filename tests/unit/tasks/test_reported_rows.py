@@ -17,7 +17,7 @@ from headway.rollout.verification.scorers import score_guarded
 from headway.rollout.verification.verifiers import resolve_verifier
 from headway.tasks.demonstrations import Pair, read_demonstrations
 from headway.tasks.sources import load_tasks
-from headway.tokens.training import train_byte_fallback_tokenizer
+from headway.tokens.tokenizer_training import train_byte_fallback_tokenizer
 
 needs("datasets")
 needs("pyarrow")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headway.config.sources import TaskColumns, TaskSource
 from headway.records.errors import ConfigurationError
 from headway.records.task import Task
-from headway.tasks.entries import pack_entry, unpack_entry
+from headway.tasks.entry_encoding import pack_entry, unpack_entry
 from headway.tasks.sources import (
     load_tasks,
     overlap,

@@ -18,7 +18,7 @@ from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
 from headway.report.run_view import view_run
 from headway.report.tables import summary_rows
-from headway.report.watch.runs import RunTail
+from headway.report.watch.watched_runs import RunTail
 from headway.runtime import line_file
 from headway.runtime.line_file import LineFile
 from headway.telemetry.ledger import Ledger, LedgerTail, read_ledger, read_ledger_tail

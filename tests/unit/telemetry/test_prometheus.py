@@ -74,7 +74,7 @@ def told(monkeypatch: pytest.MonkeyPatch, method: str) -> SimpleQueue[Any]:
 
 
 def test_the_newest_numbers_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    events, pulses = told(monkeypatch, "event"), told(monkeypatch, "pulse")
+    events, pulses = told(monkeypatch, "event"), told(monkeypatch, "snapshot")
     directory = RunDirectory(tmp_path / "run")
     directory.path.mkdir()
     with Ledger(directory.path, ManualClock()) as ledger, serving(tmp_path, ledger, directory) as exports:

@@ -12,7 +12,7 @@ import pytest
 
 from headway.config.schema import LedgerConfig
 from headway.records.errors import ConfigurationError
-from headway.report.show import RecordedSamples, SampleSelection
+from headway.report.recorded_samples import RecordedSamples, SampleSelection
 from headway.runtime.clock import VirtualClock
 from headway.telemetry.rollouts import export as export_module
 from headway.telemetry.rollouts.columns import TRAINED, list_array, trained_batch

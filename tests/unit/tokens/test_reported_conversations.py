@@ -30,7 +30,7 @@ from headway.config.sources import TaskSource
 from headway.records.errors import ConfigurationError
 from headway.tasks.sources import load_tasks
 from headway.tokens.tokenizer import Tokenizer
-from headway.tokens.training import CHAT_TEMPLATE
+from headway.tokens.tokenizer_training import CHAT_TEMPLATE
 from tests.golden import chat_templates as templates
 
 

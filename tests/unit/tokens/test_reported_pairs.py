@@ -25,8 +25,8 @@ from headway.cli import main as cli
 from headway.config import schema
 from headway.records.errors import ConfigurationError
 from headway.records.generation import PartialResponse, VersionSpan
-from headway.rollout.makers.custom import KEY, Attempt, CustomRollouts
 from headway.rollout.makers.turn_sampler import TurnSampler
+from headway.rollout.makers.user_function import KEY, Attempt, CustomRollouts
 from headway.runtime.clock import Clock, run_virtual
 from headway.runtime.hooks import Hook
 from headway.tokens.tokenizer import Tokenizer

@@ -16,7 +16,12 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from headway.records.errors import ConfigurationError
 from headway.tokens.tokenizer import IncrementalDecoder, Tokenizer
-from headway.tokens.training import MINIMUM_SIZE, RESERVED_TOKENS, SPECIAL_TOKENS, train_byte_fallback_tokenizer
+from headway.tokens.tokenizer_training import (
+    MINIMUM_SIZE,
+    RESERVED_TOKENS,
+    SPECIAL_TOKENS,
+    train_byte_fallback_tokenizer,
+)
 
 CORPUS = ["the answer to 12+34 is 46.\nthe other answer is 7*8=56", "so the answer is that, é and 你好"] * 5
 
@@ -275,7 +280,7 @@ def test_decoding_cost_does_not_grow_with_the_response(trained):
 
 def test_tokens_imports_neither_torch_nor_transformers():
     code = (
-        "import sys, headway.tokens.tokenizer, headway.tokens.training;"
+        "import sys, headway.tokens.tokenizer, headway.tokens.tokenizer_training;"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

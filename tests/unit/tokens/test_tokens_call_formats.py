@@ -11,7 +11,7 @@ from call_templates import SHAPES, published_templates, tokenizer_with
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.tokens.continuing import Chat
+from headway.tokens.continuation import Chat
 from headway.tokens.messages import Message, ToolCall, json_text
 from headway.tokens.output_parsing import openai_message
 from headway.tokens.streaming import AnswerStream

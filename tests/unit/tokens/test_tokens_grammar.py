@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Backend
 
 from headway.runtime.nodes.handshake import software
 from headway.tokens import grammar as module
-from headway.tokens import grammar_trial
+from headway.tokens import trial_compilation
 from headway.tokens.grammar import (
     GRAMMAR_VERSION,
     GrammarExhausted,
@@ -29,8 +29,8 @@ from headway.tokens.grammar import (
     fill_masks,
     json_grammar,
 )
-from headway.tokens.grammar_trial import GrammarTrial
 from headway.tokens.tokenizer import Tokenizer
+from headway.tokens.trial_compilation import GrammarTrial
 
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
 PIECES = [
@@ -373,7 +373,7 @@ def test_a_process_that_somebody_kills_is_started_again():
 def test_a_grammar_that_takes_too_long_ends_its_process(monkeypatch: pytest.MonkeyPatch):
     slow = json_grammar({"type": "integer", "multipleOf": 100_000_007})
     source = "from headway.tokens import grammar_trial as g; g.TRIAL_S = 0.5; g.main()"
-    monkeypatch.setattr(grammar_trial, "_COMMAND", ("-c", source))
+    monkeypatch.setattr(trial_compilation, "_COMMAND", ("-c", source))
     trial = GrammarTrial()
     assert not trial.compiles_safely(slow)
     assert trial.compiles_safely(json_grammar({"type": "integer", "multipleOf": 7}))
@@ -385,5 +385,5 @@ def test_a_grammar_is_not_refused_because_the_machine_is_busy(monkeypatch: pytes
         "import time; from headway.tokens import grammar_trial as g; real, g.TRIAL_S = g.LLMatcher, 0.5; "
         "g.LLMatcher = lambda *given, **how: time.sleep(1.0) or real(*given, **how); g.main()"
     )
-    monkeypatch.setattr(grammar_trial, "_COMMAND", ("-c", source))
+    monkeypatch.setattr(trial_compilation, "_COMMAND", ("-c", source))
     assert GrammarTrial().compiles_safely(json_grammar({"type": "integer"}))

@@ -15,7 +15,7 @@ from recorded_agent import KINDS, LLAMA31, QWEN3, QWEN25, R1, chat_of
 from scratch_folders import scratch_folder
 
 from headway.tokens.call_syntax import CALL_ID, NAME, SYNTAXES
-from headway.tokens.continuing import Chat
+from headway.tokens.continuation import Chat
 from headway.tokens.format_probe import output_format
 from headway.tokens.messages import Message, same_answer
 from headway.tokens.output_parsing import (

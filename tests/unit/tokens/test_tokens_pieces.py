@@ -14,8 +14,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from headway.tokens.continuing import Chat
-from headway.tokens.pieces import PieceEncoder
+from headway.tokens.continuation import Chat
+from headway.tokens.piece_cache import PieceEncoder
 from headway.tokens.tokenizer import Tokenizer
 
 chat = cache(lambda kind: chat_of(kind, scratch_folder("pieces")))

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from headway.records.conversations import RequestRefused
 from headway.records.errors import ConfigurationError
-from headway.tokens.continuing import Chat
+from headway.tokens.continuation import Chat
 from headway.tokens.conversation import encode_conversation
 from headway.tokens.messages import normal_messages
 from headway.tokens.tokenizer import Tokenizer

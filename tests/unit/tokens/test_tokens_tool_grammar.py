@@ -13,7 +13,7 @@ from recorded_agent import chat_of
 from scratch_folders import scratch_folder
 
 from headway.records.conversations import RequestRefused
-from headway.tokens.continuing import Chat
+from headway.tokens.continuation import Chat
 from headway.tokens.grammar import Grammars
 from headway.tokens.output_parsing import OutputFormat, parse_output
 from headway.tokens.tool_grammar import CallableTool, Constraint, RequestedSchema, answer_grammar

@@ -20,7 +20,7 @@ from headway.models.adapter_files import load_adapter
 from headway.models.kernels import norm_rotate, rms_norm
 from headway.models.loading import load_model
 from headway.models.lora import use
-from headway.models.opening import merge_folders
+from headway.models.run_model import merge_folders
 from headway.records.errors import CheckpointCorrupt, ConfigurationError
 from headway.records.generation import POLICY_ADAPTER
 from headway.trainer.service import TrainerService

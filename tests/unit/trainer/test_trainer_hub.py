@@ -14,8 +14,8 @@ from tiny_hub import make_hub_model
 from tiny_trainer import Context, make_batch, make_experiment, make_model
 
 from headway.algorithms.samples import lay_out
-from headway.models.hub.model import HfModel
-from headway.models.opening import merge_folders
+from headway.models.hf.model import HfModel
+from headway.models.run_model import merge_folders
 from headway.records.errors import ConfigurationError
 from headway.trainer.service import TrainerService
 from headway.trainer.supervised import SupervisedService

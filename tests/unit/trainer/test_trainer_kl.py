@@ -15,8 +15,8 @@ from headway.algorithms.samples import build_arrays, lay_out
 from headway.records.errors import ConfigurationError
 from headway.records.training import TrainBatch
 from headway.trainer.checkpoints import checkpoint_path
-from headway.trainer.progress import Progress
 from headway.trainer.service import TrainerService
+from headway.trainer.step_statistics import Progress
 
 torch.set_num_threads(1)
 

@@ -26,8 +26,8 @@ from tiny_trainer import Context, make_batch, make_experiment, make_model
 from headway.algorithms.samples import build_arrays, lay_out
 from headway.records.training import TrainBatch
 from headway.trainer.losses import LOSSES
-from headway.trainer.progress import Progress
 from headway.trainer.service import TrainerService
+from headway.trainer.step_statistics import Progress
 
 torch.set_num_threads(1)
 

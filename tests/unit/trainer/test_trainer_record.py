@@ -16,8 +16,8 @@ from headway.records.rollout import Branch
 from headway.records.training import TrainBatch
 from headway.telemetry.rollouts import segments
 from headway.telemetry.rollouts.reader import RolloutRecord
-from headway.trainer.progress import Progress
 from headway.trainer.service import TrainerService
+from headway.trainer.step_statistics import Progress
 
 torch.set_num_threads(1)
 

@@ -21,8 +21,8 @@ from headway.records.training import TrainBatch
 from headway.trainer import losses
 from headway.trainer.learner import token_logprobs
 from headway.trainer.optimizer import learning_rate
-from headway.trainer.progress import Progress
 from headway.trainer.service import TrainerService
+from headway.trainer.step_statistics import Progress
 
 torch.set_num_threads(1)
 

@@ -18,8 +18,8 @@ from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
 from headway.records.rollout import ENDINGS
 from headway.report.run_view import as_json, view_run
-from headway.report.watch.rollouts.chosen import select_rollouts, select_shared_tasks
 from headway.report.watch.rollouts.columns import RolloutTable
+from headway.report.watch.rollouts.page_selection import select_rollouts, select_shared_tasks
 from headway.services.watch.page_file import write_compared_page, write_run_page
 
 

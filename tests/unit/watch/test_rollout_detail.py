@@ -15,9 +15,9 @@ from headway.records.generation import VersionSpan
 from headway.records.rollout import CallTimes, FinishedGroup, Group, Rollout
 from headway.records.task import Task
 from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask
-from headway.report.watch.rollouts import detail
-from headway.report.watch.rollouts.texts import TokenTable
-from headway.report.watch.rollouts.view import WatchedRollouts
+from headway.report.watch.rollouts import rollout_detail
+from headway.report.watch.rollouts.text_index import TokenTable
+from headway.report.watch.rollouts.watched_rollouts import WatchedRollouts
 from headway.runtime.clock import VirtualClock
 from headway.telemetry.rollouts.columns import TRAINED, finished_batch, list_array, trained_batch
 from headway.telemetry.rollouts.joined import JoinedRollouts
@@ -139,9 +139,11 @@ def test_turns_have_the_times_of_their_calls() -> None:
     calls = tuple(CallTimes(start_s=at, first_token_s=at, end_s=at + 1, tokens=1) for at in (1.0, 4.0))
     parts = [{"kind": kind, "from": at, "to": at + 1} for at, kind in enumerate(("sampled", "observation", "sampled"))]
     rollout = Rollout(group=0, member=0, prompt_ids=(1,), finish_reason="stop", call_times=calls)
-    found = detail.turns(parts, finished_batch([rollout], ["t"]))
+    found = rollout_detail.turns(parts, finished_batch([rollout], ["t"]))
     assert [(turn["start_s"], turn["end_s"], turn["reward"]) for turn in found] == [(1.0, 2.0, None), (4.0, 5.0, None)]
-    assert detail.turns(parts[:1], finished_batch([rollout], ["t"]))[0]["start_s"] is None  # a call had no answer
+    assert (
+        rollout_detail.turns(parts[:1], finished_batch([rollout], ["t"]))[0]["start_s"] is None
+    )  # a call had no answer
 
 
 def test_windows_are_parts_of_the_whole(run: Path) -> None:

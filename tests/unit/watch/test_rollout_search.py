@@ -18,10 +18,10 @@ from headway.records.errors import ConfigurationError
 from headway.records.rollout import FinishedGroup
 from headway.records.tokens import TokenIds
 from headway.report.watch.cache import cache_folder
-from headway.report.watch.rollouts import texts
+from headway.report.watch.rollouts import text_index
 from headway.report.watch.rollouts.columns import StreamTail
-from headway.report.watch.rollouts.texts import TokenTable, fold, folded
-from headway.report.watch.rollouts.view import WatchedRollouts
+from headway.report.watch.rollouts.text_index import TokenTable, fold, folded
+from headway.report.watch.rollouts.watched_rollouts import WatchedRollouts
 from headway.runtime.clock import VirtualClock
 from headway.telemetry.rollouts.joined import JoinedRollouts
 from headway.telemetry.rollouts.recorder import RolloutRecorder
@@ -60,8 +60,10 @@ def tokens(tokenizer: Tokenizer) -> TokenTable:
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(texts, "_FIRST_ROWS", 3)  # several chunks
-    monkeypatch.setattr("headway.report.watch.rollouts.view._INDEX_WAIT_S", 60.0)  # tests don't wait for a thread
+    monkeypatch.setattr(text_index, "_FIRST_ROWS", 3)  # several chunks
+    monkeypatch.setattr(
+        "headway.report.watch.rollouts.watched_rollouts._INDEX_WAIT_S", 60.0
+    )  # tests don't wait for a thread
     monkeypatch.setattr("headway.report.watch.rollouts.columns._KEEP_ROWS", 1)
 
 
@@ -411,7 +413,7 @@ def test_two_watchers_share_one_index(
     assert all_pages(first, {"text": "the"}, 500) == brute.search({"text": "the"})
     monkeypatch.setattr(StreamTail, "batches", lambda *a: pytest.fail("read again"))
     monkeypatch.setattr(second._columns, "table", first._columns.table)
-    monkeypatch.setattr(first._columns, "_new", lambda *a: iter(()))
+    monkeypatch.setattr(first._columns, "_fresh", lambda *a: iter(()))
     assert all_pages(second, {"text": "the"}, 500) == brute.search({"text": "the"})
     first.close()
     second.close()

@@ -21,7 +21,7 @@ from synthetic_run import step_record, synthetic_lines, write_run
 from headway.cli.main import main as headway
 from headway.config.endpoint import EndpointConfig
 from headway.records.errors import ConfigurationError
-from headway.report.watch.runs import WatchedRuns
+from headway.report.watch.watched_runs import WatchedRuns
 from headway.runtime.clock import run_virtual
 from headway.services.watch import stream
 from headway.services.watch.app import PageSettings, WatchApp, watch

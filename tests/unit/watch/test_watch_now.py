@@ -20,8 +20,8 @@ from headway.records.ledger import EventRecord
 from headway.records.stalls import Wait, WaitGraph
 from headway.records.trace import GroupEnd, GroupTrace, QueueSnapshot, RolloutTrace, Span, WorkerState
 from headway.report.run_view import view_run
-from headway.report.watch import now as view
-from headway.report.watch.runs import WatchedRun
+from headway.report.watch import view_now as view
+from headway.report.watch.watched_runs import WatchedRun
 from headway.runtime.clock import RealClock
 from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.ledger import Ledger

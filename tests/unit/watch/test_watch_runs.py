@@ -20,8 +20,8 @@ from headway.records.ledger import EventRecord, LedgerLine
 from headway.report.run_cost import cost_of_run
 from headway.report.run_view import view_run
 from headway.report.several.axes import AXES, axis_positions
-from headway.report.watch import cache, runs
-from headway.report.watch.runs import NoSuchRun, RunTail, WatchedRuns, is_inside
+from headway.report.watch import cache, watched_runs
+from headway.report.watch.watched_runs import NoSuchRun, RunTail, WatchedRuns, is_inside
 from headway.runtime import user_cache
 from headway.runtime.clock import RealClock
 from headway.runtime.run_directory import SCHEMA
@@ -206,7 +206,7 @@ def test_events_have_a_time_of_day(tmp_path: Path) -> None:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders are searched at every request."""
-    monkeypatch.setattr(runs, "_RESCAN_S", 0.0)
+    monkeypatch.setattr(watched_runs, "_RESCAN_S", 0.0)
 
 
 @pytest.mark.usefixtures("at_once")
@@ -246,9 +246,11 @@ def test_the_list_is_made_again_for_runs_that_have_changed(tmp_path: Path, monke
     for name in ("a", "b"):
         write(tmp_path / name, RESUMED)
     listed: list[str] = []
-    plain = runs.list_runs
-    monkeypatch.setattr(runs, "list_runs", lambda paths, price: listed.append(paths[0].name) or plain(paths, price))
-    monkeypatch.setattr(runs, "_LISTING_SHARE", 0)
+    plain = watched_runs.list_runs
+    monkeypatch.setattr(
+        watched_runs, "list_runs", lambda paths, price: listed.append(paths[0].name) or plain(paths, price)
+    )
+    monkeypatch.setattr(watched_runs, "_LISTING_SHARE", 0)
     watched = WatchedRuns([tmp_path])
     assert {run["step"] for run in watched.listing()["runs"]} == {6}
     write(tmp_path / "b", [step_record(6)])
@@ -275,7 +277,7 @@ def test_a_long_run_takes_little_memory(tmp_path: Path) -> None:
     tail = read(write(tmp_path / "run", [*lines, *synthetic_lines(0)]))
     held = sum(len(column) * column.itemsize for column in tail._columns.values())
     assert held < 300 * 1200  # bytes a step
-    assert len(tail.recent) == runs.RECENT
+    assert len(tail.recent) == watched_runs.RECENT
 
 
 # --- the cache -------------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from headway.records.errors import ConfigurationError
 from headway.records.ledger import EventRecord
 from headway.report.run_view import view_run
 from headway.report.several.axes import axis_positions
-from headway.report.watch import series as view
-from headway.report.watch.compared import compare
-from headway.report.watch.runs import WatchedRun
+from headway.report.watch import run_series as view
+from headway.report.watch.view_compare import compare
+from headway.report.watch.watched_runs import WatchedRun
 
 RECORDED = Path(__file__).parents[2] / "fixtures" / "run_folders"
 
@@ -114,7 +114,14 @@ def _all_names(run: WatchedRun) -> list[str]:
 
 def test_events_come_after_a_line_with_kinds_and_places(run: WatchedRun) -> None:
     found = view.events(run, -1)["events"]
-    assert [event["event"] for event in found] == ["start", *["evaluation"] * 7, "best", "evaluation", "accounting", "end"]
+    assert [event["event"] for event in found] == [
+        "start",
+        *["evaluation"] * 7,
+        "best",
+        "evaluation",
+        "accounting",
+        "end",
+    ]
     assert [event["kind"] for event in found[:2]] == ["restart", "evaluation"]
     assert "solve rate 0.452" in found[1]["detail"]
     last = found[-1]

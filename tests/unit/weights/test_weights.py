@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from headway.records.errors import ConfigurationError, WeightsCorrupt
 from headway.records.generation import PublishedWeights
-from headway.weights import leftovers, shared_memory, slot_file
-from headway.weights.leftovers import reap
+from headway.weights import shared_memory, slot_file, slots
 from headway.weights.shared_memory import Publisher, Subscriber
+from headway.weights.slots import reap
 
 torch.set_num_threads(1)
 
@@ -251,8 +251,8 @@ def publish_and_be_killed(run: str, folder: Path) -> PublishedWeights:
 def test_leftovers_of_killed_publisher_are_reaped_in_all_directories(tmp_path, monkeypatch, place):
     (tmp_path / "other").mkdir()
     shared, temporary = (tmp_path, tmp_path / "other")[:: 1 if place == "SHARED_MEMORY" else -1]
-    monkeypatch.setattr(leftovers, "SHARED_MEMORY", shared)
-    monkeypatch.setattr(leftovers.tempfile, "gettempdir", lambda: str(temporary))
+    monkeypatch.setattr(slots, "SHARED_MEMORY", shared)
+    monkeypatch.setattr(slots.tempfile, "gettempdir", lambda: str(temporary))
     path = publish_and_be_killed("run", tmp_path).path
     assert os.path.exists(path)
     assert reap("run") == [path]

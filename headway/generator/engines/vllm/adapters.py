@@ -22,8 +22,8 @@ from headway.models.configuration import DecoderConfig
 from headway.models.lora import Lora
 from headway.records.errors import ConfigurationError
 from headway.records.generation import BASE_MODEL, POLICY_ADAPTER, PublishedWeights
-from headway.weights.leftovers import SHARED_MEMORY, exchange_folder
 from headway.weights.shared_memory import Subscriber
+from headway.weights.slots import SHARED_MEMORY, exchange_folder
 
 LABELS = "headway-"  # start of every LoRA's name in vLLM
 _EQUAL_NATS = 1e-2  # largest difference to a forward pass without the target that vLLM leaves out

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from headway.config.engines import VLLM_INSTALL
 from headway.generator.engines.settings import EngineSettings
 from headway.models.configuration import DecoderConfig
-from headway.models.hub.configuration import HfConfig
+from headway.models.hf.configuration import HfConfig
 from headway.records.errors import ConfigurationError, WeightsCorrupt, WeightsMismatch
 from headway.records.generation import PROBE_TOKENS, FinishReason, PublishedWeights
 from headway.runtime.devices import Device

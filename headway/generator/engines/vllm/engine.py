@@ -12,12 +12,12 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from headway.control.agreement import compare, precision_of
+from headway.control.logprob_limits import compare, precision_of
 from headway.generator.engines.requests import EngineRequest
 from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.vllm.adapters import VllmAdapters, VllmRevision
+from headway.generator.engines.vllm.base_engine import VllmRequest, VllmRequests
 from headway.generator.engines.vllm.core import SEED, StepOutput, VllmCore
-from headway.generator.engines.vllm.requests import VllmRequest, VllmRequests
 from headway.models.configuration import DecoderConfig
 from headway.models.offload import used_bytes
 from headway.records.errors import WeightsMismatch

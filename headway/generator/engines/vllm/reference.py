@@ -10,12 +10,12 @@ from torch import Tensor
 from headway.config.model import ModelConfig
 from headway.models.configuration import DecoderConfig
 from headway.models.decoder import Decoder
-from headway.models.hub.configuration import HfConfig, read_config
+from headway.models.hf.configuration import HfConfig, read_config
 from headway.models.layout import hugging_face_entries
 from headway.models.loading import build
 from headway.models.lora import Lora, use
-from headway.models.opening import open_model
 from headway.models.packed_model import PackedModel
+from headway.models.run_model import open_model
 from headway.records.errors import ConfigurationError
 
 
@@ -71,7 +71,7 @@ class PublishedModel:
         if isinstance(self._model, Decoder):
             yield from ((entry.name, entry.view.reshape(entry.shape)) for entry in hugging_face_entries(self._model))
             return
-        from headway.models.hub.model import HfModel
+        from headway.models.hf.model import HfModel
 
         assert isinstance(self._model, HfModel)
         yield from self._model.tensors_in_files().items()

@@ -24,15 +24,22 @@ import numpy as np
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headway.control.agreement import compare, precision_of
+from headway.control.logprob_limits import compare, precision_of
 from headway.generator.engines.sampling import counter_bits
 from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.vllm.adapters import LABELS, VllmAdapters, VllmRevision
-from headway.generator.engines.vllm.http import EventStream, ServerError, VllmServer, require_engine
+from headway.generator.engines.vllm.base_engine import VllmRequest, VllmRequests
 from headway.generator.engines.vllm.reference import PublishedModel
-from headway.generator.engines.vllm.requests import VllmRequest, VllmRequests
-from headway.generator.engines.vllm.responses import Chunk, CompletionChunk, CompletionSpan, Logprob, content, of_token
+from headway.generator.engines.vllm.server_client import EventStream, ServerError, VllmServer, require_engine
 from headway.generator.engines.vllm.server_info import UPDATING, ServerInfo
+from headway.generator.engines.vllm.server_responses import (
+    Chunk,
+    CompletionChunk,
+    CompletionSpan,
+    Logprob,
+    content,
+    of_token,
+)
 from headway.records.generation import (
     AppliedWeights,
     EngineStatistics,
@@ -42,8 +49,8 @@ from headway.records.generation import (
     probe_ids,
 )
 from headway.tokens.tokenizer import Tokenizer
-from headway.weights.leftovers import SHARED_MEMORY, exchange_folder, reap_folders
 from headway.weights.shared_memory import Subscriber
+from headway.weights.slots import SHARED_MEMORY, exchange_folder, reap_folders
 
 _WAIT_S = 0.02  # a tick's longest wait for tokens; calls are served between ticks
 _WITHDRAWN_S = 10.0  # the server's time to end an aborted request, before its connection is closed

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from headway.generator.engines.vllm.http import KEY_VARIABLE, ServerError, VllmServer
+from headway.generator.engines.vllm.server_client import KEY_VARIABLE, ServerError, VllmServer
 from headway.records.errors import ConfigurationError, HeadwayError
 
 VERSION = "0.32."

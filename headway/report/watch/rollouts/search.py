@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from headway.records.errors import ConfigurationError
 from headway.records.rollout import ENDINGS
 from headway.report.watch.rollouts.columns import OPEN, RolloutTable
-from headway.report.watch.rollouts.texts import BORDER, fold
+from headway.report.watch.rollouts.text_index import BORDER, fold
 
 _BYTES_BEFORE, _BYTES_AFTER = 120, 240  # bytes of a snippet on both sides of the match
 Array = NDArray[Any]

@@ -1,0 +1,272 @@
+"""The plain engine: any model that transformers loads, sampled from by its own forward pass and its own cache.
+
+One ``step`` samples one token for every running request. Between steps requests come and go and the weights may
+change (DESIGN rule 4). Correct before fast: where Headway has a decoder of its own, the torch engine is the faster one.
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.generator.engines.hf.adapters import HfRevisions
+from headway.generator.engines.hf.caches import join, take, tensors_of
+from headway.generator.engines.hf.runner import HfRunner
+from headway.generator.engines.requests import EngineRequest
+from headway.generator.engines.sampling import sample_tokens
+from headway.generator.engines.torch.memory import EngineMemory
+from headway.generator.engines.torch.slot_engine import SlotEngine, SlotOptions
+from headway.generator.engines.torch.slot_table import HEADROOM_TOKENS
+from headway.models.hf.model import HfModel
+from headway.models.hf.pixels import Pixels, PixelStore
+from headway.records.errors import BufferCorrupt
+from headway.records.generation import POLICY_ADAPTER, EngineStatistics, Probe, ProbeScores
+
+if TYPE_CHECKING:
+    from headway.models.hf.adapter import HfAdapter
+
+
+@dataclass
+class _Batch:
+    """Requests that are computed in one forward pass, with one revision of the adapter. ``cache`` has all tokens of
+    each but the pending one; None: nothing is computed yet."""
+
+    requests: list[EngineRequest | None]  # by row; None: it ended or was preempted
+    cache: Any = None
+
+    @property
+    def running(self) -> list[EngineRequest]:
+        return [request for request in self.requests if request is not None]
+
+
+class HfEngine(SlotEngine[HfRevisions]):
+    """Generates with an `HfModel`. The engine owns the model: its weights change only by ``apply`` and
+    ``update_weights``.
+
+    ``submit`` queues requests; each ``step`` admits waiting ones (lowest priority number first, then oldest), and
+    feeds the model what isn't in its cache: of a new request all tokens, of the others the last one. Requests with
+    equal tokens are computed once. Then batches are joined as far as the model allows (`HfRunner.batching`).
+
+    A step begins requests of at most ``prefill_tokens_per_step`` tokens, but always one. When the running requests
+    would need more than ``kv_capacity_tokens``, the youngest is preempted: it waits with its tokens, and its KV is
+    recomputed later. After an update with "recompute" the next step computes all tokens again.
+
+    ``deterministic``: every row is computed alone, so its result does not depend on its neighbours.
+    """
+
+    def __init__(
+        self,
+        model: HfModel,
+        *,
+        adapters: Mapping[str, HfAdapter] | None = None,
+        pixels: PixelStore | None = None,
+        **options: Unpack[SlotOptions],
+    ) -> None:
+        """``model`` is changed in place by updates; ``adapters``: by name, at most one; the engine owns it,
+        at ``version``; ``pixels``: the store of pictures' pixel arrays."""
+        super().__init__(model, **options)
+        self._runner = HfRunner(model, self._deterministic)
+        self._pixels, self.sees = pixels, model.takes_pictures and pixels is not None
+        self._batches: list[_Batch] = []
+        self.adapters = HfRevisions(adapters or {}, self.version)
+        self.memory = EngineMemory(self._subscriber, self._tensors)
+
+    @property
+    def batching(self) -> str:
+        """The rule by which rows are computed together: see `HfRunner`."""
+        return self._runner.batching
+
+    # --- requests -------------------------------------------------------------------------------------------
+
+    def _refusal(self, entry: EngineRequest) -> str:
+        try:
+            self._pictures(entry)
+        except BufferCorrupt as error:
+            return str(error)
+        return super()._refusal(entry)
+
+    def _pictures(self, entry: EngineRequest | Probe) -> Pixels:
+        """The pixel arrays of a prompt's pictures. Raises BufferCorrupt."""
+        return self._pixels.read(entry.pixels) if entry.pixels and self._pixels is not None else {}
+
+    # --- one step -------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """See `Engine.step`."""
+        self._take_compiled(idle=not self._rows and not self._waiting)
+        self._preempt_to_fit()
+        self._admit()
+        n, table = self._rows, self._table
+        if n == 0:
+            return bool(self._compiling)
+        started = self._now()
+        self._batches, logits = self._compute()
+        slots = torch.tensor([request.slot for batch in self._batches for request in batch.running])
+        logits_nv = torch.empty_like(logits).index_copy_(0, slots.to(logits.device), logits)
+        how, refused = table.row_sampling(n, logits_nv.device)
+        for request, reason, error, at_fault, again in table.advance(n, sample_tokens(logits_nv, how), refused):
+            if again:
+                self._recompile_grammar(request)
+            else:
+                self._end_running(request, reason, error, refused=at_fault)
+        self._steps += 1
+        self._generated += n
+        self._busy_s += self._now() - started
+        self._note_idleness()
+        return True
+
+    def _admit(self) -> None:
+        """Give free slots to waiting requests while KV tokens and this step's budget of new tokens last."""
+        used, budget = (self._table.position[: self._rows] + 1).tolist(), self._prefill_tokens_per_step
+        begun: set[tuple[int, Sequence[int], str]] = set()
+        admitted: list[EngineRequest | None] = []
+        while self._rows < self.slots and self._waiting:
+            request = self._waiting[0]
+            needed_tokens = self._held([*used, request.tokens]) + self._rows * HEADROOM_TOKENS
+            if self._scarce and self._rows and needed_tokens > self.kv_capacity_tokens:
+                break
+            update = self._update_of(request)
+            ids = (update, request.prompt + request.response, request.pixels)
+            if ids not in begun:
+                if begun and request.tokens > budget:
+                    break
+                budget -= request.tokens
+                begun.add(ids)
+            heapq.heappop(self._waiting)
+            request.update = update
+            request.reprefilled = request.reprefilled or bool(request.response)
+            self._table.occupy(self._rows, request, self.context_tokens)
+            self._rows += 1
+            used.append(request.tokens)
+            admitted.append(request)
+        if admitted:
+            self._batches.append(_Batch(admitted))
+
+    def _compute(self) -> tuple[list[_Batch], Tensor]:
+        """Feed the model every row's tokens that it hasn't seen. Returns the batches with their new caches, and the
+        logits after them [n, v], in the batches' order."""
+        table, batches, logits = self._table, list[_Batch](), list[Tensor]()
+        for batch in self._joined():
+            running = batch.running
+            slots = [request.slot for request in running]
+            pending, position = torch.from_numpy(table.pending[slots, None]), table.position[slots]
+            moved = self._runner.shifted_positions(position, [request.shift for request in running])
+            with self.adapters.computing(running[0].update):
+                out, batch.cache = self._runner.feed(pending, batch.cache, position.tolist(), moved)
+            batches.append(batch)
+            logits.append(out)
+        for ids_uk, holders in self._new():
+            pictures = self._pictures(holders[0][0])
+            beside = self._runner.beside(ids_uk, pictures)
+            with self.adapters.computing(holders[0][0].update):
+                out, cache = self._runner.feed(ids_uk, None, [0] * len(ids_uk), beside)
+            self._prefilled += ids_uk[:, :-1].numel()
+            row_n = [row for row, requests in enumerate(holders) for _ in requests]
+            requests = [request for requests in holders for request in requests]
+            for request in requests:
+                request.shift = self._runner.model.position_shift if pictures else 0
+            logits.append(out[row_n])
+            if self.batching == "single rows":  # of equal tokens
+                batches += [
+                    _Batch([req], copy.deepcopy(cache) if number else cache) for number, req in enumerate(requests)
+                ]
+            else:
+                kept = cache if len(ids_uk) == len(row_n) else take(cache, row_n, ids_uk.shape[1])
+                batches.append(_Batch(list(requests), kept))
+        return batches, self._runner.model.sampled(torch.cat(logits))
+
+    def _joined(self) -> Iterator[_Batch]:
+        """Yield the batches that have a cache, without ended rows, joined as far as the model allows."""
+        together: dict[object, list[_Batch]] = {}
+        for batch in self._batches:
+            rows = [row for row, request in enumerate(batch.requests) if request is not None]
+            if batch.cache is None:
+                continue
+            running, position = batch.running, self._table.position
+            if len(rows) < len(batch.requests):
+                tokens = max(int(position[request.slot]) for request in running)
+                batch = _Batch(list(running), take(batch.cache, rows, tokens))
+            keys = {"padded": 0, "equal lengths": position[running[0].slot], "single rows": id(batch)}
+            together.setdefault((running[0].update, keys[self.batching]), []).append(batch)
+        for group in together.values():
+            cache = group[0].cache if len(group) == 1 else join([batch.cache for batch in group])
+            yield _Batch([request for batch in group for request in batch.requests], cache)
+
+    def _new(self) -> Iterator[tuple[Tensor, list[list[EngineRequest]]]]:
+        """Yield (tokens [u, k], requests of each row) of requests without computed tokens, as many at once as one step
+        may begin. Rows with pictures are fed one by one."""
+        by_length: dict[tuple[int, int, str], dict[bytes, list[EngineRequest]]] = {}  # by update and pictures as well
+        for batch in self._batches:
+            for request in batch.running if batch.cache is None else ():
+                ids = self._table.sequence[request.slot, : self._table.position[request.slot] + 1]
+                by_ids = by_length.setdefault((request.update, len(ids), request.pixels), {})
+                by_ids.setdefault(ids.tobytes(), []).append(request)
+        for (_, length, pixels), by_ids in by_length.items():
+            limit = 1 if pixels or self.batching == "single rows" else max(1, self._prefill_tokens_per_step // length)
+            holders = list(by_ids.values())
+            for first in range(0, len(holders), limit):
+                chunk = holders[first : first + limit]
+                slots = [requests[0].slot for requests in chunk]
+                yield torch.from_numpy(self._table.sequence[slots, :length].astype(np.int64)), chunk
+
+    # --- endings --------------------------------------------------------------------------------------------
+
+    def _release_row(self, request: EngineRequest) -> None:
+        """Free a request's row; the last row is moved into it."""
+        slot, last = request.slot, self._rows - 1
+        self._table.release(slot)
+        if slot != last:
+            self._table.move(last, slot)
+        self._rows = last
+        for batch in self._batches:
+            if request in batch.requests:
+                batch.requests[batch.requests.index(request)] = None
+        self._batches = [batch for batch in self._batches if batch.running]  # the others' caches are free
+
+    # --- weights --------------------------------------------------------------------------------------------
+
+    def _register(self, name: str, tensors: Mapping[str, Tensor], version: int) -> None:
+        self.adapters.register(name, tensors, version)
+
+    def _recompute(self, running: Sequence[EngineRequest]) -> int:
+        self._batches = [batch for batch in self._batches if batch.running[0] not in running]
+        if running:
+            self._batches.append(_Batch(list(running)))
+        for request in running:
+            request.reprefilled = request.reprefilled or self._table.position[request.slot] > 0
+        return sum(int(self._table.position[request.slot]) for request in running)
+
+    # --- memory, statistics ---------------------------------------------------------------------------------
+
+    def _held(self, tokens: list[int]) -> int:
+        """Count the KV tokens in the caches of rows with these numbers of tokens, padding included."""
+        return len(tokens) * max(tokens, default=0) if self.batching == "padded" else sum(tokens)
+
+    def _kv_used(self) -> int:
+        return self._held((self._table.position[: self._rows] + 1).tolist())
+
+    def _tensors(self) -> Iterator[Tensor]:
+        yield from self._model.parameters()
+        yield from self._model.buffers()
+        yield from self.adapters.tensors()
+        for batch in self._batches:
+            yield from tensors_of(batch.cache)
+
+    def score(self, probe: Probe) -> ProbeScores:
+        """See `Engine.score`. Raises BufferCorrupt."""
+        newest = self.adapters.newest(POLICY_ADAPTER)
+        with self.adapters.computing(0 if newest is None else newest.update):
+            return self._runner.score(probe, self._pictures(probe))
+
+    def statistics(self) -> EngineStatistics:
+        """See `Engine.statistics`."""
+        held = self._held(self._table.position[: self._rows].tolist())
+        return self._statistics(self._rows, held, self.kv_capacity_tokens)

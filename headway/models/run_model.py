@@ -1,0 +1,131 @@
+"""Opening of a run's model and its adapter in the configured implementation, and writing them to folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from headway.config.adapter import AdapterConfig
+from headway.config.model import ModelConfig
+from headway.models.adapter_files import load_adapter, merge_decoder, open_adapter, save_adapter
+from headway.models.configuration import read_json
+from headway.models.decoder import Decoder
+from headway.models.hf.configuration import implementation_of
+from headway.models.loading import load_model, parse_dtype, require_finite_tensors, save_model
+from headway.models.lora import Lora, base_of, use
+from headway.models.packed_model import PackedModel
+from headway.models.quantization import load_frozen
+from headway.records.errors import ConfigurationError
+from headway.runtime.imports import import_extra
+from headway.runtime.scratch import ScratchFolder, flush, flush_folder
+
+if TYPE_CHECKING:
+    from headway.models.hf.adapter import HfAdapter
+
+
+def open_model(
+    chosen: ModelConfig, dtype: str | torch.dtype, device: str | torch.device, path: str | Path | None = None
+) -> PackedModel:
+    """Load the model in ``path`` (default: that of ``chosen``) with the run's implementation. Raises
+    ConfigurationError."""
+    folder = Path(path or chosen.path)
+    if implementation_of(folder, chosen.implementation) == "headway":
+        return load_model(folder, dtype, device)
+    from headway.models.hf.model import load_hf  # imports transformers, which the project's decoder doesn't need
+
+    return load_hf(folder, dtype, device, chosen.trust_remote_code)
+
+
+def open_policy(chosen: ModelConfig, device: torch.device, seed: int) -> tuple[PackedModel, Lora | HfAdapter | None]:
+    """The model of a run in float32, or quantised, and the adapter that is trained with it, if any. ``seed``: of a new
+    adapter's weights. Raises ConfigurationError."""
+    if chosen.quantization is not None:
+        model: PackedModel = load_frozen(chosen.path, chosen.quantization, device)
+    else:
+        model = open_model(chosen, torch.float32, device)
+    if chosen.adapter is None:
+        return model, None
+    model.requires_grad_(False)
+    if not isinstance(model, Decoder):
+        return model, open_hf_adapter(model, chosen.path, chosen.adapter, seed)
+    lora = open_adapter(chosen.path, model.config, chosen.adapter, seed=seed, device=device)
+    lora.quantization = chosen.quantization
+    lora.dropout.rate = chosen.adapter.dropout
+    use(model, lora.layers)
+    return model, lora
+
+
+def open_hf_adapter(model: PackedModel, folder: str | Path, settings: AdapterConfig, seed: int) -> HfAdapter:
+    """Put PEFT's adapter modules into a transformers model, loaded from ``folder``. Raises ConfigurationError, also if
+    PEFT isn't installed."""
+    import_extra("peft", "transformers", "model.adapter beside a model of transformers")
+    from headway.models.hf.adapter import HfAdapter
+    from headway.models.hf.model import HfModel
+
+    assert isinstance(model, HfModel)
+    return HfAdapter(model, folder, settings, seed)
+
+
+def merge_folders(model: str | Path, adapter: str | Path, output: str | Path) -> None:
+    """Write the model folder ``output``: ``model`` with ``adapter`` merged, in the dtype of its config.json, with its
+    tokenizer. Raises ConfigurationError if ``output`` exists or the adapter is of another model."""
+    target = Path(output)
+    if target.exists():
+        raise ConfigurationError(f"{output} exists: a merged model is written into a new folder")
+    raw = read_json(Path(model) / "config.json")
+    dtype = parse_dtype(raw.get("dtype") or raw.get("torch_dtype") or "float32")
+    if implementation_of(model, None) == "headway":
+        merged: PackedModel = merge_decoder(model, adapter, dtype)
+    else:
+        merged = open_model(ModelConfig(path=str(model)), dtype, "cpu")
+        merged = open_hf_adapter(merged, model, AdapterConfig(path=str(adapter)), 0).merged()
+    require_finite_tensors(f"{model} with {adapter} merged", dict(merged.named_parameters()))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with ScratchFolder(f".{target.name}-", directory=target.parent) as folder:
+        save_policy(merged, None, folder, model)
+        flush_folder(folder)
+        folder.rename(target)
+        flush(target.parent)
+
+
+def save_policy(model: PackedModel, adapter: Lora | HfAdapter | None, path: str | Path, source: str | Path) -> None:
+    """Write the adapter alone, or ``model`` with the tokenizer of its folder ``source``, into the folder ``path``. Not
+    atomic: callers write into a scratch folder and rename it."""
+    if isinstance(adapter, Lora):
+        save_adapter(adapter, path, source)
+    elif adapter is not None:
+        adapter.save(path)
+    elif isinstance(model, Decoder):
+        save_model(model, path, source)
+    else:
+        from headway.models.hf.model import HfModel
+
+        assert isinstance(model, HfModel)
+        model.save(path, source)
+
+
+def load_into(adapter: Lora | HfAdapter, model: PackedModel, path: str | Path, base: str | Path) -> None:
+    """Overwrite ``adapter`` with the adapter in folder ``path`` of the model folder ``base``. Raises ConfigurationError
+    before any change."""
+    if not isinstance(adapter, Lora):
+        adapter.load(path)
+        return
+    assert isinstance(model, Decoder)
+    stored = load_adapter(path, base, model.config)
+    scales = {adapted.target.name: adapted.scale for adapted in adapter.targets}
+    for other in stored.targets:
+        if (scale := scales.get(other.target.name, other.scale)) != other.scale:
+            raise ConfigurationError(
+                f"{path}: scaled by {other.scale:g} at {other.target.name}, the run's adapter by {scale:g}"
+            )
+    adapter.copy_weights(stored.weights())
+
+
+def without_adapter(model: PackedModel, adapter: Lora | HfAdapter) -> PackedModel:
+    """The model without its adapter, which shares the weights' tensors."""
+    if not isinstance(adapter, Lora):
+        return adapter.base_model()
+    assert isinstance(model, Decoder)
+    return base_of(model)

@@ -1,0 +1,198 @@
+"""Changes a run's placement between two of its steps: computes the actions in their order, and executes them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from headway.config.load import changed_experiment
+from headway.config.schema import Experiment
+from headway.control.stalls import LOOPS
+from headway.control.tuning.knob_search import first_knobs
+from headway.orchestrator.context import RunContext, WorkerPools
+from headway.orchestrator.recovery import restart_trainer
+from headway.orchestrator.run_device_locks import TRAINER, placed_locks
+from headway.records.errors import ConfigurationError, EpochLost, HeadwayError
+from headway.records.plan import ExecutedMove, PlacementFile, PlannedMove, RunPlacement
+from headway.runtime.devices import interchangeable, parse_device
+from headway.runtime.run_directory import RunDirectory, placement_of
+from headway.telemetry.ledger import EVENT_PLAN_CHANGED, EVENT_PLAN_KEPT
+from headway.trainer.checkpoints import checkpoint_path
+
+
+class MoveAction(NamedTuple):
+    """A part of a move: replicas join or leave, or all ranks stop or start."""
+
+    kind: Literal["join", "leave", "stop", "start"]
+    devices: tuple[str, ...]
+
+    def __str__(self) -> str:
+        side = "trainer: " if self.kind in ("stop", "start") else "generator: "
+        return f"{side}{self.kind} on {', '.join(self.devices)}"
+
+
+def actions_between(current: RunPlacement, target: RunPlacement) -> list[MoveAction]:
+    """Compute the actions that lead from one placement to another; processes that both have aren't touched.
+
+    After each action some replica generates, and generator and trainer share a device only where one of the two
+    placements has it so. The trainer is stopped as briefly as these two conditions allow: every action that can come
+    before its stop does.
+
+    Example: generator and trainer change places. The trainer stops, a replica joins on its device, the old replica
+    leaves, the trainer starts on the device that this frees.
+    """
+    removed = tuple(device for device in current.generator if device not in target.generator)
+    added = tuple(device for device in target.generator if device not in current.generator)
+    trainer_changes = current.trainer != target.trainer
+    freed_by_trainer = set(current.trainer) - set(target.trainer)  # until the trainer has stopped
+    early = tuple(device for device in added if device not in freed_by_trainer)
+    late = tuple(device for device in added if device in freed_by_trainer)
+    stop = [MoveAction("stop", current.trainer)] if trainer_changes else []
+    start = [MoveAction("start", target.trainer)] if trainer_changes else []
+    leave = MoveAction("leave", removed)
+    if early or len(removed) < len(current.generator):  # others take the requests of those that leave
+        actions = [MoveAction("join", early), leave, *stop, *start, MoveAction("join", late)]
+    else:
+        actions = [*stop, MoveAction("join", late[:1]), leave, *start, MoveAction("join", late[1:])]
+    return [action for action in actions if action.devices]
+
+
+def require_movable(experiment: Experiment) -> None:
+    """Raise ConfigurationError where ``control.devices = "move"`` has no other placement, or none to compare."""
+    if experiment.control.devices != "move":
+        return
+    placed = placement_of(experiment)
+    names = list(dict.fromkeys((*placed.generator, *placed.trainer)))
+    pairs = itertools.combinations(map(parse_device, names), 2)
+    if experiment.control.mode != "act":
+        reason = f"control.mode = {experiment.control.mode!r} changes nothing in a run; valid: control.mode = 'act'"
+    elif len(names) == 1:
+        reason = "with one device there is one plan, temporal, in which the sides take turns; leave it out"
+    elif not interchangeable(names) or experiment.generator.engine_arguments.get("tensor_parallel_size", 1) != 1:
+        reason = "the sides can only change places on devices of one kind and size, one device a replica"
+    elif clash := next((pair for pair in pairs if pair[0].shares_with(pair[1])), None):
+        reason = f"{clash[0]} and {clash[1]} share a part; valid: equal names, or nothing shared"
+    else:
+        return
+    raise ConfigurationError(f"control.devices = 'move' (--plan auto) with {', '.join(names)}: {reason}")
+
+
+class PlacementChanger:
+    """Executes the changes of placement that the controller decides, at the boundary of a step.
+
+    Nothing of the run is lost by one: requests move with their tokens, the trainer's state goes through a checkpoint of
+    the boundary's version, and processes that stay in place continue. An action that fails is undone: the run continues
+    in the previous placement. A process that dies amid a move is handled as at any other time: a dead replica's
+    requests are elsewhere or held, dead ranks are started again from that checkpoint, and a resume uses the placement
+    that was in effect before the move.
+    """
+
+    def __init__(self, run: RunContext, checkpoint: Callable[[], Awaitable[None]]) -> None:
+        """``checkpoint()`` writes one of the present version."""
+        self._run = run
+        self._checkpoint = checkpoint
+        self._present = placement_of(run.experiment)  # the actual one, also amid a move
+        self._names = {device: f"generator-{i}" for i, device in enumerate(self._present.generator)}  # of replicas
+
+    async def apply_planned(self) -> None:
+        """Execute the pending change of placement, if there is one."""
+        run, pools = self._run, self._run.worker_pools
+        planned, run.state.pending_move = run.state.pending_move, None
+        if planned is None or pools is None or planned.placement == self._present:
+            return
+        previous, began_s = self._present, run.clock.now()
+        with run.waits.on("a change of plan", LOOPS, "the train loop"):
+            failure = await self._apply(pools, planned.placement, previous)
+        await self._place_locks(self._present.trainer)
+        if run.memory is not None:
+            await run.locks.evict(TRAINER)
+        cost_s = run.clock.now() - began_s
+        run.state.moved = ExecutedMove(
+            planned=planned, version=run.state.version, cost_s=cost_s, before=previous, placement=self._present
+        )
+        if not failure:
+            self._store_present(pools)
+        data = {"gain": planned.gain, "rate": planned.rate, "expected_cost_s": planned.cost_s, "cost_s": cost_s}
+        data = {name: round(value, 3) for name, value in data.items()}
+        detail = f"{failure}; still {self._present}" if failure else f"{previous} -> {self._present}"
+        name = EVENT_PLAN_KEPT if failure else EVENT_PLAN_CHANGED
+        run.event(name, detail, before=str(previous), after=str(planned.placement), **data)
+
+    async def _apply(self, pools: WorkerPools, requested: RunPlacement, previous: RunPlacement) -> str:
+        """Change to the ``requested`` placement; where an action fails, back to ``previous``. Returns the failure, ""
+        for none. Raises the error of the way back, where that fails twice."""
+        failure = ""
+        for last, goal in ((False, requested), (False, previous), (True, previous)):
+            for action in actions_between(self._present, goal):
+                began_s = self._run.clock.now()
+                try:
+                    await self._execute(pools, action)
+                except (HeadwayError, ValueError) as error:  # the latter: of a replica that is lost, or alone
+                    if last or isinstance(error, EpochLost):
+                        raise
+                    failure = failure or f"{action}: {error}"
+                    break
+                self._run.meter.moved(str(action), self._run.clock.now() - began_s)
+            else:
+                self._present = goal  # in its order
+                return failure
+        raise AssertionError("unreachable")
+
+    async def _execute(self, pools: WorkerPools, action: MoveAction) -> None:
+        run, devices = self._run, action.devices
+        if action.kind in ("join", "leave"):
+            operation = self._join if action.kind == "join" else self._leave
+            # All have ended before an error is raised: the way back begins from the processes that exist then.
+            for outcome in await asyncio.gather(*(operation(pools, name) for name in devices), return_exceptions=True):
+                if isinstance(outcome, BaseException):
+                    raise outcome
+        elif action.kind == "stop":
+            await run.state.finish_update()
+            if not checkpoint_path(run.directory, run.state.version).exists():
+                await self._checkpoint()
+            # Killed, not stopped: the weights that it has published stay readable for a replica that joins or restarts.
+            await pools.trainer.kill()
+            self._present = msgspec.structs.replace(self._present, trainer=())
+        else:
+            pools.trainer.set_devices(devices)
+            await self._place_locks(devices)
+            await restart_trainer(run, run.state.version, moved=True)
+            self._present = msgspec.structs.replace(self._present, trainer=devices)
+
+    async def _place_locks(self, ranks: Sequence[str]) -> None:
+        """Make the device lock of the present replicas and of a trainer on ``ranks``."""
+        run = self._run
+        await run.locks.wait_until_idle()
+        replicas = {self._names[device]: device for device in self._present.generator}
+        run.locks = placed_locks(replicas, ranks, run.generator, run.clock, run.waits, run.memory)
+
+    async def _join(self, pools: WorkerPools, device: str) -> None:
+        self._names[device] = await pools.generator.join(device)
+        generator = (*self._present.generator, device)
+        self._present = msgspec.structs.replace(self._present, generator=generator)
+
+    async def _leave(self, pools: WorkerPools, device: str) -> None:
+        await pools.generator.leave(self._names[device], move=True)
+        generator = tuple(name for name in self._present.generator if name != device)
+        self._present = msgspec.structs.replace(self._present, generator=generator)
+
+    def _store_present(self, pools: WorkerPools) -> None:
+        """Make the present placement the run's: for its knobs, for the controller, and for a resume."""
+        run, knobs = self._run, self._run.state.knobs
+        run.experiment = changed_experiment(run.experiment, self._present.settings)
+        kept = {"steps_per_publish": knobs.steps_per_publish, "verifier_workers": knobs.verifier_workers}
+        run.state.knobs = msgspec.structs.replace(first_knobs(run.experiment), **kept)
+        run.state.changed.notify()
+        directory = RunDirectory(run.directory)
+        directory.write_json(directory.placement, PlacementFile(configured=pools.configured, present=self._present))
+
+
+def planned_move(settings: dict[str, str], gain: float, rate: float, cost_s: float) -> PlannedMove:
+    """The move to the placement in ``settings``: the JSON text of ``generator.devices`` and ``trainer.devices``."""
+    names = ("generator", "trainer")
+    devices = {name: msgspec.json.decode(settings[f"{name}.devices"], type=tuple[str, ...]) for name in names}
+    return PlannedMove(placement=RunPlacement(**devices), gain=gain, rate=rate, cost_s=cost_s)
