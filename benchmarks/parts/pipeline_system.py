@@ -99,7 +99,7 @@ async def measure(
     """Run the system until ``steps`` steps after the warm-up (default: budget + 1) are trained; then let it drain,
     unmeasured. ``on_line`` gets the ledger as it is written.
 
-    The run's own check of its books runs at the end; it raises AccountingUnbalanced.
+    The run's own check of its books runs at the end; it raises AccountingError.
     """
     clock = RealClock()
     directory = RunDirectory(settings.run.directory)

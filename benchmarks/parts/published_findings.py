@@ -2,7 +2,7 @@
 
 What the sources don't say (batch sizes, length distributions, how long a simulator's step takes) is assumed here, in
 one place, before anything is compared; rows over a range of assumptions show how much hangs on them. Efficiencies are
-those of `headway/control/rates/model_figures.py`, the same for every row.
+those of `headway/control/rates/specs.py`, the same for every row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from headway.control.placement.options import SearchSettings
 from headway.control.placement.search import place
 from headway.control.rates.generation import GenerationRecipe, ReplicaRates
-from headway.control.rates.model_figures import DeviceFigures, ModelFigures, Parallelism, RatedDevice
+from headway.control.rates.specs import DeviceFigures, ModelFigures, Parallelism, RatedDevice
 from headway.control.rates.training import Simulator, TrainerRates, TrainingRecipe
 from headway.models.sizes import sizes_from
 from headway.planner.catalogue.read import Catalogue

@@ -43,14 +43,7 @@ from headway.control.accounting import Accounting
 from headway.control.length_bias import LengthBias
 from headway.records.curriculum import Draw, DrawnGroup, TaskEvidence
 from headway.records.environment import PartialRollout
-from headway.records.errors import (
-    AccountingUnbalanced,
-    BufferCorrupt,
-    BufferFull,
-    EpochLost,
-    HeadwayError,
-    StorageFailed,
-)
+from headway.records.errors import AccountingError, BufferCorrupt, BufferFull, EpochLost, HeadwayError, StorageFailed
 from headway.records.rollout import ENDINGS, Batch, Ending, FinishedGroup, Group, Rollout
 from headway.records.tokens import encoder
 from headway.runtime.clock import Clock, RealClock
@@ -150,9 +143,9 @@ class GroupBuffer:
 
     def admit(self, group: Group, draw: Draw | None = None) -> None:
         """Open a group and reserve its slot; the row is written with the next transition of any group.
-        ``draw``: why its task was drawn. Raises BufferFull, or AccountingUnbalanced for an index out of order."""
+        ``draw``: why its task was drawn. Raises BufferFull, or AccountingError for an index out of order."""
         if group.index != self._next_index:
-            raise AccountingUnbalanced(f"group {group.index} is admitted where index {self._next_index} is next")
+            raise AccountingError(f"group {group.index} is admitted where index {self._next_index} is next")
         if not 1 <= group.size < 1 << MEMBER_BITS:
             raise ValueError(f"group {group.index} has {group.size} members")
         if len(self._entries) >= self._capacity:
@@ -181,15 +174,15 @@ class GroupBuffer:
     ) -> None:
         """Commit a group's members; those that left it (failed, filtered, pruned) end here.
         The group is then buffered, or ends at once with ``ending`` (failed, filtered, pruned). ``evidence``: of the
-        group about its task. Raises AccountingUnbalanced when the group isn't open or a member is missing or twice."""
+        group about its task. Raises AccountingError when the group isn't open or a member is missing or twice."""
         index = finished.group.index
         entry = self._entry(index, "open")
         members = [rollout.member for rollout in finished.rollouts]
         if sorted(members) != list(range(entry.size)):
-            raise AccountingUnbalanced(f"group {index} finishes with members {members} of {entry.size}")
+            raise AccountingError(f"group {index} finishes with members {members} of {entry.size}")
         for rollout in finished.rollouts:
             if rollout.group != index:
-                raise AccountingUnbalanced(f"rollout {rollout.rollout_id} finishes in group {index}")
+                raise AccountingError(f"rollout {rollout.rollout_id} finishes in group {index}")
         self._require_ending(index, ending)
         with self._transaction() as connection:
             self._insert_rollouts(connection, finished.rollouts, ending)
@@ -215,12 +208,10 @@ class GroupBuffer:
 
     def park(self, parked: PartialRollout) -> None:
         """Store the partial rollout of an open group's member until the group finishes or ends; replace an earlier one.
-        Raises AccountingUnbalanced when the group isn't open or has no such member."""
+        Raises AccountingError when the group isn't open or has no such member."""
         entry = self._entry(parked.group, "open")
         if not 0 <= parked.member < entry.size:
-            raise AccountingUnbalanced(
-                f"member {parked.member} of group {parked.group}, which has {entry.size}, is parked"
-            )
+            raise AccountingError(f"member {parked.member} of group {parked.group}, which has {entry.size}, is parked")
         with self._transaction() as connection:
             row = (payload_id(parked.group, parked.member), self._encoder.encode(parked))
             connection.execute("REPLACE INTO partials VALUES (?, ?)", row)
@@ -231,7 +222,7 @@ class GroupBuffer:
     ) -> None:
         """End an open or buffered group: its members end with ``ending`` and ``reason``, unless they failed.
         ``lengths``: response tokens of unfinished members and whether generation was complete, by member (default 0).
-        Raises AccountingUnbalanced when the group has ended, is in a batch, or for ``trained``."""
+        Raises AccountingError when the group has ended, is in a batch, or for ``trained``."""
         entry = self._entry(index, "open", "buffered")
         self._require_ending(index, ending)
         unfinished = range(entry.size) if entry.state == "open" else ()
@@ -250,15 +241,15 @@ class GroupBuffer:
 
     def commit_batch(self, batch: Batch, *, further: bool = False) -> int:
         """Commit membership and order of a batch, or of its next part (``further``), before it is trained on.
-        Returns the attempt, 0 unless attempts at this step were skipped. Raises AccountingUnbalanced when another batch
+        Returns the attempt, 0 unless attempts at this step were skipped. Raises AccountingError when another batch
         is pending (for a further part: when none is), the step isn't the next one, or a group isn't buffered."""
         if further != (self._pending is not None):
             pending = "no batch" if self._pending is None else f"the batch of step {self._pending[0]}"
-            raise AccountingUnbalanced(f"step {batch.step}, {further=}: {pending} is committed and not completed")
+            raise AccountingError(f"step {batch.step}, {further=}: {pending} is committed and not completed")
         if batch.step != self._completed_steps:
-            raise AccountingUnbalanced(f"a batch for step {batch.step} where step {self._completed_steps} is next")
+            raise AccountingError(f"a batch for step {batch.step} where step {self._completed_steps} is next")
         if not batch.groups or list(batch.groups) != sorted(set(batch.groups)):
-            raise AccountingUnbalanced(f"step {batch.step}: groups {batch.groups} are not ascending and distinct")
+            raise AccountingError(f"step {batch.step}: groups {batch.groups} are not ascending and distinct")
         entries = [self._entry(index, "buffered") for index in batch.groups]
         parts = [*(self._pending[2] if self._pending else ()), list(batch.groups)]
         with self._transaction() as connection:
@@ -276,11 +267,11 @@ class GroupBuffer:
 
     def complete_step(self, step: int, outcome: Outcome, reason: str = "") -> None:
         """Complete the pending batch's step: its groups end as trained, or as discarded for ``reason`` when skipped.
-        A replay of a trained step changes nothing. Raises AccountingUnbalanced if the step isn't pending otherwise."""
+        A replay of a trained step changes nothing. Raises AccountingError if the step isn't pending otherwise."""
         if self._pending is None or self._pending[0] != step:
             if outcome == "trained" and 0 <= step < self._completed_steps:
                 return
-            raise AccountingUnbalanced(f"step {step} ends as {outcome}, but has no pending batch")
+            raise AccountingError(f"step {step} ends as {outcome}, but has no pending batch")
         _, attempt, parts = self._pending
         groups = [index for part in parts for index in part]
         ending: Ending = "trained" if outcome == "trained" else "discarded"
@@ -297,11 +288,9 @@ class GroupBuffer:
 
     def release_covered(self, version: int) -> int:
         """Delete payloads and tasks of groups trained at steps < ``version``; return the number of groups.
-        ``version``: of the *oldest* kept and durable checkpoint. Raises AccountingUnbalanced for uncompleted steps."""
+        ``version``: of the *oldest* kept and durable checkpoint. Raises AccountingError for uncompleted steps."""
         if version > self._completed_steps:
-            raise AccountingUnbalanced(
-                f"a checkpoint of version {version}, but {self._completed_steps} steps are completed"
-            )
+            raise AccountingError(f"a checkpoint of version {version}, but {self._completed_steps} steps are completed")
         if version <= self._released_version:
             return 0
         with self._transaction() as connection:
@@ -472,14 +461,14 @@ class GroupBuffer:
         entry = self._entries.get(index)
         if entry is None or entry.state not in states:
             known = "was never admitted" if index >= self._next_index else "has ended"
-            raise AccountingUnbalanced(
+            raise AccountingError(
                 f"group {index} should be {' or '.join(states)}, but {f'is {entry.state}' if entry else known}"
             )
         return entry
 
     def _require_ending(self, index: int, ending: Ending | None) -> None:
         if ending == "trained" or (ending is not None and ending not in ENDINGS):
-            raise AccountingUnbalanced(f"group {index} can't end as {ending!r} here")
+            raise AccountingError(f"group {index} can't end as {ending!r} here")
 
     def _insert_rollouts(
         self, connection: sqlite3.Connection, rollouts: Sequence[Rollout], ending: Ending | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from headway.records.errors import AccountingUnbalanced
+from headway.records.errors import AccountingError
 from headway.records.rollout import BOUNDARIES, ENDINGS, Boundary, Ending
 
 
@@ -49,27 +49,27 @@ class Accounting:
         return {ending: self.endings[ending] for ending in ENDINGS} | failures
 
     def admit(self, group: int, size: int) -> None:
-        """Open the ``size`` rollouts of a group. Raises AccountingUnbalanced when its index was used before."""
+        """Open the ``size`` rollouts of a group. Raises AccountingError when its index was used before."""
         if group < self._next_index:
-            raise AccountingUnbalanced(f"group {group} is admitted again (next index is {self._next_index})")
+            raise AccountingError(f"group {group} is admitted again (next index is {self._next_index})")
         if size < 1:
-            raise AccountingUnbalanced(f"group {group} is admitted with {size} rollouts")
+            raise AccountingError(f"group {group} is admitted with {size} rollouts")
         self._next_index = group + 1
         self._open[group] = set(range(size))
         self._open_rollouts += size
         self.admitted += size
 
     def end(self, group: int, member: int, ending: Ending, reason: str, boundary: Boundary | None = None) -> None:
-        """End one rollout. ``boundary``: where it failed, if it did. Raises AccountingUnbalanced if it isn't open."""
+        """End one rollout. ``boundary``: where it failed, if it did. Raises AccountingError if it isn't open."""
         members = self._open.get(group)
         if members is None or member not in members:
             known = group < self._next_index
-            raise AccountingUnbalanced(
+            raise AccountingError(
                 f"rollout {group}-{member} ends as {ending} ({reason}) but "
                 + ("has ended before" if known else "was never admitted")
             )
         if ending not in ENDINGS:
-            raise AccountingUnbalanced(f"rollout {group}-{member}: {ending!r} is none of {', '.join(ENDINGS)}")
+            raise AccountingError(f"rollout {group}-{member}: {ending!r} is none of {', '.join(ENDINGS)}")
         members.discard(member)
         if not members:
             del self._open[group]
@@ -80,10 +80,10 @@ class Accounting:
             self.failures[boundary] += 1
 
     def end_group(self, group: int, ending: Ending, reason: str, boundary: Boundary | None = None) -> int:
-        """End every open member of a group; return their number. Raises AccountingUnbalanced for none."""
+        """End every open member of a group; return their number. Raises AccountingError for none."""
         members = sorted(self._open.get(group, ()))
         if not members:
-            raise AccountingUnbalanced(f"group {group} ends as {ending} ({reason}) but has no open rollout")
+            raise AccountingError(f"group {group} ends as {ending} ({reason}) but has no open rollout")
         for member in members:
             self.end(group, member, ending, reason, boundary)
         return len(members)
@@ -96,9 +96,9 @@ class Accounting:
         ended: Mapping[tuple[Ending, str], int],
         failures: Mapping[str, int],
     ) -> None:
-        """Enter the rollouts of a buffer when a run is resumed. Raises AccountingUnbalanced if any were admitted."""
+        """Enter the rollouts of a buffer when a run is resumed. Raises AccountingError if any were admitted."""
         if self.admitted:
-            raise AccountingUnbalanced("an accounting that is in use can't be restored")
+            raise AccountingError("an accounting that is in use can't be restored")
         self._open = {
             group: remaining for group, members in sorted(open_members.items()) if (remaining := set(members))
         }
@@ -123,7 +123,7 @@ class Accounting:
         return self.endings.copy(), self.failures.copy(), Counter(filtered)
 
     def check(self, *, admitted: int, open_now: int) -> None:
-        """Compare with an independent count of rollouts admitted and open. Raises AccountingUnbalanced."""
+        """Compare with an independent count of rollouts admitted and open. Raises AccountingError."""
         ended = self.endings.total()
         problems: list[str] = []
         if self.admitted != admitted:
@@ -137,4 +137,4 @@ class Accounting:
         if self.failures.total() > self.endings["failed"]:
             problems.append(f"{self.failures.total()} failures by boundary, but {self.endings['failed']} failed")
         if problems:
-            raise AccountingUnbalanced("the accounting doesn't balance: " + "; ".join(problems))
+            raise AccountingError("the accounting doesn't balance: " + "; ".join(problems))

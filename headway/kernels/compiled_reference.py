@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from headway.kernels.candidate_trials import CandidateTrials, TaskFault, TrialGroup
+from headway.kernels.cases import CandidateTrials, TaskFault, TrialGroup
 from headway.kernels.isolation import GuestProcess, guest_spec
 from headway.records.kernels import KernelTask
 from headway.records.sandbox import MIB, SandboxSpec

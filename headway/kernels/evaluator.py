@@ -17,14 +17,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from headway.kernels.backends import missing_for
-from headway.kernels.candidate_trials import (
-    CandidateTrials,
-    ReferenceMaker,
-    TaskFault,
-    TrialGroup,
-    has_bfloat16,
-    tensor_bytes,
-)
+from headway.kernels.cases import CandidateTrials, ReferenceMaker, TaskFault, TrialGroup, has_bfloat16, tensor_bytes
 from headway.kernels.compiled_reference import COMPILE_S, NO_TIME, compile_reference, compiled_spec
 from headway.kernels.devices import DeviceTable
 from headway.kernels.faults import fault_of

@@ -17,15 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headway.kernels.candidate_trials import (
-    KernelTrial,
-    SharedCalls,
-    TrialGroup,
-    names_of,
-    replaced_in,
-    task_fault,
-    tensor_bytes,
-)
+from headway.kernels.cases import KernelTrial, SharedCalls, TrialGroup, names_of, replaced_in, task_fault, tensor_bytes
 from headway.kernels.comparison import Array, Tensor, TensorShape, compare
 from headway.kernels.isolation import GuestEnded, GuestFailure, GuestProcess, TamperingDetected, delay_ns
 from headway.kernels.operators import called_operator

@@ -21,7 +21,7 @@ from headway.orchestrator.recovery import (
 from headway.orchestrator.run_device_locks import TRAINER
 from headway.orchestrator.stop_loop import StopLoop
 from headway.orchestrator.train_loop import TrainLoop
-from headway.records.errors import AccountingUnbalanced, WorkerDied
+from headway.records.errors import AccountingError, WorkerDied
 from headway.records.ledger import StepRecord
 from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.supervision import supervise
@@ -138,13 +138,13 @@ class Run:
 
     async def _check_accounting(self) -> None:
         """Check that every rollout is open (left at the end) or ended once, against the buffer's own count.
-        Raises AccountingUnbalanced when not, after the ledger has it."""
+        Raises AccountingError when not, after the ledger has it."""
         run = self.context
         accounting = run.state.accounting
         problems = run.buffer.audit(await asyncio.to_thread(audit_file, run.buffer.path))
         try:
             accounting.check(**run.buffer.rollout_counts())
-        except AccountingUnbalanced as error:
+        except AccountingError as error:
             problems.append(str(error))
         run.event(
             EVENT_ACCOUNTING,
@@ -155,4 +155,4 @@ class Run:
             **accounting.data,
         )
         if problems:
-            raise AccountingUnbalanced("the accounting doesn't balance: " + "; ".join(problems))
+            raise AccountingError("the accounting doesn't balance: " + "; ".join(problems))

@@ -14,13 +14,7 @@ from headway.planner.scenario import Scenario
 from headway.planner.workload import Plan, TurnProfile, WorkloadModel
 from headway.records.clients import Watch
 from headway.records.counted import CountedTokens, Repeated, joined
-from headway.records.generation import (
-    FinishReason,
-    GenerationRequest,
-    GenerationResult,
-    PartialResponse,
-    VersionSpan,
-)
+from headway.records.generation import FinishReason, GenerationRequest, GenerationResult, PartialResponse, VersionSpan
 from headway.rollout.fake import SANDBOX, EpisodeCounts
 from headway.runtime.clock import Clock
 

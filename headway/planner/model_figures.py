@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from headway.control.rates.model_figures import ModelFigures
+from headway.control.rates.specs import ModelFigures
 from headway.models.sizes import ModelSizes
 
 _TOKENS = 1024  # over which activations are counted

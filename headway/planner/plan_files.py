@@ -12,7 +12,7 @@ import msgspec
 
 from headway.config.load import changed_experiment, validate
 from headway.config.schema import Experiment
-from headway.control.rates.model_figures import ModelFigures
+from headway.control.rates.specs import ModelFigures
 from headway.models.sizes import sizes_of
 from headway.orchestrator.preflight.memory import trained_weights
 from headway.planner.catalogue.read import Catalogue

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from headway.config.load import read_toml, validate
 from headway.config.section import Positive, Section
 from headway.control.rates.generation import GenerationRecipe
-from headway.control.rates.model_figures import NUMBER_BYTES, DeviceFigures, RatedDevice
+from headway.control.rates.specs import NUMBER_BYTES, DeviceFigures, RatedDevice
 from headway.control.rates.training import TrainingRecipe
 from headway.planner.catalogue.read import Catalogue, MachineFigures
 from headway.planner.costs import price_of

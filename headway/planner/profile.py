@@ -21,7 +21,7 @@ import msgspec
 
 from headway.config.load import changed_experiment
 from headway.config.schema import Experiment
-from headway.control.rates.model_figures import ModelFigures
+from headway.control.rates.specs import ModelFigures
 from headway.control.tuning.forecast import rank_speed
 from headway.models.sizes import sizes_of
 from headway.orchestrator.preflight.calibration import calibrate

@@ -11,14 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from headway.config import endpoint
 from headway.config.load import load_file
 from headway.config.model import ModelConfig
-from headway.config.schema import (
-    CheckpointConfig,
-    EvaluationConfig,
-    Experiment,
-    LedgerConfig,
-    RunConfig,
-    TasksConfig,
-)
+from headway.config.schema import CheckpointConfig, EvaluationConfig, Experiment, LedgerConfig, RunConfig, TasksConfig
 from headway.config.section import NonNegative, Positive, Section
 from headway.planner.quantities import Quantity, constant
 

@@ -18,7 +18,7 @@ import msgspec
 from headway.config.schema import Experiment
 from headway.control.lengths import LengthDistribution, length_distribution
 from headway.control.rates.generation import GenerationRecipe, ReplicaRates
-from headway.control.rates.model_figures import ModelFigures, Parallelism, RatedDevice
+from headway.control.rates.specs import ModelFigures, Parallelism, RatedDevice
 from headway.control.rates.training import TrainerRates, TrainingRecipe, publish_s
 from headway.orchestrator.preflight.memory import CHUNK_LOGITS
 from headway.planner.pool_file import PlanDevices, PlannedWorkload, PlanPool, recipe

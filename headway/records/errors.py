@@ -138,7 +138,7 @@ class EnginesDisagree(ConfigurationError):
     page = "docs/troubleshooting.md#trainer-and-engine-disagree"
 
 
-class AccountingUnbalanced(HeadwayError):
+class AccountingError(HeadwayError):
     """A rollout is missing or ended twice."""
 
     exit_code = 4

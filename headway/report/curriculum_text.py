@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headway.records.curriculum import (
-    REGIONS,
-    CurriculumExplanation,
-    DrawExplanation,
-    Posterior,
-    TaskExplanation,
-)
+from headway.records.curriculum import REGIONS, CurriculumExplanation, DrawExplanation, Posterior, TaskExplanation
 from headway.report.recorded_samples import visible
 
 MAX_DRAWS = 8  # the newest draws of a task

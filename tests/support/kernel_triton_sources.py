@@ -76,9 +76,9 @@ TRITON_CHEATS = [
     ),
     Cheat(
         "hides a launch from the recorder",
-        triton_model(top=f"import sys\n{_RECORDER}\nrecorder.tell = lambda launch: None"),
-        triton_model(top="class Recorder:\n    tell = 3\nRecorder.tell = 4"),
-        r"replaced RECORDER\.tell",
+        triton_model(top=f"import sys\n{_RECORDER}\nrecorder.on_launch = lambda launch: None"),
+        triton_model(top="class Recorder:\n    on_launch = 3\nRecorder.on_launch = 4"),
+        r"replaced RECORDER\.on_launch",
     ),
     Cheat(
         "forges a launch",

@@ -13,15 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from headway.control.rates.model_figures import (
-    NUMBER_BYTES,
-    Count,
-    ModelFigures,
-    Parallelism,
-    RatedDevice,
-    Share,
-    all_reduce_s,
-)
+from headway.control.rates.specs import NUMBER_BYTES, Count, ModelFigures, Parallelism, RatedDevice, Share, all_reduce_s
 from headway.records.errors import ConfigurationError
 
 _ACTIVATION_TOKENS = 8192  # of a prefill computed at once: vLLM's default max_num_batched_tokens

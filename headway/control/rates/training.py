@@ -13,14 +13,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from headway.control.rates.model_figures import (
-    NUMBER_BYTES,
-    Count,
-    ModelFigures,
-    Parallelism,
-    RatedDevice,
-    all_reduce_s,
-)
+from headway.control.rates.specs import NUMBER_BYTES, Count, ModelFigures, Parallelism, RatedDevice, all_reduce_s
 from headway.records.errors import ConfigurationError
 
 Transport = Literal["storage", "nccl", "tcp", "shared_memory"]

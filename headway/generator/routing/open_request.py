@@ -7,13 +7,7 @@ import asyncio
 import msgspec
 
 from headway.records.clients import Watch
-from headway.records.generation import (
-    FinishReason,
-    GenerationRequest,
-    GenerationResult,
-    PartialResponse,
-    TokenDelta,
-)
+from headway.records.generation import FinishReason, GenerationRequest, GenerationResult, PartialResponse, TokenDelta
 from headway.records.token_block import TokenBlock
 
 

@@ -10,8 +10,8 @@ from headway.config.schema import Experiment
 from headway.generator.recording.sessions import Sessions
 from headway.orchestrator.actors.agents import open_agents
 from headway.orchestrator.actors.remote import open_remote
+from headway.orchestrator.preflight.hooks import require_known_calls
 from headway.orchestrator.preflight.sandboxes import SANDBOXES, require_shares
-from headway.orchestrator.preflight.user_functions import require_known_calls
 from headway.rollout.hosting.client import EnvironmentPool
 from headway.rollout.makers.environment import Environments
 from headway.rollout.makers.select import MultiTurnHost

@@ -14,8 +14,8 @@ from headway.models.routing import without_replay
 from headway.orchestrator.actors.environments import open_multi_turn_host
 from headway.orchestrator.evaluation import OnAttempt, attempt_tasks, evaluation_prefix, evaluation_record
 from headway.orchestrator.nodes.machines import Machines, open_machines
+from headway.orchestrator.preflight.hooks import require_kernel_services
 from headway.orchestrator.preflight.references import leave_out_unproved
-from headway.orchestrator.preflight.user_functions import require_kernel_services
 from headway.orchestrator.task_sets import load_task_sets, named_verifiers, require_rendered_tasks
 from headway.records.clients import RolloutMaker
 from headway.records.errors import ConfigurationError

@@ -22,15 +22,11 @@ from headway.orchestrator.preflight.conversations import conversation_findings
 from headway.orchestrator.preflight.engine import engine_findings
 from headway.orchestrator.preflight.episode import episode_findings
 from headway.orchestrator.preflight.findings import Findings
+from headway.orchestrator.preflight.hooks import function_findings, require_kernel_services, require_known_calls
 from headway.orchestrator.preflight.memory import memory_findings, memory_places, memory_uses, nearest_folder
 from headway.orchestrator.preflight.pictures import picture_findings
 from headway.orchestrator.preflight.run_directory import directory_findings
 from headway.orchestrator.preflight.sandboxes import sandbox_findings
-from headway.orchestrator.preflight.user_functions import (
-    function_findings,
-    require_kernel_services,
-    require_known_calls,
-)
 from headway.orchestrator.preflight.verifier import verifier_findings
 from headway.orchestrator.run_device_locks import require_offload
 from headway.orchestrator.task_sets import (

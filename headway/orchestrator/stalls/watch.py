@@ -15,13 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from headway.control.stalls import (
-    Expectations,
-    StallLimits,
-    StallTracker,
-    find_stalls,
-    workers_to_inspect,
-)
+from headway.control.stalls import Expectations, StallLimits, StallTracker, find_stalls, workers_to_inspect
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.stalls.loop_watch import SUBJECT, stacks_text
 from headway.records.errors import HeadwayError

@@ -16,7 +16,7 @@ import msgspec
 
 from headway.config.load import read_toml
 from headway.control.cost import Count, ServerCosts, TokenPrices, Tokens, Usd
-from headway.control.rates.model_figures import DeviceFigures, Figure
+from headway.control.rates.specs import DeviceFigures, Figure
 from headway.records.errors import ConfigurationError
 
 PACKAGED = ("devices.toml", "prices.toml", "runs.toml")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.control.rates.generation import GenerationRecipe, ReplicaRates
-from headway.control.rates.model_figures import (
+from headway.control.rates.specs import (
     DeviceFigures,
     Efficiencies,
     ModelFigures,

@@ -17,7 +17,7 @@ from headway.algorithms.groups.hooks import ARGUMENTS, resolve_hooks
 from headway.config.hooks import HOOKS, HooksConfig
 from headway.config.load import validate_experiment
 from headway.config.sources import VerifierSettings
-from headway.orchestrator.preflight.user_functions import function_findings
+from headway.orchestrator.preflight.hooks import function_findings
 from headway.rollout.makers.user_function import load_rollout_function
 from headway.rollout.verification.verifiers import resolve_verifier
 from headway.tasks.sources import load_tasks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headway.kernels.candidate_trials import variant_inputs
+from headway.kernels.cases import variant_inputs
 from headway.kernels.comparison import Tensor, TensorShape, compare
 from headway.kernels.faults import fault_in, fault_of_end, fault_of_error, first_line
 from headway.kernels.isolation import GuestEnded, GuestError

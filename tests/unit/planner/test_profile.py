@@ -10,7 +10,7 @@ import pytest
 
 from headway.config.load import changed_experiment, load_experiment
 from headway.config.schema import Experiment
-from headway.control.rates.model_figures import ModelFigures
+from headway.control.rates.specs import ModelFigures
 from headway.planner.catalogue.read import Catalogue
 from headway.planner.pool_file import PlanPool, read_pool
 from headway.planner.profile import Profile, ProfiledCurves, ProfilePoint, fingerprint

@@ -372,7 +372,7 @@ def test_a_process_that_somebody_kills_is_started_again():
 
 def test_a_grammar_that_takes_too_long_ends_its_process(monkeypatch: pytest.MonkeyPatch):
     slow = json_grammar({"type": "integer", "multipleOf": 100_000_007})
-    source = "from headway.tokens import grammar_trial as g; g.TRIAL_S = 0.5; g.main()"
+    source = "from headway.tokens import trial_compilation as g; g.TRIAL_S = 0.5; g.main()"
     monkeypatch.setattr(trial_compilation, "_COMMAND", ("-c", source))
     trial = GrammarTrial()
     assert not trial.compiles_safely(slow)
@@ -382,7 +382,7 @@ def test_a_grammar_that_takes_too_long_ends_its_process(monkeypatch: pytest.Monk
 def test_a_grammar_is_not_refused_because_the_machine_is_busy(monkeypatch: pytest.MonkeyPatch):
     """What counts is a core's time: this one only waits for longer."""
     source = (
-        "import time; from headway.tokens import grammar_trial as g; real, g.TRIAL_S = g.LLMatcher, 0.5; "
+        "import time; from headway.tokens import trial_compilation as g; real, g.TRIAL_S = g.LLMatcher, 0.5; "
         "g.LLMatcher = lambda *given, **how: time.sleep(1.0) or real(*given, **how); g.main()"
     )
     monkeypatch.setattr(trial_compilation, "_COMMAND", ("-c", source))

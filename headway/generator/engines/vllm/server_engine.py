@@ -32,14 +32,7 @@ from headway.generator.engines.vllm.base_engine import VllmRequest, VllmRequests
 from headway.generator.engines.vllm.reference import PublishedModel
 from headway.generator.engines.vllm.server_client import EventStream, ServerError, VllmServer, require_engine
 from headway.generator.engines.vllm.server_info import UPDATING, ServerInfo
-from headway.generator.engines.vllm.server_responses import (
-    Chunk,
-    CompletionChunk,
-    CompletionSpan,
-    Logprob,
-    content,
-    of_token,
-)
+from headway.generator.engines.vllm.wire import Chunk, CompletionChunk, CompletionSpan, Logprob, content, of_token
 from headway.records.generation import (
     AppliedWeights,
     EngineStatistics,
