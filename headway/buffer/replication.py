@@ -36,7 +36,7 @@ class AccountingReplica:
         node, _, folder = target.partition(":")
         self._original, self._on_event, self._place = original, on_event, target
         device = f"{node}/cpu:all" if node else "cpu:all"
-        spec = WorkerSpec(name="books-copy", factory=_FACTORY, arguments={"folder": folder}, device=device)
+        spec = WorkerSpec(name="accounting-copy", factory=_FACTORY, arguments={"folder": folder}, device=device)
         self._slot = WorkerSlot(spec, launcher, clock, on_event, restart_arguments={"again": True})
         self._waiting: list[Sequence[Statement]] = []  # transactions not yet at the copy
         self._journalled = self._copied = 0  # numbers of the last transaction here and there
@@ -55,7 +55,7 @@ class AccountingReplica:
     async def start(self) -> None:
         """Start the copy and send the whole database. Raises WorkerDied, RemoteError, StorageFailed, OSError."""
         await self._synchronise(await self._slot.start())
-        self._sending = asyncio.create_task(self._send(), name="books-copy")
+        self._sending = asyncio.create_task(self._send(), name="accounting-copy")
 
     async def reached(self) -> None:
         """Wait until every transaction committed so far has reached the copy, or the copy is lost."""
@@ -74,7 +74,7 @@ class AccountingReplica:
         """Send a snapshot of the database; transactions committed meanwhile are queued until the copy has it."""
         number, self._waiting, self._synchronised = self._journalled, [], True
         worker.died.add_done_callback(lambda _: self._work.set())
-        with ScratchFolder("books-copy-", directory=self._original.parent) as folder:
+        with ScratchFolder("accounting-copy-", directory=self._original.parent) as folder:
             try:
                 with closing(sqlite3.connect(self._original, isolation_level=None, check_same_thread=False)) as source:
                     source.execute("BEGIN")
@@ -101,7 +101,7 @@ class AccountingReplica:
                     if worker is None:
                         continue  # `restart` pauses longer each time
                     await self._synchronise(worker)
-                    self._on_event("books_copied", f"to {self._place} again, whole")
+                    self._on_event("accounting_copied", f"to {self._place} again, whole")
                 while self._waiting:
                     several = self._waiting[:_MOST_TRANSACTIONS]
                     number = await worker.call("apply", self._copied + 1, several, timeout_s=_CALL_S)
@@ -114,7 +114,7 @@ class AccountingReplica:
                     raise worker.died.result()
             except (HeadwayError, OSError) as error:
                 self._synchronised = False
-                self._on_event("books_copy_lost", f"{self._place}: {error}; the run goes on without it meanwhile")
+                self._on_event("accounting_copy_lost", f"{self._place}: {error}; the run goes on without it meanwhile")
                 await self._note_copied(self._copied)
                 if worker is not None:
                     worker.kill()

@@ -68,7 +68,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
             str(self.balance): self.balance not in ("matched", "unknown"),
             "Budget broken": self.staleness_within_budget is False,
             "Not learning": self.learning in ("worse", "no measurable change"),
-            "Rollouts not accounted for": self.accounting_text.startswith("NOT BALANCED"),
+            "Rollouts not accounted for": self.accounting_text.startswith("NO:"),
             "Rollouts that failed": bool(self.failures)
             or self.untrained_reason == "too_few_valid"
             or self.learning_text.startswith(_NOT_MEASURED),
@@ -240,8 +240,8 @@ def _accounting_text(lines: Sequence[LedgerLine], summary: RunSummary) -> str:
     if accounting is None:
         return f"Not closed yet (the run goes on, or was killed). Rollouts so far: {endings}."
     if summary.accounting_balanced:
-        return f"Balanced: every rollout is open at the end or ended exactly once: {endings}."
-    return f"NOT BALANCED: {accounting.detail or 'a rollout is missing or ended twice'}. Endings: {endings}."
+        return f"Yes: every rollout is open at the end or ended exactly once: {endings}."
+    return f"NO: {accounting.detail or 'a rollout is missing or ended twice'}. Endings: {endings}."
 
 
 def _failures_text(failures: dict[str, int], summary: RunSummary) -> str:

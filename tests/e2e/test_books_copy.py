@@ -61,12 +61,12 @@ def test_lost_copy_is_reported_and_made_anew_while_the_run_goes_on(inputs: Any, 
     with tiny_run.headway("train", config, "--quiet", run=run) as command:
         command.until(lambda: len(tiny_run.steps_of(run)) >= 2, "two steps")
         os.kill(int((copy / "lock").read_text()), signal.SIGKILL)
-        command.until(lambda: tiny_run.events_of(run, "books_copied"), "the new copy")
+        command.until(lambda: tiny_run.events_of(run, "accounting_copied"), "the new copy")
         steps = len(tiny_run.steps_of(run))
         command.until(lambda: len(tiny_run.steps_of(run)) >= steps + 2, "two more steps")
         command.process.send_signal(signal.SIGTERM)
         assert command.wait() == 130, command.output
-    assert len(tiny_run.events_of(run, "books_copy_lost")) == 1
+    assert len(tiny_run.events_of(run, "accounting_copy_lost")) == 1
     before = tiny_run.audited(run)
     for file in run.glob("buffer.db*"):
         file.unlink()
@@ -121,7 +121,7 @@ def test_transactions_while_the_whole_books_are_sent_follow_them_once(
 
     asyncio.run(main())
     assert not events
-    assert not list(tmp_path.glob("books-copy-*"))
+    assert not list(tmp_path.glob("accounting-copy-*"))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a mount namespace needs root")

@@ -67,7 +67,7 @@ def test_commands_of_the_skill_work(tmp_path: Path) -> None:
     run = folder / "demo" / "runs" / "rl"
     assert (run / "report.html").is_file()
     assert (run / "best").is_dir()
-    assert "Is every rollout accounted for?  Balanced" in ended.stdout
+    assert "Is every rollout accounted for?  Yes: every" in ended.stdout
     assert "bound by" in ended.stdout
     assert re.findall(r"^steps +(\d+) in", ended.stdout, re.MULTILINE) == ["14", "16"]
 

@@ -115,7 +115,7 @@ def test_quickstart_in_short_outside_the_repository(headway: Path, tmp_path: Pat
     short = ("--sft.steps=5", "--run.steps=2", "--evaluation.test=never")
     said = run(headway, "quickstart", *short, cwd=tmp_path)
     assert "\n$ headway train runs/arithmetic-0/experiment.toml" in said
-    assert "Is every rollout accounted for?  Balanced" in said
+    assert "Is every rollout accounted for?  Yes: every" in said
     assert (tmp_path / "runs/arithmetic-0/rl/report.html").exists()
 
 

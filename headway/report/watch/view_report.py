@@ -25,7 +25,7 @@ from headway.report.tables import steps_time
 from headway.report.watch.watched_runs import WatchedRun, is_inside
 
 _MAX_ROWS = 200  # newest events and incidents in a table
-_BAD = ("NO,", "NOT BALANCED", "BUDGET BROKEN")
+_BAD = ("NO,", "NO:", "BUDGET BROKEN")
 _STATES = {
     "running": "running ({holder})",
     "finished": "finished",

@@ -113,11 +113,11 @@ class RolloutRecorder:
         previous = record.session()
         counted_rollouts = counted(self._share)
         if previous is not None:
-            then = counted(previous["share"]) - previous["books"]
+            then = counted(previous["share"]) - previous["counted"]
             if (lost := then - (self._rows - previous["rows"])) > 0:
                 detail = f"{lost} rollouts that had finished before this resume were not written yet, or not recorded"
                 self._on_event(EVENT_ROLLOUTS_LOST, detail, rollouts=lost)
-        metadata = {"share": self._share, "books": counted_rollouts, "rows": self._rows}
+        metadata = {"share": self._share, "counted": counted_rollouts, "rows": self._rows}
         self._finished = SegmentWriter(
             self._folder / "finished", FINISHED, first=self._rows, metadata=metadata, **self._limits
         )

@@ -22,8 +22,8 @@ from tests.unit.docs.test_docs_names import ROOT, anchors, prose
 PAGE = ROOT / "docs" / "troubleshooting.md"
 CODE = {file: file.read_text(encoding="utf-8") for file in sorted((ROOT / "headway").rglob("*.py"))}
 ROLES = (
-    "trainer", "generator", "verifier", "environment", "controller", "pictures", "mirror-b", "files-b", "books-copy",
-    "agents",
+    "trainer", "generator", "verifier", "environment", "controller", "pictures", "mirror-b", "files-b",
+    "accounting-copy", "agents",
 )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def test_addresses_are_those_of_headings() -> None:
     assert {troubleshooting(title).partition("#")[2] for title in titles} == anchors(PAGE)
     assert len({title.lower() for title in titles}) == len(titles)
     assert stall_page("verifier.score") == "docs/troubleshooting.md#stall-verifier"
-    assert stall_page("books-copy.apply").endswith("#stall-books")
+    assert stall_page("accounting-copy.apply").endswith("#stall-accounting")
 
 
 @pytest.mark.parametrize("kind", sorted(kinds_of_waits() | {f"{role}.call" for role in ROLES}))
@@ -88,7 +88,7 @@ def test_every_stall_has_a_section(kind: str) -> None:
 def test_roles_are_those_of_the_workers() -> None:
     """A worker under another name needs a section of its own; those of `sft` and `check` are watched by nobody."""
     named = set(re.findall(r"WorkerSpec\((?:[^()]|\([^()]*\))*?name=f?\"([a-z]+)", "\n".join(CODE.values())))
-    assert {"environment", "controller", "mirror", "books", "files"} <= named
+    assert {"environment", "controller", "mirror", "accounting", "files"} <= named
     assert named - {role.partition("-")[0] for role in ROLES} == {"sft", "check"}
 
 

@@ -127,7 +127,7 @@ def test_the_public_door_opens_without_torch_and_names_everything():
 
 
 # Falls with every change that needs less; 46,000 is the aim. What it may grow by is named by the budget of a feature.
-BUDGETS = {"old public names raise an error with the new one; longer names wrap": 36}  # feature -> lines
+BUDGETS = {"old public names raise an error with the new one; longer names wrap": 39}  # feature -> lines
 MOST_LINES = 79_316 + sum(BUDGETS.values())
 
 

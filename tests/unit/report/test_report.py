@@ -200,13 +200,13 @@ def test_a_skipped_step_trained_nothing() -> None:
 
 def test_books_and_failures() -> None:
     lines = synthetic_lines(5)
-    assert judged(lines, 4).accounting_text.startswith("Balanced: every rollout")
+    assert judged(lines, 4).accounting_text.startswith("Yes: every rollout")
     assert judged(lines, 4).failures_text == "Nothing."
     unbalanced = [
         *lines[:-2],
         EventRecord(event="accounting", detail="rollout 3-1 ended twice", data={"balanced": 0}),
     ]
-    assert judged(unbalanced, 4).accounting_text.startswith("NOT BALANCED: rollout 3-1 ended twice")
+    assert judged(unbalanced, 4).accounting_text.startswith("NO: rollout 3-1 ended twice")
     failing = [step_record(0, failures={"reward": 2, "engine": 1}, endings={"trained": 61, "failed": 3})]
     verdict = judged(failing, 4)
     assert verdict.failures == {"reward": 2, "engine": 1}

@@ -80,7 +80,7 @@ def test_a_page_has_the_facts_of_the_report(name: str, tmp_path: Path, capsys: p
 
 def test_a_page_has_verdict_evaluations_and_histograms(page: Path) -> None:
     text = words(page)
-    for said in ("Generation-bound", "Within budget", "Yes: solve rate", "Balanced: every rollout", "Nothing."):
+    for said in ("Generation-bound", "Within budget", "Yes: solve rate", "Yes: every rollout", "Nothing."):
         assert said in text
     for title in ("Evaluations", "Groups by share solved", "Staleness, whole run", "Events"):
         assert title in text

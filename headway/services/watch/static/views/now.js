@@ -98,7 +98,7 @@ export async function show(root, params, context) {
   }
 
   function waits() {
-    const words = { trainer: "The trainer waits for samples", generator: "The generator has nothing to do", yielded: "The generator's devices are yielded" };
+    const words = { trainer: "The trainer waits for samples", generator: "The generator has nothing to do", yielded: "The trainer computes on the generator's devices" };
     return el("dl", { class: "waits" }, Object.entries(words).filter(([name]) => name !== "yielded" || now.waits?.yielded).map(([name, text]) => [
       el("dt", {}, text), el("dd", {}, bar(now.waits?.[name], `${text}: ${percent(now.waits?.[name])} of the time`,
         name === "trainer" ? "--c1" : name === "generator" ? "--c2" : "--c8"), el("span", {}, percent(now.waits?.[name])))]));
