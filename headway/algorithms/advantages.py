@@ -149,7 +149,8 @@ def advantages_of(rule: Hook, rewards_g: FloatArray) -> FloatArray:
 
 
 def finite_numbers(rule: Hook, result: object, rewards_g: FloatArray) -> FloatArray:
-    """Convert a hook's result on ``rewards_g`` [G] to numbers [G]. Raises HookFailed unless all are finite."""
+    """Convert a hook's result on ``rewards_g`` [G] to numbers [G]. Raises HookFailed unless it is one finite
+    number for each."""
     try:
         found_g = np.asarray(result, dtype=np.float64)
     except (TypeError, ValueError):

@@ -70,7 +70,7 @@ class GroupBuffer:
     Invariants: at most ``capacity_groups`` groups have not ended, and finishing never blocks; every method is one
     atomic transaction that survives kill -9 of the process once it returned (an admission once any group's next
     transition did, else its index and task are used again); a finished group is trained exactly once in the surviving
-    history or ends with a reason; payloads stay until ``release_covered``, when a kept checkpoint includes them.
+    history or ends with a reason; payloads stay until ``release_covered``, when the oldest kept checkpoint has them.
 
     Example, one group a step: ``admit(g0); finish_group(f0); commit_batch(Batch(step=0, groups=(0,)))``, kill
     -9, open again: ``pending_batch`` is step 0 with g0; train it; ``complete_step(0, "trained")``. A call costs one

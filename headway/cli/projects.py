@@ -105,7 +105,9 @@ def new(
 
 
 def write_files(template: str, folder: Path, substitutions: Mapping[str, str] | None = None) -> None:
-    """Copy a template's files atomically to ``folder``, which must not exist or be empty.
+    """Copy a template's files to ``folder``, which must be empty or not exist.
+
+    All files are staged first. A new folder appears in one rename; an existing one gets its files one by one.
 
     ``substitutions``: replacements, by the text that they replace, in contents and names of files. Raises
     ConfigurationError for a folder that isn't empty, or can't be written.

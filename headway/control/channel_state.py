@@ -69,7 +69,7 @@ class ChannelState:
     """The items of a channel, first in, first out, and the producers and consumers that wait.
 
     An item is *waiting* with its producer while there is no capacity, then *in* the channel, then *got* by a consumer,
-    until its call ends (`acknowledge`) or it dies (`bring_back`: the item is the channel's first again). Items
+    until its call ends (`acknowledge`) or it dies (`redeliver`: the item is the channel's first again). Items
     go to the oldest request, or with ``balance`` to the consumer they are assigned to when they come in. A request for
     a weight collects items as they come, so any capacity of at least one item will do.
 

@@ -116,7 +116,7 @@ def divergent_layer(got: np.ndarray, expected: np.ndarray, precision: str) -> st
 
 
 class Disagreement(NamedTuple):
-    """Result of the agreement check: the largest difference of each pair of passes in nats, and a description."""
+    """Result of the agreement check: the largest difference of each pair of passes in nats, and what disagrees."""
 
     largest: dict[str, float]
     wrong: str  # "": all agree

@@ -269,7 +269,7 @@ def _waiting(wait: Wait | None) -> str:
 
 
 class StallTracker:
-    """Decides when a stall is reported and when it is over: after ``confirmations`` checks with or without it."""
+    """Decides when a stall is reported and when it is over: after ``confirmations`` in a row with or without."""
 
     def __init__(self, limits: StallLimits) -> None:
         self._limits = limits

@@ -111,7 +111,7 @@ class DeviceLocks:
         return self._lock.holds(name)
 
     async def acquire(self, name: str, timeout_s: float | None = None, *, load: bool = True) -> None:
-        """Wait for a participant's devices, once its input is there, and load it; without ``load`` the caller loads it.
+        """Wait for the devices of a participant whose input is there, and load it; without ``load`` the caller does.
         Raises DeviceBusy, which names the holder, after ``timeout_s``; and any error of its ``onload``."""
         if self._failed is not None:
             raise self._failed

@@ -16,7 +16,7 @@ Generated = tuple[Group, tuple[Rollout, ...]]
 
 
 class DispatchLoop:
-    """Opens groups while admission (rule 1) allows it and generation slots are free.
+    """Opens groups while admission (rule 1) allows it and the group fits the concurrency of rollouts.
 
     Consumes: admission credit (control), tasks and group sizes (task selection), concurrency.
     Waits for: a change of the shared state.

@@ -151,7 +151,7 @@ class TrainLoop:
                 await changed.wait(mark)
 
     def _due(self, part: NextPart) -> bool:
-        """Whether the run is over or a batch can be formed."""
+        """Whether the run is over, a batch can be formed, or a group is overdue."""
         return bool(self._end_reason()) or self._run.state.selectable.due(self._run.state.version, part)
 
     def _end(self, index: int, ending: Ending, reason: str) -> None:

@@ -132,8 +132,8 @@ class WeightsMismatch(HeadwayError):
 
 
 class EnginesDisagree(ConfigurationError):
-    """Trainer and engine compute different log-probabilities of the same tokens; names the first layer whose output
-    differs, where that can be determined."""
+    """Trainer and engine compute different log-probabilities of the same tokens; names the layer at
+    which their hidden states diverge, where that can be determined."""
 
     page = "docs/troubleshooting.md#trainer-and-engine-disagree"
 

@@ -175,7 +175,7 @@ class RunPlacement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mode(self) -> Mode:
-        """temporal: generator and trainer take turns on the same devices; spatial: each has its own; hybrid: both."""
+        """temporal: generator and trainer take turns on the same devices; spatial: none is shared; hybrid: some are."""
         if set(self.generator) == set(self.trainer):
             return "temporal"
         return "hybrid" if set(self.generator) & set(self.trainer) else "spatial"

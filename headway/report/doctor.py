@@ -121,8 +121,8 @@ def costs_of(
     per_replica: int = 1,
     trainer_devices: int | None = None,
 ) -> DeviceCosts:
-    """Compute the device-hours of all steps, and the lost ones by cause. ``trainer_devices``: devices of the trainer,
-    by default one for each rank."""
+    """Compute the device-hours of all steps, and the lost ones by cause. ``per_replica``: devices of a replica;
+    ``trainer_devices``: devices of the trainer, by default one for each rank."""
     generator, ranks = experiment.generator.devices, experiment.trainer.devices
     replicas = {parse_device(name) for name in generator}
     trainer = len(ranks) if trainer_devices is None else trainer_devices

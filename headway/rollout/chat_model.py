@@ -54,9 +54,9 @@ class _Unrecoverable(Exception):
 class ChatModel:
     """A model behind a chat completions endpoint, asked with retries.
 
-    A refused connection, a timeout, an overloaded or broken server and an answer that its reader can't use are retried
-    ``retries`` times, with waits that double from ``retry_s``. Half of each wait is random, so that clients that failed
-    together don't return together.
+    No connection, a reply cut off or no JSON, a timeout, an overloaded or broken server and an answer that its reader
+    can't use are retried ``retries`` times, with waits that double from ``retry_s``. Half of each wait is random:
+    clients that failed together don't return together.
     """
 
     url: str  # .../chat/completions

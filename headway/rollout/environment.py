@@ -294,7 +294,7 @@ class Environment:
                     text, well = await call_tool(self.offered, call.name, call.arguments, episode, self.tool_calls)
             finally:
                 episode.note_tool(ToolTimes(name=name, start_s=started_s, end_s=now(), error=not well))
-            episode.add_tool_result(call, self.short_path(text))
+            episode.add_tool_result(call, self.shortened(text))
         if not answer.calls and self.offered and _UNREAD in answer.text and not answer.cut:
             episode.add_message('error: a call must be valid JSON: {"name": ..., "arguments": {...}}')
             return True
@@ -308,7 +308,7 @@ class Environment:
     longest_result_characters = 8000  # of a tool
     reply_timeout_s = 300.0  # of a reply, or a score
 
-    def short_path(self, text: str) -> str:
+    def shortened(self, text: str) -> str:
         """Return a tool's result cut to its limit: its beginning and its end."""
         limit = self.longest_result_characters
         if len(text) <= limit:

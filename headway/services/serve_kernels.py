@@ -117,7 +117,7 @@ def make_evaluator(settings: KernelSettings, devices: DeviceTable | None = None)
 
     devices = devices or DeviceTable.of_cores(list(settings.core_sets()))
     default_timing = TimingSettings()
-    wider = (default_timing.most_s / settings.timing_s) ** 0.5  # the error of a mean grows as 1 / sqrt(time)
+    wider = (default_timing.most_s / settings.timing_s) ** 0.5  # less time, wider: as 1 / sqrt(time)
     timing = TimingSettings(
         most_s=settings.timing_s, width=default_timing.width * wider, refused_width=default_timing.refused_width * wider
     )

@@ -2,5 +2,5 @@
 
 The package owns the conversion of conversations and tool calls to tokens and the parsing of sampled tokens. It may
 import records, config, runtime and telemetry, and never torch or transformers. Begin reading with ``tokenizer.py``,
-then ``chat_template.py`` and ``continuing.py``.
+then ``chat_template.py`` and ``continuation.py``.
 """

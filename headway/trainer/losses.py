@@ -195,9 +195,9 @@ def _weighted_gradient(terms: TokenTerms, cap: float | None) -> TokenLoss:
 
 def dro(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
     """Direct Reward Optimisation (2024, arXiv:2405.19107) per token, as in Tinker: ``-A log pi_theta + beta / 2
-    (log u)^2``, u = pi_theta / pi_behav. The paper and Kimi k1.5 (2025) square the log ratio of a complete response. It
-    has no importance weight and no clip; the square keeps all tokens, also those without an advantage, close to the
-    policy that sampled them."""
+    (log u)^2``, u = pi_theta / pi_behav. The paper and Kimi k1.5 (2025) square the log ratio of a complete response.
+    This loss has no importance weight and no clip; the square keeps all tokens, also those without an advantage, close
+    to the policy that sampled them."""
     log_ratio_m = terms.logprobs_m - terms.behaviour_m
     loss_m = 0.5 * settings.beta * log_ratio_m.square() - terms.advantages_m * terms.logprobs_m
     return TokenLoss(loss_m=loss_m, clipped_m=torch.zeros_like(loss_m, dtype=torch.bool))

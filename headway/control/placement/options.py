@@ -25,7 +25,7 @@ class Option(NamedTuple):
 
 
 class Frontier(NamedTuple):
-    """A Pareto frontier: options sorted by seconds, each of which needs less than all faster ones.
+    """A Pareto frontier: options sorted by seconds, none of which needs as much of every class as a faster one.
 
     ``shares`` is the least share of the pool (`OptionTable.share`) among the options up to each, negated.
     """

@@ -17,14 +17,14 @@ Each decision reads the records since the last one and takes the first of these 
    neighbouring settings, with a generator a tenth slower than measured: the reserve against bursts. The best one is
    taken if it gains enough; the required gain doubles with every reversal of a knob in this regime. While nothing is
    found, searches become rarer, half of the verifier workers are stopped where they hardly score, and, once a regime,
-   another split of the devices is *recommended* where it would amortize (``replan``). With ``control.devices = "move"``
-   the run changes to it before any knob: knobs depend on the placement, and are searched again after it.
+   another split of the devices is *recommended* where it would amortize (``switch_cost``). With ``control.devices =
+   "move"`` the run changes to it before any knob: knobs depend on the placement, and are searched again after it.
 
 A search that finds nothing after ``WINDOW`` records of one setting *settles* the plan: these records are the reference,
 and nothing is searched or changed until the last few steps, or the last ``SLOWLY`` where the change was gradual, differ
 from them significantly, in the queue's parameters or in the trainer's wait for groups: that is a drift.
 
-A change must amortize within the remaining steps, the cost of the switch included (``replan``): near its end a run
+A change must amortize within the remaining steps, the cost of the switch included (``switch_cost``): near its end a run
 keeps its knobs. Guards apply to any prediction: while the trainer starves for lack of groups no load is removed
 (open groups, concurrent rollouts, replicas that generate, verifier workers), while finished groups pile up none is
 added, and no knob returns to a value at which the trainer starved. The publish interval is no load: the guards don't
@@ -259,7 +259,7 @@ def _allowed(
 def _measure_effect(
     state: ControllerState, window: Sequence[StepRecord], evidence: ControllerEvidence, limits: ControlLimits
 ) -> Decision | None:
-    """Report the effect of the last change once it is measurable; revert it when it is worse than predicted."""
+    """Report the effect of the last change once it is measurable; revert it when the rate fell by more than noise."""
     trial = state.trial
     if trial is None:
         return None

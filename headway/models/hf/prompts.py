@@ -49,31 +49,31 @@ class PictureClient:
                 "started": RunDirectory(run).started().isoformat(),
             },
             device=every_core(),
-            preload=VERIFIER_CODE,  # the verifiers' server: another would take trainer memory
+            preload=VERIFIER_CODE,  # the verifiers' fork server: at most two exist
             log_path=logs / "pictures.log" if logs.is_dir() else None,
         )
         self.compared: list[Task] = []  # trainer and engines are compared on the first one whose prompt can be made
         self._slot = WorkerSlot(spec, launcher, clock, on_event)
         self._store = PixelStore(folder)
-        self._evaluation_prompts: dict[str, tuple[Task, Any, int]] = {}  # by task id; no group in the buffer names them
+        self._held_prompts: dict[str, tuple[Task, Any, int]] = {}  # by task id; no group in the buffer names them
         self._process_lock = asyncio.Lock()  # one prompt at a time, so that the prompt that kills the process is known
-        self._evaluation_lock = asyncio.Lock()  # one evaluation's prompt at a time: a group waits for at most one
+        self._hold_lock = asyncio.Lock()  # one held prompt at a time: a group waits for at most one
         self._next_group_pixels = ""  # digest of the group that opens next
         self._unneeded: dict[str, int] = {}  # arrays that were unneeded at the last `remove_unneeded`
 
-    async def prompt(self, task: Task, *, for_evaluation: bool) -> tuple[Task, Any, int]:
+    async def prompt(self, task: Task, *, hold: bool) -> tuple[Task, Any, int]:
         """The task with the content hash of its pixel arrays, its token ids, and the arrays' size in bytes. If the
-        prompt can't be made, or kills the process twice, the task has `unshown`, and no ids. ``for_evaluation``: the
-        prompt is made once, and its arrays stay until the run's end. Raises the process's errors while it starts, and
-        HeadwayError on a full disk."""
-        if not for_evaluation:
+        prompt can't be made, or kills the process twice, the task has `unshown`, and no ids. ``hold``: the
+        prompt, an evaluation's or the agreement check's, is made once, and its arrays stay until the run's end. Raises
+        the process's errors while it starts, and HeadwayError on a full disk."""
+        if not hold:
             made = await self._request_prompt(task)
             self._next_group_pixels = made[0].pixels
             return made
-        async with self._evaluation_lock:
-            made = self._evaluation_prompts.get(task.task_id) or await self._request_prompt(task)
+        async with self._hold_lock:
+            made = self._held_prompts.get(task.task_id) or await self._request_prompt(task)
             if made[0].pixels:
-                self._evaluation_prompts[task.task_id] = made
+                self._held_prompts[task.task_id] = made
         return made
 
     async def _request_prompt(self, task: Task) -> tuple[Task, Any, int]:
@@ -100,7 +100,7 @@ class PictureClient:
         """Delete the arrays that are unneeded now and were at the last call, and that weren't written in between.
         ``needed``: digests of groups in the buffer."""
         stored = self._store.stored()
-        kept = needed | {task.pixels for task, _, _ in self._evaluation_prompts.values()} | {self._next_group_pixels}
+        kept = needed | {task.pixels for task, _, _ in self._held_prompts.values()} | {self._next_group_pixels}
         unneeded = {digest: written_ns for digest, written_ns in stored.items() if digest not in kept}
         for digest, written_ns in unneeded.items() & self._unneeded.items():
             self._store.remove(digest, written_ns)
@@ -138,11 +138,11 @@ class PromptMaker:
 
     async def make(self, task: Task) -> dict[str, Any]:
         """The fields ``task`` and ``prompt_ids`` of a group outside of the buffer. Raises as `PictureClient.prompt`."""
-        return await self._make(task, for_evaluation=True) if task.pictures else self.of(task)
+        return await self._make(task, hold=True) if task.pictures else self.of(task)
 
     async def prepare(self, task: Task) -> None:
         """Make the next group's task ``ready``. Raises as `PictureClient.prompt` does."""
-        self._prepared = {task.task_id: await self._make(task, for_evaluation=False)}
+        self._prepared = {task.task_id: await self._make(task, hold=False)}
 
     def of(self, task: Task) -> dict[str, Any]:
         """The fields of a group whose task is ``ready``."""
@@ -150,7 +150,7 @@ class PromptMaker:
             return self._prepared.pop(task.task_id)
         return {"task": task, "prompt_ids": self._tokenizer.render(task.content, self._template)}
 
-    async def _make(self, task: Task, *, for_evaluation: bool) -> dict[str, Any]:
+    async def _make(self, task: Task, *, hold: bool) -> dict[str, Any]:
         assert self.pictures is not None, "there is a process where a task has pictures"
-        made, ids, _ = await self.pictures.prompt(task, for_evaluation=for_evaluation)
+        made, ids, _ = await self.pictures.prompt(task, hold=hold)
         return {"task": made, "prompt_ids": ids}

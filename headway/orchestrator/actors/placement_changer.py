@@ -48,7 +48,7 @@ def actions_between(current: RunPlacement, target: RunPlacement) -> list[MoveAct
     removed = tuple(device for device in current.generator if device not in target.generator)
     added = tuple(device for device in target.generator if device not in current.generator)
     trainer_changes = current.trainer != target.trainer
-    freed_by_trainer = set(current.trainer) - set(target.trainer)  # until the trainer has stopped
+    freed_by_trainer = set(current.trainer) - set(target.trainer)  # once it has stopped
     early = tuple(device for device in added if device not in freed_by_trainer)
     late = tuple(device for device in added if device in freed_by_trainer)
     stop = [MoveAction("stop", current.trainer)] if trainer_changes else []

@@ -59,7 +59,7 @@ class FilesLauncher:
             places = await asyncio.shield(self._compared[node])
         except TimeoutError as late:  # a disk there hangs
             raise WorkerDied(spec.name, f"could not be started on node {name}: {late}") from None
-        return await self._nodes.start(dataclasses.replace(spec, arguments=_with_local_paths(spec.arguments, places)))
+        return await self._nodes.start(dataclasses.replace(spec, arguments=_with_node_paths(spec.arguments, places)))
 
     async def _compare(self, node: str) -> dict[str, str]:
         """Locate the folders on ``node``, by their paths here."""
@@ -123,10 +123,10 @@ def _difference(local: dict[str, str], remote: dict[str, str]) -> str:
     return ""
 
 
-def _with_local_paths(value: Any, places: Mapping[str, str]) -> Any:
+def _with_node_paths(value: Any, places: Mapping[str, str]) -> Any:
     """Return the arguments with the paths that the folders have on a node."""
     if isinstance(value, str):
         return places.get(value, value)
     if isinstance(value, dict):
-        return {key: _with_local_paths(inner, places) for key, inner in value.items()}
+        return {key: _with_node_paths(inner, places) for key, inner in value.items()}
     return value

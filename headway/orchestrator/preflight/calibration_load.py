@@ -44,7 +44,7 @@ class CalibrationLoad:
         self.limit = 0
         self.ended: list[int] = []  # tokens of responses that ended
         self.cut: list[int] = []  # ... and of those that were cut off
-        self.groups: list[tuple[int, ...]] = []  # lengths of the members of groups that ended and were verified
+        self.groups: list[tuple[int, ...]] = []  # lengths of the members of groups that ended whole and verified
         self.accepted = 0  # of them, trainable
         self.responses: list[Rollout] = []  # some that ended, for batches to be made of
         self.tasks: dict[int, Task] = {}  # group -> its task, of those responses

@@ -20,7 +20,7 @@ async def pictured_prompt(experiment: Experiment, pictures: PictureClient | None
     if pictures is None or not experiment.generator.probe_every_updates:
         return (), ""
     for task in pictures.compared:
-        made, ids, _ = await pictures.prompt(task, for_evaluation=True)
+        made, ids, _ = await pictures.prompt(task, hold=True)
         if 0 < len(ids) <= experiment.rollout.max_prompt_tokens:
             return tuple(ids), made.pixels
     return (), ""

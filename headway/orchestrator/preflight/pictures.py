@@ -62,6 +62,6 @@ async def _make_prompts(experiment: Experiment, tasks: Sequence[Task]) -> list[t
     pictures = PictureClient(LocalLauncher(clock := RealClock()), clock, experiment)
     try:
         async with asyncio.timeout(_LIMIT_S):
-            return [await pictures.prompt(task, for_evaluation=False) for task in tasks]
+            return [await pictures.prompt(task, hold=False) for task in tasks]
     finally:
         await pictures.stop()

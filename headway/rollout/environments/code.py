@@ -178,7 +178,7 @@ class Code(Environment):
             return None
         state["feedback"] = state.get("feedback", 0) + 1
         reports = [self._test_report(i, test, run) for i, (test, run) in enumerate(zip(public, runs, strict=True))]
-        return self.short_path("\n\n".join(text for text in reports if text))
+        return self.shortened("\n\n".join(text for text in reports if text))
 
     def _test_report(self, index: int, test: CodeTest, run: ProgramResult) -> str:
         if run.outcome == "passed":

@@ -100,7 +100,7 @@ class Kernel(Environment):
         elif len(judged) >= self._turns:
             episode.end("turns")
         else:
-            episode.add_message(self.short_path(text))
+            episode.add_message(self.shortened(text))
 
     async def score(self, episode: Episode) -> dict[str, Any]:
         judged: list[dict[str, Any]] = episode.state.get("judged", [])

@@ -79,8 +79,8 @@ class NodeProcess:
 class Node:
     """A node that has joined.
 
-    Lifecycle: *joined* -> *lost* (no heartbeat for ``orphan_s``, or its connection broke) or *left* (the run ended it).
-    Its processes have ended then, by their own clocks at the latest.
+    Lifecycle: *joined* -> *lost* (no heartbeat for ``orphan_s``, or its connection broke) or *left* (the run, or a
+    check of it, is over). Its processes have ended then, by their own clocks at the latest.
     """
 
     def __init__(self, sock: socket.socket, name: str, peer: str, clock: Clock, on_lost: Callable[[Node, str], None]):
@@ -166,8 +166,8 @@ class Node:
             await self.call("kill", pid)
 
     async def leave(self, over: bool = True) -> None:
-        """Notify the agent that the run is ``over``, or only a check of it. An agent that can't be reached ends by its
-        own clock."""
+        """Notify the agent that the run is ``over``, or only a check of it. The processes of an agent that
+        can't be reached end by their own clocks."""
         if self.reachable:
             with contextlib.suppress(NodeLost, RemoteError, TimeoutError):
                 await self.call("end", over)

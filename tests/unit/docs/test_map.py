@@ -33,6 +33,10 @@ def test_an_init_says_what_its_package_owns_and_imports_nothing():
         tree = ast.parse(file.read_text(encoding="utf-8"))
         assert ast.get_docstring(tree), f"{file}: a paragraph is missing"
         assert file.parent.name == "headway" or len(tree.body) == 1, f"{file} holds more than a docstring"
+        named = re.findall(r"`([\w/]+\.py)", ast.get_docstring(tree) or "")
+        assert [
+            name for name in named if not any((root / name).is_file() for root in (file.parent, ROOT / "headway"))
+        ] == []
 
 
 def test_nothing_named_is_missing():

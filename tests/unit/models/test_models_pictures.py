@@ -320,7 +320,7 @@ def test_pixel_arrays_go_when_nobody_has_needed_them_twice(tmp_path: Path) -> No
     nothing: Any = SimpleNamespace(now=lambda: 0.0)
     pictures, store = PictureClient(nothing, nothing, experiment), PixelStore(tmp_path / FOLDER)
     a, b, c, d, e = (store.write({"pixels": np.full(3, value, np.float32)}) for value in range(5))
-    pictures._evaluation_prompts["t"] = (Task(task_id="t", prompt="?", pixels=c), (), 0)
+    pictures._held_prompts["t"] = (Task(task_id="t", prompt="?", pixels=c), (), 0)
     pictures._next_group_pixels = e
     pictures.remove_unneeded({a})
     os.utime(tmp_path / FOLDER / f"{d}.safetensors", ns=(1, 1))  # it was asked for again

@@ -198,7 +198,7 @@ def test_check_ends_and_says_what_would_fail(monkeypatch: pytest.MonkeyPatch, tm
     class Tried:
         def __init__(self, *given: object) -> None: ...
 
-        async def prompt(self, task: Task, *, for_evaluation: bool) -> tuple[Task, Any, int]:
+        async def prompt(self, task: Task, *, hold: bool) -> tuple[Task, Any, int]:
             await asyncio.sleep(3600 if task.task_id == "slow" else 0)
             tokens, size = made.get(task.task_id, (0, 0))
             unshown = "" if tokens else f"{task.task_id} can't be read"
