@@ -130,7 +130,7 @@ def published(arguments: argparse.Namespace) -> Report:
     for row in rows:
         beyond = "" if row.deviation is None else f", {row.deviation:.2f} beyond the range"
         mark = "holds" if row.holds else "DOES NOT HOLD"
-        print(f"published: {row.name}: {mark}{beyond}\n    published: {row.published}\n    found:     {row.found}")
+        print(f"published: {row.name}: {mark}{beyond}\n    published: {row.published}\n    found:     {row.computed}")
     deviate = [row.name for row in rows if (row.deviation or 0.0) > DEVIATES]
     return {"findings": len(rows), "findings_hold": sum(row.holds for row in rows), "findings_deviate": deviate}
 

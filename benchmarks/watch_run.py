@@ -223,7 +223,7 @@ class RecordWriter:
             mask[20:30] = False
         failed = kind > 0.99
         solved = not failed and luck < 0.3 + 0.5 * group / self._groups
-        pruned = Pruned(pruner="loops", why="it repeats itself", at_tokens=len(ids)) if 0.98 < kind < 0.985 else None
+        pruned = Pruned(pruner="loops", reason="it repeats itself", at_tokens=len(ids)) if 0.98 < kind < 0.985 else None
         return Rollout(
             group=group,
             member=member,
@@ -238,8 +238,8 @@ class RecordWriter:
             verdict={"ended": "answered", "score": round(luck, 2)} if tools else {},
             failure=Failure(boundary=("environment", "sandbox", "reward")[group % 3], cause="the tool has timed out",
                             infrastructure=True) if failed else None,
-            left="pruned" if pruned else None,
-            left_reason="loops" if pruned else "",
+            removal="pruned" if pruned else None,
+            removal_reason="loops" if pruned else "",
             pruned=pruned,
             turns=2 if tools else 1,
             turn_ends=(20, len(ids)) if tools else (),

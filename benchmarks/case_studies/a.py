@@ -57,7 +57,7 @@ def identities() -> list[Figure]:
 
     def worst(what: str, pairs: list[tuple[float, float]], unit: str, note: str) -> None:
         published, computed = max(pairs, key=lambda pair: abs(pair[1] / pair[0] - 1))
-        found.append(Figure(what=what, published=published, found=computed, label="identity", unit=unit, note=note))
+        found.append(Figure(name=what, published=published, computed=computed, label="identity", unit=unit, note=note))
 
     rows = list(zip(A_COSTS, A_STEPS, strict=True))
     costs = [(cost[0], step[3] / 3600 * A_DOLLARS_PER_HOUR) for cost, step in rows]
@@ -74,10 +74,10 @@ def identities() -> list[Figure]:
     worst("Tinker's price of a step (worst of 10)", tinker, "$", "list prices x lengths")
     hourly = 256 * DOLLARS_PER_GPU_HOUR
     found.append(
-        Figure(what="dollars per hour", published=A_DOLLARS_PER_HOUR, found=hourly, label="identity", unit="$")
+        Figure(name="dollars per hour", published=A_DOLLARS_PER_HOUR, computed=hourly, label="identity", unit="$")
     )
     found.append(
-        Figure(what="trainer waits", published=WAIT, found=1 - DELIVERED / CONSUMPTION, label="identity",
+        Figure(name="trainer waits", published=WAIT, computed=1 - DELIVERED / CONSUMPTION, label="identity",
                note="1 - delivered / consumption")
     )  # fmt: skip
     return found
@@ -86,9 +86,9 @@ def identities() -> list[Figure]:
 def step_figures(runs: Sequence[CaseRun]) -> list[Figure]:
     return [
         Figure(
-            what=f"rollout time, step {step}",
+            name=f"rollout time, step {step}",
             published=A_STEPS[step][3],
-            found=run.mean_step_s(),
+            computed=run.mean_step_s(),
             label="fitted" if step in FITTED_STEPS else "predicted",
             unit="s",
         )
@@ -99,10 +99,10 @@ def step_figures(runs: Sequence[CaseRun]) -> list[Figure]:
 def predicted_rates(run: CaseRun) -> list[Figure]:
     """``run``: at the mean lengths."""
     return [
-        Figure(what="MFU while computing", published=MFU, found=run.mfu_compute, label="fitted"),
-        Figure(what="consumption", published=CONSUMPTION, found=run.consumption_per_s,
+        Figure(name="MFU while computing", published=MFU, computed=run.mfu_compute, label="fitted"),
+        Figure(name="consumption", published=CONSUMPTION, computed=run.consumption_per_s,
                label="identity", unit="samples/s", note="the MFU, the lengths and the chip's FLOP/s"),
-        Figure(what="delivered", published=DELIVERED, found=run.samples_per_s, label="contradictory",
+        Figure(name="delivered", published=DELIVERED, computed=run.samples_per_s, label="contradictory",
                unit="samples/s", note="the step table alone says 512 / 576 s = 0.89"),
     ]  # fmt: skip
 

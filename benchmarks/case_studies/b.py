@@ -37,8 +37,8 @@ def section() -> tuple[str, list[Figure]]:
     run = simulate_run(fraction)
     ratio = run.consumption_per_s / run.samples_per_s
     figures = [
-        Figure(what="trainer waits", published=WAIT, found=run.trainer_wait, label="fitted"),
-        Figure(what="consumption / delivered", published=CONSUMED_TO_DELIVERED, found=ratio, label="contradictory",
+        Figure(name="trainer waits", published=WAIT, computed=run.trainer_wait, label="fitted"),
+        Figure(name="consumption / delivered", published=CONSUMED_TO_DELIVERED, computed=ratio, label="contradictory",
                note="1 / (1 - wait)"),
     ]  # fmt: skip
     early = [

@@ -82,9 +82,9 @@ def identities() -> list[Figure]:
     tinker = [(row[3], dollars(response, sequence)) for row, (response, sequence, _) in steps]
     published, computed = max(tinker, key=lambda pair: abs(pair[1] / pair[0] - 1))
     return [
-        Figure(what="dollars per hour", published=D_DOLLARS_PER_HOUR, found=96 * DOLLARS_PER_GPU_HOUR,
+        Figure(name="dollars per hour", published=D_DOLLARS_PER_HOUR, computed=96 * DOLLARS_PER_GPU_HOUR,
                label="identity", unit="$", note="96 GPUs"),
-        Figure(what="Tinker's price of a step (worst of 20)", published=published, found=computed, label="identity",
+        Figure(name="Tinker's price of a step (worst of 20)", published=published, computed=computed, label="identity",
                unit="$", note="list prices x lengths"),
     ]  # fmt: skip
 
@@ -102,13 +102,13 @@ def section() -> tuple[str, list[Figure]]:
     times = [[step.step_s for step in run.steps] for run in runs]  # of steps 1 to 19
     odd = mean_over(runs, 1)
     figures = [
-        Figure(what="mean rollout time, even steps", published=published_mean(0), found=mean_over(runs, 0),
+        Figure(name="mean rollout time, even steps", published=published_mean(0), computed=mean_over(runs, 0),
                label="fitted", unit="s"),
-        Figure(what="mean rollout time, odd steps", published=published_mean(1), found=odd, label="predicted",
+        Figure(name="mean rollout time, odd steps", published=published_mean(1), computed=odd, label="predicted",
                unit="s"),
-        Figure(what="trainer waits", published=WAIT, found=waits, label="fitted"),
+        Figure(name="trainer waits", published=WAIT, computed=waits, label="fitted"),
         *(
-            Figure(what=f"{SINGLE_STEP} {step}", published=D_STEPS[step][2], found=odd, label="predicted",
+            Figure(name=f"{SINGLE_STEP} {step}", published=D_STEPS[step][2], computed=odd, label="predicted",
                    unit="s", note="lengths say nothing: the mean")
             for step in range(1, 20, 2)
         ),

@@ -25,16 +25,16 @@ Label = Literal["given", "fitted", "identity", "predicted", "contradictory"]
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
     """One published figure and what the simulation, or arithmetic, says of it."""
 
-    what: str
+    name: str
     published: float
-    found: float
+    computed: float
     label: Label
     unit: str = ""
     note: str = ""
 
     @property
     def error(self) -> float:
-        return self.found / self.published - 1.0
+        return self.computed / self.published - 1.0
 
     @property
     def within(self) -> bool:
@@ -143,7 +143,7 @@ def figures_table(figures: Sequence[Figure]) -> str:
         note = f"; {figure.note}" if figure.note else ""
         unit = f" {figure.unit}" if figure.unit else ""
         lines.append(
-            f"| {figure.what} | {_number(figure.published)}{unit} | {_number(figure.found)}{unit} | "
+            f"| {figure.name} | {_number(figure.published)}{unit} | {_number(figure.computed)}{unit} | "
             f"*{figure.label}*{note} | {verdict} |"
         )
     return "\n".join(lines)

@@ -50,11 +50,11 @@ def _verdict(figures: list[Figure]) -> str:
     counts = Counter(figure.label for figure in figures)
     predicted = [figure for figure in figures if figure.label == "predicted"]
     worst = max(predicted, key=lambda figure: abs(figure.error))
-    distinct = [figure for figure in predicted if not figure.what.startswith(case_d.SINGLE_STEP)]
+    distinct = [figure for figure in predicted if not figure.name.startswith(case_d.SINGLE_STEP)]
     others = ", ".join(f"{counts[label]} {label}" for label in ("fitted", "identity", "contradictory"))
     return (
         f"**{sum(figure.within for figure in predicted)} of {len(predicted)} predicted figures are within "
-        f"{WITHIN:.0%}**; the worst is {worst.what} ({worst.error:+.1%}). Ten of them are run D's single steps, all "
+        f"{WITHIN:.0%}**; the worst is {worst.name} ({worst.error:+.1%}). Ten of them are run D's single steps, all "
         "predicted by one mean, because nothing reported tells them apart; without those it is "
         f"{sum(figure.within for figure in distinct)} of {len(distinct)}. Besides: {others}.\n"
     )

@@ -50,12 +50,12 @@ class Setting(NamedTuple):
     """A live run that is predicted. ``options``: beside ``COMMON``."""
 
     model: str  # "profiled", or another one
-    place: str
+    placement: str
     options: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         changed = ", ".join(option.partition(".")[2] for option in self.options)
-        return f"{self.model}, {self.place}" + (f", {changed}" if changed else "")
+        return f"{self.model}, {self.placement}" + (f", {changed}" if changed else "")
 
 
 OTHER = ("queue.filter_zero_variance=false",)  # a random model solves nothing: all groups are trained
@@ -103,7 +103,7 @@ def measured_profile(directory: Path, start: Path) -> Profile:
 
 
 def overrides(setting: Setting, start: Path) -> list[str]:
-    generators, trainers, _ = PLACES[setting.place]
+    generators, trainers, _ = PLACES[setting.placement]
     devices = (f"generator.devices={generators}", f"trainer.devices={trainers}", f"model.path={start}/sft")
     return [*COMMON, *setting.options, *devices]
 
@@ -169,7 +169,7 @@ def live(directory: Path) -> dict[str, Any]:
         experiment = load_experiment(CONFIG, overrides(setting, where[setting.model]))
         pool = pool_of(directory, workload_of(folder, profile.points[0].measured))
         curves = ProfiledCurves(experiment, model_figures(sizes_of(experiment.model.path)), pool, profile)
-        predicted = predicted_rate(experiment, pool, curves, PLACES[setting.place][2]) or 0.0
+        predicted = predicted_rate(experiment, pool, curves, PLACES[setting.placement][2]) or 0.0
         middle = statistics.median(measured)
         errors[str(setting)] = predicted / middle - 1
         print(

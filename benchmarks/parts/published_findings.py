@@ -56,7 +56,7 @@ class Finding(NamedTuple):
 
     name: str
     published: str
-    found: str
+    computed: str
     deviation: float | None = None  # beyond the published range; None: not a number
     holds: bool = True
 

@@ -154,10 +154,10 @@ def finite_numbers(rule: Hook, result: object, rewards_g: FloatArray) -> FloatAr
     try:
         found_g = np.asarray(result, dtype=np.float64)
     except (TypeError, ValueError):
-        raise rule.failed(f"returned {quoted(result)}: {len(rewards_g)} numbers are needed") from None
+        raise rule.failed(f"returned {quoted(result)}: {len(rewards_g)} numbers are required") from None
     if found_g.shape != rewards_g.shape:
         shape = list(found_g.shape)
-        raise rule.failed(f"returned shape {shape} for {len(rewards_g)} rewards: one number each is needed")
+        raise rule.failed(f"returned shape {shape} for {len(rewards_g)} rewards: one number for each is required")
     if not np.isfinite(found_g).all():
         raise rule.failed(f"returned {quoted(found_g.tolist())} for {quoted(rewards_g.tolist())}: not all finite")
     return found_g

@@ -98,7 +98,7 @@ def _audit_batches(
                 continue
             _, state, ending, _, group_step, _, _ = groups[index]
             report.expect((state, ending) == valid, f"{batch} is {outcome}, its group {index} is {state} {ending}")
-            report.expect(group_step == step, f"group {index} says step {group_step}, the log says {step}")
+            report.expect(group_step == step, f"group {index} has step {group_step}, the log has {step}")
         if outcome == "trained":
             trained_at.update((index, step) for index in indices)
             report.completed_steps += 1
@@ -124,7 +124,7 @@ def _audit_groups(report: AuditReport, groups: dict[int, tuple[Any, ...]], train
         report.groups[ending if state == "ended" else state] += 1
         report.expect((state == "ended") == (ending is not None), f"group {index} is {state} with ending {ending}")
         report.expect(state != "ended" or bool(reason), f"group {index} ended as {ending} without a reason")
-        report.expect((ending == "trained") == (index in trained_at), f"group {index}: {ending}, not as the log says")
+        report.expect((ending == "trained") == (index in trained_at), f"group {index}: {ending}: the log differs")
         if index in trained_at and first_version is not None:
             report.max_staleness = max(report.max_staleness, trained_at[index] - first_version)
             report.expect(first_version <= trained_at[index], f"group {index} was trained before it was sampled")
@@ -206,7 +206,7 @@ def audit_checkpoints(connection: sqlite3.Connection, folder: Path, report: Audi
             continue
         report.checkpoints.append(version)
         stated = state.get("version", version)
-        report.expect(stated == version, f"checkpoint {path.name} says it has version {stated}")
+        report.expect(stated == version, f"checkpoint {path.name} holds version {stated}")
         report.expect(
             sorted(consumed) == list(range(version)),
             f"checkpoint {path.name} holds {len(consumed)} steps, not the {version} before its version",
@@ -214,7 +214,7 @@ def audit_checkpoints(connection: sqlite3.Connection, folder: Path, report: Audi
         for step, indices in sorted(consumed.items()):
             report.expect(
                 indices == log.get(step),
-                f"checkpoint {path.name}: step {step} trained {indices}, the log says {log.get(step)}",
+                f"checkpoint {path.name}: step {step} trained {indices}, the log has {log.get(step)}",
             )
         twice = [i for i, count in Counter(i for g in consumed.values() for i in g).items() if count > 1]
         report.expect(not twice, f"checkpoint {path.name}: groups {twice} were trained more than once")

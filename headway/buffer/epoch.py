@@ -38,7 +38,7 @@ class EpochHolder(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     pid: int
     boot: str  # id of its machine's last start
-    place: int  # inode of the register's folder when it was written: a copied folder has another
+    inode: int  # inode of the register's folder when it was written: a copied folder has another
     orphan_s: float
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ class EpochRegister:
     def register(self, name: str, orphan_s: float) -> None:
         """Write the identity of holder ``name`` before it takes an epoch. Raises OSError."""
         inode = os.stat(self.folder).st_ino
-        this = EpochHolder(host=socket.gethostname(), pid=os.getpid(), boot=_boot(), place=inode, orphan_s=orphan_s)
+        this = EpochHolder(host=socket.gethostname(), pid=os.getpid(), boot=_boot(), inode=inode, orphan_s=orphan_s)
         (self.folder / f"{name}.json").write_bytes(msgspec.json.encode(this))
 
 
@@ -173,10 +173,10 @@ async def take_epoch(
         former = register.holder(record.holder)
         ended = take_over or (former is not None and former.boot == _boot() != "")  # "": any machine might be meant
         waited, claim = False, EpochClaim(former.orphan_s if former is not None else orphan_s)
-        if not (ended or record.released) and former is not None and former.place != os.stat(register.folder).st_ino:
+        if not (ended or record.released) and former is not None and former.inode != os.stat(register.folder).st_ino:
             raise ConfigurationError(
                 f"{run} is a copy of a run that {former} held, and nothing here shows whether it still does: make sure "
-                "that it has ended, then say --take-over"
+                "that it has ended, then pass --take-over"
             )
         while not ended and (decision := claim.decide(record, clock.now())) != "take":
             if decision == "refused":
@@ -192,7 +192,7 @@ async def take_epoch(
         started_s, next_record = clock.now(), successor(record, name)
         if not register.swap(record, next_record):
             (register.folder / f"{name}.json").unlink()
-            raise RunLocked(f"{run}: another process has taken epoch {register.read().epoch} meanwhile")
+            raise RunLocked(f"{run}: another process has taken epoch {register.read().epoch} since")
         for other in register.folder.glob("*.json"):
             if other.stem not in (name, register.read().holder):
                 other.unlink(missing_ok=True)

@@ -114,7 +114,7 @@ class AccountingReplica:
                     raise worker.died.result()
             except (HeadwayError, OSError) as error:
                 self._synchronised = False
-                self._on_event("accounting_copy_lost", f"{self._place}: {error}; the run goes on without it meanwhile")
+                self._on_event("accounting_copy_lost", f"{self._place}: {error}; the run continues without this copy")
                 await self._note_copied(self._copied)
                 if worker is not None:
                     worker.kill()

@@ -145,11 +145,11 @@ class GroupBuffer:
         """Open a group and reserve its slot; the row is written with the next transition of any group.
         ``draw``: why its task was drawn. Raises BufferFull, or AccountingError for an index out of order."""
         if group.index != self._next_index:
-            raise AccountingError(f"group {group.index} is admitted where index {self._next_index} is next")
+            raise AccountingError(f"group {group.index} is admitted, but index {self._next_index} is next")
         if not 1 <= group.size < 1 << MEMBER_BITS:
             raise ValueError(f"group {group.index} has {group.size} members")
         if len(self._entries) >= self._capacity:
-            raise BufferFull(f"group {group.index}: all {self._capacity} places of the buffer are taken")
+            raise BufferFull(f"group {group.index}: all {self._capacity} slots of the buffer are in use")
         row = (
             group.index,
             group.task.task_id,
@@ -247,7 +247,7 @@ class GroupBuffer:
             pending = "no batch" if self._pending is None else f"the batch of step {self._pending[0]}"
             raise AccountingError(f"step {batch.step}, {further=}: {pending} is committed and not completed")
         if batch.step != self._completed_steps:
-            raise AccountingError(f"a batch for step {batch.step} where step {self._completed_steps} is next")
+            raise AccountingError(f"a batch for step {batch.step}, but step {self._completed_steps} is next")
         if not batch.groups or list(batch.groups) != sorted(set(batch.groups)):
             raise AccountingError(f"step {batch.step}: groups {batch.groups} are not ascending and distinct")
         entries = [self._entry(index, "buffered") for index in batch.groups]

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from headway.planner.catalogue.read import Catalogue
 
 CATALOGUE = typer.Option(
-    [], "--catalogue", metavar="FILE", help="TOML over the package's catalogue; again for more.", show_default=False
+    [], "--catalogue", metavar="FILE", help="TOML on top of the package's catalogue; repeatable.", show_default=False
 )
-_PRICED = "Of a device's hour: dollars, owned.NAME or rented.NAME."
+_PRICED = "Price of a device-hour: dollars, owned.NAME or rented.NAME."
 PRICE = typer.Option("", "--price", metavar="PRICE", help=f"{_PRICED} Default: the run's.")
 JSON = typer.Option(False, "--json", help="Print everything as one JSON object.")
 
@@ -31,7 +31,7 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def tco(
-    server: str = typer.Argument("H200", metavar="SERVER", help="An entry of owned."),
+    server: str = typer.Argument("H200", metavar="SERVER", help="Entry of owned in the catalogue."),
     catalogue: list[str] = CATALOGUE,
     as_json: bool = JSON,
 ) -> None:
@@ -45,7 +45,7 @@ def tco(
 
 
 def run(
-    name: str = typer.Argument("prime_rl", metavar="RUN", help="An entry of runs."),
+    name: str = typer.Argument("prime_rl", metavar="RUN", help="Entry of runs in the catalogue."),
     price: str = PRICE,
     service: str = typer.Option("", "--service", metavar="NAME", help="An entry of services. Default: the run's."),
     catalogue: list[str] = CATALOGUE,
@@ -62,11 +62,11 @@ def run(
 
 def service(
     name: str = typer.Argument("tinker-235b", metavar="SERVICE", help="An entry of services."),
-    of_run: str = typer.Option("prime_rl", "--run", metavar="RUN", help="Whose devices, rate and mix of tokens."),
+    of_run: str = typer.Option("prime_rl", "--run", metavar="RUN", help="Its devices, rate and mix of tokens."),
     price: str = PRICE,
     failures_per_day: float = typer.Option(0.0, "--failures-per-day", min=0.0, help="Failures and preemptions."),
     lost_minutes: float = typer.Option(30.0, "--lost-minutes", min=0.0, help="What each costs all devices."),
-    tenants: int = typer.Option(1, "--tenants", min=1, max=64, help="Simulate up to so many on one pool."),
+    tenants: int = typer.Option(1, "--tenants", min=1, max=64, help="Simulate up to this many on one pool."),
     spread: float = typer.Option(2.2, "--spread", min=1.0, help="Tenants: p99 / median of a rollout's time."),
     train: float = typer.Option(0.0, "--train", min=0.0, help="Tenants: a step's training, in mean rollout times."),
     catalogue: list[str] = CATALOGUE,

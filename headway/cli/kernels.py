@@ -54,18 +54,18 @@ def tasks(
     kernelbench: Path | None = typer.Option(
         None, "--kernelbench", metavar="FOLDER", help="A checkout of KernelBench, scaled to fit a CPU."
     ),
-    full_size: bool = typer.Option(False, "--full-size", help="Leave KernelBench's sizes as they are."),
+    full_size: bool = typer.Option(False, "--full-size", help="Keep KernelBench's sizes."),
     jsonl: Path | None = typer.Option(
         None, "--jsonl", metavar="FILE", help="Tasks, one JSON object a line: name, source and more."
     ),
     backend: str = typer.Option(
-        "", metavar="NAME", help="torch, cpp, triton or cuda. Default: cpp, or as --jsonl says."
+        "", metavar="NAME", help="torch, cpp, triton or cuda. Default: cpp, or the one in --jsonl."
     ),
     level: list[int] = typer.Option([], "--level", metavar="N", help="May be repeated. Default: all."),
     held_out: float = typer.Option(
         0.0, "--held-out", min=0.0, metavar="SHARE", help="Share of each level that goes to OUT.held-out.jsonl."
     ),
-    seed: int = typer.Option(0, metavar="N", help="Draws what is held out."),
+    seed: int = typer.Option(0, metavar="N", help="Seed of the held-out split."),
     as_json: bool = JSON,
 ) -> None:
     """Write kernel tasks with their prompts, for tasks.train.path and the like: the built-in ones, or a source's."""
@@ -82,7 +82,7 @@ def tasks(
         typer.echo(f"{len(read) - len(kept)} tasks left out: an earlier one has the same prompt", err=as_json)
     parts = split_tasks(kept, held_out, seed)
     if held_out and not all(parts):
-        raise ConfigurationError(f"--held-out {held_out:g} of {len(kept)} tasks leaves a file without any")
+        raise ConfigurationError(f"--held-out {held_out:g} of {len(kept)} tasks leaves one file without tasks")
     written = []
     for part, (name, file) in zip(parts, files.items(), strict=False):
         write_rows(file, map(task_row, part))
@@ -145,7 +145,7 @@ def evaluate(
     key_file: str = KEY_FILE,
     concurrency: int | None = CONCURRENCY,
     trials: int = TRIALS,
-    untimed: bool = typer.Option(False, "--untimed", help="Correctness alone: no fast_p."),
+    untimed: bool = typer.Option(False, "--untimed", help="Check correctness only: no fast_p."),
     timeout_s: float = TIMEOUT_S,
     as_json: bool = JSON,
 ) -> None:
@@ -200,16 +200,12 @@ def sft_data(
         "correct", metavar="WHAT", help="What the last answer must be: compiled, correct, faster."
     ),
     least_speedup: float = typer.Option(1.0, min=0.0, metavar="X", help="With --need faster: above it."),
-    turns: int = typer.Option(3, min=1, max=3, metavar="N", help="Answers of a conversation, at most."),
+    turns: int = typer.Option(3, min=1, max=3, metavar="N", help="Most answers of a conversation."),
     seeds: int = typer.Option(3, min=1, metavar="N", help="Seeds of the unit check, each with --trials."),
     trials: int = TRIALS,
-    shortest_tokens: int = typer.Option(
-        100, "--shortest", min=0, metavar="N", help="Tokens of a conversation, at least."
-    ),
-    longest_tokens: int = typer.Option(
-        8192, "--longest", min=1, metavar="N", help="Tokens of a conversation, at most."
-    ),
-    model: str = typer.Option("", "--model", metavar="FOLDER", help="Its tokenizer counts. Default: characters / 4."),
+    shortest_tokens: int = typer.Option(100, "--shortest", min=0, metavar="N", help="Fewest tokens of a conversation."),
+    longest_tokens: int = typer.Option(8192, "--longest", min=1, metavar="N", help="Most tokens of a conversation."),
+    model: str = typer.Option("", "--model", metavar="FOLDER", help="It counts the tokens. Default: characters / 4."),
     addresses: list[str] = ADDRESSES,
     local: bool = LOCAL,
     key_file: str = KEY_FILE,

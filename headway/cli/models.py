@@ -29,7 +29,7 @@ def init_model(
         metavar="NAME",
         help="llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3; with experts qwen3_moe, mixtral.",
     ),
-    vocabulary_size: int = typer.Option(512, metavar="N", help="Most tokens the tokenizer may have."),
+    vocabulary_size: int = typer.Option(512, metavar="N", help="Largest vocabulary of the tokenizer."),
     character_level: bool = typer.Option(False, "--character-level", help="One token per character: no merges."),
     layers: int = typer.Option(3, metavar="N", help="Decoder blocks."),
     width: int = typer.Option(96, metavar="N", help="Hidden size."),
@@ -44,9 +44,9 @@ def init_model(
         show_default=False,
     ),
     experts: int = typer.Option(8, metavar="N", help="Experts of a layer."),
-    experts_per_token: int = typer.Option(2, metavar="N", help="Experts a token goes through."),
+    experts_per_token: int = typer.Option(2, metavar="N", help="Experts per token."),
     tied: bool = typer.Option(True, metavar="", help="One matrix for embedding and output."),
-    seed: int = typer.Option(0, metavar="N", help="Of the random weights."),
+    seed: int = typer.Option(0, metavar="N", help="Seed of the random weights."),
     as_json: bool = typer.Option(False, "--json", help="Print its sizes as one JSON object."),
 ) -> None:
     """Write a small, randomly initialised model with its own tokenizer, so that no network is needed."""

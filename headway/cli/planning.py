@@ -55,7 +55,7 @@ def simulate(
         return
     for option, value in (("--steps", steps), ("--beside", beside), ("--write", write)):
         if value:
-            context.fail(f"{option} is of a run's folder; {scenario} is none")
+            context.fail(f"{option} needs a run's folder, and {scenario} isn't one")
     described = load_scenario(scenario, overrides)
     outcome = _simulate_with_progress(described, Path(scenario).stem, quiet=as_json)
     print_result(outcome, as_json, lambda: _print_outcome(outcome, described.run.directory))
@@ -133,7 +133,7 @@ def _write(run_scenario: RunScenario, path: str) -> None:
         with open(path, "x", encoding="utf-8") as file:
             file.write(toml_text(run_scenario.raw, comments))
     except FileExistsError:
-        raise ConfigurationError(f"--write {path}: there is such a file already") from None
+        raise ConfigurationError(f"--write {path}: the file already exists") from None
     except OSError as error:
         raise ConfigurationError(f"--write {path}: {error.strerror}") from None
 
@@ -151,14 +151,14 @@ def plan(
     graph: str = typer.Option(
         "", "--graph", metavar="FILE", help="Place a workflow graph instead: it and a pool of devices, as JSON."
     ),
-    objective: str = typer.Option("time", "--objective", help="What the plan is best in: time or cost."),
+    objective: str = typer.Option("time", "--objective", help="What the plan minimises: time or cost."),
     output: str = typer.Option("", "--output", metavar="FILE", help="Write the plan, for headway train --plan FILE."),
     write: str = typer.Option("", "--write", metavar="FILE", help="Write the whole experiment that runs the plan."),
     picture: str = typer.Option("", "--picture", metavar="FILE", help="Draw a steady step, device by device, as SVG."),
     compare: tuple[str, str] = typer.Option(
         ("", ""), "--compare", metavar="A B", help="Compare two plans that --output wrote."
     ),
-    catalogue: list[str] = typer.Option([], "--catalogue", metavar="FILE", help="Entries over the package's, as TOML."),
+    catalogue: list[str] = typer.Option([], "--catalogue", metavar="FILE", help="TOML on top of the package's."),
     simulated: bool = typer.Option(
         True, "--simulate/--no-simulate", help="Run the plan with the real orchestrator in virtual time."
     ),
@@ -166,7 +166,7 @@ def plan(
         0.0, "--tolerance", help="With --graph: end the search at a plan within this share of the best."
     ),
     expansions: int = typer.Option(
-        2_000_000, "--expansions", help="With --graph: budget of the search; the gap left is printed."
+        2_000_000, "--expansions", help="With --graph: budget of the search; the remaining gap is printed."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the plan and its reasons as one JSON object."),
 ) -> None:

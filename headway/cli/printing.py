@@ -11,7 +11,7 @@ USD_PER_DEVICE_HOUR = typer.Option(
     "",
     "--usd-per-device-hour",
     metavar="PRICE",
-    help="Of one device: dollars, or owned.NAME or rented.NAME of the catalogue; default: no money.",
+    help="Price of one device: dollars, or owned.NAME or rented.NAME of the catalogue; default: print no cost.",
 )
 
 

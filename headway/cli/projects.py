@@ -43,8 +43,8 @@ def add_commands(app: typer.Typer) -> None:
 def quickstart(
     context: typer.Context,
     folder: str = typer.Argument("", metavar="[FOLDER]", help="Default: runs/arithmetic-SEED.", show_default=False),
-    seed: int = typer.Option(0, metavar="N", help="Of tasks, model, cold start and RL."),
-    engine: str = typer.Option("torch", metavar="NAME", help="That generates: torch or vllm."),
+    seed: int = typer.Option(0, metavar="N", help="Seed of tasks, model, cold start and RL."),
+    engine: str = typer.Option("torch", metavar="NAME", help="Engine that generates: torch or vllm."),
     cold_start_only: bool = typer.Option(False, "--cold-start-only", help="Stop before RL."),
 ) -> None:
     """Train a small model by RL on this machine: tasks, a random model, a cold start, asynchronous GRPO, a report.
@@ -175,4 +175,4 @@ def _no_compiler() -> str:
 
 def _note_missing_compiler() -> None:
     if not _compiler():
-        typer.echo(f"note: {_no_compiler()}; plain torch takes the place of the C++ kernels, and is slower")
+        typer.echo(f"note: {_no_compiler()}; plain torch replaces the C++ kernels and is slower")

@@ -51,7 +51,7 @@ def runs(
 
 def report(
     run: list[str] = typer.Argument(..., metavar="RUN...", help="The run's folder.", show_default=False),
-    compare: bool = typer.Option(False, "--compare", help="Several runs over each other on one page."),
+    compare: bool = typer.Option(False, "--compare", help="Overlay several runs on one page."),
     usd_per_device_hour: str = USD_PER_DEVICE_HOUR,
     as_json: bool = typer.Option(False, "--json", help="Print summary and verdict as one JSON object; write no page."),
     html: str = typer.Option(
@@ -139,9 +139,9 @@ def show(
     run: str = RUN,
     step: int | None = typer.Option(None, "--step", help="Only rollouts trained in this step; the first is 0."),
     group: int | None = typer.Option(None, "--group", help="Only rollouts of this group."),
-    solved: bool | None = typer.Option(None, "--solved/--unsolved", help="Only those that did, or didn't, solve it."),
+    solved: bool | None = typer.Option(None, "--solved/--unsolved", help="Only rollouts that did or didn't solve it."),
     ending: str | None = typer.Option(
-        None, "--ending", help="Only those that ended so: trained, filtered, ..., or open."
+        None, "--ending", help="Only rollouts with this ending: trained, filtered, ..., or open."
     ),
     limit: int = typer.Option(100, "--limit", "-n", min=1, help="At most this many, the newest."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object a line."),
@@ -158,7 +158,7 @@ def export(
     run: str = RUN,
     to: str = typer.Option(..., "--to", help="jsonl, parquet (one file), or hf (a folder that `datasets` loads)."),
     output: str = typer.Option("", "--output", "-o", metavar="PATH", help="The file or folder; default RUN/export*."),
-    ending: str = typer.Option("", "--ending", help="Only rollouts that ended so: trained, filtered, ..., or open."),
+    ending: str = typer.Option("", "--ending", help="Only rollouts with this ending: trained, filtered, ..., or open."),
     as_json: bool = typer.Option(False, "--json", help="Print the outcome as one JSON object."),
 ) -> None:
     """Write a run's rollouts with their texts and token columns: what the engine sampled, what the trainer saw."""

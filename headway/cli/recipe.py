@@ -99,7 +99,7 @@ class Recipe:
         folder."""
         rl = self.folder / name
         if _finished(rl):
-            print(f"\n{rl} holds a finished run; remove {self.folder} to start anew.")
+            print(f"\n{rl} holds a finished run; remove {self.folder} to start again.")
         else:
             resume = ("--resume",) if (rl / "config.json").exists() else ()
             files = (f"--model.path={model}", f"--run.directory={rl}")

@@ -44,7 +44,7 @@ def list_(state: Path | None = STATE, as_json: bool = JSON) -> None:
     if as_json:
         return print_json({"sandboxes": [{"record": record, "owner_lives": alive} for record, alive in records]})
     for record, alive in records:
-        owner = f"{record.owner_pid} ({'lives' if alive else 'dead'})"
+        owner = f"{record.owner_pid} ({'alive' if alive else 'dead'})"
         labels = " ".join(f"{key}={value}" for key, value in sorted(record.labels.items()))
         age = f"{time.time() - record.created_s:.0f} of {record.ttl_s:.0f} s"
         typer.echo(f"{record.id}  {record.backend}  owner {owner}  run {record.run or '-'}  {age}  {labels}")
@@ -70,7 +70,7 @@ def reap(state: Path | None = STATE, backend: str = BACKEND, as_json: bool = JSO
         return print_json({"reaped": reaped, "living": living})
     for owner in reaped:
         typer.echo(str(owner))
-    typer.echo(f"{len(reaped)} dead owners cleaned up after; {living} sandboxes of living owners left alone")
+    typer.echo(f"{len(reaped)} dead owners were cleaned up; {living} sandboxes of living owners were kept")
 
 
 def _sandbox_records(state: Path | None) -> list[tuple[SandboxRecord, bool]]:
@@ -103,10 +103,10 @@ async def _reap_hosted(name: str) -> list[Reaped]:
 def check(
     context: typer.Context,
     config: str = typer.Argument(
-        "", metavar="[CONFIG]", help="An experiment file: its sandboxes, as many as it needs."
+        "", metavar="[CONFIG]", help="Experiment file: check its sandboxes, as many as it needs."
     ),
     state: Path | None = STATE,
-    image: str = typer.Option("", help="As sandbox.image, unpacked if it wasn't."),
+    image: str = typer.Option("", help="Image, as sandbox.image; unpacked if necessary."),
     store: Path | None = STORE,
     as_json: bool = JSON,
 ) -> None:
@@ -162,12 +162,12 @@ def list_images(store: Path | None = STORE, as_json: bool = JSON) -> None:
         use = "in use" if image.in_use else "unused"
         name, layers = image.record.id[:12], len(image.record.layers)
         typer.echo(f"{name}  {_size(image.bytes)} in {layers} layers  {idle_h:.1f} h ago  {use}  {image.record.source}")
-    typer.echo(f"{len(images)} images, {_size(used)} on disk: layers that images share are there once")
+    typer.echo(f"{len(images)} images, {_size(used)} on disk: shared layers are stored once")
 
 
 def prune(
     store: Path | None = STORE,
-    to_bytes: int = typer.Option(0, min=0, help="Stop when the rest takes no more than this."),
+    to_bytes: int = typer.Option(0, min=0, help="Stop when the remaining images take no more than this."),
     as_json: bool = JSON,
 ) -> None:
     """Remove unused unpacked images, the longest unused first, and layers of no image."""

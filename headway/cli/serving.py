@@ -18,7 +18,7 @@ def serve(
     context: typer.Context,
     model: str = typer.Argument(..., metavar="MODEL", help="Model folder with its tokenizer.", show_default=False),
     address: str = typer.Option(
-        "127.0.0.1:8000", "--address", metavar="HOST:PORT", help="Where to listen; port 0: any."
+        "127.0.0.1:8000", "--address", metavar="HOST:PORT", help="Address to listen at; port 0: any free port."
     ),
     context_tokens: int | None = typer.Option(
         None,
@@ -77,15 +77,15 @@ def serve_kernels(
     concurrency: int | None = typer.Option(
         None, min=1, metavar="N", help="Untimed evaluations at once. Default: one for each core that isn't for timing."
     ),
-    queue: int = typer.Option(256, min=0, metavar="N", help="Submissions that wait; further ones get HTTP 429."),
+    queue: int = typer.Option(256, min=0, metavar="N", help="Most waiting submissions; further ones get HTTP 429."),
     queue_s: float = typer.Option(300.0, min=0.1, metavar="S", help="Longest wait of a submission; then HTTP 429."),
     timeout_s: float = typer.Option(600.0, min=1.0, metavar="S", help="Longest time of an evaluation."),
     timing_s: float = typer.Option(
         0.7, min=0.1, metavar="S", help="Longest time in which a speed-up is measured; less is coarser."
     ),
-    max_source_bytes: int = typer.Option(1 << 20, min=1, metavar="N", help="Limit of a source; beyond: HTTP 413."),
+    max_source_bytes: int = typer.Option(1 << 20, min=1, metavar="N", help="Longest source; longer ones get HTTP 413."),
     evaluator: str = typer.Option(
-        "", metavar="MODULE:FUNCTION", help="Makes another evaluator than Headway's: docs/kernels-service.md."
+        "", metavar="MODULE:FUNCTION", help="Factory of an evaluator that replaces Headway's: docs/kernels-service.md."
     ),
 ) -> None:
     """Judge kernels for other machines over HTTP: compile, check, time. Ctrl-C stops."""

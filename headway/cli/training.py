@@ -35,7 +35,7 @@ def train(
         "",
         "--plan",
         metavar="FILE",
-        help="Run as this plan of headway plan says; auto: the run plans by its own steps, and moves.",
+        help="Run by this plan of headway plan; auto: the run plans by its own steps and changes placement.",
     ),
     resume: bool = typer.Option(False, "--resume", help="Resume the run in run.directory."),
     take_over: bool = typer.Option(
@@ -139,7 +139,7 @@ def check(
     ),
     calibrate_s: float = typer.Option(10.0, "--calibrate-s", metavar="SECONDS", min=1.0, help="How long to measure."),
     deep: bool = typer.Option(False, "--deep", help="Compare every byte of model files on nodes, not samples."),
-    strict: bool = typer.Option(False, "--strict", help="Refuse even one task that its own answer doesn't solve."),
+    strict: bool = typer.Option(False, "--strict", help="Fail if even one task isn't solved by its own answer."),
     as_json: bool = typer.Option(False, "--json", help="Print findings, measurements and forecast as one JSON object."),
 ) -> None:
     """Find what would stop or spoil the run, and predict its memory, rates and staleness.
@@ -193,12 +193,12 @@ def evaluate(
     Any key of the experiment file can be given as --section.key=value.
     """
     if split not in ("train", "validation", "test"):
-        raise typer.BadParameter(f"--split {split!r}: valid are train, validation and test")
+        raise typer.BadParameter(f"--split {split!r}: valid: train, validation and test")
     experiment = experiments.load(context, config)
     if getattr(experiment.tasks, split) is None:
         raise typer.BadParameter(f"--split {split!r}: {config} has no tasks.{split}")
     if model and (Path(model) / "adapter_config.json").is_file():
-        raise typer.BadParameter(f"--model {model}: an adapter; valid: --adapter {model}, beside its model")
+        raise typer.BadParameter(f"--model {model} is an adapter; valid: --adapter {model}, with its model")
     from headway.orchestrator.jobs.evaluate import evaluate_model
     from headway.report.live_view import evaluation_line
     from headway.report.progress_bars import ProgressBar

@@ -31,12 +31,12 @@ class AdapterConfig(Section):
         keys = ("rank", "alpha", "rslora", "targets", "target_parameters")
         overridden = [key for key in keys if getattr(self, key) != fields[key].default]
         if self.path and overridden:
-            raise ValueError(f"path and {', '.join(overridden)}: the adapter in the folder has its own")
+            raise ValueError(f"path and {', '.join(overridden)}: the adapter in the folder already sets these")
         if not self.path and (self.rank is None or self.alpha is None):
             missing = "rank" if self.rank is None else "alpha"
             raise ValueError(f"{missing} is missing: valid: rank and alpha, say 16 and 32, or path")
         if not self.path and not self.targets and not self.target_parameters:
-            raise ValueError("targets and target_parameters are empty: nothing would be trained")
+            raise ValueError("targets and target_parameters are empty: no weights would be trained")
         if self.dropout and self.target_parameters:
             raise ValueError(f"dropout = {self.dropout:g} and target_parameters: all experts share an input; valid: 0")
         return self

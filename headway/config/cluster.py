@@ -53,7 +53,7 @@ class ClusterConfig(Section):
         if self.replicate_to is not None and not self.replicate_to.partition(":")[2]:
             raise ValueError(f"cluster.replicate_to = {self.replicate_to!r}; valid: NODE:PATH, or :PATH here")
         if self.launcher != "local" and not self.nodes:
-            raise ValueError(f"cluster.launcher = {self.launcher!r} needs cluster.nodes: what it is to start")
+            raise ValueError(f"cluster.launcher = {self.launcher!r} needs cluster.nodes, where it starts agents")
         return self
 
     @property

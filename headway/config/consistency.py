@@ -35,18 +35,18 @@ def _require_objective(experiment: Experiment) -> None:
     if algorithm.kl_target is not None and not algorithm.kl_coefficient:
         raise ValueError(
             f"algorithm.kl_target = {algorithm.kl_target:g} multiplies the coefficient step by step, and "
-            "algorithm.kl_coefficient = 0 stays 0: set the one to begin with, or leave the target out"
+            "algorithm.kl_coefficient = 0 stays 0: set kl_coefficient above 0, or leave kl_target out"
         )
     least = MOST_KL_ERROR * experiment.queue.groups_per_step * experiment.largest_group
     if algorithm.kl_target is not None and least >= KL_HORIZON:
         raise ValueError(
             f"algorithm.kl_target = {algorithm.kl_target:g}: a step of {least / MOST_KL_ERROR:g} samples could take "
-            f"all of the coefficient away, which then stays 0: fewer than {KL_HORIZON / MOST_KL_ERROR:g}"
+            f"all of the coefficient away, which then stays at 0: fewer than {KL_HORIZON / MOST_KL_ERROR:g}"
         )
     if algorithm.early_stop_ratio is not None and experiment.trainer.optimizer_steps_per_batch == 1:
         raise ValueError(
-            f"algorithm.early_stop_ratio = {algorithm.early_stop_ratio:g} leaves out the later updates of a batch, and "
-            "trainer.optimizer_steps_per_batch = 1 has none: 2 or more, or leave it out"
+            f"algorithm.early_stop_ratio = {algorithm.early_stop_ratio:g} skips the later updates of a batch, and "
+            "trainer.optimizer_steps_per_batch = 1 has none; valid: 2 or more, or leave it out"
         )
     if algorithm.sequence_mask_by != "mean" and algorithm.sequence_mask is None:
         raise ValueError(
@@ -70,7 +70,7 @@ def _require_parts(experiment: Experiment) -> None:
     algorithm, parts, steps = experiment.algorithm, experiment.queue.groups_per_part, experiment.trainer
     if parts is None:
         return
-    cause = f"queue.groups_per_part = {parts} trains on a batch before all of it is there"
+    cause = f"queue.groups_per_part = {parts} trains on a batch before it is complete"
     if algorithm.advantage in BATCH_ADVANTAGES:
         raise ValueError(
             f"{cause}; algorithm.advantage = {algorithm.advantage!r} needs all of it: leave one of them out"
@@ -91,7 +91,7 @@ def _require_parts(experiment: Experiment) -> None:
 def _require_packing(experiment: Experiment) -> None:
     trainer = experiment.trainer
     if (trainer.packing == "fixed") != (trainer.micro_batch_samples is not None):
-        verb = "needs" if trainer.packing == "fixed" else "has no use for"
+        verb = "needs" if trainer.packing == "fixed" else "doesn't use"
         raise ValueError(
             f"trainer.packing = {trainer.packing!r} {verb} trainer.micro_batch_samples, the samples of a forward "
             "pass under 'fixed'"
@@ -110,7 +110,7 @@ def _require_publishing(experiment: Experiment) -> None:
 def _require_update_mode(experiment: Experiment) -> None:
     if experiment.generator.update_mode == "finish" and experiment.model.adapter is None:
         raise ValueError(
-            "generator.update_mode = 'finish' lets requests end on the weights they began with, which an engine holds "
+            "generator.update_mode = 'finish' lets requests end on the weights they began with, which an engine keeps "
             "beside newer ones only where they are an adapter's: set [model.adapter], or one of keep, recompute, abort"
         )
 
@@ -125,8 +125,8 @@ def _require_optimizer_step_staleness(experiment: Experiment) -> None:
         max_budget = (limit + 1) // updates - 1
         valid = f"queue.budget = {max_budget}" if max_budget >= 0 else f"at least {updates - 1}"
         raise ValueError(
-            f"queue.max_optimizer_step_staleness = {limit}: trainer.optimizer_steps_per_batch = {updates} makes up to "
-            f"{worst} of a staleness of {oldest} steps; valid: {valid}, or fewer optimiser steps"
+            f"queue.max_optimizer_step_staleness = {limit}: trainer.optimizer_steps_per_batch = {updates} turns a "
+            f"staleness of {oldest} steps into up to {worst}; valid: {valid}, or fewer optimiser steps"
         )
 
 
@@ -145,7 +145,7 @@ def _require_known_advantages(experiment: Experiment) -> None:
         )
     if algorithm.advantage == "pass_at_k" and algorithm.parameters.k >= experiment.smallest_group:
         raise ValueError(
-            f"algorithm.parameters.k = {algorithm.parameters.k} of groups of {experiment.smallest_group}: all of a "
+            f"algorithm.parameters.k = {algorithm.parameters.k} for groups of {experiment.smallest_group}: a whole "
             f"group has one best, so every advantage would be 0; valid: 1 to {experiment.smallest_group - 1}"
         )
     if algorithm.second_moment_limit is not None and hooks.pad_group != "none":
@@ -198,7 +198,7 @@ def _require_pruning(experiment: Experiment) -> None:
     )
     if experiment.pruning.kinds and experiment.hooks.rollout != "single_turn":
         raise ValueError(
-            f"hooks.rollout = {experiment.hooks.rollout!r} with [pruning]: pruners look at responses of a single turn; "
+            f"hooks.rollout = {experiment.hooks.rollout!r} with [pruning]: pruners read responses of a single turn; "
             "valid: hooks.rollout = 'single_turn', or no pruner"
         )
 
@@ -216,13 +216,13 @@ def _require_environment(experiment: Experiment) -> None:
         raise ValueError(f"hooks.rollout = {hook!r} with environment.name = {name!r}: leave one of them out")
     if experiment.pruning.kinds:
         raise ValueError(
-            f"environment.name = {name!r} with [pruning]: pruners look at responses of a single turn; valid: "
+            f"environment.name = {name!r} with [pruning]: pruners read responses of a single turn; valid: "
             "environment.name = 'single_turn', or no pruner"
         )
     if experiment.rollout.stop:
         raise ValueError(
             f"rollout.stop = {list(experiment.rollout.stop)!r} with environment.name = {name!r}: agents "
-            "and environments say themselves what ends an answer; leave it out"
+            "and environments decide what ends an answer; leave it out"
         )
     if experiment.algorithm.overlong == "penalty":
         raise ValueError(
@@ -255,7 +255,7 @@ def _require_group_sizes(experiment: Experiment) -> None:
         )
     if experiment.curriculum.mode == "adaptive" and smallest < 2:
         raise ValueError(
-            f"curriculum.mode = 'adaptive' looks for tasks whose attempts differ: groups need 2 or more, not {smallest}"
+            f"curriculum.mode = 'adaptive' selects tasks whose attempts differ: groups need 2 or more, not {smallest}"
         )
     limit = max(largest, experiment.evaluation.samples_per_task)
     for k in experiment.ledger.pass_at:
@@ -271,4 +271,4 @@ def _require_group_sizes(experiment: Experiment) -> None:
 def _require_variable_name(experiment: Experiment) -> None:
     name = experiment.alerts.webhook_env
     if name and not name.isidentifier():  # not shown: it may be the URL itself
-        raise ValueError("alerts.webhook_env is no name: valid: that of an environment variable, which holds the URL")
+        raise ValueError("alerts.webhook_env isn't a name; valid: the name of an environment variable with the URL")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from headway.config.section import Section, distinct_names
 
-KnobName = Literal["open_groups", "concurrent_rollouts", "steps_per_publish", "resting", "verifier_workers"]
+KnobName = Literal["open_groups", "concurrent_rollouts", "steps_per_publish", "idle_replicas", "verifier_workers"]
 
 
 class ControlConfig(Section):

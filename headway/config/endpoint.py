@@ -71,7 +71,7 @@ class EnvironmentConfig(Section):
             if value and not all(value.partition(":")[::2]):
                 raise ValueError("valid: module:function, or a list: a program and its arguments")
         elif any("{prompt}" in argument and argument != "{prompt}" for argument in value):
-            raise ValueError("'{prompt}' must be an argument of its own: no shell may read it")
+            raise ValueError("'{prompt}' must be a separate argument, which no shell parses")
         return value
 
     @model_validator(mode="after")

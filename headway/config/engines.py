@@ -23,13 +23,13 @@ RESERVED = {
     "max_model_len": "rollout.max_prompt_tokens and rollout.max_response_tokens",
     "max_num_seqs": "generator.slots",
     "max_num_batched_tokens": "generator.prefill_tokens_per_step",
-    "skip_tokenizer_init": "token ids go in and out",
-    "generation_config": "rollout.temperature, rollout.stop and their like",
-    "logprobs_mode": "the trainer needs log-probabilities of what is sampled from",
+    "skip_tokenizer_init": "Headway sends and receives token ids",
+    "generation_config": "rollout.temperature, rollout.stop and similar keys",
+    "logprobs_mode": "the trainer needs log-probabilities of the sampling distribution",
     "scheduling_policy": "the oldest group is served first",
     "weight_transfer_config": "weights.exchange",
-    "worker_extension_cls": "headway's own is there",
-    "disable_log_stats": "docs/monitoring.md has what is measured",
+    "worker_extension_cls": "headway's own is used",
+    "disable_log_stats": "docs/monitoring.md lists the metrics",
     **dict.fromkeys(("enable_lora", "max_lora_rank", "lora_target_modules", "lora_dtype"), "model.adapter"),
     **dict.fromkeys(("max_loras", "max_cpu_loras"), "queue.budget, by which versions of an adapter are in use"),
     "data_parallel_size": "generator.devices has a replica for each device",
@@ -99,12 +99,12 @@ def _require_adapter(experiment: Experiment) -> None:
     problems = {
         "generator.update_mode = 'keep': vLLM computes a request with the version that it came with; valid: 'finish', "
         "'recompute', 'abort'": mode == "keep",
-        f"model.adapter.target_parameters = {list(model.adapter.target_parameters)}: nothing has proved vLLM's LoRA of "
-        "routed experts; leave them out": bool(model.adapter.target_parameters),
+        f"model.adapter.target_parameters = {list(model.adapter.target_parameters)}: vLLM's LoRA of "
+        "routed experts is untested; leave them out": bool(model.adapter.target_parameters),
         f"model.adapter.rank = {model.adapter.rank}: valid: up to {VLLM_LORA_RANKS[-1]}": (
             (model.adapter.rank or 0) > VLLM_LORA_RANKS[-1]
         ),
-        f"model.quantization = {model.quantization!r}: vLLM would have the weights whole": model.quantization
+        f"model.quantization = {model.quantization!r}: vLLM would load the weights unquantised": model.quantization
         is not None,
     }
     for problem, holds in problems.items():
@@ -117,11 +117,11 @@ def _require_devices(experiment: Experiment) -> None:
     generator = experiment.generator
     for key, names in (("generator.devices", generator.devices), ("trainer.devices", experiment.trainer.devices)):
         if any(name.startswith(ANY_NODE) for name in names) and not experiment.cluster.nodes:
-            raise ValueError(f"{key} has a count of devices, which needs cluster.nodes: where they are taken from")
+            raise ValueError(f"{key} has a count of devices, which needs cluster.nodes, from which they are taken")
     served = generator.engine == "vllm-server"
     for name in generator.devices:
         if served and not name.startswith("http://"):
-            raise ValueError(f"generator.devices has {name!r}: generator.engine = 'vllm-server' wants http://HOST:PORT")
+            raise ValueError(f"generator.devices has {name!r}: generator.engine = 'vllm-server' needs http://HOST:PORT")
         if not served and name.startswith("http://"):
             raise ValueError(
                 f"generator.devices has {name!r}: a server's, which needs generator.engine = 'vllm-server'"
@@ -159,7 +159,7 @@ def cpu_refusal(engine: str, devices: tuple[str, ...], head_dim: int, adapted_mi
     if engine != "vllm" or not any("cpu:" in name for name in devices):
         return ""
     if adapted_mixture:
-        return f"{engine!r} on a CPU has no mixture of experts with an adapter (vLLM 0.32 wants Triton); valid: 'torch'"
+        return f"{engine!r} on a CPU has no mixture of experts with an adapter (vLLM 0.32 needs Triton); valid: 'torch'"
     if head_dim in VLLM_CPU_HEAD_SIZES:
         return ""
     sizes = ", ".join(map(str, VLLM_CPU_HEAD_SIZES))

@@ -55,7 +55,7 @@ def _search_hint(file: Path) -> str:
         return ""
     here = Path.cwd()
     near = sorted(folder.name for folder in here.iterdir() if (folder / file).is_file())
-    return f", looked for in {here}; cd {near[0] if near else 'to the folder that has it'} first"
+    return f", searched in {here}; cd {near[0] if near else 'to the folder that has it'} first"
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Sequence[str], schema: type[BaseModel]) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def _child(node: Any, part: str, override: str) -> Any:
 def _index(items: list[Any], part: str, override: str) -> int:
     if not part.isdecimal() or int(part) >= len(items):
         raise ConfigurationError(
-            f"override {override!r}: {part!r} is no item of the list: valid: 0 to {len(items) - 1}"
+            f"override {override!r}: {part!r} isn't an index of the list; valid: 0 to {len(items) - 1}"
         )
     return int(part)
 
@@ -184,7 +184,7 @@ def _explain(item: dict[str, Any], validated: tuple[Any, ...], schema: type[Base
     location = tuple(item["loc"])
     key = ".".join(str(part) for part in location) or "experiment"
     if item["type"] == "extra_forbidden" and (sentence := replacement_of(location)):
-        return f"the key {key!r} is gone: {sentence}"
+        return f"the key {key!r} was removed: {sentence}"
     if item["type"] == "extra_forbidden":
         valid = _valid_names(validated[:-1], schema)
         near = difflib.get_close_matches(str(location[-1]), valid, n=1, cutoff=0.5)

@@ -31,7 +31,7 @@ class ModelConfig(Section):
     def _require_template_names(self) -> ModelConfig:
         for name in self.chat_template_kwargs:
             if name in ("messages", "tools", "documents", "add_generation_prompt") or not name.isidentifier():
-                valid_names = "valid are names that only the template knows, say enable_thinking"
+                valid_names = "valid: names that only the template knows, say enable_thinking"
                 raise ValueError(f"chat_template_kwargs.{name}: {valid_names}")
         return self
 

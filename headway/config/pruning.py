@@ -162,7 +162,7 @@ class PruningConfig(Section):
         if (length := self.pruner(LengthCap)) is not None:
             tokens["length"] = length.tokens
         self._require_below(
-            "rollout.max_response_tokens", longest_tokens, tokens, "looks at responses of that many tokens"
+            "rollout.max_response_tokens", longest_tokens, tokens, "checks responses of that many tokens"
         )
         self._require_reachable(group_size)
         finished = {"group": LEAST_AGREEING, "relative_length": LEAST_OWN_ENDS}

@@ -212,7 +212,7 @@ class AlgorithmConfig(Section):
     @classmethod
     def _require_ordered(cls, value: Bounds | None) -> Bounds | None:
         if value is not None and value[0] >= value[1]:
-            raise ValueError("nothing passes: valid: [lowest, highest], the first below the second")
+            raise ValueError("the range is empty; valid: [lowest, highest], the first below the second")
         return value
 
     @model_validator(mode="after")
@@ -334,7 +334,7 @@ class SftConfig(Section):
         if steps is None:
             return table
         if epochs is not None:
-            raise ValueError(f"sft.epochs = {epochs} and sft.steps = {steps} both say when it ends; valid: one of them")
+            raise ValueError(f"sft.epochs = {epochs} and sft.steps = {steps} both set its end; valid: one of them")
         return table | {"epochs": None}
 
     def total_steps(self, sequences: int) -> int:

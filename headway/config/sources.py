@@ -114,7 +114,7 @@ def require_complete(section: TaskSource | SftSource, source: str) -> None:
         if not section.path:
             raise ValueError("source 'jsonl' needs 'path'")
         if PurePath(section.path).suffix in _OTHER_FORMATS:
-            raise ValueError(f"{section.path!r} is no JSONL file: set source = 'datasets'")
+            raise ValueError(f"{section.path!r} isn't a JSONL file; set source = 'datasets'")
     if source == "function" and ":" not in section.name:
         raise ValueError(f"source 'function' needs 'name', module:function, not {section.name!r}")
     if source == "reasoning-gym" and not section.name:

@@ -69,7 +69,7 @@ class Accounting:
                 + ("has ended before" if known else "was never admitted")
             )
         if ending not in ENDINGS:
-            raise AccountingError(f"rollout {group}-{member}: {ending!r} is none of {', '.join(ENDINGS)}")
+            raise AccountingError(f"rollout {group}-{member}: {ending!r} isn't one of {', '.join(ENDINGS)}")
         members.discard(member)
         if not members:
             del self._open[group]

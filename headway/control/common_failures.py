@@ -22,8 +22,8 @@ def failure_kind(failure: Failure, task: Task | None = None) -> str:
 
     Parts of the cause that may be specific to ``task`` are removed: quoted texts, words with digits, the task's id,
     prompt, answer and further columns."""
-    if failure.place:
-        return failure.place
+    if failure.raised_at:
+        return failure.raised_at
     cause = failure.cause
     for text in () if task is None else _task_texts(task):
         if text in cause:
@@ -77,7 +77,7 @@ class CommonFailureDetector(msgspec.Struct, frozen=True, kw_only=True):
             return ""
         kind, count = ranking[0]
         cause = next(cause for other, cause in reversed(every) if other == kind)
-        return f"{count:,} of the {len(every):,} rollouts of the last {len(self.window)} groups failed alike: {cause}"
+        return f"{count:,} of the {len(every):,} rollouts of the last {len(self.window)} groups failed with: {cause}"
 
 
 def mostly_solved(group_counts: Mapping[tuple[float, bool], int]) -> bool:
@@ -96,9 +96,9 @@ def same_reward(group_counts: Mapping[tuple[float, bool], int]) -> str:
         counts = sorted(group_counts.items(), key=lambda pair: -pair[1])[:3]
         which = ", ".join(f"{reward:g} in {groups} groups" for (reward, _), groups in counts)
     if mostly_solved(group_counts):
-        advice = "most are solved already: harder tasks teach more"
+        advice = "most tasks are solved already: use harder tasks"
     elif any(solved for _, solved in group_counts):
-        advice = "some always solved, the others never: tasks between"
+        advice = "some tasks are always solved, the others never: use tasks in between"
     else:
-        advice = "never solved: `headway sft` first, easier tasks, partial rewards"
+        advice = "no task was solved: run `headway sft` first, or use easier tasks or partial rewards"
     return f"all attempts at each task got the same reward, {which} ({advice})"

@@ -61,9 +61,9 @@ class DeviceLock:
 
         Raises ValueError for a name that is taken, and for a participant without devices."""
         if participant.name in self.participants:
-            raise ValueError(f"there is a party {participant.name!r} of the device lock already")
+            raise ValueError(f"the device lock already has a participant {participant.name!r}")
         if not participant.devices:
-            raise ValueError(f"party {participant.name!r} of the device lock has no devices")
+            raise ValueError(f"participant {participant.name!r} of the device lock has no devices")
         self.participants[participant.name] = participant
         if loaded:
             self._loaded.add(participant.name)
@@ -81,7 +81,7 @@ class DeviceLock:
         """Ask for a participant's devices once its input is ready. Raises ValueError if it asks or holds already."""
         participant = self.participants[name]
         if name in self._asks or name in self._held:
-            raise ValueError(f"party {name!r} {'holds its devices' if name in self._held else 'asks'} already")
+            raise ValueError(f"participant {name!r} {'holds its devices' if name in self._held else 'waits'} already")
         self._advance(now)
         self._asked += 1
         self._asks[name] = _Request(participant, self._asked)
@@ -143,7 +143,7 @@ class DeviceLock:
                 held_s = 0.0 if hold is None else now - hold.since_s
                 description = f"{other} (stage {participant.stage}) has {', '.join(sorted(shared))} for {held_s:.1f} s"
                 if other in self._dead:
-                    description += ", dead, its memory not known to be free"
+                    description += ", dead; its memory may still be in use"
                 if hold is not None and hold.recalled_at_s is not None:
                     description += f", recalled {now - hold.recalled_at_s:.1f} s ago"
                 obstacles.append((-held_s, other, description))
@@ -210,4 +210,4 @@ class DeviceLock:
         self._held[grantee.name] = _Hold(now)
         self._grants += 1
         self._switches += bool(evicted)
-        return LockGrant(party=grantee.name, offload=tuple(evicted), onload=onload)
+        return LockGrant(participant=grantee.name, offload=tuple(evicted), onload=onload)

@@ -86,7 +86,7 @@ def compare(
     return ProbeComparison(
         largest,
         mean,
-        f"log-probabilities of a probe differ by up to {largest:.2g} and {mean:.2g} on average; allowed are "
+        f"log-probabilities of a probe differ by up to {largest:.2g} and {mean:.2g} on average; the limits are "
         f"{limits.largest:g} and {limits.mean:g} ({precision}). {share} differ by more than {limits.mean:g}, "
         f"at positions {named}",
     )
@@ -105,14 +105,14 @@ def divergent_layer(got: np.ndarray, expected: np.ndarray, precision: str) -> st
     parts = np.nan_to_num(shares.mean(axis=-1), nan=_NOT_FINITE, posinf=_NOT_FINITE)
     growth = parts / np.maximum([0.0, *parts[:-1]], _ROUNDING_FACTOR * rounding)
     if growth.max() <= _DIVERGENCE_FACTOR:
-        return f"hidden states agree through all {layers} layers: it is the final norm or the output head"
+        return f"hidden states agree through all {layers} layers: the final norm or the output head differs"
     state = int(growth.argmax())
     location = (
         "at the embedding (model.embed_tokens)"
         if state == 0
         else f"in layer {state - 1} of {layers} (model.layers.{state - 1})"
     )
-    return f"hidden states part {location}, by {parts[state]:.2g} of their size"
+    return f"hidden states diverge {location}, by {parts[state]:.2g} of their size"
 
 
 class Disagreement(NamedTuple):

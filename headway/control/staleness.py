@@ -43,7 +43,7 @@ class NextPart(msgspec.Struct, frozen=True, kw_only=True):
     """The next part of a batch that is committed in several."""
 
     groups: int  # size of the part
-    left: int = 0  # slots of the batch for further parts
+    remaining: int = 0  # slots of the batch for further parts
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
@@ -235,7 +235,7 @@ class OpenGroups:
         for number, version in enumerate(self._versions, start=1):
             taken = len(chosen.get(version, ()))
             remaining += len(self._unfinished[version]) + len(self._finished[version]) - taken
-            excess = remaining - self._per_step * (version + self._budget - step) - part.left
+            excess = remaining - self._per_step * (version + self._budget - step) - part.remaining
             if excess > 0:
                 missing, due = max(missing, excess), self._versions[:number]
         if due:
@@ -296,7 +296,7 @@ class OpenGroups:
             kept = 0
             for version in usable:
                 # A group that is kept is trained behind the older finished ones, from the next step on.
-                capacity = self._per_step * (version + self._budget - step) + part.left
+                capacity = self._per_step * (version + self._budget - step) + part.remaining
                 if not capacity:  # due at this step, but not in its batch: no later step may train them
                     overdue += self._unfinished[version]
                 rest = self._finished[version][len(chosen.get(version, ())) :]

@@ -171,13 +171,13 @@ def _stall_of(
     elif location:
         cause, kind = f"holds the interpreter's lock in {location}", "lock held"
     else:
-        cause, kind = "gives no sign of life", "silent"
+        cause, kind = "sends no heartbeat", "silent"
     text = f"{_waiting(wait)} for {status.worker}, which {cause}" if wait is not None else f"{status.worker} {cause}"
     return Stall(
         owner=status.worker,
         kind=kind,
         since_s=since_s,
-        what=text,
+        cause=text,
         expected_s=limits.fact_s if wait is None else expectations.expected_s(wait.kind),
         hard=True,
         stacks=tuple((status.worker, stack) for stack in stacks),
@@ -222,7 +222,7 @@ def _missing_ranks(
                 owner=status.worker,
                 kind="missing rank",
                 since_s=now_s - (ahead.in_collective_s or 0.0),
-                what=f"{waits_in} for {status.worker}, which {activity}",
+                cause=f"{waits_in} for {status.worker}, which {activity}",
                 expected_s=limits.fact_s if wait is None else expectations.expected_s(wait.kind),
                 hard=hard,
                 stacks=(
@@ -255,7 +255,7 @@ def _overdue(wait: Wait, status: WorkerStatus | None, expectations: Expectations
         owner=owner,
         kind=wait.kind,
         since_s=wait.since_s,
-        what=f"{_waiting(wait)}{for_whom}, {cause}",
+        cause=f"{_waiting(wait)}{for_whom}, {cause}",
         expected_s=expectations.expected_s(wait.kind),
         hard=False,
         stacks=tuple((owner, stack) for stack in stacks),

@@ -47,7 +47,7 @@ class Channels:
         """Make a channel. Raises ConfigurationError."""
         for state in self._states.values():
             if state.name == name and not state.closed:
-                raise ConfigurationError(f"channel {name!r}: there is one of this name, which isn't closed")
+                raise ConfigurationError(f"channel {name!r}: it exists already and isn't closed")
         try:
             state = ChannelState(name, items, size, balance, consumers)
         except ValueError as error:
@@ -71,7 +71,7 @@ class Channels:
         except ValueError as error:
             self._release(refs)
             raise ConfigurationError(f"{error}; put by {producer}") from None
-        await self._wait_until_settled(state, put, f"a place in channel {state.name}", producer)
+        await self._wait_until_settled(state, put, f"space in channel {state.name}", producer)
         return True
 
     async def get_refs(self, consumer: str, number: int, weight: float | None) -> list[PayloadRef]:
@@ -108,7 +108,7 @@ class Channels:
             lost = state.lose(worker, kept=self._outlives_owner)
             if lost:
                 self.on_lost(
-                    "items_lost", f"{len(lost)} items in channel {state.name} went with {worker}", worker=worker
+                    "items_lost", f"{len(lost)} items in channel {state.name} were lost with {worker}", worker=worker
                 )
             self._advance(state)
         return returned
@@ -159,7 +159,7 @@ class Channels:
 
     async def statistics_of(self, number: int) -> ChannelStatistics:
         if number not in self._states:
-            raise ConfigurationError("the channel is closed and forgotten")
+            raise ConfigurationError("the channel is closed and removed")
         return self._states[number].statistics(self._clock.now())
 
     async def _wait_until_settled(self, state: ChannelState, waiting: Put | Get, reason: str, participant: str) -> None:

@@ -168,7 +168,7 @@ class DeviceLocks:
         """Return a text that names the participants that block this one, and since when."""
         now, mine = self._clock.now(), self._lock.participants[name]
         after = "" if waited_s is None else f" after {waited_s:g} s"
-        cause = "; ".join(self._lock.blockers(name, now).values()) or "they are kept for another that asked before"
+        cause = "; ".join(self._lock.blockers(name, now).values()) or "they are reserved for an earlier request"
         return f"{name} (stage {mine.stage}) doesn't have its devices {', '.join(sorted(mine.devices))}{after}: {cause}"
 
     # --- inside ---------------------------------------------------------------------------------------------
@@ -178,10 +178,10 @@ class DeviceLocks:
         for grant in changes.grants:
             for name in grant.offload:
                 self._start_offload(name)  # now, since the grantee may be cancelled before it loads
-            callbacks = self._callbacks[grant.party]
+            callbacks = self._callbacks[grant.participant]
             if "recall" in callbacks:
-                self._start_task(grant.party, self._resume(grant, callbacks))
-            elif not (future := self._pending_grants[grant.party]).done():
+                self._start_task(grant.participant, self._resume(grant, callbacks))
+            elif not (future := self._pending_grants[grant.participant]).done():
                 future.set_result(grant)
         for name in changes.recalls:
             callbacks = self._callbacks[name]
@@ -222,11 +222,11 @@ class DeviceLocks:
 
     async def _load(self, grant: LockGrant, *, load: bool = True) -> None:
         """Load the participant once all offloads of those that share its devices, its own included, have ended."""
-        mine = self._lock.participants[grant.party].devices
+        mine = self._lock.participants[grant.participant].devices
         pending = [name for name in self._offloads if (other := self.participants.get(name)) and other.devices & mine]
         await asyncio.gather(*(asyncio.shield(self._offloads[name]) for name in pending))
-        if load and grant.onload and (onload := self._callbacks[grant.party].get("onload")) is not None:
-            await self._run_callback(grant.party, "onload", onload)
+        if load and grant.onload and (onload := self._callbacks[grant.participant].get("onload")) is not None:
+            await self._run_callback(grant.participant, "onload", onload)
 
     def _start_offload(self, name: str) -> asyncio.Task[None]:
         """Offload a participant in a separate task, which continues when its waiter is cancelled."""

@@ -196,7 +196,7 @@ class WorkerGroup:
         if slot.exhausted:
             assert slot.fault is not None
             if isinstance(slot.fault, WorkerDied):
-                slot.fault.add_note(f"flow.workers({self.stage!r}, ..., restarts=N) would start it anew")
+                slot.fault.add_note(f"flow.workers({self.stage!r}, ..., restarts=N) would restart it")
                 raise slot.fault
             raise typed_cause(slot.fault) if isinstance(slot.fault, HeadwayError) else slot.fault
         return await slot.restart()

@@ -97,7 +97,7 @@ class WorkerHost:
                 return await self._await_on_links(self.network.hold(item, f"channel {name}, put by {self.name}"))
 
         async def put(refs: Sequence[PayloadRef], weights: Sequence[float]) -> None:
-            async with self.turns.waiting(f"a place in channel {name}"):
+            async with self.turns.waiting(f"space in channel {name}"):
                 if not await self.ask_driver("put", self.name, number, refs, weights):
                     raise ChannelClosed(f"channel {name} is closed: {self.name} can't put anything more")
 
@@ -140,7 +140,7 @@ class WorkerHost:
 
     async def send(self, message: Any, to: str, tag: str) -> None:
         """See `Worker.send`."""
-        async with self.turns.waiting(f"room for a message at {to}"):
+        async with self.turns.waiting(f"space for a message at {to}"):
             await self._await_on_links(self.network.send(to, message, tag))
 
     async def recv(self, source: str, tag: str) -> Any:

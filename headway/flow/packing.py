@@ -29,7 +29,7 @@ class Arguments(NamedTuple):
     """The arguments of a call, as a message."""
 
     arguments: tuple[Any, ...]
-    named: dict[str, Any]
+    keywords: dict[str, Any]
 
 
 class Packed(NamedTuple):
@@ -100,7 +100,7 @@ def pack(message: Any, label: str = "", *, one_gpu: bool = False) -> Packed:
         path = path.removeprefix(".") if path.startswith(".") else f"message{path}"
         raise ConfigurationError(
             f"{label or 'message'}: {path} = {_short_repr(part)} can't be sent to another process "
-            f"({type(error).__name__}: {error}); valid is what pickle takes: data, and functions and classes of modules"
+            f"({type(error).__name__}: {error}); valid: data, and functions and classes of modules, as pickle requires"
         ) from error
     return Packed(file.getvalue(), [buffer.raw() for buffer in pickler.buffers])
 

@@ -250,7 +250,7 @@ class PeerNetwork:
         try:
             theirs = await connection.link.call("introduce", self.address)
             if theirs.incarnation != address.incarnation:
-                raise ConnectionRefused(f"{theirs.name} answers where {address.name} is due")
+                raise ConnectionRefused(f"{theirs.name} answers instead of {address.name}")
         except BaseException as error:
             connection.end(f"refused: {error}")
             raise
@@ -308,7 +308,7 @@ class PeerNetwork:
     async def _run(self, method: str, call: Arguments) -> Any:
         if self._services is None or method.startswith("_"):
             raise AttributeError(f"{self.name} has no public method {method}")
-        result = getattr(self._services, method)(*call.arguments, **call.named)
+        result = getattr(self._services, method)(*call.arguments, **call.keywords)
         return await result if inspect.isawaitable(result) else result
 
     # --- payloads -------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ class PeerNetwork:
         if (packed := self._payloads.read(ref)) is None:
             link, address = await self._link(ref.owner)
             if address.incarnation != ref.incarnation:
-                raise WorkerDied(ref.owner, "ended before a payload of its was fetched")
+                raise WorkerDied(ref.owner, "ended before its payload was fetched")
             packed = await _call_link(link, "payload", ref.id)
         return packed.load()
 

@@ -169,7 +169,7 @@ class Flow:
 
     async def __aexit__(self, *_: object) -> None:
         for name in self._channels.unread():
-            self._recorder.event("channel_unread", f"channel {name} has items; nobody has ever asked it for any")
+            self._recorder.event("channel_unread", f"channel {name} has items; no worker has ever read from it")
         grace_s = 0.0 if self._failed else STOP_GRACE_S
         await asyncio.gather(*(stage.stop(grace_s) for stage in self._stages.values()))
         await self._context.network.close()
@@ -190,7 +190,7 @@ class Flow:
                 raise self._failure
             for name in [name for group in self._groups().values() for name in group.busy]:
                 self._recorder.event(
-                    "call_not_awaited", f"the workflow has ended; {name} still has a call", worker=name
+                    "call_not_awaited", f"the workflow has ended; a call of {name} still runs", worker=name
                 )
             self._failed = False
             return result
@@ -220,7 +220,7 @@ class Flow:
         """
         site = _caller_line()
         if stage in self._stages:
-            raise ConfigurationError(f"stage {stage!r} ({site}): it has its workers already")
+            raise ConfigurationError(f"stage {stage!r} ({site}): its workers have already started")
         if self._planner is not None:
             previous_plan, self.plan = self.plan, self._planner.with_stage(self.plan, stage, most_workers)
             for other in self._stages.values():  # the new stage may share their devices

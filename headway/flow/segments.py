@@ -50,7 +50,7 @@ class WorkflowFolder:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = self.path.stat()
         if status.st_uid != os.getuid() or status.st_mode & 0o077:  # its sockets and segments have no other guard
-            raise ConfigurationError(f"{self.path} is open to other users; valid is a folder of mode 0700 of one's own")
+            raise ConfigurationError(f"{self.path} is open to other users; valid: a folder of this user with mode 0700")
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
         remove_unlocked(self.path.parent, f"{_FOLDER_PREFIX}*")

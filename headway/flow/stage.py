@@ -78,7 +78,7 @@ class Stage:
         self._site = site
         if restarts and not self.is_movable:
             raise ConfigurationError(
-                f"stage {name!r} ({site}): restarts = {restarts}: a new worker would have nothing of what the "
+                f"stage {name!r} ({site}): restarts = {restarts}: a new worker would lack what the "
                 "dead one held; valid for a class with state() and restore(), or stateless = True"
             )
         self._deaths: dict[str, asyncio.Task[None]] = {}
@@ -232,7 +232,7 @@ class Stage:
         await worker.died
         self._context.locks.died(name)
         if returned := self._context.channels.redeliver(name):
-            detail = f"{returned} items that {name} had got are delivered again"
+            detail = f"{returned} items that {name} had received are delivered again"
             self._context.recorder.event("items_returned", detail, worker=name)
 
     async def _death_handled(self, name: str) -> None:

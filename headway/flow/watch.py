@@ -49,8 +49,8 @@ class FlowWatch:
             elif self._clock.now() - since_s >= self._stall_s:
                 waits = await self._waits()
                 if waits is not None and self._progress_count() == seen:
-                    unread = "".join(f"; nobody reads channel {name}" for name in self._channels.unread())
-                    self._fail(NoProgress(f"nothing has moved for {self._stall_s:g} s: {', '.join(waits)}{unread}"))
+                    unread = "".join(f"; no worker reads channel {name}" for name in self._channels.unread())
+                    self._fail(NoProgress(f"no progress for {self._stall_s:g} s: {', '.join(waits)}{unread}"))
                     return
 
     def _progress_count(self) -> int:

@@ -198,7 +198,7 @@ class DeviceTurns:
         """See `Worker.turn`."""
         task = _current_task()
         if self._task is task:
-            raise ConfigurationError(f"{self._host.name}: a turn inside a turn; the outer one has the devices already")
+            raise ConfigurationError(f"{self._host.name}: turns can't be nested; the outer one already has the devices")
         async with self._turn_lock:
             await self._acquire(task)
             self._task = task
@@ -279,7 +279,7 @@ class DeviceTurns:
             not self.holds_devices and self._host.placement.shares
         ):  # a recall may come between the grant and this task's resumption
             if self._acquiring is None or self._acquiring.done():
-                self._acquiring = asyncio.create_task(self._request_devices(), name="asks for its devices")
+                self._acquiring = asyncio.create_task(self._request_devices(), name="requests its devices")
             self._waits[task] = f"its devices ({self._host.placement.device})"
             try:
                 await asyncio.shield(self._acquiring)

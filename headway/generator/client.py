@@ -182,12 +182,12 @@ class GeneratorPool:
         """Let an offloaded replica compute again; it loads its memory once it has something to compute."""
         return await self._replicas[index].onload()
 
-    async def idle_replicas(self, resting: Collection[int]) -> None:
+    async def idle_replicas(self, idle: Collection[int]) -> None:
         """See :class:`headway.records.clients.Generator`."""
         for replica in self._replicas:
-            replica.resting = replica.index in resting
+            replica.idle = replica.index in idle
         live = [replica for replica in self._replicas if replica.live]
-        rested = [replica for replica in live if replica.resting]
+        rested = [replica for replica in live if replica.idle]
         for replica in rested if len(rested) < len(live) else ():
             self._router.clear(replica)
         self._settle()
@@ -198,9 +198,7 @@ class GeneratorPool:
         live = [replica for replica in self._replicas if replica.live]
         raise_but_deaths(await asyncio.gather(*(self._refresh(replica) for replica in live), return_exceptions=True))
         return [
-            msgspec.structs.replace(
-                accumulated(replica.past, replica.present), resting=replica.resting or replica.removed
-            )
+            msgspec.structs.replace(accumulated(replica.past, replica.present), idle=replica.idle or replica.removed)
             for replica in self._replicas
         ]
 
@@ -279,9 +277,9 @@ class GeneratorPool:
         Raises ValueError for an unknown replica, and for the last one."""
         staying = {replica.name: replica for replica in self._replicas if not replica.gone and not replica.draining}
         if name not in staying:
-            raise ValueError(f"{name!r} is no live replica: valid: {', '.join(staying)}")
+            raise ValueError(f"{name!r} isn't a live replica; valid: {', '.join(staying)}")
         if len(staying) == 1:
-            raise ValueError(f"{name} is the last live replica: another must join before it can leave")
+            raise ValueError(f"{name} is the last live replica: another must join before it can be removed")
         replica = staying[name]
         replica.draining = True
         if move:
@@ -292,7 +290,7 @@ class GeneratorPool:
             await replica.slot.stop(_STOP_GRACE_S)
             await asyncio.wait((self._supervisors[name],))  # the supervisor absorbs the events still in the pipe
         finally:  # a cancelled caller ends the draining at once
-            replica.slot.kill("it was told to leave")
+            replica.slot.kill("it was removed")
             replica.removed = True
             self._fail_without_replicas()
             self._on_event("generator_left", name)
@@ -304,7 +302,7 @@ class GeneratorPool:
         except Exception as error:  # the supervisor's one capture point: without it, calls would be held forever
             self._mark_dead(replica)
             replica.slot.kill()
-            self._mark_lost(replica, f"its keeper failed: {type(error).__name__}: {error}")
+            self._mark_lost(replica, f"its supervisor failed: {type(error).__name__}: {error}")
 
     async def _serve_and_revive(self, replica: Replica, first: WorkerHandle) -> None:
         """Consume a replica's events, wait for its death and restart it, until it is lost or removed."""
@@ -349,7 +347,7 @@ class GeneratorPool:
                 self._give_up(error)
             except (WeightsCorrupt, RemoteError) as error:
                 if worker is not None:
-                    worker.kill(f"it could not be given the newest weights: {error}")
+                    worker.kill(f"it could not load the newest weights: {error}")
 
     def _settle(self) -> None:
         """Assign held requests and admit waiting callers: a replica may take requests again."""

@@ -200,14 +200,14 @@ class FakeGenerator:
                 core.beside = slowed
                 replica.settle()
 
-    async def idle_replicas(self, resting: Collection[int]) -> None:
+    async def idle_replicas(self, idle: Collection[int]) -> None:
         """See :class:`headway.records.clients.Generator`."""
         for index, replica in enumerate(self._replicas):
-            replica.resting = index in resting
-        if all(replica.resting for replica in self._replicas):
+            replica.idle = index in idle
+        if all(replica.idle for replica in self._replicas):
             return
         for name, (entry, replica, future) in list(self._open.items()):
-            if replica.resting:
+            if replica.idle:
                 replica.advance()
                 replica.core.interrupt(entry)
                 replica.settle()
@@ -221,7 +221,7 @@ class FakeGenerator:
     async def statistics(self) -> list[EngineStatistics]:
         for replica in self._replicas:
             replica.advance()
-        return [replica_statistics(replica.core, resting=replica.resting) for replica in self._replicas]
+        return [replica_statistics(replica.core, idle=replica.idle) for replica in self._replicas]
 
     def routing(self) -> RouterStatistics:
         """See :class:`headway.records.clients.Generator`. Token counts are those of the last event."""
@@ -277,17 +277,17 @@ class FakeGenerator:
             return self._replicas[0]
         if entry.session:
             for replica in self._replicas:
-                if replica.core.holds(entry.session) and not replica.resting:
+                if replica.core.holds(entry.session) and not replica.idle:
                     return replica
         prompt = entry.request.prompt_ids
-        last, all_resting = self._last_route, all(candidate.resting for candidate in self._replicas)
+        last, all_resting = self._last_route, all(candidate.idle for candidate in self._replicas)
         known = last[1] if last is not None and last[0] == prompt else None
         for replica in self._replicas:
             replica.advance()
         chosen = choose_replica(
             [
                 ReplicaLoad(
-                    standing="serving" if all_resting or not candidate.resting else "resting",
+                    standing="serving" if all_resting or not candidate.idle else "idle",
                     outstanding_tokens=candidate.core.outstanding_tokens,
                     saved_tokens=len(prompt) if index == known else 0,
                 )
@@ -350,7 +350,7 @@ class DrivenReplica:
 
     def __init__(self, costs: ReplicaCosts, version: int, clock: Clock, on_end: Callable[[FakeRequest], None]) -> None:
         self.core = FakeReplica(costs, version, clock.now(), on_end)
-        self.resting = False  # takes no requests while others do
+        self.idle = False  # takes no requests while others do
         self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s = math.inf
@@ -380,11 +380,11 @@ class DrivenReplica:
         self.settle()
 
 
-def replica_statistics(core: FakeReplica, *, resting: bool) -> EngineStatistics:
+def replica_statistics(core: FakeReplica, *, idle: bool) -> EngineStatistics:
     """Return a fake replica's counters and present state."""
     return EngineStatistics(
         version=core.version,
-        resting=resting,
+        idle=idle,
         running=len(core.running),
         waiting=core.open - len(core.running),
         slots=core.costs.slots,

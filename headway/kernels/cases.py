@@ -344,6 +344,6 @@ class CandidateTrials:
         while True:
             time.sleep(IDLE_S)
             if self._guest.cpu_ns() - cpu_before_ns > IDLE_SHARE * IDLE_S * 1e9:
-                raise TamperingDetected("it computes while nothing is asked for")
+                raise TamperingDetected("it computes between calls")
             if not self._guest.has_busy_threads() or time.monotonic() > until_s:
                 return

@@ -307,7 +307,7 @@ def judge_candidate(
             raise TamperingDetected(f"it calls {called}")
         trials.watch_idle()
         if trials.text and not trials.cheat and PRINTED_RESULT.search(guest.end()):
-            raise TamperingDetected("it prints what looks like a result")
+            raise TamperingDetected("it prints a line in the form of a result")
     except TamperingDetected as error:
         trials.cheat = str(error)
     except (GuestError, GuestEnded) as error:

@@ -402,6 +402,6 @@ async def _compile(box: LocalSandbox, source: str) -> dict[str, Any]:
     if done.ok:
         return {"library": f"{name}.so"}
     if done.exit_code is None:
-        return {"error": f"the compiler ended by a limit: {done.failure.what if done.failure else ''}"}
+        return {"error": f"the compiler ended by a limit: {done.failure.message if done.failure else ''}"}
     message = done.stderr.decode(errors="replace").replace(f"{name}.cpp", "kernel.cpp")
     return {"error": message[:LOG_CHARACTERS]}

@@ -175,7 +175,7 @@ class SourceCheck:
             yield f"use of .{name}"
         elif isinstance(value, ast.Name) and value.id in self._names.kernels and name != "warmup":
             yield f"a Triton kernel's .{name}"
-        elif (isinstance(value, ast.Name) and value.id == "self") or name in self._names.own:
+        elif (isinstance(value, ast.Name) and value.id == "self") or name in self._names.defined:
             return
         elif not self._needs_kernels:
             if canonical(name) in self._forbidden:

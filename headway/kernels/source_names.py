@@ -21,7 +21,7 @@ class SourceNames:
     def __init__(self, tree: ast.Module) -> None:
         self.modules: dict[str, str] = {}  # local name -> dotted path
         self.kernels: dict[str, int] = {}  # Triton's -> the id of the last definition
-        self.own: set[str] = set()  # names of functions, attributes, and functions in C++
+        self.defined: set[str] = set()  # names of functions, attributes, and functions in C++
         self.layers: dict[str, str] = {}  # "self.linear", where such a name is made a layer of torch -> its path
         nodes = list(ast.walk(tree))
         for node in nodes:
@@ -39,9 +39,9 @@ class SourceNames:
             case ast.FunctionDef() if self.is_jit(node):
                 self.kernels[node.name] = id(node)
             case ast.FunctionDef(name=name) | ast.Attribute(attr=name, ctx=ast.Store()):
-                self.own.add(name)
+                self.defined.add(name)
             case ast.Constant(value=str() as text):
-                self.own.update(_CALLED.findall(text))
+                self.defined.update(_CALLED.findall(text))
             case ast.Assign(targets=targets, value=ast.Call(func=maker)) if LAYER.fullmatch(self.path(maker) or ""):
                 self.layers |= {ast.unparse(target): self.path(maker) or "" for target in targets}
 

@@ -21,7 +21,7 @@ TARGETS: tuple[dict[str, Any], ...] = (
     {"name": "gfx942", "gpu": ["hip", "gfx942", 64], "shared_bytes": 64 << 10},
 )
 NOT_LAUNCHED = "no Triton kernel of its own is launched"
-NOT_TIMED = "Triton's interpreter isn't timed: it shows values, not speeds"
+NOT_TIMED = "Triton's interpreter isn't timed: it checks values, not speed"
 _ENVIRONMENT = {**ONE_THREAD, "TRITON_CACHE_DIR": "/work/cache", "TRITON_DEFAULT_FP_FUSION": "1"}
 
 

@@ -151,7 +151,7 @@ def _path(continues: Sequence[int], piece: int) -> list[int]:
 def _shared_prefixes(sizes: list[int], starts: list[int], continues: tuple[int, ...]) -> tuple[SharedPrefix, ...]:
     """The shared prefixes. Raises ValueError for pieces in another order than `AttentionPlan.build` requires."""
     if len(continues) != len(sizes):
-        raise ValueError(f"{len(sizes)} pieces, but {len(continues)} say what they continue")
+        raise ValueError(f"{len(sizes)} pieces, but continues has {len(continues)} entries")
     prefixes: list[SharedPrefix] = []
     seen: set[int] = set()
     for prefix, run in itertools.groupby(range(len(continues)), key=continues.__getitem__):

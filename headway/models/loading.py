@@ -43,7 +43,7 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
     if isinstance(name, torch.dtype):
         return name
     if name not in DTYPES:
-        raise ConfigurationError(f"dtype = {name!r}: valid are {', '.join(DTYPES)}")
+        raise ConfigurationError(f"dtype = {name!r}: valid: {', '.join(DTYPES)}")
     return DTYPES[name]
 
 

@@ -29,7 +29,7 @@ def replayed_routing(experiment: Experiment) -> ExpertRouting | None:
         if implementation_of(path, experiment.model.implementation) == "transformers":
             if setting == "on":
                 raise ConfigurationError(
-                    "algorithm.routing_replay = 'on': a model that runs in transformers can't; valid: 'auto', 'off'"
+                    "algorithm.routing_replay = 'on': models of transformers don't support it; valid: 'auto', 'off'"
                 )
             return None
         routing = DecoderConfig.from_pretrained(Path(path)).routing

@@ -156,8 +156,8 @@ def sizes_from(raw: Mapping[str, Any]) -> ModelSizes:
     architecture."""
     if raw.get("text_config"):
         raise ConfigurationError(
-            "text_config: it has parts for images or sound, which aren't counted; a config.json with the content "
-            "of text_config is"
+            "text_config: it has parts for images or sound, which aren't counted; valid: a config.json with "
+            "the content of text_config"
         )
     name = _model_type(raw)
     if name not in RULES:
@@ -367,7 +367,7 @@ def sizes_of_shapes(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]])
         if usual not in keys and (name := next((name for name in others if name in keys), None)):
             keys[usual] = keys[name]
     if "quantization_config" in keys:
-        raise ConfigurationError("quantization_config: of quantised tensors shapes don't tell the number of weights")
+        raise ConfigurationError("quantization_config: shapes of quantised tensors don't give the number of weights")
     experts, each = keys.any_of(*_EXPERTS), keys.any_of("num_experts_per_tok")
     if not experts and any(".experts." in name for name in shapes):
         raise ConfigurationError(

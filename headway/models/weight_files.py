@@ -19,7 +19,7 @@ _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)\.wei
 _FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 _TWICE = (
     "{}: {} and {} hold two sets of weights, which differ in {}: transformers reads model.safetensors first, vLLM the "
-    "index; remove the files that aren't meant"
+    "index; remove the wrong files"
 )
 
 
@@ -57,7 +57,7 @@ def weight_files(folder: Path) -> list[Path]:
     single, index = folder / _SINGLE, folder / (chosen or _INDEX)
     named = read_json(index).get("weight_map", {}) if index.is_file() else {}
     if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
-        raise ConfigurationError(f"{index}: weight_map = {str(named)[:80]}: valid is an object of file names by tensor")
+        raise ConfigurationError(f"{index}: weight_map = {str(named)[:80]}: valid: an object of file names by tensor")
     named = named.values()
     parts = sorted({folder / name for name in named})
     missing = [file.name for file in parts if not file.is_file()]
@@ -89,7 +89,7 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
                 begin, end = header[name]["data_offsets"]
                 content = raw[start + begin : start + end]
                 if len(content) != end - begin:
-                    raise ValueError(f"{name} isn't whole: the file is cut short")
+                    raise ValueError(f"{name} is incomplete: the file is truncated")
                 tensor = StoredTensor(file, header[name]["dtype"], header[name]["shape"], content)
                 if (first := tensors.setdefault(name, tensor)) is not tensor and not first.equals(tensor):
                     raise ConfigurationError(_TWICE.format(file.parent, first.file.name, file.name, name))

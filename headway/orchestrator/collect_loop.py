@@ -92,7 +92,7 @@ class CollectLoop:
         """Pass the evidence to the curriculum, and report where it moves its band."""
         move = None if evidence is None else self._run.task_selector.learn(evidence)
         if move is not None:
-            detail = f"min_signal {move.before:.2f} -> {move.after:.2f}: {move.why}"
+            detail = f"min_signal {move.old_limit:.2f} -> {move.new_limit:.2f}: {move.reason}"
             share = round(move.zero_variance_share, 4)
             self._run.event("curriculum_band", detail, zero_variance_share=share, groups=move.groups)
 
@@ -116,7 +116,7 @@ class CollectLoop:
         state.reported_untrained_batches = batches
         rewards = state.untrained_rewards if state.untrained_rewards.total() == state.untrained_groups else {}
         name = EVENT_MOSTLY_SOLVED if mostly_solved(rewards) else EVENT_NO_PROGRESS
-        ending_text = "had nothing to teach" if name == EVENT_MOSTLY_SOLVED else "ended untrained"
+        ending_text = "had no learning signal" if name == EVENT_MOSTLY_SOLVED else "ended untrained"
         message = f"{state.untrained_groups} groups in a row {ending_text}, the last one as {ending} ({reason})"
         message += "".join(f"; {cause}" for cause in causes)
         message += f"; {same_reward(rewards)} ({troubleshooting('Most groups are filtered')})" if rewards else ""

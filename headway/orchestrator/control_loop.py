@@ -100,7 +100,7 @@ class RateControl:
             open_groups=flow.open_groups or None,
             concurrent_rollouts=flow.concurrent_rollouts,
             steps_per_publish=flow.steps_per_publish,
-            resting=self._limits.shared[len(self._limits.shared) - flow.resting :],
+            idle_replicas=self._limits.shared[len(self._limits.shared) - flow.idle_replicas :],
             verifier_workers=flow.verifier_workers,
         )
         former_configuration: dict[KnobName, int] = {
@@ -122,7 +122,7 @@ class RateControl:
         if (outcome := self._outcome.due()) is not None:
             run.event(EVENT_PLAN_OUTCOME, outcome.detail, **outcome.data)
             if outcome.worse and run.state.moved is not None:
-                self._revert_move(run.state.moved.before, outcome.data)
+                self._revert_move(run.state.moved.previous, outcome.data)
         if self._state is None:
             moved_at = run.state.moved.version if run.state.moved else 0
             filled = max(record.step, moved_at) + run.experiment.queue.budget + 1  # before, the queue was filling
@@ -196,13 +196,13 @@ class RateControl:
         state = self._run.state
         if knobs == state.knobs:
             return
-        rested = knobs.resting != state.knobs.resting
+        rested = knobs.idle_replicas != state.knobs.idle_replicas
         if knobs.verifier_workers != state.knobs.verifier_workers:
             self._run.verifier.set_workers(knobs.verifier_workers)
         state.knobs = knobs
         state.changed.notify()
         if rested:
-            await self._run.generator.idle_replicas(knobs.resting)
+            await self._run.generator.idle_replicas(knobs.idle_replicas)
 
     def _advise(self, actions: tuple[Action, ...]) -> None:
         """Report the knobs that would be set, once, and keep the present ones."""

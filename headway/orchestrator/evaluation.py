@@ -222,7 +222,7 @@ class Evaluations:
         candidate.rename(best)
         shutil.rmtree(retired, ignore_errors=True)
         if solve_rate is None:
-            self._run.event(EVENT_LAST_KEPT, f"version {version} in best/: none was judged by validation tasks")
+            self._run.event(EVENT_LAST_KEPT, f"best/ has version {version}: none was evaluated on validation tasks")
             return
         self.best_version, self.best_solve_rate = version, solve_rate
         self._run.event(EVENT_BEST, f"solve rate {solve_rate:.3f}", version=version)

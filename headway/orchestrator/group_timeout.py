@@ -48,7 +48,7 @@ def _discarded(rollout: Rollout, now: float) -> Rollout:
         rollout,
         failure=None,
         finish_reason="abort",
-        left="discarded",
-        left_reason=GROUP_TIMEOUT,
+        removal="discarded",
+        removal_reason=GROUP_TIMEOUT,
         finished_s=now,
     )

@@ -166,7 +166,7 @@ class Pruner:
         tokens = max(entry.tokens, self._run.rollouts.reached(group, member))
         audited = is_audited(seed, group, member, share)
         saved = 0.0 if audited else self._saving(pruner, tokens)
-        entry.hit = Pruned(pruner=pruner, why=why, at_tokens=tokens, saved_tokens=saved, audited=audited)
+        entry.hit = Pruned(pruner=pruner, reason=why, at_tokens=tokens, saved_tokens=saved, audited=audited)
         if not audited:
             self._run.rollouts.stop(group, member, entry.hit)
 
@@ -269,7 +269,7 @@ class Pruner:
     def _record_failure(self, pruner: str, cause: str) -> None:
         if pruner not in self._failed:
             self._failed.add(pruner)
-            self._run.event("pruner_failed", f"pruning.pruners: {pruner}: {cause}; said once, its rollouts go on")
+            self._run.event("pruner_failed", f"pruning.pruners: {pruner}: {cause}; reported once; its rollouts go on")
 
     # --- decided groups ---------------------------------------------------------------------------------
 
@@ -295,7 +295,7 @@ class Pruner:
             tokens = run.rollouts.reached(group.index, entry.number)
             entry.hit = Pruned(
                 pruner="group",
-                why=why,
+                reason=why,
                 at_tokens=tokens,
                 saved_tokens=0.0 if audited else self._saving("group", tokens),
                 audited=audited,
@@ -311,7 +311,7 @@ class Pruner:
         if rollout.response_ids and self._settings.mode_of(pruned.pruner) == "score":
             return rollout
         now = self._run.clock.now()
-        return msgspec.structs.replace(rollout, left="pruned", left_reason=pruned.pruner, finished_s=now)
+        return msgspec.structs.replace(rollout, removal="pruned", removal_reason=pruned.pruner, finished_s=now)
 
     async def _audited(self, entry: _Member, hit: Pruned, rollout: Rollout) -> Rollout:
         """Return an audited rollout, which was hit but not stopped, with the audit's result. That is the reward of its

@@ -31,7 +31,7 @@ def flow_of(
         open_groups=knobs.open_groups or 0,
         concurrent_rollouts=knobs.concurrent_rollouts,
         steps_per_publish=knobs.steps_per_publish,
-        resting=len(knobs.resting),
+        idle_replicas=len(knobs.idle_replicas),
         verifier_workers=knobs.verifier_workers,
         configured_concurrent_rollouts=configured.concurrent_rollouts,
         configured_steps_per_publish=configured.steps_per_publish,

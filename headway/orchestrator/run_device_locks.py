@@ -39,7 +39,7 @@ def require_offload(experiment: Experiment) -> None:
     if not shared and experiment.control.devices != "move":
         raise ConfigurationError(
             f"run.offload = true with generator.devices = {list(generator.devices)} and trainer.devices = "
-            f"{list(ranks)}: no device is shared, so nobody needs room; valid: run.offload = false"
+            f"{list(ranks)}: no device is shared, so neither side needs to offload; valid: run.offload = false"
         )
 
 

@@ -315,7 +315,7 @@ class StepMetrics:
             record.flow,
             generated_tokens=round(_growth(previous, engines, "generated_tokens")),
             generator_busy_s=_growth(previous, engines, "busy_s"),
-            generator_s=elapsed_s * sum(not engine.resting for engine in engines),
+            generator_s=elapsed_s * sum(not engine.idle for engine in engines),
             decode_steps=round(_growth(previous, engines, "decode_steps")),
             preemptions=round(_growth(previous, engines, "preemptions")),
         )
@@ -399,7 +399,7 @@ def _mean_share(
     previous: Sequence[EngineStatistics], after: Sequence[EngineStatistics], name: str, step_s: float
 ) -> float:
     """Share of the time that a counter of seconds grew, mean over the replicas that don't rest."""
-    awake = [position for position, engine in enumerate(after) if not engine.resting]
+    awake = [position for position, engine in enumerate(after) if not engine.idle]
     if not awake:
         return 0.0
     grown = sum(_growth(previous[p : p + 1], after[p : p + 1], name) for p in awake)

@@ -64,7 +64,7 @@ def make_task_selector(
 def evidence_of(finished: FinishedGroup) -> TaskEvidence | None:
     """The evidence of a group on its task; None when no member was judged. Members that a filter removed count: without
     them the task would seem easier or harder than it is."""
-    judged = [r for r in finished.rollouts if r.failure is None and r.left in (None, "filtered")]
+    judged = [r for r in finished.rollouts if r.failure is None and r.removal in (None, "filtered")]
     if not judged:
         return None
     return TaskEvidence(

@@ -94,9 +94,9 @@ def require_pictures(experiment: Experiment, split: str, tasks: Sequence[Task]) 
     elif not any(folder.glob("*processor_config.json")):
         why = f"images without a processor: {folder} has no preprocessor_config.json or processor_config.json"
     elif rollout_source != "single_turn":
-        why = f"{rollout_source} can't show them: valid: environment.name = 'single_turn'"
+        why = f"{rollout_source} doesn't support them; valid: environment.name = 'single_turn'"
     elif remote := [device for device in devices if parse_device(device).node]:
-        why = f"their pixel arrays lie on this machine: valid: devices of it, not {remote[0]}"
+        why = f"their pixel arrays are on this machine; valid: its devices, not {remote[0]}"
     if why:
         raise ConfigurationError(f"tasks.{split}: the prompts of {task.source} have pictures: {why}")
 
@@ -115,7 +115,7 @@ def changed_tasks(now: Mapping[str, int | str], lines: Sequence[LedgerLine]) -> 
         return ""
     return (
         f"tasks.train has changed since this run began ({now['tasks']} tasks, were {began.data['tasks']}): make clean "
-        "in a project, or another --run.directory, begins anew"
+        "in a project, or another --run.directory, starts a new run"
     )
 
 

@@ -147,7 +147,7 @@ def _end_reason(experiment: Experiment, lines: Sequence[LedgerLine]) -> str:
     judged = [evaluation.solve_rate for evaluation in during if not evaluation.mostly_failed]
     why = end_reason(experiment, recorded_steps(lines), max(judged, default=-1.0)) if is_finished(lines) else ""
     larger = "--evaluation.stop_at_solve_rate=…, or none," if "stop_at" in why else "--run.steps=…"
-    return why and f"{why} already, nothing was trained; a larger {larger} goes on"
+    return why and f"{why} already, nothing was trained; a larger {larger} continues it"
 
 
 async def _summarise(directory: RunDirectory, ledger: Ledger) -> RunSummary:
@@ -219,7 +219,7 @@ class _Interrupts:
         if self.run is None or self.run.context.state.interrupted:
             return self.stop()
         grace_s = self.run.context.experiment.run.stop_grace_s
-        self.run.context.event("interrupt", f"finishing what runs, within {grace_s:g} s; once more stops at once")
+        self.run.context.event("interrupt", f"finishing running work within {grace_s:g} s; once more stops at once")
         self.run.interrupt()
         self.task.get_loop().call_later(longest_drain_s(grace_s), self._expire)
 

@@ -98,7 +98,7 @@ class TrainLoop:
                 await self._compute(lambda: accumulate(run.trainer, [part.batch for part in parts]))
             taken = min(queue.groups_per_part or remaining_groups, remaining_groups)
             with run.waits.on("a batch", LOOPS, "the train loop"):
-                groups = await self._next_part(NextPart(groups=taken, left=remaining_groups - taken))
+                groups = await self._next_part(NextPart(groups=taken, remaining=remaining_groups - taken))
             if groups is None:
                 return False
             # Membership and order are durable before they are trained on (rule 8).
@@ -114,7 +114,7 @@ class TrainLoop:
         """Wait for a part of a batch, or a whole one, that rule 2 allows; None when the run drains first."""
         run = self._run
         queue = run.experiment.queue
-        discarding = queue.surplus == "discard" and not part.left
+        discarding = queue.surplus == "discard" and not part.remaining
         started = run.clock.now()
         while not self._end_reason():
             mark = run.state.changed.count

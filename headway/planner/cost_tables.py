@@ -46,7 +46,7 @@ def print_steps(priced: PricedRun, console: Console | None = None) -> None:
         for name in ("prefill $", "sample", "train", "service", "$/M"):
             table.add_column(name, justify="right")
     for index, (step, usd, ratio) in enumerate(
-        zip(priced.run.steps, priced.own.usd, priced.own.usd_per_mtok, strict=True)
+        zip(priced.run.steps, priced.owned.usd, priced.owned.usd_per_mtok, strict=True)
     ):
         tokens = priced.run.batch * step.sequence_tokens / 1e6
         cells = [str(index), f"{step.seconds:g}", f"{tokens:.3f}", f"{usd:.2f}", f"{ratio:.2f}"]
@@ -60,21 +60,21 @@ def print_steps(priced: PricedRun, console: Console | None = None) -> None:
 
 def run_rows(priced: PricedRun) -> dict[str, str]:
     """Label -> text, in the order they are printed."""
-    owned, service, steps = priced.own, priced.service, len(priced.own.usd)
+    owned, service, steps = priced.owned, priced.service, len(priced.owned.usd)
     rows = {
         "own": f"{priced.devices} devices at ${priced.usd_per_device_hour:g}: "
         f"${priced.devices * priced.usd_per_device_hour:,.2f} an hour",
         "a step": f"${owned.total_usd / steps:,.2f}, ${owned.total_usd:,.2f} for {steps} steps",
         "a million tokens": f"${owned.mean_of_ratios:.2f} mean of ratios, ${owned.ratio_of_means:.2f} ratio of means",
     }
-    if service is not None and priced.own_over_service is not None:
+    if service is not None and priced.owned_over_service is not None:
         rows[priced.service_name] = (
             f"${service.total_usd / steps:,.2f} a step; a million tokens ${service.mean_of_ratios:.2f} mean of ratios, "
             f"${service.ratio_of_means:.2f} ratio of means"
         )
         rows["own / service"] = (
-            f"{priced.own_over_service[0]:.2f} x by means of ratios, "
-            f"{priced.own_over_service[1]:.2f} x by ratios of means"
+            f"{priced.owned_over_service[0]:.2f} x by means of ratios, "
+            f"{priced.owned_over_service[1]:.2f} x by ratios of means"
         )
     return rows | _notes(priced)
 

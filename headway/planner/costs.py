@@ -91,11 +91,11 @@ class PricedRun(msgspec.Struct, frozen=True, kw_only=True):
     source: Source
     devices: int  # generators and trainers: both are paid for the whole step
     usd_per_device_hour: float
-    own: RunCost
+    owned: RunCost
     service_name: str
     service: RunCost | None
     service_parts: tuple[ServiceCost, ...]
-    own_over_service: tuple[float, float] | None  # by means of ratios, by ratios of means
+    owned_over_service: tuple[float, float] | None  # by means of ratios, by ratios of means
     run: RunTable
     contradictions: list[str]
 
@@ -123,11 +123,11 @@ def priced_run(catalogue: Catalogue, name: str, price: str = "", service: str = 
         source=catalogue.source("runs", name),
         devices=devices,
         usd_per_device_hour=hour,
-        own=owned,
+        owned=owned,
         service_name=service,
         service=rented,
         service_parts=parts,
-        own_over_service=rented
+        owned_over_service=rented
         and (owned.mean_of_ratios / rented.mean_of_ratios, owned.ratio_of_means / rented.ratio_of_means),
         run=run,
         contradictions=[] if price else _run_contradictions(run, owned),
@@ -205,7 +205,7 @@ def service_comparison(
         usd_per_device_hour=hour,
         replay_factor=factor,
         tokens_per_s=rate,
-        own_usd_per_mtok=priced.own.ratio_of_means * factor,
+        own_usd_per_mtok=priced.owned.ratio_of_means * factor,
         service_usd_per_mtok=priced.service.ratio_of_means,
         break_even_tokens_per_s=even,
         utilization=even / rate,

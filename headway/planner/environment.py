@@ -39,7 +39,7 @@ class EnvironmentCounts:
     restarted_states: int = 0  # parked rollouts restarted from the beginning, beyond queue.max_environment_staleness
     state_staleness_sum: int = 0  # versions between the oldest turn that a resumed sandbox holds and the resume
     state_staleness_max: int = 0
-    tokens_begun_anew: int = 0  # response tokens lost with a sandbox
+    lost_tokens: int = 0  # response tokens lost with a sandbox
 
 
 @dataclass
@@ -154,7 +154,7 @@ class EnvironmentGenerator:
     def restart_rollout(self, state: _RolloutState) -> None:
         """Restart a rollout whose sandbox is lost, and with it the effect of its turns."""
         self.end_sandbox(state)
-        self.counts.tokens_begun_anew += len(state.so_far.ids)
+        self.counts.lost_tokens += len(state.so_far.ids)
         state.so_far = PartialResponse()
         state.oldest_version = state.resumed_version = -1
 

@@ -96,7 +96,7 @@ def read_run(path: str | Path) -> RecordedRun:
     for key, maker in (("hooks.rollout", experiment.hooks.rollout), ("environment.name", experiment.environment.name)):
         if maker != "single_turn":
             raise ConfigurationError(
-                f"{folder}: its rollouts are made by {key} = {maker!r}, and a ledger doesn't say what their turns "
+                f"{folder}: its rollouts are made by {key} = {maker!r}, and a ledger doesn't record what their turns "
                 "took: describe them in a scenario file ([workload] turns, turn_tokens, tool_s)"
             )
     devices, ranks = experiment.generator.devices, experiment.trainer.devices
@@ -105,7 +105,7 @@ def read_run(path: str | Path) -> RecordedRun:
         described = _read_scenario(folder / SCENARIO_FILE)
         if described.workload.multi_turn:
             raise ConfigurationError(
-                f"{folder} simulates rollouts of several turns: a ledger doesn't say what they took"
+                f"{folder} simulates rollouts of several turns: a ledger doesn't record what they took"
             )
         hardware = described.hardware
         yielded = len(devices) if hardware.generator.shares_devices else 0
@@ -176,8 +176,8 @@ def scenario_from(
         del unidentified["interference"]
         if rates.unknown:
             unidentified["interference"] = (
-                f"{' and '.join(rates.unknown)} meets the other side about equally in both runs: what that costs is in "
-                "the rate as it was"
+                f"{' and '.join(rates.unknown)} meets the other side about equally in both runs: its rate "
+                "includes that cost"
             )
     seed, directory = run.experiment.run.seed, _default_directory(run.path)
     raw = {
@@ -235,7 +235,7 @@ def kept_sections(experiment: Experiment, unidentified: dict[str, str]) -> dict[
     if builtin:
         raw["hooks"] = builtin
     if names:
-        unidentified["functions"] = f"{', '.join(names)}: yours are not called; what they filtered is in the acceptance"
+        unidentified["functions"] = f"{', '.join(names)}: the run's hooks are not called; acceptance includes them"
     return raw
 
 
@@ -246,19 +246,19 @@ def _not_simulated(run: RecordedRun, steps: Sequence[StepRecord], model: LedgerM
     if truncated > 0.001:
         omissions["long responses"] = (
             f"{truncated:.1%} were cut at rollout.max_response_tokens = {experiment.rollout.max_response_tokens}: "
-            "with a larger limit they are taken to end right there"
+            "with a larger limit they are assumed to end there"
         )
     if experiment.pruning.kinds:
-        omissions["pruning"] = "lengths are those with [pruning] as it was, which is not simulated itself"
+        omissions["pruning"] = "lengths are those with the run's [pruning], which isn't simulated"
     if experiment.curriculum.mode == "adaptive":
-        omissions["curriculum"] = "solve rates are those of the tasks that it drew; it is not simulated itself"
+        omissions["curriculum"] = "solve rates are those of the tasks that it drew; it isn't simulated"
     if experiment.surplus_groups:
         omissions["lengths"] = (
-            "of discarded responses only the mean length so far is known: they are taken to go on from it"
+            "discarded responses have only a mean length so far: they are assumed to continue from it"
         )
     if 0 < run.shape.yielded_share < 1:
         omissions["shared devices"] = (
-            f"{run.shape.yielded_replicas} of {run.shape.replicas} replicas stood still during training steps: "
+            f"{run.shape.yielded_replicas} of {run.shape.replicas} replicas were idle during training steps: "
             f"{'all' if run.shape.yielded_share >= 0.5 else 'none'} of the simulated ones do"
         )
     begun, ended = run.lines.index(steps[0]), run.lines.index(steps[-1])

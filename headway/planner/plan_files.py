@@ -76,9 +76,7 @@ def _curves(experiment: Experiment, model: ModelFigures, trained: float, pool: P
     path = pool.tables.profile
     if not path:
         return RooflineCurves(experiment, model, trained, pool)
-    return ProfiledCurves(
-        experiment, model, pool, _decoded(path, Profile, "no profile that headway plan --profile wrote")
-    )
+    return ProfiledCurves(experiment, model, pool, _decoded(path, Profile, "not a profile of headway plan --profile"))
 
 
 def _scenario(experiment: Experiment, planned: PlannedRun, folder: str) -> Scenario:
@@ -121,7 +119,7 @@ def _scenario(experiment: Experiment, planned: PlannedRun, folder: str) -> Scena
 
 def read_plan(path: str | Path) -> RunPlan:
     """Read a plan that was written. Raises ConfigurationError."""
-    return _decoded(path, RunPlan, "no plan that headway plan wrote")
+    return _decoded(path, RunPlan, "not a plan of headway plan")
 
 
 def _decoded(path: str | Path, kind: type[Decoded], otherwise: str) -> Decoded:
@@ -138,11 +136,11 @@ def require_writable(outputs: PlanOutputs) -> None:
     path_by_option = {"--output": outputs.plan, "--write": outputs.experiment, "--picture": outputs.picture}
     for option, path in path_by_option.items():
         if path and Path(path).exists():
-            raise ConfigurationError(f"{option} {path}: there is such a file already")
+            raise ConfigurationError(f"{option} {path}: the file already exists")
         if path and not Path(path).absolute().parent.is_dir():
             raise ConfigurationError(f"{option} {path}: there is no folder {Path(path).parent}")
         if path and list(path_by_option.values()).count(path) > 1:
-            raise ConfigurationError(f"{option} {path}: two files of one name")
+            raise ConfigurationError(f"{option} {path}: two outputs have the same name")
 
 
 def write_outputs(experiment: Experiment, plan: RunPlan, outputs: PlanOutputs) -> None:

@@ -95,7 +95,7 @@ def read_pool(path: str | Path, catalogue: Catalogue) -> PlanPool:
         recipe(tables, section, kind)
     named = [node for entry in tables.devices for node in entry.nodes]
     if twice := {node for node in named if named.count(node) > 1}:
-        raise ConfigurationError(f"{path}: nodes: {min(twice)} is there twice; valid: each machine's node once")
+        raise ConfigurationError(f"{path}: nodes: {min(twice)} is listed twice; valid: each machine's node once")
     return PlanPool(classes=tuple(_devices(entry, catalogue) for entry in tables.devices), tables=tables)
 
 

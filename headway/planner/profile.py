@@ -161,7 +161,7 @@ class ProfiledCurves(StageCurves):
         super().__init__(experiment, model, pool, workload)
         self.profile = profile
         self.error = max(_LEAST_ERROR, *profile.missed.values())
-        self.error_is = f"a placement that the profile of {profile.date} held out was missed by no more, or is 10 %"
+        self.error_is = f"the profile of {profile.date} missed held-out placements by no more, or 10 %"
         trained = profile.model
         self._flops_per_s = 6.0 * trained.active / max(1e-12, first.train_token_s)
 

@@ -89,7 +89,7 @@ def plan_run(experiment: Experiment, pool: PlanPool, curves: StageCurves, object
     candidates = [fit for layout in _placements(pool) if (fit := _candidate(experiment, pool, curves, layout))]
     if not candidates:
         raise ConfigurationError(
-            "; ".join(curves.reasons.values()) or "pool: two devices, or one that both sides fit on"
+            "; ".join(curves.reasons.values()) or "pool: needs two devices, or one on which both sides fit"
         )
     bound = max(candidate.ideal for candidate in candidates)
     candidates.sort(key=lambda candidate: -_merit(candidate, candidate.ideal, objective))

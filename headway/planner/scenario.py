@@ -190,7 +190,7 @@ class Scenario(Experiment):
         filled: dict[str, Any] = dict(cast("dict[str, Any]", raw))  # of a TOML file
         for section, why in _NOT_SIMULATED.items():
             if section in filled:
-                raise ValueError(f"[{section}] has no place in a scenario: {why}")
+                raise ValueError(f"[{section}] isn't valid in a scenario: {why}")
         table = filled.get("environment", {})
         for key in endpoint.EnvironmentConfig.model_fields:
             if isinstance(table, dict) and key in table:

@@ -31,7 +31,7 @@ def outcome_rows(outcome: SimulationOutcome) -> dict[str, str]:
         mean = counts["state_staleness_sum"] / max(1.0, counts["resumed_states"])
         rows["environment states"] = (
             f"{counts['resumed_states']:,.0f} resumed, {mean:.2f} versions old in the mean, "
-            f"{counts['state_staleness_max']:.0f} at worst; {counts['restarted_states']:,.0f} begun anew"
+            f"{counts['state_staleness_max']:.0f} at worst; {counts['restarted_states']:,.0f} restarted"
         )
     cost = f"{outcome.device_hours:,.2f} device-hours"
     if outcome.dollars:

@@ -22,7 +22,7 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
     """The most memory or disk space that one process, or one kind of file, will need."""
 
     name: str  # generator-0, trainer-0, verifiers, orchestrator, published weights, checkpoints, buffer
-    place: str  # "memory", a GPU, or a folder
+    location: str  # "memory", a GPU, or a folder
     parts: dict[str, int]  # bytes by purpose
     measured_bytes: int | None = None  # peak resident memory of the real process while it was calibrated
 

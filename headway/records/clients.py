@@ -78,7 +78,7 @@ class Generator(Protocol):
         """Resume decoding on replicas that were paused."""
         ...
 
-    async def idle_replicas(self, resting: Collection[int]) -> None:
+    async def idle_replicas(self, idle: Collection[int]) -> None:
         """Send no requests to the replicas with these indices and move theirs elsewhere; all others take requests.
         Idle replicas still apply updates, and serve when no other is live."""
         ...

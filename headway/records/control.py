@@ -12,5 +12,5 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     open_groups: int | None  # most groups open at once, within what admission allows; None: all it allows
     concurrent_rollouts: int  # most rollouts that hold a slot or wait for one
     steps_per_publish: int  # one version of every this many is published
-    resting: tuple[int, ...] = ()  # replicas that take no requests, so that the trainer has their devices to itself
+    idle_replicas: tuple[int, ...] = ()  # take no requests, so that the trainer has their devices to itself
     verifier_workers: int = 1  # processes that score responses

@@ -40,11 +40,11 @@ class TaskEvidence(msgspec.Struct, frozen=True, kw_only=True):
 class BandMove(msgspec.Struct, frozen=True, kw_only=True):
     """The band's limit moved, and why."""
 
-    before: float
-    after: float
+    old_limit: float
+    new_limit: float
     zero_variance_share: float  # of the last groups drawn from the band
     groups: int  # on which it was measured
-    why: str
+    reason: str
 
 
 class CurriculumStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,15 +92,15 @@ class DrawExplanation(msgspec.Struct, frozen=True, kw_only=True):
     version: int  # of the weights at admission; -1: not drawn yet
     reason: str
     probability: float
-    why: str
+    explanation: str
     size: int
-    size_why: str
+    size_explanation: str
     posterior: Posterior | None  # at the draw; None: no posterior was considered
     outcome: str
     solved: int | None
     valid: int | None
-    before: Posterior | None  # when the group finished, other groups' outcomes meanwhile included
-    after: Posterior | None
+    posterior_before: Posterior | None  # when the group finished, other groups' outcomes meanwhile included
+    posterior_after: Posterior | None
 
 
 class TaskExplanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,5 +135,5 @@ class CurriculumExplanation(msgspec.Struct, frozen=True, kw_only=True):
     solve_rates: list[int]  # seen tasks by expected solve rate, ten bins
     draws: dict[str, int]  # reason -> groups
     zero_variance_share: dict[str, float]  # reason -> of its groups that finished
-    moves: list[BandMove]
+    band_changes: list[BandMove]
     following: list[DrawExplanation]  # what would be drawn next if no group finished meanwhile

@@ -17,7 +17,7 @@ WORKER_EVENT = -1
 class NextTurn(msgspec.Struct, frozen=True, kw_only=True):
     """The next turn that the model is to answer: new messages since its last answer, tools and limits."""
 
-    said: tuple[dict[str, Any], ...]  # messages, as in OpenAI's chat API
+    messages: tuple[dict[str, Any], ...]  # messages, as in OpenAI's chat API
     speaker: str = ""  # whose conversation it is, where the policy plays several roles
     tools: tuple[dict[str, Any], ...] = ()  # that the answer may call, as in OpenAI's chat API
     learned: bool = True  # False: the policy plays this role, and its answers carry no loss

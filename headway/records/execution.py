@@ -82,7 +82,7 @@ class Participant(msgspec.Struct, frozen=True, kw_only=True):
 class LockGrant(msgspec.Struct, frozen=True, kw_only=True):
     """A participant holds its devices from now on."""
 
-    party: str
+    participant: str
     offload: tuple[str, ...] = ()  # these must leave the devices before it computes there
     onload: bool = False  # it isn't on its devices: it must load after that
 

@@ -155,7 +155,7 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     paused_s: float = 0.0  # time inside weight updates
     yielded_s: float = 0.0  # time its device was yielded to the trainer; not idle then, whether it had requests or not
     decode_steps: int = 0
-    resting: bool = False  # it is sent no requests: neither waiting nor yielded
+    idle: bool = False  # it is sent no requests: neither waiting nor yielded
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):

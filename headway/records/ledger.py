@@ -135,7 +135,7 @@ class QueueFlow(msgspec.Struct, frozen=True, kw_only=True):
     open_groups: int = 0  # knobs in effect at the end of the step (records/control.py); 0: all that admission allows
     concurrent_rollouts: int = 0
     steps_per_publish: int = 0
-    resting: int = 0  # replicas that take no requests
+    idle_replicas: int = 0  # replicas that take no requests
     verifier_workers: int = 0
     configured_concurrent_rollouts: int = 0  # as the experiment sets them
     configured_steps_per_publish: int = 0

@@ -206,7 +206,7 @@ class ExecutedMove(msgspec.Struct, frozen=True, kw_only=True):
     planned: PlannedMove
     version: int  # completed training steps at that boundary
     cost_s: float  # measured
-    before: RunPlacement
+    previous: RunPlacement
     placement: RunPlacement  # in effect now
 
 

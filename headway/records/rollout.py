@@ -32,7 +32,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     cause: str  # one line a person can act on
     infrastructure: bool  # true: retry, and never a reward of 0; false: the policy's own doing
     detail: str = ""  # traceback or output
-    place: str = ""  # in the user's code that raised: "coins.py:31 in reply"; the cause has it too
+    raised_at: str = ""  # in the user's code that raised: "coins.py:31 in reply"; the cause has it too
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +52,7 @@ class Pruned(msgspec.Struct, frozen=True, kw_only=True):
     """Why a pruner ended a rollout early, or would have: an audited one runs to its own end all the same."""
 
     pruner: str  # its name in the experiment file
-    why: str  # one line: what it saw
+    reason: str  # one line: what it saw
     at_tokens: int  # response tokens when it decided
     saved_tokens: float = 0.0  # response tokens it is expected to have saved; 0 in an audit
     audited: bool = False  # it ran to its own end, to measure what pruning does
@@ -107,7 +107,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     to the buffer) -> *ended* exactly once (trained, filtered, pruned, discarded, overdue, failed).
 
     A member may leave its group when the group finishes, before any advantage is computed: ``failure`` says that it
-    failed, ``left`` that it was filtered, pruned or discarded. Only the others are *valid*.
+    failed, ``removal`` that it was filtered, pruned or discarded. Only the others are *valid*.
 
     Invariant: len(response_ids) == len(response_logprobs) == len(response_mask) == sum of span tokens.
     Masked tokens (an environment's replies) carry log-probability 0.0 and the version of the token before.
@@ -135,9 +135,9 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     solved: bool = False
     verdict: dict[str, Any] = {}  # the verifier's further fields (JSON types)
     failure: Failure | None = None
-    left: Literal["filtered", "pruned", "discarded"] | None = None  # how it left its group before training
-    left_reason: str = ""
-    pruned: Pruned | None = None  # ended early by a pruner, or audited; whether it left the group is in ``left``
+    removal: Literal["filtered", "pruned", "discarded"] | None = None  # how it left its group before training
+    removal_reason: str = ""
+    pruned: Pruned | None = None  # ended early by a pruner, or audited; whether it left the group is in ``removal``
     opened_s: float = 0.0  # clock at admission
     first_token_s: float = 0.0  # clock at its first token
     generated_s: float = 0.0  # clock at its last token
@@ -179,14 +179,14 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def valid(self) -> bool:
         """Whether it takes part in its group: verified, neither failed nor filtered, pruned or discarded."""
-        return self.failure is None and self.left is None
+        return self.failure is None and self.removal is None
 
     @property
     def ended(self) -> tuple[Ending, str] | None:
         """(ending, reason) of a rollout that leaves its group as the group finishes; None for a valid one."""
         if self.failure is not None:
             return "failed", self.failure.boundary
-        return None if self.left is None else (self.left, self.left_reason)
+        return None if self.removal is None else (self.removal, self.removal_reason)
 
     @property
     def first_version(self) -> int:

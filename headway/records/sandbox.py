@@ -103,7 +103,7 @@ class SandboxFailure(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     cause: FailureCause
-    what: str  # one line a person can act on
+    message: str  # one line a person can act on
     retry: bool  # whether another attempt may end otherwise
     reward_valid: bool  # whether a reward may be computed from what happened
     evidence: dict[str, str | int | float | bool] = {}  # exit code, signal, out of memory, step, errno, ...
@@ -134,12 +134,12 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 class SandboxFinding(msgspec.Struct, frozen=True, kw_only=True):
     """A finding of preflight. A fatal one would stop a run or spoil its results; others are worth knowing."""
 
-    what: str
-    fix: str = ""  # "": `what` says it, or there is nothing to do
+    message: str
+    fix: str = ""  # "": `message` says it, or there is nothing to do
     fatal: bool = True
 
     def __str__(self) -> str:
-        return f"{self.what}: {self.fix}" if self.fix else self.what
+        return f"{self.message}: {self.fix}" if self.fix else self.message
 
 
 class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,18 +192,18 @@ class SandboxError(HeadwayError):
     """A call of a sandbox failed. ``failure`` says which side caused it."""
 
     def __init__(self, failure: SandboxFailure) -> None:
-        super().__init__(f"{failure.what} ({failure.cause.replace('_', ' ')})")
+        super().__init__(f"{failure.message} ({failure.cause.replace('_', ' ')})")
         self.failure = failure
 
 
 def model_failure(message: str, **evidence: str | int | float | bool) -> SandboxFailure:
     """Make a failure that the model's code caused: not retried, and the reward is valid."""
-    return SandboxFailure(cause="model_code", what=message, retry=False, reward_valid=True, evidence=evidence)
+    return SandboxFailure(cause="model_code", message=message, retry=False, reward_valid=True, evidence=evidence)
 
 
 def environment_failure(message: str, **evidence: str | int | float | bool) -> SandboxFailure:
     """Make a failure that the environment's author has to fix: a retry would end the same."""
-    return SandboxFailure(cause="environment", what=message, retry=False, reward_valid=False, evidence=evidence)
+    return SandboxFailure(cause="environment", message=message, retry=False, reward_valid=False, evidence=evidence)
 
 
 def infrastructure_failure(
@@ -211,7 +211,7 @@ def infrastructure_failure(
 ) -> SandboxFailure:
     """Make a failure that the sandbox, its backend or the machine caused; the reward isn't valid."""
     return SandboxFailure(
-        cause="infrastructure", what=message, retry=retry, reward_valid=False, evidence=dict(evidence or {})
+        cause="infrastructure", message=message, retry=retry, reward_valid=False, evidence=dict(evidence or {})
     )
 
 
@@ -219,4 +219,4 @@ def as_start_failure(failure: SandboxFailure) -> SandboxFailure:
     """Turn a failure of a start blamed on the model's code into one of the infrastructure: no such code has run yet."""
     if failure.cause != "model_code":
         return failure
-    return infrastructure_failure(failure.what, evidence=failure.evidence)
+    return infrastructure_failure(failure.message, evidence=failure.evidence)

@@ -125,13 +125,13 @@ class Reaped(msgspec.Struct, frozen=True, kw_only=True):
     stuck: bool = False  # something of it couldn't be ended; retried next time
 
     def __str__(self) -> str:
-        return f"{self.owner}: {self.sandboxes} sandboxes" + (", of which something wouldn't end" * self.stuck)
+        return f"{self.owner}: {self.sandboxes} sandboxes" + (", some of whose processes didn't end" * self.stuck)
 
 
 class ReaperStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Counters of a periodic reaper since it was started."""
 
-    looks: int = 0
+    checks: int = 0
     owners: int = 0  # dead ones that it cleaned up after
     sandboxes: int = 0  # ... of these, as recorded
     stuck: int = 0  # owners with something that couldn't be ended, at the last check
@@ -167,7 +167,7 @@ class SandboxStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         return SandboxStatistics(
             pool=PoolStatistics.total([worker.pool for worker in workers]),
             reaper=ReaperStatistics(
-                looks=sum(reaper.looks for reaper in reapers),
+                checks=sum(reaper.checks for reaper in reapers),
                 owners=sum(reaper.owners for reaper in reapers),
                 sandboxes=sum(reaper.sandboxes for reaper in reapers),
                 stuck=max((reaper.stuck for reaper in reapers), default=0),

@@ -50,14 +50,14 @@ class Stall(msgspec.Struct, frozen=True, kw_only=True):
     owner: str  # the worker, or part of the orchestrator, that everything else waits for
     kind: str  # of the wait
     since_s: float  # clock when the wait began
-    what: str  # "trainer-1 waits in all_reduce 42 for trainer-0, which is in headway/trainer/learner.py:118 update"
+    cause: str  # "trainer-1 waits in all_reduce 42 for trainer-0, which is in headway/trainer/learner.py:118 update"
     expected_s: float  # the longest time that the wait should take
     hard: bool  # a fact, not an expectation: stopped, lock held, rank missing
     stacks: tuple[tuple[str, Stack], ...] = ()  # (worker, stack) of both sides
 
     def sentence(self, now_s: float) -> str:
         """Name the stall in one line."""
-        return f"stalled {now_s - self.since_s:.0f} s: {self.what}"
+        return f"stalled {now_s - self.since_s:.0f} s: {self.cause}"
 
 
 class WaitGraph(msgspec.Struct, frozen=True, kw_only=True):

@@ -70,7 +70,7 @@ class TokenBlock:
             end, first = end + span.tokens, end
             self.append(tokens[first:end].tobytes(), span.version)
         if end != len(tokens):
-            raise ValueError(f"{len(tokens)} tokens, and version spans of {end}: as many are needed")
+            raise ValueError(f"{len(tokens)} tokens, and version spans of {end}: the counts must be equal")
         if not learned:
             self._masked.append((first_masked, len(self)))
 

@@ -340,7 +340,7 @@ def sampled(ids: Sequence[int], logprobs: Sequence[float]) -> NDArray[Any]:
     """Tokens with their log-probabilities as an array, [N] of SAMPLED. Raises ValueError where their lengths differ."""
     tokens = np.empty(len(ids), SAMPLED)
     if len(logprobs) != len(ids):
-        raise ValueError(f"{len(ids)} token ids and {len(logprobs)} log-probabilities: as many are needed")
+        raise ValueError(f"{len(ids)} token ids and {len(logprobs)} log-probabilities: the counts must be equal")
     tokens["id"], tokens["logprob"] = TokenIds(ids).array, TokenLogprobs(logprobs).array
     return tokens
 

@@ -12,9 +12,9 @@ MAX_BAND_CHANGES = 6
 _BAR = 40  # characters
 _REGION_MEANS = {
     "unseen": "no group of it has finished",
-    "unsolved": "attempts are likely to fail all",
-    "band": "attempts are likely to differ: the tasks that teach",
-    "trivial": "attempts are likely to succeed all",
+    "unsolved": "all attempts are likely to fail",
+    "band": "attempts are likely to differ: a learning signal",
+    "trivial": "all attempts are likely to succeed",
 }
 
 
@@ -35,16 +35,16 @@ def task_text(task: TaskExplanation, *, full: bool = False) -> str:
 
 
 def _draw_lines(draw: DrawExplanation) -> list[str]:
-    lines = [f"  group {draw.group}, version {draw.version}: {draw.reason}: {draw.why}"]
+    lines = [f"  group {draw.group}, version {draw.version}: {draw.reason}: {draw.explanation}"]
     if draw.posterior is not None:
         lines.append(f"    known  {_posterior(draw.posterior)}")
-    lines.append(f"    size   {draw.size} attempts: {draw.size_why}")
+    lines.append(f"    size   {draw.size} attempts: {draw.size_explanation}")
     if draw.solved is None:
         lines.append(f"    -> {draw.outcome}")
     else:
         moved = ""
-        if draw.before is not None and draw.after is not None:
-            moved = f": solve rate {draw.before.mean:.2f} -> {draw.after.mean:.2f}, signal {draw.after.signal:.2f}"
+        if (before := draw.posterior_before) is not None and (after := draw.posterior_after) is not None:
+            moved = f": solve rate {before.mean:.2f} -> {after.mean:.2f}, signal {after.signal:.2f}"
         lines.append(f"    -> solved {draw.solved} of {draw.valid}{moved}; {draw.outcome}")
     return lines
 
@@ -86,15 +86,16 @@ def overview_text(curriculum: CurriculumExplanation) -> str:
     for reason, count in curriculum.draws.items():
         share = curriculum.zero_variance_share.get(reason)
         lines.append(f"  {reason:9}{count:>10,}   " + ("   –" if share is None else f"{share:4.0%}"))
-    if curriculum.moves:
-        hidden = len(curriculum.moves) - MAX_BAND_CHANGES
-        lines += ["", "the band moved" + (f" {len(curriculum.moves)} times, lastly" if hidden > 0 else "")]
+    if curriculum.band_changes:
+        hidden = len(curriculum.band_changes) - MAX_BAND_CHANGES
+        lines += ["", "the band moved" + (f" {len(curriculum.band_changes)} times, lastly" if hidden > 0 else "")]
         lines += [
-            f"  {move.before:.2f} -> {move.after:.2f}  {move.why} ({move.zero_variance_share:.0%} of {move.groups})"
-            for move in curriculum.moves[-MAX_BAND_CHANGES:]
+            f"  {move.old_limit:.2f} -> {move.new_limit:.2f}  {move.reason} "
+            f"({move.zero_variance_share:.0%} of {move.groups})"
+            for move in curriculum.band_changes[-MAX_BAND_CHANGES:]
         ]
     if curriculum.following:
-        lines += ["", "next, if no group finished meanwhile"]
+        lines += ["", "next, if no group finishes before"]
         lines += [
             f"  group {draw.group}: {draw.task_id} {_truncated(draw.prompt, 24)}, {draw.size} attempts: {draw.reason}"
             for draw in curriculum.following

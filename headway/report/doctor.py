@@ -109,7 +109,7 @@ def stored_experiment(view: RunView) -> Experiment:
     """Return the experiment that the run stored, in its current placement. Raises ConfigurationError when the
     configuration can't be read."""
     if not view.configuration:
-        raise ConfigurationError(f"{view.path}/config.json can't be read: without it a ledger says too little")
+        raise ConfigurationError(f"{view.path}/config.json can't be read: without it a ledger can't be interpreted")
     experiment = validate_experiment(view.configuration, f"{view.path}/config.json")
     return with_saved_placement(experiment, RunDirectory(view.path))
 
@@ -177,10 +177,10 @@ def print_report(report: DoctorReport, usd_per_device_hour: float | None, consol
     error = f"± {diagnosis.error:.0%}"
     model_deviation = diagnosis.simulated_per_s / diagnosis.samples_per_s - 1
     rows = {
-        "run": f"{report.run}, {report.state}; steps {diagnosis.first_step} to {diagnosis.last_step} are looked at",
+        "run": f"{report.run}, {report.state}; steps {diagnosis.first_step} to {diagnosis.last_step} are examined",
         "rate": (
             f"{quantity(diagnosis.samples_per_s)} samples/s {error}, {quantity(diagnosis.useful_per_s)} of them useful "
-            f"(the model of the run says {model_deviation:+.0%})"
+            f"(the model of the run predicts {model_deviation:+.0%})"
         ),
         "bound by": f"{bound}: {diagnosis.reason} ({troubleshooting(f'Bound by {bound}')})",
         "waits": (
@@ -207,7 +207,7 @@ def print_report(report: DoctorReport, usd_per_device_hour: float | None, consol
         print_rows(lost, "Device-hours lost", console)
     console.print(Text("\nWhat would help most", style="bold underline"))
     if not diagnosis.changes:
-        console.print("Nothing that was simulated gains 3 % or more.")
+        console.print("No simulated change gains 3 % or more.")
     for number, change in enumerate(diagnosis.changes, 1):
         for line in _change_lines(number, change):
             console.print(Text(line), soft_wrap=True)

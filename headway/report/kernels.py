@@ -24,7 +24,7 @@ def kernel_sentences(steps: Sequence[StepRecord]) -> list[str]:
     wait_s, busy_s = (sum(stats.wait_s for stats in per_step), sum(stats.busy_s for stats in per_step))
     waited = f"They waited {wait_s:,.0f} s for a device and were evaluated for {busy_s:,.0f} s."
     if wait_s > EVALUATOR_BOUND_SHARE * (wait_s + busy_s):
-        waited += " The evaluators are what this run waits for: give it more of them, or fewer timed trials."
+        waited += " This run waits for its evaluators: add evaluators, or lower the number of timed trials."
     return [
         f"{count:,} answers were evaluated, {repeated:,} of them by an equal one's evaluation.",
         f"Of all answers: {shares}." if shares else "No answer failed.",

@@ -49,7 +49,7 @@ def memory_table(uses: list[MemoryUse], locations: list[MemoryPlace]) -> Table:
     table.add_column("of which (GiB)")
     for pool in locations:
         for use in uses:
-            if use.place == pool.name:
+            if use.location == pool.name:
                 peak = [_gib(use.measured_bytes) if use.measured_bytes is not None else ""] if measured else []
                 table.add_row(Text(use.name), _gib(use.total_bytes), *peak, Text(_parts(use)))
         free = "size unknown" if pool.available_bytes is None else f"{_gib(pool.available_bytes)} free"
@@ -124,7 +124,7 @@ def forecast_rows(predicted: Forecast, experiment: Experiment) -> Rows:
     outcome, budget = predicted.outcome, experiment.queue.budget
     share, ideal = outcome.samples_per_s / max(predicted.ideal_per_s, 1e-9), quantity(predicted.ideal_per_s)
     if predicted.acceptance is None:
-        effective = "filtering unknown (too few groups ended): taken as none"
+        effective = "filtering unknown (too few groups ended): none is assumed"
     else:
         effective = f"effective {quantity(predicted.effective_per_s)} ({predicted.acceptance:.0%} of groups trainable)"
     rows = {
@@ -144,7 +144,7 @@ def forecast_rows(predicted: Forecast, experiment: Experiment) -> Rows:
         needs = f"; needs {change.needs}" if change.needs else ""
         rows[f"change {number}"] = f"{change.key} = {change.value}: {change.gain:+.0%} samples/s{needs}"
     if not predicted.changes:
-        rows["change"] = "none of those tried alone gains 3 % or more"
+        rows["change"] = "no single change that was tried gains 3 % or more"
     return rows
 
 

@@ -77,7 +77,7 @@ class RecordedSamples:
         """Return the rows of the selected rollouts, and all steps in which rollouts were trained."""
         chosen: list[int] = []
         steps: set[int | None] = set()
-        for start, batch in self._rollouts.record.batches(["group", "solved", "left", "left_reason", "failure"]):
+        for start, batch in self._rollouts.record.batches(["group", "solved", "removal", "removal_reason", "failure"]):
             for row, rollout in enumerate(batch.to_pylist(), start=start):
                 ending, _, step = self._rollouts.end_of(rollout)
                 steps.add(step)
@@ -190,7 +190,7 @@ def _times(sample: RecordedSample) -> str:
 
 
 def _pruned(pruned: Pruned) -> str:
-    description = f"by {pruned.pruner} at {pruned.at_tokens} tokens: {pruned.why}"
+    description = f"by {pruned.pruner} at {pruned.at_tokens} tokens: {pruned.reason}"
     if not pruned.audited:
         return f"pruned {description}; about {pruned.saved_tokens:.0f} tokens saved"
     reward = "" if pruned.cut_reward is None else f"; pruning would have given {pruned.cut_reward:g}"

@@ -9,7 +9,7 @@ from headway.records.sandbox_statistics import Latencies, PoolStatistics, Sandbo
 from headway.report.formats import percent
 
 _LATENCIES = {
-    "queue": "waiting for a place",
+    "queue": "waiting for a slot",
     "start": "making one",
     "exec": "a command, asked to answered",
     "exec_overhead": "... less what it ran itself",
@@ -25,8 +25,8 @@ def sandbox_sentences(steps: Sequence[StepRecord]) -> list[str]:
     pool, reaper = last.pool, last.reaper
     sentences = [
         f"{total.started:,} were started and {total.execs:,} commands run; at most "
-        f"{max(s.pool.peak for s in per_step):,} of {pool.capacity:,} places were taken. At the last step "
-        f"{pool.live:,} lived, {pool.paused:,} of them paused, and {pool.waiters:,} rollouts waited for one.",
+        f"{max(s.pool.peak for s in per_step):,} of {pool.capacity:,} slots were used. At the last step "
+        f"{pool.live:,} were alive, {pool.paused:,} of them paused, and {pool.waiters:,} rollouts waited for one.",
         *_failures(total),
         f"LEAKED: {pool.leaked:,} couldn't be ended." if pool.leaked else "None leaked.",
     ]
@@ -37,7 +37,7 @@ def sandbox_sentences(steps: Sequence[StepRecord]) -> list[str]:
         )
     if reaper.owners or reaper.stuck or reaper.failed:
         stuck = f", {reaper.stuck:,} owners can't be cleaned up after" if reaper.stuck else ""
-        failed = f"; the last look failed: {reaper.failed}" if reaper.failed else ""
+        failed = f"; the last check failed: {reaper.failed}" if reaper.failed else ""
         sentences.append(
             f"Left by dead owners and removed: {reaper.sandboxes:,} of {reaper.owners:,} owners{stuck}{failed}."
         )
@@ -59,7 +59,7 @@ def _failures(total: PoolStatistics) -> list[str]:
     if not sentences:
         sentences.append("No start and no command failed.")
     if total.lost:
-        sentences.append(f"{total.lost:,} ended while somebody had them.")
+        sentences.append(f"{total.lost:,} ended while they were in use.")
     return sentences
 
 

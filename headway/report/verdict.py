@@ -90,7 +90,7 @@ def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) 
     learning, change, error, learning_text = judge_learning(lines)
     failed, untrained = failures(lines), _untrained(lines)
     alarm = untrained is not None and untrained.event == EVENT_NO_PROGRESS
-    no_failures = "Nothing that a step recorded, but no step is made." if alarm else "Nothing."
+    no_failures = "No recorded step shows a cause, but no step completes." if alarm else "Nothing."
     return Judgement(
         balance=balance,
         balance_text=balance_text,
@@ -153,7 +153,7 @@ def judge_balance(waits: WaitShares, budget: int | None) -> tuple[Balance, str]:
             f"Training-bound: {numbers}. Finished groups wait for the trainer and the staleness budget holds "
             "admission back; more trainer capacity would speed this run up, more generators would not."
         ),
-        "other-bound": f"Bound by neither model: {numbers}, both a lot.",
+        "other-bound": f"Bound by neither model: {numbers}, both high.",
     }
     balance = balance_of(waits, budget)
     return balance, texts[balance]
@@ -161,11 +161,11 @@ def judge_balance(waits: WaitShares, budget: int | None) -> tuple[Balance, str]:
 
 def _time_shared(generator_wait: float, budget: int | None, yielded: float) -> str:
     text = (
-        f"Time-shared: the generator's devices are the trainer's for {yielded:.0%} of the time, and have nothing to do "
+        f"Time-shared: the generator's devices are the trainer's for {yielded:.0%} of the time, and are idle "
         f"for {generator_wait:.0%}."
     )
     if generator_wait < BUSY:
-        return f"{text} Nobody waits for long."
+        return f"{text} Neither waits for long."
     if budget == 0:
         return f"{text} A budget of 1 or more would keep them busy through the long tail."
     return f"{text} The staleness budget or the concurrency holds admission back."

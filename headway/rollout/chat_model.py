@@ -125,7 +125,7 @@ class ChatModel:
         try:
             return reply.json()
         except ValueError:
-            raise Retry(f"{self.called}'s reply is no JSON: {quoted(reply.text)}") from None
+            raise Retry(f"{self.called}'s reply isn't JSON: {quoted(reply.text)}") from None
 
     def _text_of(self, answer: object, spent: RequestCosts) -> str:
         """Return the text of a chat completion and add its tokens to ``spent``, even without a text. Raises Retry."""
@@ -139,7 +139,7 @@ class ChatModel:
         except (KeyError, IndexError, TypeError):
             text = None
         if not isinstance(text, str):
-            raise Retry(f"{self.called}'s reply is no chat completion: {quoted(json.dumps(answer))}")
+            raise Retry(f"{self.called}'s reply isn't a chat completion: {quoted(json.dumps(answer))}")
         return storable(text)
 
 

@@ -91,7 +91,7 @@ class Episode:
         self.pinned_by = ""  # the resource it needs that no other process has
         self._models = models
         self._pending: dict[str, list[dict[str, Any]]] = {}  # messages of each speaker, not yet in a request
-        self._next = NextTurn(said=())
+        self._next = NextTurn(messages=())
         self._reward: float | None = None
         self._tool_times: list[ToolTimes] = []
 
@@ -129,7 +129,7 @@ class Episode:
         carry no loss. ``tools`` None: the environment's."""
         schemas = self._next.tools if tools is None else tuple(tool.schema for tool in tools)
         self._next = NextTurn(
-            said=(), speaker=speaker, learned=learned, tools=schemas, stop=tuple(stop), max_tokens=max_tokens
+            messages=(), speaker=speaker, learned=learned, tools=schemas, stop=tuple(stop), max_tokens=max_tokens
         )
 
     async def ask(self, name: str, messages: Sequence[Mapping[str, Any]], **body: Any) -> str:
@@ -177,7 +177,7 @@ class Episode:
         """Return the next turn to sample, with all messages that its speaker hasn't seen yet."""
         messages = self._pending.pop(self.speaker, [])
         self.messages.setdefault(self.speaker, []).extend(messages)
-        return msgspec.structs.replace(self._next, said=tuple(messages))
+        return msgspec.structs.replace(self._next, messages=tuple(messages))
 
     def take_reward(self) -> float | None:
         """Return and clear the last answered turn's reward; None before the first answer, for which it then waits."""

@@ -199,7 +199,7 @@ class EpisodeSandbox:
                 return await self._lease_sandbox(self.snapshot)
             except SandboxError as error:
                 if not self._repeatable:
-                    message = f"the files of a parked rollout are lost: {error.failure.what}"
+                    message = f"the files of a parked rollout are lost: {error.failure.message}"
                     raise SandboxError(infrastructure_failure(message, retry=False)) from error
                 self.snapshot = None
                 await self._release()

@@ -42,7 +42,7 @@ def require_models(settings: Mapping[str, ExternalModelConfig], required: Sequen
     for name in required:
         if name not in settings:
             raise ConfigurationError(
-                f"{KEY}: this environment asks {name!r}; there is: {', '.join(settings) or 'none'}"
+                f"{KEY}: this environment uses the model {name!r}; valid: {', '.join(settings) or 'none'}"
             )
     for name, model in settings.items():
         longest_s = _model(name, model).longest_s

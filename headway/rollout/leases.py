@@ -137,7 +137,7 @@ class LeaseBook:
         """End a leased attempt whose time is over; returns whether it was."""
         over = self.left_s(key, now_s) == 0
         if over:
-            self.end(key, LeaseEnding("expired", f"{self.lease_s:g} s after the last sign of life of its worker"))
+            self.end(key, LeaseEnding("expired", f"{self.lease_s:g} s after the last heartbeat of its worker"))
         return over
 
     def restore(self, key: LeaseKey, attempt: int, ending: LeaseEnding = _FORMER) -> None:

@@ -121,7 +121,7 @@ class ToolCalls:
         if (kind := (name, type(error), location)) not in self._seen:
             self._seen.add(kind)
             traced = storable("".join(traceback.format_exception(error)))
-            print(f"the tool {name} raises, and the model is told:\n{traced}", file=sys.stderr, flush=True)
+            print(f"the tool {name} raised; the model reads:\n{traced}", file=sys.stderr, flush=True)
         if called >= _FEWEST_CALLS and 2 * raised >= called and name not in self._seen:
             self._seen.add(name)
             message = f"{raised} of {called} calls of the tool {name} raised, the last {error_text(error)}"
@@ -130,7 +130,7 @@ class ToolCalls:
 
     def _report_stuck(self, name: str) -> None:
         self.stuck += 1
-        message = f"a call of the tool {name} goes on after {self._limit_s:g} s (environment.timeout_s)"
+        message = f"a call of the tool {name} still runs after {self._limit_s:g} s (environment.timeout_s)"
         self.report("tool_stuck", message, {"tool": name, "stuck": self.stuck})
 
 
@@ -140,7 +140,7 @@ def tools_by_name(tools: Sequence[Tool | Callable[..., Any]]) -> dict[str, Tool]
     for entry in tools:
         tool = entry if isinstance(entry, Tool) else Tool.of(entry)
         if tool.name in by_name:
-            raise ConfigurationError(f"two tools are called {tool.name}: a model couldn't tell them apart")
+            raise ConfigurationError(f"two tools are called {tool.name}: a model couldn't distinguish them")
         by_name[tool.name] = tool
     return by_name
 

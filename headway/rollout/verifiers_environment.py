@@ -58,10 +58,10 @@ def tasks(id: str, select: Mapping[str, Any] | None = None, **settings: Any) -> 
     except (Exception, SystemExit) as error:  # the boundary to third-party code
         raise _refused(f"the taskset {id!r}", error) from error
     if not taskset.bounded:
-        raise ConfigurationError(f"the taskset {id!r} has no end: say how many tasks with select = {{ limit = N }}")
+        raise ConfigurationError(f"the taskset {id!r} is infinite: limit it with select = {{ limit = N }}")
     hidden = [name for name, field in type(taskset).task_type().data_type().model_fields.items() if field.exclude]
     if hidden:
-        raise ConfigurationError(f"the taskset {id!r} keeps {', '.join(hidden)} out of what it writes down of a task")
+        raise ConfigurationError(f"the taskset {id!r} keeps {', '.join(hidden)} out of a task's record")
     for task in taskset:
         data = task.data.model_dump(mode="json", exclude_defaults=True)
         prompt = task.data.prompt_text or f"{id} {task.key}"  # a user of the environment's may open the conversation
@@ -94,7 +94,7 @@ def load(settings: Mapping[str, Any]) -> LoadedEnvironment:
     for name, value in retries.items():
         if value != package.RetryConfig():
             raise ConfigurationError(
-                f"{KEY}.{name}: an attempt that is made anew would be trained with the other's reward; leave it out, "
+                f"{KEY}.{name}: an attempt that is repeated would be trained with the other's reward; leave it out, "
                 "rollout.retries is for what failed from outside"
             )
     return LoadedEnvironment(package=package, environment=environment, taskset=config.taskset.id, trained=trained[0])

@@ -101,6 +101,6 @@ def service_keys(file: str, option: str, address: str, named: str) -> tuple[str,
     keys = read_keys(file, option)
     if not keys and not is_loopback(address):
         raise ConfigurationError(
-            f"{named}: other machines reach it, so keys are required: {option} FILE, one key a line"
+            f"{named}: other machines can reach it, so keys are required: {option} FILE, one key a line"
         )
     return keys

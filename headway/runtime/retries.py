@@ -75,7 +75,7 @@ class Breaker:
         """Record that a request is sent. True: it is the probe, whose sender reports how it ended. Raises ValueError
         when none is allowed."""
         if not self.allows(now):
-            raise ValueError(f"the breaker is {self.state(now)}: nothing may be sent")
+            raise ValueError(f"the breaker is {self.state(now)}: no request may be sent")
         self._probing = self.state(now) == "half_open"
         return self._probing
 

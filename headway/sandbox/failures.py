@@ -104,7 +104,7 @@ def setup_failure(head: Head) -> SandboxFailure:
     evidence = {"step": step, "errno": errno.errorcode.get(code, str(code))}
     if step in ("root file system", "workdir", "snapshot"):
         if code == errno.EACCES and step == "root file system":
-            message += ": the user that sandboxes run as can't reach it: chmod o+x it and what it lies in, or move it"
+            message += ": the user that sandboxes run as can't reach it: chmod o+x it and its parents, or move it"
         return environment_failure(message, **evidence)
     if step in ("user namespace", "mount namespace"):
         message += f": {NAMESPACES}"

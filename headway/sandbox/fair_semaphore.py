@@ -16,7 +16,7 @@ class FairSemaphore:
 
     def __init__(self, count: int, clock: Clock) -> None:
         self.count = count
-        self.taken = self.peak = 0
+        self.acquired = self.peak = 0
         self._clock = clock
         self._queue: OrderedDict[asyncio.Future[None], float] = OrderedDict()  # waiter -> when it joined
         self._closed: SandboxFailure | None = None
@@ -48,14 +48,14 @@ class FairSemaphore:
         """Take a slot if one is free; return whether it did. Raises SandboxError when the semaphore is closed."""
         if self._closed is not None:
             raise SandboxError(self._closed)
-        if self.taken >= self.count:
+        if self.acquired >= self.count:
             return False
         self._occupy()
         return True
 
     def release(self) -> None:
-        self.taken -= 1
-        while self._queue and self.taken < self.count:
+        self.acquired -= 1
+        while self._queue and self.acquired < self.count:
             turn, _ = self._queue.popitem(last=False)
             if not turn.done():
                 self._occupy()
@@ -70,8 +70,8 @@ class FairSemaphore:
                 turn.set_exception(SandboxError(why))
 
     def _occupy(self) -> None:
-        self.taken += 1
-        self.peak = max(self.peak, self.taken)
+        self.acquired += 1
+        self.peak = max(self.peak, self.acquired)
 
 
 def _was_served(turn: asyncio.Future[None]) -> bool:

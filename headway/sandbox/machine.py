@@ -110,24 +110,24 @@ def machine_findings(machine: MachineLimits, spec: SandboxSpec, needed: int) -> 
     limits = spec.limits
     if memory is not None and needed * LEAST_BYTES > memory:
         text = f"{needed} sandboxes need {needed * LEAST_BYTES // MIB} MiB at least, and {memory // MIB} MiB are left"
-        yield SandboxFinding(what=text, fix=fewer)
+        yield SandboxFinding(message=text, fix=fewer)
     elif memory is not None and needed * limits.memory_bytes > memory:
         text = f"{needed} sandboxes may take {needed * limits.memory_bytes // MIB} MiB together, and {memory // MIB}"
         text += " MiB are left: if they all did, the kernel would kill processes of the run"
-        yield SandboxFinding(what=text, fix=f"a smaller sandbox.limits.memory_bytes, or {fewer}", fatal=False)
+        yield SandboxFinding(message=text, fix=f"a smaller sandbox.limits.memory_bytes, or {fewer}", fatal=False)
     needed_processes = needed * LEAST_PROCESSES + SPARE
     if processes is not None and needed_processes > processes:
         text = f"{needed} sandboxes need {needed_processes} processes at least; the limit is {processes}"
-        yield SandboxFinding(what=text, fix=f"raise it: {machine.processes_by}; or {fewer}")
+        yield SandboxFinding(message=text, fix=f"raise it: {machine.processes_by}; or {fewer}")
     elif processes is not None and needed * limits.processes + SPARE > processes:
         text = f"{needed} sandboxes may have {needed * limits.processes} processes together, and the limit is"
-        text += f" {processes}: if they did, nobody could start another"
+        text += f" {processes}: if they did, no one could start another"
         fix = f"a smaller sandbox.limits.processes, or raise it: {machine.processes_by}"
-        yield SandboxFinding(what=text, fix=fix, fatal=False)
+        yield SandboxFinding(message=text, fix=fix, fatal=False)
     if namespaces is not None and needed + SPARE > namespaces:
         key = machine.namespaces_by
         text = f"{needed} sandboxes need {needed + SPARE} namespaces of each kind; {key} = {namespaces}"
-        yield SandboxFinding(what=text, fix=f"as root: sysctl -w {key}={2 * needed + 1000}; or {fewer}")
+        yield SandboxFinding(message=text, fix=f"as root: sysctl -w {key}={2 * needed + 1000}; or {fewer}")
 
 
 def no_space(folder: Path, least_bytes: int) -> str:
@@ -137,7 +137,7 @@ def no_space(folder: Path, least_bytes: int) -> str:
     free_bytes = shutil.disk_usage(existing).free
     if free_bytes < least_bytes:
         return (
-            f"{folder}: {free_bytes // MIB} MiB are free, and {-(-least_bytes // MIB)} MiB are needed: make room there,"
+            f"{folder}: {free_bytes // MIB} MiB are free, and {-(-least_bytes // MIB)} MiB are needed: free some,"
             " or name a folder on another disk"
         )
     try:
@@ -145,5 +145,5 @@ def no_space(folder: Path, least_bytes: int) -> str:
             file.write(bytes(4096))
             file.flush()
     except OSError as error:
-        return f"{folder} can't be written to: {error.strerror}: make room there (or inodes), or name another folder"
+        return f"{folder} can't be written to: {error.strerror}: free space there (or inodes), or name another folder"
     return ""

@@ -115,7 +115,7 @@ class SandboxPool:
     ) -> AsyncIterator[LeasedSandbox]:
         """Lease a sandbox for the duration of the block. Raises SandboxError if it can't be made, after all retries."""
         queued_s = self._clock.now()
-        if self._live.taken >= self._live.count:
+        if self._live.acquired >= self._live.count:
             asyncio.get_running_loop().call_soon(self._recall)  # runs once this task is queued
         await self._live.acquire()
         try:
@@ -151,7 +151,7 @@ class SandboxPool:
         """Recall as many idle sandboxes as there are waiting tasks."""
         while self._recallable and self._live.waiters > len(self._recalls):
             _, give_back = self._recallable.popitem(last=False)
-            recall = asyncio.create_task(give_back(), name="giving a lent sandbox back")
+            recall = asyncio.create_task(give_back(), name="returning a leased sandbox")
             self._recalls.add(recall)
             recall.add_done_callback(self._on_recall_done)
 
@@ -208,7 +208,7 @@ class SandboxPool:
                     raise SandboxError(_CLOSED)
                 return breaker.send(self._clock.now())
         except TimeoutError:
-            text = f"starts of sandboxes kept failing, and {patience_s:g} s later it is no better: see what they said"
+            text = f"starts of sandboxes kept failing, and {patience_s:g} s later they still fail: read their errors"
             raise SandboxError(infrastructure_failure(text)) from None
 
     def _launch(self, request: _StartRequest, *, probe: bool = False) -> _StartTask:
@@ -244,7 +244,7 @@ class SandboxPool:
         if isinstance(error, SandboxError):
             self._failures[error.failure.cause] += 1
         if isinstance(error, SandboxError) and error.failure.cause == "infrastructure":
-            self.trouble = error.failure.what
+            self.trouble = error.failure.message
         elif error is None and not start_task.cancelled():
             self.trouble = ""
         if self._breaker is None:
@@ -362,7 +362,7 @@ class SandboxPool:
     def statistics(self) -> PoolStatistics:
         living = [box for box in self._boxes.values() if not box.ended]
         return PoolStatistics(
-            used=self._live.taken,
+            used=self._live.acquired,
             capacity=self._live.count,
             peak=self._live.peak,
             waiters=self._live.waiters + self._starts.waiters,

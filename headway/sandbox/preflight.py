@@ -45,12 +45,12 @@ async def findings(
     needed = min(needed, settings.live)
     if share := injected_share():
         message = f"{SHARE} = {share:g}: THAT SHARE OF CALLS FAILS ON PURPOSE, for a drill"
-        reported.append(SandboxFinding(what=message, fix="unset it for a run that counts", fatal=False))
+        reported.append(SandboxFinding(message=message, fix="unset it for a run that counts", fatal=False))
     try:
         # First, since starting a backend reaps too, without a report.
         reported += [finding async for finding in _reap_dead_owners(backend)]
         problems = await backend.preflight(spec, live=needed)
-        reported += [SandboxFinding(what=line) for line in problems]
+        reported += [SandboxFinding(message=line) for line in problems]
         if any(finding.fatal for finding in reported):
             return reported
         capabilities = await backend.capabilities()
@@ -64,7 +64,7 @@ async def findings(
                 reported += [finding async for finding in _try_overload(backend, small)]
     except FAILURES as error:
         of_root = f" of {spec.root}" if spec.root else ""
-        reported.append(SandboxFinding(what=f"sandboxes{of_root} can't be made: {error}"))
+        reported.append(SandboxFinding(message=f"sandboxes{of_root} can't be made: {error}"))
     return reported
 
 
@@ -75,9 +75,9 @@ def unbounded(capabilities: Capabilities, *, allowed: bool) -> list[SandboxFindi
     reasons: Sequence[str] = capabilities.missing or ("the backend can't limit the memory of a sandbox as a whole",)
     if allowed:
         message = "untrusted code can take all memory of this machine, as sandbox.allow_unbounded = true accepts: "
-        return [SandboxFinding(what=message + "; ".join(reasons), fatal=False)]
+        return [SandboxFinding(message=message + "; ".join(reasons), fatal=False)]
     fix = "or, where you trust the code: sandbox.allow_unbounded = true"
-    return [SandboxFinding(what=f"untrusted code could take all memory: {'; '.join(reasons)}", fix=fix)]
+    return [SandboxFinding(message=f"untrusted code could take all memory: {'; '.join(reasons)}", fix=fix)]
 
 
 async def _reap_dead_owners(backend: Backend) -> AsyncIterator[SandboxFinding]:
@@ -86,10 +86,10 @@ async def _reap_dead_owners(backend: Backend) -> AsyncIterator[SandboxFinding]:
         return
     for owner in await backend.reap():
         if owner.stuck:
-            fix = "look for its processes (they wait for a device or a disk), end them, then `headway sandboxes reap`"
-            yield SandboxFinding(what=f"left over from a dead owner, {owner}", fix=fix, fatal=False)
+            fix = "find its processes (they wait for a device or a disk), end them, then `headway sandboxes reap`"
+            yield SandboxFinding(message=f"left over from a dead owner, {owner}", fix=fix, fatal=False)
         else:
-            yield SandboxFinding(what=f"removed what a dead owner had left, {owner}", fatal=False)
+            yield SandboxFinding(message=f"removed what a dead owner had left, {owner}", fatal=False)
 
 
 async def _try_sandbox(backend: Backend, spec: SandboxSpec) -> AsyncIterator[SandboxFinding]:
@@ -103,7 +103,7 @@ async def _try_sandbox(backend: Backend, spec: SandboxSpec) -> AsyncIterator[San
         await box.terminate()
     if await backend.list(labels):
         fix = "don't start a run on it: it would leave every sandbox behind"
-        yield SandboxFinding(what=f"sandbox {box.id} is still there though it was ended", fix=fix)
+        yield SandboxFinding(message=f"sandbox {box.id} is still there though it was ended", fix=fix)
 
 
 async def _exercise(box: Sandbox) -> AsyncIterator[SandboxFinding]:
@@ -113,14 +113,14 @@ async def _exercise(box: Sandbox) -> AsyncIterator[SandboxFinding]:
     if completed.exit_code in (126, 127):
         stderr = completed.stderr.decode(errors="replace").strip()[:200]
         fix = "an image with /bin/sh and coreutils"
-        yield SandboxFinding(what=f"no shell can be run in a sandbox: {stderr}", fix=fix)
+        yield SandboxFinding(message=f"no shell can be run in a sandbox: {stderr}", fix=fix)
     elif not completed.ok or completed.stdout != PROBE_CONTENT:
         details = f"exit code {completed.exit_code}, {completed.stderr.decode(errors='replace').strip()[:200]}"
         fix = "see whether commands may write in their working directory, in this image and as its user"
-        yield SandboxFinding(what=f"a command that writes a file doesn't: {details}", fix=fix)
+        yield SandboxFinding(message=f"a command that writes a file doesn't: {details}", fix=fix)
     elif await box.read("preflight") != PROBE_CONTENT:
-        message = "a file that a command wrote is read otherwise"
-        yield SandboxFinding(what=message, fix="report it: nothing can be judged")
+        message = "a file that a command wrote has other content when it is read"
+        yield SandboxFinding(message=message, fix="report it: nothing can be judged")
 
 
 async def _try_overload(backend: Backend, spec: SandboxSpec) -> AsyncIterator[SandboxFinding]:
@@ -138,4 +138,4 @@ async def _try_overload(backend: Backend, spec: SandboxSpec) -> AsyncIterator[Sa
     if completed.ok and not completed.oom:
         limit, taken = spec.limits.memory_bytes // MIB, OVERLOAD_BYTES // MIB
         fix = "see that its control group limits memory and swap; `headway sandboxes check` tries again"
-        yield SandboxFinding(what=f"a sandbox that may have {limit} MiB took {taken} MiB and wasn't stopped", fix=fix)
+        yield SandboxFinding(message=f"a sandbox limited to {limit} MiB took {taken} MiB and wasn't stopped", fix=fix)

@@ -38,7 +38,7 @@ class Reaper:
             failed = str(error)
         removed = [owner for owner in reaped if not owner.stuck]
         self._statistics = ReaperStatistics(
-            looks=totals.looks + 1,
+            checks=totals.checks + 1,
             owners=totals.owners + len(removed),
             sandboxes=totals.sandboxes + sum(owner.sandboxes for owner in removed),
             stuck=len(reaped) - len(removed),

@@ -90,10 +90,10 @@ class SnapshotFolder:
             yield
 
     def full_failure(self) -> SandboxFailure:
-        message = f"no room for another snapshot: this run's may have {self.most_bytes} bytes"
+        message = f"no space for another snapshot: this run's may have {self.most_bytes} bytes"
         evidence = {"snapshot_bytes": self.most_bytes or 0}
         return infrastructure_failure(
-            f"{message}, half of what was free; make room in {self.path}", retry=False, evidence=evidence
+            f"{message}, half of what was free; free space in {self.path}", retry=False, evidence=evidence
         )
 
     def unregister(self, snapshot: IncomingSnapshot, freed_bytes: int) -> None:
@@ -221,7 +221,7 @@ async def open_snapshot(snapshot: Snapshot, stack: contextlib.ExitStack) -> int:
         except OSError as error:
             raise SandboxError(infrastructure_failure(f"{snapshot.path}: {error.strerror}", retry=False)) from error
         if not same:
-            message = f"{snapshot.path} isn't what was taken any more: damaged, or changed"
+            message = f"{snapshot.path} has changed since it was taken, or is damaged"
             raise SandboxError(infrastructure_failure(message, retry=False))
         return file.fileno()
 
@@ -247,7 +247,7 @@ def _is_stale(name: str) -> bool:
 
 def _disk_failure(error: OSError) -> SandboxFailure:
     """Make the failure for a disk that can't be written to; a retry may find free space."""
-    message = f"a snapshot can't be written: {error.strerror or error}: make room, or name another folder"
+    message = f"a snapshot can't be written: {error.strerror or error}: free space, or name another folder"
     return infrastructure_failure(message, evidence={"errno": errno.errorcode.get(error.errno or 0, "?")})
 
 

@@ -13,13 +13,13 @@ from headway.services.serve_metrics import ServiceMetrics, labelled, response_fa
 
 _COUNTED = {
     "evaluations": "evaluations with a result",
-    "correct": "of them, correct ones",
-    "cheats": "of them, those that tried to deceive",
-    "repeated": "of them, those answered from an equal submission's",
+    "correct": "of these, correct ones",
+    "cheats": "of these, attempts at cheating",
+    "repeated": "of these, answered from the result of an equal submission",
     "retries": "repetitions after a failure of the infrastructure",
     "failures": "evaluations that failed for good, without a result",
-    "waited_s": "seconds for which evaluations have waited for places and devices, together",
-    "evaluated_s": "seconds for which evaluations have run, together",
+    "waited_s": "seconds for which evaluations have waited for slots and devices, in total",
+    "evaluated_s": "seconds for which evaluations have run, in total",
 }
 
 
@@ -38,8 +38,8 @@ class KernelMetrics(ServiceMetrics):
             yield CounterMetricFamily(f"headway_kernels_{name}", meaning, getattr(counts, name))
         faults = CounterMetricFamily("headway_kernels_faults", "faulty candidates by class", labels=["fault"])
         yield labelled(faults, (([fault], count) for fault, count in sorted(counts.faults.items())))
-        yield GaugeMetricFamily("headway_kernels_running", "evaluations that run", self.dispatch.running)
-        waiting = GaugeMetricFamily("headway_kernels_waiting", "submissions that wait", labels=["place"])
+        yield GaugeMetricFamily("headway_kernels_running", "running evaluations", self.dispatch.running)
+        waiting = GaugeMetricFamily("headway_kernels_waiting", "waiting submissions", labels=["place"])
         yield labelled(waiting, (([queue], count) for queue, count in self.dispatch.waiting.items()))
         meaning = "1: the device is in this state"
         states = GaugeMetricFamily("headway_kernels_device", meaning, labels=["device", "state"])

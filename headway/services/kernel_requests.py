@@ -98,7 +98,7 @@ class KernelRequests:
         if (device := by_index.get(str(requested), requested)) in known:
             return str(device)
         listed = ", ".join(f"{index} ({device})" for index, device in by_index.items())
-        text, code = f"{name} = {formatted(requested)}: there is no such device; valid are {listed}", {404: "no_device"}
+        text, code = f"{name} = {formatted(requested)}: there is no such device; valid: {listed}", {404: "no_device"}
         raise HttpError(status, text, code=code.get(status), param=name)
 
     def _preferred(self, requested: int | str | None, backend: KernelBackend) -> str:
@@ -115,19 +115,19 @@ class KernelRequests:
         needed, text, coded = _REQUIRED_NAMES[name], getattr(request, name), getattr(request, f"{name}_b64")
         if (text is None) == (coded is None):
             problem = "neither is given" if text is None else "both are given"
-            raise RequestRefused(f"{name}: {problem}; valid is {name} or {name}_b64, one of them", param=name)
+            raise RequestRefused(f"{name}: {problem}; valid: {name} or {name}_b64, one of them", param=name)
         name, raw = (f"{name}_b64", coded) if text is None else (name, text.encode(errors="surrogatepass"))
         if len(raw) > self._max_source_bytes:
-            problem = f"{name}: {len(raw)} bytes; valid are at most {self._max_source_bytes}"
+            problem = f"{name}: {len(raw)} bytes; valid: at most {self._max_source_bytes}"
             raise HttpError(413, problem, code="request_too_large", param=name)
         try:
             source = raw.decode()
         except UnicodeDecodeError as error:
-            problem = f"not UTF-8: byte {error.object[error.start]:#04x} at {error.start}; valid is UTF-8"
+            problem = f"not UTF-8: byte {error.object[error.start]:#04x} at {error.start}; valid: UTF-8"
             raise RequestRefused(f"{name}: {problem}", param=name) from None
         for definition in needed:  # the evaluator checks whether it is the definition
             if re.search(rf"\b{definition}\b", source) is None:
-                problem = f"defines no {definition}; valid is a module with {', '.join(needed)}"
+                problem = f"defines no {definition}; valid: a module with {', '.join(needed)}"
                 raise RequestRefused(f"{name}: {problem}", param=name)
         return source
 

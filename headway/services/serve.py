@@ -92,7 +92,7 @@ def serve_settings_from(
     max_tokens = read_config(ModelConfig(path=model)).max_positions
     tokens = context_tokens or min(max_tokens, _CONTEXT_TOKENS)
     if not 2 <= tokens <= max_tokens:
-        raise ConfigurationError(f"--context {tokens}: valid are 2 to {max_tokens}, the context of {model}")
+        raise ConfigurationError(f"--context {tokens}: valid: 2 to {max_tokens}, the context of {model}")
     raw: dict[str, Any] = {
         "run": {"directory": "none"},
         "model": {"path": model, "template": "chat"},
@@ -104,7 +104,7 @@ def serve_settings_from(
     for override in overrides:
         section = override.lstrip("-").partition(".")[0]
         if section not in ("generator", "endpoint", "router"):
-            raise ConfigurationError(f"{override}: valid are keys of [generator], [router] and [endpoint]")
+            raise ConfigurationError(f"{override}: valid: keys of [generator], [router] and [endpoint]")
     experiment = validate_experiment(apply_overrides(raw, overrides, Experiment), "headway serve")
     endpoint_address = experiment.endpoint.address
     keys = service_keys(keys_file, "--keys", endpoint_address, f"endpoint.address = {endpoint_address!r}")

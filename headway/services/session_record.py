@@ -47,7 +47,7 @@ class SessionRecord:
         """Retry the lines that wait. Raises HeadwayError when they are more bytes than may be kept."""
         self._write_kept()
         if self._kept_bytes > self._max_kept_bytes:
-            raise HeadwayError(f"{len(self._kept)} sessions, {self._kept_bytes} bytes, wait for room: {self._why}")
+            raise HeadwayError(f"{len(self._kept)} sessions, {self._kept_bytes} bytes, wait for space: {self._why}")
 
     def close(self) -> None:
         """Retry the lines that wait for the last time. Raises HeadwayError when sessions remain unwritten."""
@@ -65,7 +65,7 @@ class SessionRecord:
             else:
                 self._kept_bytes -= len(self._kept.popleft())
         if why and not self._why:
-            self._on_event("record_waits", f"{why}; sessions that are over are kept until there is room")
+            self._on_event("record_waits", f"{why}; sessions that are over are kept until there is space")
         elif self._why and not why:
             self._on_event("record_goes_on", f"{self._file.path} takes them again")
         self._why = why

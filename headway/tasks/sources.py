@@ -55,7 +55,7 @@ def read_tasks(sources: TaskSource | Sequence[TaskSource], seed: int = 0) -> Tas
         for task in task_set.tasks:
             unique.setdefault(task.task_id, task)
         if len(unique) == previous_count:
-            raise ConfigurationError(f"{task_set.name} holds no task that isn't in the sources before it")
+            raise ConfigurationError(f"{task_set.name} has only tasks that are in earlier sources")
     tasks = tuple(unique.values())
     return TaskSet(
         name=", ".join(task_set.name for task_set in sets),

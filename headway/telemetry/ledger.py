@@ -144,7 +144,7 @@ def _read_to_the_end(path: Path) -> LedgerTail:
         number = tail.first_damaged + 1
         raise ConfigurationError(
             f"{path}, line {number} is damaged: {tail.damage}; remove it (sed -i {number}d {path}): reports and "
-            "--resume need none of the lines, and are without what this one said"
+            "--resume need none of the lines, and lack what this one held"
         )
     return tail
 

@@ -27,7 +27,7 @@ _KINDS: Mapping[type, tuple[str, ...]] = {
 
 
 def _refused(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} isn't JSON")
 
 
 def _finite(digits: str) -> float:

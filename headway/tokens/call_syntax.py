@@ -23,9 +23,9 @@ Schemas = Mapping[str, Any]  # tool name -> schema of its arguments
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pairs:
-    """Arguments written one by one: ``before name assign value end``, with ``separator`` between them."""
+    """Arguments written one by one: ``start name assign value end``, with ``separator`` between them."""
 
-    before: str = ""
+    start: str = ""
     assign: str
     end: str = ""
     separator: str = ""
@@ -50,7 +50,7 @@ class CallSyntax:
     keys: tuple[str, str] | None = None  # the call is a JSON object, with name and arguments under these keys
     pairs: Pairs | None = None  # None: the arguments are a JSON object
     named_ids: bool = False  # the model writes a call's id, which holds its name, in place of the name
-    most: int | None = None  # limit of calls in one turn; None: any number
+    max_calls: int | None = None  # limit of calls in one turn; None: any number
     content_behind: bool = False  # the turn's text follows the calls
 
     @property
@@ -71,7 +71,7 @@ class CallSyntax:
         """All texts of the grammar."""
         pairs = self.pairs or Pairs(assign="")
         call_marks = (self.opening, self.head, self.tail, self.between, self.closing)
-        return *call_marks, pairs.before, pairs.assign, pairs.assign_text, pairs.end, pairs.separator, pairs.quote
+        return *call_marks, pairs.start, pairs.assign, pairs.assign_text, pairs.end, pairs.separator, pairs.quote
 
 
 def _syntax(
@@ -81,9 +81,9 @@ def _syntax(
 
 
 # The forms that models write where their template doesn't define one; "auto" detects these and others.
-_XML = Pairs(before="\n<parameter=", assign=">\n", end="\n</parameter>")
-_GLM = Pairs(before="\n<arg_key>", assign="</arg_key>\n<arg_value>", end="</arg_value>")
-_INVOKE = Pairs(before='<parameter name="', assign='">', end="</parameter>\n")
+_XML = Pairs(start="\n<parameter=", assign=">\n", end="\n</parameter>")
+_GLM = Pairs(start="\n<arg_key>", assign="</arg_key>\n<arg_value>", end="</arg_value>")
+_INVOKE = Pairs(start='<parameter name="', assign='">', end="</parameter>\n")
 _PYTHON = Pairs(assign="=", assign_text="='", quote="'", separator=", ", escapes=True)
 _GEMMA = Pairs(assign=":", assign_text=':<|"|>', quote='<|"|>', separator=",")
 _NAMED = ("name", "arguments")
@@ -118,9 +118,9 @@ SYNTAXES: Mapping[str, tuple[CallSyntax, ...]] = {
         _syntax(_OBJECT, "}", ", ", "[TOOL_CALLS][", "]", keys=_NAMED),
     ),
     "gpt_oss": (
-        _syntax(f" to=functions.{NAME}<|channel|>commentary json<|message|>", most=1),
-        _syntax(f"{_COMMENTARY} <|constrain|>json<|message|>", most=1),
-        _syntax(f"{_COMMENTARY}<|message|>", most=1),
+        _syntax(f" to=functions.{NAME}<|channel|>commentary json<|message|>", max_calls=1),
+        _syntax(f"{_COMMENTARY} <|constrain|>json<|message|>", max_calls=1),
+        _syntax(f"{_COMMENTARY}<|message|>", max_calls=1),
     ),
     "gemma": (_syntax(f"<|tool_call>call:{NAME}{{", "}<tool_call|>", pairs=_GEMMA),),
     "python": (_syntax(f"{NAME}(", ")", ", ", "<|tool_call_start|>[", "]<|tool_call_end|>", pairs=_PYTHON),),
@@ -186,10 +186,10 @@ def _patterns(syntax: CallSyntax) -> _Patterns:
     pairs = syntax.pairs or Pairs(assign="")
     steps = [_lenient(step) for step in re.findall(r"<[^>]*>|[^\s<]+", tail)] or [""]
     ends = r"(?:\s*+".join(steps) + ")?" * (len(steps) - 1)  # the first, and as many as were written
-    key = r"[^\n]*?" if pairs.before.strip() else r"[^\s=:,(){}]+"
+    key = r"[^\n]*?" if pairs.start.strip() else r"[^\s=:,(){}]+"
     assign = "|".join(_edge_pattern(text) for text in (pairs.assign_text, pairs.assign) if text)
     separator = _lenient(pairs.separator.strip())
-    pair = r"\s*+" + rf"(?:{separator}\s*+)?" * bool(separator) + _lenient(pairs.before.strip())
+    pair = r"\s*+" + rf"(?:{separator}\s*+)?" * bool(separator) + _lenient(pairs.start.strip())
     ahead = rf"(?={pair}{key}(?:{assign})|\s*+{ends})"
     return _Patterns(
         first=re.compile(first),
@@ -227,7 +227,7 @@ def read_calls(text: str, syntax: CallSyntax, schemas: Schemas) -> tuple[str, tu
             return None
         if syntax.content_behind:
             content += text[end:].replace(syntax.closing, "", 1)
-    return content if syntax.marks else "", tuple(calls[: syntax.most])
+    return content if syntax.marks else "", tuple(calls[: syntax.max_calls])
 
 
 def _call(

@@ -40,7 +40,7 @@ class TurnEnd(NamedTuple):
     """The text that a template writes after the last word of an assistant's turn."""
 
     calls: bool  # the turn ends with a call, whose argument is the last word
-    own: str  # the text where the conversation ends there
+    final: str  # the text where the conversation ends there
     followed: str  # the text where another message follows
     between: str  # the text between two calls; "": none, or the template takes a single call
 
@@ -48,9 +48,9 @@ class TurnEnd(NamedTuple):
 class ChatTemplates:
     """The chat templates of a model folder, by name, with the variables that every rendering has."""
 
-    def __init__(self, named: Mapping[str, str], variables: Mapping[str, Any], started: datetime, origin: str) -> None:
+    def __init__(self, texts: Mapping[str, str], variables: Mapping[str, Any], started: datetime, origin: str) -> None:
         """``started``: the time that ``strftime_now`` writes, the run's start, so that resumed runs render equally."""
-        self.named = dict(named)
+        self.texts = dict(texts)
         self._variables = variables
         self._started = started
         self._origin = origin
@@ -61,9 +61,9 @@ class ChatTemplates:
     def source(self, tools: Sequence[Any] | None) -> str:
         """Choose the template of a conversation with ``tools`` or without, among named ones as transformers does.
         Raises ConfigurationError where there is none."""
-        template = (self.named.get("tool_use") if tools else None) or self.named.get("default")
-        if template is None and self.named:
-            names = ", ".join(map(repr, sorted(self.named)))
+        template = (self.texts.get("tool_use") if tools else None) or self.texts.get("default")
+        if template is None and self.texts:
+            names = ", ".join(map(repr, sorted(self.texts)))
             raise ConfigurationError(f"{self._origin}: the chat template 'default' is missing; it has: {names}")
         if template is None:
             raise ConfigurationError(

@@ -155,7 +155,7 @@ class Chat:
         if self._cached_turn_suffix is None:
             ends = (end for end in self.tokenizer.templates.turn_ends() if not end.calls)
             # a template may close the conversation too, so only the text common to both is the turn's
-            self._cached_turn_suffix = next((common_prefix(end.own, end.followed) for end in ends), "")
+            self._cached_turn_suffix = next((common_prefix(end.final, end.followed) for end in ends), "")
         return self._cached_turn_suffix
 
     def encode(self, text: str, max_tokens: int | None = None) -> list[int]:

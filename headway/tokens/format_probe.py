@@ -40,7 +40,7 @@ _ROUND_TRIP_ARGUMENTS = {"key_a": 'it\'s "a" <b>\n2', "key_b": -7, "key_c": {"d"
 _TYPES = {"key_a": {"type": "string"}, "key_b": {"type": "integer"}, "key_c": {"type": "object"}}
 _VARIABLES = {"strftime_now": lambda _: "today"}  # keeps dates out of the detected format
 UNKNOWN = (
-    "the model's chat template writes tool calls in no form that is known here; endpoint.tools sets one, or 'none': "
+    "the model's chat template writes tool calls in an unknown form; endpoint.tools sets one, or 'none': "
     "calls stay in the answer's text"
 )
 Call = tuple[str, Mapping[str, Any]]  # name, arguments
@@ -59,7 +59,7 @@ def output_format(tokenizer: Tokenizer, tools: ToolFormat = "auto") -> OutputFor
         names = [name for name in SYNTAXES if syntax is None or _matches_any(syntax, SYNTAXES[name])]
         for name in names or ["template"]:
             syntaxes = SYNTAXES.get(name, ()) if syntax is None else (syntax, *SYNTAXES.get(name, ()))
-            tried = replace(written, tools=name, found=syntaxes)
+            tried = replace(written, tools=name, detected=syntaxes)
             if round_trips(form, tried := _with_special(tokenizer, tried)):
                 taken = form.ids == "named" or replace(form, ids="long").turn(calls=[_FIRST])
                 return replace(tried, ids="any" if taken else "nine")
@@ -75,7 +75,7 @@ def _matches_any(probed: CallSyntax, known: Sequence[CallSyntax]) -> bool:
     """Whether the ``probed`` grammar has the marks and the form of arguments of one of the ``known`` ones."""
 
     def shape(syntax: CallSyntax) -> tuple[Any, ...]:
-        return syntax.marks, syntax.keys, syntax.named_ids, syntax.pairs and syntax.pairs.before.strip()
+        return syntax.marks, syntax.keys, syntax.named_ids, syntax.pairs and syntax.pairs.start.strip()
 
     return any(shape(syntax) == shape(probed) for syntax in known)
 
@@ -203,7 +203,7 @@ def _call_syntax(probe: _Probe, written: OutputFormat) -> CallSyntax | None:
         keys=keys,
         pairs=pairs,
         named_ids=probe.ids == "named",
-        most=None if len(calls) == 2 else 1,
+        max_calls=None if len(calls) == 2 else 1,
         content_behind=-1 < content_turn.find(_FIRST[0]) < content_turn.find(_CONTENT),
     )
 
@@ -295,7 +295,7 @@ def _pairs(probe: _Probe, written: OutputFormat, body: str, calls: Sequence[Call
     end_plain = plain.partition("71001")[2]
     quote = quote.removesuffix(end_plain) if quote.endswith(end_plain) else ""
     pairs = Pairs(
-        before=key_prefix,
+        start=key_prefix,
         assign=assign,
         end=end,
         separator=amid[len(end) : len(amid) - len(key_prefix)],
@@ -310,7 +310,7 @@ def round_trips(probe: _Probe, written: OutputFormat) -> bool:
     """Whether parsing returns the calls that were rendered, from tokens, whole and streamed."""
     types = {"type": "object", "properties": _TYPES}
     tools = [{"function": {"name": name, "parameters": types}} for name, _ in (_FIRST, _SECOND)]
-    several = written.syntaxes[0].most is None
+    several = written.syntaxes[0].max_calls is None
     for calls in (
         [(_FIRST[0], _ROUND_TRIP_ARGUMENTS)],
         [(_FIRST[0], _ROUND_TRIP_ARGUMENTS), (_SECOND[0], {}), (_SECOND[0], {"key_b": 1})][: 3 * several],

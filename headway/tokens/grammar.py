@@ -50,7 +50,7 @@ GRAMMAR_VERSION = f"llguidance {llguidance.__version__} {_OPTIONS}"  # masks dep
 _SHORT = 200  # characters of the library's messages that are shown
 _FAULT_SEARCH_S = 0.5  # limit of the search for the part of a schema at fault
 _PARALLEL_ROWS = 8  # fewer masks are computed one after another: distributing them costs more
-_DEAD_END = "no token of the vocabulary goes on as the grammar wants"
+_DEAD_END = "no token of the vocabulary continues the grammar"
 _MOST_THREADS = 8
 _ANY = {"type": "object"}
 _LIMIT = re.compile("fuel|too (big|large|complex)|max is|Unable to determine|limit")
@@ -175,7 +175,7 @@ class Matcher:
 class _Compiled(NamedTuple):
     """A cached grammar, or the error of its compilation; neither where its states were used up."""
 
-    found: LLMatcher | GrammarRefused | None
+    outcome: LLMatcher | GrammarRefused | None
     large: bool
 
 
@@ -268,9 +268,9 @@ class Grammars:
             if (compiled := self._compiled.get(text)) is None:
                 return None
             self._compiled.move_to_end(text)
-            if isinstance(compiled.found, LLMatcher) and _states_exhausted(compiled.found):
+            if isinstance(compiled.outcome, LLMatcher) and _states_exhausted(compiled.outcome):
                 compiled = self._compiled[text] = _Compiled(None, large=True)
-            return compiled.found
+            return compiled.outcome
 
     def _compile_and_cache(self, text: str) -> LLMatcher | GrammarRefused:
         """Compile a grammar and cache it: with few states, or with many once those didn't suffice."""
@@ -292,7 +292,7 @@ class Grammars:
 
     def _compile(self, text: str, large: bool) -> LLMatcher | GrammarRefused:
         if len(text) > MOST_CHARACTERS:
-            return GrammarRefused(f"a grammar of {len(text)} characters: {MOST_CHARACTERS} are the most")
+            return GrammarRefused(f"a grammar of {len(text)} characters: at most {MOST_CHARACTERS} are valid")
         if self._inner is None:
             if not self.stop_ids:
                 return GrammarRefused(f"the model's {self.vocabulary} tokens have no stop token to end a response with")

@@ -85,7 +85,7 @@ def normal_message(raw: Any, field: str) -> Message:
     raw_role = entry.get("role")
     role = _ROLES.get(raw_role) if isinstance(raw_role, str) else None
     if role is None:
-        raise _refusal(f"{field}.role", f" = {raw_role!r}: valid are {', '.join(map(repr, _ROLES))}")
+        raise _refusal(f"{field}.role", f" = {raw_role!r}: valid: {', '.join(map(repr, _ROLES))}")
     content = _text(entry.get("content"), f"{field}.content")
     name = _optional_text(entry, "name", field)
     if role != "assistant":
@@ -120,7 +120,7 @@ def normal_tools(raw: Any) -> list[dict[str, Any]] | None:
         function = tool.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
         if tool.get("type") != "function" or not isinstance(function, Mapping) or not isinstance(name, str):
-            problem = ": valid is an object with type = 'function' and a function that has a name"
+            problem = ": valid: an object with type = 'function' and a function that has a name"
             raise _refusal(f"tools[{number}]", problem)
         # OpenAI's API lets clients leave these out, and templates read them.
         if not function.get("parameters"):
@@ -221,7 +221,7 @@ def _text(value: Any, field: str) -> str:
     for number, part in enumerate(_list(value, field, "a text or a list of parts")):
         text = part.get(_TEXT_PARTS.get(str(part.get("type")), "")) if isinstance(part, Mapping) else part
         if not isinstance(text, str):
-            problem = ": valid is a part with type = 'text' and its text; requests are of text alone"
+            problem = ": valid: a part with type = 'text' and its text; requests are of text alone"
             raise _refusal(f"{field}[{number}]", problem)
         texts.append(text)
     return require_encodable("\n".join(texts), field)

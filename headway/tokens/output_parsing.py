@@ -23,7 +23,7 @@ class OutputFormat:
     reasoning: bool = False  # reasoning is written between marks, and a client gets it in a separate field
     thought: tuple[str, str] = ("<think>", "</think>")  # marks of reasoning
     content_mark: str = ""  # mark before the content
-    found: tuple[CallSyntax, ...] = ()  # detected grammars of calls; (): those that the name has in SYNTAXES
+    detected: tuple[CallSyntax, ...] = ()  # detected grammars of calls; (): those that the name has in SYNTAXES
     ids: Ids = "any"  # ids of calls that the template takes; "nine": only nine letters and digits
     special: tuple[tuple[str, int], ...] = ()  # marks that are special tokens, with their ids
     unknown: str = ""  # reason why calls can't be read; "": they can, or needn't be
@@ -31,7 +31,7 @@ class OutputFormat:
     @property
     def syntaxes(self) -> tuple[CallSyntax, ...]:
         """Grammars of calls; the first is the template's."""
-        return self.found or SYNTAXES.get(self.tools, ())
+        return self.detected or SYNTAXES.get(self.tools, ())
 
 
 def begins_inside_reasoning(prompt: str, written: OutputFormat) -> bool:

@@ -81,7 +81,7 @@ class _Tags:
             arguments: Any = function.get("arguments") if isinstance(function, Mapping) else None
             named = isinstance(arguments, Mapping) and isinstance(function.get("name"), str)
             if not named or not _is_json(arguments):
-                valid = "valid is a function with its name and its arguments, a JSON object"
+                valid = "valid: a function with its name and its arguments, a JSON object"
                 raise ConfigurationError(f"{field} = {str(call)[:80]}: {valid}")
             tagged = {"name": self.text(function["name"], field), "arguments": self.value(arguments, field)}
             calls[number] = {**call, "function": {**function, **tagged}}
@@ -131,7 +131,7 @@ def require_rendered(
             dropped.add(droppable)
         else:
             does = "puts it elsewhere" if f"xQ{index + 1}bQx" in text else "drops it"
-            raise ConfigurationError(f"{name}: the chat template {does}, so the model wouldn't see what the row says")
+            raise ConfigurationError(f"{name}: the chat template {does}, so the model wouldn't see the row's content")
     roles = tuple(message["role"] for message in messages)
     for role in () if roles in known else {*roles}:
         other = _OTHER_ROLE.get(role, "user")
@@ -142,7 +142,7 @@ def require_rendered(
             continue
         if same:
             field = f"messages[{roles.index(role)}].role = {role!r}"
-            raise ConfigurationError(f"{field}: the chat template renders it as it does {other!r}: it has no such role")
+            raise ConfigurationError(f"{field}: the chat template renders it as it does {other!r}: the role is unknown")
     known |= {offered, roles}
     return dropped
 

@@ -242,7 +242,7 @@ class Tokenizer:
                 raise ConfigurationError("template = 'raw' takes texts; a conversation needs 'chat'")
             return TokenIds(self.encode_prompt(prompt))
         if template != "chat":
-            raise ConfigurationError(f"template = {template!r}: valid are 'raw' and 'chat'")
+            raise ConfigurationError(f"template = {template!r}: valid: 'raw' and 'chat'")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return TokenIds(self.encode(self.render_messages(messages)))
 
@@ -282,7 +282,7 @@ class Tokenizer:
         if MARK.sub("", marked) != text:
             raise ConfigurationError(
                 f"{self._origin}: the chat template changes what its {{% generation %}} blocks hold after they end (a "
-                "filter around them?), so it can't be told what the assistant wrote: put the filter inside"
+                "filter around them?), so what the assistant wrote can't be determined: put the filter inside"
             )
         return text, [span for span in spans if span[0] < span[1]]
 
@@ -290,8 +290,8 @@ class Tokenizer:
         """End responses where the chat template ends the assistant's turns: at a turn's own end, or at the mark of the
         next one. Raises ConfigurationError where that is no special token."""
         for end in self.templates.turn_ends():
-            text = end.own.strip() or end.followed.strip()
-            end_ids, followed_ids = self.encode(end.own.strip()), self.encode(end.followed.strip())
+            text = end.final.strip() or end.followed.strip()
+            end_ids, followed_ids = self.encode(end.final.strip()), self.encode(end.followed.strip())
             shared = common_prefix(end_ids, followed_ids)  # tokens that close a conversation aren't its last turn's
             following = followed_ids[len(shared) :] if shared or not end_ids else []
             end_ids = shared or end_ids
@@ -448,5 +448,5 @@ def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]
     listed = [{"name": "default", "template": value}] if isinstance(value, str) else value or []
     named: dict[str, Any] = {str(raw.get("name")): raw.get("template") for raw in listed if isinstance(raw, dict)}
     if not isinstance(listed, list) or not all(isinstance(text, str) for text in named.values()):
-        raise ConfigurationError(f"{folder}: chat_template: valid is a text, or a list of objects of name and template")
+        raise ConfigurationError(f"{folder}: chat_template: valid: a text, or a list of objects of name and template")
     return named

@@ -172,7 +172,7 @@ def _calls(constraint: Constraint, syntax: CallSyntax, rules: _Rules, text_filte
         else:
             _add_pairs(tool, number, syntax.pairs, rules)
     heads = {"first": head, "more": (syntax.between or "; " * (not syntax.marks)) + syntax.head}
-    several = not constraint.single and syntax.most != 1
+    several = not constraint.single and syntax.max_calls != 1
     for rule, text in heads.items():
         if rule == "first" or several:
             ways = [_call(tool, number, text, syntax, rules) for number, tool in enumerate(constraint.tools)]
@@ -194,7 +194,7 @@ def _add_pairs(tool: CallableTool, number: int, pairs: Pairs, rules: _Rules) -> 
     properties: Mapping[str, Any] = schema.get("properties") or {}
     separator = rules.literal(pairs.separator)
     open_ended = schema.get("additionalProperties", not properties) is not False
-    other = f"{rules.literal(pairs.before)} {_KEY} {_value(None, schema, pairs, rules, tool)}"
+    other = f"{rules.literal(pairs.start)} {_KEY} {_value(None, schema, pairs, rules, tool)}"
     last, others = len(properties), f"({separator} other{number})*"
     if open_ended:
         rules.add(f"other{number}: {other}")
@@ -202,7 +202,7 @@ def _add_pairs(tool: CallableTool, number: int, pairs: Pairs, rules: _Rules) -> 
     rules.add(f"further{number}_{last}: " + (others if open_ended else _NOTHING))
     for index, (key, part) in reversed(list(enumerate(properties.items()))):
         rules.add(
-            f"pair{number}_{index}: {rules.literal(pairs.before + key)} {_value(part, schema, pairs, rules, tool)}"
+            f"pair{number}_{index}: {rules.literal(pairs.start + key)} {_value(part, schema, pairs, rules, tool)}"
         )
         for rule, joint in (("pairs", ""), ("further", separator)):
             without = "" if key in (schema.get("required") or ()) else f" | {rule}{number}_{index + 1}"
@@ -268,11 +268,11 @@ def _pattern(text: str) -> str:
 def _require_expressible(constraint: Constraint, written: OutputFormat) -> None:
     """Raise RequestRefused where the format has no form for the constraint."""
     if constraint.calls_param and not written.syntaxes:
-        why = "the model's chat template writes tool calls in no form that is known here (endpoint.tools sets one)"
+        why = "the model's chat template writes tool calls in an unknown form (endpoint.tools sets one)"
         valid = "false" if constraint.calls_param.endswith("strict") else "'auto' and 'none'"
         raise RequestRefused(f"{constraint.calls_param}: {why}; valid: {valid}", param=constraint.calls_param)
     if constraint.text is not None and constraint.tools and written.syntaxes and not written.syntaxes[0].marks:
-        why = "the model's chat template writes tool calls as bare JSON, which can't be told from an answer in JSON"
+        why = "the model's chat template writes tool calls as bare JSON, which looks the same as an answer in JSON"
         raise RequestRefused(
             f"{constraint.param}: beside tools, {why}; valid: tool_choice = 'none'", param=constraint.param
         )

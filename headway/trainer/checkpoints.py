@@ -96,7 +96,7 @@ def require_replaceable(path: str | Path, key: str) -> None:
             raise ConfigurationError(f"{key} = {str(path)!r} would remove {beside}: move it, or choose another {key}")
     if os.path.lexists(target) and not _is_replaceable(target):
         raise ConfigurationError(
-            f"{key} = {str(path)!r} exists, and what is in it would be removed; valid: a new folder, an empty one, or "
+            f"{key} = {str(path)!r} exists, and its content would be removed; valid: a new folder, an empty one, or "
             "one that holds what this command wrote and nothing else"
         )
 

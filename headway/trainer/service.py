@@ -257,7 +257,7 @@ class TrainerService(ModelService):
         if pinned.is_file() and (theirs := pinned.read_text()) != GRAMMAR_VERSION:
             raise ConfigurationError(
                 f"{path} is of a run whose constrained answers were sampled with {theirs}; {GRAMMAR_VERSION}, which is "
-                "installed, may read their grammars otherwise: install what it had"
+                "installed, may read their grammars otherwise: install that version"
             )
         try:
             optimiser = load_file(Path(path) / OPTIMISER_FILE)

@@ -196,7 +196,7 @@ class MirrorService:
                 return path, new_slot(path, size)
             except OSError as error:
                 refused.append(f"{folder}: {error.strerror}")
-        raise ConfigurationError(f"no room for a mirror of {size / 1e6:.1f} MB x {SLOTS} ({'; '.join(refused)})")
+        raise ConfigurationError(f"no space for a mirror of {size / 1e6:.1f} MB x {SLOTS} ({'; '.join(refused)})")
 
     def _arrived(self, arriving: _IncomingVersion, chunk: int) -> None:
         with self._changed:
@@ -234,7 +234,7 @@ class MirrorService:
                     # From the file's pages to the socket: nothing is copied here.
                     sent = os.sendfile(sock.fileno(), file.fileno(), offset, last - offset)
                     if not sent:
-                        raise OSError("the file was cut short")
+                        raise OSError("the file is truncated")
                     offset += sent
                     self.served_bytes += sent
         except FileNotFoundError:
@@ -322,7 +322,7 @@ class _Transfer:
         sock.sendall(_REQUEST.pack(self._version, offset, count))
         available, size = _ANSWER.unpack(_receive_exactly(sock, _ANSWER.size) or _ANSWER.pack(False, 0))
         if not available:
-            raise WeightsCorrupt(f"version {self._version} is gone at {self._source}")
+            raise WeightsCorrupt(f"version {self._version} is no longer at {self._source}")
         return size
 
 

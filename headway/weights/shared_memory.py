@@ -136,7 +136,7 @@ class Publisher:
                     raise
                 refused.append(f"{folder}: {error.strerror}")
         raise ConfigurationError(
-            f"weights: no room to publish {layout.file_size / 1e6:.1f} MB x {self._slots} slots "
+            f"weights: no space to publish {layout.file_size / 1e6:.1f} MB x {self._slots} slots "
             f"({'; '.join(refused)}); free or enlarge /dev/shm, or choose another directory"
         )
 

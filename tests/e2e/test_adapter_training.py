@@ -94,7 +94,7 @@ def test_the_best_adapter_is_scored_merged_and_continued(inputs: Path, tmp_path:
     assert "merged" in tiny_run.output_of("merge", model, best, merged)
     alike = json.loads(tiny_run.output_of("eval", config, "--model", merged, "--json"))
     assert (alike["solve_rate"], alike["length_mean"]) == (scored["solve_rate"], scored["length_mean"])
-    assert "an adapter; valid: --adapter" in plain(tiny_run.refused("eval", config, "--model", best))
+    assert "is an adapter; valid: --adapter" in plain(tiny_run.refused("eval", config, "--model", best))
     continued = write(tmp_path / "second", inputs, run={"steps": 1}, model={"adapter": {"path": str(best)}})
     command = tiny_run.train(continued)
     assert command.process.returncode == 0, command.output

@@ -272,4 +272,4 @@ def test_run_that_no_worker_feeds_is_named_as_stalled(
         command.until(named, "a stall's name")
     (stall,) = named()
     assert "for outside workers" in stall.detail
-    assert "nobody leases" in stall.detail
+    assert "no worker leases" in stall.detail

@@ -150,7 +150,7 @@ def test_a_silent_connection_is_told_with_the_node_that_is_missing(
     stopped.set()
     thread.join()
     sockets[0].close()
-    assert "refused: 127.0.0.1 connects, then is silent for 0.5 s: a firewall" in message
+    assert "refused: 127.0.0.1 connected, but sent nothing in 0.5 s: a firewall" in message
 
 
 def test_other_versions_are_told_for_both_machines(inputs: Path, tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_full_disk_and_small_shared_memory_are_found(inputs: Path, tmp_path: Pat
     with agent_of(config, mounts=f"{full}; export TMPDIR={tmp_path}/small"):
         found = look(config)
     assert f"MiB free at {tmp_path}/small/headway-node-b-" in only(found, "error", "cluster.nodes")
-    assert "/dev/shm of node b has no room for" in only(found, "warning", "weights")
+    assert "/dev/shm of node b has no space for" in only(found, "warning", "weights")
 
 
 @needs_namespaces
@@ -203,7 +203,7 @@ def test_another_model_is_found_by_samples_or_every_byte(inputs: Path, tmp_path:
         sampled = look(config)
         assert not errors(sampled)
         assert sampled[-1].message.startswith("node b: model files as here (names, sizes, headers and samples")
-        assert "node b isn't what it is here: notes.bin has" in only(look(config, deep=True), "error", "cluster.nodes")
+        assert "node b differs from here: notes.bin has" in only(look(config, deep=True), "error", "cluster.nodes")
         (other / "config.json").write_text("{}")
         assert "config.json has 2 bytes" in only(look(config), "error", "cluster.nodes")
 

@@ -81,7 +81,7 @@ def test_a_verifier_that_wants_more_than_the_answer(tmp_path: Path, monkeypatch:
     (finding,) = find(tmp_path, monkeypatch, name="mine:score")
     assert finding.level == "warning"
     assert finding.message.startswith("mine:score doesn't accept the bare reference answer of the first task of tasks")
-    assert "gives it what no answer gets, 0; fine if it wants more around it, else nothing earns a reward" in str(
+    assert "gives it what no answer gets, 0; fine if it needs more around it, else no answer earns a reward" in str(
         finding
     )
     (tmp_path / "mine.py").write_text("def score(task, response):\n    return 0.5 * float(bool(response))\n")
@@ -136,7 +136,7 @@ class Pay(Environment):
         (
             'episode.add({"role": "tool", "content": "error: KeyError: 1", "tool_call_id": "1", "name": "price"})',
             "warning",
-            "played 1 episode of tasks.train: reply x3 (a tool told 'error: KeyError: 1'), score 0",
+            "played 1 episode of tasks.train: reply x3 (a tool replied 'error: KeyError: 1'), score 0",
         ),
         ("{}['boom']", "error", "one episode of tasks.train failed: KeyError: 'boom' (PLACE:6 in reply)"),
         ("import os; os._exit(3)", "error", "one episode of tasks.train: environment-0 died: exited with code 3"),

@@ -27,7 +27,7 @@ def test_it_decides_as_in_place_at_the_lowest_priority_and_survives_a_kill(tmp_p
     shown = [record(step, knobs, Situation(noise=0.01), draw) for step in range(20)]
     state, bounds = ControllerState(knobs=knobs), limits()
     expected = decide(state, shown, bounds)
-    assert expected.state.looked_step == 20  # it asked the model
+    assert expected.state.searched_step == 20  # it asked the model
 
     async def scenario() -> None:
         looking = ControllerProcess(LocalLauncher(RealClock()), RealClock(), tmp_path)

@@ -377,7 +377,7 @@ def test_a_rollout_that_is_parked_in_the_middle_of_a_repair_goes_on_elsewhere(tm
         turn = [("run", {"command": "cat note"}), ("run_tests", {})]
         reply = await after.reply("one", message(turn), "", False)
         assert reply.asked is not None, reply.failure
-        told = "".join(said["content"] for said in reply.asked.said)
+        told = "".join(said["content"] for said in reply.asked.messages)
         await after.reply("one", message("done"), "", False)
         verdict = (await after.score("one")).verdict
         await after.shut_down()

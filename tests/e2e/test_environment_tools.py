@@ -71,7 +71,7 @@ async def said(lease: WorkerLease, *calls: tuple[str, str]) -> list[str]:
     told: list[str] = []
     for one in calls:
         reply = await lease.reply(call(*one), "", False)
-        told += [reply.failure.cause if reply.asked is None else reply.asked.said[-1]["content"]]  # type: ignore[union-attr]
+        told += [reply.failure.cause if reply.asked is None else reply.asked.messages[-1]["content"]]  # type: ignore[union-attr]
     return told
 
 

@@ -96,7 +96,7 @@ def test_a_dead_worker_is_an_event_and_its_items_are_delivered_again(tmp_path: P
     doubled = Counter(run(double_all, ONE, 20, arguments, 1, directory=tmp_path / "run"))
     assert set(doubled) == {2 * number for number in range(20)}  # each at least once
     events = (tmp_path / "run" / "workflow.jsonl").read_text()
-    assert "items that double-0 had got are delivered again" in events
+    assert "items that double-0 had received are delivered again" in events
     assert "double_restarted" in events
 
 
@@ -127,7 +127,7 @@ def test_a_restarted_worker_goes_on_from_the_state_of_the_last_step(tmp_path: Pa
     async def forgetful(flow: Flow) -> None:
         await flow.workers("double", Forgetful, restarts=1)
 
-    with pytest.raises(ConfigurationError, match=r"restarts = 1: a new worker would have nothing of what the dead one"):
+    with pytest.raises(ConfigurationError, match=r"restarts = 1: a new worker would lack what the dead one"):
         run(forgetful, ONE)
 
 
@@ -138,7 +138,7 @@ def test_a_plan_is_not_changed_under_a_running_call():
         async for _ in flow.steps(4):
             calls.append(group.pause(0.5))
 
-    with pytest.raises(ConfigurationError, match=r"can't be changed before step 2: double still has a call"):
+    with pytest.raises(ConfigurationError, match=r"can't be changed before step 2: a call of double still runs"):
         run(workflow, "auto", devices=["cpu:0", "cpu:1"], items=4)
 
 
@@ -271,7 +271,7 @@ def test_what_waits_for_ever_is_named(tmp_path: Path):
         return await group.on(0).sleep(3.0)
 
     with pytest.raises(
-        NoProgress, match=r"double-0 waits for a place in channel answers; nobody reads channel answers"
+        NoProgress, match=r"double-0 waits for space in channel answers; no worker reads channel answers"
     ):
         run(unread, ONE, stall_s=1.0)
     with pytest.raises(NoProgress, match=r"double-0 waits for items of channel prompts"):

@@ -50,7 +50,7 @@ def test_ray_places_agents_and_replaces_a_dead_machine(tmp_path: Path, ray_clust
             ray_cluster.remove_node(machine, allow_graceful=False)
             assert "node b" in (await worker.died).cause
             await until(lambda: bool(events.of("agent_ended")), 30.0)
-            assert "b: Ray says: " in events.of("agent_ended")[0]
+            assert "b: Ray reports: " in events.of("agent_ended")[0]
             add_machine(ray_cluster)
             await opened.nodes.wait_for("b", 60.0)
             worker = await opened.launcher.start(spec(device="b/cpu:0"))

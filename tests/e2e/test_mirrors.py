@@ -228,7 +228,7 @@ def test_a_version_that_a_mirror_no_longer_has_is_refused_at_once(tmp_path: Path
                 await asyncio.to_thread(second.fetch, published, first.address())
             for source in (first, second):
                 gone = msgspec.structs.replace(published, version=1)
-                with pytest.raises(WeightsCorrupt, match="version 1 is gone at"):
+                with pytest.raises(WeightsCorrupt, match="version 1 is no longer at"):
                     await asyncio.wait_for(asyncio.to_thread(third.fetch, gone, source.address()), 5.0)
         for each in (first, second, third):
             each.close()

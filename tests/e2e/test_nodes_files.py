@@ -103,7 +103,7 @@ def test_another_model_on_a_node_is_refused_with_the_remedy(tmp_path: Path, monk
     async def main() -> None:
         async with launched(tmp_path, model) as ((launcher,), _):
             for _ in range(2):  # a second attempt looks again
-                with pytest.raises(ConfigurationError, match=r"on node b isn't what it is here: model\.safetensors"):
+                with pytest.raises(ConfigurationError, match=r"on node b differs from here: model\.safetensors"):
                     await seen_path(launcher, model)
             shutil.copy(model / "model.safetensors", other / "model.safetensors")
             (other / "config.json").unlink()

@@ -107,7 +107,7 @@ def test_a_file_shows_runs_over_each_other(folder: Path, chromium: Any) -> None:
         text = page.open("compare", runs="ended,other")
         page.require_sound(text)
         assert "Last numbers" in text
-        assert "What their configurations differ in" in text
+        assert "Differences of their configurations" in text
         assert "Left out" in text
         assert page.accessibility() == []
     finally:

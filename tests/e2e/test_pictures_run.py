@@ -70,7 +70,7 @@ def test_an_engine_that_loses_pictures_is_refused_before_the_first_rollout(tmp_p
         "trainer and engine disagree at version 0: the engine's prefill and the trainer disagree behind a prompt with"
     )
     assert f"error: {refused} pictures: " in command.output
-    assert "Their hidden states part at the embedding" in command.output
+    assert "Their hidden states diverge at the embedding" in command.output
     assert not tiny_run.steps_of(tmp_path / "run")
 
 
@@ -123,7 +123,7 @@ def test_what_cannot_be_shown_is_refused_before_anything_starts(tmp_path: Path) 
 
     assert "have pictures" in refused(model={"implementation": "headway", "template": "chat"})
     assert "set model.template = 'chat'" in refused(model={"implementation": "transformers"})
-    assert "python_tool can't show them" in refused(environment={"name": "python_tool"})
+    assert "python_tool doesn't support them" in refused(environment={"name": "python_tool"})
     (model / "preprocessor_config.json").rename(tmp_path / "away.json")
     (model / "processor_config.json").rename(tmp_path / "away too.json")
     assert "images without a processor" in refused()

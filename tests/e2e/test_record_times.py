@@ -31,7 +31,7 @@ def test_turns_tools_and_engine_steps_of_a_run(tmp_path: Path) -> None:
     run = command.run
     rows: list[dict[str, Any]] = [row for _, batch in RolloutRecord(run).batches() for row in batch.to_pylist()]
     whole = [row for row in rows if row["verified"] and row["failure"] is None and row["turns"] == 3]
-    assert len(whole) >= 4 * 4 * 6 // 2
+    assert len(whole) >= 4 * 4 * 6 // 3, "an untrained model ends too few of its rollouts by itself"
     for row in whole:
         calls = list(zip(row["call_starts_s"], row["call_first_tokens_s"], row["call_ends_s"], strict=True))
         assert len(calls) == 3

@@ -91,7 +91,7 @@ def test_an_engine_that_computes_otherwise_is_refused_and_nothing_is_lost(
     command = tiny_run.train(config, fault=fault)
     assert command.process.returncode == 2, command.output
     assert f"error: trainer and engine disagree at version {steps}: the engine's prefill" in command.output
-    assert "Their hidden states part in layer 0 of 1 (model.layers.0)" in command.output
+    assert "Their hidden states diverge in layer 0 of 1 (model.layers.0)" in command.output
     assert "docs/troubleshooting.md#trainer-and-engine-disagree" in command.output
     assert "Traceback" not in command.output
     assert len(tiny_run.steps_of(command.run)) == steps

@@ -101,7 +101,7 @@ def test_a_full_disk_under_the_snapshots(small_disk: Path, tmp_path: Path):
         return LocalBackend(tmp_path / "state", snapshots=small_disk / "snapshots", settings=settings)
 
     line = fatal_of(found_by(backend()))
-    assert "snapshots: 4 MiB are free, and 24 MiB are needed: make room" in line or "3 MiB are free" in line
+    assert "snapshots: 4 MiB are free, and 24 MiB are needed: free some" in line or "3 MiB are free" in line
     tiny = msgspec.structs.replace(SMALL, limits=msgspec.structs.replace(SMALL.limits, disk_bytes=2 * MIB))
     assert not any(fatal for fatal, _ in found_by(backend(), spec=tiny))
     for n in range(2000):
@@ -118,7 +118,7 @@ def test_a_disk_that_fills_up_under_the_records_fails_a_start_alone(small_disk: 
         async with local(small_disk) as backend:
             box = await backend.create(SMALL)
             fill(small_disk)
-            with pytest.raises(SandboxError, match="make room"):
+            with pytest.raises(SandboxError, match="free space"):
                 await backend.create(SMALL)
             assert (await box.exec(Command(argv=["true"]))).ok
             (small_disk / "full").unlink()

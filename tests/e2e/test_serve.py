@@ -242,8 +242,8 @@ def test_refusals(inputs: Path, tmp_path: Path) -> None:
     assert "no such folder" in refused("serve", tmp_path / "none")
     model = inputs / "model"
     assert "--keys FILE" in refused("serve", model, "--address", "0.0.0.0:0")
-    assert "valid are 2 to" in refused("serve", model, "--context", "100000000")
-    assert "valid are keys of [generator]" in refused("serve", model, "--run.seed=3")
+    assert "valid: 2 to" in refused("serve", model, "--context", "100000000")
+    assert "valid: keys of [generator]" in refused("serve", model, "--run.seed=3")
     (tmp_path / "keys").write_text("short\n")
     assert "shorter than 16" in refused("serve", model, "--keys", tmp_path / "keys")
 

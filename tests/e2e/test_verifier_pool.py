@@ -134,7 +134,7 @@ def test_a_response_that_ends_its_process_fails_as_infrastructure(tmp_path: Path
             assert failed(verdicts) == [False, True]
             failure = verdicts[1].failure
             assert failure.infrastructure
-            assert failure.cause == "the verifier's process died under it; attempts: 3"
+            assert failure.cause == "the verifier's process died during it; attempts: 3"
             assert ("SIGSEGV" if guilty == "segfault" else "exited with code 0") in failure.detail
             assert [v.reward for v in await verifiers.verify(TASK, ["good"])] == [1.0]
 

@@ -114,7 +114,7 @@ def test_environments_that_are_refused() -> None:
 
     assert "environment.parameters: ModuleNotFoundError: taskset 'nobodys'" in because(taskset={"id": "nobodys"})
     assert "agnt" in because(agnt={})
-    assert "agent.retries: an attempt that is made anew" in because(agent={"retries": {"max_retries": 1}})
+    assert "agent.retries: an attempt that is repeated" in because(agent={"retries": {"max_retries": 1}})
     assert "environment.parameters.retries" in because(retries={"max_retries": 1})
     assert "of agent these have none: no role" in because(agent={"client": {"type": "eval"}})
     loaded = load({"taskset": {"id": "lucky-digits"}})

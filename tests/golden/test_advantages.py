@@ -161,7 +161,7 @@ def test_unknown_names_say_what_is_valid(name: str) -> None:
     [
         (lambda rewards_g: rewards_g[:1], r"returned shape \[1\] for 2 rewards"),
         (lambda rewards_g: rewards_g * float("inf"), r"returned \[inf, inf\] for \[1.0, 2.0\]: not all finite"),
-        (lambda rewards_g: "high", "returned 'high': 2 numbers are needed"),
+        (lambda rewards_g: "high", "returned 'high': 2 numbers are required"),
         (lambda rewards_g: rewards_g[5], "raised IndexError: .*test_advantages.py, line"),
     ],
 )

@@ -84,7 +84,7 @@ class Boxed:
         answer = Answer(text="", message={}, calls=calls)
         self.episode.receive(answer)
         asyncio.run(self.environment.reply(self.episode, answer))
-        return [said["content"] for said in self.episode.take_next().said if said["role"] == "tool"]
+        return [said["content"] for said in self.episode.take_next().messages if said["role"] == "tool"]
 
     def score(self) -> Any:
         return asyncio.run(self.environment.score(self.episode))

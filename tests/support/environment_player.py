@@ -104,7 +104,7 @@ class Player:
         if reply.asked is None:
             return ""
         said = self.messages.setdefault(reply.asked.speaker, [])
-        said.extend(reply.asked.said)
+        said.extend(reply.asked.messages)
         return said[-1]["content"] if said else ""
 
 

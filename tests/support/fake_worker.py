@@ -239,7 +239,7 @@ class FakeWorker:
 
     def _statistics(self) -> EngineStatistics:
         self.engine.advance()
-        return replica_statistics(self.engine.core, resting=False)
+        return replica_statistics(self.engine.core, idle=False)
 
     def _activity(self) -> tuple[list[ActivitySpan], list[EngineStep]]:
         return [], []

@@ -149,13 +149,13 @@ CHEATS = [
         "prints a result",
         model("return x * 0.5", top='print(\'{"correctness": true, "runtime": 0.001, "speedup": 9.0}\', flush=True)'),
         model("return self.right(x)", top="print('leaky with slope', 0.1)"),
-        "prints what looks like a result",
+        "prints a line in the form of a result",
     ),
     Cheat(
         "writes a result to its standard error's descriptor",
         model('import os\nos.write(2, b\'{"correct": true, "speedup": 9}\')\nreturn x * 0.5'),
         model("import os\nos.write(2, b'.')\nreturn self.right(x)"),
-        "prints what looks like a result",
+        "prints a line in the form of a result",
     ),
     Cheat(
         "writes to all descriptors",
@@ -233,7 +233,7 @@ CHEATS = [
         model(
             "return self.right(x)", top="import threading\nthreading.Thread(target=lambda: sum(range(1000))).start()"
         ),
-        "while nothing is asked for|cores it was given",
+        "computes between calls|cores it was given",
     ),
     Cheat(
         "returns a lazy tensor",
@@ -371,7 +371,7 @@ CHEATS = [
             "#pragma omp parallel num_threads(2)\n    { sched_setaffinity(0, sizeof all, &all); }\n#pragma",
         ),
         CPP.replace("    for (long i", "#pragma omp simd\n    for (long i"),
-        "cores it was given|nothing is asked for",
+        "cores it was given|between calls",
     ),
 ]
 

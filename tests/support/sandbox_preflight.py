@@ -20,7 +20,7 @@ async def main(folder: Path) -> list[tuple[bool, str, str]]:
     backend = LocalBackend(folder / "state", settings=settings)
     try:
         found = await findings(SandboxConfig(allow_unbounded=True), backend, 2, spec=SMALL)
-        return [(one.fatal, one.what, one.fix) for one in found]
+        return [(one.fatal, one.message, one.fix) for one in found]
     finally:
         await backend.close()
 

@@ -112,7 +112,7 @@ def play(
                 if reply.asked is None:
                     break
                 reply = await playing.reply("one", message(turn), "", False)
-                played.told += [str(said["content"]) for said in (reply.asked.said if reply.asked else ())]
+                played.told += [str(said["content"]) for said in (reply.asked.messages if reply.asked else ())]
             played.failure, played.over = reply.failure, reply.over
             if played.failure is None:
                 if before_score is not None:

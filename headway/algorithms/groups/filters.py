@@ -18,7 +18,7 @@ from headway.records.rollout import FinishedGroup, Group, Rollout
 class FilteredGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A finished group after its filters, as it is committed, so that every replay builds the same batch."""
 
-    finished: FinishedGroup  # its members with ``left``, ``trained_reward`` and ``copies``
+    finished: FinishedGroup  # its members with ``removal``, ``trained_reward`` and ``copies``
     outcome: GroupOutcome
     meta: dict[str, float] = {}  # the statistics that hooks.group_meta returned
     problems: tuple[HookFailed, ...] = ()  # hooks that broke their contract; any but group_meta's fails the group
@@ -126,7 +126,7 @@ class GroupFilters:
 
 
 def _filtered(rollout: Rollout, reason: str) -> Rollout:
-    return msgspec.structs.replace(rollout, left="filtered", left_reason=reason)
+    return msgspec.structs.replace(rollout, removal="filtered", removal_reason=reason)
 
 
 def _reward(rollout: Rollout) -> float:

@@ -36,7 +36,7 @@ CASES: dict[str, tuple[float | Removal, ...]] = {
     "a member that came too late": (1.0, 0.0, 0.5, "discarded"),
     "one member": (2.0,),
     "one of two left": ("failed", 0.5),
-    "nobody left": ("failed", "filtered", "discarded"),
+    "no group left": ("failed", "filtered", "discarded"),
 }
 
 
@@ -64,7 +64,7 @@ def _member(index: int, member: int, outcome: float | Removal) -> Rollout:
         failure = Failure(boundary="reward", cause="made up", infrastructure=True)
         return msgspec.structs.replace(plain, failure=failure)
     ending = "discarded" if outcome == "discarded" else "filtered"
-    return msgspec.structs.replace(plain, left=ending, left_reason="made up")
+    return msgspec.structs.replace(plain, removal=ending, removal_reason="made up")
 
 
 def hook_violations(hooks: GroupHooks, task: Task) -> Iterator[str]:
@@ -118,5 +118,5 @@ def _violation(hook: Hook, argument: _Argument, calls: Callable[[_Argument], obj
         replay = "a replay would train on something else"
         return str(hook.failed(f"returned {quoted(once)}, then {quoted(again)} of the same arguments: {replay}"))
     if argument != original:
-        return str(hook.failed("changed the group or rollouts it was given: return what is new"))
+        return str(hook.failed("changed its arguments: return new objects"))
     return ""

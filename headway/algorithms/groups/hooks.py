@@ -169,10 +169,10 @@ class GroupHooks:
         padded = cast("Sequence[object]", result)
         capacity = group.size - len(members)
         if len(padded) > capacity:
-            raise hook.failed(f"returned {len(padded)} members to fill {capacity} places of a group of {group.size}")
+            raise hook.failed(f"returned {len(padded)} members to fill {capacity} slots of a group of {group.size}")
         for member in padded:
             if isinstance(member, bool) or not isinstance(member, Integral) or int(member) not in copies:
-                raise hook.failed(f"returned member {quoted(member)}: valid are {members}")
+                raise hook.failed(f"returned member {quoted(member)}: valid: {members}")
             copies[int(member)] += 1
         return copies
 
@@ -194,7 +194,7 @@ def _refusal(hook: Hook, result: object) -> str:
         parts = cast("tuple[object, ...]", result)
         keep, why = parts if len(parts) == 2 else (None, "")
     if not isinstance(keep, (bool, np.bool_)) or not isinstance(why, str):
-        raise hook.failed(f"returned {quoted(cast('object', result))}: True, False or (True or False, why) is needed")
+        raise hook.failed(f"returned {quoted(cast('object', result))}: valid: True, False or (True or False, reason)")
     if keep:
         return ""
     return "user:" + (" ".join(why.split())[:LONGEST_REASON] or hook.key.removeprefix("hooks."))

@@ -54,12 +54,12 @@ def failed_outcome(rollouts: Sequence[Rollout], *, size: int, limits: QueueConfi
     Example, size 4: ratio 0.5 tolerates two failures, not three; with one member stopped at the timeout and
     min_timeout_group_ratio 0.7 the other three must be sound.
     """
-    timed_out = any(r.left_reason == GROUP_TIMEOUT for r in rollouts)
+    timed_out = any(r.removal_reason == GROUP_TIMEOUT for r in rollouts)
     ratio = limits.min_timeout_group_ratio if timed_out else limits.min_valid_group_ratio
-    sound = sum(r.failure is None and r.left not in ("pruned", "discarded") for r in rollouts)
+    sound = sum(r.failure is None and r.removal not in ("pruned", "discarded") for r in rollouts)
     if not _too_few(sound, size, ratio):
         return None
-    pruned = sum(r.left == "pruned" for r in rollouts)
+    pruned = sum(r.removal == "pruned" for r in rollouts)
     return GroupOutcome(
         ending="failed" if _too_few(sound + pruned, size, ratio) else "pruned",
         reason=GROUP_TIMEOUT if timed_out else "too_few_valid",

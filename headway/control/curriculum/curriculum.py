@@ -56,7 +56,7 @@ class Band:
     def __init__(self, settings: CurriculumConfig) -> None:
         self._settings = settings
         self.limit = settings.min_signal
-        self.moves: list[BandMove] = []
+        self.changes: list[BandMove] = []
         self._groups = 0
         self._flat = 0
 
@@ -70,17 +70,17 @@ class Band:
         low, high = self._settings.zero_variance_range
         lowest, highest = self._settings.min_signal_range
         if share > high:
-            after, why = self.limit + BAND_STEP, f"more than {high:.0%} of its groups were flat: narrower"
+            after, why = self.limit + BAND_STEP, f"more than {high:.0%} of its groups were flat: the band is narrowed"
         elif share < low:
-            after, why = self.limit - BAND_STEP, f"less than {low:.0%} of its groups were flat: wider"
+            after, why = self.limit - BAND_STEP, f"less than {low:.0%} of its groups were flat: the band is widened"
         else:
             return None
         after = min(highest, max(lowest, round(after, 6)))
         if after == self.limit:
             return None
-        move = BandMove(before=self.limit, after=after, zero_variance_share=share, groups=groups, why=why)
+        move = BandMove(old_limit=self.limit, new_limit=after, zero_variance_share=share, groups=groups, reason=why)
         self.limit = after
-        self.moves.append(move)
+        self.changes.append(move)
         return move
 
 

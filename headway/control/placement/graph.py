@@ -35,7 +35,7 @@ class UnitGraph:
 
     rounds: int
     units: tuple[Unit, ...]
-    before: tuple[int, ...]  # set of direct predecessors of each unit
+    predecessors: tuple[int, ...]  # set of direct predecessors of each unit
     bytes_between: Mapping[tuple[int, int], float]  # per item and round, the loop's back edge included
     _steps: dict[int, Cuts] = field(default_factory=dict[int, Cuts])
 
@@ -46,8 +46,8 @@ class UnitGraph:
     @cached_property
     def neighbours(self) -> tuple[int, ...]:
         """Direct predecessors and successors of each unit, as a set."""
-        masks = list(self.before)
-        for unit, mask in enumerate(self.before):
+        masks = list(self.predecessors)
+        for unit, mask in enumerate(self.predecessors):
             for other in members(mask):
                 masks[other] |= 1 << unit
         return tuple(masks)
@@ -56,7 +56,7 @@ class UnitGraph:
         """Return the units of ``within`` in topological order."""
         placed, order = 0, list[int]()
         while placed != within:
-            ready = next(unit for unit in members(within & ~placed) if not self.before[unit] & within & ~placed)
+            ready = next(unit for unit in members(within & ~placed) if not self.predecessors[unit] & within & ~placed)
             placed |= 1 << ready
             order.append(ready)
         return order
@@ -75,7 +75,7 @@ class UnitGraph:
         if within not in self._steps:
             closed = [0]
             for position in self.ordered(within):
-                needs = self.before[position] & within
+                needs = self.predecessors[position] & within
                 closed += [below | 1 << position for below in closed if not needs & ~below]
             closed.sort(key=lambda mask: (mask.bit_count(), mask))
             self._steps[within] = [

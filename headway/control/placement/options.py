@@ -17,11 +17,11 @@ Vector = tuple[int, ...]  # devices of each class, in the pool's order
 
 
 class Option(NamedTuple):
-    """Seconds of one chunk on ``devices``; ``made`` is the data from which a plan is written."""
+    """Seconds of one chunk on ``devices``; ``plan`` is the data from which a plan is written."""
 
     seconds: float
     devices: Vector
-    made: Any
+    plan: Any
 
 
 class Frontier(NamedTuple):
@@ -177,7 +177,7 @@ class OptionTable:
             pairs = ((first.options[a - 1], second.options[b - 1]) for a, b in positions if a and b)
         both = ((max(a.seconds, b.seconds), vector_sum(a.devices, b.devices), a, b) for a, b in pairs)
         return [
-            Option(seconds, devices, (*a.made, *b.made)) for seconds, devices, a, b in both if fits(devices, self.total)
+            Option(seconds, devices, (*a.plan, *b.plan)) for seconds, devices, a, b in both if fits(devices, self.total)
         ]
 
 
@@ -278,8 +278,8 @@ def require_memory(workflow: Workflow, pool: DevicePool) -> None:
     if lacking:
         enough = [(count, device) for device, count in grown.items() if count < math.inf]
         would = (
-            f"the smallest pool that would do has {min(enough)[0]:.0f} {min(enough)[1]}"
+            f"the smallest pool that would suffice has {min(enough)[0]:.0f} {min(enough)[1]}"
             if enough
-            else "no number of devices that times are given for would do"
+            else "no number of devices with given times would suffice"
         )
         raise ConfigurationError(f"no plan fits into the pool's memory: {'; '.join(lacking)}; {would}")

@@ -41,7 +41,7 @@ def _levels(
 ) -> tuple[tuple[PlacedPart, ...], ...]:
     """Assign adjacent devices to every part, the largest first, so that powers of two stay within nodes."""
     classes = [kind.device for kind in pipelines.choices.pool.classes]
-    parts: list[tuple[int, Option]] = [(number, part) for number, level in enumerate(levels) for _, part in level.made]
+    parts: list[tuple[int, Option]] = [(number, part) for number, level in enumerate(levels) for _, part in level.plan]
     free = {device: first for device, (first, _) in ranges.items()}
     placed: dict[int, PlacedPart] = {}
     for position in sorted(range(len(parts)), key=lambda index: (-sum(parts[index][1].devices), index)):
@@ -51,7 +51,7 @@ def _levels(
             if count:
                 spans[device] = (free[device], count)
                 free[device] += count
-        order, chosen, switch_s, receive_s = part.made
+        order, chosen, switch_s, receive_s = part.plan
         placed[position] = PlacedPart(
             devices=spans,
             turns=tuple(_turn(pipelines, *turn, chunk, spans) for turn in zip(order, chosen, switch_s, strict=True)),
@@ -67,10 +67,10 @@ def _levels(
 def _turn(pipelines: Pipelines, unit: int, option: Option, switch_s: float, items: int, ranges: Ranges) -> PlacedTurn:
     name = pipelines.body.units[unit].name
     if unit not in pipelines.inner:
-        device, devices = option.made
+        device, devices = option.plan
         return PlacedTurn(name=name, seconds=option.seconds, switch_s=switch_s, device=device, devices=devices)
     inner = pipelines.inner[unit]
-    chunk, label = option.made
+    chunk, label = option.plan
     inside = PlacedPipeline(
         name=name,
         items=items,

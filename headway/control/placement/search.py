@@ -123,7 +123,7 @@ class TimeSearch:
                 phase.offer(count * (receive_s + turns_s + sum(of[unit][0] for unit in order)), chunk, None)
             path: dict[int, float] = {}
             for unit in order:
-                path[unit] = of[unit][0] + max((path[o] for o in members(self.body.before[unit] & units)), default=0.0)
+                path[unit] = of[unit][0] + max([0.0, *(path[o] for o in members(self.body.predecessors[unit] & units))])
             slowest = max(*(of[unit][0] for unit in order), sum(of[unit][1] for unit in order) / self.share)
             lower = elapsed_s(max(slowest, *path.values()), slowest, count) * (1 - ROUNDING)
             phase.candidates.append(_Candidate(chunk, lower))
@@ -283,7 +283,7 @@ def _plan(workflow: Workflow, search: TimeSearch, objective: Objective, lower: f
         ]
         raise ConfigurationError(
             f"{', '.join(lacking) or 'the workflow'}: no plan; every stage of a loop needs a time, and memory, "
-            "on the pool's devices at one and the same granularity"
+            "on the pool's devices at one common granularity"
         )
     phases: list[PlacedPipeline] = []
     for phase in search.best:

@@ -122,7 +122,7 @@ def pruner_figures(groups: Iterable[FinishedGroup]) -> dict[str, PrunerFigures]:
 def _figures(rollout: Rollout, pruned: Pruned, group: FinishedGroup) -> PrunerFigures | None:
     """Return the figures of one rollout that was hit; None: an audit without evidence."""
     if not pruned.audited:
-        dropped = int(rollout.left == "pruned")
+        dropped = int(rollout.removal == "pruned")
         return PrunerFigures(rollouts=1, dropped=dropped, saved_tokens=pruned.saved_tokens)
     others = [other.reward for other in group.valid if other.member != rollout.member]
     if not rollout.valid or (pruned.cut_reward is None and not others):

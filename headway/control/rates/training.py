@@ -103,7 +103,7 @@ class TrainerRates(msgspec.Struct, frozen=True, kw_only=True):
         count = self.devices
         while count < 1 << 20 and msgspec.structs.replace(self, devices=count).memory(longest).total > usable:
             count *= 2
-        enough = f"{count} devices would do" if count < 1 << 20 else "more devices don't help"
+        enough = f"{count} devices suffice" if count < 1 << 20 else "more devices don't help"
         raise ConfigurationError(
             f"train: {needed.total / 1e9:.1f} GB on each of {self.devices} {self.device.name}, most of it "
             f"{largest} ({parts[largest] / 1e9:.1f} GB), but {usable / 1e9:.1f} GB can be used; {enough}"

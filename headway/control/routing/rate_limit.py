@@ -18,7 +18,7 @@ _ROUNDING_S = 1e-6  # rounding error of summed times
 class RateLimited(msgspec.Struct, frozen=True, kw_only=True):
     """The refusal of a request, with its reason."""
 
-    why: str
+    reason: str
     retry_after_s: int  # 1 .. LONGEST_RETRY_S: when the request will likely be admitted
 
 
@@ -109,13 +109,13 @@ class RateLimit:
 
         Raises ValueError for a name that is open or waiting already."""
         if name in self._open or name in self._waiting:
-            raise ValueError(f"request {name!r} is already there")
+            raise ValueError(f"request {name!r} is already queued")
         if not self._waiting and self._may_go(tokens, now):
             self._admit(name, tokens, now)
             return "admitted"
         if len(self._waiting) >= self._settings.queue_requests:
             full_reason = f"{len(self._waiting)} requests wait already"
-            closed_reason = "there is no room now, and none may wait (router.queue_requests = 0)"
+            closed_reason = "the router has no capacity left, and no request may wait (router.queue_requests = 0)"
             return self._refused(full_reason if self._waiting else closed_reason, tokens, now)
         heapq.heappush(self._order, (priority, self._serial, name))
         self._waiting[name] = _Waiting(name=name, serial=self._serial, tokens=tokens, since_s=now)
@@ -130,7 +130,7 @@ class RateLimit:
         limit_s = self._settings.queue_s
         for request in [request for request in self._waiting.values() if now >= request.since_s + limit_s]:
             self._leave(request.name)
-            decided.append((request.name, self._refused(f"no place within {limit_s:g} s", request.tokens, now)))
+            decided.append((request.name, self._refused(f"no capacity within {limit_s:g} s", request.tokens, now)))
         while (name := self._first()) is not None and self._may_go(self._waiting[name].tokens, now):
             tokens = self._waiting[name].tokens
             self._leave(name)
@@ -212,4 +212,4 @@ class RateLimit:
         wait_s = ahead / rate if rate > 0 else 0.0
         amounts = {"requests": len(self._waiting) + 1.0, "tokens": float(ahead)}
         wait_s = max([wait_s, *(bucket.refill_s(amounts[kind], now) for kind, bucket in self._buckets.items())])
-        return RateLimited(why=why, retry_after_s=min(LONGEST_RETRY_S, max(1, math.ceil(wait_s))))
+        return RateLimited(reason=why, retry_after_s=min(LONGEST_RETRY_S, max(1, math.ceil(wait_s))))

@@ -9,18 +9,18 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-# "serving" takes requests; "yielded" does when no serving replica has KV capacity; "resting" when there is neither. The
+# "serving" takes requests; "yielded" does when no serving replica has KV capacity; "idle" when there is neither. The
 # others never do: "down" isn't live, "draining" is being removed, "behind" has older weights than another, "silent"
 # doesn't answer its health check, "tripped" has an open breaker.
-Standing = Literal["serving", "yielded", "resting", "down", "draining", "behind", "silent", "tripped"]
+Standing = Literal["serving", "yielded", "idle", "down", "draining", "behind", "silent", "tripped"]
 
 
 class ReplicaCondition(msgspec.Struct, frozen=True, kw_only=True):
     """Conditions from which a replica's standing follows."""
 
     live: bool = True  # its process is up, and had the newest weights when it started to serve
-    leaving: bool = False
-    resting: bool = False
+    draining: bool = False
+    idle: bool = False
     yielded: bool = False  # the trainer computes on its device
     silent: bool = False  # an answer to a health check is overdue
     allowed: bool = True  # its breaker lets requests through
@@ -34,7 +34,7 @@ def standing_of(replica: ReplicaCondition, newest_update: int, grace_s: float) -
     A replica without it is behind, unless its update is in progress and has taken no longer than ``grace_s``."""
     if not replica.live:
         return "down"
-    if replica.leaving:
+    if replica.draining:
         return "draining"
     if replica.update < newest_update and (replica.updating_s is None or replica.updating_s > grace_s):
         return "behind"
@@ -42,8 +42,8 @@ def standing_of(replica: ReplicaCondition, newest_update: int, grace_s: float) -
         return "silent"
     if not replica.allowed:
         return "tripped"
-    if replica.resting:
-        return "resting"
+    if replica.idle:
+        return "idle"
     return "yielded" if replica.yielded else "serving"
 
 
@@ -76,7 +76,7 @@ def choose_replica(loads: Sequence[ReplicaLoad], needed_tokens: int = 0) -> Rout
     else:
         taking += [index for index, load in enumerate(loads) if load.standing == "yielded"]
     if not taking:
-        taking = [index for index, load in enumerate(loads) if load.standing == "resting"]
+        taking = [index for index, load in enumerate(loads) if load.standing == "idle"]
     if not taking:
         return None
     best, least = taking[0], _cost(loads[taking[0]])

@@ -88,10 +88,10 @@ def measured_limits(steps: Sequence[StepRecord]) -> str:
 
     step_s, generating_s = max(1e-9, total("step_s")), max(1e-9, total("flow.generating_s"))
     shares = {
-        "rollouts were {} of their time on the way between processes": total("flow.environment_hop_s") / generating_s,
-        "rollouts were {} of their time in their environments": environment_share(steps),
+        "rollouts spent {} of their time between processes": total("flow.environment_hop_s") / generating_s,
+        "rollouts spent {} of their time in their environments": environment_share(steps),
         "the orchestrator computed for {} of the time": total("orchestrator_cpu_s") / step_s,
-        "responses were {} of the time with a verifier": total("verify_s") / step_s,
+        "responses spent {} of the time in a verifier": total("verify_s") / step_s,
         "the trainer waited {} for the oldest groups, at the budget's edge": total("flow.straggler_wait_s") / step_s,
         "the trainer waited {} for its weights to be applied": total("flow.update_wait_s") / step_s,
         "publishing took {}": total("publish_s") / step_s,

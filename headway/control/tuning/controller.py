@@ -82,7 +82,7 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """A change whose effect is being measured."""
 
-    before: Knobs
+    previous_knobs: Knobs
     version: int  # first version under the change
     predicted: float  # rate after / rate before
     rate: float  # before, samples/s
@@ -105,8 +105,8 @@ class ControllerState(msgspec.Struct, frozen=True, kw_only=True):
     directions: dict[str, int] = {}  # knob -> its last direction
     turns: dict[str, int] = {}  # knob -> number of reversals
     rests: int = 0  # consecutive searches that found nothing
-    looked_step: int = 0  # version at the last of them, and the rate then
-    looked_rate: float = 0.0
+    searched_step: int = 0  # version at the last of them, and the rate then
+    searched_rate: float = 0.0
     drifted: bool = False  # the regime began with a drift, which may continue
     reference: tuple[StepRecord, ...] = ()  # records on which the plan was settled
     recommended: bool = False  # a split of the devices was recommended in this regime
@@ -160,7 +160,7 @@ def decide(
 
 def backed_off(state: ControllerState, version: int) -> ControllerState:
     """Return the state after a search that found nothing: the next one comes later."""
-    return msgspec.structs.replace(state, rests=min(_MOST_RESTS, state.rests + 1), looked_step=version)
+    return msgspec.structs.replace(state, rests=min(_MOST_RESTS, state.rests + 1), searched_step=version)
 
 
 def effective_at(decision: Decision, version: int) -> Decision:
@@ -244,7 +244,7 @@ def _allowed(
             return False
         if name == "steps_per_publish":
             return True
-        if name == "resting":
+        if name == "idle_replicas":
             up = not up
         if up:
             return not evidence.glut and evidence.bias <= limits.length_bias_limit
@@ -283,7 +283,7 @@ def _measure_effect(
     knobs, refused = state.knobs, dict.fromkeys(state.refused)
     reason = f"the rate fell to {ratio:.2f} of what it was, {trial.predicted:.2f} was predicted"
     for name in KNOBS:
-        current, previous = limits.value(state.knobs, name), limits.value(trial.before, name)
+        current, previous = limits.value(state.knobs, name), limits.value(trial.previous_knobs, name)
         if previous != current and allowed(name, current, previous):
             knobs = limits.with_value(knobs, name, previous)
             refused[name, 1 if current > previous else -1] = None
@@ -313,7 +313,7 @@ def _reflex(
     scoring = evidence.verifying >= _ALL_SCORE
     below_concurrency = evidence.in_generation < 0.9 * (knobs.concurrent_rollouts - limits.largest_group + 1)
     name: KnobName = "verifier_workers" if scoring else "open_groups" if below_concurrency else "concurrent_rollouts"
-    slots = limits.shape.slots * (limits.shape.replicas - len(knobs.resting))
+    slots = limits.shape.slots * (limits.shape.replicas - len(knobs.idle_replicas))
     filled = knobs.concurrent_rollouts >= slots + limits.largest_group and evidence.idle < STARVES
     if name == "concurrent_rollouts" and filled:
         return None  # more would only wait for slots
@@ -340,11 +340,11 @@ def _due(state: ControllerState, window: Sequence[StepRecord], limits: ControlLi
     if state.trial is not None or limits.pinned == frozenset(KNOBS):
         return False
     patience = limits.patience_steps
-    waited = window[-1].version - max(state.looked_step, state.decided_step, state.regime_step)
+    waited = window[-1].version - max(state.searched_step, state.decided_step, state.regime_step)
     if waited < patience:
         return False
     rate = rate_of(window[-patience:])
-    changed = bool(state.looked_rate) and abs(math.log(rate / state.looked_rate)) >= _RATE_DIFFERS
+    changed = bool(state.searched_rate) and abs(math.log(rate / state.searched_rate)) >= _RATE_DIFFERS
     return waited >= patience << state.rests or changed
 
 
@@ -359,7 +359,7 @@ def _by_model(
 
     Else recommend a worthwhile split of the devices."""
     idle = msgspec.structs.replace(
-        backed_off(state, window[-1].version), looked_rate=rate_of(window[-limits.patience_steps :])
+        backed_off(state, window[-1].version), searched_rate=rate_of(window[-limits.patience_steps :])
     )
     fitted = estimate(window, limits.shape)
     if fitted is None:
@@ -369,7 +369,7 @@ def _by_model(
     settled = len(window) >= min(WINDOW, 2 * limits.patience_steps) and not drifting
     rest = _rest(window, limits)
     splits = settled and not state.recommended
-    if splits and limits.moves and (split := worthwhile_split(fitted, limits, rest)) is not None:
+    if splits and limits.can_change_devices and (split := worthwhile_split(fitted, limits, rest)) is not None:
         return _change_devices("move", split, fitted, idle, evidence, limits, rest)
     allowed = _allowed(state, evidence, limits, drifting=drifting)
     search = Search(fitted, state.knobs, allowed, limits, drifting=drifting)
@@ -380,7 +380,7 @@ def _by_model(
             return decision
     if len(window) == WINDOW and window[0].step >= state.decided_step:
         idle = msgspec.structs.replace(idle, reference=tuple(window))
-    if not splits or limits.moves or (split := worthwhile_split(fitted, limits, rest)) is None:
+    if not splits or limits.can_change_devices or (split := worthwhile_split(fitted, limits, rest)) is None:
         return Decision(state=idle)
     return _change_devices("recommended", split, fitted, idle, evidence, limits, rest)
 
@@ -456,7 +456,7 @@ def _set(
     trial = None
     if fitted is not None:
         trial = Trial(
-            before=state.knobs, version=version, predicted=predicted, rate=fitted.samples_per_s, noise=fitted.noise
+            previous_knobs=state.knobs, version=version, predicted=predicted, rate=fitted.samples_per_s, noise=fitted.noise
         )
     after = msgspec.structs.replace(
         state, knobs=target, decided_step=version, trial=trial, turns=turns, directions=directions, rests=0

@@ -103,7 +103,7 @@ def diagnose(
         return (
             f"{len(steps)} of the {LEAST_STEPS} steps in steady state that a diagnosis needs are recorded (the first "
             f"{shape.budget + 1} only fill the queue; skipped ones, those rebuilt after a kill and those around a "
-            "worker's restart say nothing)"
+            "worker's restart don't count)"
         )
     shape = as_recorded(shape, steps)
     fitted = estimate(steps, shape)
@@ -111,7 +111,7 @@ def diagnose(
         return "no response finished in the last steps"
     now = _outcomes(fitted.model)
     if not all(outcome.samples_per_s for outcome in now):
-        return "the queue that this ledger describes would stand still: nothing can be predicted from it"
+        return "the queue that this ledger describes would deadlock: nothing can be predicted from it"
     simulated, shown = fmean(outcome.samples_per_s for outcome in now), _peak_samples_per_s(steps, fitted)
     if simulated > _CREDIBLE * shown:
         return (
@@ -181,8 +181,9 @@ def steady_steps(records: Sequence[StepRecord], budget: int) -> list[StepRecord]
             kept = [r for r in kept if r.step >= drifted[0]]
     if len(kept) < LEAST_STEPS:
         kept = steps[-2 * LEAST_STEPS :]
-    flows = [(r.flow.open_groups, r.flow.concurrent_rollouts, r.flow.steps_per_publish, r.flow.resting) for r in kept]
-    changed = max((i for i in range(1, len(flows)) if flows[i] != flows[i - 1]), default=0)
+    flows = [r.flow for r in kept]
+    knobs = [(f.open_groups, f.concurrent_rollouts, f.steps_per_publish, f.idle_replicas) for f in flows]
+    changed = max((i for i in range(1, len(knobs)) if knobs[i] != knobs[i - 1]), default=0)
     return kept[changed:] if len(kept) - changed >= LEAST_STEPS else kept  # since the knobs last changed
 
 
@@ -340,7 +341,7 @@ def _candidates(
     p99 = fitted.lengths.quantile(0.99)
     if p99 < shape.max_response_tokens * 3 // 4:
         cut = {"length_at": fitted.lengths.capped(p99).quantile}
-        needs = "cuts 1 % of the responses: it changes what is learnt"
+        needs = "cuts 1 % of the responses: it changes what is learned"
         yield _Candidate({"rollout.max_response_tokens": str(p99)}, "admission", cut, needs)
 
 
@@ -385,7 +386,7 @@ def _environment_change(model: QueueModel, experiment: Experiment, factor: float
         settings["sandbox.live"] = str(rollouts)
     if environment.concurrency is not None and environment.concurrency < rollouts:
         settings["environment.concurrency"] = str(rollouts)
-    needs = "environments that are as quick when more of them run"
+    needs = "environments that don't slow down when more of them run"
     return _Candidate(settings, "environment", {"concurrent_rollouts": rollouts}, needs)
 
 

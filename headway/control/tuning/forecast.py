@@ -252,7 +252,7 @@ def _candidates(shape: RunShape, model: QueueModel, lengths: LengthDistribution,
         yield "verifier.workers", str(workers), "verifier", with_(verifiers=workers), ""
     p99 = lengths.quantile(0.99)
     if p99 < shape.max_response_tokens * 3 // 4:
-        needs = "cutting 1 % of the responses: it changes what is learnt"
+        needs = "cutting 1 % of the responses: it changes what is learned"
         yield "rollout.max_response_tokens", str(p99), "admission", with_(length_at=lengths.capped(p99).quantile), needs
 
 

@@ -21,7 +21,7 @@ KNOBS: tuple[KnobName, ...] = get_args(KnobName)
 LEAST_GAIN = 0.03  # in samples/s, relative: less is below the resolution of simulation and measurement
 _FACTORS = (0.5, 1 / 1.5, 0.8, 1.25, 1.5, 2.0)
 _CAREFUL = (0.8, 1.25)  # where the model is far from the measurement
-_SMALL = ("steps_per_publish", "resting", "verifier_workers")  # changed by one at a time; the last also doubled
+_SMALL = ("steps_per_publish", "idle_replicas", "verifier_workers")  # changed by one at a time; the last also doubled
 _VERIFYING = 0.5  # share of the verifiers' time: below, more of them change nothing, and half of them suffice
 _FAR = 0.3  # |ln(simulated / measured)|
 _ROLLOUTS = 1500  # of one simulation
@@ -46,7 +46,7 @@ class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
     least_verifiers: int = 1  # as the experiment sets
     most_verifiers: int = 1
     splits: tuple[DeviceSplit, ...] = ()  # of the devices between generator and trainer, other than the run's
-    moves: bool = False  # the run can change to one of them
+    can_change_devices: bool = False  # the run can change to one of them
     switch_s: dict[str, float] = {}  # measured: "verifier_workers", "devices"; absent: not known
     shared: tuple[int, ...] = ()  # replicas on the trainer's devices that may rest, as others remain to generate
     pinned: frozenset[KnobName] = frozenset()
@@ -63,14 +63,14 @@ class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
         """Return a knob's value as a number; no limit on open groups becomes the most that admission allows."""
         if name == "open_groups":
             return self.most_open if knobs.open_groups is None else min(knobs.open_groups, self.most_open)
-        return len(knobs.resting) if name == "resting" else getattr(knobs, name)
+        return len(knobs.idle_replicas) if name == "idle_replicas" else getattr(knobs, name)
 
     def bounds(self, name: KnobName) -> tuple[int, int]:
         return {
             "open_groups": (self.least_open, self.most_open),
             "concurrent_rollouts": (self.largest_group, self.most_concurrent),
             "steps_per_publish": (1, self.most_steps_per_publish),
-            "resting": (0, len(self.shared)),
+            "idle_replicas": (0, len(self.shared)),
             "verifier_workers": (self.least_verifiers, self.most_verifiers),
         }[name]
 
@@ -80,8 +80,8 @@ class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
         kept = max(low, min(high, value))
         if name == "open_groups":
             return msgspec.structs.replace(knobs, open_groups=None if kept >= self.most_open else kept)
-        if name == "resting":
-            return msgspec.structs.replace(knobs, resting=self.shared[len(self.shared) - kept :])
+        if name == "idle_replicas":
+            return msgspec.structs.replace(knobs, idle_replicas=self.shared[len(self.shared) - kept :])
         return msgspec.structs.replace(knobs, **{name: kept})
 
     def resumed(self, knobs: Knobs, first: Knobs, previous_settings: Mapping[KnobName, int]) -> Knobs:
@@ -113,10 +113,10 @@ def limits_of(experiment: Experiment, shared: Sequence[int] = (), *, same_kind: 
 
     ``same_kind``: all devices are of one kind, so that each side can use the other's."""
     queue, control, verifiers = experiment.queue, experiment.control, experiment.verifier.workers
-    separate, moves = len(experiment.generator.devices) - len(shared), control.devices == "move"
+    separate, can_change_devices = len(experiment.generator.devices) - len(shared), control.devices == "move"
     splits = device_splits(experiment) if same_kind and not shared else ()
     # A replica needn't rest where it can be removed.
-    resting = () if moves else tuple(shared) if separate else tuple(shared)[1:]
+    idle_replicas = () if can_change_devices else tuple(shared) if separate else tuple(shared)[1:]
     return ControlLimits(
         shape=shape_of(experiment, len(shared)),
         most_concurrent=experiment.concurrent_rollouts,
@@ -126,9 +126,9 @@ def limits_of(experiment: Experiment, shared: Sequence[int] = (), *, same_kind: 
         most_steps_per_publish=max(experiment.weights.steps_per_publish, queue.budget + 1),
         least_verifiers=verifiers,
         most_verifiers=max(verifiers, _MOST_VERIFIERS),
-        splits=all_device_splits(experiment) if moves else splits,
-        moves=moves,
-        shared=resting,
+        splits=all_device_splits(experiment) if can_change_devices else splits,
+        can_change_devices=can_change_devices,
+        shared=idle_replicas,
         pinned=frozenset(control.pin),
     )
 
@@ -221,7 +221,7 @@ class Search:
 
 def with_knobs(model: QueueModel, knobs: Knobs, shape: RunShape) -> QueueModel:
     """Return ``model`` under other knobs."""
-    awake = max(1, shape.replicas - len(knobs.resting))
+    awake = max(1, shape.replicas - len(knobs.idle_replicas))
     return msgspec.structs.replace(
         model,
         open_groups=knobs.open_groups,
@@ -229,5 +229,5 @@ def with_knobs(model: QueueModel, knobs: Knobs, shape: RunShape) -> QueueModel:
         steps_per_publish=knobs.steps_per_publish,
         verifiers=knobs.verifier_workers,
         replicas=awake,
-        yielded_share=max(0, shape.yielded_replicas - len(knobs.resting)) / awake,
+        yielded_share=max(0, shape.yielded_replicas - len(knobs.idle_replicas)) / awake,
     )

@@ -143,7 +143,7 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
     slots = min(shape.slots, kv_slots(shape, prompt + lengths.mean_tokens))
     in_generation = sum(r.flow.generating_s for r in steps) / seconds
     flow = steps[-1].flow
-    awake = max(1, shape.replicas - flow.resting)
+    awake = max(1, shape.replicas - flow.idle_replicas)
     environment_s = sum(r.flow.environment_s for r in steps)
     per_decoding, other_s = _split_occupancy(steps, slots * awake, in_generation - environment_s / seconds, running)
     decode = msgspec.structs.replace(decode, slope=decode.slope / per_decoding, x_mean=decode.x_mean * per_decoding)
@@ -162,7 +162,7 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
         environment_s=environment_s / responses,
         decode_fixed_s=decode.fixed,
         decode_request_s=decode.slope,
-        yielded_share=max(0, shape.yielded_replicas - flow.resting) / awake,
+        yielded_share=max(0, shape.yielded_replicas - flow.idle_replicas) / awake,
         train_fixed_s=train.fixed,
         train_token_s=train.slope,
         publish_s=_median_positive(r.publish_s for r in steps),
@@ -338,16 +338,16 @@ def _unidentified(
     if not decode.identified:
         reasons["decode step"] = (
             f"the generator always decoded about {running:.0f} requests: how its step time depends on their "
-            f"number is unknown; {decode.share:.0%} ± {decode.share_error:.0%} of it is taken to grow with them"
+            f"number is unknown; {decode.share:.0%} ± {decode.share_error:.0%} of it is assumed to grow with them"
         )
     if not train.identified:
         reasons["training step"] = (
-            f"batches were all about as long: {train.share:.0%} ± {train.share_error:.0%} of a training step is taken "
-            "to grow with its tokens"
+            f"batches were all about as long: {train.share:.0%} ± {train.share_error:.0%} of a training step "
+            "is assumed to grow with its tokens"
         )
     if finished and acceptance <= _LEAST_ACCEPTANCE:
         reasons["acceptance"] = f"(almost) no group was accepted: {_LEAST_ACCEPTANCE:.0%} is taken"
     if lengths.finished < 100:
         reasons["lengths"] = f"only {lengths.finished} responses finished: their tail is not known"
-    reasons["interference"] = "what the two sides cost each other is in the rates as they were, not told apart"
+    reasons["interference"] = "the rates include what the two sides cost each other"
     return reasons

@@ -80,7 +80,7 @@ class _Group:
         self.index = index
         self.version = admitted_version  # once finished: of its oldest first token
         self.first = math.inf  # lowest version a member started under
-        self.left = size  # members not finished
+        self.unfinished = size  # members not finished
         self.tokens = 0.0
         self.finished = False
         self.acting = False  # its members are with their tools
@@ -137,7 +137,7 @@ class _Simulation:
                 self.work = max(self.work, self.running[0][0])
                 return self._finish_members()
         if due_s == math.inf:
-            raise QueueDeadlock("the simulated run stands still: nothing runs and nothing is due")
+            raise QueueDeadlock("the simulated run is deadlocked: nothing runs and nothing is due")
         self._elapse(due_s)
         _, _, _, kind, groups = heapq.heappop(self.timers)
         getattr(self, f"_{kind}")(groups)
@@ -188,14 +188,14 @@ class _Simulation:
             return self.waiting.extend((group, length) for length in self._lengths())
         group.first = self.applied
         group.acting = True
-        self.acting += group.left
+        self.acting += group.unfinished
         self._schedule(self.model.environment_s, "acted", [group])
 
     def _acted(self, groups: list[_Group]) -> None:
         for group in groups:
             if group.acting:  # else overdue
                 group.acting = False
-                self.acting -= group.left
+                self.acting -= group.unfinished
                 self.waiting.extend((group, length) for length in self._lengths())
 
     def _credit(self) -> int:
@@ -221,8 +221,8 @@ class _Simulation:
     def _finish_members(self) -> None:
         while self.running and self.running[0][0] <= self.work + _ROUNDING:
             group = heapq.heappop(self.running)[2]
-            group.left -= 1
-            if not group.left:
+            group.unfinished -= 1
+            if not group.unfinished:
                 self._verify(group)
 
     def _verify(self, group: _Group) -> None:
@@ -283,7 +283,7 @@ class _Simulation:
             return
         if group.acting:
             group.acting = False
-            self.acting -= group.left
+            self.acting -= group.unfinished
         self.running = [entry for entry in self.running if entry[2] is not group]
         heapq.heapify(self.running)
         self.waiting = deque(entry for entry in self.waiting if entry[0] is not group)

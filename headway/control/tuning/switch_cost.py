@@ -55,10 +55,10 @@ def switch_s(old: Knobs, new: Knobs, limits: ControlLimits, fitted: LedgerModel 
     A starting verifier takes a core meanwhile, and requests of replicas that start to rest are prefilled again
     elsewhere. The other knobs cost nothing."""
     started = limits.switch_s.get("verifier_workers", 0.0) if new.verifier_workers > old.verifier_workers else 0.0
-    resting = len(new.resting) - len(old.resting)
-    if fitted is None or resting <= 0:
+    added = len(new.idle_replicas) - len(old.idle_replicas)
+    if fitted is None or added <= 0:
         return started
-    return started + resting * fitted.running * fitted.model.delay_s / (fitted.model.slots * fitted.model.replicas)
+    return started + added * fitted.running * fitted.model.delay_s / (fitted.model.slots * fitted.model.replicas)
 
 
 def worthwhile_split(fitted: LedgerModel, limits: ControlLimits, remaining: RemainingWork) -> Recommendation | None:
@@ -84,5 +84,5 @@ def describe_split(
     return (
         f"{len(replicas)} replicas and {len(ranks)} trainer ranks{sharing} for {shape.replicas} and {shape.ranks}: "
         f"predicted {rates}, {split.gain:+.0%} ± {split.error:.0%} ({waits}); it would pay within the {rest.steps:.0f} "
-        f"steps that are left" + ("" if limits.moves else f", and needs {split.needs}")
+        f"steps that are left" + ("" if limits.can_change_devices else f", and needs {split.needs}")
     )

@@ -140,7 +140,7 @@ class Messages(Dialect):
 
 def _refuse_thread(name: str, value: Any) -> None:
     """Refuse a conversation that the server would have to store, so that the client sends all of it instead."""
-    message = f"{name}: this server keeps no conversations: send all messages, without it"
+    message = f"{name}: this server keeps no conversations; leave it out and send all messages"
     raise RequestRefused(message, param=name, code="thread_unsupported_request")
 
 
@@ -160,7 +160,7 @@ def openai_messages(values: Values, paths: dict[str, str]) -> list[dict[str, Any
         role = message.get("role") if isinstance(message, Mapping) else None
         valid = ("user", "assistant", "system") if number else ("user", "assistant")  # else it is the field system
         if not isinstance(role, str) or role not in valid:
-            raise RequestRefused(f"{field}.role: valid are {', '.join(map(repr, valid))}", param=f"{field}.role")
+            raise RequestRefused(f"{field}.role: valid: {', '.join(map(repr, valid))}", param=f"{field}.role")
         content: Any = message.get("content")
         blocks: list[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
@@ -200,7 +200,7 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], block_paths: Sequence[str]) 
             paths[f"content[{len(texts)}]"] = path
             texts.append(block)
         else:
-            reason = f"{path}.type = {fields.formatted(kind)}: valid are text, thinking and tool_use"
+            reason = f"{path}.type = {fields.formatted(kind)}: valid: text, thinking and tool_use"
             raise RequestRefused(reason, param=path)
     answer = {"role": "assistant", "content": texts, "tool_calls": calls, "reasoning_content": "\n".join(thoughts)}
     return [answer], [paths]
@@ -245,7 +245,7 @@ def openai_tools(raw: Any) -> list[dict[str, Any]] | None:
         schema = tool.get("input_schema") if isinstance(tool, Mapping) else None
         if not isinstance(schema, Mapping) or not isinstance(tool.get("name"), str):
             path = f"tools[{number}]"
-            raise RequestRefused(f"{path}: valid is a tool with a name and an input_schema", param=path)
+            raise RequestRefused(f"{path}: valid: a tool with a name and an input_schema", param=path)
         function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": dict(schema)}
         tools.append({"type": "function", "function": function})
     return tools

@@ -82,9 +82,9 @@ class ChatCompletions(Dialect):
             "response_format": text_format(),
             "functions": fields.only([], why="write tools instead"),
             "function_call": fields.only(why="write tool_choice instead"),
-            "modalities": fields.only(["text"], why="this model writes text alone"),
+            "modalities": fields.only(["text"], why="this model writes text only"),
             "logprobs": fields.flag(),
-            "top_logprobs": fields.only(0, why="the sampled token's alone is known; valid is 0"),
+            "top_logprobs": fields.only(0, why="only the sampled token's is known; valid: 0"),
             "max_completion_tokens": fields.integer(1, fields.MAX_TOKENS),
             "max_tokens": fields.integer(1, fields.MAX_TOKENS),
             "n": fields.integer(1, settings.choices),
@@ -93,7 +93,7 @@ class ChatCompletions(Dialect):
             "chat_template_kwargs": fields.structure(),
             "continue_final_message": fields.flag(),
             "add_generation_prompt": fields.flag(default=None),
-            "add_special_tokens": fields.only(False, why="the chat template writes them; valid is false"),
+            "add_special_tokens": fields.only(False, why="the chat template writes them; valid: false"),
         }
 
     def request(self, values: Values) -> CallRequest:
@@ -125,13 +125,13 @@ def _continues(values: Values) -> bool:
     asked, begins, messages = values["continue_final_message"], values["add_generation_prompt"], values["messages"]
     marked = [n for n, message in enumerate(messages) if any(message.get(key) is True for key in ("prefix", "partial"))]
     if marked and marked != [len(messages) - 1]:
-        reason = f"messages[{marked[0]}]: only the last message is a prefix of the answer"
+        reason = f"messages[{marked[0]}]: only the last message can be a prefix of the answer"
         raise RequestRefused(reason, param=f"messages[{marked[0]}]")
     if begins is asked is True:
-        reason = "add_generation_prompt = true: valid beside continue_final_message = true is false"
+        reason = "add_generation_prompt = true with continue_final_message = true; valid: false"
         raise RequestRefused(reason, param="add_generation_prompt")
     if begins is False and not asked and not marked:
-        reason = "add_generation_prompt = false: valid is true, or continue_final_message = true beside it"
+        reason = "add_generation_prompt = false; valid: true, or false with continue_final_message = true"
         raise RequestRefused(reason, param="add_generation_prompt")
     return asked or bool(marked)
 
@@ -156,6 +156,6 @@ def _variables(variables: Values) -> Values:
     """Check ``chat_template_kwargs``: the client's own arguments of the chat template. Raises RequestRefused."""
     for name in variables:
         if name in _TEMPLATE_OWN or not name.isidentifier():
-            message = f"chat_template_kwargs.{name}: valid are names that only the template knows, say enable_thinking"
+            message = f"chat_template_kwargs.{name}: valid: names that only the template knows, say enable_thinking"
             raise RequestRefused(message, param="chat_template_kwargs")
     return variables

@@ -73,9 +73,9 @@ class Completions(Dialect):
             "prompt": fields.raw(PROMPT, required=True),
             "n": fields.integer(1, settings.choices),
             "best_of": fields.integer(1, settings.choices),
-            "echo": fields.only(False, why="the prompt isn't scored; valid is false"),
-            "suffix": fields.only("", why="this server only continues"),
-            "logprobs": fields.only(0, False, why="the sampled token's alone is known; valid is 0"),
+            "echo": fields.only(False, why="the prompt isn't scored; valid: false"),
+            "suffix": fields.only("", why="this server only continues a prompt"),
+            "logprobs": fields.only(0, False, why="only the sampled token's is known; valid: 0"),
             "max_tokens": fields.integer(1, fields.MAX_TOKENS),
             "stop": fields.stop(),
             "response_format": text_format(),
@@ -85,7 +85,7 @@ class Completions(Dialect):
     def request(self, values: Values) -> CallRequest:
         choices, best_of = values["n"] or 1, values["best_of"]
         if best_of not in (None, choices):
-            message = f"best_of = {fields.formatted(best_of)}: this server samples just the n that are asked for"
+            message = f"best_of = {fields.formatted(best_of)}: this server samples only the n that it returns"
             raise RequestRefused(message, param="best_of")
         return CallRequest(
             prompt=_prompt(values["prompt"]),

@@ -35,7 +35,7 @@ def text_format(*kinds: str) -> Field:
         kind = value.get("type") if isinstance(value, Mapping) else None
         if not isinstance(kind, str) or kind not in kinds:
             valid = " and ".join(repr({"type": kind}) for kind in kinds)
-            raise RequestRefused(f"{name} = {formatted(value)}: valid are {valid}", param=name)
+            raise RequestRefused(f"{name} = {formatted(value)}: valid: {valid}", param=name)
         if kind == "text":
             return None
         path, inner = _inner(name, value, kind)
@@ -60,7 +60,7 @@ def tool_choice() -> Field:
         kind = value.get("type") if isinstance(value, Mapping) else None
         if kind not in ("function", "custom", "allowed_tools"):
             valid = "'none', 'auto', 'required', and objects of the types 'function', 'custom' and 'allowed_tools'"
-            raise RequestRefused(f"{name} = {formatted(value)}: valid are {valid}", param=name)
+            raise RequestRefused(f"{name} = {formatted(value)}: valid: {valid}", param=name)
         path, inner = _inner(name, value, kind)
         if kind != "allowed_tools":
             return ToolChoice(mode="required", names=(_name(path, inner),), single=True)

@@ -21,7 +21,7 @@ from headway.records.conversations import ClientSampling, RequestRefused
 from headway.tokens.continuation import Chat
 from headway.tokens.tool_grammar import Constraint
 
-_UNTRAINED = "an answer that is constrained is trained on only with algorithm.allow_truncated_sampling = true"
+_UNTRAINED = "a constrained answer is trained on only with algorithm.allow_truncated_sampling = true"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,7 +177,7 @@ def _require_answerable(request: CallRequest, constraint: Constraint | None, mes
     path = f"messages[{message_count - 1}]"
     if not request.messages or request.messages[-1].role != "assistant":
         if request.continues:
-            reason = f"{path}: there is no message to continue; valid is one of the assistant"
+            reason = f"{path}: there is no message to continue; valid: the assistant's"
             raise RequestRefused(reason, param=path)
         return
     last = request.messages[-1]
@@ -185,13 +185,13 @@ def _require_answerable(request: CallRequest, constraint: Constraint | None, mes
         reason = (
             "a final message of the assistant is continued with continue_final_message = true, or prefix = true in it"
         )
-        raise RequestRefused(f"{path}: {reason}; valid is also another message behind it", param=path)
+        raise RequestRefused(f"{path}: {reason}; or add another message after it", param=path)
     _, opened, thought = last.inline.rpartition("<think>")
     if last.calls or not last.content.strip() or (opened and "</think>" not in thought):
         reason = "a text to be continued is needed, without calls or reasoning that is still open"
         raise RequestRefused(f"{path}: {reason}", param=path)
     if constraint is not None and not constraint.optional:
-        reason = f"{constraint.param}: no format or choice of tools holds for the continuation of a final message"
+        reason = f"{constraint.param}: formats and tool choices don't apply to the continuation of a final message"
         raise RequestRefused(reason, param=constraint.param)
 
 
@@ -199,7 +199,7 @@ def _client_sampling(values: Values, *, fixed: bool) -> ClientSampling:
     """Convert the sampling fields. Raises RequestRefused: a bias of tokens, and other ways of sampling unless the
     experiment's parameters hold anyway (``fixed``)."""
     if values["logit_bias"]:
-        raise RequestRefused("logit_bias: this server has none; valid is an empty object", param="logit_bias")
+        raise RequestRefused("logit_bias: it isn't supported; valid: an empty object", param="logit_bias")
     names = ("temperature", "top_p", "top_k", "seed")
     further = foreign_sampling(values, fixed=fixed)
     return ClientSampling(**{name: values[name] for name in names}, further=further or None)

@@ -93,10 +93,10 @@ class HttpExchange:
                         pieces.clear()
                     more = message.get("more_body", False)
         except TimeoutError:
-            reason = f"the request isn't whole after {self._settings.body_timeout_s:g} s"
+            reason = f"the request is incomplete after {self._settings.body_timeout_s:g} s"
             raise HttpError(408, reason, code="timeout", headers=((b"connection", b"close"),)) from None
         if (coding := self.header("content-encoding").strip().lower()) not in ("", "identity"):
-            raise HttpError(415, f"content-encoding = {coding!r}: bodies are read as they are; send it uncompressed")
+            raise HttpError(415, f"content-encoding = {coding!r}: compression isn't supported; send it uncompressed")
         if size > limit:
             reason = f"the request's body is larger than {limit} bytes"
             raise HttpError(413, reason, code="request_too_large", headers=((b"connection", b"close"),))

@@ -56,7 +56,7 @@ def limited_nesting(body: Mapping[str, Any]) -> Iterator[None]:
         yield
     except RecursionError:
         levels, name = max((_levels(value), name) for name, value in body.items())
-        text = f"{name}: nested {levels} levels deep; valid are {_MAX_LEVELS}, and fewer where a template reads them"
+        text = f"{name}: nested {levels} levels deep; valid: {_MAX_LEVELS}, or fewer if a template reads them"
         raise RequestRefused(text, param=name) from None
 
 
@@ -192,7 +192,7 @@ def formatted(value: Any) -> str:
 
 def refused(name: str, value: Any, valid: str) -> RequestRefused:
     """Make the error of a field's value."""
-    return RequestRefused(f"{name} = {formatted(value)}: valid is {valid}", param=name)
+    return RequestRefused(f"{name} = {formatted(value)}: valid: {valid}", param=name)
 
 
 def sampling() -> dict[str, Field]:

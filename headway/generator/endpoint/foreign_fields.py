@@ -26,7 +26,7 @@ _FORMS: Mapping[str, str] = {
     "bad_words bad_words_ids allowed_token_ids ignore_eos min_tokens min_new_tokens min_length "
     "include_stop_str_in_output "
     "no_stop_trim forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens",
-    "answers have no such parts": "return_ echo logprob_start_len top_logprobs_num "
+    "answers don't have such parts": "return_ echo logprob_start_len top_logprobs_num "
     "logprob_token_ids token_ids_logprob n_probs post_sampling_probs top_n_tokens details decoder_input_details "
     "timings_per_token verbose response_fields audio",
     _LIMIT: "max_new_tokens max_length num_predict max_gen_toks t_max_predict_ms n_indent options parameters",
@@ -34,9 +34,9 @@ _FORMS: Mapping[str, str] = {
     "prompts are read whole": "truncate_prompt_tokens truncation_side truncate transforms prompt_embeds "
     "input_embeds image_data mm_processor_kwargs media_io_kwargs",
     "answers are sampled one by one": "use_beam_search",
-    "this server looks nothing up": "web_search_options plugins mcp_servers search_parameters data_sources",
-    "the field model names what answers": "models lora_path lora_request lora adapter_id adapter_source",
-    "the model's own format tells reasoning from text": "reasoning_format thinking_forced_open "
+    "this server has no search": "web_search_options plugins mcp_servers search_parameters data_sources",
+    "the field model selects the model": "models lora_path lora_request lora adapter_id adapter_source",
+    "the model's own format separates reasoning from text": "reasoning_format thinking_forced_open "
     "reasoning_in_content chat_format",
 }
 # every value of these has an effect, since false and 0 turn thinking off
@@ -52,11 +52,11 @@ _DEFAULTS: Mapping[str, tuple[tuple[Any, ...], str]] = {  # neutral values besid
     "n_predict": ((-1,), _LIMIT),
     "num_beams": ((1,), "answers are sampled one by one"),
     "best_of": ((1,), "answers are sampled one by one"),
-    "skip_special_tokens": ((True,), "marks of the format are no text"),
-    "spaces_between_special_tokens": ((True,), "marks of the format are no text"),
+    "skip_special_tokens": ((True,), "special tokens are not text"),
+    "spaces_between_special_tokens": ((True,), "special tokens are not text"),
     "clean_up_tokenization_spaces": ((False,), "text is decoded as it was sampled"),
     "include_reasoning": ((True,), "reasoning is a part of the answer"),
-    "separate_reasoning": ((True,), "reasoning has a field of its own where the model's format has it"),
+    "separate_reasoning": ((True,), "reasoning has a separate field if the model's format marks it"),
     "stream_reasoning": ((True,), "reasoning is streamed as it is sampled"),
     "parse_tool_calls": ((True,), "calls are read where the request has tools; else write tool_choice = 'none'"),
     "add_special_tokens": ((True,), "prompts are encoded as the model's tokenizer does it"),
@@ -78,7 +78,7 @@ def foreign_fields() -> dict[str, Field]:
     forms = {name: only(*_NOTHING, why=why) for why, names in _FORMS.items() for name in names.split()}
     forms |= {name: only(why=_TEMPLATE) for name in _ASKING}
     forms |= {name: Field(_thinking, {}) for name in _THINKING}
-    defaults = {name: only(*valid, why=f"{why}; valid is {valid[0]}") for name, (valid, why) in _DEFAULTS.items()}
+    defaults = {name: only(*valid, why=f"{why}; valid: {valid[0]}") for name, (valid, why) in _DEFAULTS.items()}
     sampled = {name: Field(lambda name, value: value, {}) for name in _SAMPLING}
     return {name: field for name, field in (forms | defaults | sampled).items() if not name.endswith("_")}
 
@@ -88,7 +88,7 @@ def _thinking(name: str, value: Any) -> Any:
     parts = value if isinstance(value, Mapping) else {"type": value, "enabled": value, "effort": value}
     for part, off in _OFF.items():
         if part in parts and is_one_of(parts[part], off):
-            reason = "the model's template says whether it thinks; chat completions take chat_template_kwargs"
+            reason = "the model's template decides whether it reasons; chat completions take chat_template_kwargs"
             raise RequestRefused(f"{name} = {formatted(value)}: {reason}", param=name)
     return value
 
@@ -111,6 +111,6 @@ def foreign_sampling(values: Values, *, fixed: bool) -> dict[str, Any]:
         if not fixed:
             valid = " or ".join(repr(neutral) for neutral in _SAMPLING[name]) or "null"
             raise RequestRefused(
-                f"{name} = {formatted(value)}: this server has no such sampling; valid is {valid}", param=name
+                f"{name} = {formatted(value)}: this server doesn't support this sampling; valid: {valid}", param=name
             )
     return effective

@@ -72,7 +72,7 @@ class HttpApp(ABC):
         have its own name resolve to 127.0.0.1 (DNS rebinding)."""
         host = exchange.header("host")
         if host and not self._proxied and is_loopback(self.settings.address) and not is_loopback_host(host):
-            message = f"the header Host is {host!r}: valid are localhost, 127.0.0.1 and [::1]: this machine is served"
+            message = f"the header Host is {host!r}: valid: localhost, 127.0.0.1 and [::1]: only this machine is served"
             raise HttpError(421, message, code="misdirected_request")
 
     async def _refuse(self, exchange: HttpExchange, error: Exception) -> None:
@@ -108,7 +108,7 @@ def require_method(exchange: HttpExchange, method: str) -> None:
     if exchange.method != method:
         headers = ((b"allow", method.encode()),)
         raise HttpError(
-            405, f"{exchange.method} {exchange.path}: valid is {method}", code="method_not_allowed", headers=headers
+            405, f"{exchange.method} {exchange.path}: valid: {method}", code="method_not_allowed", headers=headers
         )
 
 

@@ -150,7 +150,7 @@ def _constrained(spec: Any, path: str) -> tuple[Mapping[str, Any] | None, str]:
         return None, ""
     if kind != "grammar" or syntax not in ("lark", "regex") or not isinstance(definition, str):
         valid = "{'type': 'text'} and {'type': 'grammar', 'syntax': 'lark' or 'regex', 'definition': a text}"
-        raise RequestRefused(f"{path} = {formatted(spec)}: valid are {valid}", param=path)
+        raise RequestRefused(f"{path} = {formatted(spec)}: valid: {valid}", param=path)
     text = {"type": "string", **({"pattern": f"^(?:{definition})$"} if syntax == "regex" else {LARK: definition})}
     schema = {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT], "additionalProperties": False}
     return schema, f"Its {_INPUT} matches this {syntax} grammar:\n{definition}"

@@ -207,7 +207,7 @@ def _messages(values: Values, tools: ResponseTools, paths: dict[str, str]) -> li
             paths |= {path: field, f"{path}.tool_calls[{calls - 1}].function": field} if calls else {path: field}
         else:
             valid = "message, function_call, custom_tool_call, the outputs of both, and reasoning"
-            raise RequestRefused(f"{field}.type = {fields.formatted(kind)}: valid are {valid}", param=f"{field}.type")
+            raise RequestRefused(f"{field}.type = {fields.formatted(kind)}: valid: {valid}", param=f"{field}.type")
     return messages
 
 

@@ -35,7 +35,7 @@ def _refusal(status: bytes, error: HttpError) -> bytes:
 
 
 _TOO_LARGE = _refusal(b"431 Request Header Fields Too Large", HttpError(431, "the head is too large"))
-_TOO_LATE = _refusal(b"408 Request Timeout", HttpError(408, "the request's head came too slowly", code="timeout"))
+_TOO_LATE = _refusal(b"408 Request Timeout", HttpError(408, "the request's head arrived too slowly", code="timeout"))
 
 
 @asynccontextmanager

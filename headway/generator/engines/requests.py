@@ -96,7 +96,7 @@ def refusal(request: GenerationRequest, context_tokens: int, vocabulary: int, to
     if not prompt:
         return "the prompt is empty"
     if len(prompt) >= context_tokens:
-        return f"prompt of {len(prompt)} tokens leaves no room in a context of {context_tokens}"
+        return f"prompt of {len(prompt)} tokens fills the context of {context_tokens}"
     for name, ids in (("prompt", prompt), ("partial", partial)):
         if ids and not (ids.array.min() >= 0 and ids.array.max() < vocabulary):
             return f"{name} has a token id outside 0..{vocabulary - 1}"

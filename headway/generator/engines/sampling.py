@@ -48,7 +48,7 @@ class KeptRows(NamedTuple):
     greedy: Tensor  # bool: takes the most likely
     top_p: Tensor  # float64, 1 where off
     top_k: Tensor  # int64, at least the vocabulary's size where off
-    most: Tensor  # int64; if > 0, log-probabilities are over the kept ids, which are returned unless they are more
+    max_kept: Tensor  # int64; if > 0, log-probabilities are over the kept ids, which are returned unless they are more
     masks: Tensor | None = None  # [m, w] int32, of grammars: see `tokens.grammar`; -1 where there is none
 
 
@@ -72,7 +72,7 @@ class Sampled(NamedTuple):
         """Return tokens and log-probabilities on the host, and by row the kept set, or its size if it is too large."""
         tokens, sets = self.tokens.cpu().numpy(), dict[int, NDArray[np.int32] | int]()
         if self.kept is not None and self.sizes is not None and self.ids is not None:
-            rows, limits, sizes = (tensor.cpu().numpy() for tensor in (self.kept.rows, self.kept.most, self.sizes))
+            rows, limits, sizes = (tensor.cpu().numpy() for tensor in (self.kept.rows, self.kept.max_kept, self.sizes))
             for n in np.flatnonzero((limits > 0) & (sizes > limits)):
                 sets[int(rows[n])] = int(sizes[n])
             returned = np.flatnonzero((limits > 0) & (sizes >= 0) & (sizes <= limits))
@@ -141,13 +141,13 @@ def _sample_kept(logits_nv: Tensor, how: RowSampling, kept: KeptRows, out: Tenso
         kept_rv = _most_likely(mass_rv, kept.top_p[truncated], kept.top_k[truncated])
         logits_mv = logits_mv.index_put((truncated,), logits_mv[truncated].masked_fill(~kept_rv, -torch.inf))
         sizes[truncated] = kept_rv.sum(-1)
-        ids = kept_rv[sizes[truncated] <= kept.most[truncated]].nonzero()[:, 1].int()
+        ids = kept_rv[sizes[truncated] <= kept.max_kept[truncated]].nonzero()[:, 1].int()
     else:
         ids = torch.empty(0, dtype=torch.int32, device=rows.device)
     logprobs_mv = torch.log_softmax(logits_mv, dim=-1)
     tokens_m1 = _invert(logprobs_mv.exp().cumsum(-1, dtype=torch.float64), how.uniform_n[rows])
     tokens_m1 = torch.where(kept.greedy[:, None], logits_mv.argmax(-1, keepdim=True), tokens_m1)
-    over_mv = torch.where(kept.most[:, None] > 0, logprobs_mv, torch.log_softmax(whole_mv, dim=-1))
+    over_mv = torch.where(kept.max_kept[:, None] > 0, logprobs_mv, torch.log_softmax(whole_mv, dim=-1))
     out[:, rows] = torch.cat([tokens_m1, over_mv.gather(-1, tokens_m1)], dim=1).t()
     return sizes, ids
 

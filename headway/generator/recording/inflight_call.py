@@ -12,7 +12,7 @@ from headway.records.conversations import ClientSampling, RequestRefused, Sample
 from headway.records.generation import GenerationResult, PartialResponse
 from headway.runtime.supervision import cancel_all
 
-_VOID = "tokens that were streamed turned out to be another version's; ask again"
+_VOID = "streamed tokens were sampled by another version; send the request again"
 
 
 class CallFailed(Exception):

@@ -317,7 +317,7 @@ class Recorder:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise RequestRefused("this rollout has ended: its key takes no further calls", code="rollout_closed")
+            raise RequestRefused("this rollout has ended: its key accepts no further calls", code="rollout_closed")
         if len(self._open) >= self._settings.open_calls:
             raise RequestRefused(f"this rollout has {self._settings.open_calls} calls open", code="rollout_busy")
 
@@ -328,7 +328,7 @@ class Recorder:
         if isinstance(request.prompt, tuple) and not all(0 <= i < vocabulary for i in request.prompt):
             raise RequestRefused(f"prompt: valid token ids are 0 to {vocabulary - 1}", param="prompt")
         if not 1 <= request.choices <= self._settings.choices:
-            raise RequestRefused(f"n = {request.choices}: valid are 1 to {self._settings.choices}", param="n")
+            raise RequestRefused(f"n = {request.choices}: valid: 1 to {self._settings.choices}", param="n")
         if request.max_tokens is not None and request.max_tokens < 1:
             raise RequestRefused(f"max_tokens = {request.max_tokens}: 1 or more are needed", param="max_tokens")
 
@@ -338,7 +338,7 @@ class Recorder:
             ("sampled tokens", self._sampled, self._settings.sampled_tokens),
         ):
             if used >= limit:
-                raise RequestRefused(f"this rollout has had its {limit} {unit}", code="rollout_limit_exceeded")
+                raise RequestRefused(f"this rollout has used its {limit} {unit}", code="rollout_limit_exceeded")
 
     def _response_limit(self, prompt_ids: TokenIds, request: CallRequest) -> int:
         """Return how many tokens each response may have. Raises RequestRefused for a prompt that leaves none."""
@@ -453,4 +453,4 @@ def _require_exact(call: RecordedCall, result: GenerationResult) -> None:
             "tokens in version spans"
         )
     if len(response.ids) > call.max_tokens:
-        raise ValueError(f"call {call.number}: {len(response.ids)} tokens where {call.max_tokens} were allowed")
+        raise ValueError(f"call {call.number}: {len(response.ids)} tokens but at most {call.max_tokens} were allowed")

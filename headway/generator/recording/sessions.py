@@ -165,7 +165,7 @@ class Session:
         """Set the rollout's reward; the last one posted counts. ``solved``: by default reward >= 1. Raises
         RequestRefused for a rollout that has ended."""
         if self._sealed is not None:
-            raise RequestRefused("this rollout has ended: it takes no reward", code="rollout_closed")
+            raise RequestRefused("this rollout has ended: it accepts no reward", code="rollout_closed")
         self.reward, self.solved = reward, reward >= 1 if solved is None else solved
 
     def seal(self) -> RecordedConversation:
@@ -239,7 +239,7 @@ class Sessions:
         session = self._open.get(digest)
         if session is None:
             if digest in self._sealed:
-                raise RequestRefused("this rollout has ended: its key takes no further calls", code="rollout_closed")
+                raise RequestRefused("this rollout has ended: its key accepts no further calls", code="rollout_closed")
             raise KeyRefused("incorrect API key provided")
         return session
 
@@ -247,7 +247,7 @@ class Sessions:
         """Return the session of this rollout if ``key`` is its reward key. Raises as `session`, and NoSuchRollout."""
         session = self._rewarding.get(key_digest(key))
         if session is None and self.session(key).rollout == rollout:
-            raise RequestRefused("this key takes calls, and posts no reward: docs/agents.md", code="reward_refused")
+            raise RequestRefused("this key makes calls and can't post a reward: docs/agents.md", code="reward_refused")
         if session is None or session.rollout != rollout:
             raise NoSuchRollout(f"the rollout {rollout!r} does not exist, or this key has no access to it")
         return session

@@ -107,8 +107,8 @@ class Limiter:
         now = self._clock.now()
         if now >= self._reported_s + _EVENT_INTERVAL_S:
             self._reported_s = now
-            self._on_event("requests_refused", f"{refusal.why}; {self._rules.refusals} so far")
-        raise Overloaded(refusal.why, refusal.retry_after_s)
+            self._on_event("requests_refused", f"{refusal.reason}; {self._rules.refusals} so far")
+        raise Overloaded(refusal.reason, refusal.retry_after_s)
 
     def admit_waiting(self) -> None:
         """Admit or refuse waiting requests by the present rules; called after every change."""
@@ -141,4 +141,4 @@ class Limiter:
         for name, waiting in self._waiting.items():
             self._rules.withdraw(name)
             if not waiting.done():
-                waiting.set_result(RateLimited(why="the server stops", retry_after_s=1))
+                waiting.set_result(RateLimited(reason="the server stops", retry_after_s=1))

@@ -41,7 +41,7 @@ class Replica:
         self.slot = slot
         self.node = parse_device(slot.spec.device).node
         self.breaker = Breaker(router)
-        self.resting = False  # takes no requests while another is live
+        self.idle = False  # takes no requests while another is live
         self.yielded = False  # paused: another worker computes on its device now
         self.onloaded = asyncio.Event()  # cleared while its memory is offloaded
         self.onloaded.set()
@@ -125,8 +125,8 @@ class Replica:
         """The replica's state as the rules of ``control.routing.replicas`` take it."""
         return ReplicaCondition(
             live=self.live,
-            leaving=self.draining,
-            resting=self.resting,
+            draining=self.draining,
+            idle=self.idle,
             yielded=self.yielded,
             silent=self.silent,
             allowed=self.breaker.allows(now),

@@ -23,7 +23,7 @@ from headway.runtime.clock import Clock
 from headway.runtime.supervision import cancel_all, spawn
 from headway.runtime.workers import EventCallback
 
-_ACCEPTING: tuple[Standing, ...] = ("serving", "yielded", "resting")
+_ACCEPTING: tuple[Standing, ...] = ("serving", "yielded", "idle")
 _ROUNDING_S = 1e-6  # a timer may come this much too early
 
 
@@ -154,7 +154,7 @@ class Router:
             "serving"
             if replica.live
             and replica.update >= newest
-            and not (replica.draining or replica.silent or replica.resting or replica.yielded)
+            and not (replica.draining or replica.silent or replica.idle or replica.yielded)
             and replica.breaker.closed
             else replica.standing(now, newest, grace_s)
             for replica in replicas
@@ -457,7 +457,7 @@ class Router:
         if breaker.fail(now, probe=probe, alone=not self._others((replica.index,))):
             self._note_opened(replica, why)
         elif probe and breaker.state(now) == "closed":
-            self._note_closed(replica, f"no other replica takes requests, though it fails: {why}")
+            self._note_closed(replica, f"it fails, but no other replica takes requests: {why}")
 
     def _note_opened(self, replica: Replica, why: str) -> None:
         self._counts["breaker_openings"] += 1

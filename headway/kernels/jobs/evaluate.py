@@ -61,7 +61,7 @@ def read_answers(path: Path, task_file: KernelTaskFile, max_answers: int | None)
     for location, row in read_objects(path):
         name = task_file.name_of(row, location)
         if not name:
-            raise ConfigurationError(f"{location}: {_task_reference(row)} is no task of {task_file.path}")
+            raise ConfigurationError(f"{location}: {_task_reference(row)} isn't a task of {task_file.path}")
         if max_answers is not None and len(sources_by_task[name]) == max_answers:
             surplus += 1
         else:

@@ -66,7 +66,7 @@ class HfModel(PackedModel):
         body = module.base_model if _is_multimodal(module.config) else module.get_decoder()
         body = getattr(module, "model", None) if body is module else body
         if body is None:
-            raise ConfigurationError(f"{type(module).__name__} has no body apart from its head: not supported")
+            raise ConfigurationError(f"{type(module).__name__} has no body separate from its head: not supported")
         self._body = (body,)  # in a tuple: its parameters are the module's
         self._body_takes = frozenset(inspect.signature(body.forward).parameters)
         self._image_token = getattr(module.config, _PLACEHOLDERS[0], None) if _is_multimodal(module.config) else None
@@ -335,7 +335,7 @@ def shift_obstacle(module: PreTrainedModel) -> str:
     """The reason why each document must begin at index 0 of its row; "": it needn't."""
     config = module.config.get_text_config()
     key = "log_scaling_n_floor" if config.model_type == "inkling_text" else "attn_temperature_tuning"
-    return f"{key} goes by a token's place in its row, not by its position" if getattr(config, key, None) else ""
+    return f"{key} depends on a token's index in its row, not on its position" if getattr(config, key, None) else ""
 
 
 def _packing_obstacle(model: HfModel) -> str:
@@ -358,7 +358,7 @@ def _packing_obstacle(model: HfModel) -> str:
         raise ConfigurationError(f"transformers' {name} computes nothing from this folder: {reason}") from error
     if _relative_difference(other_nd[:-1], alone_nd[: lengths[0] - 1]) > _MAX_DIFFERENCE.get(model.dtype, 1.0):
         raise ConfigurationError(
-            f"transformers' {name} isn't causal: its tokens see those behind them, which it would have to predict; "
+            f"transformers' {name} isn't causal: its tokens attend to later tokens, which it would have to predict; "
             "valid: models whose tokens see what is before them alone"
         )
     if reason := shift_obstacle(module):
@@ -376,7 +376,7 @@ def _packing_obstacle(model: HfModel) -> str:
         difference = _relative_difference(packed_nd, alone_nd)
         if difference <= _MAX_DIFFERENCE.get(model.dtype, _MAX_DIFFERENCE_HALF):
             return ""
-        reason = f"packed documents see each other (hidden states differ by {difference:.1g} of the largest)"
+        reason = f"packed documents attend to each other (hidden states differ by {difference:.1g} of the largest)"
     module.set_attn_implementation(plain)
     return reason
 

@@ -144,7 +144,7 @@ class BufferApi:
         """Make a call on the attempt that ``values`` name; returns the attempt's uid and the call's result."""
         group, number = values["group"], values["attempt"]
         if isinstance(group, bool) or not isinstance(group, str | int) or len(str(group)) > 256:
-            raise RequestRefused(f"group = {fields.formatted(group)}: valid is the group of a lease", param="group")
+            raise RequestRefused(f"group = {fields.formatted(group)}: valid: the group of a lease", param="group")
         key = str(group), values["member"]
         if key not in self._manager.book:
             await self._restore_lease(*key)
@@ -163,21 +163,21 @@ class BufferApi:
         if rollout is not None and (finish := Finish.of(rollout)) is not None:
             self._manager.book.restore((group, member), rollout.attempts, finish.ending)
         elif state == "open":
-            message = f"group {group}: the run is resuming, and hasn't offered member {member} yet; ask again"
+            message = f"group {group}: the run is resuming, and hasn't offered member {member} yet; try again"
             raise HttpError(503, message, code="not_offered_yet", headers=((b"retry-after", b"1"),))
         elif state:
-            raise HttpError(409, f"group {group} takes no finishes any more: {state}", code="lease_ended")
+            raise HttpError(409, f"group {group} accepts no more finishes: {state}", code="lease_ended")
 
     # --- TritonForge's names --------------------------------------------------------------------------------------
 
     async def _write(self, exchange: HttpExchange, values: fields.Values) -> Any:
         if values["uid"] is None:
             self._keep_demonstration(values)
-            message = "kept for headway sft alone: text without a recorded session isn't trained on by this run"
+            message = "kept for headway sft only: text without a recorded session isn't trained on by this run"
         else:
             uid = re.fullmatch(r"(.{1,256})-(\d{1,9})\.(\d{1,9})", str(values["uid"]))
             if uid is None:
-                raise RequestRefused("uid: valid is the uid of a lease", param="uid")
+                raise RequestRefused("uid: valid: the uid of a lease", param="uid")
             named = {"group": uid[1], "member": int(uid[2]), "attempt": int(uid[3])}
             outcome = {"reward": values["reward"], "extra": values["extra_info"]}
             await self._finish(exchange, fields.read(named | outcome, _ATTEMPT | _OUTCOME))
@@ -213,7 +213,7 @@ class BufferApi:
             "avg_reward": sum(row["reward"] for row in rows) / max(len(rows), 1),
             "finished_groups": groups,
         }
-        message = "shown, not taken: only the run's trainer takes groups"
+        message = "read-only: only the run's trainer takes groups"
         return {"success": bool(rows), "message": message, "data": {"data": rows, "meta_info": meta}}
 
     def _waiting_rows(self, most_groups: int) -> list[dict[str, Any]]:
@@ -230,7 +230,7 @@ class BufferApi:
         return {"success": True, "message": "", "data": rollouts | leases}
 
     async def _start(self, exchange: HttpExchange, values: fields.Values) -> Any:
-        message = "the run is going, and starts no workers: they lease members at /buffer/lease"
+        message = "the run is active and starts no workers: they lease members at /buffer/lease"
         return {"success": True, "message": message, "data": {"status": "running"}}
 
     async def _metrics(self, exchange: HttpExchange, values: fields.Values) -> bytes:
@@ -247,9 +247,9 @@ def _require_storable(value: Any, most_bytes: int = _FINISH_BYTES) -> Any:
     try:
         size = len(msgspec.msgpack.encode(value))
     except (TypeError, ValueError, OverflowError) as error:  # an integer beyond 64 bits
-        raise RequestRefused(f"what the request says can't be stored: {error}") from None
+        raise RequestRefused(f"the request's content can't be stored: {error}") from None
     if size > most_bytes:
-        raise RequestRefused(f"what the request says is {size} bytes, at most {most_bytes} are valid")
+        raise RequestRefused(f"the request's content has {size} bytes, at most {most_bytes} are valid")
     return value
 
 

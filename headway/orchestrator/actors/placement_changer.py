@@ -73,9 +73,9 @@ def require_movable(experiment: Experiment) -> None:
     elif len(names) == 1:
         reason = "with one device there is one plan, temporal, in which the sides take turns; leave it out"
     elif not interchangeable(names) or experiment.generator.engine_arguments.get("tensor_parallel_size", 1) != 1:
-        reason = "the sides can only change places on devices of one kind and size, one device a replica"
+        reason = "placement can only change on devices of one kind and size, one device a replica"
     elif clash := next((pair for pair in pairs if pair[0].shares_with(pair[1])), None):
-        reason = f"{clash[0]} and {clash[1]} share a part; valid: equal names, or nothing shared"
+        reason = f"{clash[0]} and {clash[1]} overlap in part; valid: equal names, or no overlap"
     else:
         return
     raise ConfigurationError(f"control.devices = 'move' (--plan auto) with {', '.join(names)}: {reason}")
@@ -112,7 +112,7 @@ class PlacementChanger:
             await run.locks.evict(TRAINER)
         cost_s = run.clock.now() - began_s
         run.state.moved = ExecutedMove(
-            planned=planned, version=run.state.version, cost_s=cost_s, before=previous, placement=self._present
+            planned=planned, version=run.state.version, cost_s=cost_s, previous=previous, placement=self._present
         )
         if not failure:
             self._store_present(pools)

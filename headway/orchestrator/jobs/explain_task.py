@@ -41,7 +41,7 @@ class RunHistory:
         directory = RunDirectory(run)
         self.experiment = directory.read_experiment()
         if not directory.buffer.is_file():
-            raise ConfigurationError(f"{directory.path}: no buffer.db, so nothing was drawn yet")
+            raise ConfigurationError(f"{directory.path}: no buffer.db, so no task was drawn yet")
         self.groups = read_history(directory.buffer)
         left_out = read_left_out(directory.left_out)
         tasks = load_task_sets(self.experiment)["train"] if tasks is None else tasks
@@ -64,7 +64,7 @@ class RunHistory:
             return matches[0]
         if matches:
             listed = _listed(matches)
-            raise ConfigurationError(f"task {query!r}: {len(matches)} tasks fit; say more of one of them: {listed}")
+            raise ConfigurationError(f"task {query!r}: {len(matches)} tasks match; give more of the id/text: {listed}")
         ids = {task.task_id: task for task in self.tasks}
         near = difflib.get_close_matches(query, sorted(ids), n=3, cutoff=0.0)
         raise ConfigurationError(
@@ -127,7 +127,7 @@ class RunHistory:
         finished = Counter(_reason(group) for group in self.groups if group.evidence is not None)
         flat = Counter(_reason(group) for group in self.groups if group.evidence and group.evidence.zero_variance)
         limit = selector.curriculum.band.limit
-        regions, band_changes = selector.curriculum.regions(), list(selector.curriculum.band.moves)
+        regions, band_changes = selector.curriculum.regions(), list(selector.curriculum.band.changes)
         following: list[DrawExplanation] = []
         for index in range(selector.next_index, selector.next_index + (NEXT_DRAWS if self.adaptive else 0)):
             task, size, draw = selector.take()
@@ -148,7 +148,7 @@ class RunHistory:
             zero_variance_share={
                 reason: flat[reason] / finished[reason] for reason in DRAW_REASONS if finished[reason]
             },
-            moves=band_changes,
+            band_changes=band_changes,
             following=following,
         )
 
@@ -186,15 +186,15 @@ def _draw_explanation(
         version=group.admitted_version,
         reason=_reason(group),
         probability=draw.probability if draw is not None else 1.0,
-        why=_draw_reason(draw, experiment),
+        explanation=_draw_reason(draw, experiment),
         size=group.size,
-        size_why=_size_reason(draw, group.size, experiment),
+        size_explanation=_size_reason(draw, group.size, experiment),
         posterior=_posterior_of(draw.alpha, draw.beta, size) if draw is not None else None,
         outcome=_outcome(group),
         solved=evidence.solved if evidence is not None else None,
         valid=evidence.valid if evidence is not None else None,
-        before=moved[0] if moved else None,
-        after=moved[1] if moved else None,
+        posterior_before=moved[0] if moved else None,
+        posterior_after=moved[1] if moved else None,
     )
 
 
@@ -203,7 +203,7 @@ def _draw_reason(draw: Draw | None, experiment: Experiment) -> str:
         return "it was its turn (curriculum.mode = 'uniform')"
     share = CurriculumConfig.of(experiment.curriculum).cursor_share
     if draw.reason == "cursor":
-        return f"the plain walk's turn: {share:.0%} of draws are, so that every task is met"
+        return f"a draw of the plain walk, as {share:.0%} of draws are, so that every task is drawn"
     if draw.reason == "replay":
         return "unsolved when last seen, and due again"
     if draw.reason == "band":

@@ -41,7 +41,7 @@ def read_sft_tokens(experiment: Experiment) -> SftTokens:
     try:
         tokenizer = Tokenizer.of(experiment)
     except ConfigurationError as error:
-        raise ConfigurationError(f"model.path, which sft begins with: {error}") from None
+        raise ConfigurationError(f"model.path, from which sft starts: {error}") from None
     kept_ids: list[npt.NDArray[np.int32]] = []  # arrays: lists of Python integers would take ten times the memory
     kept_learned: list[npt.NDArray[np.bool_]] = []
     too_long = empty = empty_turns = longest = 0

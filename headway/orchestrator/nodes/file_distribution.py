@@ -79,8 +79,8 @@ class FilesLauncher:
         local = await asyncio.to_thread(file_digests, folder, deep=self._deep)
         if other := _difference(local, remote):
             raise ConfigurationError(
-                f"{key} = {str(folder)!r} on node {node} isn't what it is here: {other}; copy the folder there, or "
-                "remove it there and it is sent"
+                f"{key} = {str(folder)!r} on node {node} differs from here: {other}; copy the folder there, or "
+                "remove it there so that it is sent"
             )
         return str(folder)
 
@@ -102,7 +102,7 @@ class FilesLauncher:
             copy = await worker.call("finish", digest, timeout_s=_DIGESTS_S)
         except RemoteError as error:
             raise ConfigurationError(
-                f"{key} = {str(folder)!r} is missing on node {node} and can't be sent there: {error.error}; make room "
+                f"{key} = {str(folder)!r} is missing on node {node} and can't be sent there: {error.error}; free space "
                 "in its cache (XDG_CACHE_HOME, default ~/.cache), or put the folder there under this path"
             ) from error
         self._on_event("files_sent", f"{key} to node {node}: {copy}", worker=node)
@@ -119,7 +119,7 @@ def _difference(local: dict[str, str], remote: dict[str, str]) -> str:
         if name not in remote:
             return f"{name} is missing"
         if remote[name] != digest:
-            return f"{name} has {remote[name]} where {digest} is here"
+            return f"{name} has {remote[name]}, here {digest}"
     return ""
 
 

@@ -198,7 +198,7 @@ def needed_nodes(experiment: Experiment) -> list[str]:
         elif node:
             if node not in experiment.cluster.nodes:
                 known = ", ".join(experiment.cluster.nodes) or "none"
-                raise ConfigurationError(f"{key} names the node {node!r}: cluster.nodes has no such (it has: {known})")
+                raise ConfigurationError(f"{key} names the node {node!r}: it isn't in cluster.nodes (valid: {known})")
             named[node] = None
     return list(named)
 

@@ -78,7 +78,7 @@ async def _calibrate(
                 return await calibrating.measure()
         except TimeoutError:
             raise NoProgress(
-                f"the calibration got nowhere in {_TIMEOUT_FACTOR * seconds:.0f} s while it {calibrating.doing}: this "
+                f"the calibration was stuck for {_TIMEOUT_FACTOR * seconds:.0f} s while it {calibrating.doing}: this "
                 "model is too slow for these devices, or --calibrate-s too short"
             ) from None
 
@@ -228,7 +228,7 @@ class _CalibrationRun:
         at_once = not shared_replicas(self._experiment)
         if not at_once:
             await self._load.stop()
-        self._report_phase("trains beside it" if at_once else "trains, with the generator at rest")
+        self._report_phase("trains beside it" if at_once else "trains, with the generator idle")
         first_snapshot = await self._snapshot()
         seen, seconds = self._load.responses, self._seconds * _BESIDE_SHARE
         times = await time_steps(self._trainer, self._experiment, seen, self._lengths(), self._clock, seconds)

@@ -111,8 +111,8 @@ def _model(inputs: _Inputs, findings: Findings) -> None:
     if inputs.ahead and is_made_by_sft(inputs.experiment):
         findings.warning(
             "model.path",
-            f"{folder} isn't there yet: headway sft makes it (sft.output), in a project make run; what depends on the "
-            "model isn't looked at",
+            f"{folder} doesn't exist yet: headway sft (in a project: make run) writes it; what depends on the "
+            "model isn't checked",
         )
         return
     with findings.refused("model.path"):
@@ -199,8 +199,8 @@ def _tokenizer(inputs: _Inputs, findings: Findings) -> None:
         if named is not None:
             findings.error(
                 "rollout.stop",
-                f"{stop!r} holds the special token {named}, which is no part of the text that is searched: it would "
-                "never be found. Special tokens end a response by their ids (eos_token_id in generation_config.json)",
+                f"{stop!r} holds the special token {named}, which isn't part of the searched text, so it would "
+                "never match. Special tokens end a response by their ids (eos_token_id in generation_config.json)",
             )
 
 
@@ -259,7 +259,7 @@ def _check_rows(key: str, tasks: Sequence[Task], findings: Findings) -> None:
             if as_text == 1
             else f"{as_text:,} prompts are JSON texts of conversations"
         )
-        findings.warning(key, f"{subject}, which the model is shown as it stands: 'convert' can read it (json.loads)")
+        findings.warning(key, f"{subject}, which the model reads as plain text: 'convert' can parse it (json.loads)")
     if conflicts := contradictions(tasks):
         prompt, answers = next(iter(conflicts.items()))
         subject = "1 prompt has" if len(conflicts) == 1 else f"{len(conflicts):,} prompts have"
@@ -368,12 +368,12 @@ def _deadlocks(experiment: Experiment, findings: Findings) -> None:
     if kv is not None and kv < experiment.max_sequence_tokens:
         findings.error(
             "generator.kv_capacity_tokens",
-            f"{kv} can't hold one rollout of {experiment.max_sequence_tokens} tokens: it would wait for ever",
+            f"{kv} can't hold one rollout of {experiment.max_sequence_tokens} tokens: it would wait forever",
         )
     if experiment.rollout.group_size < 2 and experiment.algorithm.advantage != "batch_mean_std":
         findings.error(
             "rollout.group_size",
-            "1: advantages compare the members of a group, so all would be 0 and nothing be learnt; valid: 2 or more, "
+            "1: advantages compare the members of a group, so all would be 0; valid: 2 or more, "
             "or algorithm.advantage = 'batch_mean_std'",
         )
 
@@ -472,7 +472,7 @@ def _exporters(inputs: _Inputs, findings: Findings) -> None:
         with findings.refused("ledger.prometheus"):
             listening_socket(address).close()
         if not is_loopback(address):
-            findings.warning("ledger.prometheus", f"{address}: whoever reaches this machine can read the run's metrics")
+            findings.warning("ledger.prometheus", f"{address}: any host that reaches it can read the run's metrics")
 
 
 def _environment(inputs: _Inputs, findings: Findings) -> None:

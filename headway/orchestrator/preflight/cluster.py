@@ -41,7 +41,7 @@ def cluster_findings(experiment: Experiment) -> Findings:
     if cluster.address and cluster.replicate_to is None:
         findings.warning(
             "cluster.replicate_to",
-            "isn't set: the accounting is on this machine alone; should it be lost, no other can resume the run",
+            "isn't set: the accounting is on this machine only; if it is lost, no other can resume the run",
         )
     node, _, copy = (cluster.replicate_to or "").partition(":")
     if copy and not node and (why := FilesService.copy_problem(copy)):
@@ -124,7 +124,7 @@ def _check_conditions(node: Node, conditions: NodeConditions, experiment: Experi
     if abs(offset_s) > LARGEST_TIME_OFFSET_S:
         findings.warning(_KEY, f"{name}: its system clock is {offset_s:+.0f} s off: synchronise it by NTP")
     if disk < LEAST_DISK_BYTES:
-        findings.error(_KEY, f"{name}: only {gibibytes(disk)} free at {facts.scratch}: make room, or set TMPDIR there")
+        findings.error(_KEY, f"{name}: only {gibibytes(disk)} free at {facts.scratch}: free space, or set TMPDIR there")
     for key, device in ((key, parse_device(each)) for key, names in device_names(experiment) for each in names):
         there = facts.gpus if device.kind == "cuda" else facts.cores
         if device.node == node.name and device.last >= there:
@@ -133,7 +133,7 @@ def _check_conditions(node: Node, conditions: NodeConditions, experiment: Experi
     for gpu in conditions.gpus:
         capacities[f"{node.name}/cuda:{gpu.index}"] = (gpu.memory_bytes, gpu.memory_bytes - gpu.memory_used_bytes)
     uses = memory_uses(experiment, sizes_of(experiment.model.path))
-    uses = [use for use in uses if use.place in capacities]
+    uses = [use for use in uses if use.location in capacities]
     findings += memory_findings(uses, memory_places(uses, capacities))
 
 

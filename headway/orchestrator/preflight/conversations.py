@@ -12,7 +12,7 @@ def conversation_findings(experiment: Experiment, has_chat_template: bool) -> Fi
     do without; the replies of environments are messages."""
     findings, lacks = Findings(), f"{experiment.model.path} has no chat template"
     if experiment.environment.is_class and not has_chat_template:
-        needed = "and what an environment says are messages: add chat_template.jinja"
+        needed = "and replies of an environment are messages: add chat_template.jinja"
         findings.error("environment.name", f"{lacks}, {needed}")
     if experiment.environment.calls:
         address = experiment.endpoint.address

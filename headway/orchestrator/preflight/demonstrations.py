@@ -76,5 +76,5 @@ def check_rewards(key: str, function: str, rewards: Sequence[float], fully_known
         by = "by the answers in sft.data" + ("" if fully_known else ", to tasks that may lack what it needs")
         message = f"{function} gives {count} attempts, {by}, the reward {rewards[0]:g}, and one without content as well"
         add = findings.error if fully_known and count >= _MOST else findings.warning
-        add(key, f"{message}: if nothing earns another, nothing can be learned. Look at what it compares")
+        add(key, f"{message}: if no answer earns another one, nothing can be learned. Check what it compares")
     return not equal or count >= _FEW

@@ -50,12 +50,12 @@ def episode_findings(experiment: Experiment, tasks: Mapping[str, Sequence[Task]]
     try:
         played, rewards = asyncio.run(_play_all(experiment, attempt, others))
     except TimeoutError:
-        findings.warning("environment", f"one episode {origin} wasn't over within {_LIMIT_S:g} s")
+        findings.warning("environment", f"one episode {origin} didn't end within {_LIMIT_S:g} s")
     except HeadwayError as error:
         findings.error("environment", f"one episode {origin}: {error}")
     else:
         if isinstance(played, str):
-            report = findings.warning if "a tool told" in played else findings.info
+            report = findings.warning if "a tool replied" in played else findings.info
             report("environment", f"played 1 episode {origin}: {played}")
             if len(rewards) == len(others):
                 function = f"{experiment.environment.name}.score"
@@ -106,9 +106,9 @@ async def _play(pool: EnvironmentPool, name: str, attempt: DemonstratedTask, see
         while reply.asked is not None:
             reply = await lease.reply(answers[min(replies, len(answers) - 1)], reply.asked.speaker, False)
             replies, rewards = replies + 1, rewards + (reply.reward or 0.0)
-            for message in reply.asked.said if reply.asked is not None else ():
+            for message in reply.asked.messages if reply.asked is not None else ():
                 if not tool_error and message.get("role") == "tool" and str(message["content"]).startswith("error: "):
-                    tool_error = f" (a tool told {quoted(message['content'])})"
+                    tool_error = f" (a tool replied {quoted(message['content'])})"
         summary = f"reply x{replies}{tool_error}"
         if reply.failure is not None:
             return summary, reply.failure

@@ -57,7 +57,7 @@ async def require_agreement(
     fault = next((comparison.wrong for comparison in comparisons if comparison.wrong), "")
     on_event(
         EVENT_AGREEMENT,
-        fault or f"version {version}: {figures} nats at most; allowed in {precision} are {LIMITS[precision].largest:g}",
+        fault or f"version {version}: {figures} nats at most; limit in {precision}: {LIMITS[precision].largest:g}",
         version=version,
         agrees=int(not fault),
         replicas=len(comparisons) // len(scores),

@@ -121,7 +121,7 @@ def memory_uses(experiment: Experiment, model: ModelSizes) -> list[MemoryUse]:
         ("buffer", run, {"payloads": (trained + open_tokens) * (_TOKEN_BYTES_ON_DISK + experts)} | all_sets),
         *([] if experiment.ledger.rollouts == "none" else [("rollouts", run, {"record": _recorded_bytes(experiment)})]),
     ]
-    others = (MemoryUse(name=name, place=location, parts=parts) for name, location, parts in uses)
+    others = (MemoryUse(name=name, location=location, parts=parts) for name, location, parts in uses)
     return [*_generators(experiment, model), *_trainers(experiment, model), *others]
 
 
@@ -176,7 +176,7 @@ def _generator(experiment: Experiment, model: ModelSizes, name: str, device: str
     if settings.engine == "vllm-server":
         size = weights * bytes_of(settings.dtype)
         parts = {"base": BASE_BYTES["generator"], "update buffer": size, "written for the server": size}
-        yield MemoryUse(name=name, place="memory", parts=parts)
+        yield MemoryUse(name=name, location="memory", parts=parts)
         return
     if settings.engine == "vllm":
         yield from _vllm(experiment, model, name, device)
@@ -286,10 +286,10 @@ def _on_device(name: str, device: str, on_device: dict[str, int], on_host: dict[
     node, local_name = split_node(device)
     memory = f"memory{_OF_NODE}{node}" if node else "memory"
     if parse_device(local_name).kind == "cpu":
-        yield MemoryUse(name=name, place=memory, parts=on_host | on_device)
+        yield MemoryUse(name=name, location=memory, parts=on_host | on_device)
     else:
-        yield MemoryUse(name=name, place=device, parts={"context": CUDA_CONTEXT_BYTES} | on_device)
-        yield MemoryUse(name=name, place=memory, parts=on_host)
+        yield MemoryUse(name=name, location=device, parts={"context": CUDA_CONTEXT_BYTES} | on_device)
+        yield MemoryUse(name=name, location=memory, parts=on_host)
 
 
 # --- capacities ------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ def memory_places(uses: list[MemoryUse], on_nodes: Mapping[str, tuple[int, int]]
     (total, available) bytes of places on nodes."""
     needed: Counter[str] = Counter()
     for use in uses:
-        needed[use.place] += use.total_bytes
+        needed[use.location] += use.total_bytes
     if "memory" in needed:  # where files in /dev/shm are, too
         needed["memory"] += needed[str(SHARED_MEMORY)]
     places: list[MemoryPlace] = []
@@ -362,7 +362,7 @@ def memory_findings(uses: list[MemoryUse], places: list[MemoryPlace]) -> Finding
     findings = Findings()
     for location in places:
         if location.capacity_bytes is not None and location.available_bytes is not None:
-            local_uses = [use for use in uses if use.place == location.name]
+            local_uses = [use for use in uses if use.location == location.name]
             if location.name.partition(_OF_NODE)[0] == str(SHARED_MEMORY):
                 _check_shared_memory(location, location.available_bytes, findings)
             elif location.name == "memory" or location.name.startswith("cuda:") or _is_on_node(location.name):
@@ -374,7 +374,7 @@ def memory_findings(uses: list[MemoryUse], places: list[MemoryPlace]) -> Finding
 
 def _check_shared_memory(location: MemoryPlace, free: int, findings: Findings) -> None:
     if location.needed_bytes > free:
-        problem = f"{location.name} has no room for {gibibytes(location.needed_bytes)} of published weights"
+        problem = f"{location.name} has no space for {gibibytes(location.needed_bytes)} of published weights"
         findings.warning("weights", f"{problem}: the temporary folder will be used, which is slower")
 
 

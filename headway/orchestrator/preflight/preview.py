@@ -82,7 +82,7 @@ def preview(
 def _with_measured_bytes(uses: list[MemoryUse], measured: Calibration) -> list[MemoryUse]:
     resident_bytes = measured.resident_bytes
     return [
-        msgspec.structs.replace(use, measured_bytes=resident_bytes.get(use.name)) if use.place == "memory" else use
+        msgspec.structs.replace(use, measured_bytes=resident_bytes.get(use.name)) if use.location == "memory" else use
         for use in uses
     ]
 
@@ -121,8 +121,8 @@ def calibration_findings(experiment: Experiment, measured: Calibration, predicte
     if not lengths.finished:
         findings.warning(
             "rollout.max_response_tokens",
-            f"no response ended in the calibration (the longest had {lengths.longest_tokens} tokens): all are taken to "
-            f"grow to {limit} tokens, so every rate is a lower bound",
+            f"no response ended in the calibration (the longest had {lengths.longest_tokens} tokens): all are "
+            f"assumed to grow to {limit} tokens, so every rate is a lower bound",
         )
     elif lengths.mean_most_tokens > 1.5 * lengths.mean_least_tokens:
         findings.warning(
@@ -137,7 +137,7 @@ def calibration_findings(experiment: Experiment, measured: Calibration, predicte
         findings.warning(
             "queue.filter_zero_variance",
             f"none of {measured.groups} groups could be trained: all their rewards are equal; easier or harder tasks, "
-            "a larger rollout.group_size, or a model that was taught the format first",
+            "a larger rollout.group_size, or a model that has learned the format first",
         )
     check_resident_memory(experiment, measured, findings)
     return findings
@@ -146,7 +146,7 @@ def calibration_findings(experiment: Experiment, measured: Calibration, predicte
 def check_resident_memory(experiment: Experiment, measured: Calibration, findings: Findings) -> None:
     """Warn of processes that already hold more memory than was predicted for their entire run."""
     for use in memory_uses(experiment, sizes_of(experiment.model.path)):
-        resident = measured.resident_bytes.get(use.name, 0) if use.place == "memory" else 0
+        resident = measured.resident_bytes.get(use.name, 0) if use.location == "memory" else 0
         if resident > 1.3 * use.total_bytes:
             findings.warning(
                 "model.path",

@@ -21,8 +21,8 @@ def directory_findings(experiment: Experiment, resume: bool, train: Sequence[Tas
         resume = True
         findings.warning(
             "run.directory",
-            f"{directory.path} already holds a run: headway train --resume, in a project make run, goes on with it; "
-            "another directory, in a project make clean run, begins anew",
+            f"{directory.path} already holds a run: headway train --resume, in a project make run, continues it; "
+            "another directory, in a project make clean run, starts a new run",
         )
     holder = directory.holder()
     if holder is not None:

@@ -32,7 +32,7 @@ def verifier_findings(experiment: Experiment, tasks: Mapping[str, Sequence[Task]
     used_names = {name for _, _, name in first_tasks}
     for name in experiment.verifiers:
         if name not in used_names:
-            findings.warning(f"verifiers.{name}", "no task asks for it: its source or its row names it as 'verifier'")
+            findings.warning(f"verifiers.{name}", "no task uses it: a source or a row must name it as 'verifier'")
     chosen = {
         "verifier": experiment.verifier,
         **{f"verifiers.{name}": settings for name, settings in experiment.verifiers.items()},
@@ -86,9 +86,9 @@ def verifier_findings(experiment: Experiment, tasks: Mapping[str, Sequence[Task]
             message = f"{name or default_name} doesn't accept the bare reference answer of the first task {whose}"
             if equal:
                 message += f" and gives it what no answer gets, {of_empty:g}"
-                findings.warning(key, f"{message}; fine if it wants more around it, else nothing earns a reward")
+                findings.warning(key, f"{message}; fine if it needs more around it, else no answer earns a reward")
             else:
-                findings.info(key, f"{message}; fine if it wants more around it")
+                findings.info(key, f"{message}; fine if it needs more around it")
     return findings
 
 

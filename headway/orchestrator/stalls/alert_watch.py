@@ -113,7 +113,7 @@ class AlertWatch:
             if change == "raised":
                 self._run.event(EVENT_ALERT, f"{rule}: {self._tracker.raised[rule]}", **alert_fields(rule))
             elif change == "cleared":
-                self._run.event(EVENT_ALERT_CLEARED, f"{rule}: not found any more", rule=rule)
+                self._run.event(EVENT_ALERT_CLEARED, f"{rule}: no longer found", rule=rule)
 
 
 def _newest_checkpoint_bytes(folder: Path) -> int:

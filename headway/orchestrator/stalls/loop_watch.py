@@ -124,7 +124,7 @@ def _cause(stopped: bool, stacks: list[Stack]) -> str:
         return " is stopped by a signal or a debugger"
     frame, _ = current_frame(WorkerStatus(call="loop", stacks=tuple(stacks)))
     if not frame:
-        return "'s event loop doesn't turn, and its stacks can't be had"
+        return "'s event loop doesn't run, and its stacks can't be read"
     waits_for = next((f"{activity}, at " for path, activity in _DISK_FRAMES.items() if frame.startswith(path)), "")
     threads = (Stack(of="main", frames=stack.frames) for stack in stacks[1:])
     others = [current_frame(WorkerStatus(call="loop", stacks=(thread,)))[0] for thread in threads]

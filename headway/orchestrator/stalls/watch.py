@@ -68,7 +68,7 @@ class StallWatch:
             # A full disk, no descriptor left: without beats the loop would be called blocked.
             with contextlib.suppress(HeadwayError, OSError):
                 if lag_s >= self._settings.lag_s:
-                    self._ended(SUBJECT, "event loop", f"the event loop turns again, after {lag_s:.0f} s", lag_s)
+                    self._ended(SUBJECT, "event loop", f"the event loop runs again, after {lag_s:.0f} s", lag_s)
                 await self.judge()
 
     async def probe(self) -> None:
@@ -107,7 +107,7 @@ class StallWatch:
             EVENT_STALLED,
             stall.sentence(now_s),
             worker=stall.owner,
-            cause=stall.what,
+            cause=stall.cause,
             found_by="watch",
             lost_s=round(now_s - stall.since_s, 1),
             wait=stall.kind,

@@ -92,7 +92,7 @@ def list_runs(runs: Sequence[Path], price: float | None = None, progress: Progre
         except Exception as error:
             # The boundary to folders that anyone may have written: the error is listed as the run's problem.
             known = isinstance(error, ConfigurationError)
-            problem = str(error) if known else f"can't be understood: {type(error).__name__}: {error}"
+            problem = str(error) if known else f"can't be read: {type(error).__name__}: {error}"
             listed.append(ListedRun(run=_path_text(path), problems=(problem,)))
         progress(len(listed), len(runs))
     return sorted(listed, key=lambda run: (run.state != "running", -(run.started_unix_s or 0.0), run.run))
@@ -178,7 +178,7 @@ def holder_of(directory: RunDirectory) -> str:
         return ""
     owner, status = _read_object(folder / f"{newest[2]}.json", []), folder.stat()
     # This machine's lock was free; a copied folder has another inode.
-    if owner.get("host") in (None, socket.gethostname()) or owner["place"] != status.st_ino:
+    if owner.get("host") in (None, socket.gethostname()) or owner.get("inode") != status.st_ino:
         return ""
     return f"process {owner['pid']} on {owner['host']}" if time.time() - status.st_mtime < owner["orphan_s"] else ""
 

@@ -145,7 +145,7 @@ class RunLanes:
                         indexed_bytes += self._state.offset
             self._flush()
         except OSError as error:
-            self._problem = f"the trace isn't read on: {error.filename or 'the cache'}: {error.strerror}"
+            self._problem = f"reading of the trace has stopped: {error.filename or 'the cache'}: {error.strerror}"
         self._share = indexed_bytes / total_bytes if total_bytes else 1.0
 
     def _sources(self, stack: ExitStack) -> list[BinaryIO]:

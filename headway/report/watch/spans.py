@@ -59,7 +59,7 @@ class SpanStore:
         sizes = stored.rows * _ROW.itemsize, stored.blocks * _BLOCK.itemsize
         for file, size in zip(self._files, sizes, strict=True):
             if file.seek(0, 2) < size:
-                raise ValueError("the cache is shorter than its state says")
+                raise ValueError("the cache is shorter than its recorded state")
             file.truncate(size)
             file.seek(size)
         self._files[1].seek(0)

@@ -157,7 +157,7 @@ def _verdict(tail: RunTail, state: str, price: float | None) -> dict[str, Any]:
     verdict, cost = tail.view().verdict, tail.cost(price)
     newest = list(tail.recent)[-WINDOW:] if state == "running" else tail.view().steps
     waits = waits_of(newest)
-    state_texts = {"unknown": "It can't be told what became of it", "died": "It died"}
+    state_texts = {"unknown": "Its end isn't recorded", "died": "It died"}
     parts = [] if state == "running" else [state_texts.get(state, state.capitalize())]
     if tail.recent:
         parts.append(verdict.balance_text.partition(". ")[0])

@@ -74,12 +74,12 @@ def questions_of(source: str, name: str, tolerance: float = 0.0) -> Questions:
             continue
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
             if node.name in tests or node.decorator_list or ast.unparse(node.args):
-                cause = "is there twice" if node.name in tests else "has decorators or arguments, which nobody gives it"
+                cause = "is defined twice" if node.name in tests else "has decorators or arguments, but none are passed"
                 raise _refused(name, node.lineno, f"{node.name} {cause}")
             first_number = len(answers)
             node.body = _split(node.body, answers, node.name, name)
             if len(answers) == first_number:
-                raise _refused(name, node.lineno, f"{node.name} expects nothing")
+                raise _refused(name, node.lineno, f"{node.name} has no assert")
             node.body.append(_question_call(_ASKED, len(answers), ast.Constant(value=None)))
             answers.append(HiddenAnswer(test=node.name, end=True))
             tests.append(node.name)
@@ -89,7 +89,7 @@ def questions_of(source: str, name: str, tolerance: float = 0.0) -> Questions:
     _refuse_pytest(body, pytest_names, name)
     values = [answer.value for answer in answers if not (answer.raises or answer.end)]
     if not values or any(all(same_value(candidate, each, tolerance) for each in values) for candidate in values):
-        raise ValueError(f"hidden test {name}: a constant answers all of it; expect at least two different values")
+        raise ValueError(f"hidden test {name}: a constant passes all of it; expect at least two different values")
     text = ast.unparse(ast.fix_missing_locations(ast.Module(body=body, type_ignores=[])))
     return Questions(source=text, tests=tuple(tests), answers=tuple(answers))
 

@@ -230,8 +230,8 @@ class Code(Environment):
             if not error.failure.reward_valid:
                 raise
             # the program's own failure: it filled the disk, or all memory, so that the sandbox is gone
-            memory = "out of memory" in error.failure.what
-            return ProgramResult(outcome="out of memory" if memory else "error", errors=error.failure.what)
+            memory = "out of memory" in error.failure.message
+            return ProgramResult(outcome="out of memory" if memory else "error", errors=error.failure.message)
         return self._judged(result, tests, test)
 
     def _judged(self, result: ExecResult, tests: CodeTests, test: CodeTest) -> ProgramResult:

@@ -91,5 +91,5 @@ def fills(content: str) -> Iterator[None]:
     except SandboxError as error:
         if error.failure.cause != "model_code":
             raise
-        cause = f"{content} needs more than sandbox.limits.disk_bytes or memory_bytes: {error.failure.what}"
+        cause = f"{content} needs more than sandbox.limits.disk_bytes or memory_bytes: {error.failure.message}"
         raise SandboxError(environment_failure(cause)) from None

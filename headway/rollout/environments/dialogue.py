@@ -39,7 +39,7 @@ class Dialogue(Environment):
         the conversation, with their rewards; a list: ``[verifier]`` judges the last answer. ``goal``: the task's field.
         """
         if not ends or "{goal}" not in prompt:
-            raise ConfigurationError("environment.parameters: ends must not be empty, and prompt must say {goal}")
+            raise ConfigurationError("environment.parameters: ends must not be empty, and prompt must contain {goal}")
         self.system = system
         self.models = (user,) if user else ()
         self._user = user

@@ -271,7 +271,7 @@ def _plain(value: Any) -> Any:
     """Convert NumPy's numbers and arrays to JSON types."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"a {type(value).__name__} can't be shown: environment.parameters.shows = module:function")
+    raise TypeError(f"a {type(value).__name__} isn't text: set environment.parameters.shows = module:function")
 
 
 def _digest(text: str) -> str:

@@ -76,7 +76,7 @@ class Harbor(Environment):
         except SandboxError as error:
             if not error.failure.reward_valid:
                 raise
-            return {"reward": 0.0, "tests": error.failure.what}  # a disk that the agent has filled, say
+            return {"reward": 0.0, "tests": error.failure.message}  # a disk that the agent has filled, say
 
     async def _run_tests(self, episode: Episode, task: HarborTask) -> dict[str, Any]:
         # Alone: processes that the agent left running can't see or change the tests.

@@ -159,7 +159,7 @@ def _image_of(folder: Path, container: Mapping[str, Any]) -> tuple[str, str, dic
     at_start = {name: (number, rest) for number, name, rest in instructions if name in _AT_START}  # the last ones count
     for name, (number, rest) in at_start.items():
         if rest.replace(" ", "").upper() not in ("[]", '[""]', "NONE"):
-            cause = f"{name} {rest[:60]}: its image does something at its start, which isn't done here"
+            cause = f"{name} {rest[:60]}: its image has a start-up command, which isn't run here"
             raise ConfigurationError(f"{dockerfile}:{number}: {cause}")
     if container.get("docker_image") or not dockerfile.is_file():
         return str(container.get("docker_image") or ""), "/app", {}, []

@@ -235,7 +235,7 @@ class Repair(Environment):
             if not error.failure.reward_valid:
                 raise
             # the policy's own failure: its files or processes use up the space, the memory or the path that tests need
-            detail["ended"].append(error.failure.what)
+            detail["ended"].append(error.failure.message)
         solved = detail["passed"] == count
         reward = detail["passed"] / count if self._reward == "share" else float(solved)
         return {"reward": reward, "solved": solved, **{key: value for key, value in detail.items() if value != []}}
@@ -280,7 +280,7 @@ async def _with_tool_errors(work: Any) -> Any:
     except SandboxError as error:
         if not error.failure.reward_valid:
             raise
-        raise ToolError(error.failure.what.removeprefix(f"{REPOSITORY}/")) from None
+        raise ToolError(error.failure.message.removeprefix(f"{REPOSITORY}/")) from None
 
 
 def _command_output(result: ExecResult, timeout_s: float) -> str:

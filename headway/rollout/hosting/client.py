@@ -187,7 +187,7 @@ class WorkerLease:
                 done, _ = await asyncio.wait((call,), timeout=self._limit_s)
                 if not done and not await self._client.answers(self._worker):
                     took_s = self._limit_s + _STUCK_S
-                    cause = f"no answer to {method} in {took_s:g} s: an environment holds its worker up"
+                    cause = f"no answer to {method} in {took_s:g} s: an environment blocks its worker"
                     self._worker.kill(cause)
                     raise EnvironmentDied(f"{self._client.name} died: {cause}")
             result, seconds = call.result()

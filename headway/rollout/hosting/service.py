@@ -195,7 +195,7 @@ class Episodes:
     ) -> Failure | None:
         """Restore a rollout that a former process parked. ``asked``: the turn it was parked in."""
         if held := saved.state["held"]:
-            cause = f"{held} is gone with the process that it was in"
+            cause = f"{held} was lost with its process"
             return Failure(boundary="environment", cause=cause, infrastructure=True)
         snapshot = saved.snapshot
         if snapshot is not None and not is_hosted(snapshot.path):
@@ -358,7 +358,7 @@ class Episodes:
     def _log_failure(self, error: BaseException) -> Failure:
         """Return the failure for ``error``; its traceback goes to the worker's log once for each raising line."""
         failure = failure_of(error)
-        if failure.boundary == "environment" and (raised := (type(error), failure.place)) not in self._logged:
+        if failure.boundary == "environment" and (raised := (type(error), failure.raised_at)) not in self._logged:
             self._logged.add(raised)
             print(f"rollouts fail: {failure.cause}\n{failure.detail}", file=sys.stderr, flush=True)
         return failure
@@ -383,12 +383,12 @@ def failure_of(error: BaseException) -> Failure:
     boundary, cause, location = "environment", error_text(error), source_location(error)
     infrastructure = is_infrastructure(error)
     if isinstance(error, SandboxError):
-        boundary, cause = "model", error.failure.what
+        boundary, cause = "model", error.failure.message
         if error.failure.cause != "model_code":
             boundary, cause = "sandbox", f"{cause} ({error.failure.cause.replace('_', ' ')})"
     cause, location = storable(cause)[:300], storable(location) if boundary == "environment" else ""
     cause += f" ({location})" if location else ""
-    return Failure(boundary=boundary, cause=cause, infrastructure=infrastructure, detail=detail, place=location)
+    return Failure(boundary=boundary, cause=cause, infrastructure=infrastructure, detail=detail, raised_at=location)
 
 
 def load_environment(settings: EnvironmentConfig) -> Environment:

@@ -90,7 +90,7 @@ class AgentAttempt(ConversationAttempt):
             return
         how = exit.error or (f"killed by signal {exit.signal}" if exit.signal else f"exit code {exit.code}")
         last = exit.tail.strip().rpartition("\n")[2]
-        cause = f"the agent ended badly: {how}" + (f" ({last})" if last else "")
+        cause = f"the agent failed: {how}" + (f" ({last})" if last else "")
         raise RolloutFailed(
             Failure(boundary="environment", cause=cause[:300], infrastructure=infrastructure, detail=exit.tail)
         )

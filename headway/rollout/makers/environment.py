@@ -102,7 +102,7 @@ class EnvironmentAttempt(ConversationAttempt):
         self._conversations = rollouts.environments.conversations
         self._resumed = resumed
         self._exchanges: list[TurnRecord] = []
-        self._asked = NextTurn(said=())  # the turn that is being answered
+        self._asked = NextTurn(messages=())  # the turn that is being answered
         self._last: GenerationResult | None = None
         self._verdict: Verdict | None = None
         self._over = ""
@@ -182,7 +182,7 @@ class EnvironmentAttempt(ConversationAttempt):
         saved = self._resumed.saved
         await self._replay(saved)
         messages = {speaker: [*conversation.messages] for speaker, conversation in self._by_speaker.items()}
-        messages.setdefault(saved.asked.speaker, []).extend(saved.asked.said)
+        messages.setdefault(saved.asked.speaker, []).extend(saved.asked.messages)
         failure = await lease.restore(self.group.task, saved.environment, saved.asked, messages)
         if failure is not None:
             raise RolloutFailed(failure)
@@ -196,7 +196,7 @@ class EnvironmentAttempt(ConversationAttempt):
         for exchange in saved.exchanges:
             await asyncio.sleep(0)
             conversation = self._conversation_of(exchange.asked)
-            conversation.messages.extend(exchange.asked.said)
+            conversation.messages.extend(exchange.asked.messages)
             asked = exchange.asked
             answer = conversation.recorder.replay(
                 conversation.messages, asked.tools, exchange.result, stop=asked.stop, max_tokens=asked.max_tokens
@@ -225,7 +225,7 @@ class EnvironmentAttempt(ConversationAttempt):
         """Return the policy's answer; None where the context is full, so that the rollout ends here."""
         self._asked = asked
         conversation = self._conversation_of(asked)
-        conversation.messages.extend(asked.said)
+        conversation.messages.extend(asked.messages)
         try:
             answer = await conversation.recorder.ask(
                 conversation.messages, asked.tools, stop=asked.stop, max_tokens=asked.max_tokens

@@ -130,7 +130,7 @@ class LeaseManager:
     def fail(self, key: LeaseKey, number: int, cause: str, *, infrastructure: bool) -> bool:
         """Fail an attempt; with ``infrastructure`` the member is offered again. Returns False for a repeated call.
         Raises LeaseRefused."""
-        cause = f"its worker gave it up: {cause}"[:300]
+        cause = f"its worker abandoned it: {cause}"[:300]
         failure = Failure(boundary="environment", cause=cause, infrastructure=infrastructure)
         return self._end_once(key, number, LeaseEnding("failed", cause), lambda attempt: attempt.fail(failure))
 
@@ -158,7 +158,7 @@ class LeaseManager:
     def _update_wait(self) -> None:
         unattended = bool(self.book.offered) and not self.book.leased
         if unattended and not self._waiting:
-            waiter = f"{self.book.offered} members, which nobody leases,"
+            waiter = f"{self.book.offered} members, which no worker leases,"
             self._worker_wait.enter_context(self._waits.on("a lease", "outside workers", waiter))
         elif not unattended:
             self._worker_wait.close()
@@ -258,7 +258,7 @@ class RemoteAttempt(ConversationAttempt):
             self._changed.clear()
             open_call = self._sampling > 0  # a sign of life for as long as it is open
             if not open_call and self._lease_manager.expire(self):
-                cause = f"the lease of attempt {self.number} expired: no sign of life from its worker"
+                cause = f"the lease of attempt {self.number} expired: no heartbeat from its worker"
                 raise RolloutFailed(Failure(boundary="environment", cause=cause, infrastructure=True))
             left_s = None if open_call else self._lease_manager.book.left_s(self.key, self._sampler.clock.now())
             with suppress(TimeoutError):

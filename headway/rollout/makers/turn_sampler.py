@@ -36,7 +36,7 @@ BeginGate = Callable[[int], Awaitable[None] | None]  # of a group: the wait befo
 WatchOf = Callable[[Group, int], Watch | None]  # observer of a member's tokens while they are sampled
 _Passed = TypeVar("_Passed")
 
-TOO_STALE = "its environment holds what a policy older than queue.max_environment_staleness did"
+TOO_STALE = "its environment's state is older than queue.max_environment_staleness"
 _LONGEST_DETAIL = 4000  # characters of a traceback that are kept
 _RETRY_S = 0.25  # before the first retry of an engine error; doubled for each further one
 
@@ -203,7 +203,7 @@ class TurnSampler:
         """Submit until the response is complete or has failed; returns the failure."""
         call, prefix = progress.call, self.request_prefix + progress.call.purpose
         if call.grammar and not self.constraints:
-            cause = "an answer within a grammar, without algorithm.allow_truncated_sampling: it couldn't be trained on"
+            cause = "an answer within a grammar can't be trained on without algorithm.allow_truncated_sampling"
             return Failure(boundary="environment", cause=cause, infrastructure=False)
         group, member = call.group, call.member
         sampling = msgspec.structs.replace(

@@ -122,7 +122,7 @@ class Attempt:
     def observe_ids(self, ids: Sequence[int]) -> None:
         """Append the environment's reply as token ids, like `observe`."""
         if not self._turns:
-            raise ValueError("nothing was generated yet: what comes before the first turn belongs into the prompt")
+            raise ValueError("nothing was generated yet: what comes before the first turn belongs in the prompt")
         if len(ids) > self.tokens_left:
             self._cut = True
             raise RolloutOver(f"{len(ids)} tokens were observed where {self.tokens_left} are left")

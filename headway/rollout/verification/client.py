@@ -286,7 +286,7 @@ class VerifierPool:
             if died.hung:
                 cause = f"timed out after {self._timeout_s(job.task):g} s; job killed"
             else:
-                cause = "the verifier's process died under it"
+                cause = "the verifier's process died during it"
             return failed_verdict(cause, infrastructure=not died.hung, detail=died.cause, verify_s=died.elapsed_s)
 
     async def _call(self, slot: WorkerSlot, job: _Job, indices: Sequence[int]) -> list[Verdict]:

@@ -71,7 +71,7 @@ class Judge(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Judge:
         if "{response}" not in self.prompt:
-            raise ValueError("the prompt doesn't say {response}: the judge would see nothing of it")
+            raise ValueError("the prompt doesn't contain {response}: the judge wouldn't see it")
         if not self.lowest < self.highest:
             raise ValueError(f"lowest = {self.lowest}, highest = {self.highest}: valid: lowest below highest")
         return self
@@ -132,7 +132,7 @@ class Judge(Section):
         except (TypeError, ValueError):
             raise Retry(f"the judge's score is {written!r}, not a number") from None
         if not self.lowest <= score <= self.highest:
-            raise Retry(f"the judge's score is {written}: valid are {self.lowest:g} to {self.highest:g}")
+            raise Retry(f"the judge's score is {written}: valid: {self.lowest:g} to {self.highest:g}")
         return score
 
     def _messages(self, task: Task, response: str) -> list[dict[str, str]]:

@@ -85,7 +85,7 @@ def math_scorer(
     def same(lhs: Value, rhs: Value) -> bool:
         if isinstance(lhs, Expression) and isinstance(rhs, Expression) and _differ_in_case(lhs, rhs):
             return False
-        pair = [(side, parse(side.text, side.whole) if isinstance(side, Expression) else []) for side in (lhs, rhs)]
+        pair = [(side, parse(side.text, side.exact) if isinstance(side, Expression) else []) for side in (lhs, rhs)]
         [a, b] = [side if isinstance(side, Number) else _constant(parsed) for side, parsed in pair]
         if a is not None and b is not None and a.value and b.value:
             return close_numbers(a, b, tolerance)
@@ -106,11 +106,11 @@ def math_scorer(
         read = [value for text in candidates if (value := read_value(plain_text(text[:_LONGEST_TEXT])))]
         values = [value for value in read if value == reference or not _is_prose(value)]
         if not (decisive and values):
-            values.append(Expression(text=_end(answer), whole=False))
+            values.append(Expression(text=_end(answer), exact=False))
         if any(equal_values(reference, value, tolerance, same) for value in values):
             return ""
         last = values[-1]  # of prose the expression that math-verify finds
-        unread = isinstance(last, Expression) and not parse(last.text, last.whole)
+        unread = isinstance(last, Expression) and not parse(last.text, last.exact)
         return "no mathematical expression found in the response" if unread else "not equal to the reference"
 
     def score(task: Task, response: str) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def _differ_in_case(first: Expression, second: Expression) -> bool:
     single letter may be a choice, in either case."""
     letters, others = ({*_COMMAND.sub("", expression.text)} & {*ascii_letters} for expression in (first, second))
     folded = {letter.lower() for letter in letters} == {letter.lower() for letter in others}
-    return letters != others and folded and first.whole and second.whole and min(len(first.text), len(second.text)) > 1
+    return letters != others and folded and first.exact and second.exact and min(len(first.text), len(second.text)) > 1
 
 
 def _constant(read: Sequence[Any]) -> Number | None:

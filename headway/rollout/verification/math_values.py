@@ -138,10 +138,10 @@ class Tagged:
 
 @dataclass(frozen=True, kw_only=True)
 class Expression:
-    """Any other text: math-verify parses it, or (not ``whole``) finds an answer in it."""
+    """Any other text: math-verify parses it, or (not ``exact``) finds an answer in it."""
 
     text: str
-    whole: bool = True
+    exact: bool = True
     unit: str = ""
     bare: bool = True  # as of `Number`
 

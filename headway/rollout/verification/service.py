@@ -51,7 +51,7 @@ class VerifierService:
         alone."""
         if task.verifier not in self._verifiers:
             known = ", ".join(name for name in self._verifiers if name) or "none"
-            cause = f"task {task.task_id} asks for the verifier {task.verifier!r}, and there is {known}"
+            cause = f"task {task.task_id} names the verifier {task.verifier!r}; valid: {known}"
             return [failed_verdict(cause)] * len(responses)
         score, timeout_s = self._verifiers[task.verifier]
         if isinstance(score, ManyScorer):

@@ -144,7 +144,7 @@ class FilesService:
         """Append to a file of the copy. Raises OSError when the disk is full; the copy is then removed."""
         parts = PurePosixPath(name)
         if self._partial is None or parts.is_absolute() or ".." in parts.parts:
-            raise ConfigurationError(f"no copy was begun, or {name!r} lies outside it")
+            raise ConfigurationError(f"no copy was started, or {name!r} lies outside it")
         path = self._partial.path / parts
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +157,7 @@ class FilesService:
     def finish(self, digest: str) -> str:
         """Verify the copy that was stored, and keep it; returns its path. Raises CheckpointCorrupt."""
         if self._partial is None:
-            raise ConfigurationError("no copy was begun")
+            raise ConfigurationError("no copy was started")
         received = folder_digest(file_digests(self._partial.path, deep=True))
         if received != digest:
             self.close()

@@ -136,7 +136,7 @@ async def authenticate(sock: socket.socket, key: str, epoch: int, binding: bytes
     hello_bytes = await _receive(sock)
     hello = _decode(hello_bytes, Hello)
     if hello.protocol != PROTOCOL:
-        await _send(sock, Admission(refused=f"protocol {hello.protocol} where {PROTOCOL} is spoken"))
+        await _send(sock, Admission(refused=f"protocol {hello.protocol} but this end uses {PROTOCOL}"))
         raise ConnectionRefused(f"speaks protocol {hello.protocol}, not {PROTOCOL}")
     nonce = secrets.token_hex(16)
     seen = hello_bytes + nonce.encode() + binding
@@ -190,7 +190,7 @@ def _decode(data: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise ConnectionRefused(
-            f"sent {data[:20]!r}... where a {kind.__name__} is due: not a node of Headway"
+            f"sent {data[:20]!r}... where a {kind.__name__} is expected: not a node of Headway"
         ) from None
 
 

@@ -107,7 +107,7 @@ class Listener:
                     raise
                 taken = True
         except TimeoutError:
-            self._refused(f"{peer} connects, then is silent for {HANDSHAKE_S:g} s: a firewall, or no node of Headway")
+            self._refused(f"{peer} connected, but sent nothing in {HANDSHAKE_S:g} s: a firewall, or no node of Headway")
         except Exception as error:  # the boundary to a peer: refused, lost while it was taken, or it answers nonsense
             cause = str(error) if isinstance(error, HeadwayError) else f"{type(error).__name__}: {error}"
             self._refused(f"{peer}: {cause}")

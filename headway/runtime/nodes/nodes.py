@@ -98,7 +98,7 @@ class Nodes:
         if not name:
             return split_address(self.address)[0]
         if name not in self.joined:
-            raise NodeLost(f"node {name} is not there")
+            raise NodeLost(f"node {name} is not connected")
         return self.joined[name].peer
 
     async def await_host(self, name: str) -> str:
@@ -188,7 +188,7 @@ class Nodes:
         if self._closing:
             raise NotAdmitted("the run is over", later=self._keep_agents)
         if differences := _differences(hello.software):
-            raise NotAdmitted(f"node {hello.subject} has {differences}: install the same there")
+            raise NotAdmitted(f"node {hello.subject} has {differences}: install the same versions there")
         self._joining.add(hello.subject)
         try:
             await admit(sock, verdict)

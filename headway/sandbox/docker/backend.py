@@ -90,7 +90,7 @@ class DockerBackend(MachineBackend[DockerDaemon]):
             if self._was_reached:  # the daemon has stopped, and may be restarted
                 raise
             remedy = "start it, add this user to its group, or name it by sandbox.settings.url or DOCKER_HOST"
-            raise ConfigurationError(f"sandbox.backend = 'docker': {error.failure.what}; {remedy}") from error
+            raise ConfigurationError(f"sandbox.backend = 'docker': {error.failure.message}; {remedy}") from error
         self._was_reached = True
         return daemon
 
@@ -185,7 +185,7 @@ class DockerBackend(MachineBackend[DockerDaemon]):
     async def capabilities(self) -> Capabilities:
         information = (await self.start()).information
         missing = [
-            f"no limit of {name}: the daemon says it can't ({key} in docker info); mount that control group"
+            f"no limit of {name}: the daemon doesn't support it ({key} in docker info); mount that control group"
             for name, key in (("memory", "MemoryLimit"), ("processes", "PidsLimit"), ("cpus", "CpuCfsQuota"))
             if not information.get(key)
         ]

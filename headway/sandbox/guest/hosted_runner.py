@@ -233,7 +233,7 @@ def main() -> None:
                 file.write(answer_json)
             answer_json = json.dumps({"in": sys.argv[2]})
         except OSError as error:  # a command has filled the disk
-            answer_json = json.dumps({"killed": f"had no room for its answer: {error.strerror}"})
+            answer_json = json.dumps({"killed": f"had no space for its answer: {error.strerror}"})
     print(f"\n{MARKER}{answer_json}", flush=True)
 
 

@@ -29,7 +29,7 @@ class E2BProvider(Provider[E2BSettings]):
     name = package = "e2b"
     life_s = None  # renewed at E2B, any number of times
     pauses = True
-    missing = ("limits of memory, disk, processes and cores are the template's, whatever the spec says",)
+    missing = ("limits of memory, disk, processes and cores are the template's, not the spec's",)
     failures: Mapping[ErrorMeaning, tuple[str, ...]] = {
         "gone": ("SandboxNotFoundException", "SandboxNotRunningException"),
         "model": ("NotEnoughSpaceException",),

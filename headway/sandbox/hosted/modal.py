@@ -32,7 +32,7 @@ class ModalProvider(Provider[ModalSettings]):
 
     kind = ModalSettings
     name = package = "modal"
-    missing = ("no pause", "limits of disk, inodes and processes are Modal's, whatever the spec says")
+    missing = ("no pause", "limits of disk, inodes and processes are Modal's, not the spec's")
     failures: Mapping[ErrorMeaning, tuple[str, ...]] = {
         "gone": ("SandboxTerminatedError", "SandboxTimeoutError"),
         "model": ("SandboxFilesystemError",),

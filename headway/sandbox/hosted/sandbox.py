@@ -101,7 +101,7 @@ class HostedSandbox:
         request |= {"stdin": command.stdin or b"", "processes": self._processes}
         answer = await self._request(request, command.timeout_s)
         if answer.get("killed"):
-            failure = model_failure(f"what watched over the command {answer['killed']}", signal=9)
+            failure = model_failure(f"the process that ran the command {answer['killed']}", signal=9)
             return ExecResult(exit_code=None, signal=9, failure=failure)
         if "error" in answer:
             raise SandboxError(infrastructure_failure(f"a command can't be started: {answer['what']}"))
@@ -128,7 +128,7 @@ class HostedSandbox:
         if "error" in answer:
             raise SandboxError(file_failure(path, answer))
         if answer.get("killed"):
-            raise SandboxError(model_failure(f"{path}: what should have looked {answer['killed']}", errno="ESRCH"))
+            raise SandboxError(model_failure(f"{path}: the watcher {answer['killed']}", errno="ESRCH"))
         return answer
 
     # Lifecycle.
@@ -220,7 +220,7 @@ class HostedSandbox:
             if shell.exit_code in (126, 127):
                 raise SandboxError(environment_failure("there is no python3 in the sandbox: use an image that has it"))
             if shell.exit_code in SIGNALS or shell.exit_code < 0 or (shell.exit_code == 1 and self._ready):
-                return {"killed": "was ended or taken away"}  # by the sandbox's code: the runner worked before any ran
+                return {"killed": "was ended or removed"}  # by the sandbox's code: the runner worked before any ran
             message = f"sandbox {self.id} gave no answer, with exit code {shell.exit_code}"
             raise SandboxError(infrastructure_failure(message, evidence={"exit_code": shell.exit_code}))
         with self._parsing():
@@ -250,7 +250,7 @@ class HostedSandbox:
         try:
             yield
         except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
-            message = f"sandbox {self.id} sent what can't be understood: {str(error)[:200]}"
+            message = f"sandbox {self.id} sent an unreadable message: {str(error)[:200]}"
             raise SandboxError(infrastructure_failure(message, retry=False)) from error
 
 

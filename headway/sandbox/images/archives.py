@@ -89,7 +89,7 @@ class SavedImage(msgspec.Struct, frozen=True, rename={"config": "Config", "names
 class LayerSource(msgspec.Struct, frozen=True, kw_only=True):
     """A layer that may have to be unpacked. ``diff_id``: the digest of its tar; None: unknown until it is read."""
 
-    what: str  # the layer's name, for messages
+    name: str  # the layer's name, for messages
     diff_id: str | None
     open: Callable[[], io.BufferedReader]
     digest: str | None = None  # digest of the stream as stored
@@ -143,7 +143,7 @@ def is_layout(path: Path) -> bool:
 def _plain_tar(path: Path, name: str) -> ImageContent:
     if name:
         raise ImageError(f"it is a tar of files, in which no image is called {name!r}")
-    return ImageContent(layers=(LayerSource(what=path.name, diff_id=None, open=lambda: open(path, "rb")),))
+    return ImageContent(layers=(LayerSource(name=path.name, diff_id=None, open=lambda: open(path, "rb")),))
 
 
 def _first_name(stream: HashingReader) -> str:
@@ -156,7 +156,7 @@ def _first_name(stream: HashingReader) -> str:
                     return member.name if member is not None else ""
     except TAR_ERRORS as error:
         raise ImageError(
-            f"it isn't a tar, or is damaged ({error}): valid are a directory, a tar of a root file system (gzip and"
+            f"it isn't a tar, or is damaged ({error}): valid: a directory, a tar of a root file system (gzip and"
             " zstd too), an OCI archive or layout, and what docker save writes"
         ) from None
     return ""
@@ -182,7 +182,7 @@ class _Folder:
 
     def open(self, name: str) -> io.BufferedReader:
         if not self.has(name):
-            raise ImageError(f"it lacks {name}: an incomplete copy?")
+            raise ImageError(f"it lacks {name}: is the copy complete?")
         return open(self._path / name, "rb")
 
 
@@ -216,7 +216,7 @@ class _Archive:
 
     def open(self, name: str) -> io.BufferedReader:
         if not self.has(name):
-            raise ImageError(f"it lacks {name[:200]}: an incomplete copy?")
+            raise ImageError(f"it lacks {name[:200]}: is the copy complete?")
         start, size = self._ranges[self._links.get(name, name)]
         return cast(io.BufferedReader, io.BufferedReader(FileRegion(self._descriptor, start, size), 1 << 16))
 
@@ -247,7 +247,7 @@ def _document(files: _Files, name: str, kind: type[T], digest: str | None = None
 def _blob(digest: str) -> str:
     match = DIGEST.fullmatch(digest)
     if match is None:
-        raise ImageError(f"it names a blob {digest[:100]!r}: valid is sha256: with 64 digits")
+        raise ImageError(f"it names a blob {digest[:100]!r}: valid: sha256: with 64 digits")
     return f"blobs/sha256/{match[1]}"
 
 
@@ -269,12 +269,12 @@ def _oci_layout(files: _Files, name: str, take: Callable[[int], None]) -> ImageC
     for layer, diff_id in zip(manifest.layers, config.rootfs.diff_ids, strict=True):
         if not LAYER_TYPE.fullmatch(layer.media_type):
             raise ImageError(
-                f"layer {layer.digest[:80]} is of media type {layer.media_type[:100]!r}: valid are"
+                f"layer {layer.digest[:80]} is of media type {layer.media_type[:100]!r}: valid:"
                 " application/vnd.oci.image.layer.v1.tar, with +gzip or +zstd, and Docker's"
             )
         blob = _blob(layer.digest)
         source = functools.partial(files.open, blob)
-        layers.append(LayerSource(what=blob, diff_id=diff_id, open=source, digest=layer.digest))
+        layers.append(LayerSource(name=blob, diff_id=diff_id, open=source, digest=layer.digest))
     return ImageContent(layers=tuple(layers), environment=_environment(config))
 
 
@@ -309,7 +309,7 @@ def _manifests(files: _Files, take: Callable[[int], None]) -> Iterator[_Candidat
             yield _Candidate(image_name, "/".join(parts) if any(parts) else "", descriptor.digest)
         else:
             raise ImageError(
-                f"its index names media type {descriptor.media_type[:100]!r}: valid are {MANIFEST_TYPES[0]} and"
+                f"its index names media type {descriptor.media_type[:100]!r}: valid: {MANIFEST_TYPES[0]} and"
                 f" {INDEX_TYPES[0]}, and Docker's"
             )
 
@@ -322,7 +322,7 @@ def _choose(candidates: Sequence[_Candidate], name: str) -> _Candidate:
     if not candidates:
         raise ImageError("it holds no image")
     if not named:
-        raise ImageError(f"it holds no image {name!r}: valid are {', '.join(names) or 'none with a name'}")
+        raise ImageError(f"it holds no image {name!r}: valid: {', '.join(names) or 'none with a name'}")
     if not fitting:
         platforms = ", ".join(sorted({image.platform for image in named}))
         raise ImageError(f"it is for {platforms}: this machine is {this_platform()}")
@@ -344,7 +344,7 @@ def _check_config(config: ImageConfig, layers: int) -> None:
     if len(config.rootfs.diff_ids) != layers:
         raise ImageError(f"it has {layers} layers, and digests for {len(config.rootfs.diff_ids)}")
     if not 1 <= layers <= LAYERS:
-        raise ImageError(f"it has {layers} layers: valid are 1 to {LAYERS}")
+        raise ImageError(f"it has {layers} layers: valid: 1 to {LAYERS}")
     for digest in config.rootfs.diff_ids:
         _blob(digest)
 
@@ -362,7 +362,7 @@ def _docker_save(files: _Files, name: str) -> ImageContent:
     tags = sorted(tag for candidate in images for tag in candidate.names or ())
     named = [candidate for candidate in images if not name or name in (candidate.names or ())]
     if not named:
-        raise ImageError(f"it holds no image {name!r}: valid are {', '.join(tags) or 'none with a name'}")
+        raise ImageError(f"it holds no image {name!r}: valid: {', '.join(tags) or 'none with a name'}")
     if len(named) > 1:
         raise ImageError(f"it holds several images: choose one by PATH#NAME: {', '.join(tags) or 'none has a name'}")
     image = named[0]
@@ -370,7 +370,7 @@ def _docker_save(files: _Files, name: str) -> ImageContent:
     config = _document(files, image.config, ImageConfig, f"sha256:{digest_match[1]}" if digest_match else None)
     _check_config(config, len(image.layers))
     layers = [
-        LayerSource(what=layer, diff_id=diff_id, open=functools.partial(files.open, layer))
+        LayerSource(name=layer, diff_id=diff_id, open=functools.partial(files.open, layer))
         for layer, diff_id in zip(image.layers, config.rootfs.diff_ids, strict=True)
     ]
     return ImageContent(layers=tuple(layers), environment=_environment(config))

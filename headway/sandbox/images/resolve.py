@@ -79,7 +79,7 @@ def _locate(image: str) -> tuple[Path, str]:
         path = Path(image_path).expanduser()
     if not path.exists():
         raise ImageError(
-            "no such file. Valid are a directory, a tar of a root file system, an OCI archive or layout, and what"
+            "no such file. Valid: a directory, a tar of a root file system, an OCI archive or layout, and what"
             " docker save writes: of an image in a registry, `skopeo copy docker://NAME oci-archive:FILE.tar`"
         )
     if not (path.is_dir() or path.is_file()):
@@ -105,7 +105,7 @@ def _from_store(store: ImageStore, path: Path, name: str, stop: threading.Event 
         image = store.acquire(known)
     assert image is not None  # images are only removed under the lock that this process held
     for line in change.removed:
-        log.info("removed for room: %s", line)
+        log.info("removed to free space: %s", line)
     image.unpacked, image.removed = change.unpacked, tuple(change.removed)
     return image
 

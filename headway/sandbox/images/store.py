@@ -310,7 +310,7 @@ class StoreChange:
         try:
             return self._unpack(source)
         except ImageError as error:
-            raise ImageError(f"{source.what}: {error}") from None
+            raise ImageError(f"{source.name}: {error}") from None
 
     def _has(self, digest: str) -> bool:
         return self._store.layer(digest).exists()

@@ -99,7 +99,7 @@ def decompress(raw: io.BufferedReader) -> tuple[IO[bytes], bool]:
         return _zstd(raw), True
     for mark, name in UNSUPPORTED.items():
         if start.startswith(mark):
-            raise ImageError(f"it is compressed with {name}: valid are gzip, zstd, and none")
+            raise ImageError(f"it is compressed with {name}: valid: gzip, zstd, and none")
     return raw, False
 
 

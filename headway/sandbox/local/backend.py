@@ -79,7 +79,7 @@ class LocalBackend(MachineBackend[ZygoteProcess]):
                     opened.callback(entrance.close)
                 maker.write(record)
             except OSError as error:
-                message = f"a sandbox can't be recorded in {self._state}: {error.strerror}: make room there"
+                message = f"a sandbox can't be recorded in {self._state}: {error.strerror}: free space there"
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     message = f"a sandbox needs more open files: {error.strerror}: raise ulimit -n"
                 raise SandboxError(infrastructure_failure(message)) from error

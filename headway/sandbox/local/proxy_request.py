@@ -40,7 +40,7 @@ def read(head: bytes) -> ProxyRequest:
     request_line, *lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
     match = _REQUEST_LINE.fullmatch(request_line)
     if match is None:
-        raise _bad("the first line is no HTTP/1 request")
+        raise _bad("the first line isn't an HTTP/1 request")
     method, target, minor = match[1], match[2].decode(), match[3]
     headers = [_header(line) for line in lines]
     if method == b"CONNECT":
@@ -86,7 +86,7 @@ def _plain(method: bytes, target: str, minor: bytes, headers: list[tuple[bytes, 
 def _header(line: bytes) -> tuple[bytes, bytes]:
     match = _HEADER.fullmatch(line)
     if match is None:
-        raise _bad("a header that is none")
+        raise _bad("a line that isn't a header")
     return match[1].lower(), match[2].rstrip(b" \t")
 
 

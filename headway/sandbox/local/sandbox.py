@@ -277,7 +277,7 @@ class LocalSandbox:
             await asyncio.wait({self._gone}, timeout=ENDING_S)
         self._release()
         if not self._gone.done() and self._zygote.alive:
-            raise SandboxError(infrastructure_failure(f"something of sandbox {self.id} doesn't end"))
+            raise SandboxError(infrastructure_failure(f"a process of sandbox {self.id} doesn't end"))
 
     def on_ended(self, code: int | None, oom_kills: int, why: SandboxFailure | None = None) -> None:
         """Handle the end of the sandbox, whose processes have all ended. ``code``: exit code of its first process,
@@ -411,7 +411,7 @@ class LocalSandbox:
             raise SandboxError(self._cause(None, 0)) from error
 
     def _end_on_protocol_error(self, error: Exception) -> None:
-        self._broken = f"it sent what can't be understood: {type(error).__name__}: {str(error)[:200]}"
+        self._broken = f"it sent an unreadable message: {type(error).__name__}: {str(error)[:200]}"
         with contextlib.suppress(SandboxError):
             self._zygote.request({"do": "terminate", "id": self.id})
 
@@ -446,7 +446,7 @@ class LocalSandbox:
         if "more" in head:
             call.remaining_bytes -= len(body)
             if call.remaining_bytes < 0:
-                raise wire.Malformed("more than was asked for")
+                raise wire.Malformed("more than was requested")
             return call.take(body)
         if not call.answer.done():
             call.answer.set_result((head, body))

@@ -133,7 +133,7 @@ class ZygoteProcess:
             raise SandboxError(infrastructure_failure("the process that makes sandboxes has died"))
         data = json.dumps(message).encode()
         if len(data) > wire.MESSAGE_BYTES:  # the rest would be cut off
-            raise ConfigurationError(f"a sandbox's specification has {len(data)} bytes, of {wire.MESSAGE_BYTES} it may")
+            raise ConfigurationError(f"a sandbox's specification has {len(data)} bytes; at most: {wire.MESSAGE_BYTES}")
         if not self._backlog:
             try:
                 socket.send_fds(self._socket, [data], descriptors)
@@ -247,7 +247,7 @@ def _make_state(state: Path, uid: int) -> None:
         os.chown(state, uid, -1)
     except FileExistsError:
         if state.is_symlink() or state.stat().st_uid not in (uid, os.geteuid()):
-            raise ConfigurationError(f"{state} belongs to somebody else: name another directory") from None
+            raise ConfigurationError(f"{state} belongs to another user: name another directory") from None
         if state.stat().st_uid != uid:
             os.chown(state, uid, -1)
 

@@ -34,7 +34,7 @@ _STEPS, _PIXELS, _TRACKS = 30, 3000, 64  # of the lanes
 _GROUPS = ("devices", "trainer", "generator", "verifiers", "other", "groups", "rollouts")  # by decreasing priority
 _VIEWS = ("report", "now", "run", "rollouts", "tasks", "devices")
 _POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
-_FULL_PAGE_HINT = "`headway watch RUN` has all."
+_FULL_PAGE_HINT = "`headway watch RUN` shows everything."
 
 
 def write_run_page(run_dir: str | Path, output: str | Path | None = None, price: float | None = None) -> Path:
@@ -145,7 +145,7 @@ def _rollouts(reader: WatchedRollouts, rows: Sequence[int], shares: int) -> dict
             f"ending. {_FULL_PAGE_HINT}"
         )
     if cut:
-        notes.append(f"Of {cut:,} long ones only the first tokens are in this file.")
+        notes.append(f"This file has only the first tokens of {cut:,} long ones.")
     return {"rollouts": {**kept, "problems": [*notes, *kept["problems"]]}, "details": details}
 
 

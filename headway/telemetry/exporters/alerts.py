@@ -58,7 +58,7 @@ def webhook_url(variable: str) -> str:
     if variable and not url:
         raise ConfigurationError(f"the environment has no {variable}")
     if url and not url.startswith(("http://", "https://")):
-        raise ConfigurationError(f"{variable} holds no such URL; valid: http://... or https://...")
+        raise ConfigurationError(f"{variable} isn't a URL; valid: http://... or https://...")
     return url
 
 

@@ -80,7 +80,7 @@ class Prometheus(Exporter, Collector):
         printed_host = f"[{host}]" if ":" in host else host
         self.destination = f"http://{printed_host}:{bound}/metrics"
         if not is_loopback(address):
-            self.destination += " (whoever reaches this machine can read it)"
+            self.destination += " (any host that reaches it can read it)"
 
     # --- from the exporter's thread ---------------------------------------------------------------------------
 

@@ -39,8 +39,8 @@ _SCALARS: dict[str, pa.DataType] = {
     "group": pa.int64(),
     "member": pa.int32(),
     "solved": pa.bool_(),
-    "left": pa.string(),  # the way in which it left its group before training; null: it didn't
-    "left_reason": pa.string(),
+    "removal": pa.string(),  # the way in which it left its group before training; null: it didn't
+    "removal_reason": pa.string(),
     **dict.fromkeys(_INT32.split(), pa.int32()),
     **dict.fromkeys(_INT64.split(), pa.int64()),
     **dict.fromkeys(_FLOAT64.split(), pa.float64()),

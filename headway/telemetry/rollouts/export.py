@@ -131,7 +131,7 @@ def _replace(partial: Path, path: Path) -> None:
         raise ConfigurationError(f"{path} is a folder: name a file that may be written")
     if path.is_dir():
         if not (path / "data").is_dir() and any(path.iterdir()):
-            raise ConfigurationError(f"{path} holds something else than an export: name another folder")
+            raise ConfigurationError(f"{path} contains something other than an export: name another folder")
         shutil.rmtree(path)
     os.replace(partial, path)
 

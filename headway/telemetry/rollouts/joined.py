@@ -56,8 +56,8 @@ class JoinedRollouts:
         """(ending, reason, step) of a rollout: its own if it failed or left its group, else its group's."""
         if row["failure"] is not None:
             return "failed", "", None
-        if row["left"] is not None:
-            return row["left"], row["left_reason"], None
+        if row["removal"] is not None:
+            return row["removal"], row["removal_reason"], None
         end = self.endings.get(row["group"])
         return ("open", "", None) if end is None else (end.ending, end.reason, end.step)
 
@@ -77,8 +77,8 @@ class JoinedRollouts:
         return joined
 
 
-_JOIN_COLUMNS = ["group", "member", "left", "left_reason", "failure", "prompt_ids", "response_ids", "response_logprobs",
-           "branches"]  # fmt: skip
+_JOIN_COLUMNS = ["group", "member", "removal", "removal_reason", "failure", "prompt_ids", "response_ids",
+           "response_logprobs", "branches"]  # fmt: skip
 
 
 def _values(trained: TrainedSequence | None, sequence: dict[str, Any]) -> dict[str, np.ndarray] | None:

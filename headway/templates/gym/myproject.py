@@ -23,22 +23,22 @@ class Field:
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         """Begin a game: where the options say, else anywhere."""
         place, goal = (options or {}).get("begin") or random.Random(seed).choice(games())
-        self.steps, self.place, self.goal = 0, tuple(place), tuple(goal)
+        self.steps, self.position, self.goal = 0, tuple(place), tuple(goal)
         return self.seen(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Move; returns observation, reward, terminated, truncated and further information."""
         self.steps += 1
         across, along = MOVES.get(action, (0, 0))  # any other word: the piece stays
-        x, y = self.place[0] + across, self.place[1] + along
+        x, y = self.position[0] + across, self.position[1] + along
         if 0 <= x < SIDE and 0 <= y < SIDE:
-            self.place = (x, y)
-        reached = self.place == self.goal
+            self.position = (x, y)
+        reached = self.position == self.goal
         return self.seen(), float(reached), reached, self.steps >= STEPS, {}
 
     def seen(self) -> str:
         """Describe the moves that are left, for the model: easier to learn from than two places to compare."""
-        across, along = self.goal[0] - self.place[0], self.goal[1] - self.place[1]
+        across, along = self.goal[0] - self.position[0], self.goal[1] - self.position[1]
         steps = {name: x * across + y * along for name, (x, y) in MOVES.items()}
         return " ".join(f"{ahead} {name}" for name, ahead in steps.items() if ahead > 0) or "here"
 

@@ -30,7 +30,7 @@ class Game(unittest.TestCase):
     def test_it_ends_after_its_steps(self) -> None:
         game = begin((0, 0), (3, 3))
         assert [game.step(word)[3] for word in ["left", "up", "?"] * 3] == [False] * (STEPS - 1) + [True]
-        assert game.place == (0, 0)
+        assert game.position == (0, 0)
 
 
 class Tasks(unittest.TestCase):

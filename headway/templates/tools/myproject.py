@@ -18,5 +18,5 @@ class Shop(Environment):
         """
         prices = episode.task.metadata["prices"]
         if item not in prices:
-            raise ToolError(f"there is no {item}")  # told to the model; the rollout goes on
+            raise ToolError(f"there is no {item}")  # the model reads it; the rollout continues
         return str(prices[item])

@@ -75,7 +75,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_defaults(members: tuple[float | str, ...], ending: str | None, reason: str, valid: int) -> None:
     judged = judge(members)
     assert (judged.outcome.ending, judged.outcome.reason, judged.outcome.valid) == (ending, reason, valid)
-    assert judged.finished == synthetic_group(TASK, members)  # nothing is written that a default run has no use for
+    assert judged.finished == synthetic_group(TASK, members)  # nothing is written that a default run doesn't use
 
 
 def test_default_rewards_of_any_scale_keep_their_differences() -> None:
@@ -107,7 +107,7 @@ def late(*members: float | str) -> FinishedGroup:
     """A group of which those called "late" were stopped at the timeout."""
     finished = synthetic_group(TASK, tuple("discarded" if m == "late" else m for m in members))
     stopped = [
-        msgspec.structs.replace(r, left_reason="group_timeout") if r.left == "discarded" else r
+        msgspec.structs.replace(r, removal_reason="group_timeout") if r.removal == "discarded" else r
         for r in finished.rollouts
     ]
     return FinishedGroup(group=finished.group, rollouts=tuple(stopped))
@@ -207,7 +207,7 @@ def test_refused_groups_and_too_few_members(own: ModuleType) -> None:
     hooks = {"hooks": {"filter_item": "own:item"}}
     three = judge((1.0, 0.0, 0.5, 0.25), **hooks)
     assert three.outcome.ending is None
-    assert [r.left_reason for r in three.finished.rollouts] == ["", "user:filter_item", "", ""]
+    assert [r.removal_reason for r in three.finished.rollouts] == ["", "user:filter_item", "", ""]
     strict = judge((1.0, 0.0, 0.5, 0.25), queue={"min_valid_item_ratio": 0.8}, **hooks)
     assert (strict.outcome.ending, strict.outcome.reason) == ("filtered", "too_few_kept")
 

@@ -122,7 +122,7 @@ def fated(fates, rewards):
         if fate == "failed":
             plain = msgspec.structs.replace(plain, failure=FAILURE)
         elif fate != "valid":
-            plain = msgspec.structs.replace(plain, left=left[fate][0], left_reason=left[fate][1])
+            plain = msgspec.structs.replace(plain, removal=left[fate][0], removal_reason=left[fate][1])
         found.append(plain)
     return found
 
@@ -155,16 +155,16 @@ def test_a_group_goes_on_only_with_members_enough_that_differ(given_group):
     if outcome.ending is None:
         assert len(valid) >= min(2, size)
         assert len(valid) >= limits.min_valid_item_ratio * size - 1e-9
-        sound = sum(r.failure is None and r.left in (None, "filtered") for r in rollouts)
-        timed_out = any(r.left == "discarded" for r in rollouts)
+        sound = sum(r.failure is None and r.removal in (None, "filtered") for r in rollouts)
+        timed_out = any(r.removal == "discarded" for r in rollouts)
         needed = limits.min_timeout_group_ratio if timed_out else limits.min_valid_group_ratio
         assert sound >= needed * size - 1e-9
         if limits.filter_zero_variance and size > 1:
             assert len({r.reward for r in valid}) > 1
     if outcome.ending == "pruned":
-        assert any(r.left == "pruned" for r in rollouts)
+        assert any(r.removal == "pruned" for r in rollouts)
     if outcome.reason == GROUP_TIMEOUT:
-        assert any(r.left == "discarded" for r in rollouts)
+        assert any(r.removal == "discarded" for r in rollouts)
 
 
 @settings(deadline=None, max_examples=200)
@@ -175,12 +175,11 @@ def test_a_member_more_never_fails_a_group(given_group, data):
     if not gone:
         return
     back = data.draw(st.sampled_from(gone))
-    better = [
-        msgspec.structs.replace(r, failure=None, left=None, left_reason="") if r.member == back else r for r in rollouts
-    ]
+    valid = {"failure": None, "removal": None, "removal_reason": ""}
+    better = [msgspec.structs.replace(r, **valid) if r.member == back else r for r in rollouts]
     before = group_outcome(rollouts, size=len(rollouts), limits=limits).ending
     after = group_outcome(better, size=len(rollouts), limits=limits).ending
-    timed_out = [any(r.left == "discarded" for r in members) for members in (rollouts, better)]
+    timed_out = [any(r.removal == "discarded" for r in members) for members in (rollouts, better)]
     if before is None and (
         timed_out[0] == timed_out[1] or limits.min_valid_group_ratio <= limits.min_timeout_group_ratio
     ):

@@ -112,11 +112,11 @@ def reject_above_one(group, rollout):
         ("reward", lambda g, r, text: float("nan"), "returned nan for rollout 0-0"),
         ("group_meta", lambda g, rollouts: [1.0], r"returned \[1.0\]: a dictionary of numbers is needed"),
         ("group_meta", lambda g, rollouts: {"best": None}, "returned 'best': None in its dictionary"),
-        ("group_meta", lambda g, rollouts: {"best": max(r.reward for r in rollouts if r.valid)}, "nobody left"),
-        ("is_valid_group", lambda g, rollouts: None, "returned None: True, False or"),
-        ("is_valid_group", lambda g, rollouts: (True, "fine", 3), r"returned \(True, 'fine', 3\): True, False or"),
-        ("is_valid_group", changes, "changed the group or rollouts it was given"),
-        ("filter_item", lambda g, r: 1, "returned 1: True, False or"),
+        ("group_meta", lambda g, rollouts: {"best": max(r.reward for r in rollouts if r.valid)}, "no group left"),
+        ("is_valid_group", lambda g, rollouts: None, "returned None: valid: True, False or"),
+        ("is_valid_group", lambda g, rollouts: (True, "fine", 3), r"returned \(True, 'fine', 3\): valid: True,"),
+        ("is_valid_group", changes, "changed its arguments"),
+        ("filter_item", lambda g, r: 1, "returned 1: valid: True, False or"),
         ("filter_item", lambda g, r: (False, 7), r"returned \(False, 7\)"),
         (
             "filter_item",
@@ -124,12 +124,12 @@ def reject_above_one(group, rollout):
             r"raised ValueError: reward 2.3 is above 1 \(test_hooks_conformance.py, line",
         ),
         ("filter_item", fickle, "then .* of the same arguments: a replay would train on something else"),
-        ("normalize_group", lambda g, rs, x: x[:1], r"returned shape \[1\] for 4 rewards: one number each"),
+        ("normalize_group", lambda g, rs, x: x[:1], r"returned shape \[1\] for 4 rewards: one number for each"),
         ("normalize_group", lambda g, rs, x: (x - x.mean()) / x.std(), "not all finite.*case: rewards all equal"),
-        ("normalize_group", lambda g, rs, x: None, "not all finite|numbers are needed|one number each"),
-        ("pad_group", lambda g, rs: [0] * g.size, "returned 4 members to fill 0 places of a group of 4"),
-        ("pad_group", lambda g, rs: [99] * (g.size - len(rs)), r"returned member 99: valid are \[0, 2\]"),
-        ("pad_group", lambda g, rs: [1.0] * (g.size - len(rs)), r"returned member 1.0: valid are"),
+        ("normalize_group", lambda g, rs, x: None, "not all finite|numbers are required|one number for each"),
+        ("pad_group", lambda g, rs: [0] * g.size, "returned 4 members to fill 0 slots of a group of 4"),
+        ("pad_group", lambda g, rs: [99] * (g.size - len(rs)), r"returned member 99: valid: \[0, 2\]"),
+        ("pad_group", lambda g, rs: [1.0] * (g.size - len(rs)), r"returned member 1.0: valid:"),
         ("pad_group", lambda g, rs: "0", "returned '0': a list of members is needed"),
     ],
 )
@@ -144,7 +144,7 @@ def test_what_breaks_it_is_named(short: str, function: Callable[..., Any], what:
 def test_a_padded_member_that_left_is_refused() -> None:
     finished = synthetic_group(TASK, CASES["two failed members"])
     hooks = hooks_with("pad_group", lambda group, rollouts: [1])
-    with pytest.raises(Exception, match=r"returned member 1: valid are \[0, 2\]"):
+    with pytest.raises(Exception, match=r"returned member 1: valid: \[0, 2\]"):
         hooks.copies(finished.group, finished.valid)
 
 

@@ -35,8 +35,8 @@ def test_every_predicted_figure_of_the_page_is_within_its_bound():
 
 
 def test_a_figure_knows_whether_it_is_near_enough():
-    near = Figure(what="x", published=100, found=114, label="predicted")
-    far = Figure(what="x", published=100, found=116, label="predicted")
+    near = Figure(name="x", published=100, computed=114, label="predicted")
+    far = Figure(name="x", published=100, computed=116, label="predicted")
     assert (near.within, far.within) == (True, False)
     assert "(outside)" in figures_table([far])
     assert "(outside)" not in figures_table([near])

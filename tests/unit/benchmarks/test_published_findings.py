@@ -26,4 +26,4 @@ def test_published_findings_come_out(monkeypatch: pytest.MonkeyPatch) -> None:
     # with thousands of responses a step the longest ones matter less, and taking turns wins at last
     assert [row.holds for row in reasoning] == [True] * 7 + [False]
     assert sum(row.deviation > 0.15 for row in reasoning) == 2
-    assert all("56% generate" in row.found for name, row in rows.items() if name.startswith("asynchronous"))
+    assert all("56% generate" in row.computed for name, row in rows.items() if name.startswith("asynchronous"))

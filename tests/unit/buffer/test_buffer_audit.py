@@ -110,7 +110,7 @@ TAMPERINGS = {
     "a task lost": ("UPDATE groups SET task = NULL WHERE idx = 8", "its task is missing"),
     "trained without a batch": (
         "UPDATE groups SET state = 'ended', ending = 'trained', reason = 'x' WHERE idx = 7",
-        "not as the log says",
+        "the log differs",
     ),
     "a batched group without its batch": ("DELETE FROM batches WHERE step = 5 AND attempt = 1", "is in no batch"),
     "released too much": ("UPDATE meta SET value = 5 WHERE key = 'released_version'", "no checkpoint covers them"),
@@ -132,7 +132,7 @@ def test_tampering_is_found(run, name, capsys):
 def test_a_checkpoint_that_disagrees_with_the_log_is_found(run):
     checkpoint(run, 5, {0: [0], 1: [1], 2: [3], 3: [3], 4: [4]})
     violations = audit_run(run).violations
-    assert any("step 2 trained [3], the log says [2]" in v for v in violations)
+    assert any("step 2 trained [3], the log has [2]" in v for v in violations)
     assert any("groups [3] were trained more than once" in v for v in violations)
 
 

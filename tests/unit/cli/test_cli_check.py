@@ -314,7 +314,7 @@ def test_settings_that_would_wait_for_ever(setup: Setup) -> None:
         "can't hold one rollout"
         in setup.messages(generator={"kv_capacity_tokens": 100})["generator.kv_capacity_tokens"]
     )
-    assert "nothing be learnt" in setup.messages(rollout={"group_size": 1})["rollout.group_size"]
+    assert "so all would be 0" in setup.messages(rollout={"group_size": 1})["rollout.group_size"]
     assert setup.messages(rollout={"group_size": 1}, algorithm={"preset": "reinforce++"}) == {}
 
 
@@ -370,7 +370,7 @@ def test_a_users_functions_are_found_in_the_working_directory_and_a_loss_is_not_
     )
     assert setup.messages(hooks={"filter_item": "my_filter:keep"}) == {}
     found = setup.messages(hooks={"filter_item": "my_filter:count", "is_valid_group": "my_filter:one"})
-    assert "returned 1: True, False or (True or False, why) is needed" in found["hooks.filter_item"]
+    assert "returned 1: valid: True, False or (True or False, reason)" in found["hooks.filter_item"]
     assert "is called as one(group, rollouts), and takes (group)" in found["hooks.is_valid_group"]
 
 
@@ -448,13 +448,13 @@ def test_what_another_step_will_make_is_no_error_ahead_of_the_run(setup: Setup) 
         return {finding.key: finding.message for finding in looked if finding.level == level}
 
     coming = {"model": {"path": nowhere}, "sft": {"data": "sft.jsonl", "output": nowhere}}
-    assert "headway sft makes it" in found("warning", **coming)["model.path"]
+    assert "make run) writes it" in found("warning", **coming)["model.path"]
     assert found("error", **coming) == {}
     assert "no such folder" in found("error", model={"path": nowhere})["model.path"]
     with RunDirectory(setup.folder / "run") as run:
         run.begin(setup.experiment(), resume=False)
         assert "in use by process" in found("error")["run.directory"]
-    assert "--resume, in a project make run, goes on" in found("warning")["run.directory"]
+    assert "--resume, in a project make run, continues" in found("warning")["run.directory"]
     assert found("error") == {}
     assert "run.seed" in found("error", run={"seed": 5})["run.directory"]
 

@@ -107,7 +107,7 @@ def test_tasks_of_kernelbench_and_jsonl_are_written(tmp_path: Path, capsys: Capt
         (["tasks", "t.jsonl", "--jsonl", "nowhere.jsonl"], "no such file: nowhere.jsonl"),
         (["tasks", "t.jsonl", "--jsonl", "raw.jsonl", "--kernelbench", "x"], "valid: one of them"),
         (["tasks", "t.jsonl", "--held-out", "1.0"], "--held-out 1: valid: from 0 to below 1"),
-        (["tasks", "t.jsonl", "--held-out", "0.01"], "leaves a file without any"),
+        (["tasks", "t.jsonl", "--held-out", "0.01"], "leaves one file without tasks"),
         (["tasks", "t.jsonl", "--full-size"], "--full-size: valid: with --kernelbench"),
         (["eval", "--tasks", "nowhere", "--answers", "rows", "--out", "r", "--local"], "no such file: nowhere"),
         (["eval", "--tasks", "tasks.jsonl", "--answers", "nowhere", "--out", "r", "--local"], "no such file: nowhere"),

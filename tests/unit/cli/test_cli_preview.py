@@ -46,8 +46,8 @@ def report_of(
     return CheckReport(
         findings=[],
         memory=[
-            MemoryUse(name="generator-0", place="cuda:0", parts={"KV cache": 6 * GIB, "weights": 2 * GIB}),
-            MemoryUse(name="trainer-0", place="memory", parts={"base": GIB // 4}, measured_bytes=GIB // 8),
+            MemoryUse(name="generator-0", location="cuda:0", parts={"KV cache": 6 * GIB, "weights": 2 * GIB}),
+            MemoryUse(name="trainer-0", location="memory", parts={"base": GIB // 4}, measured_bytes=GIB // 8),
         ],
         places=[
             MemoryPlace(name="cuda:0", needed_bytes=8 * GIB, capacity_bytes=None, available_bytes=None),

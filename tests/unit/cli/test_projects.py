@@ -221,7 +221,7 @@ def test_missing_compiler(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert files(here) == []
     assert cli.main(["new", "demo"]) == 0
     told = capsys.readouterr().out
-    assert "plain torch takes the place" in told
+    assert "plain torch replaces" in told
     assert "apt install make" in told
 
 

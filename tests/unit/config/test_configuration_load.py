@@ -34,7 +34,7 @@ def test_a_file_that_is_elsewhere_is_looked_for_below(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigurationError) as alone:
         load_experiment("experiment.toml")
-    here = f"no such configuration file: experiment.toml, looked for in {tmp_path}; cd "
+    here = f"no such configuration file: experiment.toml, searched in {tmp_path}; cd "
     assert str(alone.value) == f"{here}to the folder that has it first"
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "experiment.toml").write_text("")
@@ -82,12 +82,12 @@ def test_a_key_that_went_is_named_with_what_stands_in_its_place(tmp_path: Path) 
     generated = {"source": "reasoning-gym", "name": "chain_sum", "size": 7}
     for tasks, key in (({"train": generated}, "train"), ({**kept, "test": [generated, generated]}, "test.0")):
         wrong = refusal(tasks=tasks)
-        assert f"the key 'tasks.{key}.size' is gone: set parameters.size of the same source" in wrong
+        assert f"the key 'tasks.{key}.size' was removed: set parameters.size of the same source" in wrong
     named = refusal(tasks={"train": {"path": "t.jsonl", "verifier": {"name": "math"}}})
     assert "valid: a verifier's name; one with parameters is a [verifiers.NAME]" in named
     file = tmp_path / "experiment.toml"
     file.write_text('[run]\ndirectory = "r"\n[model]\npath = "m"\n[tasks.train]\npath = "t"\n', encoding="utf-8")
-    with pytest.raises(ConfigurationError, match=r"the key 'run.worker_start_timeout_s' is gone: it is 600 s, and"):
+    with pytest.raises(ConfigurationError, match=r"the key 'run.worker_start_timeout_s' was removed: it is 600 s, and"):
         load_experiment(file, ["--run.worker-start-timeout-s=1200"])
 
 
@@ -104,7 +104,7 @@ def test_keys_that_went_are_no_keys() -> None:
                 inside = inside[part][0] if isinstance(inside[part], list) else inside[part]
             inside[parts[-1]] = 1
             given = kept | {section: {"train": raw} if section == "tasks" else raw}
-            assert "is gone: " in refusal(**given), f"{section}.{key}"
+            assert "was removed: " in refusal(**given), f"{section}.{key}"
 
 
 @pytest.mark.parametrize(("key", "value"), [("size", 0), ("size", "7"), ("seed", 1.5)])

@@ -137,7 +137,7 @@ def test_penalties_without_meaning_are_refused() -> None:
 def test_empty_bounds_are_refused() -> None:
     for key in ("token_mask", "sequence_mask"):
         assert getattr(experiment(algorithm={key: [0.5, 5]}).algorithm, key) == (0.5, 5.0)
-        assert f"algorithm.{key} = [5, 0.5]: nothing passes" in refusal(algorithm={key: [5, 0.5]})
+        assert f"algorithm.{key} = [5, 0.5]: the range is empty" in refusal(algorithm={key: [5, 0.5]})
         assert f"algorithm.{key}" in refusal(algorithm={key: [0.5]})
         assert f"algorithm.{key}" in refusal(algorithm={key: [-1, 2]})
 
@@ -152,7 +152,7 @@ def test_advantages_of_whole_attempts_are_refused_where_they_say_nothing() -> No
         said = refusal(algorithm={"advantage": advantage, "turn_discount": 1.0}, rollout={"group_size": 8})
         assert f"algorithm.advantage = '{advantage}' compares whole attempts" in said
     said = refusal(algorithm={"advantage": "pass_at_k", "parameters": {"k": 8}}, rollout={"group_size": 8})
-    assert "algorithm.parameters.k = 8 of groups of 8" in said
+    assert "algorithm.parameters.k = 8 for groups of 8" in said
     assert experiment(algorithm={"advantage": "pass_at_k", "parameters": {"k": 7}}, rollout={"group_size": 8})
 
 
@@ -166,7 +166,7 @@ def test_a_loss_takes_its_own_parameters_and_no_others() -> None:
         algorithm={"parameters": {"bta": 1}}
     )
     assert "algorithm.parameters.beta = 0" in refusal(algorithm={"loss": "dro", "parameters": {"beta": 0}})
-    assert "dro_beta' is gone: set beta in [algorithm.parameters]" in refusal(algorithm={"dro_beta": 0.1})
+    assert "dro_beta' was removed: set beta in [algorithm.parameters]" in refusal(algorithm={"dro_beta": 0.1})
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_what_a_run_cannot_keep_is_refused() -> None:
 def test_keys_that_went_from_a_pruner_are_told_by_their_place() -> None:
     pruner = {"kind": "verifier", "verifier": "m", "timeout_s": 3}
     said = refusal(pruning={"pruners": [pruner]}, verifiers={"m": {"name": "math"}})
-    assert "the key 'pruning.pruners.0.timeout_s' is gone: " in said
+    assert "the key 'pruning.pruners.0.timeout_s' was removed: " in said
     said = refusal(pruning={"pruners": [{"kind": "verifier", "verifier": "m", "blow": 3}]})
     assert "unknown key 'pruning.pruners.0.blow'; did you mean 'below'?" in said
     assert "pruning.pruners.0.verifier = 3" in refusal(pruning={"pruners": [{"kind": "verifier", "verifier": 3}]})
@@ -219,7 +219,7 @@ def test_a_run_may_be_resumed_with_a_models_dtype_in_place_of_both_sides() -> No
 
 def test_updates_end_early_only_where_a_batch_has_several() -> None:
     said = refusal(algorithm={"early_stop_ratio": 0.1})
-    assert "algorithm.early_stop_ratio = 0.1 leaves out the later updates" in said
+    assert "algorithm.early_stop_ratio = 0.1 skips the later updates" in said
     several = {"trainer": {"optimizer_steps_per_batch": 2}}
     assert experiment(algorithm={"early_stop_ratio": 0.1}, **several)
     assert "groups_per_part" in refusal(algorithm={"early_stop_ratio": 0.1}, queue={"groups_per_part": 1}, **several)
@@ -227,7 +227,7 @@ def test_updates_end_early_only_where_a_batch_has_several() -> None:
 
 def test_fixed_micro_batches_are_given_with_their_size() -> None:
     assert "'fixed' needs trainer.micro_batch_samples" in refusal(trainer={"packing": "fixed"})
-    assert "'balanced' has no use for trainer.micro_batch_samples" in refusal(trainer={"micro_batch_samples": 4})
+    assert "'balanced' doesn't use trainer.micro_batch_samples" in refusal(trainer={"micro_batch_samples": 4})
     assert experiment(trainer={"packing": "fixed", "micro_batch_samples": 4})
 
 

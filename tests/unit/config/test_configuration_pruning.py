@@ -40,14 +40,14 @@ def test_it_is_off_by_default_and_each_table_is_a_pruner() -> None:
     [
         ({"kind": "length"}, "missing key 'pruning.pruners.0.tokens'"),
         ({"kind": "length", "tokens": 0}, "pruning.pruners.0.tokens = 0"),
-        ({"kind": "length", "tokens": 512}, "length looks at responses of that many tokens, 512, and never prunes any"),
+        ({"kind": "length", "tokens": 512}, "length checks responses of that many tokens, 512, and never prunes any"),
         ({"kind": "lenght", "tokens": 9}, "kind = 'lenght': valid: length, relative_length, "),
         ({"tokens": 9}, "kind = None: valid: length, relative_length, "),
         ({"kind": "length", "tokens": 9, "mode": "both"}, "pruning.pruners.0.mode = 'both'"),
         ({"kind": "repetition", "repeat": 1}, "unknown key 'pruning.pruners.0.repeat'; did you mean 'repeats'?"),
         (
             {"kind": "repetition", "ngram": 1},
-            "the key 'pruning.pruners.0.ngram' is gone: runs of 4 tokens",
+            "the key 'pruning.pruners.0.ngram' was removed: runs of 4 tokens",
         ),
         ({"kind": "repetition", "repeats": 1}, "pruning.pruners.0.repeats = 1"),
         ({"kind": "value"}, "value with below = 0.02 never prunes anything: when 7 of"),
@@ -75,7 +75,7 @@ def test_limits_of_the_run_leave_pruners_something_to_prune() -> None:
         of(audit_share=1.0)
     with pytest.raises(ConfigurationError, match="two pruners are of kind 'group'"):
         of({"kind": "group"}, {"kind": "group"})
-    with pytest.raises(ConfigurationError, match=r"the key 'pruning.length' is gone: set pruning.pruners = \[\{ kind"):
+    with pytest.raises(ConfigurationError, match=r"key 'pruning.length' was removed: set pruning.pruners = \[\{ kind"):
         of(pruning={"length": {"tokens": 9}})
 
 

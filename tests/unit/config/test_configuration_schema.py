@@ -34,7 +34,7 @@ def test_a_curriculums_groups_enclose_the_group_size_and_can_differ() -> None:
         experiment(curriculum=adaptive | {"min_group_size": 9})
     with pytest.raises(ConfigurationError, match=r"max_group_size = 6 must enclose rollout.group_size = 8"):
         experiment(curriculum=adaptive | {"max_group_size": 6})
-    with pytest.raises(ConfigurationError, match=r"'adaptive' looks for .* 2 or more, not 1"):
+    with pytest.raises(ConfigurationError, match=r"'adaptive' selects .* 2 or more, not 1"):
         experiment(curriculum=adaptive, rollout={"group_size": 1})
     with pytest.raises(ConfigurationError, match=r"'curriculum.min_signals'; did you mean 'min_signal'"):
         experiment(curriculum={"min_signals": 0.5})

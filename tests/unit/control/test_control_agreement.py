@@ -23,7 +23,7 @@ def test_log_probabilities_are_compared_as_their_precision_allows() -> None:
     assert "differ by up to 0.01 and" in compare([-1.01, -2.0, -3.0], EXPECTED, "float32").wrong
     assert compare([-1.0005, -2.0, -3.0], EXPECTED, "tf32").wrong == ""
     assert compare([-1.05, -2.0, -3.05], EXPECTED, "bfloat16").wrong == ""
-    assert "allowed are 0.5 and 0.1" in compare([-1.2, -2.2, -3.2], EXPECTED, "bfloat16").wrong
+    assert "the limits are 0.5 and 0.1" in compare([-1.2, -2.2, -3.2], EXPECTED, "bfloat16").wrong
     assert compare([-1.2, -2.2, -3.2], EXPECTED, "fp8").wrong == ""
     assert compare([*[-1.0] * 31, -1.6], [-1.0] * 32, "bfloat16").wrong  # a single token, too
     assert "2 log-probabilities came back, 3 were expected" in compare(EXPECTED[:2], EXPECTED, "float32").wrong
@@ -68,7 +68,7 @@ def changed_from(at: int, share: float, rounding: float) -> np.ndarray:
 def test_the_layer_that_makes_the_difference_grow_is_named(precision: str, at: int) -> None:
     got = changed_from(at, 0.3, 2 * LIMITS[precision].rounding)
     where = "at the embedding" if at == 0 else f"in layer {at - 1} of 4 (model.layers.{at - 1})"
-    assert f"hidden states part {where}" in divergent_layer(got, states(), precision)
+    assert f"hidden states diverge {where}" in divergent_layer(got, states(), precision)
 
 
 def test_hidden_states_that_agree_point_to_the_head() -> None:

@@ -329,10 +329,10 @@ def test_the_band_moves_in_bounded_steps_within_its_range_and_only_on_signal(fla
             assert band.limit == limit
         else:
             assert since >= BAND_WINDOW_GROUPS
-            assert abs(move.after - move.before) <= BAND_STEP + 1e-12
-            low, high = chosen.zero_variance_range
-            assert move.zero_variance_share > high if move.after > move.before else move.zero_variance_share < low
-            assert move.why
+            assert abs(move.new_limit - move.old_limit) <= BAND_STEP + 1e-12
+            (low, high), share = chosen.zero_variance_range, move.zero_variance_share
+            assert share > high if move.new_limit > move.old_limit else share < low
+            assert move.reason
             since = 0
         limit = band.limit
 
@@ -344,7 +344,7 @@ def test_the_band_rests_between_its_limits_and_stops_at_its_range():
         assert resting.learn(flat=group % 4 == 0) is None
         narrowing.learn(flat=True)
     assert narrowing.limit == chosen.min_signal_range[1]
-    assert len(narrowing.moves) == round((narrowing.limit - chosen.min_signal) / BAND_STEP)
+    assert len(narrowing.changes) == round((narrowing.limit - chosen.min_signal) / BAND_STEP)
 
 
 def test_only_groups_of_the_band_move_it():

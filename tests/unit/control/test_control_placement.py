@@ -379,10 +379,10 @@ def test_pool_without_memory_is_refused_with_what_is_missing_and_what_would_do()
         place(workflow, pool_of(2, memory_bytes=40.0))
     assert str(refused.value) == (
         "no plan fits into the pool's memory: stage train needs 60 bytes on each of 2 h for 4 items and has 40: "
-        "20 missing; the smallest pool that would do has 4 h"
+        "20 missing; the smallest pool that would suffice has 4 h"
     )
     assert place(workflow, pool_of(4, memory_bytes=40.0)).seconds == 1
-    with pytest.raises(ConfigurationError, match="no number of devices that times are given for would do"):
+    with pytest.raises(ConfigurationError, match="no number of devices with given times would suffice"):
         place(workflow, pool_of(4, memory_bytes=20.0))
 
 

@@ -243,12 +243,12 @@ def test_a_solve_rate_with_a_prior() -> None:
 def rollout(member: int, reward: float, pruned: Pruned | None = None, *, left: bool = False) -> Rollout:
     return Rollout(
         group=0, member=member, prompt_ids=(1,), reward=reward, solved=reward >= 1, pruned=pruned,
-        left="pruned" if left else None, left_reason="x" if left else "", response_ids=(5, 5, 5),
+        removal="pruned" if left else None, removal_reason="x" if left else "", response_ids=(5, 5, 5),
     )  # fmt: skip
 
 
 def hit(pruner: str, **fields: float | bool | None) -> Pruned:
-    return msgspec.convert({"pruner": pruner, "why": "w", "at_tokens": 1, **fields}, Pruned)
+    return msgspec.convert({"pruner": pruner, "reason": "w", "at_tokens": 1, **fields}, Pruned)
 
 
 def group_of(*rollouts: Rollout) -> FinishedGroup:

@@ -42,7 +42,7 @@ def test_requests_wait_in_order_and_are_admitted_when_others_finish():
     one.finish("a", 60, 5.0)
     assert one.decide(5.0) == [("large", None), ("small", None)]
     assert one.open_tokens == 80
-    with pytest.raises(ValueError, match="already there"):
+    with pytest.raises(ValueError, match="already queued"):
         one.offer("small", 1, 0, 5.0)
     for name, tokens in (("large", 60), ("small", 10), ("older", 10)):
         one.finish(name, tokens, 6.0)
@@ -78,7 +78,7 @@ def test_what_doesnt_fit_is_refused_with_a_time_to_come_again():
     assert one.offer("b", 1, 0, 0.0) == "waiting"
     refused = one.offer("c", 1, 0, 0.0)
     assert isinstance(refused, RateLimited)
-    assert (refused.why, refused.retry_after_s) == ("1 requests wait already", 4)  # two places of 2 s each
+    assert (refused.reason, refused.retry_after_s) == ("1 requests wait already", 4)  # two places of 2 s each
     one = limit(queue_s=10.0)
     one.open_limit_tokens = 100
     one.offer("a", 100, 0, 0.0)
@@ -87,7 +87,7 @@ def test_what_doesnt_fit_is_refused_with_a_time_to_come_again():
     ((name, refused),) = one.decide(11.0)
     assert name == "b"
     assert refused is not None
-    assert refused.why == "no place within 10 s"
+    assert refused.reason == "no capacity within 10 s"
     assert (one.refusals, one.waiting) == (1, 0)
 
 

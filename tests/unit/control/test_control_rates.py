@@ -225,7 +225,7 @@ def test_an_adapter_trains_a_few_weights() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_what_would_do() -> None:
-    with pytest.raises(ConfigurationError, match=r"most of it weights, gradients and optimiser .* 2 devices would do"):
+    with pytest.raises(ConfigurationError, match=r"most of it weights, gradients and optimiser .* 2 devices suffice"):
         training(devices=1, micro_batch_tokens=1024, logit_tokens=256).require_memory(1024)
     with pytest.raises(ConfigurationError, match=r"most of it logits .* more devices don't help"):
         training(devices=64).require_memory(100_000)

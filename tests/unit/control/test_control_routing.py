@@ -52,7 +52,7 @@ def test_affinity_never_beats_load_by_more_than_it_saves_and_nobody_is_asked_who
     assert best.standing not in NEVER
     peers = [one for one in loads if one.standing == best.standing]
     assert best.outstanding_tokens - best.saved_tokens <= min(one.outstanding_tokens for one in peers)
-    if best.standing == "resting":
+    if best.standing == "idle":
         assert "serving" not in standings
         assert "yielded" not in standings
     if best.standing == "yielded":  # no serving one had room
@@ -68,10 +68,10 @@ def test_examples():
     assert choose_replica([load(13, saved=10), load(3)]) == Route(0, spilled=False)
     assert choose_replica([load(14, saved=10), load(3)]) == Route(1, spilled=True)
     assert choose_replica([load(3, "tripped", saved=10), load(3)]) == Route(1, spilled=True)
-    assert chosen(load(3, "resting"), load(90, "yielded"), load(99, "serving")) == 2
-    assert chosen(load(3, "resting"), load(90, "yielded"), load(99, capacity=100), needed=2) == 1
-    assert chosen(load(3, "resting"), load(90, "yielded"), load(9, capacity=10), needed=2) == 2
-    assert chosen(load(3, "resting"), load(0, "behind")) == 0
+    assert chosen(load(3, "idle"), load(90, "yielded"), load(99, "serving")) == 2
+    assert chosen(load(3, "idle"), load(90, "yielded"), load(99, capacity=100), needed=2) == 1
+    assert chosen(load(3, "idle"), load(90, "yielded"), load(9, capacity=10), needed=2) == 2
+    assert chosen(load(3, "idle"), load(0, "behind")) == 0
     assert chosen(load(3, "silent"), load(0, "behind"), load(0, "draining")) is None
 
 
@@ -80,11 +80,11 @@ def test_how_a_replica_stands():
         return standing_of(ReplicaCondition(update=3, **changed), newest_update=3, grace_s=10.0)
 
     assert standing() == "serving"
-    assert standing(live=False, leaving=True) == "down"
-    assert standing(leaving=True, allowed=False) == "draining"
-    assert standing(silent=True, resting=True) == "silent"
+    assert standing(live=False, draining=True) == "down"
+    assert standing(draining=True, allowed=False) == "draining"
+    assert standing(silent=True, idle=True) == "silent"
     assert standing(allowed=False, yielded=True) == "tripped"
-    assert standing(resting=True, yielded=True) == "resting"
+    assert standing(idle=True, yielded=True) == "idle"
     assert standing(yielded=True) == "yielded"
 
 

@@ -159,7 +159,7 @@ class Simulation:
         shape = self.shape
         left = shape.per_step - len(self.in_batch)
         taken = min(shape.per_part, left)
-        part = NextPart(groups=taken, left=left - taken)
+        part = NextPart(groups=taken, remaining=left - taken)
         candidates = list(self.candidates())
         chosen = select_batch(self.version, candidates, shape.per_step, shape.budget, shape.policy, part)
         assert shape.policy == "drop" or not chosen.overdue

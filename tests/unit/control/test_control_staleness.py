@@ -38,7 +38,7 @@ def test_wait_finds_a_part_exactly_when_one_leaves_everything_schedulable(raw, p
     step = 5
     committed = min(committed, per_step - 1)
     left = per_step - committed
-    part = NextPart(groups=min(taken, left), left=left - min(taken, left))
+    part = NextPart(groups=min(taken, left), remaining=left - min(taken, left))
     candidates = [group(i, max(v, step - budget), s) for i, (v, s) in enumerate(raw)]
     if not schedulable(candidates, step, per_step, budget, committed):
         return  # not admitted under rule 1
@@ -46,7 +46,7 @@ def test_wait_finds_a_part_exactly_when_one_leaves_everything_schedulable(raw, p
     possible = [
         chosen
         for chosen in combinations(finished, part.groups)
-        if schedulable([g for g in candidates if g not in chosen], step, per_step, budget, per_step - part.left)
+        if schedulable([g for g in candidates if g not in chosen], step, per_step, budget, per_step - part.remaining)
     ]
     selection = select_batch(step, candidates, per_step, budget, "wait", part)
     assert selection.overdue == ()
@@ -124,15 +124,15 @@ def test_drop_ends_finished_groups_that_older_ones_keep_out_for_good():
 @given(groups_strategy, st.integers(1, 3), st.integers(0, 4), st.integers(1, 3))
 def test_drop_keeps_every_finished_group_trainable(raw, per_step, budget, taken):
     step = 4
-    part = NextPart(groups=min(taken, per_step), left=per_step - min(taken, per_step))
+    part = NextPart(groups=min(taken, per_step), remaining=per_step - min(taken, per_step))
     candidates = [group(i, v, s) for i, (v, s) in enumerate(raw) if v <= step]
     selection = select_batch(step, candidates, per_step, budget, "drop", part)
     gone = {*selection.groups, *selection.overdue}
     assert len(gone) == len(selection.groups) + len(selection.overdue)
     left = [g for g in candidates if g.index not in gone and g.state == "finished"]
     if selection.groups:
-        assert schedulable(left, step, per_step, budget, per_step - part.left)
-        if not part.left:
+        assert schedulable(left, step, per_step, budget, per_step - part.remaining)
+        if not part.remaining:
             assert all(g.first_version + budget > step for g in candidates if g.index not in gone)
     for g in candidates:
         if g.first_version + budget < step:
@@ -166,7 +166,7 @@ def test_in_order_parts_are_the_same_whoever_finishes_first(finishing: list[int]
         done.add(index)
         while left := 8 - sum(map(len, parts)):
             taken = min(size, left)
-            chosen = groups.select(3, NextPart(groups=taken, left=left - taken)).groups
+            chosen = groups.select(3, NextPart(groups=taken, remaining=left - taken)).groups
             expected = tuple(range(8 - left, 8 - left + taken))
             assert bool(chosen) == (done >= set(expected))  # never later than it must be
             if not chosen:

@@ -99,7 +99,8 @@ def test_missing_rank_is_named_by_the_one_that_waits() -> None:
     ended = status("trainer-0", call="", collectives=41, collective="all_reduce")
     [stall] = found([wait("trainer-1")], [waiting, ended], 9.0)
     assert stall.hard
-    assert stall.what == "trainer-1 waits in all_reduce 42 for trainer-0, which has ended its call after 41 collectives"
+    waits = "trainer-1 waits in all_reduce 42 for trainer-0"
+    assert stall.cause == f"{waits}, which has ended its call after 41 collectives"
     assert {worker for worker, _ in stall.stacks} == {"trainer-0", "trainer-1"}
 
 
@@ -109,7 +110,7 @@ def test_rank_that_still_computes_is_missing_only_beyond_the_expected_time() -> 
     waits = [wait("trainer-0"), wait("trainer-1")]
     assert not found(waits, statuses, 16.0)
     [stall] = found(waits, statuses, 21.0)
-    assert stall.what.endswith("all_reduce 42 for trainer-0, which is in headway/trainer/learner.py:118 update")
+    assert stall.cause.endswith("all_reduce 42 for trainer-0, which is in headway/trainer/learner.py:118 update")
 
 
 def test_ranks_in_one_collective_are_no_stall() -> None:
@@ -122,13 +123,13 @@ def test_ranks_in_one_collective_are_no_stall() -> None:
 def test_stopped_worker_explains_the_wait_and_the_loops() -> None:
     waits = [wait(LOOPS, "a batch"), wait("trainer-0")]
     [stall] = found(waits, [WorkerStatus(worker="trainer-0", condition="stopped")], 700.0, {"trainer-0": 690.0})
-    assert stall.what.endswith("for trainer-0, which is stopped by a signal or a debugger")
+    assert stall.cause.endswith("for trainer-0, which is stopped by a signal or a debugger")
     assert stall.hard
 
 
 def test_loop_is_named_only_when_nothing_else_is() -> None:
     [stall] = found([wait(LOOPS, "a batch")], [], 601.0)
-    assert stall.what == "the orchestrator waits for a batch, longer than the 600 s expected"
+    assert stall.cause == "the orchestrator waits for a batch, longer than the 600 s expected"
 
 
 def test_silent_worker_is_looked_at_and_so_are_its_fellow_ranks() -> None:
@@ -164,7 +165,7 @@ def test_worker_that_knows_what_is_wrong_is_quoted_instead_of_its_line() -> None
     (stall,) = found(
         waits, [status("environment-0", trouble="sandbox host a can't start a process: pids 9 of 9")], 700.0
     )
-    assert stall.what.endswith("for environment-0, which reports: sandbox host a can't start a process: pids 9 of 9")
+    assert stall.cause.endswith("for environment-0, which reports: sandbox host a can't start a process: pids 9 of 9")
     assert not stall.hard
 
 
@@ -175,4 +176,4 @@ def test_loop_that_waits_for_too_long_has_every_worker_asked_for_its_trouble() -
     statuses = [status("generator-0"), status("environment-0", trouble="sandbox host a can't start a process")]
     [stall] = found(waits, statuses, 601.0)
     assert stall.owner == "environment-0"
-    assert stall.what.endswith("a batch, while environment-0 reports: sandbox host a can't start a process")
+    assert stall.cause.endswith("a batch, while environment-0 reports: sandbox host a can't start a process")

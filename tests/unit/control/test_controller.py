@@ -352,7 +352,7 @@ def test_advice_changes_nothing() -> None:
 
 
 def test_pinned_knobs_stay_in_a_run() -> None:
-    pinned = run_of("act", steps=30, pin=["open_groups", "concurrent_rollouts", "steps_per_publish", "resting"])
+    pinned = run_of("act", steps=30, pin=["open_groups", "concurrent_rollouts", "steps_per_publish", "idle_replicas"])
     assert all(step.flow.open_groups == 0 for step in pinned.steps)
     assert not [event for event in control_events(pinned) if "knob" in event.data]
 

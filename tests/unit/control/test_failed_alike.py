@@ -12,7 +12,7 @@ from headway.records.task import Task
 
 
 def failure(cause: str, place: str = "", infrastructure: bool = False) -> Failure:
-    return Failure(boundary="environment", cause=cause, infrastructure=infrastructure, place=place)
+    return Failure(boundary="environment", cause=cause, infrastructure=infrastructure, raised_at=place)
 
 
 KINDS = {
@@ -93,13 +93,13 @@ def test_other_causes_stay_apart() -> None:
 @pytest.mark.parametrize(
     ("alike", "solved", "words"),
     [
-        ({(0.0, False): 64}, False, "the same reward, 0 (never solved: `headway sft` first, easier"),
-        ({(1.0, True): 64}, True, "the same reward, 1 (most are solved already: harder"),
-        ({(1.0, True): 9, (0.5, False): 3}, True, "the same reward, 1 in 9 groups, 0.5 in 3 groups (most are solved"),
+        ({(0.0, False): 64}, False, "the same reward, 0 (no task was solved: run `headway sft` first, or use easier"),
+        ({(1.0, True): 64}, True, "the same reward, 1 (most tasks are solved already: use harder"),
+        ({(1.0, True): 9, (0.5, False): 3}, True, "the same reward, 1 in 9 groups, 0.5 in 3 groups (most tasks are"),
         (
             {(0.0, False): 5, (1.0, True): 3},
             False,
-            "0 in 5 groups, 1 in 3 groups (some always solved, the others never",
+            "0 in 5 groups, 1 in 3 groups (some tasks are always solved, the others never",
         ),
     ],
 )

@@ -24,7 +24,7 @@ HYBRID = RunPlacement(generator=("cpu:0", "cpu:1"), trainer=("cpu:1",))
 
 def moved(placement: RunPlacement) -> ExecutedMove:
     planned = PlannedMove(placement=HYBRID, gain=1.5, rate=10.0, cost_s=2.0)
-    return ExecutedMove(planned=planned, version=20, cost_s=4.0, before=SPATIAL, placement=placement)
+    return ExecutedMove(planned=planned, version=20, cost_s=4.0, previous=SPATIAL, placement=placement)
 
 
 def record(step: int, per_s: float, length: int = 10) -> StepRecord:

@@ -171,7 +171,7 @@ def test_a_dead_holders_devices_go_on_when_its_memory_is_free():
             diary.locks.add(party(name))
         await diary.locks.acquire("a")
         diary.locks.died("a", memory_free=False)
-        with pytest.raises(DeviceBusy, match="dead, its memory not known to be free"):
+        with pytest.raises(DeviceBusy, match="dead; its memory may still be in use"):
             await diary.locks.acquire("b", timeout_s=1.0)
         diary.locks.died("a")
         await diary.locks.acquire("b", timeout_s=1.0)

@@ -242,14 +242,14 @@ def test_what_another_adapter_answered_is_a_prompt_and_not_learned() -> None:
     [
         ({"model": "gpt-5"}, openai.NotFoundError, "model", "the model 'gpt-5' does not exist; valid: headway, gpt-4o"),
         ({"messages": []}, openai.BadRequestError, "messages", "one or more messages"),
-        ({"messages": [{"role": "robot"}]}, openai.BadRequestError, "messages[0].role", "'robot': valid are"),
-        ({"messages": [{"role": ["user"]}]}, openai.BadRequestError, "messages[0].role", "['user']: valid are"),
-        ({"n": 17}, openai.BadRequestError, "n", "n = 17: valid is an integer from 1 to 16"),
+        ({"messages": [{"role": "robot"}]}, openai.BadRequestError, "messages[0].role", "'robot': valid:"),
+        ({"messages": [{"role": ["user"]}]}, openai.BadRequestError, "messages[0].role", "['user']: valid:"),
+        ({"n": 17}, openai.BadRequestError, "n", "n = 17: valid: an integer from 1 to 16"),
         ({"temperature": "hot"}, openai.BadRequestError, "temperature", "a number from 0 to 2"),
         ({"max_tokens": 0}, openai.BadRequestError, "max_tokens", "an integer from 1"),
         ({"stop": [""]}, openai.BadRequestError, "stop", "texts"),
         ({"tools": [{"type": "web"}]}, openai.BadRequestError, "tools[0]", "a function that has a name"),
-        ({"top_logprobs": 5}, openai.BadRequestError, "top_logprobs", "valid is 0"),
+        ({"top_logprobs": 5}, openai.BadRequestError, "top_logprobs", "valid: 0"),
         ({"logit_bias": {"5": 1}}, openai.BadRequestError, "logit_bias", "has none"),
         (
             {"chat_template_kwargs": {"messages": []}},

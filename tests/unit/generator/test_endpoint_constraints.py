@@ -296,9 +296,9 @@ ANY = {"type": "json_schema", "json_schema": {"name": "x"}}
 @pytest.mark.parametrize(
     ("path", "extra", "param", "says"),
     [
-        ("/v1/chat/completions", {"response_format": {"type": "xml"}}, "response_format", "valid are {'type': 'text'}"),
-        ("/v1/chat/completions", {"response_format": "json"}, "response_format", "valid are {'type': 'text'}"),
-        ("/v1/chat/completions", {"response_format": ANY}, "response_format.json_schema.schema", "valid is a JSON"),
+        ("/v1/chat/completions", {"response_format": {"type": "xml"}}, "response_format", "valid: {'type': 'text'}"),
+        ("/v1/chat/completions", {"response_format": "json"}, "response_format", "valid: {'type': 'text'}"),
+        ("/v1/chat/completions", {"response_format": ANY}, "response_format.json_schema.schema", "valid: a JSON"),
         (
             "/v1/chat/completions",
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"items": {"type": "number?"}}}}},
@@ -321,14 +321,14 @@ ANY = {"type": "json_schema", "json_schema": {"name": "x"}}
             "/v1/completions",
             {"response_format": {**SCHEMA, "json_schema": {"schema": {"x": "y" * 200_000}}}},
             "response_format.json_schema.schema",
-            "131072 are the most",
+            "at most 131072 are valid",
         ),
         ("/v1/chat/completions", {"tool_choice": "required"}, "tool_choice", "the names of tools are: none"),
         (
             "/v1/chat/completions",
             {"tool_choice": "any", "tools": CHAT_TOOLS},
             "tool_choice",
-            "valid are 'none', 'auto'",
+            "valid: 'none', 'auto'",
         ),
         (
             "/v1/chat/completions",
@@ -340,7 +340,7 @@ ANY = {"type": "json_schema", "json_schema": {"name": "x"}}
             "/v1/chat/completions",
             {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "some"}}, "tools": CHAT_TOOLS},
             "tool_choice.allowed_tools.mode",
-            "valid is 'auto' or 'required'",
+            "valid: 'auto' or 'required'",
         ),
         (
             "/v1/responses",
@@ -354,7 +354,7 @@ ANY = {"type": "json_schema", "json_schema": {"name": "x"}}
             "/v1/chat/completions",
             {"tools": [BASH, {"type": "function", "function": {**FUNCTION, "strict": "yes"}}]},
             "tools[1].function.strict",
-            "valid is true or false",
+            "valid: true or false",
         ),
         (
             "/v1/chat/completions",

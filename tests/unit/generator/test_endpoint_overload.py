@@ -101,7 +101,7 @@ def test_who_finds_no_room_is_told_when_to_come_back() -> None:
                 await server.ask(stream=stream)
             assert 1 <= int(refused.value.response.headers["retry-after"]) <= 60
             assert refused.value.code == "rate_limit_exceeded"
-            assert "there is no room now, and none may wait (router.queue_requests = 0)" in str(refused.value)
+            assert "the router has no capacity left, and no request may wait" in str(refused.value)
         status, headers, body = await request(
             server.address, "POST", "/v1/messages", b'{"model":"headway","max_tokens":4,"messages":[%s]}'
             % b'{"role":"user","content":"a"}', {"x-api-key": "any"},

@@ -76,7 +76,7 @@ def model(head_dim: int) -> DecoderConfig:
             {},
             r"a server is one replica; valid: each once",
         ),
-        ({"engine": "vllm-server"}, {}, r"devices has 'cpu:0': .* 'vllm-server' wants http://HOST:PORT"),
+        ({"engine": "vllm-server"}, {}, r"devices has 'cpu:0': .* 'vllm-server' needs http://HOST:PORT"),
         ({"devices": [SERVER]}, {}, r"devices has 'http://a:1': .* needs generator.engine = 'vllm-server'"),
         (served(engine_arguments={"block_size": 32}), {}, r"no effect: generator.engine = 'vllm-server' takes none"),
         (served(), {"run": {"deterministic": True}}, r"generator.engine = 'vllm-server' can't keep"),
@@ -90,7 +90,7 @@ def model(head_dim: int) -> DecoderConfig:
             r"engine = 'vllm' with generator.update_mode = 'keep': .* valid: 'finish', 'recompute', 'abort'",
         ),
         (served(), ADAPTER, r"engine = 'vllm-server' with generator.update_mode = 'keep'"),
-        (FINISH, adapter(target_parameters=["mlp.experts.down_proj"]), r"LoRA of routed experts; leave them out"),
+        (FINISH, adapter(target_parameters=["mlp.experts.down_proj"]), r"LoRA of routed experts is untested"),
         (FINISH, adapter(rank=513), r"model.adapter.rank = 513: valid: up to 512"),
         (
             FINISH,

@@ -176,7 +176,7 @@ def test_requests_of_a_replica_that_rests_go_on_elsewhere():
         assert len((await waits).response.ids) == len((await behind).response.ids) == 3
         await generator.generate(request("c", 2))
         engines = await generator.statistics()
-        resting = [engine.resting for engine in engines]
-        return end_a, end_b, len(b.response.ids), b.reprefills, resting, engines[1].finished
+        idle = [engine.idle for engine in engines]
+        return end_a, end_b, len(b.response.ids), b.reprefills, idle, engines[1].finished
 
     assert run_virtual(main) == (pytest.approx(6.0), pytest.approx(10.0), 6, 1, [False, True], 0)

@@ -199,7 +199,7 @@ def test_a_replica_whose_keeper_fails_is_lost_and_holds_nothing(failing):
         second.kill()
         with pytest.raises(WorkerDied, match={"event": "the disk is full"}.get(failing, "not a worker")):
             await asyncio.gather(*jobs)
-        with pytest.raises(WorkerDied, match="keeper failed"):
+        with pytest.raises(WorkerDied, match="supervisor failed"):
             await pool.generate(request("later"))
         await pool.stop()
 
@@ -338,10 +338,10 @@ def test_a_resting_replica_hands_its_requests_over_and_takes_none():
         assert sorted(one.partial.ids for one in first.open.values()) == [(), (), (7, 8), (7, 8)]
         jobs.append(asyncio.create_task(pool.generate(request("late"))))
         await pool.update_weights(published(3))
-        assert [engine.resting for engine in await pool.statistics()] == [False, True]
+        assert [engine.idle for engine in await pool.statistics()] == [False, True]
         assert ("update", 3) in second.log
         assert not second.open
-        first.kill()  # the last that served: the resting one takes over
+        first.kill()  # the last that served: the idle one takes over
         await clock.sleep(0.1)
         assert len(second.open) == 5
         second.finish_all()

@@ -122,10 +122,10 @@ def test_a_leaver_finishes_or_hands_over_and_its_process_ends(move):
         assert [worker.alive for worker in one.workers] == [False, True]
         with pytest.raises(ValueError, match="last live replica"):
             await one.pool.leave("generator-1")
-        with pytest.raises(ValueError, match="'generator-0' is no live replica: valid: generator-1"):
+        with pytest.raises(ValueError, match="'generator-0' isn't a live replica; valid: generator-1"):
             await one.pool.leave("generator-0")
         left, stays = await one.pool.statistics()
-        assert (left.resting, left.running, stays.resting) == (True, 0, False)
+        assert (left.idle, left.running, stays.idle) == (True, 0, False)
         assert left.generated_tokens > 0
         results = await one.end()
         assert [len(result.response.ids) for result in results] == [50] * 8 + [5]

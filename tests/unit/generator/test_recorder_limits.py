@@ -18,7 +18,7 @@ from headway.records.tokens import decoder, encoder
     ("limits", "options", "code", "says"),
     [
         ({"context_tokens": 20}, {}, "context_length_exceeded", "This model's maximum context length is 20 tokens."),
-        ({"choices": 2}, {"choices": 3}, "invalid_request_error", "n = 3: valid are 1 to 2"),
+        ({"choices": 2}, {"choices": 3}, "invalid_request_error", "n = 3: valid: 1 to 2"),
         ({}, {"choices": 0}, "invalid_request_error", "n = 0"),
         ({}, {"max_tokens": 0}, "invalid_request_error", "max_tokens = 0"),
         ({"calls": 0}, {}, "rollout_limit_exceeded", "0 calls"),

@@ -12,7 +12,7 @@ from headway.control.routing.replicas import ReplicaLoad, choose_replica
 from headway.generator.routing.router import Router
 
 LOADED = st.tuples(
-    st.sampled_from(["serving", "serving", "yielded", "resting", "down", "behind"]),
+    st.sampled_from(["serving", "serving", "yielded", "idle", "down", "behind"]),
     st.integers(0, 9),
     st.integers(0, 9),
 )  # (standing, tenths of its capacity that are used, tokens that it saves)

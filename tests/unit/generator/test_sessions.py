@@ -146,7 +146,7 @@ def test_keys_are_secret_and_name_one_rollout() -> None:
                 found.session(key)
         with pytest.raises(NoSuchRollout):
             found.rollout(one.key, "7-1")
-        with pytest.raises(RequestRefused, match="posts no reward"):
+        with pytest.raises(RequestRefused, match="can't post a reward"):
             found.rollout(one.key, "7-0")
         one.seal()
         with pytest.raises(RequestRefused, match="has ended"):

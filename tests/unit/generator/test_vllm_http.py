@@ -125,13 +125,13 @@ def test_what_a_good_server_is() -> None:
     [
         (
             Answers(**{"/version": ConnectionRefusedError("refused")}),
-            r"nobody answers \(refused\); start it with VLLM_S",
+            r"no server answers \(refused\); start it with VLLM_S",
         ),
-        (Answers(**{"/version": ServerError(404, "Not Found")}), "no vLLM: /version says HTTP 404"),
-        (Answers(**{"/version": b"<html>"}), "no vLLM: /version says"),
-        (Answers(**{"/version": b'{"version": "0.29.1"}'}), r"it is vLLM 0.29.1; headway knows 0.32"),
-        (Answers(abort=ServerError(401, "Unauthorized")), "it wants a key: set VLLM_API_KEY to its --api-key"),
-        (Answers(abort=ServerError(403, "disabled")), "takes no token ids .* start it with --enable-scale-out"),
+        (Answers(**{"/version": ServerError(404, "Not Found")}), "it isn't vLLM: /version reports HTTP 404"),
+        (Answers(**{"/version": b"<html>"}), "it isn't vLLM: /version reports"),
+        (Answers(**{"/version": b'{"version": "0.29.1"}'}), r"it is vLLM 0.29.1; headway supports 0.32"),
+        (Answers(abort=ServerError(401, "Unauthorized")), "it needs a key: set VLLM_API_KEY to its --api-key"),
+        (Answers(abort=ServerError(403, "disabled")), "accepts no token ids .* start it with --enable-scale-out"),
         (
             Answers(**{"/server_info?config_format=json": ServerError(404, "Not Found")}),
             "can't be updated .*: start it with VLLM_SERVER_DEV_MODE=1",

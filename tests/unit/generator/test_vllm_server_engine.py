@@ -180,7 +180,7 @@ def test_a_server_that_was_restarted_voids_what_it_has_and_ends_the_process(tmp_
     assert not engine.step()
     deltas = engine.take_deltas()
     assert void(deltas) == {"a", "b"}
-    assert "samples from weights 'default', which this run has not given it: it was restarted" in deltas[0].error
+    assert "samples from weights 'default', which this run did not publish: it was restarted" in deltas[0].error
     with pytest.raises(ConnectionError, match="it was restarted, or serves another run too"):
         engine.step()
 
@@ -243,7 +243,7 @@ def test_tokens_under_wrong_labels_are_void_and_their_neighbours_are_not(
         engine.step()
     deltas = engine.take_deltas()
     assert void(deltas) == {"a"}
-    assert "its tokens were labelled with versions [[0, 3], [1, 1]], the server says" in deltas[0].error
+    assert "its tokens were labelled with versions [[0, 3], [1, 1]], the server reports" in deltas[0].error
     (ended,) = (delta for delta in deltas if delta.finish_reason == "length")
     assert (ended.request_id, ended.version, len(ended.ids)) == ("b", 1, 1)
 
@@ -276,7 +276,7 @@ def test_a_trainer_with_other_weights_is_found_by_positions_share_and_largest_di
         largest, wrong = disagreement(trainer, found, "float32")
         assert list(largest) == ["packed", "prefill"]
         assert (wrong == "") is agrees
-    assert "allowed are 0.001 and 0.001 (tf32). 31 of 31 tokens (100%) differ" in wrong
+    assert "the limits are 0.001 and 0.001 (tf32). 31 of 31 tokens (100%) differ" in wrong
     assert "hidden states" not in wrong
 
 

@@ -83,25 +83,25 @@ def test_constants_of_further_sizes_have_any_names() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], int, str]] = [
-    ({"custom_model_src": "absent"}, 400, "custom_model_src: neither is given; valid is custom_model_src or"),
+    ({"custom_model_src": "absent"}, 400, "custom_model_src: neither is given; valid: custom_model_src or"),
     ({"custom_model_src": "class Model: ..."}, 400, "custom_model_src: defines no ModelNew"),
     ({"original_model_src": "class Model: ..."}, 400, "original_model_src: defines no get_inputs"),
-    ({"custom_model_src": 5}, 400, "custom_model_src = 5: valid is `str"),
+    ({"custom_model_src": 5}, 400, "custom_model_src = 5: valid: `str"),
     ({"custom_model_src_b64": "eA=="}, 400, "custom_model_src: both are given"),
-    ({"custom_model_src": None, "custom_model_src_b64": "%%"}, 400, "_src_b64 = '%%': valid is UTF-8 in base64"),
-    ({"custom_model_src": None, "custom_model_src_b64": "/w=="}, 400, "not UTF-8: byte 0xff at 0; valid is UTF-8"),
-    ({"num_perf_trials": 0}, 400, "num_perf_trials = 0: valid is `int` >= 1"),
-    ({"num_correct_trials": -1}, 400, "num_correct_trials = -1: valid is `int` >= 1"),
+    ({"custom_model_src": None, "custom_model_src_b64": "%%"}, 400, "_src_b64 = '%%': valid: UTF-8 in base64"),
+    ({"custom_model_src": None, "custom_model_src_b64": "/w=="}, 400, "not UTF-8: byte 0xff at 0; valid: UTF-8"),
+    ({"num_perf_trials": 0}, 400, "num_perf_trials = 0: valid: `int` >= 1"),
+    ({"num_correct_trials": -1}, 400, "num_correct_trials = -1: valid: `int` >= 1"),
     ({"num_correct_trials": True}, 400, "num_correct_trials = True"),
     ({"seed_num": 1 << 64}, 400, "seed_num = 18446744073709551616"),
-    ({"backend": "metal"}, 400, "backend = 'metal': valid is one of torch, cpp, triton, cuda"),
+    ({"backend": "metal"}, 400, "backend = 'metal': valid: one of torch, cpp, triton, cuda"),
     ({"backend": "cuda"}, 400, "backend = 'cuda': not available on this machine: there is no nvcc or hipcc"),
-    ({"preferred_device": 7}, 400, "preferred_device = 7: there is no such device; valid are 0 (cpu:0), 1 (cpu:1)"),
+    ({"preferred_device": 7}, 400, "preferred_device = 7: there is no such device; valid: 0 (cpu:0), 1 (cpu:1)"),
     ({"preferred_device": "cuda:0"}, 400, "preferred_device = 'cuda:0': there is no such device"),
-    ({"timeout_s": 61}, 400, "timeout_s = 61.0: valid is at most 60"),
+    ({"timeout_s": 61}, 400, "timeout_s = 61.0: valid: at most 60"),
     ({"tolerances": {"float32": [1, -1]}}, 400, "tolerances = "),
     ({"shapes": [{"a; import os": 1}]}, 400, "shapes = "),
-    ({"custom_model_src": candidate() + "#" * 100_000}, 413, "bytes; valid are at most 100000"),
+    ({"custom_model_src": candidate() + "#" * 100_000}, 413, "bytes; valid: at most 100000"),
     ({"custom_model_src": "x" * 1_500_000}, 413, "the request's body is larger than 400000 bytes"),
 ]
 
@@ -313,7 +313,7 @@ def test_cores_and_gpus_are_shown_in_one_schema() -> None:
         assert info["backends"]["cpp"]["devices"] == ["cpu:0"]
         assert info["backends"]["torch"]["devices"] == ["cuda:0", "cuda:1", "cpu:0"]
         wrong = await service.eval(candidate(), backend="cpp", preferred_device=1)
-        assert "preferred_device = 1: valid is for backend = 'cpp': cpu:0" in wrong.json()["error"]["message"]
+        assert "preferred_device = 1: valid: for backend = 'cpp': cpu:0" in wrong.json()["error"]["message"]
 
     play(test, gpus=GPUS, cores=["cpu:0"])
 
@@ -416,7 +416,7 @@ def test_no_gpu_is_listed_where_the_evaluator_uses_none(tmp_path: Path, evaluato
         (["--cores", "4096"], "--cores 4096: device cpu:4096: this machine has"),
         (["--cores", "0,0"], "a core is named twice"),
         (["--cores", "x"], "valid: sets of cores, say 2-3,4-5"),
-        (["--host", "0.0.0.0"], "--host 0.0.0.0: other machines reach it, so keys are required: --key-file FILE"),
+        (["--host", "0.0.0.0"], "--host 0.0.0.0: other machines can reach it, so keys are required: --key-file FILE"),
         (["--key-file", "/nowhere"], "--key-file /nowhere: "),
         (["--host", "203.0.113.7", "--key-file", "KEYS"], "--host and --port = '203.0.113.7:0'"),
         (["--evaluator", "nowhere:make"], "--evaluator = 'nowhere:make'"),

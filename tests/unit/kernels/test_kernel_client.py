@@ -124,7 +124,7 @@ def test_a_full_machine_is_avoided_and_its_retry_after_honoured() -> None:
 
 def test_refusals_of_the_request_are_typed_and_not_retried() -> None:
     async def test(client: KernelClient, services: list[ServedKernels]) -> None:
-        with pytest.raises(KernelRequestRefused, match=r"HTTP 400.*: timeout_s = 61\.0: valid is at most 60") as caught:
+        with pytest.raises(KernelRequestRefused, match=r"HTTP 400.*: timeout_s = 61\.0: valid: at most 60") as caught:
             await client.evaluate(submission(candidate(), timeout_s=61.0))
         assert (caught.value.status, caught.value.param) == (400, "timeout_s")
 
@@ -146,7 +146,7 @@ def test_a_refused_candidate_is_an_outcome() -> None:
         assert not evaluation.compiled
         assert evaluation.text.startswith("custom_model_src: defines no ModelNew")
         huge = await client.evaluate(submission(candidate() + "#" * 150_000))
-        assert "150020 bytes; valid are at most 100000" in huge.text
+        assert "150020 bytes; valid: at most 100000" in huge.text
 
     play(test, services=1)
 

@@ -153,8 +153,8 @@ def test_answers_of_all_forms_are_judged_and_none_is_lost(book: KernelTaskFile, 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"task": "z", "source": "x"}, r"answers.jsonl:1: task = 'z' is no task of"),
-        ({"prompt": "Hi", "source": "x"}, "its prompt's task is no task of"),
+        ({"task": "z", "source": "x"}, r"answers.jsonl:1: task = 'z' isn't a task of"),
+        ({"prompt": "Hi", "source": "x"}, "its prompt's task isn't a task of"),
         ({"task": "a", "code": "x"}, 'it has code, task; needed: "source"'),
     ],
 )

@@ -103,7 +103,7 @@ def test_metrics_and_report_show_them():
     said = " ".join(kernel_sentences(steps))
     assert "30 answers were evaluated, 3 of them by an equal one's" in said
     assert "syntax error 50.0%, wrong 30.0%" in said
-    assert "The evaluators are what this run waits for" in said
+    assert "This run waits for its evaluators" in said
     assert [one["title"] for one in _kernel_bars(steps)] == ["Raw rewards", "Speed-ups of correct answers"]
     assert _kernel_bars([StepRecord(step=0, version=1)]) == []
     assert kernel_sentences([StepRecord(step=0, version=1)]) == []

@@ -218,7 +218,7 @@ def test_an_architecture_without_an_attention_interface_has_a_document_a_row(
     assert "7 % of the first micro-batch is padding" in caplog.text
 
 
-@pytest.mark.parametrize(("floor", "why"), [(8, "log_scaling_n_floor goes by a token's place"), (None, "")])
+@pytest.mark.parametrize(("floor", "why"), [(8, "log_scaling_n_floor depends on a token's index"), (None, "")])
 def test_scales_of_inkling_go_by_a_tokens_place_in_its_row(floor: int | None, why: str) -> None:
     from transformers import AutoConfig
 
@@ -234,7 +234,7 @@ def test_scales_by_a_tokens_place_in_its_row_keep_documents_in_rows(
     tuned = dict(attn_temperature_tuning=True, floor_scale=8, attn_scale=2.0, no_rope_layers=[1, 0])
     folder = make_hub_model(tmp_path / "m", "Llama4Text", **tuned)
     model, ids = load_hf(folder, "float32", "cpu"), token_ids()
-    assert "attn_temperature_tuning goes by a token's place in its row" in caplog.text
+    assert "attn_temperature_tuning depends on a token's index in its row" in caplog.text
     torch.testing.assert_close(logprobs(model(ids, LENGTHS)), alone(folder, ids)[0], rtol=1e-4, atol=1e-4)
 
 

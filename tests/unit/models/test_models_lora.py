@@ -140,7 +140,7 @@ def test_a_target_that_no_layer_has_is_refused_with_the_nearest(changes: dict[st
         ({"rank": 0, "alpha": 1}, "greater than or equal to 1"),
         ({"rank": 4}, "alpha is missing"),
         ({"path": "x", "rank": 4}, "path and rank"),
-        ({"rank": 4, "alpha": 1, "targets": ()}, "nothing would be trained"),
+        ({"rank": 4, "alpha": 1, "targets": ()}, "no weights would be trained"),
     ],
 )
 def test_incomplete_settings_are_refused(given: dict[str, Any], words: str) -> None:

@@ -274,7 +274,7 @@ def test_an_engine_with_other_pixels_is_refused(kind: str, fault: str, monkeypat
 
     wrong = compared(kind, monkeypatch, faulty).wrong
     assert wrong.startswith("the engine's prefill and the trainer disagree behind a prompt with pictures: ")
-    assert "Their hidden states part at the embedding" in wrong
+    assert "Their hidden states diverge at the embedding" in wrong
 
 
 def test_an_engine_that_forgets_the_positions_behind_pictures_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,7 +388,7 @@ def test_a_model_whose_tokens_see_those_behind_them_is_refused(tmp_path: Path, k
     else:
         model = transformers.GemmaForCausalLM(transformers.GemmaConfig(**text, use_bidirectional_attention=True))
     randomise(model).save_pretrained(tmp_path)
-    with pytest.raises(ConfigurationError, match=f"{kind}For.* isn't causal: its tokens see those behind them"):
+    with pytest.raises(ConfigurationError, match=f"{kind}For.* isn't causal: its tokens attend to later tokens"):
         load_hf(tmp_path, "float32", "cpu")
 
 

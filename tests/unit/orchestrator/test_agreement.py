@@ -144,7 +144,7 @@ def test_a_wrong_rope_scaling_is_refused_in_the_first_layer(tmp_path: Path) -> N
     engine = TorchEngine(model.float(), slots=4, max_context_tokens=96)
     wrong = refused(learner_of(folder), engine)
     assert wrong.startswith("the engine's prefill and the trainer disagree")
-    assert f"Their hidden states part in layer 0 of {LAYERS} (model.layers.0)" in wrong
+    assert f"Their hidden states diverge in layer 0 of {LAYERS} (model.layers.0)" in wrong
 
 
 @pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3"])
@@ -200,7 +200,7 @@ def test_a_wrong_head_is_told_from_the_layers(tmp_path: Path) -> None:
     with torch.no_grad():
         engine._runner.model.head_weight.mul_(1.1)
     engine._runner.weights_changed()
-    assert "it is the final norm or the output head" in refused(learner_of(folder), engine)
+    assert "the final norm or the output head differs" in refused(learner_of(folder), engine)
 
 
 def test_a_fault_of_the_cache_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_a_run_is_compared_at_its_begin_and_after_its_first_update(monkeypatch: 
         (0, 1, 0.0),
         (1, 1, 0.0),
     ]
-    assert "allowed in float32 are 0.0001" in events[0].detail
+    assert "limit in float32: 0.0001" in events[0].detail
 
 
 def test_replicas_that_do_not_answer_are_asked_after_the_next_update(monkeypatch: pytest.MonkeyPatch) -> None:

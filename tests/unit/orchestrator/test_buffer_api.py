@@ -155,7 +155,7 @@ def test_failed_attempt_is_offered_again(tmp_path: Path) -> None:
         assert again["api_key"] != lease["api_key"]
         status, refused = await served.post("/buffer/finish", named(lease, reward=1.0))
         assert (status, refused["error"]["code"]) == (409, "lease_ended")
-        assert "failed, its worker gave it up: no disk; attempt 2 is leased" in refused["error"]["message"]
+        assert "failed, its worker abandoned it: no disk; attempt 2 is leased" in refused["error"]["message"]
         await served.post("/buffer/fail", named(again, cause="no disk", infrastructure=False))
         assert (await member).failure is not None
 
@@ -284,7 +284,7 @@ def test_finish_of_a_former_process_is_answered_by_the_books(tmp_path: Path) -> 
         body = {"group": "1", "member": 0, "attempt": 1, "reward": 1.0}
         status, refused = await served.post("/buffer/finish", body)
         assert (status, refused["error"]["code"]) == (409, "lease_ended")
-        assert "group 1 takes no finishes any more: overdue" in refused["error"]["message"]
+        assert "group 1 accepts no more finishes: overdue" in refused["error"]["message"]
         # A worker that repeats its call before the resumed run has offered the member again has to repeat it.
         status, refused = await served.post("/buffer/finish", {**body, "group": "2"})
         assert (status, refused["error"]["code"]) == (503, "not_offered_yet")
@@ -465,7 +465,7 @@ def test_address_that_other_machines_reach_needs_keys(tmp_path: Path) -> None:
             raise AssertionError("it was opened")
 
     with pytest.raises(
-        ConfigurationError, match=r"other machines reach it, so keys are required: buffer\.service\.keys"
+        ConfigurationError, match=r"other machines can reach it, so keys are required: buffer\.service\.keys"
     ):
         asyncio.run(main())
 

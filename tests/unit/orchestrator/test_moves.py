@@ -90,7 +90,7 @@ def experiment(folder: Path, generator: list[str], trainer: list[str], **control
         (["cpu:0"], ["cpu:0"], {}, "cpu:0: with one device there is one plan, temporal"),
         (["cpu:0-1"], ["cpu:2"], {}, "devices of one kind and size"),
         (["cuda:0"], ["cpu:0"], {}, "devices of one kind and size"),
-        (["cpu:0-1"], ["cpu:1-2"], {}, "cpu:0-1 and cpu:1-2 share a part"),
+        (["cpu:0-1"], ["cpu:1-2"], {}, "cpu:0-1 and cpu:1-2 overlap in part"),
         (["cpu:0"], ["cpu:1"], {"mode": "advise"}, "control.mode = 'advise' changes nothing"),
     ],
 )

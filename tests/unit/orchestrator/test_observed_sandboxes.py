@@ -268,7 +268,7 @@ DRILLED = SandboxStatistics(
         exec=latencies(0.003, 0.003, 0.1),
         queue=latencies(10_000.0),
     ),
-    reaper=ReaperStatistics(looks=4, owners=1, sandboxes=6),
+    reaper=ReaperStatistics(checks=4, owners=1, sandboxes=6),
     injected={"create slow": 3},
 )
 

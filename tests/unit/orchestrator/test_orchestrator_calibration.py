@@ -284,7 +284,7 @@ def test_on_shared_devices_the_generator_rests(monkeypatch: pytest.MonkeyPatch) 
     assert measured.decode_beside_tokens_per_s is None
     assert measured.train_samples == 16
     assert measured.lengths.censored > 0
-    assert "trains, with the generator at rest" in said
+    assert "trains, with the generator idle" in said
 
 
 @pytest.mark.parametrize("when", ["decodes at full concurrency", "trains beside it"])

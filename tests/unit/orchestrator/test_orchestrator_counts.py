@@ -87,7 +87,7 @@ def test_a_signal_wakes_those_that_have_something_to_do() -> None:
 
 @given(
     st.fixed_dictionaries(
-        {name: st.booleans() for name in ("live", "draining", "resting", "yielded", "silent")}
+        {name: st.booleans() for name in ("live", "draining", "idle", "yielded", "silent")}
         | {"update": st.integers(0, 2), "updating_since_s": st.none() | st.just(1.0)}
     ),
     st.sampled_from(("closed", "open", "half_open")),

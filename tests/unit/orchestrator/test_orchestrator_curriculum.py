@@ -200,10 +200,10 @@ def test_what_a_filter_took_out_was_judged_and_what_failed_or_was_pruned_was_not
     group = Group(index=7, task=TASKS[0], prompt_ids=(1,), size=5, admitted_version=3, admitted_s=0.0)
     rollouts = (
         member(0, True),
-        member(1, False, left="filtered", left_reason="overlong"),
-        member(2, False, left="pruned", left_reason="cap"),
+        member(1, False, removal="filtered", removal_reason="overlong"),
+        member(2, False, removal="pruned", removal_reason="cap"),
         member(3, False, failure=failure),
-        member(4, False, left="discarded", left_reason="timeout"),
+        member(4, False, removal="discarded", removal_reason="timeout"),
     )
     shown = TaskEvidence(group=7, solved=1, valid=2, zero_variance=False, version=3)
     assert evidence_of(FinishedGroup(group=group, rollouts=rollouts)) == shown
@@ -246,14 +246,14 @@ def test_every_draw_of_a_task_is_explained(kept_run):
     explained = [history.explain(task) for task in TASKS]
     assert sum(len(found.draws) for found in explained) == len(history.groups)
     for found in explained:
-        rates = [draw.after for draw in found.draws if draw.after is not None]
+        rates = [draw.posterior_after for draw in found.draws if draw.posterior_after is not None]
         if rates:
             assert rates[-1] == found.now
         for draw in found.draws:
             assert draw.reason in ("cursor", "explore", "band", "replay")
-            assert draw.why
-            assert draw.size_why
-            assert (draw.solved is None) == (draw.after is None)
+            assert draw.explanation
+            assert draw.size_explanation
+            assert (draw.solved is None) == (draw.posterior_after is None)
     assert explained[0].region == "trivial"
     assert explained[30].region == "unsolved"
     in_band = [found for found in explained if found.region == "band"]

@@ -174,10 +174,10 @@ def test_a_run_that_can_fill_no_batch_says_so_and_ends():
 def test_attempts_that_all_get_one_reward_are_said_with_it():
     queue = {"filter_zero_variance": True, "give_up_after_batches": 9}
     with pytest.raises(
-        NoProgress, match=r"ended untrained.*the same reward, 0 \(never solved: .*#most-groups-are-filt"
+        NoProgress, match=r"ended untrained.*the same reward, 0 \(no task was solved: .*#most-groups-are-filt"
     ):
         run_of(queue, reward=lambda task, response: 0.0)
-    with pytest.raises(NoProgress, match=r"had nothing to teach.*the same reward, 1 \(most are solved already"):
+    with pytest.raises(NoProgress, match=r"had no learning signal.*the same reward, 1 \(most tasks are solved already"):
         run_of(queue, reward=lambda task, response: 1.0)
 
 
@@ -188,9 +188,7 @@ def test_rollouts_that_nearly_all_fail_alike_end_the_run_early(works: int):
     def reward(task: object, response: str) -> float:
         return float("nan") if not works or next(calls) % works else 1.0
 
-    with pytest.raises(
-        NoProgress, match=r"\d of the 64 rollouts of the last 16 groups failed alike: the reward is nan"
-    ):
+    with pytest.raises(NoProgress, match=r"\d of the 64 rollouts of the last 16 groups failed with: the reward is nan"):
         run_of({"give_up_after_batches": 1000}, reward=reward)
 
 
@@ -292,5 +290,5 @@ def test_without_validation_tasks_there_is_no_best_version(after: bool):
     outcome = run_of(after=after)
     assert "best" not in names(outcome)
     kept = outcome.event("last_kept")
-    assert kept.detail == "version 8 in best/: none was judged by validation tasks"
+    assert kept.detail == "best/ has version 8: none was evaluated on validation tasks"
     assert summarise(outcome.lines).best_version is None

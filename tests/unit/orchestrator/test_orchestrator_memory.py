@@ -58,7 +58,7 @@ def experiment(folder: Path, **sections: dict[str, Any]) -> Experiment:
 
 
 def uses_of(folder: Path, **sections: dict[str, Any]) -> dict[str, MemoryUse]:
-    return {f"{use.name} {use.place}": use for use in memory_uses(experiment(folder, **sections), MODEL)}
+    return {f"{use.name} {use.location}": use for use in memory_uses(experiment(folder, **sections), MODEL)}
 
 
 def test_parameters() -> None:
@@ -154,8 +154,8 @@ def test_a_resumed_request_prefills_its_response_too(tmp_path: Path) -> None:
 
 def test_published_weights_are_main_memory() -> None:
     uses = [
-        MemoryUse(name="orchestrator", place="memory", parts={"base": 10}),
-        MemoryUse(name="published weights", place=str(SHARED_MEMORY), parts={"versions": 32}),
+        MemoryUse(name="orchestrator", location="memory", parts={"base": 10}),
+        MemoryUse(name="published weights", location=str(SHARED_MEMORY), parts={"versions": 32}),
     ]
     assert {place.name: place.needed_bytes for place in memory_places(uses)} == {"memory": 42, str(SHARED_MEMORY): 32}
 
@@ -222,7 +222,7 @@ def test_files(tmp_path: Path) -> None:
     files = {use.name: use for use in uses}
     assert files["published weights"].total_bytes == 3 * 4 * PARAMETERS
     assert files["checkpoints"].parts["checkpoints"] == 4 * 12 * PARAMETERS
-    assert files["buffer"].place == str(tmp_path / "run")
+    assert files["buffer"].location == str(tmp_path / "run")
 
 
 def test_beside_an_adapter_the_model_has_no_gradients_and_no_optimiser(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_beside_an_adapter_the_model_has_no_gradients_and_no_optimiser(tmp_path:
 
 
 def find(place: str, needed: int, capacity: int, available: int, name: str = "generator-0") -> list[Finding]:
-    use = MemoryUse(name=name, place=place, parts={"KV cache": needed})
+    use = MemoryUse(name=name, location=place, parts={"KV cache": needed})
     there = MemoryPlace(name=place, needed_bytes=needed, capacity_bytes=capacity, available_bytes=available)
     return list(memory_findings([use], [there]))
 

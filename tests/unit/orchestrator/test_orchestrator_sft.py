@@ -58,9 +58,7 @@ def test_measuring_a_solve_rate_without_tasks_to_measure_it_on(tmp_path: Path) -
 
 
 def test_steps_and_epochs_exclude_each_other(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"sft\.epochs = 2 and sft\.steps = 5 both say when it ends; valid: one"
-    ):
+    with pytest.raises(ConfigurationError, match=r"sft\.epochs = 2 and sft\.steps = 5 both set its end; valid: one"):
         experiment(tmp_path, epochs=2, steps=5)
     assert experiment(tmp_path, steps=5).sft.epochs is None
     default = experiment(tmp_path)

@@ -62,12 +62,12 @@ def test_every_published_row(name: str, steps: int, hourly: str) -> None:
     """A service's dollars to the printed cent; own dollars as near as the printed seconds allow (half of their last
     digit), and their ratio to the printed tokens to the printed cent."""
     found = priced_run(CATALOGUE, name)
-    assert len(found.own.usd) == len(found.run.steps) == steps
+    assert len(found.owned.usd) == len(found.run.steps) == steps
     assert f"{found.devices * found.usd_per_device_hour:.2f}" == hourly
     assert found.service is not None
     rate = float(hourly) / 3600
     for index, step in enumerate(found.run.steps):
-        part, usd = found.service_parts[index], found.own.usd[index]
+        part, usd = found.service_parts[index], found.owned.usd[index]
         for computed, column in (
             (part.prefill_usd, "prefill_usd"),
             (part.sample_usd, "sample_usd"),
@@ -85,10 +85,10 @@ def test_every_published_row(name: str, steps: int, hourly: str) -> None:
 def test_the_published_means() -> None:
     """$16.23 and $6.90 are means of ratios, $16.17 and $6.95 what all dollars come to over all tokens; 2.01 x."""
     prime, slime = (priced_run(CATALOGUE, name) for name in RUNS)
-    assert f"{prime.own.mean_of_ratios:.2f} {prime.own.ratio_of_means:.2f}" == "6.90 6.95"
-    assert f"{slime.own.mean_of_ratios:.2f} {slime.own.ratio_of_means:.2f}" == "16.23 16.17"
-    assert prime.own_over_service is not None
-    assert [f"{ratio:.2f}" for ratio in prime.own_over_service] == ["2.01", "2.03"]
+    assert f"{prime.owned.mean_of_ratios:.2f} {prime.owned.ratio_of_means:.2f}" == "6.90 6.95"
+    assert f"{slime.owned.mean_of_ratios:.2f} {slime.owned.ratio_of_means:.2f}" == "16.23 16.17"
+    assert prime.owned_over_service is not None
+    assert [f"{ratio:.2f}" for ratio in prime.owned_over_service] == ["2.01", "2.03"]
     for run in (prime, slime):
         mean, theirs = run.run.mean, run.service
         assert mean is not None
@@ -96,7 +96,7 @@ def test_the_published_means() -> None:
         assert agrees(theirs.total_usd / len(theirs.usd), mean.printed["service_usd"])
         assert agrees(theirs.mean_of_ratios, mean.printed["service_usd_per_mtok"])
     assert prime.run.mean is not None
-    assert prime.own.total_usd / 10 == pytest.approx(prime.run.mean.printed["usd"], abs=0.05)
+    assert prime.owned.total_usd / 10 == pytest.approx(prime.run.mean.printed["usd"], abs=0.05)
     (text,) = prime.contradictions
     assert "6.9 $/M tokens is a mean of ratios; all dollars over all tokens are 6.95" in text
     assert "65.07 / 9.367 M = 6.95" in text
@@ -105,7 +105,7 @@ def test_the_published_means() -> None:
 def test_all_devices_are_paid_for_the_whole_step() -> None:
     """Twice the price, or twice the devices: twice the dollars; the service's don't change."""
     run = priced_run(CATALOGUE, "slime", "3.18")
-    assert run.own.total_usd == pytest.approx(2 * priced_run(CATALOGUE, "slime").own.total_usd)
+    assert run.owned.total_usd == pytest.approx(2 * priced_run(CATALOGUE, "slime").owned.total_usd)
     assert run.service == priced_run(CATALOGUE, "slime").service
     assert run.contradictions == []  # at another price nothing printed is contradicted
 

@@ -125,7 +125,7 @@ def test_what_a_plan_writes_can_be_read_loaded_and_drawn(
     assert "--output" in refused(files, capsys, *options)  # nothing is written over
     assert "--picture" in refused(files, capsys, "--picture", str(tmp_path / "no" / "plan.svg"))
     same = str(tmp_path / "same")
-    assert "two files of one name" in refused(files, capsys, "--output", same, "--write", same)
+    assert "two outputs have the same name" in refused(files, capsys, "--output", same, "--write", same)
     assert not Path(same).exists()
     assert "there is no folder" in refused(files, capsys, "--output", str(tmp_path / "no" / "plan.json"))
     assert planned_settings(load_experiment(files[0]), read, written) == found["settings"]
@@ -146,7 +146,7 @@ def test_a_plan_for_another_configuration_is_refused(
     assert headway(["train", files[0], "--plan", written, "--queue.budget=5"]) == 2
     assert "was made for another configuration" in capsys.readouterr().err
     assert headway(["train", files[0], "--plan", files[1]]) == 2
-    assert "is no plan that headway plan wrote" in capsys.readouterr().err
+    assert "is not a plan of headway plan" in capsys.readouterr().err
 
 
 def test_what_a_configuration_cannot_say_is_planned_but_not_run(
@@ -224,7 +224,7 @@ def test_on_several_machines_no_plan_is_faster_than_its_bound(
         (POOL + '[generate]\nkv_dtype = "fp8"\n', "kv_dtype = 'fp8'; valid: float32"),
         (POOL + '[train]\ndtype = "float12"\n', "dtype = 'float12'; valid: float32"),
         (POOL.replace("machine =", "count = 3\nmachine ="), "count = 3 has no effect here; valid: machines"),
-        (POOL.replace("price =", 'machines = 2\nnodes = ["a", "a"]\nprice ='), "nodes: a is there twice"),
+        (POOL.replace("price =", 'machines = 2\nnodes = ["a", "a"]\nprice ='), "nodes: a is listed twice"),
         (POOL.replace("prompt_tokens = 200", "prompt_tokens = -200"), "prompt_tokens: a median of -200"),
         (POOL.partition("response_tokens")[0] + "response_tokens = 0\n", "response_tokens: a median of 0"),
     ],

@@ -333,7 +333,7 @@ def test_quantities_draw_their_distributions():
         ({"workload": {"tool_s": {"kind": "lognormal", "median": 9, "p99": 3}}}, "p99 = 3 is below the median 9"),
         ({"workload": {"turns": {"kind": "constant", "value": 1, "p99": 3}}}, "'constant' takes value, not p99"),
         ({"workload": {"trivial_share": 0.7, "impossible_share": 0.7}}, "are more than all tasks together"),
-        ({"model": {"path": "x"}}, "[model] has no place in a scenario: no model is loaded"),
+        ({"model": {"path": "x"}}, "[model] isn't valid in a scenario: no model is loaded"),
         ({"environment": {"name": "agent"}}, "environment.name has no place in a scenario: turns are described by"),
         ({"generator": {"devices": ["cuda:0"]}}, "set hardware.generator.replicas"),
         ({"drift": [{"key": "workload.tool", "factor": 3}]}, "valid: workload.prompt_tokens"),

@@ -330,9 +330,9 @@ def _exists(folder: Path) -> list[str]:
         (_without_rates, "show its rates"),
         (_turns, "simulates rollouts of several turns"),
         (_own_rollouts, "hooks.rollout = 'mine:play'"),
-        (_agents, "environment.name = 'agent', and a ledger doesn't say"),
-        (_exists, "there is such a file already"),
-        (lambda folder: ["missing.toml", "--steps", "1:2"], "--steps is of a run's folder"),
+        (_agents, "environment.name = 'agent', and a ledger doesn't record"),
+        (_exists, "the file already exists"),
+        (lambda folder: ["missing.toml", "--steps", "1:2"], "--steps needs a run's folder"),
         (lambda folder: [*_short(folder), "--steps", "0:", "--queue.budgt=3"], "did you mean 'budget'?"),
     ],
 )

@@ -180,7 +180,7 @@ def test_a_block_is_its_pieces_one_after_another(begun: int, pieces: list[tuple[
 def test_a_block_refuses_parts_that_dont_match() -> None:
     one = (VersionSpan(version=1, tokens=1),)
     for parts in (((1, 2), (-0.5,), one), ((1, 2), (-0.5, -0.5), one), ((), (), one)):
-        with pytest.raises(ValueError, match="as many are needed"):
+        with pytest.raises(ValueError, match="the counts must be equal"):
             TokenBlock().extend(*parts)
 
 

@@ -241,7 +241,7 @@ def test_a_run_that_waits_for_its_evaluators_is_named(tmp_path: Path) -> None:
     ]
     report = diagnose_run(recorded(dataclasses.replace(outcome, lines=lines), tmp_path / "run"))
     assert "timeout 25.0%" in report.kernels
-    assert "The evaluators are what this run waits for" in report.kernels
+    assert "This run waits for its evaluators" in report.kernels
     console = Console(record=True, width=200)
     print_report(report, None, console)
     assert "evaluators" in console.export_text()

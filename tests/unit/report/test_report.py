@@ -80,7 +80,7 @@ def test_on_shared_devices_nobody_is_the_bottleneck() -> None:
     balance, busy = judge_balance(WaitShares(trainer=0.5, generator=0.02, yielded=0.48), 4)
     assert balance == "time-shared"
     assert "48%" in busy
-    assert "Nobody waits" in busy
+    assert "Neither waits" in busy
     idle = WaitShares(trainer=0.7, generator=0.3, yielded=0.3)
     assert "budget of 1" in judge_balance(idle, 0)[1]
     assert "admission" in judge_balance(idle, 4)[1]
@@ -98,7 +98,7 @@ def test_where_both_sides_wait_the_report_says_what_was_measured_of_it() -> None
         return judge(steps, summarise(steps), 4).balance_text
 
     assert text(flow=flow).endswith(
-        "both a lot. The steps measured: rollouts were 42% of their time on the way between processes; the trainer "
+        "both high. The steps measured: rollouts spent 42% of their time between processes; the trainer "
         "waited 25% for the oldest groups, at the budget's edge."
     )
     assert "the orchestrator computed for 60% of the time" in text(flow=flow, orchestrator_cpu_s=0.6)
@@ -218,7 +218,7 @@ def test_groups_that_end_untrained_are_no_nothing() -> None:
     said = EventRecord(event="no_progress", detail="64 groups in a row", data={"groups": 64, "reason": "zero_variance"})
     verdict = judged([said], 4)
     assert verdict.sentences["Why is nothing trained?"] == "At version 0 64 groups in a row."
-    assert verdict.failures_text == "Nothing that a step recorded, but no step is made."
+    assert verdict.failures_text == "No recorded step shows a cause, but no step completes."
     assert "docs/troubleshooting.md#most-groups-are-filtered" in verdict.pages
     solved = msgspec.structs.replace(said, event="mostly_solved")
     assert judged([solved], 4).failures_text == "Nothing."

@@ -35,7 +35,7 @@ def test_wait_graph_groups_waits_of_one_sort(tmp_path: Path) -> None:
 
 
 def test_stall_is_said_with_the_section_about_it(tmp_path: Path) -> None:
-    stall = Stall(owner="verifier-0", kind="verifier.score", since_s=1.0, what="it waits", expected_s=20.0, hard=False)
+    stall = Stall(owner="verifier-0", kind="verifier.score", since_s=1.0, cause="it waits", expected_s=20.0, hard=False)
     text = live_waits_text(read_live_waits(kept(tmp_path, stalls=(stall,)), now_s=101.0))
     assert text.splitlines()[0] == "stalled 3 s: it waits (docs/troubleshooting.md#stall-verifier)"
 

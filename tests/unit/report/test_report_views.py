@@ -82,7 +82,7 @@ def test_screen_shows_an_alert_until_it_is_over() -> None:
     alert = EventRecord(event="alert", detail="kl: KL is 0.2 nats per token", data={"rule": "kl"})
     state.take(alert)
     assert [line.split()[1] for line in drawn(state).splitlines() if "KL is 0.2" in line] == ["Alert", "Event"]
-    state.take(EventRecord(event="alert_cleared", detail="kl: not found any more", data={"rule": "kl"}))
+    state.take(EventRecord(event="alert_cleared", detail="kl: no longer found", data={"rule": "kl"}))
     assert [line.split()[1] for line in drawn(state).splitlines() if "KL is 0.2" in line] == ["Event"]
 
 
@@ -227,7 +227,7 @@ def test_show_prints_prompt_response_reward_and_versions(kept: Path) -> None:
 
 
 def test_show_says_who_was_pruned_and_who_was_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hit = {"pruner": "repetition", "why": "a loop of 7 tokens", "at_tokens": 64, "saved_tokens": 190.4,
+    hit = {"pruner": "repetition", "reason": "a loop of 7 tokens", "at_tokens": 64, "saved_tokens": 190.4,
            "audited": False, "cut_reward": None}  # fmt: skip
     lines = [sample(1, 1, pruned=hit), sample(1, 2, pruned=hit | {"audited": True, "saved_tokens": 0, "cut_reward": 0})]
     show_samples(kept_run(tmp_path, *lines), SampleSelection(), console=Console(width=200))

@@ -89,7 +89,7 @@ def test_a_run_that_is_being_resumed_is_said_to_be(runs: Path) -> None:
 
 def test_an_orchestrator_elsewhere_is_alive_while_it_renews_its_epoch(runs: Path) -> None:
     folder = runs / "killed" / "epoch"
-    holder = {"host": "elsewhere", "pid": 7, "boot": "b", "place": folder.stat().st_ino, "orphan_s": 60.0}
+    holder = {"host": "elsewhere", "pid": 7, "boot": "b", "inode": folder.stat().st_ino, "orphan_s": 60.0}
     (folder / "ac0c3e5742190a5c.json").write_text(json.dumps(holder))
     os.utime(folder)
     assert listed(runs)["killed"].holder == "process 7 on elsewhere"
@@ -101,7 +101,7 @@ def test_folders_that_make_no_sense_are_rows_too(runs: Path) -> None:
     (runs / "ended" / "config.json").write_text(json.dumps({"schema": SCHEMA, "run": [1]}))
     (runs / "other" / "config.json").write_bytes(b"\x00\x01")
     found = listed(runs)
-    assert found["ended"].problems[0].startswith("can't be understood: AttributeError")
+    assert found["ended"].problems[0].startswith("can't be read: AttributeError")
     assert found["other"].problems[0].startswith("config.json can't be read")
     assert found["other"].step == 5
 

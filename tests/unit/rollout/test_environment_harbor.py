@@ -141,7 +141,7 @@ def test_an_image_that_does_something_at_its_start_is_refused_by_name(line: str,
         (folder / "task.toml").write_text(f'{CONFIG}[environment]\ndocker_image = "mine:1"\n')
     (folder / "environment" / "Dockerfile").write_text(f"FROM base\n{line}\n")
     name = line.split()[0].upper()
-    with pytest.raises(ConfigurationError, match=rf"Dockerfile:2: {name} .*: its image does something at its start"):
+    with pytest.raises(ConfigurationError, match=rf"Dockerfile:2: {name} .*: its image has a start-up command"):
         read_task(folder)
 
 

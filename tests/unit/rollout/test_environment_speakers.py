@@ -187,7 +187,7 @@ def test_what_a_model_is_asked_with(endpoint: Endpoint, monkeypatch: pytest.Monk
         ({}, {"api_key_env": "NO_SUCH_KEY"}, "has no NO_SUCH_KEY"),
         ({}, {"timeout_s": 100.0}, "may take 320 s"),
         ({"ends": []}, {}, "ends must not be empty"),
-        ({"prompt": "Talk."}, {}, "must say {goal}"),
+        ({"prompt": "Talk."}, {}, "must contain {goal}"),
     ],
 )
 def test_bad_settings(parameters: Any, settings: Any, what: str) -> None:
@@ -258,7 +258,7 @@ def weight_is_shared(made: Rollout) -> None:
 def test_what_a_turn_without_loss_is_rewarded_with_counts_in_the_turn_before() -> None:
     def exchange(reward: float | None, learned: bool) -> TurnRecord:
         response = GenerationResult(request_id="", response=PartialResponse(), finish_reason="stop")
-        return TurnRecord(asked=NextTurn(said=(), learned=learned), result=response, reward=reward)
+        return TurnRecord(asked=NextTurn(messages=(), learned=learned), result=response, reward=reward)
 
     turns = [
         exchange(1.0, False),

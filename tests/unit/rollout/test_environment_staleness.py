@@ -20,7 +20,7 @@ from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.clock import VirtualClock, run_virtual
 from headway.runtime.stalls.waits import Waits
 
-SAVED = SavedEpisode(exchanges=(), asked=NextTurn(said=()), environment=EnvironmentState())
+SAVED = SavedEpisode(exchanges=(), asked=NextTurn(messages=()), environment=EnvironmentState())
 RESPONSE = PartialResponse(ids=(1,), logprobs=(-1.0,))
 
 

@@ -362,8 +362,8 @@ def test_what_an_environment_raises_fails_its_rollout(where: str) -> None:
     failure = played.rollout.failure
     assert failure is not None
     assert (failure.boundary, failure.infrastructure) == ("environment", False)
-    assert failure.place.endswith(" in _raise")
-    assert failure.cause == f"RuntimeError: a bug ({failure.place})"
+    assert failure.raised_at.endswith(" in _raise")
+    assert failure.cause == f"RuntimeError: a bug ({failure.raised_at})"
     assert "in _raise" in failure.detail
     assert played.rollout.reward == 0.0
     assert played.pool.calls.count("begin") == 1, "it isn't tried again"

@@ -79,7 +79,7 @@ def test_a_parked_sandbox_is_lent_to_whoever_comes_later_and_to_no_more_than_com
 
 def test_what_is_parked_stands_still_from_before_its_snapshot_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     did: list[str] = []
-    full = infrastructure_failure("no room for another snapshot", retry=False)
+    full = infrastructure_failure("no space for another snapshot", retry=False)
 
     def told(name: str) -> Any:
         call = getattr(FakeSandbox, name)

@@ -93,7 +93,7 @@ class LeasesAgainstModel(RuleBasedStateMachine):
             due = self.newest(key) == "leased" and self.until[key] <= self.now
             assert self.book.expire(key, self.now) is due
             if due:
-                self.over(key, LeaseEnding("expired", "10 s after the last sign of life of its worker"))
+                self.over(key, LeaseEnding("expired", "10 s after the last heartbeat of its worker"))
 
     @rule(key=keys)
     def withdraw(self, key: LeaseKey) -> None:

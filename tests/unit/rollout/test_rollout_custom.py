@@ -179,7 +179,7 @@ async def early(attempt: Attempt) -> None:
         (divides, "hooks.rollout = 'mine:rollout' raised ZeroDivisionError: division by zero (test_rollout_custom", 4),
         (returns, "hooks.rollout = 'mine:rollout' returned 1.0: the attempt keeps what was sampled", 4),
         (nothing, "hooks.rollout = 'mine:rollout' sampled nothing", 0),
-        (early, "raised ValueError: nothing was generated yet: what comes before the first turn belongs into", 0),
+        (early, "raised ValueError: nothing was generated yet: what comes before the first turn belongs in", 0),
     ],
 )
 def test_what_breaks_fails_the_rollout_at_its_environment(function: Function, cause: str, tokens: int) -> None:
@@ -228,7 +228,7 @@ def test_a_hung_environment_times_out() -> None:
 
 
 WHY = Failure(boundary="engine", cause="enough", infrastructure=True)
-PRUNED = Pruned(pruner="length", why="too long", at_tokens=3)
+PRUNED = Pruned(pruner="length", reason="too long", at_tokens=3)
 
 
 @pytest.mark.parametrize("at_s", [0.25, 2.0])  # while it is sampled; while its environment works

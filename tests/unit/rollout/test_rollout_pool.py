@@ -195,7 +195,7 @@ def test_a_response_that_kills_its_worker_is_retried_and_then_fails_as_infrastru
     assert failure.boundary == "reward"
     assert "SIGSEGV" in failure.detail
     assert launcher.seen["crash"] == max(retries, 1) + 1  # the group's call, then alone: who did it must be found out
-    assert failure.cause == f"the verifier's process died under it; attempts: {launcher.seen['crash']}"
+    assert failure.cause == f"the verifier's process died during it; attempts: {launcher.seen['crash']}"
 
 
 def test_what_infrastructure_failed_is_scored_again_after_a_pause():

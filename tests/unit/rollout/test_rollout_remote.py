@@ -218,7 +218,7 @@ def test_attempts_end_failed_after_the_retries() -> None:
     rollout, _ = play(worker)
     assert rollout.attempts == 3
     assert rollout.failure == Failure(
-        boundary="environment", cause="its worker gave it up: no disk", infrastructure=True
+        boundary="environment", cause="its worker abandoned it: no disk", infrastructure=True
     )
 
 

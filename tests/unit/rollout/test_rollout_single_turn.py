@@ -363,7 +363,7 @@ class TestSeeds:
 
 # --- stopped from outside ----------------------------------------------------------------------------------
 
-PRUNED = Pruned(pruner="cap", why="too long", at_tokens=6)
+PRUNED = Pruned(pruner="cap", reason="too long", at_tokens=6)
 
 
 def stopped(

@@ -334,7 +334,7 @@ class TestChosenByTasks:
         service = VerifierService(None, verifier={"name": "exact"}, named=NAMED)
         verdicts = service.score(Task(task_id="feed", prompt="p", verifier="strict"), ["1", "2"])
         assert [verdict.failure.cause for verdict in verdicts if verdict.failure] == [
-            "task feed asks for the verifier 'strict', and there is loose, own"
+            "task feed names the verifier 'strict'; valid: loose, own"
         ] * 2
 
     @pytest.mark.parametrize(

@@ -68,11 +68,11 @@ def test_a_score_becomes_a_reward_and_its_tokens_are_counted(endpoint: Endpoint,
     ("replies", "cause"),
     [
         (["It is good."], "the judge's answer holds no score: 'It is good.'"),
-        (["Score: 11"], "the judge's score is 11: valid are 0 to 10"),
-        (["Score: -1"], "the judge's score is -1: valid are 0 to 10"),
-        ([(200, {}, {"error": "busy"})], """the judge's reply is no chat completion: '{"error": "busy"}'"""),
-        ([(200, {}, completion(None))], "the judge's reply is no chat completion"),  # type: ignore[arg-type]
-        ([(200, {}, b"<html>")], "the judge's reply is no JSON: '<html>'"),
+        (["Score: 11"], "the judge's score is 11: valid: 0 to 10"),
+        (["Score: -1"], "the judge's score is -1: valid: 0 to 10"),
+        ([(200, {}, {"error": "busy"})], """the judge's reply isn't a chat completion: '{"error": "busy"}'"""),
+        ([(200, {}, completion(None))], "the judge's reply isn't a chat completion"),  # type: ignore[arg-type]
+        ([(200, {}, b"<html>")], "the judge's reply isn't JSON: '<html>'"),
         ([(503, {}, {"error": "overloaded"})], 'the judge answered HTTP 503: \'{"error": "overloaded"}\''),
         ([None], "can't be reached: "),
     ],
@@ -171,7 +171,7 @@ def test_the_worker_scores_with_it_under_its_watchdog(endpoint: Endpoint) -> Non
         ({"url": "localhost", "model": "m"}, "url = 'localhost': String should match pattern '\\^https"),
         ({"url": 3, "model": "m"}, "url = 3: Input should be a valid string"),
         ({"url": "http://h", "model": ""}, "model = '': String should have at least 1 character"),
-        ({"url": "http://h", "model": "m", "prompt": "Judge!"}, "doesn't say {response}"),
+        ({"url": "http://h", "model": "m", "prompt": "Judge!"}, "doesn't contain {response}"),
         ({"url": "http://h", "model": "m", "api_key_env": "HEADWAY_NO_SUCH"}, "the environment has no HEADWAY_NO_SUCH"),
         (
             {"url": "http://h", "model": "m", "concurrency": 0},

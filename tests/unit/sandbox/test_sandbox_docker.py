@@ -161,7 +161,7 @@ def test_list_shows_containers_too_and_reap_leaves_living_owners_theirs(
     assert total == "3 sandboxes, 1 of dead owners: `headway sandboxes reap` removes those"
     assert said("reap", state=tmp_path) == [
         f"{dead}: 1 sandboxes",
-        "1 dead owners cleaned up after; 2 sandboxes of living owners left alone",
+        "1 dead owners were cleaned up; 2 sandboxes of living owners were kept",
     ]
     assert said("list", state=tmp_path)[-1] == "2 sandboxes, 0 of dead owners"
 
@@ -181,5 +181,5 @@ def test_without_a_daemon_nothing_is_said_of_it(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setenv("DOCKER_HOST", url)
         assert said("list", state=tmp_path / "state") == ["0 sandboxes, 0 of dead owners"]
         assert said("reap", state=tmp_path / "state") == [
-            "0 dead owners cleaned up after; 0 sandboxes of living owners left alone"
+            "0 dead owners were cleaned up; 0 sandboxes of living owners were kept"
         ]

@@ -56,8 +56,8 @@ def test_faults_look_like_those_of_the_infrastructure_and_are_counted():
                 ends.append("unanswered")
             except SandboxError as error:
                 failures.append(error.failure)
-                ends.append(error.failure.what)
-                if "sandbox" in error.failure.what:
+                ends.append(error.failure.message)
+                if "sandbox" in error.failure.message:
                     assert box.ended
                     with pytest.raises(SandboxError, match="injected"):
                         await box.read("f")
@@ -90,12 +90,12 @@ def test_the_reaper_looks_again_and_again_and_counts():
         reaper = Reaper(backend, backend.clock, 60.0)
         looking = asyncio.create_task(reaper.run())
         await backend.clock.sleep(130.0)
-        assert (reaper.statistics().looks, reaper.statistics().owners, reaper.statistics().stuck) == (2, 0, 1)
+        assert (reaper.statistics().checks, reaper.statistics().owners, reaper.statistics().stuck) == (2, 0, 1)
         await backend.clock.sleep(60.0)
         assert reaper.statistics().failed == "no room"
         await backend.clock.sleep(60.0)
         seen = reaper.statistics()
-        assert (seen.looks, seen.owners, seen.sandboxes, seen.stuck, seen.failed) == (4, 2, 4, 0, "")
+        assert (seen.checks, seen.owners, seen.sandboxes, seen.stuck, seen.failed) == (4, 2, 4, 0, "")
         looking.cancel()
 
     run_virtual(main())
@@ -114,8 +114,8 @@ def test_what_wouldnt_end_is_tried_again_at_the_next_look(tmp_path: Path, monkey
     assert (first.stuck, folder.exists()) == (True, True)
     (second,) = leftovers.reap(tmp_path)
     assert (second.stuck, folder.exists(), tries) == (False, False, [place, place])
-    assert "wouldn't end" in str(first)
-    assert "wouldn't end" not in str(second)
+    assert "didn't end" in str(first)
+    assert "didn't end" not in str(second)
 
 
 def once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -413,8 +413,8 @@ def test_where_the_provider_keeps_no_time_its_owner_does(tmp_path: Path):
     ("says", "cause", "what"),
     [
         (ShellResult(exit_code=127, stdout="python3: not found"), "environment", "no python3"),
-        (ShellResult(exit_code=0, stdout=f"\n{MARKER}no json"), "infrastructure", "can't be understood"),
-        (ShellResult(exit_code=0, stdout=f"\n{MARKER}{{}}"), "infrastructure", "can't be understood"),
+        (ShellResult(exit_code=0, stdout=f"\n{MARKER}no json"), "infrastructure", "sent an unreadable message"),
+        (ShellResult(exit_code=0, stdout=f"\n{MARKER}{{}}"), "infrastructure", "sent an unreadable message"),
         (ShellResult(exit_code=0, stdout=f'\n{MARKER}{{"error": 13, "what": "no"}}'), "environment", "can't be made"),
     ],
 )

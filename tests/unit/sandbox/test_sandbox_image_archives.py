@@ -193,8 +193,8 @@ WRONG = {
     "artifact": (damaged_layout(artifact), "it isn't an image"),
     "layer-type": (damaged_layout(lambda _: None, layer_type="application/x-squashfs"), "media type .*squashfs.*valid"),
     "manifest-type": (damaged_layout(set_manifest(mediaType="text/plain")), "media type 'text/plain': valid"),
-    "digest-kind": (damaged_layout(set_manifest(digest="md5:00")), "valid is sha256"),
-    "digest-path": (damaged_layout(set_manifest(digest="sha256:../../../etc/passwd")), "valid is sha256"),
+    "digest-kind": (damaged_layout(set_manifest(digest="md5:00")), "valid: sha256"),
+    "digest-path": (damaged_layout(set_manifest(digest="sha256:../../../etc/passwd")), "valid: sha256"),
     "architecture": (damaged_layout(lambda _: None, architecture="s390x"), "for linux/s390x: this machine is linux/"),
     "platform": (
         damaged_layout(set_manifest(platform={"os": "linux", "architecture": "s390x"})),
@@ -203,7 +203,7 @@ WRONG = {
     "index-upon-index": (damaged_layout(nested_indexes), "names more than 1000"),
     "no-image": (damaged_layout(lambda layout: layout.manifests.clear()), "holds no image"),
     "docker-architecture": (lambda place: saved(place / "x.tar", BASE, architecture="s390x"), "this machine is"),
-    "missing": (lambda place: place / "python:3.12", "no such file. Valid are"),
+    "missing": (lambda place: place / "python:3.12", "no such file. Valid:"),
     "device": (lambda place: Path("/dev/null"), "neither a file nor a directory"),
 }
 

@@ -151,7 +151,7 @@ def test_archive_of_several_images_needs_a_name(tmp_path: Path):
     path = layout.archive(tmp_path / "two.tar")
     with pytest.raises(ConfigurationError, match=r"PATH#NAME: repo/app:1, repo/app:2"):
         prepare(path, tmp_path)
-    with pytest.raises(ConfigurationError, match="no image '3': valid are repo/app:1"):
+    with pytest.raises(ConfigurationError, match="no image '3': valid: repo/app:1"):
         prepare(path, tmp_path, name="3")
     assert text(prepare(path, tmp_path, name="repo/app:1"), "etc/name") == "base"
     assert text(prepare(path, tmp_path, name="app:2"), "etc/name") == "upper"

@@ -332,7 +332,7 @@ def answer(**changed):
 def test_how_a_command_ended(told, why):
     result = result_of(told, b"out", b"err", 2.0)
     assert (result.stdout, result.stderr) == (b"out", b"err")
-    assert (result.failure and result.failure.what) == why
+    assert (result.failure and result.failure.message) == why
     assert result.failure is None or (result.failure.cause, result.failure.reward_valid) == ("model_code", True)
 
 

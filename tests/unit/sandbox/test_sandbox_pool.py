@@ -315,7 +315,7 @@ def test_closing_ends_all_and_fails_who_waits():
                     await backend.clock.sleep(100.0)
                     await box.exec(Command(argv=["true"]))
             except SandboxError as error:
-                ends.append(error.failure.what)
+                ends.append(error.failure.message)
 
         tasks = [asyncio.create_task(one()) for _ in range(6)]
         await backend.clock.sleep(1.5)  # one is ready, one is made, one waits to be made, three wait for a place

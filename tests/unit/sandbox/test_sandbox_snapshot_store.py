@@ -48,7 +48,7 @@ def names(folder: Path) -> list[str]:
 def test_one_that_doesnt_fit_isnt_kept_and_takes_nothing(tmp_path: Path):
     folder = SnapshotFolder(tmp_path / "snapshots", 1000)
     put(folder, "a", 400)
-    with pytest.raises(SandboxError, match=r"1000 bytes, half of what was free; make room in") as raised:
+    with pytest.raises(SandboxError, match=r"1000 bytes, half of what was free; free space in") as raised:
         put(folder, "b", 700)
     assert (raised.value.failure.cause, raised.value.failure.retry) == ("infrastructure", False)
     assert names(tmp_path / "snapshots") == ["a.tar"]
@@ -126,7 +126,7 @@ def test_what_nothing_names_any_more_is_removed(tmp_path: Path):
 
 def parked(member: int, path: str) -> PartialRollout:
     state = EnvironmentState(snapshot=Snapshot(path=path, bytes=0, sha256=""))
-    saved = SavedEpisode(exchanges=(), asked=NextTurn(said=()), environment=state)
+    saved = SavedEpisode(exchanges=(), asked=NextTurn(messages=()), environment=state)
     return PartialRollout(group=1, member=member, response=PartialResponse(), resumes=0, episode=saved)
 
 
@@ -186,7 +186,7 @@ def test_those_of_other_workers_that_came_meanwhile_count_too(tmp_path: Path):
             await a.append(bytes(600))
             await b.append(bytes(600))
             await a.keep()
-            with pytest.raises(SandboxError, match=r"1000 bytes, half of what was free; make room in"):
+            with pytest.raises(SandboxError, match=r"1000 bytes, half of what was free; free space in"):
                 await b.keep()
 
     asyncio.run(main())
@@ -252,7 +252,7 @@ def test_a_damaged_snapshot_is_told(tmp_path: Path):
     path = Path(taken.path)
     for damaged in (bytes(400), bytes(499) + b"x", b""):
         path.write_bytes(damaged)
-        with pytest.raises(SandboxError, match="isn't what was taken") as raised:
+        with pytest.raises(SandboxError, match="has changed since it was taken") as raised:
             asyncio.run(look(taken))
         assert (raised.value.failure.cause, raised.value.failure.retry) == ("infrastructure", False)
     path.unlink()
@@ -266,7 +266,7 @@ def test_what_a_dead_process_left_half_takes_no_room(tmp_path: Path):
     (tmp_path / f".a.sb-1.{ended.pid}.incoming").write_bytes(bytes(900))
     put(SnapshotFolder(tmp_path, 1000), "b", 500)
     (tmp_path / f".c.sb-2.{os.getppid()}.incoming").write_bytes(bytes(400))
-    with pytest.raises(SandboxError, match="no room for another snapshot"):
+    with pytest.raises(SandboxError, match="no space for another snapshot"):
         put(SnapshotFolder(tmp_path, 1000), "d", 200)
 
 

@@ -64,7 +64,7 @@ async def request(reader: asyncio.StreamReader) -> dict[str, Any]:
         wire.frame({"no": "id"}),
         wire.frame({"id": "one"}),
         wire.frame({"id": [1]}),
-        wire.frame({"id": 1, "more": True}, b"x" * 100),  # more than was asked for
+        wire.frame({"id": 1, "more": True}, b"x" * 100),  # more than was requested
         wire.frame({"id": 1}),  # an answer without what was asked for
         wire.frame({"id": 1, "exit_code": "x", "stdout_bytes": {}}),
         wire.frame({"id": 1}, b'[{"name": 3}]'),

@@ -200,9 +200,9 @@ def test_what_is_served(tmp_path: Path) -> None:
     assert serve_settings_from(model, "0.0.0.0:0", 100, f"{tmp_path}/keys", "", []).keys == KEYS
     for arguments, says in (
         (("0.0.0.0:80", None, "", "", []), "keys are required: --keys FILE"),
-        (("127.0.0.1:0", 513, "", "", []), "--context 513: valid are 2 to 512"),
+        (("127.0.0.1:0", 513, "", "", []), "--context 513: valid: 2 to 512"),
         (("127.0.0.1:0", None, f"{tmp_path}/none", "", []), "none"),
-        (("127.0.0.1:0", None, "", "", ["--run.seed=1"]), "valid are keys of"),
+        (("127.0.0.1:0", None, "", "", ["--run.seed=1"]), "valid: keys of"),
         (("nowhere", None, "", "", []), "endpoint.address"),
         (("127.0.0.1:0", None, "", "", [], ["poet"]), "--adapter poet: valid: NAME=FOLDER"),
         (("127.0.0.1:0", None, "", "", [], ["base=x"]), "the name 'base' is taken"),
@@ -227,14 +227,14 @@ def test_what_is_served(tmp_path: Path) -> None:
         ({"environment": {"name": "agent", "agent": ["x"]}, "hooks": {"rollout": "m:f"}}, "leave one of them out"),
         (
             {"environment": {"name": "agent", "agent": ["x"]}, "rollout": {"stop": ["a"]}},
-            "environments say themselves",
+            "environments decide",
         ),
         (
             {
                 "environment": {"name": "agent", "agent": ["x"]},
                 "pruning": {"pruners": [{"kind": "length", "tokens": 9}]},
             },
-            "pruners look at",
+            "pruners read",
         ),
         ({"environment": {"name": "agent", "agent": ["x"]}, "algorithm": {"overlong": "penalty"}}, "no common limit"),
         ({"environment": {"name": "agent", "agent": ["x"]}, "algorithm": {"turn_discount": 1}}, "have one reward"),

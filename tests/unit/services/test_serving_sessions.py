@@ -226,5 +226,5 @@ def test_what_can_not_be_written_to_the_end_is_said(tmp_path: Path) -> None:
             kept.add(ended[0])
             with pytest.raises(HeadwayError, match=r"2 sessions are lost: .*record.jsonl can't be written"):
                 lost.close()
-            with pytest.raises(HeadwayError, match=r"1 sessions, \d+ bytes, wait for room"):
+            with pytest.raises(HeadwayError, match=r"1 sessions, \d+ bytes, wait for space"):
                 kept.write()

@@ -119,7 +119,7 @@ def test_task_set_of_several_sources(tmp_path: Path) -> None:
     held = write(tmp_path / "held.jsonl", ["x", "b1"])
     with pytest.raises(ConfigurationError, match=r"tasks\.train and tasks\.test share 1 prompt, for example 'b1'"):
         load_task_sets(experiment([first, second], tasks={"test": [held]}))
-    with pytest.raises(ConfigurationError, match=r"copy\.jsonl holds no task that isn't in the sources before it"):
+    with pytest.raises(ConfigurationError, match=r"copy\.jsonl has only tasks that are in earlier sources"):
         load_task_sets(experiment([first, write(tmp_path / "copy.jsonl", ["a1"])]))
 
 
@@ -153,7 +153,7 @@ def test_invalid_sources_are_refused(tmp_path: Path) -> None:
     both = {"source": "datasets", "name": "a/b", "path": "c"}
     assert "needs either 'path', on this machine, or 'name', on the Hugging Face hub" in refusal(both)
     assert "'revision' has no effect with 'path'" in refusal({"source": "datasets", "path": "c", "revision": "v1"})
-    assert "'a.parquet' is no JSONL file: set source = 'datasets'" in refusal("a.parquet")
+    assert "'a.parquet' isn't a JSONL file; set source = 'datasets'" in refusal("a.parquet")
     assert "'columns' has no effect with 'convert'" in refusal({**one, "convert": "a:b", "columns": {"prompt": "q"}})
     assert "convert = 'ab': expected module:function" in refusal({**one, "convert": "ab"})
 
@@ -170,7 +170,7 @@ def test_overrides_and_resume_checks_reach_into_source_list(tmp_path: Path) -> N
     with pytest.raises(ConfigurationError, match=r"resumed: tasks\.train\.1\.weight: 1\.0 -> 2\.0$"):
         require_resumable(stored, changed)
     require_resumable(stored, load_experiment(file, ["--verifiers.strict.timeout_s=3"]))
-    with pytest.raises(ConfigurationError, match=r"'2' is no item of the list: valid: 0 to 1"):
+    with pytest.raises(ConfigurationError, match=r"'2' isn't an index of the list; valid: 0 to 1"):
         load_experiment(file, ["--tasks.train.2.weight=2"])
     one = experiment("a.jsonl")
     with pytest.raises(ConfigurationError, match=r"resumed: tasks\.train\.limit: None -> 3$"):

@@ -199,7 +199,7 @@ def test_command_and_variable_that_are_missing_are_refused_before_the_run(
     for keys, message in (
         ({"command": ["no-such-program-anywhere"]}, "there is no program 'no-such-program-anywhere'"),
         ({"webhook_env": "NO_SUCH_HOOK"}, "the environment has no NO_SUCH_HOOK"),
-        ({"webhook_env": "ODD_HOOK"}, "ODD_HOOK holds no such URL; valid: http://... or https://..."),
+        ({"webhook_env": "ODD_HOOK"}, "ODD_HOOK isn't a URL; valid: http://... or https://..."),
     ):
         experiment = asking(tmp_path, **keys)
         with Ledger(tmp_path, ManualClock()) as ledger, pytest.raises(ConfigurationError) as refused:
@@ -212,7 +212,7 @@ def test_command_and_variable_that_are_missing_are_refused_before_the_run(
 
 
 def test_url_in_place_of_a_variable_is_refused_and_not_shown(tmp_path: Path):
-    with pytest.raises(ConfigurationError, match="valid: that of an environment variable") as refused:
+    with pytest.raises(ConfigurationError, match="valid: the name of an environment variable") as refused:
         asking(tmp_path, webhook_env="https://hooks.example.com/T0KEN")
     assert "T0KEN" not in str(refused.value)
     assert webhook_url("") == ""

@@ -198,7 +198,7 @@ def test_an_address_for_everyone_is_allowed_and_said(tmp_path: Path) -> None:
     found = check(experiment_of(tmp_path / "new", ledger={"prometheus": "0.0.0.0:0"}), smoke_test=False)
     (warning,) = (f for f in found if f.key == "ledger.prometheus")
     assert warning.level == "warning"
-    assert "whoever reaches this machine" in warning.message
+    assert "any host that reaches it" in warning.message
 
 
 @pytest.mark.parametrize("address", ["9464", "localhost", ":9464", "127.0.0.1:99999", "127.0.0.1:x", 9464])

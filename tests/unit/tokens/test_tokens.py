@@ -196,7 +196,7 @@ def test_errors_name_bad_folders_and_templates(folder, tmp_path):
         tmp_path, folder, chat_template=[{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     )
     assert Tokenizer.load(tmp_path).render_messages([]) == "D"
-    with pytest.raises(ConfigurationError, match="valid are 'raw' and 'chat'"):
+    with pytest.raises(ConfigurationError, match="valid: 'raw' and 'chat'"):
         Tokenizer.load(tmp_path).render("x", "cooked")  # type: ignore[arg-type]
 
 

@@ -213,7 +213,7 @@ def test_the_cache_is_bounded_and_a_copy_does_not_move_it():
     for n in range(2 * module._MOST_CACHED_CHARACTERS // len(long)):
         grammars.matcher(json_grammar({"const": long + str(n)}))
     assert len(grammars) <= module._MOST_CACHED_CHARACTERS // len(long)
-    with pytest.raises(GrammarRefused, match="are the most"):
+    with pytest.raises(GrammarRefused, match="are valid"):
         grammars.matcher(json_grammar({"const": long * 3}))
 
 

@@ -134,7 +134,7 @@ def test_template_form_of_messages() -> None:
         ([], "messages", "a list of one or more"),
         ("hi", "messages", "a list of one or more"),
         (["hi"], "messages[0]", "not str"),
-        ([ASKED, {"role": "critic", "content": "x"}], "messages[1].role", "'critic': valid are 'system'"),
+        ([ASKED, {"role": "critic", "content": "x"}], "messages[1].role", "'critic': valid: 'system'"),
         ([{"role": "user", "content": 3}], "messages[0].content", "not int"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],

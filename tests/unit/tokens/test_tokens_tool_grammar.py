@@ -139,7 +139,7 @@ def test_whatever_is_sampled_parses_as_calls_of_the_tools(written: OutputFormat)
     [
         (FORCED, NONE, "tool_choice", "endpoint.tools sets one.; valid: 'auto' and 'none'"),
         (STRICT, NONE, "tools[0].strict", "valid: false"),
-        (EITHER, LLAMA, TEXT.param, "can't be told from an answer in JSON; valid: tool_choice = 'none'"),
+        (EITHER, LLAMA, TEXT.param, "looks the same as an answer in JSON; valid: tool_choice = 'none'"),
     ],
 )
 def test_what_a_chat_template_has_no_form_for(wanted: Constraint, written: OutputFormat, param: str, says: str) -> None:

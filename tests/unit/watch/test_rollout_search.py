@@ -285,7 +285,7 @@ def test_long_record_is_read_in_parts(
     monkeypatch.setattr("headway.report.watch.rollouts.columns._BATCHES", 12)
     watched, counts = WatchedRollouts(tmp_path, tokens), list[int]()
     while (page := watched.search())["problems"]:
-        assert "look again" in page["problems"][0]
+        assert "try again" in page["problems"][0]
         counts.append(page["rollouts"])
     whole = BruteForce(tmp_path, tokenizer)
     assert counts == sorted(set(counts))

@@ -356,7 +356,7 @@ def test_addresses_that_cannot_be_served_are_refused_in_words(runs: Path, tmp_pa
             asyncio.run(watch(PageSettings(roots=(str(runs),), **settings), print))
         return str(error.value)
 
-    assert "--host 0.0.0.0: other machines reach it" in refused(host="0.0.0.0", port=0)
+    assert "--host 0.0.0.0: other machines can reach it" in refused(host="0.0.0.0", port=0)
     assert "No such file" in refused(key_file=str(tmp_path / "keys"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "Address already in use" in refused(port=taken.getsockname()[1])

@@ -160,7 +160,7 @@ class SlotTable:
             greedy=torch.from_numpy(self.greedy[which]).to(device),
             top_p=torch.from_numpy(self.top_p[which]).to(device),
             top_k=torch.from_numpy(self.top_k[which]).to(device),
-            most=torch.from_numpy(self.kept[which]).to(device),
+            max_kept=torch.from_numpy(self.kept[which]).to(device),
             masks=None if masks is None else torch.from_numpy(masks.view(np.int32)).to(device),
         )
         return RowSampling(uniform_n, temperature_n, kept), refused

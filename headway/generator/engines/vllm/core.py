@@ -149,7 +149,7 @@ class VllmCore:
         self.own_sampling: bool = installed["cpu"]
         if not installed["cpu"] and installed["runner"] == "V1":
             raise ConfigurationError(
-                "vLLM's V1 model runner on a GPU starts a request's random numbers anew when it is resumed: "
+                "vLLM's V1 model runner on a GPU restarts a request's random numbers when it is resumed: "
                 "VLLM_USE_V2_MODEL_RUNNER=1, or leave out the engine argument that V2 does not support"
             )
 

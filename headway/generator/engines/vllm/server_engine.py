@@ -269,9 +269,9 @@ class VllmServerEngine(VllmRequests):
             return ""
         foreign = [name for name, _ in theirs if not name.startswith(self._label(""))]
         if not foreign:
-            return f"its tokens were labelled with versions {spans}, the server says {theirs}"
+            return f"its tokens were labelled with versions {spans}, the server reports {theirs}"
         self._gone = (
-            f"{self._server.address} samples from weights {foreign[0]!r}, which this run has not given it: it was "
+            f"{self._server.address} samples from weights {foreign[0]!r}, which this run did not publish: it was "
             "restarted, or serves another run too"
         )
         return self._gone
@@ -459,7 +459,7 @@ def _exit_if_gone(*others: type[Exception]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise SystemExit(f"the server is gone: {error}") from error
+        raise SystemExit(f"the server is unreachable: {error}") from error
     except others as error:
         raise SystemExit(f"the server failed: {error}") from error
 

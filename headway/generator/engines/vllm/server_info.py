@@ -91,7 +91,7 @@ def connect(
     except OSError as error:
         if again:
             raise
-        raise _refusal(server, f"nobody answers ({error}); start it with {COMMAND}") from error
+        raise _refusal(server, f"no server answers ({error}); start it with {COMMAND}") from error
     model, scheduler, cache = config["model_config"], config["scheduler_config"], config["cache_config"]
     device, engines = config["device_config"], config["parallel_config"]["data_parallel_size"]
     on_cpu = str(device["device"]).startswith("cpu") or device["device_type"] == "cpu"
@@ -99,7 +99,7 @@ def connect(
         f"its --scheduling-policy is {scheduler['policy']!r}: start it with --scheduling-policy priority": (
             scheduler["policy"] != "priority"
         ),
-        f"its --max-num-seqs {scheduler['max_num_seqs']} leaves no room for a probe beside generator.slots = {slots}; "
+        f"its --max-num-seqs {scheduler['max_num_seqs']} leaves no slot for a probe beside generator.slots = {slots}; "
         f"valid: {slots + 1} or more": scheduler["max_num_seqs"] <= slots,
         "it computes on a CPU, where vLLM's sampler fails at a request with a seed whose prompt takes several steps: "
         "start it with --no-enable-chunked-prefill": on_cpu and scheduler["enable_chunked_prefill"],
@@ -128,7 +128,7 @@ def _require_lora(server: VllmServer, served: Mapping[str, Any], required: Mappi
     ends, targets = set(required["lora_target_modules"]), set(served.get("target_modules") or ["lm_head"])
     if "lm_head" in targets or not ends <= targets or any((served.get(name) or 0) < counts[name] for name in counts):
         options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in counts.items())
-        message = f"it can't hold the run's adapters: start it with --enable-lora {options} --lora-target-modules "
+        message = f"it can't load the run's adapters: start it with --enable-lora {options} --lora-target-modules "
         raise _refusal(server, f"{message}{' '.join(sorted(ends))}, and {UPDATING}")
 
 
@@ -147,15 +147,15 @@ def _require_version(server: VllmServer) -> None:
     try:
         version = msgspec.json.decode(_settled(server.get, "/version"))["version"]
     except (ServerError, msgspec.DecodeError, KeyError, TypeError) as error:
-        raise _refusal(server, f"no vLLM: /version says {error}") from error
+        raise _refusal(server, f"it isn't vLLM: /version reports {error}") from error
     if not str(version).startswith(VERSION):
-        raise _refusal(server, f"it is vLLM {version}; headway knows {VERSION}x")
+        raise _refusal(server, f"it is vLLM {version}; headway supports {VERSION}x")
     try:
         _settled(server.post, "/inference/v1/abort_requests", {"request_ids": ["headway-asks"]})
     except ServerError as error:
         if error.status == 401:
-            raise _refusal(server, f"it wants a key: set {KEY_VARIABLE} to its --api-key") from error
-        raise _refusal(server, f"it takes no token ids ({error}): start it with --enable-scale-out") from error
+            raise _refusal(server, f"it needs a key: set {KEY_VARIABLE} to its --api-key") from error
+        raise _refusal(server, f"it accepts no token ids ({error}): start it with --enable-scale-out") from error
 
 
 def _configuration(server: VllmServer) -> Any:

@@ -38,7 +38,7 @@ TOOL = "\0"  # prefix of tools among the table's names
 _TOOLS: dict[str, DTypeLike] = {  # a row for each tool that a rollout called
     "tool_row": np.int64, "tool": np.int32, "tool_calls": np.int32, "tool_errors": np.int32,
 }  # fmt: skip
-_READ = [*_NUMBERS, "span_versions", "branches", "left", "failure", "task_id", "tool_names", "tool_errors"]
+_READ = [*_NUMBERS, "span_versions", "branches", "removal", "failure", "task_id", "tool_names", "tool_errors"]
 _ENDED: dict[str, DTypeLike] = {
     "group": np.int64, "step": np.int32, "time_s": np.float64, "ending": np.uint8, "reason": np.int32,
 }  # fmt: skip
@@ -57,17 +57,17 @@ class StreamPosition(NamedTuple):
 
 
 class StreamTail:
-    """Reads the batches appended to a stream of a record. Reading starts at ``place``, which the caller advances.
+    """Reads the batches appended to a stream of a record. Reading starts at ``position``, which the caller advances.
     ``problems``: why parts can't be read, by segment."""
 
     def __init__(self, folder: Path, schema: pa.Schema) -> None:
-        self.folder, self.place = folder, StreamPosition()
+        self.folder, self.position = folder, StreamPosition()
         self.problems: dict[str, str] = {}
         self._schema = schema
 
     def batches(self, columns: Sequence[str]) -> Iterator[tuple[StreamPosition, int, pa.RecordBatch]]:
         """Yield (position after the batch, number of its first row, batch) for each further batch."""
-        position = self.place
+        position = self.position
         for segment in list_segments(self.folder):
             if segment.number < position.segment:
                 continue
@@ -114,7 +114,7 @@ class RolloutColumns:
     def __init__(self, record: Path, cache: Path | None, begin: StreamPosition = StreamPosition()) -> None:
         """Read the cache. ``record``: RUN/rollouts; ``cache``: None: no cache; ``begin``: first rollout to read."""
         self.finished, self.ended = StreamTail(record / "finished", FINISHED), StreamTail(record / "ended", ENDED)
-        self.finished.place, self.first = begin, begin.rows
+        self.finished.position, self.first = begin, begin.rows
         self._record, self._path = record, cache and cache / FILE_NAME
         self._names: dict[str, int] = {}
         self._rows: Arrays = {name: np.empty(0, kind) for name, kind in {**_NUMBERS, **_DERIVED, **_TOOLS}.items()}
@@ -130,14 +130,14 @@ class RolloutColumns:
     @property
     def problems(self) -> list[str]:
         errors = [*self.finished.problems.values(), *self.ended.problems.values()]
-        return errors if self.complete else [*errors, f"so far {self._count:,} rollouts are read: look again for more"]
+        return errors if self.complete else [*errors, f"{self._count:,} rollouts are read so far; try again for more"]
 
     def table(self) -> RolloutTable:
         """Read and return the rollouts that can be read now."""
-        previous, self.complete = (self.finished.place, self.ended.place), True
+        previous, self.complete = (self.finished.position, self.ended.position), True
         self._ends = _append(self._ends, [self._endings(batch) for _, batch in self._fresh(self.ended, ENDED.names)])
         self._rows = _append(self._rows, [self._arrays(row, batch) for row, batch in self._fresh(self.finished, _READ)])
-        if self._table is None or previous != (self.finished.place, self.ended.place):
+        if self._table is None or previous != (self.finished.position, self.ended.position):
             self._table = self._make_table()
             if self._path and self._count - self._written >= max(_KEEP_ROWS, _KEEP_SHARE * self._written):
                 with contextlib.suppress(OSError):  # the next watcher reads the record itself
@@ -149,7 +149,7 @@ class RolloutColumns:
         """Return the columns of the newest rollouts, from ``row`` or before; None: less than a segment of the rollouts
         before them is unread. May be called while another thread reads the table."""
         segments = [segment for segment in list_segments(self.finished.folder) if segment.first <= row][-1:]
-        if not segments or segments[0].number <= self.finished.place.segment + 1:
+        if not segments or segments[0].number <= self.finished.position.segment + 1:
             self._newest = None
         elif self._newest is None or self._newest.first > row:
             start = StreamPosition(segments[0].number, 0, segments[0].first)
@@ -170,7 +170,7 @@ class RolloutColumns:
     def _fresh(self, tail: StreamTail, columns: list[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
         for number, (position, row, batch) in enumerate(tail.batches(columns), start=1):
             yield row, batch
-            tail.place = position
+            tail.position = position
             if number == _BATCHES and tail is self.finished:
                 self.complete = False
                 break
@@ -182,7 +182,7 @@ class RolloutColumns:
         row, batch = row + max(0, -missing), batch.slice(max(0, -missing))
         arrays = {name: _numpy(batch[name], kind) for name, kind in _NUMBERS.items()}
         arrays["first_version"], arrays["last_version"] = _versions(batch)
-        own_endings, boundary = _codes(batch["left"]), np.full(batch.num_rows, 255, np.uint8)
+        own_endings, boundary = _codes(batch["removal"]), np.full(batch.num_rows, 255, np.uint8)
         for index in np.flatnonzero(batch["failure"].is_valid().to_numpy(zero_copy_only=False)).tolist():
             boundary[index], own_endings[index] = _boundary(batch["failure"][index].as_py()), FAILED
         arrays |= {"own": own_endings, "boundary": boundary, "task": self._name_codes(batch["task_id"])}
@@ -222,7 +222,7 @@ class RolloutColumns:
         return RolloutTable(columns, list(self._names), self.first)
 
     def _store(self, path: Path) -> None:
-        tails = [(tail.place, tail.problems) for tail in (self.finished, self.ended)]
+        tails = [(tail.position, tail.problems) for tail in (self.finished, self.ended)]
         header = msgspec.json.encode((self.finished.identity(), tails, list(self._names)))
         arrays: dict[str, Any] = {"header": np.frombuffer(header, np.uint8), **self._rows}
         arrays |= {f"end_{name}": array for name, array in self._ends.items()}
@@ -238,7 +238,7 @@ class RolloutColumns:
         self._count = self._written = len(self._rows["group"])
         self._names = {name: code for code, name in enumerate(names)}
         for tail, (position, problems) in zip((self.finished, self.ended), tails, strict=True):
-            tail.place, tail.problems = StreamPosition(*position), problems
+            tail.position, tail.problems = StreamPosition(*position), problems
 
 
 def _append(first: Arrays, further: Sequence[Arrays]) -> Arrays:

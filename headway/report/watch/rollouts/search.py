@@ -49,7 +49,7 @@ def query_from(raw: dict[str, Any]) -> RolloutQuery:
     if query.ending not in ("", "open", *ENDINGS):
         raise ConfigurationError(f"ending = {query.ending!r}: valid: open, {', '.join(ENDINGS)}")
     if query.after and not query.after.removeprefix("-").isdecimal():
-        raise ConfigurationError(f"after = {query.after!r}: valid: what the page before has given")
+        raise ConfigurationError(f"after = {query.after!r}: valid: the value from the previous page")
     return msgspec.structs.replace(query, limit=min(max(query.limit, 1), 500))
 
 

@@ -127,7 +127,7 @@ class _State(msgspec.Struct, frozen=True):
     tokens: str = ""  # ... and of the vocabulary
     rows: int = 0
     size_bytes: int = 0
-    place: StreamPosition = StreamPosition()
+    position: StreamPosition = StreamPosition()
 
 
 class TextIndex:
@@ -226,7 +226,7 @@ class TextIndex:
     def _write(self) -> None:
         """Append the text of the rows that the record has and the index lacks."""
         state = self._state
-        self._tail.place = state.place
+        self._tail.position = state.position
         for path in (self._cache / _TEXT, self._cache / _ENDS):
             path.touch(0o600)
         with open(self._cache / _TEXT, "r+b") as text_file, open(self._cache / _ENDS, "r+b") as ends_file:
@@ -245,9 +245,9 @@ class TextIndex:
                     size_bytes, missing = size_bytes + len(text), missing[:0]
                     text_file.write(fold(text.copy()).data)
                     ends_file.write(np.concatenate(further[-2:]).data)
-                self._tail.place = position
+                self._tail.position = position
                 rows = max(position.rows, state.rows)
-                state = msgspec.structs.replace(state, place=position, rows=rows, size_bytes=size_bytes)
+                state = msgspec.structs.replace(state, position=position, rows=rows, size_bytes=size_bytes)
                 if number % _COMMIT_BATCHES == 0:
                     text_file.flush()
                     ends_file.flush()

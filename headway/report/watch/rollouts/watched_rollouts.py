@@ -115,11 +115,11 @@ class WatchedRollouts:
             numbers = range(1 + len(batch["branches"][0].values or ()))
             trained = [trained_by_key.get((common["group"], common["member"], number)) for number in numbers]
         sequences = rollout_detail.sequences(batch, self._tokens, trained, (sequence, offset, limit))
-        left_reason = batch["left_reason"][0].as_py()
+        removal_reason = batch["removal_reason"][0].as_py()
         return {
             **common,
             **rollout_detail.scalars(batch),
-            "ending_reason": left_reason or common["ending_reason"],
+            "ending_reason": removal_reason or common["ending_reason"],
             "life": rollout_detail.life(batch, *self._columns.training(common["group"])),
             "sequences": sequences,
             "turns": rollout_detail.turns(sequences[0]["parts"], batch),
@@ -186,7 +186,7 @@ class WatchedRollouts:
 
     def _summary(self, table: RolloutTable, row: int, pattern: bytes) -> dict[str, Any]:
         summary: dict[str, Any] = {**_figures(table, row - table.first), "snippet": None, "failure": None}
-        batch = self._row(row, [*COLUMNS, "left_reason", "failure"])
+        batch = self._row(row, [*COLUMNS, "removal_reason", "failure"])
         if batch is None:
             return summary | {"prompt": ""}
         failure = batch["failure"][0].as_py()
@@ -194,7 +194,7 @@ class WatchedRollouts:
             summary["snippet"] = snippet(texts_of(batch, self._tokens)[0].tobytes(), pattern)
         return summary | {
             "prompt": self._prompt(row, batch),
-            "ending_reason": batch["left_reason"][0].as_py() or summary["ending_reason"],
+            "ending_reason": batch["removal_reason"][0].as_py() or summary["ending_reason"],
             "failure": None if failure is None else rollout_detail.cause_of(failure),
         }
 

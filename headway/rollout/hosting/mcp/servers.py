@@ -273,7 +273,7 @@ class ToolServers:
                 connection = self._by_rollout[key] = ToolServerConnection(shared.settings)
                 await connection.start()
             if connection.down:
-                raise ServerFailed(f"the server {server} of this rollout is gone, and what it knew with it")
+                raise ServerFailed(f"the server {server} of this rollout has ended, and its state is lost")
             return connection
 
 

@@ -48,12 +48,12 @@ class RayLauncher:
     async def run(self, name: str, address: str, key: str) -> AgentEnd:
         """See :meth:`AgentLauncher.run`."""
         if not await asyncio.to_thread(self._placed, name):
-            return AgentEnd(code=None, output=f"Ray has no room yet for {self._bundles} on a machine each")
+            return AgentEnd(code=None, output=f"Ray has no resources yet for {self._bundles} on a machine each")
         actor = self._agent_of(name)
         try:
             return await actor.run.remote(address, name, key)
         except self._ray.exceptions.RayError as error:  # its process or machine is gone, or it could not be started
-            return AgentEnd(code=None, output=f"Ray says: {str(error).strip().splitlines()[0]}")
+            return AgentEnd(code=None, output=f"Ray reports: {str(error).strip().splitlines()[0]}")
         finally:
             with contextlib.suppress(self._ray.exceptions.RayError):
                 self._ray.kill(actor)

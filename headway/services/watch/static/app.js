@@ -107,7 +107,7 @@ async function open() {
   }
   const run = current.run;
   if (!run && name !== "runs" && name !== "compare") {
-    fill(root, el("h1", {}, title), empty("There is no run yet. `headway train FILE` begins one; it is found here by itself."));
+    fill(root, el("h1", {}, title), empty("There is no run yet. `headway train FILE` starts one; this page finds it."));
     return;
   }
   const context = { navigate, announce, remember, hashOf, api, run, theme: theme(), runs: () => runs };

@@ -78,7 +78,7 @@ async function search({ rows, ...rest }, params) {
 async function rollout({ run, row, sequence, offset }) {
   const kept = (await part("rollouts"))[run][row];
   const { ids, total_tokens: total } = kept.sequences[sequence ?? 0] ?? kept.sequences[0];
-  if ((offset ?? 0) >= ids.length && (offset ?? 0) < total) return missing(`What follows token ${ids.length}`);
+  if ((offset ?? 0) >= ids.length && (offset ?? 0) < total) return missing(`The text after token ${ids.length}`);
   return kept;
 }
 

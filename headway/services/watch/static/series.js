@@ -49,7 +49,7 @@ export function chooser(plots, chosen, onChange) {
         type: "button", class: "link", "aria-label": `${all ? "None" : "All"} of ${section}`, onclick: () => set(of, !all),
       }, all ? "none" : "all")), of.map((plot) => el("label", { title: plot.names.join(", ") },
         el("input", { type: "checkbox", checked: chosen.has(plot.key), onchange: (event) => set([plot], event.target.checked) }), plot.title)));
-    }) : empty("No series has these words."));
+    }) : empty("No series matches these words."));
   }
   function set(of, on) {
     for (const plot of of) on ? chosen.add(plot.key) : chosen.delete(plot.key);

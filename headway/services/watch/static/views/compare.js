@@ -38,14 +38,14 @@ export async function show(root, params, context) {
           context.remember({ runs: ids, run: "" });
           begin();
         },
-      }), run.name))) : empty("No run is found in the folders that are watched."));
+      }), run.name))) : empty("The watched folders contain no run."));
   }
 
   async function begin() {
     fill(legend, ids.map((id) => el("a", { class: "chip", style: { color: `var(${colourOf(indexOf(id))})` }, href: context.hashOf("run", { run: id }) }, nameOf(id))));
     if (!ids.length) {
       clear();
-      fill(body, empty("Choose runs: their curves are drawn over each other."));
+      fill(body, empty("Choose runs: their curves share the plots."));
       for (const place of [numbers, differences, rollouts, controls]) fill(place);
       delete controls.dataset.axes;
       return;
@@ -135,7 +135,7 @@ export async function show(root, params, context) {
       ? table(["Number", ...heads], labels.map((label) => [label, ...answer.runs.map((run) => run.numbers?.[label])]), { label: "Last numbers" })
       : empty("Numbers come with the first step."));
     const keys = Object.entries(answer.differences ?? {});
-    fill(differences, el("h2", {}, "What their configurations differ in"), answer.runs.length < 2 ? empty("Choose a second run.") :
+    fill(differences, el("h2", {}, "Differences of their configurations"), answer.runs.length < 2 ? empty("Choose a second run.") :
       keys.length ? table(["Key", ...heads], keys.map(([key, values]) => [el("code", {}, key), ...values.map((value) => el("code", {}, value ?? "–"))]),
         { textColumns: heads.length + 1, label: "Differences" })
         : empty("Nothing: their configurations are equal."));

@@ -8,7 +8,7 @@ import { STATE_CLASS } from "./runs.js";
 const SILENT_S = 60; // a run that runs says something at least this often
 const ENDS = {
   ended: "The run has ended", interrupted: "The run was interrupted and can be resumed", died: "The run died and can be resumed",
-  unknown: "Nothing can be read of the run's state",
+  unknown: "The run's state can't be read",
 };
 const SAY_EVERY_MS = 20_000; // to who can't see the page
 
@@ -59,13 +59,13 @@ export async function show(root, params, context) {
     heading.textContent = now.state === "running" ? "The queue" : "The queue, as it was when last recorded";
     const budget = now.queue.budget;
     if (!now.queue.buffered_by_version?.length) {
-      fill(place.stale, el("p", { class: "muted" }, now.state === "running" ? "Nothing is buffered." : "The versions of what is buffered are known while a run goes on.",
+      fill(place.stale, el("p", { class: "muted" }, now.state === "running" ? "Nothing is buffered." : "The versions of what is buffered are known while a run is active.",
         ` The budget is ${budget ?? "unknown"}.`));
       return;
     }
     fill(place.stale, drawStaleness(now, Math.min(width, 640)),
       el("p", { class: "caption muted" }, "Versions between the first token and the gradient. ",
-        budget === 0 ? "The budget is 0: synchronous, on-policy." : `The budget, the red line, is ${budget ?? "unknown"}: nothing older is trained on.`,
+        budget === 0 ? "The budget is 0: synchronous, on-policy." : `The budget, the red line, is ${budget ?? "unknown"}: older trajectories aren't trained on.`,
         now.queue.oldest_age_s ? ` The oldest buffered group has waited for ${duration(now.queue.oldest_age_s)}.` : ""));
   }
 
@@ -86,8 +86,8 @@ export async function show(root, params, context) {
     fill(place.rates, el("div", { class: "tiles flat" },
       item("production", production, "--c2", "Rollouts finished"),
       item("of these accepted", effective, null, "Production times the share that is accepted"),
-      item("consumption", consumption, "--c1", "What the trainer would take if it never waited"),
-      item("trained", trained, null, "What the trainer does take")));
+      item("consumption", consumption, "--c1", "The trainer's rate if it never waited"),
+      item("trained", trained, null, "The trainer's actual rate")));
     const end = recent.at(-1)?.[0] ?? 0;
     const [xLabel, unit_s] = end - (recent[0]?.[0] ?? 0) < 180 ? ["seconds from now", 1] : ["minutes from now", 60];
     chart.set({
@@ -113,7 +113,7 @@ export async function show(root, params, context) {
   }
 
   function workers() {
-    if (!now.workers?.length) return empty("No worker has been heard of: a run without a trace names none.");
+    if (!now.workers?.length) return empty("No worker is known: a run without a trace names none.");
     return table(["Worker", "Device", "Does", "Restarts"], now.workers.map((worker) => [worker.name, worker.device || "–",
       el("span", { class: worker.up ? "" : "bad" }, worker.up ? worker.doing || "up" : "down"), count(worker.restarts)]), { textColumns: 3, label: "Workers" });
   }
@@ -130,9 +130,9 @@ export async function show(root, params, context) {
     if (!now) return;
     const silent_s = Date.now() / 1000 - (now.updated_unix_s ?? NaN);
     const heard = now.updated_unix_s ? `${ago(now.updated_unix_s)}, ${moment(now.updated_unix_s)}` : "never";
-    let text = `Last heard ${heard}.`;
-    if (ENDS[now.state]) text = `${ENDS[now.state]}: last heard ${heard}.`;
-    else if (silent_s > SILENT_S) text = `Nothing has been heard for ${duration(silent_s)}. What is drawn is as old as that.`;
+    let text = `Last update: ${heard}.`;
+    if (ENDS[now.state]) text = `${ENDS[now.state]}; last update: ${heard}.`;
+    else if (silent_s > SILENT_S) text = `No update for ${duration(silent_s)}. The page shows the state of that time.`;
     const bad = !connected || (now.state === "running" && silent_s > SILENT_S);
     fill(place.heard, el("p", { class: bad ? "problem" : "muted" }, connected ? text : `The connection to \`headway watch\` is lost; it is tried again. ${text}`));
   }
@@ -152,7 +152,7 @@ export async function show(root, params, context) {
       place.tiles,
       el("div", { class: "split" },
         el("section", { class: "card" }, el("h2", {}, "Two rates"), place.rates, rates),
-        el("section", { class: "card" }, waited, place.waits, el("h2", {}, "What is wrong"), place.wrong)),
+        el("section", { class: "card" }, waited, place.waits, el("h2", {}, "Problems"), place.wrong)),
       el("div", { class: "split" }, card("Workers", "workers"), card("Newest events", "latest")));
     resized.observe(place.queue);
   }

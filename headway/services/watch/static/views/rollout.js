@@ -124,13 +124,13 @@ function besideCard(one, other, { titles, onClose }) {
     return [cell(a[i], alike), cell(b[j], alike)];
   };
   const alike = start > 0 ? `the first ${plural(start, "line")} are the same` : start === 0 ? "they differ from the first line"
-    : a.length === b.length ? "the same, word for word" : "one goes on where the other ends";
+    : a.length === b.length ? "the same, word for word" : "one continues where the other ends";
   return el("section", { class: "card beside" },
     el("div", { class: "heading" }, el("h2", {}, "Side by side ", el("span", { class: "aside" }, alike)),
       el("button", { type: "button", onclick: onClose }, "Close")),
     el("div", { class: "pairing", tabindex: 0, role: "region", "aria-label": "Two responses, equal lines side by side" }, head(one, titles[0]), head(other, titles[1]),
       aligned(a, b).map(pair)),
-    (left.cut || right.cut) && el("p", { class: "aside" }, `Compared are the first ${count(WINDOW)} tokens.`));
+    (left.cut || right.cut) && el("p", { class: "aside" }, `The first ${count(WINDOW)} tokens are compared.`));
 }
 
 // --- the view ----------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ export async function show(root, params, context) {
     const { total, rows, after } = found;
     const seen = total !== null && total !== undefined ? count(total) : after === null ? count(rows.length) : `at least ${count(rows.length)}`;
     const indexed = page.indexed_share < 1 && query.text
-      ? ` · text index ${percent(page.indexed_share)} built: what isn't in it yet isn't found` : "";
+      ? ` · text index ${percent(page.indexed_share)} built: the rest isn't searched yet` : "";
     fill(state, el("b", {}, indexed && after === null ? `${seen} so far` : seen), ` of ${plural(page.rollouts, "rollout")}${indexed}`);
     button.hidden = after === null;
     if (indexed) state.append(" ", el("progress", { max: "1", value: page.indexed_share, "aria-label": "Share indexed" }));
@@ -150,7 +150,7 @@ export async function show(root, params, context) {
     if (!found.rows.length) {
       fill(list, el("li", { class: "empty" }, page.rollouts === 0
         ? "No rollout is recorded. One appears when its group has finished; `ledger.rollouts = \"none\"` records none."
-        : page.indexed_share < 1 && query.text ? "Nothing in what is indexed so far." : "No rollout matches. Widen a range, or Clear."));
+        : page.indexed_share < 1 && query.text ? "No match in the texts indexed so far." : "No rollout matches. Widen a range, or Clear."));
     }
   }
 

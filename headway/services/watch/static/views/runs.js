@@ -20,8 +20,8 @@ export async function show(root, params, context) {
     const list = shown.length
       ? table(["Run", "State", "Step", "Solve rate", "Reward", "Device time", "Cost", "Disk", "Started", "Heard"],
         shown.map(row), { textColumns: 2, label: "Runs" })
-      : empty(found.runs.length ? "No run has these words." :
-        `No run lies in ${found.roots.join(", ") || "the folders that are watched"}. \`headway train FILE\` begins one; it appears here by itself.`);
+      : empty(found.runs.length ? "No run matches these words." :
+        `No run is in ${found.roots.join(", ") || "the folders that are watched"}. \`headway train FILE\` starts one; it then appears here.`);
     fill(place, problems(found.problems), list);
     if (focused) place.querySelector(`[data-id="${CSS.escape(focused)}"]`)?.focus();
     drawCompare();

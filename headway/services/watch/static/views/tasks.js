@@ -106,7 +106,7 @@ export async function show(root, params, context) {
     el("div", { class: "controls" }, el("label", {}, "Filter", search), state),
     el("div", { class: "table tasks", tabindex: 0, role: "region", "aria-label": "Tasks" },
       el("table", {}, el("thead", {}, el("tr", {}, heads)), body)), more]
-    : empty("No task has a recorded rollout yet. Each one stands here with its solve rate when its first group has finished.");
+    : empty("No task has a recorded rollout yet. A task appears here with its solve rate when its first group has finished.");
   fill(root, el("h1", {}, "Tasks"), problems(answer.problems), drift(answer.tools, answer.x), place);
   if (tasks.length) draw();
   return () => {};

@@ -346,7 +346,7 @@ export class TokenPane {
   tell(position) {
     const found = position === null ? undefined : this.find(position);
     if (!found) {
-      fill(this.token, el("p", { class: "empty" }, "Point at a token, or walk with the arrow keys, and its values stand here."));
+      fill(this.token, el("p", { class: "empty" }, "Point at a token, or move with the arrow keys, to see its values here."));
       return;
     }
     const { values, i } = found;
