@@ -449,7 +449,7 @@ def test_a_server_of_its_own_for_each_rollout() -> None:
         elsewhere = await started(server(per="episode"))
         failure = await one.moved(elsewhere)
         assert failure.infrastructure
-        assert "its server here is gone" in failure.cause
+        assert "its server here was lost" in failure.cause
         await episodes.end("7-0")
         assert [alive(pid) for pid in pids] == [False, True]
         await other.answer(call("dies", "{}"))

@@ -138,7 +138,7 @@ def test_a_plan_is_not_changed_under_a_running_call():
         async for _ in flow.steps(4):
             calls.append(group.pause(0.5))
 
-    with pytest.raises(ConfigurationError, match=r"can't be changed before step 2: a call of double still runs"):
+    with pytest.raises(ConfigurationError, match=r"can't be changed before step 2: double still has a call"):
         run(workflow, "auto", devices=["cpu:0", "cpu:1"], items=4)
 
 

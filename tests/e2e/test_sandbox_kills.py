@@ -283,7 +283,7 @@ def test_a_living_owners_sandboxes_are_listed_whatever_made_them(tmp_path: Path,
             box = await backend.create(SMALL, labels={"rollout": "7"})
             listed = [line for line in (await asyncio.to_thread(said, "list")).splitlines() if line.startswith(box.id)]
             assert len(listed) == 1
-            assert listed[0].startswith(f"{box.id}  {name}  owner {os.getpid()} (lives)")
+            assert listed[0].startswith(f"{box.id}  {name}  owner {os.getpid()} (alive)")
             assert listed[0].endswith("rollout=7")
             await asyncio.to_thread(said, "reap")
             assert (await box.exec(Command(argv=["true"]))).ok

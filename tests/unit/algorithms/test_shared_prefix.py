@@ -199,7 +199,7 @@ def test_narrow_dtypes_are_attended_in_float32(dtype: torch.dtype) -> None:
 def test_pieces_out_of_order_are_refused(continues: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AttentionPlan.build([2] * len(continues), continues=continues)
-    with pytest.raises(ValueError, match="2 pieces, but 1"):
+    with pytest.raises(ValueError, match="2 pieces, but continues has 1 entries"):
         AttentionPlan.build([1, 1], continues=[-1])
 
 

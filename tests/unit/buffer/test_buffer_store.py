@@ -230,7 +230,7 @@ def test_payloads_stay_until_the_oldest_kept_checkpoint_covers_them(buffer, path
 def test_capacity_is_reserved_at_admission_so_finishing_never_blocks(path):
     buffer = GroupBuffer(path, 2)
     owners = admitted(buffer, 2)
-    with pytest.raises(BufferFull, match="all 2 places"):
+    with pytest.raises(BufferFull, match="all 2 slots"):
         buffer.admit(group(2))
     for owner in owners:
         buffer.finish_group(finished(owner))

@@ -188,7 +188,7 @@ def test_large_batches_are_simulated_in_proportion() -> None:
 
 
 def test_a_model_that_stands_still_is_refused() -> None:
-    with pytest.raises(ValueError, match="stands still"):
+    with pytest.raises(ValueError, match="is deadlocked"):
         simulate(model_of(budget=0, steps_per_publish=3))
 
 

@@ -112,7 +112,7 @@ class Holder:
     ("message", "where"),
     [
         (Arguments((1, {"callback": lambda: 0}), {}), r"arguments\[1\]\['callback'\] = <function"),
-        (Arguments((), {"handle": [(i for i in ())]}), r"named\['handle'\]\[0\] = generator"),
+        (Arguments((), {"handle": [(i for i in ())]}), r"keywords\['handle'\]\[0\] = generator"),
         ([torch.ones(2), Holder()], r"message\[1\]\.lock = generator"),
         (lambda: 0, r"message = <function"),
     ],

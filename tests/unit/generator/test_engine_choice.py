@@ -95,7 +95,7 @@ def model(head_dim: int) -> DecoderConfig:
         (
             FINISH,
             {"model": ADAPTER["model"] | {"quantization": "4bit"}},
-            r"model.quantization = '4bit': vLLM would have",
+            r"model.quantization = '4bit': vLLM would load",
         ),
         (vllm(max_loras=3), {}, r"engine_arguments.max_loras can't be set: queue.budget"),
         (vllm(enable_lora=True), {}, r"engine_arguments.enable_lora can't be set: model.adapter"),

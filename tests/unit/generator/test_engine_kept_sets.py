@@ -63,7 +63,7 @@ def how_of(n: int, temperature: Tensor | None = None, **kept: Any) -> RowSamplin
         "greedy": torch.zeros(m, dtype=torch.bool),
         "top_p": torch.ones(m, dtype=torch.float64),
         "top_k": torch.full((m,), OFF),
-        "most": torch.full((m,), OFF - 1),
+        "max_kept": torch.full((m,), OFF - 1),
         **kept,
     }
     return RowSampling(uniform, temperature, KeptRows(**fields))
@@ -83,7 +83,7 @@ def test_sets_tokens_and_logprobs_are_those_of_brute_force(vocabulary: int, mask
     top_p = torch.from_numpy(random.choice([1.0, 0.95, 0.5, 1e-9], n))
     top_k = torch.from_numpy(random.choice([OFF, 1, 3, vocabulary // 2, vocabulary + 7], n))
     most = torch.from_numpy(random.choice([0, 2, OFF - 1], n))
-    how = how_of(n, temperature, top_p=top_p, top_k=top_k, most=most, masks=words_of(allowed) if masked else None)
+    how = how_of(n, temperature, top_p=top_p, top_k=top_k, max_kept=most, masks=words_of(allowed) if masked else None)
     with native.using(kernels(fast)):
         sampled = sample_tokens(logits, how)
     tokens, logprobs, sets = sampled.host()

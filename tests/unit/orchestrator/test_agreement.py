@@ -154,7 +154,7 @@ def test_an_unscaled_embedding_is_refused_at_the_embedding(family: str, dtype: t
     engine = engine_of(folder, dtype)
     model = engine._runner.model
     model.embed = lambda ids_n: functional.embedding(ids_n, model.embedding_weight)  # type: ignore[method-assign]
-    assert "part at the embedding (model.embed_tokens)" in refused(learner_of(folder), engine)
+    assert "diverge at the embedding (model.embed_tokens)" in refused(learner_of(folder), engine)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
@@ -165,7 +165,7 @@ def test_swapped_experts_are_refused_in_their_layer(family: str, layer: int, tmp
     with torch.no_grad():
         for weight in (engine._runner._layers[layer].gate_up_weight, engine._runner._layers[layer].down_weight):
             weight[[0, 1]] = weight[[1, 0]]
-    assert f"part in layer {layer} of {LAYERS}" in refused(learner_of(folder), engine)
+    assert f"diverge in layer {layer} of {LAYERS}" in refused(learner_of(folder), engine)
 
 
 def test_swapped_experts_are_refused_in_bfloat16_too(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_swapped_experts_are_refused_in_bfloat16_too(tmp_path: Path) -> None:
     with torch.no_grad():
         down = engine._runner._layers[2].down_weight
         down[[0, 1, 2, 3]] = down[[3, 2, 1, 0]]
-    assert f"part in layer 2 of {LAYERS}" in refused(learner_of(folder), engine)
+    assert f"diverge in layer 2 of {LAYERS}" in refused(learner_of(folder), engine)
 
 
 @pytest.mark.parametrize("native_kernels", [True, False])
@@ -190,7 +190,7 @@ def test_a_layer_that_an_update_misses_is_refused(layer: int, native_kernels: bo
     name = f"layers.{layer}.down_weight"
     published[name] = dict(engine._runner.model.named_parameters())[name].detach().clone()
     engine.update_weights(published, 1, "keep")
-    assert f"part in layer {layer} of {LAYERS}" in refused(learner, engine)
+    assert f"diverge in layer {layer} of {LAYERS}" in refused(learner, engine)
 
 
 def test_a_wrong_head_is_told_from_the_layers(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_fault_of_the_cache_alone_is_refused(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(SlotCache, "rows", lambda cache, position_n: right(cache, (position_n - 1).clamp(min=0)))
     wrong = refused(learner_of(folder), engine)
     assert wrong.startswith("the engine's decoding on its cache and its prefill disagree")
-    assert f"part in layer 0 of {LAYERS}" in wrong
+    assert f"diverge in layer 0 of {LAYERS}" in wrong
 
 
 def test_a_packed_pass_that_mixes_documents_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_a_packed_pass_that_mixes_documents_is_refused(tmp_path: Path, monkeypat
     mixed = learner.score(trainer.probe)
     wrong = disagreement(mixed, engine.score(trainer.probe), "float32").wrong
     assert wrong.startswith("the trainer's packed sequences and one alone disagree")
-    assert "part in layer 0" in wrong
+    assert "diverge in layer 0" in wrong
 
 
 # --- in a run ----------------------------------------------------------------------------------------------

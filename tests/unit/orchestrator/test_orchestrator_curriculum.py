@@ -279,7 +279,7 @@ def test_tasks_are_found_by_id_prefix_and_text():
     assert history.find("aa22").task_id == "aa22"
     assert history.find("bb").task_id == "bb33"
     assert history.find("1+").task_id == "aa11"
-    with pytest.raises(ConfigurationError, match=r"'aa': 2 tasks fit.*aa11.*aa22"):
+    with pytest.raises(ConfigurationError, match=r"'aa': 2 tasks match.*aa11.*aa22"):
         history.find("aa")
     with pytest.raises(ConfigurationError, match=r"'aa12': none of the 3 training tasks.*nearest: .*aa11"):
         history.find("aa12")

@@ -270,7 +270,7 @@ def test_a_game_that_cannot_be_played_again_fails_as_infrastructure() -> None:
 
     failure = played(lambda: main({}))
     assert (failure.boundary, failure.infrastructure) == ("environment", True)
-    assert "its game is gone" in failure.cause
+    assert "its game was lost" in failure.cause
 
 
 def test_a_game_that_only_says_that_it_is_deterministic_is_found_out() -> None:

@@ -183,7 +183,7 @@ def test_what_a_model_is_asked_with(endpoint: Endpoint, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("parameters", "settings", "what"),
     [
-        ({"user": "clerk"}, {}, "asks 'clerk'; there is: traveller"),
+        ({"user": "clerk"}, {}, "uses the model 'clerk'; valid: traveller"),
         ({}, {"api_key_env": "NO_SUCH_KEY"}, "has no NO_SUCH_KEY"),
         ({}, {"timeout_s": 100.0}, "may take 320 s"),
         ({"ends": []}, {}, "ends must not be empty"),

@@ -99,7 +99,7 @@ def test_what_is_parked_stands_still_from_before_its_snapshot_is_taken(monkeypat
         await box.write("a", b"a")
         for name in ("pause", "snapshot", "resume"):
             monkeypatch.setattr(FakeSandbox, name, told(name))
-        with pytest.raises(SandboxError, match="no room"):
+        with pytest.raises(SandboxError, match="no space"):
             await box.park("full")
         assert did == ["pause", "snapshot", "resume"], "it isn't parked: it goes on"
         assert await box.read("a") == b"a"

@@ -154,8 +154,8 @@ def test_list_shows_containers_too_and_reap_leaves_living_owners_theirs(
     )
     leftovers.write(folder, "sb-3.json", record)
     local, first, second, total = said("list", state=tmp_path)
-    assert local.startswith(f"sb-3  bubblewrap  owner {os.getpid()} (lives)  run -  ")
-    shown = rf"sb-1  docker  owner {os.getpid()} \(lives\)  run runs/one  1\d\d of (3599|3600|3601) s  rollout=train/7"
+    assert local.startswith(f"sb-3  bubblewrap  owner {os.getpid()} (alive)  run -  ")
+    shown = rf"sb-1  docker  owner {os.getpid()} \(alive\)  run runs/one  1\d\d of (3599|3600|3601) s  rollout=train/7"
     assert re.fullmatch(shown, first)
     assert second.startswith(f"sb-2  docker  owner {os.getpid()} (dead)")
     assert total == "3 sandboxes, 1 of dead owners: `headway sandboxes reap` removes those"

@@ -223,7 +223,7 @@ def test_what_is_served(tmp_path: Path) -> None:
         ({"environment": {"name": "agent"}}, "needs agent = "),
         ({"environment": {"agent": "m:f"}}, "agent has no effect"),
         ({"environment": {"name": "agent", "agent": "m"}}, "module:function"),
-        ({"environment": {"name": "agent", "agent": ["sh", "-c", "x {prompt}"]}}, "an argument of its own"),
+        ({"environment": {"name": "agent", "agent": ["sh", "-c", "x {prompt}"]}}, "a separate argument"),
         ({"environment": {"name": "agent", "agent": ["x"]}, "hooks": {"rollout": "m:f"}}, "leave one of them out"),
         (
             {"environment": {"name": "agent", "agent": ["x"]}, "rollout": {"stop": ["a"]}},

@@ -116,7 +116,7 @@ def test_bad_input(run: Path, tmp_path: Path) -> None:
         export(tmp_path / "nothing", "jsonl")
     (other := tmp_path / "mine").mkdir()
     (other / "notes").write_text("x")
-    for to, why in (("hf", "something else"), ("jsonl", "is a folder")):
+    for to, why in (("hf", "other than an export"), ("jsonl", "is a folder")):
         with pytest.raises(ConfigurationError, match=why):
             export(run, to, other)
     assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []

@@ -141,7 +141,7 @@ def test_render_parse_render_is_the_identity(name: str, special: bool, chosen: A
     chat = chat_of(name, special)
     texts = PLAIN if name.removesuffix("_training") in UNESCAPED else TEXTS
     calls = made(
-        *((called, data.draw(arguments_of(texts))) for called, _ in chosen[: chat.written.syntaxes[0].most]),
+        *((called, data.draw(arguments_of(texts))) for called, _ in chosen[: chat.written.syntaxes[0].max_calls]),
         named=chat.written.syntaxes[0].named_ids,
     )
     prompt, turn = rendered(chat, calls)

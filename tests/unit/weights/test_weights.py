@@ -296,7 +296,7 @@ def test_no_room_is_a_clear_error_or_another_folder(tmp_path, monkeypatch):
         reserve(descriptor, offset, size)
 
     monkeypatch.setattr(shared_memory.os, "posix_fallocate", limited)
-    with pytest.raises(ConfigurationError, match=r"no room to publish .* MB x 3 slots .*No space left.*/dev/shm"):
+    with pytest.raises(ConfigurationError, match=r"no space to publish .* MB x 3 slots .*No space left.*/dev/shm"):
         Publisher("run", directory=full).publish(0, weights())
     assert os.listdir(full) == []
     monkeypatch.setattr(slot_file, "SHARED_MEMORY", full)
