@@ -30,7 +30,7 @@ fetch() {
 # Beside what such machines' images have. vLLM's: what its import of the engine, the V2 runner and FlashAttention needs.
 shared='msgspec|pydantic|pydantic_core|annotated-types|typing-inspection|llguidance|uvicorn|httptools'
 wheels="$shared|reasoning_gym"
-vllm="$shared|apache-tvm-ffi|blake3|cachetools|cbor2|distro|fastapi|httpcore2|httpx2|jiter|openai|openai[-_]harmony"
+vllm="$shared|apache-tvm-ffi|blake3|cachetools|cbor2|distro|fastapi|httpcore2|httpx2|jiter|openai|oss[-_]harmony"
 vllm="$vllm|opentelemetry-api|partial-json-parser|pybase64|python-multipart|pyzmq|sniffio|starlette"
 
 case ${1:-} in

@@ -4,14 +4,14 @@
     python benchmarks/gpu_measure.py --device cpu --quick --out OUT     # do all steps work? A minute, without a GPU
     python benchmarks/gpu_measure.py --collect OUT                      # into benchmarks/results/gpu-CARD.txt
 
-Each step is a process with a limit of its own (`STEPS`); most valuable first, so that what doesn't fit into ``--limit-s``
-is worth least. Its line of JSON is appended to OUT/results.jsonl as soon as it ends: ``status`` is "ran", "failed" or
-"not run", the latter two with ``why``; ``measured`` has the numbers, also those from before a failure; ``lacking`` has
-the parts of a step that were not run, each with its reason. Later calls append, e.g. ``--only`` what failed. The numbers
-of a step under way are in OUT/unfinished.json. The last line is a summary: "failed", as is the exit code (1), if any
-step failed or none ran.
+Each step is a process with a limit of its own (`STEPS`); most valuable first, so that what doesn't fit into
+``--limit-s`` is worth least. Its line of JSON is appended to OUT/results.jsonl as soon as it ends: ``status`` is "ran",
+"failed" or "not run", the latter two with ``why``; ``measured`` has the numbers, also those from before a failure;
+``lacking`` has the parts of a step that were not run, each with its reason. Later calls append, e.g. ``--only`` what
+failed. The numbers of a step under way are in OUT/unfinished.json. The last line is a summary: "failed", as is the exit
+code (1), if any step failed or none ran.
 
-``--called-at``: seconds since 1970 at which a machine was asked for; the step `facts` says how long it took to get here.
+``--called-at``: seconds since 1970 at which a machine was asked for; `facts` says how long it took to get here.
 ``--plant-fault``: breaks what a step measures, to see that it fails. Random weights are made on the device: nothing is
 downloaded. `gpu_carry.sh` makes what a machine without a network lacks.
 """
@@ -36,8 +36,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.parts.gpu_results import area_digests, collect, commit_of
-from headway.kernels.device_queries import query_gpus
+from benchmarks.parts.gpu_results import area_digests, collect, commit_of  # noqa: E402
+from headway.kernels.device_queries import query_gpus  # noqa: E402
 
 
 class Step(NamedTuple):
@@ -60,7 +60,7 @@ STEPS = {
     "nccl": Step(20, "a process group of one rank"),
 }
 NEEDED = {"vllm": {"vllm": " (benchmarks/gpu_carry.sh vllm)"}, "tests": {"pytest": "", "pytest_timeout": ""}}
-CPU_LIMIT_S = 120.0  # of any step on a CPU, which others may keep busy
+CPU_LIMIT_S = 300.0  # of any step on a CPU, which others may keep busy
 LEAST_S = 5.0  # a step isn't started with less than this remaining
 GIVEN, LACKING, NOT_RUN = "GIVEN ", "LACKING ", "NOT RUN "  # how lines of a step's process begin that aren't noise
 MODEL_BYTES = 24e9  # model folders and published weights: in shared memory where it has this much free
@@ -183,7 +183,11 @@ def measure(arguments: argparse.Namespace, called_at: float | None) -> int:
             if reason := reason_not_to_run(name, arguments.device, bool(gpus)):
                 line = {"step": name, "status": "not run", "why": reason}
             elif remaining_s < LEAST_S:
-                line = {"step": name, "status": "not run", "why": f"{remaining_s:.0f} s of {arguments.limit_s:.0f} remain"}
+                line = {
+                    "step": name,
+                    "status": "not run",
+                    "why": f"{remaining_s:.0f} s of {arguments.limit_s:.0f} remain",
+                }
             else:
                 limit_s = CPU_LIMIT_S if arguments.device == "cpu" else STEPS[name].limit_s
                 fault = {"fault": name in arguments.plant_fault}
@@ -219,7 +223,9 @@ def main() -> int:
     parser.add_argument("--skip", nargs="+", choices=list(STEPS), default=[])
     limit_s = sum(step.limit_s for step in STEPS.values())
     parser.add_argument("--limit-s", type=float, default=limit_s, help=f"for all steps together; default {limit_s:.0f}")
-    parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder of results.jsonl; default build/gpu")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/gpu"), help="folder of results.jsonl; default build/gpu"
+    )
     parser.add_argument("--folder", type=Path, help="for models and runs; default: shared memory or a temporary folder")
     parser.add_argument("--called-at", type=float, help="seconds since 1970")
     parser.add_argument("--plant-fault", nargs="+", choices=list(STEPS), default=[])

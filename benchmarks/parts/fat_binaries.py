@@ -2,8 +2,8 @@
 
 A library has *fat binaries*, each a container with an entry per architecture: machine code (ELF) or PTX. Of each
 container, entries of the architecture move to the front, its header gets their size, and the rest becomes zeros, which
-compress to nothing: all addresses in the library stay as they are. A container without such an entry keeps its smallest,
-since none of it can run on that architecture.
+compress to nothing: all addresses in the library stay as they are. A container without such an entry keeps its
+smallest, since none of it can run on that architecture.
 
 A container is u32 magic, u16 version (1), u16 header size (16), u64 size of the entries. An entry is u16 kind (1 PTX, 2
 ELF), u16 attributes, u32 header size, u64 payload size, and at byte 28 u32 architecture (90 for sm_90).
@@ -92,7 +92,8 @@ def main() -> None:
     if counts.containers == counts.foreign:
         raise SystemExit(f"error: {source} has no code of sm_{architecture} in its {counts.containers} containers")
     Path(target).write_bytes(library)
-    print(f"{source}: sm_{architecture} {counts.kept_bytes / 1e6:.1f} MB kept, {counts.blanked_bytes / 1e6:.1f} MB blanked")
+    kept_mb, blanked_mb = counts.kept_bytes / 1e6, counts.blanked_bytes / 1e6
+    print(f"{source}: sm_{architecture} {kept_mb:.1f} MB kept, {blanked_mb:.1f} MB blanked")
 
 
 if __name__ == "__main__":

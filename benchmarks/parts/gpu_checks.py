@@ -1,7 +1,6 @@
-"""Steps of ``gpu_measure.py`` that compare with float64: kernels and their gradients, the decoding step, a training step's
-gradient.
+"""Steps of ``gpu_measure.py`` that compare with float64: kernels and their gradients, the decoding step.
 
-Shapes: n packed tokens, d width, h query heads, g key/value heads, e head dimension, f intermediate width, v vocabulary.
+Shapes: n packed tokens, m keys, h heads, e head dimension.
 """
 
 from __future__ import annotations
@@ -60,7 +59,9 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON)
 
 
-def _rotated(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> Tensor:
+def _rotated(
+    qkv: Tensor, q_norm: Tensor, k_norm: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
+) -> Tensor:
     """Norm and rotary embedding of neighbouring pairs, without complex numbers."""
     rows = qkv.unflatten(-1, (heads + 2 * kv_heads, -1))
     q, k, v = rows.split((heads, kv_heads, kv_heads), dim=1)
@@ -118,7 +119,9 @@ def kernel_cases(settings: Settings, size: str) -> dict[str, Kernel]:
     heads = c.heads, c.kv_heads
     return {
         "rms_norm": Kernel(
-            lambda x, w: kernels.rms_norm(x, w, EPSILON), lambda x, w: _unit(x) * w, (normal(n, c.width), normal(c.width))
+            lambda x, w: kernels.rms_norm(x, w, EPSILON),
+            lambda x, w: _unit(x) * w,
+            (normal(n, c.width), normal(c.width)),
         ),
         "norm_rotate": Kernel(
             lambda qkv, q, k: kernels.norm_rotate(qkv.clone(), q, k, cos, sin, sizes),
@@ -151,7 +154,10 @@ def kernel_cases(settings: Settings, size: str) -> dict[str, Kernel]:
             (normal(n // 8, c.width), normal(c.vocabulary_size, c.width) * c.width**-0.5),
         ),
         "sample": Kernel(
-            sampled, lambda logits: torch.ones_like(logits[:, 0]), (normal(64, c.vocabulary_size) * 3,), has_gradient=False
+            sampled,
+            lambda logits: torch.ones_like(logits[:, 0]),
+            (normal(64, c.vocabulary_size) * 3,),
+            has_gradient=False,
         ),
     }
 
@@ -200,7 +206,10 @@ def largest_errors(case: Kernel, inputs: Sequence[Tensor]) -> list[float]:
 
 def poison(settings: Settings) -> None:
     """Fill freed memory with NaN: an output that a kernel doesn't write shows."""
-    blocks = [torch.full((1 << power,), torch.nan, device=settings.device) for power in range(10, 21 if settings.quick else 27)]
+    blocks = [
+        torch.full((1 << power,), torch.nan, device=settings.device)
+        for power in range(10, 21 if settings.quick else 27)
+    ]
     del blocks
 
 
@@ -226,7 +235,11 @@ def decoding_step(settings: Settings) -> None:
         with CountedOperators() as counted:
             engine.step()
         step_s = timed(settings, engine.step, calls=10)
-        row = {"ms": round(1000 * step_s, 3), "operators": counted.operators, "launches": profile(settings, engine.step)["launches"]}
+        row = {
+            "ms": round(1000 * step_s, 3),
+            "operators": counted.operators,
+            "launches": profile(settings, engine.step)["launches"],
+        }
         give(**{f"a step of {rows}": row})
     lack("graph replay against the plain step", "the engine captures no CUDA graphs")
 
@@ -267,14 +280,19 @@ def scaled(decoder: Decoder, version: int) -> Decoder:
 
 @torch.no_grad()
 def forced_error(
-    settings: Settings, request: GenerationRequest, deltas: Sequence[TokenDelta], versions: Mapping[int, Mapping[str, Tensor]]
+    settings: Settings,
+    request: GenerationRequest,
+    deltas: Sequence[TokenDelta],
+    versions: Mapping[int, Mapping[str, Tensor]],
 ) -> float:
     """The largest error of a request's log-probabilities, each against the weights of its version."""
     response = [token for delta in deltas for token in delta.ids]
     if len(response) != request.sampling.max_tokens or {delta.version for delta in deltas if delta.ids} != {0, 1}:
         raise RuntimeError(f"{len(response)} tokens of {request.sampling.max_tokens}, or none of a version")
     ids = torch.tensor([*request.prompt_ids, *response], device=settings.device)
-    expected = {version: exact_logprobs(settings, weights, ids)[-len(response) :] for version, weights in versions.items()}
+    expected = {
+        version: exact_logprobs(settings, weights, ids)[-len(response) :] for version, weights in versions.items()
+    }
     worst, first = 0.0, 0
     for delta in deltas:
         count = len(delta.ids)

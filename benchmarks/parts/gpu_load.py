@@ -67,7 +67,7 @@ class Settings:
 
     @property
     def dtype(self) -> str:
-        """The dtype of the generator's weights and the trainer's products; on a CPU, which may lack bfloat16, float32."""
+        """Of the generator's weights and the trainer's products; on a CPU, which may lack bfloat16, float32."""
         return "bfloat16" if self.device == "cuda" else "float32"
 
     @property
@@ -145,7 +145,9 @@ def profile(settings: Settings, work: Callable[[], object], rows: int = 15) -> d
         work()
         synchronise(settings)
     kind, unit = (DeviceType.CUDA, "self_device_time_total") if on_gpu else (DeviceType.CPU, "self_cpu_time_total")
-    events = sorted(((getattr(e, unit), e) for e in run.key_averages() if e.device_type == kind), key=lambda pair: -pair[0])
+    events = sorted(
+        ((getattr(e, unit), e) for e in run.key_averages() if e.device_type == kind), key=lambda pair: -pair[0]
+    )
     top = [f"{event.key[:80]}: {event.count} calls, {time_us / 1000:.3f} ms" for time_us, event in events[:rows]]
     return {"launches": sum(e.count for _, e in events), "ms": round(sum(t for t, _ in events) / 1000, 3), "top": top}
 
@@ -173,7 +175,7 @@ def random_decoder(settings: Settings, size: str, dtype: str | None = None) -> D
 
 
 def model_folder(settings: Settings, size: str) -> Path:
-    """The folder with a random model of this size, written by the first step that needs it, and ``tasks.jsonl`` beside."""
+    """The folder of a random model, which the first step that needs it writes, with ``tasks.jsonl`` beside it."""
     folder = Path(settings.folder) / size
     if not (folder / "tasks.jsonl").exists():
         train_byte_fallback_tokenizer([CHARACTERS], 512, folder / "tokenizer", character_level=True)
@@ -223,7 +225,15 @@ def load_of(settings: Settings, size: str) -> Load:
     tokens = MICRO_BATCH_TOKENS[size]
     if not settings.quick:
         return Load(micro_batch_tokens=tokens)
-    small = {"prompt_tokens": 8, "median_tokens": 6, "longest_tokens": 24, "group": 4, "groups": 2, "slots": 8, "steps": 2}
+    small = {
+        "prompt_tokens": 8,
+        "median_tokens": 6,
+        "longest_tokens": 24,
+        "group": 4,
+        "groups": 2,
+        "slots": 8,
+        "steps": 2,
+    }
     return Load(**small, micro_batch_tokens=2048)
 
 

@@ -1,4 +1,4 @@
-"""Steps of ``gpu_measure.py`` that measure rates: the engines, the trainer, weight updates, and the asynchronous run."""
+"""Steps of ``gpu_measure.py`` that measure rates: engines, trainer, weight updates, the asynchronous run."""
 
 from __future__ import annotations
 
@@ -151,7 +151,11 @@ def vllm_step(settings: Settings) -> None:
             )
         ),
     )
-    engine, weights, table = built["engine"], weights_of(load_model(path, settings.dtype, settings.device)), dict[str, Any]()
+    engine, weights, table = (
+        built["engine"],
+        weights_of(load_model(path, settings.dtype, settings.device)),
+        dict[str, Any](),
+    )
     give(version=importlib.import_module("vllm").__version__, start_s=round(start_s, 1))
     with Publisher(settings.run_id, dtype=DTYPES[settings.dtype]) as publisher:
         first = engine.apply(publisher.publish(1, weights), "keep")  # raises WeightsMismatch if its probe differs
@@ -165,7 +169,11 @@ def vllm_step(settings: Settings) -> None:
         applied = engine.apply(publisher.publish(2, another_version(weights, 2)), "keep")
         while engine.step():
             pass
-    update = {"in_flight": applied.in_flight, "pause_s": round(applied.pause_s, 3), "fetch_s": round(applied.fetch_s, 3)}
+    update = {
+        "in_flight": applied.in_flight,
+        "pause_s": round(applied.pause_s, 3),
+        "fetch_s": round(applied.fetch_s, 3),
+    }
     give(update_under_load=update)
     if {delta.version for delta in engine.take_deltas() if delta.ids} != {1, 2}:
         raise RuntimeError("no token of a version, though an update came in the middle")
@@ -290,9 +298,13 @@ def publish_step(settings: Settings) -> None:
                 while engine.step():
                     pass
                 engine.take_deltas()
-                differing = [name for name, tensor in weights_of(decoder).items() if not torch.equal(tensor, tensors[name])]
+                differing = [
+                    name for name, tensor in weights_of(decoder).items() if not torch.equal(tensor, tensors[name])
+                ]
                 if differing or applied.in_flight != rows:
-                    raise RuntimeError(f"{applied.in_flight} of {rows} in flight; differing after version {version}: {differing}")
+                    raise RuntimeError(
+                        f"{applied.in_flight} of {rows} in flight; differing after version {version}: {differing}"
+                    )
                 if repeat == 0:
                     continue  # new memory pages
                 seconds_of = {
@@ -302,7 +314,9 @@ def publish_step(settings: Settings) -> None:
                     "latency": published.publish_s + seconds,
                 }
                 size_gb = published.size_bytes / 1e9
-                best = {key: min(round(value / size_gb, 4), best.get(key, math.inf)) for key, value in seconds_of.items()}
+                best = {
+                    key: min(round(value / size_gb, 4), best.get(key, math.inf)) for key, value in seconds_of.items()
+                }
             give(**{f"{mode}, s/GB": best}, gb=round(size_gb, 4), in_flight=rows)
 
 
@@ -360,7 +374,10 @@ def loop_step(settings: Settings) -> None:
             try:
                 asyncio.run(asyncio.wait_for(measure(wanted, shape, load.steps, on_line=note), max(1.0, limit_s)))
             except TimeoutError:
-                lack(f"budget {budget}: {load.steps} steps", f"{len(ends)} steps with the first {budget + 1} in {limit_s:.0f} s")
+                lack(
+                    f"budget {budget}: {load.steps} steps",
+                    f"{len(ends)} steps with the first {budget + 1} in {limit_s:.0f} s",
+                )
             if len(ends) > 1:
                 give(**{f"budget {budget}": loop_numbers(ends[min(budget, len(ends) - 2) :], budget, use)})
     finally:

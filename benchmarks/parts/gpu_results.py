@@ -1,8 +1,8 @@
-"""Results of ``gpu_measure.py`` kept in ``benchmarks/results/gpu-CARD.txt``, and what of the GPU's code has changed since.
+"""Results of ``gpu_measure.py`` in ``benchmarks/results/gpu-CARD.txt``, and which code of GPUs has changed since.
 
-A section's line ``code at COMMIT: AREA DIGEST, ...`` has the areas of `AREAS` whose steps all ran, with a digest of their
-files. An area that has changed since its last one must be named by the file's line
-``not measured since COMMIT: AREA, ...``; a house test compares the two.
+A section's line ``code at COMMIT: AREA DIGEST, ...`` has the areas of `AREAS` whose steps all ran, each with a digest
+of its files. An area that has changed since must be named by the file's line ``not measured since COMMIT: AREA, ...``, one
+that has no digest by ``never measured: AREA, ...``: tests/unit/benchmarks/test_gpu_results.py compares them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class Area(NamedTuple):
 
 AREAS = {
     "models": Area(("kernels",), ("models/*.py",)),
-    "engine": Area(("step", "engine"), ("generator/engines/*.py", "generator/engines/torch/*.py", "generator/service.py")),
+    "engine": Area(
+        ("step", "engine"), ("generator/engines/*.py", "generator/engines/torch/*.py", "generator/service.py")
+    ),
     "vllm": Area(("vllm",), ("generator/engines/vllm/*.py",)),
     "trainer": Area(("trainer",), ("trainer/*.py",)),
     "weights": Area(("publish",), ("weights/*.py",)),
@@ -43,7 +45,7 @@ AREAS = {
         ),
     ),
 }
-_STALE = "not measured since "
+_STALE, _NEVER = "not measured since ", "never measured"
 _CODE = re.compile(r"^code at (\w+)\+?: (.+)$", re.MULTILINE)
 _LEAST_DIGITS = 8
 
@@ -94,7 +96,7 @@ def measured_areas(text: str) -> dict[str, Measured]:
 
 def stale_areas(text: str) -> set[str]:
     """The areas that the file says aren't measured since their commit."""
-    lines = [line.partition(": ")[2] for line in text.splitlines() if line.startswith(_STALE)]
+    lines = [line.partition(": ")[2] for line in text.splitlines() if line.startswith((_STALE, _NEVER))]
     return {area.strip() for line in lines for area in line.split(",")}
 
 
@@ -107,29 +109,35 @@ def unstated_changes(text: str, digests: Mapping[str, str]) -> list[str]:
 
 def with_stale_line(text: str, digests: Mapping[str, str]) -> str:
     """The file's text with the lines that say, of each commit, which areas aren't measured since."""
-    kept = "\n".join(line for line in text.splitlines() if not line.startswith(_STALE)).rstrip() + "\n"
+    kept = "\n".join(line for line in text.splitlines() if not line.startswith((_STALE, _NEVER))).rstrip() + "\n"
     measured = measured_areas(kept)
     by_commit = dict[str, list[str]]()
     for area in unstated_changes(kept, digests):
-        by_commit.setdefault(measured[area].commit if area in measured else "the beginning", []).append(area)
-    lines = [f"{_STALE}{commit}: {', '.join(areas)}\n" for commit, areas in by_commit.items()]
+        since = f"{_STALE}{measured[area].commit}" if area in measured else _NEVER
+        by_commit.setdefault(since, []).append(area)
+    lines = [f"{since}: {', '.join(areas)}\n" for since, areas in by_commit.items()]
     return kept + ("\n" if lines else "") + "".join(lines)
 
 
 def collect(folder: Path, results: Path, root: Path) -> str:
-    """Append a section with the lines of ``folder/results.jsonl`` to their card's file in ``results``; returns its name.
-    Raises ValueError for lines that aren't measurements of one card and one state of the code, with nothing written."""
+    """Append a section with the lines of ``folder/results.jsonl`` to their card's file in ``results``; returns its
+    name. Raises ValueError, with nothing written, for lines that aren't measurements of one card and of one state of
+    the code."""
     source = folder / "results.jsonl"
     if not source.is_file():
         raise ValueError(f"{source}: no such file; valid: the folder that --out named")
-    lines = [line for line in map(json.loads, source.read_text(encoding="utf-8").splitlines()) if line["step"] != "summary"]
+    lines = [
+        line for line in map(json.loads, source.read_text(encoding="utf-8").splitlines()) if line["step"] != "summary"
+    ]
     if any(line["quick"] or line["card"] == "CPU" for line in lines) or not lines:
         raise ValueError(f"{source}: no measurement of a GPU: run without --quick and --device cpu")
     cards, states = {line["card"] for line in lines}, {json.dumps(line["code"]) for line in lines}
     if len(cards) > 1:
         raise ValueError(f"{source}: numbers of {', '.join(sorted(cards))}; valid: those of one card")
     if len(states) > 1:
-        raise ValueError(f"{source}: lines of {len(states)} states of the code; valid: one; measure into an empty folder")
+        raise ValueError(
+            f"{source}: lines of {len(states)} states of the code; valid: one; measure into an empty folder"
+        )
     (card,), code = cards, lines[0]["code"]
     name = re.sub(r"[^a-z0-9]+", "-", card.lower().removeprefix("nvidia")).strip("-")
     target = results / f"gpu-{name}.txt"
@@ -138,7 +146,9 @@ def collect(folder: Path, results: Path, root: Path) -> str:
         raise ValueError(f"{target}: its first line isn't of {card}")
     commit = lines[0]["commit"] or (commit_of(root) if code == area_digests(root) else "")
     if not commit:
-        raise ValueError(f"{source}: measured on a copy without git whose files differ from this checkout's: use that one")
+        raise ValueError(
+            f"{source}: measured on a copy without git whose files differ from this checkout's: use that one"
+        )
     text += "\n" + "\n".join(_section(lines, commit)) + "\n"
     target.write_text(with_stale_line(text, area_digests(root)), encoding="utf-8")
     return str(target)

@@ -64,7 +64,9 @@ def machine(settings: Settings) -> dict[str, Any]:
         return host
     columns = "name,memory.total,driver_version,clocks.max.sm,power.limit"
     lines = [
-        subprocess.run(["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True, check=False).stdout
+        subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True, check=False
+        ).stdout
         for query in (f"--query-gpu={columns}", "--query-compute-apps=pid,used_memory")
     ]
     gpus = query_gpus() or ()
@@ -79,7 +81,9 @@ def tests_step(settings: Settings) -> None:
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-x", "-rA", "-o", "cache_dir=/tmp/pytest-gpu", *chosen]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     print(run.stdout[-4000:], run.stderr[-2000:])
-    counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed|skipped|errors?)", run.stdout[-300:])}
+    counts = {
+        name: int(count) for count, name in re.findall(r"(\d+) (passed|failed|skipped|errors?)", run.stdout[-300:])
+    }
     give(tests=counts)
     if run.returncode:
         raise RuntimeError(f"pytest ended with exit code {run.returncode}: {counts}")
