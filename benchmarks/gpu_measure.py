@@ -48,16 +48,16 @@ class Step(NamedTuple):
 
 
 STEPS = {
-    "facts": Step(25, "the card and its ceilings: copy bandwidth, bfloat16 product; versions; time to get here"),
+    "facts": Step(20, "the card and its ceilings: copy bandwidth, bfloat16 product; versions; time to get here"),
     "kernels": Step(60, "every kernel and its gradient against float64, and its time against that of its bytes"),
     "step": Step(45, "the decoding step: log-probabilities against float64, an update, offloading; launches"),
     "engine": Step(75, "tokens/s at 1, 16, 64 and 256 requests against the limit of bandwidth; table of one step"),
-    "trainer": Step(110, "gradients against float64; model FLOP/s against the peak; table of one step"),
+    "trainer": Step(100, "gradients against float64; model FLOP/s against the peak; table of one step"),
     "publish": Step(30, "seconds per GB to publish, fetch and apply weights while requests run"),
-    "vllm": Step(120, "vLLM in this process: its probe, the engine's loads, an update under load"),
-    "loop": Step(110, "the asynchronous run on one GPU, budgets 2 and 0; idle share of the GPU"),
-    "tests": Step(100, "tests/gpu: whole runs, killed and resumed"),
-    "nccl": Step(20, "a process group of one rank"),
+    "vllm": Step(110, "vLLM in this process: its probe, the engine's loads, an update under load"),
+    "loop": Step(100, "the asynchronous run on one GPU, budgets 2 and 0; idle share of the GPU"),
+    "tests": Step(90, "tests/gpu: whole runs, killed and resumed"),
+    "nccl": Step(15, "a process group of one rank"),
 }
 NEEDED = {"vllm": {"vllm": " (benchmarks/gpu_carry.sh vllm)"}, "tests": {"pytest": "", "pytest_timeout": ""}}
 CPU_LIMIT_S = 300.0  # of any step on a CPU, which others may keep busy

@@ -286,8 +286,9 @@ def publish_step(settings: Settings) -> None:
             for repeat in range(repeats):
                 version = repeat + 1 + repeats * UPDATE_MODES.index(mode)
                 tensors = another_version(source, version)
-                engine.submit(requests(decoder.config, rows, prompt, response))
-                for _ in range(response // 4):
+                running = requests(decoder.config, rows, prompt, response)
+                engine.submit(running)
+                for _ in range(response // 8):
                     engine.step()
                 synchronise(settings)
                 published = publisher.publish(version, tensors)
@@ -295,8 +296,8 @@ def publish_step(settings: Settings) -> None:
                 applied = engine.apply(published, mode)
                 synchronise(settings)
                 seconds = time.perf_counter() - started
-                while engine.step():
-                    pass
+                engine.step()
+                engine.abort([request.request_id for request in running])
                 engine.take_deltas()
                 differing = [
                     name for name, tensor in weights_of(decoder).items() if not torch.equal(tensor, tensors[name])

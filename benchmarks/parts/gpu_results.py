@@ -1,8 +1,8 @@
 """Results of ``gpu_measure.py`` in ``benchmarks/results/gpu-CARD.txt``, and which code of GPUs has changed since.
 
 A section's line ``code at COMMIT: AREA DIGEST, ...`` has the areas of `AREAS` whose steps all ran, each with a digest
-of its files. An area that has changed since must be named by the file's line ``not measured since COMMIT: AREA, ...``, one
-that has no digest by ``never measured: AREA, ...``: tests/unit/benchmarks/test_gpu_results.py compares them.
+of its files. An area that has changed since must be named by the file's line ``not measured since COMMIT: AREA, ...``,
+one that has no digest by ``never measured: AREA, ...``: tests/unit/benchmarks/test_gpu_results.py compares them.
 """
 
 from __future__ import annotations
