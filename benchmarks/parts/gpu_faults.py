@@ -21,13 +21,9 @@ def _copies() -> None:
 
 
 def _norm() -> None:
-    """A norm is a hundredth too large in its first column, and nowhere else."""
+    """A norm is a tenth too large."""
     norm = kernels.rms_norm
-
-    def wrong(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return torch.cat((norm(x, *rest)[:, :1] * 1.5, norm(x, *rest)[:, 1:]), dim=1)
-
-    kernels.rms_norm = wrong
+    kernels.rms_norm = lambda *arguments: norm(*arguments) * 1.1
 
 
 def _sampler() -> None:

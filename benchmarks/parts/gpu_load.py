@@ -225,41 +225,25 @@ def load_of(settings: Settings, size: str) -> Load:
     tokens = MICRO_BATCH_TOKENS[size]
     if not settings.quick:
         return Load(micro_batch_tokens=tokens)
-    small = {
-        "prompt_tokens": 8,
-        "median_tokens": 6,
-        "longest_tokens": 24,
-        "group": 4,
-        "groups": 2,
-        "slots": 8,
-        "steps": 2,
-    }
-    return Load(**small, micro_batch_tokens=2048)
+    lengths = {"prompt_tokens": 8, "median_tokens": 6, "longest_tokens": 24}
+    return Load(**lengths, group=4, groups=2, slots=8, steps=2, micro_batch_tokens=2048)
 
 
 def experiment(settings: Settings, size: str, name: str, **sections: dict[str, Any]) -> Experiment:
     """Generator and trainer on the same device; lengths are forced. ``sections``: further keys."""
     load, folder = load_of(settings, size), model_folder(settings, size).parent
-    device = "cuda:0" if settings.device == "cuda" else "cpu:0"
+    common = {"devices": ["cuda:0" if settings.device == "cuda" else "cpu:0"], "dtype": settings.dtype}
+    limits = {"max_prompt_tokens": load.prompt_tokens, "max_response_tokens": load.longest_tokens}
     keys: dict[str, dict[str, Any]] = {
         "run": {"directory": str(folder / name), "steps": 100_000},
         "model": {"path": str(folder / "model")},
         "tasks": {"train": {"path": str(folder / "tasks.jsonl"), "columns": {"answer": ""}}},
         # Random responses end in a low digit now and then: rewards and gradients are not all zero.
         "verifier": {"name": "regex", "parameters": {"pattern": "[0-4][^0-9]*$"}},
-        "rollout": {
-            "group_size": load.group,
-            "max_prompt_tokens": load.prompt_tokens,
-            "max_response_tokens": load.longest_tokens,
-        },
-        "generator": {"devices": [device], "dtype": settings.dtype, "slots": load.slots},
+        "rollout": {"group_size": load.group, **limits},
+        "generator": {"slots": load.slots, **common},
         "queue": {"groups_per_step": load.groups, "filter_zero_variance": False},
-        "trainer": {
-            "devices": [device],
-            "dtype": settings.dtype,
-            "learning_rate": 1e-6,
-            "micro_batch_tokens": load.micro_batch_tokens,
-        },
+        "trainer": {"learning_rate": 1e-6, "micro_batch_tokens": load.micro_batch_tokens, **common},
         "checkpoint": {"every_steps": 1_000_000},
         "evaluation": {"test": "never"},
         "ledger": {"trackers": []},

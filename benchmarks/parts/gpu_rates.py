@@ -134,28 +134,18 @@ def vllm_step(settings: Settings) -> None:
     (size,) = settings.sizes("0.6B")
     prompt, response = settings.lengths
     path, rows = model_folder(settings, size), settings.concurrencies[-1]
-    built: dict[str, Engine[Any]] = {}
-    start_s = timed(
-        settings,
-        lambda: built.update(
-            engine=build_engine(
-                EngineSettings(
-                    model_path=str(path),
-                    dtype=settings.dtype,
-                    slots=rows,
-                    max_context_tokens=max(64, prompt + response + 1),
-                    engine="vllm",
-                    engine_arguments=arguments,
-                ),
-                Context(settings.device),  # pyright: ignore[reportArgumentType]
-            )
-        ),
+    chosen = EngineSettings(
+        model_path=str(path),
+        dtype=settings.dtype,
+        slots=rows,
+        max_context_tokens=max(64, prompt + response + 1),
+        engine="vllm",
+        engine_arguments=arguments,
     )
-    engine, weights, table = (
-        built["engine"],
-        weights_of(load_model(path, settings.dtype, settings.device)),
-        dict[str, Any](),
-    )
+    started, context = time.perf_counter(), Context(settings.device)
+    engine = build_engine(chosen, context)  # pyright: ignore[reportArgumentType]
+    start_s = time.perf_counter() - started
+    weights, table = weights_of(load_model(path, settings.dtype, settings.device)), dict[str, Any]()
     give(version=importlib.import_module("vllm").__version__, start_s=round(start_s, 1))
     with Publisher(settings.run_id, dtype=DTYPES[settings.dtype]) as publisher:
         first = engine.apply(publisher.publish(1, weights), "keep")  # raises WeightsMismatch if its probe differs
