@@ -131,7 +131,8 @@ test-long: install
 	$(PYTEST) tests/unit/generator $(EXCEPT_ENGINES) -m slow --durations 15
 	$(BIN)/python tests/support/mutations.py
 
-# On a machine with a GPU; without a network and with a Python that has torch: benchmarks/gpu_wheels.sh.
+# On a machine with a GPU; without a network and with a Python that has torch: benchmarks/gpu_carry.sh. The numbers:
+# benchmarks/gpu_measure.py, of which these tests are a step.
 test-gpu: install
 	$(PYTEST) tests/gpu -rA
 

@@ -45,6 +45,16 @@ def test_pipeline_in_short(tmp_path: Path, benchmark_module: Any) -> None:
         assert roles in measured  # production, consumption, together, a system: whose CPU it was is known
 
 
+def test_headways_side_of_the_trl_comparison() -> None:
+    command = [sys.executable, str(BENCHMARKS / "vs_trl.py"), "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    [rates] = result["headway"].values()
+    assert rates[0] > 0
+    assert "trl" not in result
+
+
 def test_orchestrator_in_short() -> None:
     command = [sys.executable, str(BENCHMARKS / "orchestrator.py"), "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
