@@ -219,7 +219,7 @@ def test_a_folder_it_can_not_read(make: Any, monkeypatch: pytest.MonkeyPatch, tm
 
 def test_another_servers_settings(server: Served) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"--max-num-seqs 41 leaves no room .* generator.slots = 41; valid: 42"
+        ConfigurationError, match=r"--max-num-seqs 41 leaves no slot .* generator.slots = 41; valid: 42"
     ):
         engine_of(server.address, slots=41)
     with pytest.raises(ConfigurationError, match="--max-model-len 320 is less than 321"):
