@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import sysconfig
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -93,22 +92,22 @@ async def judge_compilation(
     if not launches:
         cheat = "" if verdict.fault else NOT_LAUNCHED if language == "triton" else NO_KERNEL
         return msgspec.structs.replace(verdict, compiled=False, cheat=cheat, text=cheat or verdict.text)
-    compiling: Callable[[LocalSandbox], Awaitable[CompileOutcome]]
     try:
-        if language == "triton":
-            parsed_launches, module = msgspec.convert(launches, list[TritonLaunch]), kernel_module(source)
-            compiling = lambda box: _compile_triton(box, module, parsed_launches, left_s)  # noqa: E731
-        else:
-            extensions = msgspec.convert(launches, list[CudaExtension])
-            limits = msgspec.structs.replace(limits, disk_bytes=_CUDA_DISK_BYTES)
-            compiling = lambda box: _compile_cuda(box, extensions, left_s)  # noqa: E731
+        extensions = msgspec.convert(launches, list[CudaExtension]) if language == "cuda" else []
+        parsed_launches = msgspec.convert(launches, list[TritonLaunch]) if language == "triton" else []
+        module = kernel_module(source) if language == "triton" else ""
     except msgspec.ValidationError:
         return msgspec.structs.replace(verdict, compiled=False, cheat="it forged a launch", text="it forged a launch")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # numbers too long, expressions too deep
         return msgspec.structs.replace(verdict, compiled=False, fault="triton_compilation_error", text=str(error))
+    if language == "cuda":
+        limits = msgspec.structs.replace(limits, disk_bytes=_CUDA_DISK_BYTES)
     box = await backend.create(SandboxSpec(limits=limits, environment=_ENVIRONMENT))
     try:
-        outcome = await compiling(box)
+        if language == "cuda":
+            outcome = await _compile_cuda(box, extensions, left_s)
+        else:
+            outcome = await _compile_triton(box, module, parsed_launches, left_s)
     finally:
         await asyncio.shield(box.terminate())
     if outcome.error == NO_KERNEL:
