@@ -222,6 +222,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.timeout(1800)
 def test_a_server_killed_between_any_two_calls_of_an_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each of five versions another call finds no server. Nothing is lost, and no folder of weights stays."""
     monkeypatch.setattr(replica, "_FACTORY", "faulty_vllm:KilledInUpdate")
@@ -240,7 +241,8 @@ def test_a_server_killed_between_any_two_calls_of_an_update(tmp_path: Path, monk
                 weights = publisher.publish(version, weights_of(model_of(version)))
                 await run.pool.update_weights(weights)
                 await until(lambda version=version: run.names().count("generator_restarted") == version)
-            await run.ask(9)
+                print(f"version {version}: {[detail for name, detail in run.events if name.endswith('restarted')][-1]}")
+            await run.ask(len(CALLS) + 1)
             results = await run.require_exact()
         last = results[-1].response.versions
         assert {span.version for span in last} == {len(CALLS)}
