@@ -47,10 +47,11 @@ def require_engine(experiment: Experiment) -> None:
             f"algorithm.allow_truncated_sampling = true: generator.engine = {generator.engine!r} doesn't return the "
             "ids that a token was sampled among; valid: false, or generator.engine = 'torch'"
         )
-    if generator.engine != "vllm" and generator.engine_arguments:
-        name = next(iter(generator.engine_arguments))
+    if generator.engine_arguments and not starts_vllm(generator.engine, generator.devices):
+        name, engine = next(iter(generator.engine_arguments)), generator.engine
+        servers = " for servers that run already" if engine == "vllm-server" else ""
         raise ValueError(
-            f"generator.engine_arguments.{name} has no effect: generator.engine = {generator.engine!r} takes none"
+            f"generator.engine_arguments.{name} has no effect: generator.engine = {engine!r} takes none{servers}"
         )
     if generator.engine == "torch":
         return
@@ -77,6 +78,11 @@ def require_engine(experiment: Experiment) -> None:
         raise ValueError(
             f"generator.engine_arguments.tensor_parallel_size = {ranks}: on a CPU a replica is one process; valid: 1"
         )
+
+
+def starts_vllm(engine: str, devices: tuple[str, ...]) -> bool:
+    """Whether a replica starts vLLM on its own device: in its process, or as a server where no device is an address."""
+    return engine == "vllm" or (engine == "vllm-server" and not any(name.startswith("http://") for name in devices))
 
 
 def _require_experts(experiment: Experiment) -> None:
@@ -113,15 +119,18 @@ def _require_adapter(experiment: Experiment) -> None:
 
 
 def _require_devices(experiment: Experiment) -> None:
-    """Check generator.devices: addresses for servers, devices of this machine for every other engine."""
+    """Check generator.devices: addresses of servers that run already, or devices of this machine or a node."""
     generator = experiment.generator
     for key, names in (("generator.devices", generator.devices), ("trainer.devices", experiment.trainer.devices)):
         if any(name.startswith(ANY_NODE) for name in names) and not experiment.cluster.nodes:
             raise ValueError(f"{key} has a count of devices, which needs cluster.nodes, from which they are taken")
     served = generator.engine == "vllm-server"
     for name in generator.devices:
-        if served and not name.startswith("http://"):
-            raise ValueError(f"generator.devices has {name!r}: generator.engine = 'vllm-server' needs http://HOST:PORT")
+        if served and not name.startswith("http://") and not starts_vllm(generator.engine, generator.devices):
+            raise ValueError(
+                f"generator.devices has {name!r} beside addresses: generator.engine = 'vllm-server' needs "
+                "http://HOST:PORT of servers that run already, or devices, on each of which it starts one"
+            )
         if not served and name.startswith("http://"):
             raise ValueError(
                 f"generator.devices has {name!r}: a server's, which needs generator.engine = 'vllm-server'"
@@ -135,9 +144,10 @@ def _require_devices(experiment: Experiment) -> None:
         raise ValueError("weights.exchange has no effect: generator.engine = 'vllm-server' alone uses it")
 
 
-def engine_missing(engine: str) -> str:
-    """Describe how to install the package that ``engine`` needs; "" when it is installed. Nothing is imported."""
-    if engine != "vllm" or importlib.util.find_spec("vllm") is not None:
+def engine_missing(engine: str, devices: tuple[str, ...] = ()) -> str:
+    """Describe how to install the package that ``engine`` needs on ``devices``; "" when it is installed. Nothing is
+    imported."""
+    if not starts_vllm(engine, devices) or importlib.util.find_spec("vllm") is not None:
         return ""
     return f"{engine!r}: vLLM is not installed; {VLLM_INSTALL}"
 
@@ -156,7 +166,7 @@ def transformers_refusal(engine: str, adapted: bool) -> str:
 def cpu_refusal(engine: str, devices: tuple[str, ...], head_dim: int, adapted_mixture: bool) -> str:
     """Return the reason why ``engine`` can't compute heads of ``head_dim`` on ``devices``, or (``adapted_mixture``) an
     adapter of a mixture of experts; "" when it can."""
-    if engine != "vllm" or not any("cpu:" in name for name in devices):
+    if not starts_vllm(engine, devices) or not any("cpu:" in name for name in devices):
         return ""
     if adapted_mixture:
         return f"{engine!r} on a CPU has no mixture of experts with an adapter (vLLM 0.32 needs Triton); valid: 'torch'"

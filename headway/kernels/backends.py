@@ -14,7 +14,7 @@ _DEVICES: dict[KernelBackend, tuple[DeviceKind, ...]] = {  # the first that a ma
     "torch": ("gpu", "cpu"),
     "cpp": ("cpu",),
     "triton": ("gpu", "cpu"),  # on a CPU its interpreter
-    "cuda": ("gpu",),
+    "cuda": ("gpu", "cpu"),  # on a CPU it is compiled, and not run
 }
 
 
@@ -31,8 +31,6 @@ def missing_for(backend: KernelBackend, *, gpus: bool) -> str:
         return 'triton isn\'t installed: pip install "headway[triton]"'
     if backend == "cpp" and shutil.which("g++") is None:
         return "there is no g++, which compiles C++ candidates: install it (on Debian: apt install g++)"
-    if backend == "cuda" and not any(map(shutil.which, ("nvcc", "hipcc"))):
-        return "there is no nvcc or hipcc on PATH: install NVIDIA's CUDA toolkit or AMD's ROCm"
-    if backend == "cuda" and not gpus:
-        return "no GPU can be used: nvidia-smi and rocm-smi list none, or the evaluator doesn't use them yet"
+    if backend == "cuda" and not any(map(shutil.which, ("nvcc", "hipcc") if gpus else ("nvcc",))):
+        return "there is no nvcc on PATH, which compiles CUDA candidates: install NVIDIA's CUDA toolkit"
     return ""

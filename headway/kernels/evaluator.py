@@ -21,6 +21,7 @@ from headway.kernels.cases import CandidateTrials, ReferenceMaker, TaskFault, Tr
 from headway.kernels.compiled_reference import COMPILE_S, NO_TIME, compile_reference, compiled_spec
 from headway.kernels.devices import DeviceTable
 from headway.kernels.faults import fault_of
+from headway.kernels.gpu_targets import NOT_RUN, NOT_TIMED, judge_compilation
 from headway.kernels.isolation import (
     GuestEnded,
     GuestError,
@@ -34,7 +35,6 @@ from headway.kernels.isolation import (
 from headway.kernels.operators import called_operator
 from headway.kernels.tasks import resized_source
 from headway.kernels.timing import NoTimeLeft, PairTimer, TimingResult, TimingSettings, measure_call_overhead
-from headway.kernels.triton_targets import NOT_TIMED, judge_compilation
 from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelEvaluation, KernelSubmission, KernelTask
 from headway.records.sandbox import MIB, SandboxError
@@ -160,24 +160,26 @@ class KernelEvaluator:
     # The steps.
 
     async def _judge(self, submission: KernelSubmission) -> KernelEvaluation:
-        groups, interpreted = await self._trials(submission), submission.task.backend == "triton"
-        if interpreted and any(map(has_bfloat16, groups)):
+        groups, language = await self._trials(submission), submission.task.backend
+        separately = language in ("triton", "cuda")  # it is compiled for a GPU that this machine lacks
+        if language == "triton" and any(map(has_bfloat16, groups)):
             raise TaskFault("back end 'triton' on a CPU: Triton's interpreter computes bfloat16 wrongly: use a GPU")
         until_s = time.monotonic() + submission.timeout_s  # the candidate's: the reference's trials don't count
         # The cores' lease ends after the guest, which may run on them until then.
         async with contextlib.AsyncExitStack() as leases:
             async with self._guest(until_s) as guest:
                 verdict = await self._in_thread(judge_candidate, guest, submission, groups)
-                if submission.timed and verdict.correct and not interpreted:
+                if submission.timed and verdict.correct and not separately:
                     verdict = await self._time(guest, submission, groups[0], verdict, leases)
             if verdict.speedup is not None and (submission.compare_compiled or self._settings.compare_compiled):
                 verdict = await self._compare_compiled(submission, groups[0], verdict, guest.until_s)
-        if not interpreted:
+        if not separately:
             return verdict
         since_s = time.monotonic()
         limits, left_s = guest_spec(1, self._settings.memory_bytes).limits, max(1.0, until_s - since_s)
-        verdict = await judge_compilation(self._backend, limits, submission.source, guest.launches, verdict, left_s)
-        refused = NOT_TIMED if submission.timed and verdict.correct else ""
+        arguments = (language, submission.source, guest.launches, verdict, left_s)
+        verdict = await judge_compilation(self._backend, limits, *arguments)
+        refused = NOT_TIMED if submission.timed and verdict.correct else NOT_RUN if language == "cuda" else ""
         seconds = {**verdict.seconds, "compile": time.monotonic() - since_s}
         return msgspec.structs.replace(verdict, refused=refused, seconds=seconds)
 
@@ -293,8 +295,8 @@ class KernelEvaluator:
 def judge_candidate(
     guest: GuestProcess, submission: KernelSubmission, groups: Sequence[TrialGroup]
 ) -> KernelEvaluation:
-    """Compile a candidate and run its trials up to the first fault or tampering. Blocks."""
-    began_s = time.monotonic()
+    """Compile a candidate and run its trials up to the first fault or tampering; one in CUDA is only made. Blocks."""
+    began_s, runs = time.monotonic(), submission.task.backend != "cuda"
     trials = CandidateTrials(guest, submission.task, submission.seed)
     compiled, fault, text, log = False, None, "", ""
     try:
@@ -302,6 +304,8 @@ def judge_candidate(
         for group in groups:
             trials.make(group.arguments)
             compiled = True
+            if not runs:
+                break
             trials.run(group)
         if called := called_operator(submission.task, sorted(trials.operators)):
             raise TamperingDetected(f"it calls {called}")
@@ -315,7 +319,7 @@ def judge_candidate(
     return KernelEvaluation(
         compiled=compiled,
         passed=trials.passed,
-        trials=sum(len(group.trials) for group in groups) if compiled else 0,
+        trials=sum(len(group.trials) for group in groups) if compiled and runs else 0,
         fault=fault,
         cheat=trials.cheat,
         text=trials.cheat or text or trials.text,

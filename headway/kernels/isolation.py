@@ -95,6 +95,7 @@ def preload_settings() -> LocalSettings:
     paths = [sysconfig.get_path(name) for name in ("purelib", "platlib", "include")]  # the last: for torch.compile
     folders = [path for path in paths if os.path.isdir(path)]
     modules = ["numpy", "torch"]
+    folders.append(os.path.dirname(torch_folder()))
     triton = importlib.util.find_spec("triton")
     if triton is not None:
         modules += ["headway.kernels.guest.triton_interpreter", "headway.kernels.guest.triton_compiler"]
@@ -105,6 +106,12 @@ def preload_settings() -> LocalSettings:
         environment={**ONE_THREAD, **ALLOCATION, **INTERPRETED, "PYTHONHASHSEED": "0"},
     )
     return LocalSettings(spares=2, preload=preload, start_timeout_s=120.0)
+
+
+def torch_folder() -> str:
+    """Where torch is installed."""
+    found = importlib.util.find_spec("torch")
+    return next(iter((found and found.submodule_search_locations) or ()), "")
 
 
 def guest_spec(cores: int, memory_bytes: int = 2048 * MIB) -> SandboxSpec:
@@ -220,7 +227,7 @@ class GuestProcess:
             elif head.get("ask") == "launch":
                 self.launches.append(head.get("launch"))
                 if len(self.launches) > LAUNCHES:
-                    raise GuestError(f"Triton kernels launched with more than {LAUNCHES} signatures", "raised", "")
+                    raise GuestError(f"kernels launched with more than {LAUNCHES} signatures", "raised", "")
             elif head.get("number") != number or self._received:
                 raise TamperingDetected("it wrote to the evaluator's channel")
             elif head.get("kind") == "output":  # an odd one, whose values could come later

@@ -98,6 +98,8 @@ def feedback(evaluation: KernelEvaluation) -> str:
         verdict = f"It doesn't compile: {detail}" + (f"\n\n```text\n{more}\n```" if more and more != detail else "")
     elif evaluation.fault is not None:
         verdict = f"It compiles, and ends with {evaluation.fault.replace('_', ' ')}: {detail}"
+    elif not evaluation.trials:
+        return f"It compiles. {evaluation.refused}."
     elif not evaluation.correct:
         verdict = f"It compiles, but is right in {evaluation.passed} of {evaluation.trials} trials: {detail}"
     elif evaluation.speedup is None:

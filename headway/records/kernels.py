@@ -95,13 +95,15 @@ class KernelEvaluation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def outcome(self) -> str:
-        """The outcome: "correct", "wrong" (outputs), "cheat", "not compiled", or the class of its fault."""
+        """The outcome: "correct", "wrong" (outputs), "cheat", "not compiled", "not run", or the class of its fault."""
         if self.cheat:
             return "cheat"
         if self.fault is not None:
             return self.fault
         if not self.compiled:
             return "not compiled"
+        if not self.trials:
+            return "not run"
         return "correct" if self.correct else "wrong"
 
 

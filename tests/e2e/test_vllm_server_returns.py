@@ -24,7 +24,7 @@ from headway.weights.shared_memory import Publisher
 pytestmark = needs_vllm
 
 
-async def until(condition: Any, limit_s: float = 120.0) -> None:
+async def until(condition: Any, limit_s: float = 400.0) -> None:
     async with asyncio.timeout(limit_s):
         while not condition():  # noqa: ASYNC110  (the change comes from another process)
             await asyncio.sleep(0.01)

@@ -95,3 +95,45 @@ class LostPictures(GeneratorService):
 
         HfEngine._pictures = lambda engine, entry: {}  # type: ignore[method-assign]
         super().__init__(context, **settings)
+
+
+class KilledInUpdate(GeneratorService):
+    """The server that this replica has started is killed just before a call of an update: before another one in each.
+
+    ``KILLED_AT``: CALL,CALL,...:FOLDER; the calls are beginnings of paths, the folder gets a file for each kill.
+    """
+
+    def __init__(self, context: WorkerContext, **settings: Any) -> None:
+        from headway.generator.engines.vllm.managed_server import ManagedServer
+        from headway.generator.engines.vllm.server_engine import VllmServerEngine
+
+        calls, _, folder = os.environ["KILLED_AT"].partition(":")
+        post, update = ManagedServer.post, VllmServerEngine._apply_model
+        updating = [False]
+
+        def posting(self: ManagedServer, path: str, body: Any = None) -> Any:
+            done = len(list(Path(folder).glob("killed-*")))
+            points = calls.split(",")
+            if (
+                updating[0]
+                and done < len(points)
+                and path.startswith(points[done])
+                and not path.endswith("/abort_requests")
+            ):
+                (Path(folder) / f"killed-{done}").touch()
+                guard = self._guard.pid
+                (server,) = Path(f"/proc/{guard}/task/{guard}/children").read_text().split()
+                os.kill(int(server), signal.SIGKILL)
+                self._guard.wait(10)
+            return post(self, path, body)
+
+        def applying(self: Any, published: Any, mode: Any) -> Any:
+            # A successor catches up before its next version: it isn't killed again in the same one.
+            updating[0] = published.version == len(list(Path(folder).glob("killed-*"))) + 1
+            try:
+                return update(self, published, mode)
+            finally:
+                updating[0] = False
+
+        ManagedServer.post, VllmServerEngine._apply_model = posting, applying  # type: ignore[method-assign]
+        super().__init__(context, **settings)

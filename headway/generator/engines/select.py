@@ -113,6 +113,7 @@ def _tokenizer(settings: EngineSettings) -> Tokenizer | None:
 
 def _vllm_server(settings: EngineSettings, device: Device) -> Engine[Any]:
     from headway.generator.engines.vllm.adapters import VllmAdapters
+    from headway.generator.engines.vllm.managed_server import start_server
     from headway.generator.engines.vllm.reference import PublishedModel
     from headway.generator.engines.vllm.server_client import VllmServer
     from headway.generator.engines.vllm.server_engine import VllmServerEngine
@@ -120,15 +121,22 @@ def _vllm_server(settings: EngineSettings, device: Device) -> Engine[Any]:
 
     published = PublishedModel.of(_model_config(settings))
     published.load(settings.dtype)
-    settings = _with_context(settings, published.shape.max_positions)
+    settings, managed = _with_context(settings, published.shape.max_positions), device.kind != "server"
+    if managed and settings.kv_capacity_tokens is not None:  # one request must always fit alone
+        settings = _with_context(settings, settings.kv_capacity_tokens)
     adapters = VllmAdapters(settings, published) if settings.adapters else None
-    server = VllmServer(device.address)
+    arguments = adapters.arguments if adapters is not None else {}
+    if managed:
+        _require_heads(settings, published.shape, device)
+        server = start_server(settings, published.shape, device, arguments)
+    else:
+        server = VllmServer(device.address)
     served = connect(
         server,
         slots=settings.slots,
         context_tokens=settings.max_context_tokens,
-        adapters=adapters.arguments if adapters is not None else {},
-        again=settings.restarted,
+        adapters=arguments,
+        again=settings.restarted or managed,
     )
     engine = VllmServerEngine(server, served, published, settings, _tokenizer(settings), adapters)
     engine.bias = _bias(settings, published.shape)
@@ -144,10 +152,7 @@ def _vllm(settings: EngineSettings, device: Device) -> Engine[Any]:
     prepare_process(device, settings.engine_arguments.get("tensor_parallel_size", 1))
     chosen = _model_config(settings)
     model = read_config(chosen)
-    if isinstance(model, DecoderConfig):
-        mixture = bool(settings.adapters) and model.mixture is not None
-        if refused := cpu_refusal("vllm", (str(device),), model.head_dim, mixture):
-            raise ConfigurationError(f"generator.engine = {refused}")
+    _require_heads(settings, model, device)
     settings = _with_context(settings, model.max_positions)
     if settings.kv_capacity_tokens is not None:  # one request must always fit alone
         settings = _with_context(settings, settings.kv_capacity_tokens)
@@ -162,6 +167,14 @@ def _vllm(settings: EngineSettings, device: Device) -> Engine[Any]:
     engine = VllmEngine(core, settings, model.vocabulary_size, tokenizer, adapters, mixture=model.has_experts)
     engine.bias = _bias(settings, model)
     return engine
+
+
+def _require_heads(settings: EngineSettings, model: DecoderConfig | HfConfig, device: Device) -> None:
+    """Raise ConfigurationError for a model that vLLM doesn't compute on this device."""
+    if isinstance(model, DecoderConfig):
+        mixture = bool(settings.adapters) and model.mixture is not None
+        if refused := cpu_refusal(settings.engine, (str(device),), model.head_dim, mixture):
+            raise ConfigurationError(f"generator.engine = {refused}")
 
 
 def _bias(settings: EngineSettings, model: DecoderConfig | HfConfig) -> dict[int, float]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headway.kernels.guest import confinement, integrity
+from headway.kernels.guest import confinement, extension_recorder, integrity
 from headway.sandbox.guest import wire
 
 LOG_CHARACTERS = 4000
@@ -56,7 +56,8 @@ class Program:
         self._arguments: list[tuple[Any, ...]] = []
         self._outputs: list[tuple[torch.Tensor, ...]] = []
         if recorder := getattr(sys.modules.get(_INTERPRETER), "RECORDER", None):
-            recorder.on_launch = lambda launch: self._send({"ask": "launch", "launch": launch})
+            recorder.on_launch = self._report_launch
+        extension_recorder.install(self._report_launch)
         self._ids_at_start = integrity.callable_ids()
 
     def serve(self) -> None:
@@ -161,6 +162,10 @@ class Program:
         return {"patched": changed} if changed else {}
 
     # The channel.
+
+    def _report_launch(self, launch: Head) -> None:
+        """Report a Triton kernel's launch, or an extension in CUDA, to be compiled."""
+        self._send({"ask": "launch", "launch": launch})
 
     def _load_cpp(self, source: str) -> Any:
         """Compile C++ with a C interface, with OpenMP, and load it as a ctypes library."""

@@ -70,6 +70,8 @@ def require_movable(experiment: Experiment) -> None:
     pairs = itertools.combinations(map(parse_device, names), 2)
     if experiment.control.mode != "act":
         reason = f"control.mode = {experiment.control.mode!r} changes nothing in a run; valid: control.mode = 'act'"
+    elif experiment.generator.engine == "vllm-server":
+        reason = "a server takes no turns with the trainer; valid: generator.engine = 'torch' or 'vllm'"
     elif len(names) == 1:
         reason = "with one device there is one plan, temporal, in which the sides take turns; leave it out"
     elif not interchangeable(names) or experiment.generator.engine_arguments.get("tensor_parallel_size", 1) != 1:

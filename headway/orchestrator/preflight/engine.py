@@ -9,14 +9,21 @@ from headway.models.hf.configuration import HfConfig
 from headway.models.routing import replayed_routing
 from headway.orchestrator.preflight.findings import Findings
 from headway.records.errors import ConfigurationError
-from headway.runtime.devices import parse_device
+from headway.runtime.devices import parse_device, sharing
 
 
 def engine_findings(experiment: Experiment, model: DecoderConfig | HfConfig | None) -> Findings:
     """Errors of the engine and its devices; ``model``: None where it couldn't be read."""
     findings, generator = Findings(), experiment.generator
-    if missing := engine_missing(generator.engine):
+    if missing := engine_missing(generator.engine, generator.devices):
         findings.error("generator.engine", missing)
+    shared = sharing(generator.devices, experiment.trainer.devices)
+    if shared and generator.engine == "vllm-server":
+        findings.error(
+            "generator.devices",
+            f"{generator.devices[shared[0]]} is the trainer's too: a server that headway starts takes no turns with "
+            "it; valid: other devices, or generator.engine = 'vllm' or 'torch'",
+        )
     adapted = experiment.model.adapter is not None
     if isinstance(model, HfConfig) and (refused := transformers_refusal(generator.engine, adapted)):
         findings.error("generator.engine", refused)
@@ -27,7 +34,7 @@ def engine_findings(experiment: Experiment, model: DecoderConfig | HfConfig | No
     with findings.refused("algorithm.routing_replay"):
         replayed_routing(experiment)
     ranks = generator.engine_arguments.get("tensor_parallel_size", 1)
-    if generator.engine == "vllm" and ranks > 1:
+    if ranks > 1:
         with findings.refused("generator.devices"):
             _require_ranks(experiment, ranks)
     return findings

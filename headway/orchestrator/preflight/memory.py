@@ -34,6 +34,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from headway.config.engines import starts_vllm
 from headway.config.schema import Experiment
 from headway.models.adapter_targets import adapted_targets
 from headway.models.configuration import DecoderConfig
@@ -177,9 +178,9 @@ def _generator(experiment: Experiment, model: ModelSizes, name: str, device: str
         size = weights * bytes_of(settings.dtype)
         parts = {"base": BASE_BYTES["generator"], "update buffer": size, "written for the server": size}
         yield MemoryUse(name=name, location="memory", parts=parts)
-        return
-    if settings.engine == "vllm":
-        yield from _vllm(experiment, model, name, device)
+        name = f"{name}'s server"
+    if settings.engine != "torch":
+        yield from _vllm(experiment, model, name, device) if starts_vllm(settings.engine, settings.devices) else ()
         return
     context = min(experiment.max_sequence_tokens, model.max_positions)
     if settings.kv_capacity_tokens is not None:

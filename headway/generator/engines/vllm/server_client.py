@@ -44,6 +44,10 @@ class VllmServer:
         if key := os.environ.get(KEY_VARIABLE):
             self._headers["Authorization"] = f"Bearer {key}"
 
+    def last_output(self) -> str:
+        """Return the last lines of the server's output for an error's message; "" for one that runs elsewhere."""
+        return ""
+
     def get(self, path: str, *, timeout_s: float | None = None) -> bytes:
         """GET; returns the body. ``timeout_s``: of connecting and of each read; None: enough for a load of weights."""
         return self._call("GET", path, None, timeout_s)

@@ -212,7 +212,10 @@ class VllmServerEngine(VllmRequests):
             if self._deltas:
                 return False
             raise ConnectionError(self._gone)
-        return super().step() and not self._gone
+        try:
+            return super().step() and not self._gone
+        except OSError as error:
+            raise ConnectionError(f"{error}{self._server.last_output()}") from error
 
     def _pump(self, wait_s: float = _WAIT_S) -> None:
         """Read all streams with data, waiting up to ``wait_s`` for the first."""
@@ -290,7 +293,7 @@ class VllmServerEngine(VllmRequests):
         fetch_s = self._now() - started
         self._model.take(tensors)
         before_s = self._paused_s
-        with _exit_if_gone(ServerError), self._written() as folder:
+        with self._exit_if_gone(ServerError), self._written() as folder:
             running, reprefilled = self._update(folder, published.version, mode)
             if self._probe_due(self._updates):
                 self._probe()
@@ -356,7 +359,7 @@ class VllmServerEngine(VllmRequests):
     # --- adapters -------------------------------------------------------------------------------------------
 
     def _load_revision(self, label: str, folder: Path) -> Any:
-        with _exit_if_gone(ServerError):
+        with self._exit_if_gone(ServerError):
             loaded_ids = self._adapter_ids()
             try:
                 self._server.post("/v1/load_lora_adapter", {"lora_name": label, "lora_path": str(folder)})
@@ -365,7 +368,7 @@ class VllmServerEngine(VllmRequests):
             return next(iter(self._adapter_ids() - loaded_ids))
 
     def _unload_revision(self, revision: VllmRevision) -> None:
-        with _exit_if_gone(ServerError):
+        with self._exit_if_gone(ServerError):
             self._server.post("/v1/unload_lora_adapter", {"lora_name": revision.label})
             self._rpc("remove_lora", args=[revision.handle])  # the route itself leaves it in the engine
 
@@ -398,7 +401,7 @@ class VllmServerEngine(VllmRequests):
         self._probe_temperature(ids, sampled)
 
     def _sequence_logprobs(self, ids: Sequence[int], revision: VllmRevision | None) -> list[float]:
-        with _exit_if_gone(ServerError):
+        with self._exit_if_gone(ServerError):
             return self._probed(ids, revision)[0]
 
     def _probed(self, ids: Sequence[int], revision: VllmRevision | None) -> tuple[list[float], Logprob]:
@@ -441,27 +444,25 @@ class VllmServerEngine(VllmRequests):
 
     # --- statistics -----------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _exit_if_gone(self, *others: type[Exception]) -> Iterator[None]:
+        """Exit the process when a call inside the block finds no server, or raises ``others``: the restarted replica
+        begins from a known state."""
+        try:
+            yield
+        except (OSError, *others) as error:
+            state = "is unreachable" if isinstance(error, OSError) else "failed"
+            raise SystemExit(f"the server {state}: {error}{self._server.last_output()}") from error
+
     def statistics(self) -> EngineStatistics:
         """See `Engine.statistics`; KV, preemptions, prefills and steps are the server's."""
-        with _exit_if_gone():
+        with self._exit_if_gone():
             new = self._served.counters(self._server)
         old, capacity = self._initial_counters, self._served.kv_capacity_tokens
         self._prefilled = self._reprefilled + new.prefilled - old.prefilled
         self._preemptions = new.preemptions - old.preemptions
         self._steps = new.steps - old.steps
         return self._statistics(min(len(self._submitted), new.running), round(new.kv_usage * capacity), capacity)
-
-
-@contextmanager
-def _exit_if_gone(*others: type[Exception]) -> Iterator[None]:
-    """Exit the process when a call inside the block finds no server, or raises ``others``: the restarted replica
-    begins from a known state."""
-    try:
-        yield
-    except OSError as error:
-        raise SystemExit(f"the server is unreachable: {error}") from error
-    except others as error:
-        raise SystemExit(f"the server failed: {error}") from error
 
 
 def _seed(seed: int, sampled: int) -> int:

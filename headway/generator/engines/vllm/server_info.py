@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from headway.generator.engines.vllm.core import VERSION
 from headway.generator.engines.vllm.server_client import KEY_VARIABLE, ServerError, VllmServer
 from headway.records.errors import ConfigurationError, HeadwayError
 
-VERSION = "0.32."
 T = TypeVar("T")
 
 RETURNS_S = 300.0  # a replica's longest wait for a server that it lost: the server may be loading its model
