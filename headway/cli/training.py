@@ -43,6 +43,7 @@ def train(
     ),
     usd_per_device_hour: str = USD_PER_DEVICE_HOUR,
     dry_run: bool = typer.Option(False, "--dry-run", help="Check, print the plan and stop."),
+    machine: str = typer.Option("", "--machine", hidden=True),
     quiet: bool = typer.Option(False, "--quiet", help="No live view; only the summary at the end."),
     as_json: bool = typer.Option(False, "--json", help="No live view; print the summary as one JSON object."),
 ) -> None:
@@ -50,7 +51,10 @@ def train(
 
     Any key of the experiment file can be given as --section.key=value.
     """
-    experiment = _load_planned(context, config, plan) if plan else experiments.load(context, config)
+    if machine:
+        context.fail(f"--machine {machine} describes a machine: valid with check and plan; train runs on this one")
+    settings = _plan_settings(context, config, plan, resume)
+    experiment = experiments.load(context, config, *settings, resume=resume)
     _check(experiment, resume=resume, complete=dry_run, quiet=as_json)
     if dry_run:
         from headway.report.dry_run import dry_run_rows
@@ -89,7 +93,6 @@ def serve_buffer(
 
     Any key of the experiment file can be given as --section.key=value.
     """
-    from headway.config.load import load_experiment
     from headway.records.ledger import EventRecord, LedgerLine
     from headway.telemetry.ledger import EVENT_SERVICE
 
@@ -97,7 +100,7 @@ def serve_buffer(
         if isinstance(line, EventRecord) and line.event == EVENT_SERVICE:
             typer.echo(line.detail, err=as_json)
 
-    experiment = load_experiment(config, ['environment.name="remote"', *experiments.given_overrides(context)])
+    experiment = experiments.load(context, config, 'environment.name="remote"', resume=resume)
     _check(experiment, resume=resume, complete=False, quiet=as_json)
     from headway.orchestrator.train import train as run
 
@@ -117,17 +120,17 @@ def _finish(summary: RunSummary, directory: str, as_json: bool, price: float | N
     print_result(summary, as_json, lambda: print_summary(summary, directory))
 
 
-def _load_planned(context: typer.Context, config: str, plan: str) -> Experiment:
-    """Load the experiment with the plan's settings, and with the command's overrides, which take precedence."""
-    from headway.config.load import load_experiment
+def _plan_settings(context: typer.Context, config: str, plan: str, resume: bool) -> list[str]:
+    """The settings of a plan, as overrides."""
     from headway.planner.plan_files import read_plan
     from headway.planner.run_plan import planned_settings
 
-    overrides = experiments.given_overrides(context)
     if plan == AUTO:
-        return load_experiment(config, ['control.mode="act"', 'control.devices="move"', *overrides])
-    settings = planned_settings(load_experiment(config, overrides), read_plan(plan), plan)
-    return load_experiment(config, [*(f"{key}={value}" for key, value in settings.items()), *overrides])
+        return ['control.mode="act"', 'control.devices="move"']
+    if not plan:
+        return []
+    settings = planned_settings(experiments.load(context, config, resume=resume), read_plan(plan), plan)
+    return [f"{key}={value}" for key, value in settings.items()]
 
 
 def check(
@@ -140,6 +143,7 @@ def check(
     calibrate_s: float = typer.Option(10.0, "--calibrate-s", metavar="SECONDS", min=1.0, help="How long to measure."),
     deep: bool = typer.Option(False, "--deep", help="Compare every byte of model files on nodes, not samples."),
     strict: bool = typer.Option(False, "--strict", help="Fail if even one task isn't solved by its own answer."),
+    machine: str = experiments.MACHINE,
     as_json: bool = typer.Option(False, "--json", help="Print findings, measurements and forecast as one JSON object."),
 ) -> None:
     """Find what would stop or spoil the run, and predict its memory, rates and staleness.
@@ -152,7 +156,8 @@ def check(
 
     Any key of the experiment file can be given as --section.key=value.
     """
-    experiment = experiments.load(context, config)
+    described = experiments.described_machine(machine)
+    experiment = experiments.load(context, config, resume=resume, machine=described)
     from headway.orchestrator.preflight.preview import preview
     from headway.report.preview import print_preview
     from headway.report.progress_bars import CalibrationProgress
@@ -163,6 +168,7 @@ def check(
             resume=resume,
             deep=deep,
             strict=strict,
+            machine=described,
             seconds=calibrate_s if calibrate else None,
             on_progress=progress,
             on_findings=(lambda findings: None) if as_json else _print_findings,

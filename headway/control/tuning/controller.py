@@ -456,7 +456,11 @@ def _set(
     trial = None
     if fitted is not None:
         trial = Trial(
-            previous_knobs=state.knobs, version=version, predicted=predicted, rate=fitted.samples_per_s, noise=fitted.noise
+            previous_knobs=state.knobs,
+            version=version,
+            predicted=predicted,
+            rate=fitted.samples_per_s,
+            noise=fitted.noise,
         )
     after = msgspec.structs.replace(
         state, knobs=target, decided_step=version, trial=trial, turns=turns, directions=directions, rests=0

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from headway.config.engines import cpu_refusal, engine_missing, transformers_refusal
+from headway.config.auto import VLLM_RELEASE, Machine
+from headway.config.engines import VLLM_INSTALL, cpu_refusal, engine_missing, transformers_refusal
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
 from headway.models.hf.configuration import HfConfig
 from headway.models.routing import replayed_routing
+from headway.orchestrator.preflight.devices import require_device
 from headway.orchestrator.preflight.findings import Findings
 from headway.records.errors import ConfigurationError
 from headway.runtime.devices import parse_device
 
 
-def engine_findings(experiment: Experiment, model: DecoderConfig | HfConfig | None) -> Findings:
+def engine_findings(experiment: Experiment, model: DecoderConfig | HfConfig | None, machine: Machine) -> Findings:
     """Errors of the engine and its devices; ``model``: None where it couldn't be read."""
     findings, generator = Findings(), experiment.generator
-    if missing := engine_missing(generator.engine):
+    if not machine.described and (missing := engine_missing(generator.engine)):
         findings.error("generator.engine", missing)
+    if generator.engine == "vllm" and machine.vllm and not machine.vllm.startswith(VLLM_RELEASE):
+        version = f"'vllm': version {machine.vllm} is installed, and Headway works with {VLLM_RELEASE}x"
+        findings.error("generator.engine", f"{version}; {VLLM_INSTALL}")
     adapted = experiment.model.adapter is not None
     if isinstance(model, HfConfig) and (refused := transformers_refusal(generator.engine, adapted)):
         findings.error("generator.engine", refused)
@@ -29,11 +34,11 @@ def engine_findings(experiment: Experiment, model: DecoderConfig | HfConfig | No
     ranks = generator.engine_arguments.get("tensor_parallel_size", 1)
     if generator.engine == "vllm" and ranks > 1:
         with findings.refused("generator.devices"):
-            _require_ranks(experiment, ranks)
+            _require_ranks(experiment, ranks, machine)
     return findings
 
 
-def _require_ranks(experiment: Experiment, ranks: int) -> None:
+def _require_ranks(experiment: Experiment, ranks: int, machine: Machine) -> None:
     """Raise ConfigurationError where a replica of several ranks lacks a GPU: it takes the named one and those after."""
     taken: dict[int, str] = {}
     for name in experiment.trainer.devices:
@@ -44,7 +49,7 @@ def _require_ranks(experiment: Experiment, ranks: int) -> None:
         first = parse_device(name).first
         for index in range(first, first + ranks):
             try:
-                parse_device(f"cuda:{index}").check()
+                require_device(parse_device(f"cuda:{index}"), machine)
             except ConfigurationError as error:
                 raise ConfigurationError(f"{replica}: {error}") from None
             if index in taken:
