@@ -1,4 +1,4 @@
-"""Writes an experiment that fits a machine's GPUs, by the memory model of `headway check`: `headway new --template gpu`.
+"""Writes an experiment that fits a machine's GPUs, by the memory model of `headway check`.
 
 Tried in this order, the first that fits is written: the whole model, low-rank adapters, adapters beside 8-bit and 4-bit
 weights; a quarter of the GPUs training, then one; replicas of one GPU, then of more by tensor parallelism.
@@ -22,7 +22,7 @@ from headway.records.errors import ConfigurationError
 
 PROMPT_TOKENS = 512
 _RESPONSES, _SLOTS, _MICRO_BATCHES = (2048, 1024), (256, 128, 64, 32, 16), (16384, 8192, 4096)
-_FULL_RATE, _ADAPTER_RATE = 1e-6, 1e-5  # of models of billions of weights
+_FULL_RATE, _ADAPTER_RATE = 2e-6, 3e-5  # of models of billions of weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ def _keys(choice: Candidate) -> dict[str, dict[str, Any]]:
         "trainer": {
             "micro_batch_tokens": choice.micro_batch_tokens,
             "gradient_checkpointing": choice.recompute,
-            "learning_rate": _ADAPTER_RATE * 3 if choice.adapter else _FULL_RATE,
+            "learning_rate": _ADAPTER_RATE if choice.adapter else _FULL_RATE,
         },
     }
 
@@ -164,10 +164,12 @@ def _text(
         "generator.engine": "vLLM divides a replica among GPUs" if choice.ranks > 1 else "Headway's own",
         "generator.engine_arguments": f"one GPU doesn't hold a replica: {choice.ranks} do",
         "generator.devices": "generation is most of the work" if not shared else "shared with the trainer",
-        "generator.slots": f"concurrent requests of a replica: {needed.get((*on_gpus, '')[0], '?')} of its GPU at most",
+        "generator.slots": f"concurrent requests of a replica: {needed.get((on_gpus or [''])[0], '?')} of its GPU at most",
         "generator.update_mode": "vLLM keeps no two revisions of an adapter for one request",
-        "trainer.devices": f"{needed.get((*on_gpus, '')[-1], '?')} of each at most",
-        "trainer.learning_rate": "adapters take ten times the rate" if choice.adapter else "usual for whole models",
+        "trainer.devices": f"{needed.get((on_gpus or [''])[-1], '?')} of each at most",
+        "trainer.learning_rate": "adapters take ten times a whole model's"
+        if choice.adapter
+        else "usual for whole models",
         "trainer.micro_batch_tokens": "the largest whose activations fit",
         "trainer.gradient_checkpointing": "true where activations don't fit otherwise",
     }
