@@ -10,6 +10,7 @@ import typer
 
 from headway.cli import experiment_options as experiments
 from headway.cli.printing import USD_PER_DEVICE_HOUR, price_from, print_json, print_result, print_rows
+from headway.records.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from headway.config.schema import Experiment
@@ -52,7 +53,7 @@ def train(
     Any key of the experiment file can be given as --section.key=value.
     """
     if machine:
-        context.fail(f"--machine {machine} describes a machine: valid with check and plan; train runs on this one")
+        raise ConfigurationError(f"--machine {machine} describes a machine: valid with check; train runs on this one")
     settings = _plan_settings(context, config, plan, resume)
     experiment = experiments.load(context, config, *settings, resume=resume)
     _check(experiment, resume=resume, complete=dry_run, quiet=as_json)
@@ -219,7 +220,6 @@ def _check(experiment: Experiment, *, resume: bool, complete: bool, quiet: bool)
     """Check before training. Raises ConfigurationError if there are errors. Without ``complete`` the verifier's smoke
     test is skipped, since the run starts the verifiers anyway."""
     from headway.orchestrator.preflight.check import check as find
-    from headway.records.errors import ConfigurationError
 
     findings = find(experiment, resume=resume, smoke_test=complete)
     errors = [finding for finding in findings if finding.level == "error"]

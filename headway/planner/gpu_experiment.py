@@ -48,10 +48,10 @@ def fitted_experiment(machine: Machine, model: str, folder: str, tables: dict[st
         try:
             smallest = _experiment(machine, folder, tables, rough)
         except ConfigurationError as error:
-            refusals.setdefault(_method(rough), str(error))
+            refusals[_method(rough)] = str(error)
             continue
         if refused := _lacking(machine, smallest, sizes):
-            refusals.setdefault(_method(rough), refused)
+            refusals[_method(rough)] = refused
             continue
         for recompute, response, slots, micro in product((False, True), _RESPONSES, _SLOTS, _MICRO_BATCHES):
             choice = Candidate(
