@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from headway.config.auto import AUTO, AUTO_KEYS
 from headway.config.load import section_of, sections_of
 from headway.config.schema import Experiment, is_resumable
 
@@ -110,6 +111,8 @@ def _rows(path: str, prefix: str, model: type[BaseModel]) -> Iterator[str]:
         if inner is None or comment:
             default = "*unset*" if isinstance(field.get_default(), BaseModel) else _default(field)
             valid = valid_values(field.annotation, field.metadata) + _unit(name, field.annotation)
+            if (path, key) in AUTO_KEYS:  # resolved before the schema sees it
+                valid, default = f"{valid} | `{AUTO}`", f'`"{AUTO}"`'
             cells = (f"`{key}`{mark}", valid, default, comment)
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
         kinds = sections_of(field.annotation)

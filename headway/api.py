@@ -16,7 +16,6 @@ from headway.config.removed import renamed
 if TYPE_CHECKING:
     from headway.cli.recipe import Recipe as Recipe
     from headway.config.cluster import ClusterConfig as ClusterConfig
-    from headway.config.load import load_experiment as load_experiment
     from headway.config.schema import Experiment as Experiment
     from headway.flow.channel import Channel as Channel
     from headway.flow.group import WorkerGroup as WorkerGroup
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from headway.flow.worker import Worker as Worker
     from headway.orchestrator.jobs.evaluate import evaluate_model as evaluate_model
     from headway.orchestrator.jobs.sft import run_sft as run_sft
+    from headway.orchestrator.preflight.experiment_file import load_experiment as load_experiment
     from headway.orchestrator.train import train as train
     from headway.records.errors import ConfigurationError as ConfigurationError
     from headway.records.errors import HeadwayError as HeadwayError
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 _HOMES = {
     "headway.cli.recipe": ("Recipe",),
     "headway.config.cluster": ("ClusterConfig",),
-    "headway.config.load": ("load_experiment",),
     "headway.config.schema": ("Experiment",),
     "headway.flow.channel": ("Channel",),
     "headway.flow.group": ("WorkerGroup",),
@@ -60,6 +59,7 @@ _HOMES = {
     "headway.flow.worker": ("Worker",),
     "headway.orchestrator.jobs.evaluate": ("evaluate_model",),
     "headway.orchestrator.jobs.sft": ("run_sft",),
+    "headway.orchestrator.preflight.experiment_file": ("load_experiment",),
     "headway.orchestrator.train": ("train",),
     "headway.records.errors": ("ConfigurationError", "HeadwayError", "InfrastructureError"),
     "headway.records.execution": ("ExecutionPlan", "StagePlacement"),

@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
+    from headway.config.auto import Machine
     from headway.config.schema import Experiment
 
 # Options that a command doesn't know are overrides of the experiment file.
 _OVERRIDES: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
 
+MACHINE = typer.Option(
+    "", "--machine", metavar="POOL", help="A machine that a pool file of headway plan describes, instead of this one."
+)
 CONFIG = typer.Argument(..., metavar="CONFIG", help="The experiment file (TOML).", show_default=False)
 
 
@@ -30,12 +34,25 @@ def add_command(
     )(function)
 
 
-def load(context: typer.Context, path: str) -> Experiment:
-    """Read the experiment with the command's overrides. Raises ConfigurationError, and a usage error for an argument
-    that is neither an option of the command nor an override."""
-    from headway.config.load import load_experiment
+def load(
+    context: typer.Context, path: str, *settings: str, resume: bool = False, machine: Machine | None = None
+) -> Experiment:
+    """Read the experiment for this machine, or a described one, with ``settings`` below the command's overrides.
+    Raises ConfigurationError, and a usage error for an argument that is neither an option of the command nor an
+    override."""
+    from headway.orchestrator.preflight.experiment_file import load_experiment
 
-    return load_experiment(path, given_overrides(context))
+    return load_experiment(path, [*settings, *given_overrides(context)], resume=resume, machine=machine)
+
+
+def described_machine(path: str) -> Machine | None:
+    """The machine that a pool file describes; None for no file."""
+    if not path:
+        return None
+    from headway.planner.catalogue.read import Catalogue
+    from headway.planner.pool_file import machine_of, read_pool
+
+    return machine_of(read_pool(path, Catalogue.read()), path)
 
 
 def given_overrides(context: typer.Context) -> list[str]:

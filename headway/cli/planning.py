@@ -11,6 +11,7 @@ from headway.cli import experiment_options as experiments
 from headway.cli.printing import print_json, print_result, print_rows
 
 if TYPE_CHECKING:
+    from headway.config.schema import Experiment
     from headway.planner.from_run import RunScenario
     from headway.planner.outcome import SimulationOutcome
     from headway.planner.scenario import Scenario
@@ -183,26 +184,25 @@ def plan(
         raise ConfigurationError(f"--objective {objective}: valid: time, cost")
     if not 0 <= tolerance < 1:
         raise ConfigurationError(f"--tolerance {tolerance}: valid: 0 to less than 1")
-    overrides = experiments.given_overrides(context)
+    experiments.given_overrides(context)  # refuses unknown options
     ways = {"CONFIG with --pool or --profile": bool(config), "--graph": bool(graph), "--compare": bool(compare[0])}
     if sum(ways.values()) != 1 or bool(config) != (bool(pool) != profile):
         context.fail(f"give one of {', '.join(ways)}")
     validated_objective: Objective = "time" if objective == "time" else "cost"
     if profile:
-        _profile(config, overrides, calibrate_s, output, as_json)
+        _profile(experiments.load(context, config), calibrate_s, output, as_json)
     elif graph:
         _plan_graph(graph, validated_objective, tolerance, expansions, as_json)
     elif compare[0]:
         _compare(compare, as_json)
     else:
         from headway.cli.cost import read_catalogue
-        from headway.config.load import load_experiment
         from headway.planner.plan_files import PlanOutputs, plan_for, require_writable, write_outputs
         from headway.report.plans.run_plan import draw_plan, plan_rows
         from headway.report.progress_bars import ProgressBar
         from headway.runtime.run_directory import write_atomically
 
-        experiment, outputs = load_experiment(config, overrides), PlanOutputs(output, write, picture)
+        experiment, outputs = experiments.load(context, config), PlanOutputs(output, write, picture)
         require_writable(outputs)  # a plan takes seconds
         entries = read_catalogue(catalogue)
         with ProgressBar("simulated steps", silent=as_json) as bar:
@@ -218,10 +218,9 @@ def plan(
                 typer.echo(f"\nheadway train {config} --plan {output}   runs it")
 
 
-def _profile(config: str, overrides: list[str], seconds: float, output: str, as_json: bool) -> None:
+def _profile(experiment: Experiment, seconds: float, output: str, as_json: bool) -> None:
     import msgspec
 
-    from headway.config.load import load_experiment
     from headway.planner.profile import measure_profile
     from headway.records.errors import ConfigurationError
     from headway.report.plans.run_plan import profile_rows
@@ -232,7 +231,7 @@ def _profile(config: str, overrides: list[str], seconds: float, output: str, as_
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ConfigurationError(f"--output {path}: valid: a file in a folder that exists")
     with CalibrationProgress(seconds, silent=as_json) as progress:
-        profile = measure_profile(load_experiment(config, overrides), seconds, progress)
+        profile = measure_profile(experiment, seconds, progress)
     write_atomically(path, msgspec.json.encode(profile))
     if as_json:
         print_json(profile)

@@ -28,6 +28,7 @@ PROJECTS = {
     "kernel": "C++ kernels, compiled and checked by a kernel service",
     "gym": "a game with reset and step, played by its rewards",
 }
+GPU = "gpu"  # files of "math", but for those in its folder, and an experiment that fits the machine
 QUICKSTART = "quickstart"  # the folder of its template
 PLACEHOLDER = "myproject"  # stands for the project's name in names and texts of a template's files
 _COMPILERS = ("g++", "c++", "clang++")
@@ -76,26 +77,29 @@ def new(
     name: str = typer.Argument(
         ..., metavar="NAME", help="Folder to make; its last part names the project's module.", show_default=False
     ),
-    template: str = typer.Option("math", "--template", "-t", metavar="NAME", help=f"{', '.join(PROJECTS)}."),
+    template: str = typer.Option("math", "--template", "-t", metavar="NAME", help=f"{', '.join((*PROJECTS, GPU))}."),
+    model: str = typer.Option(
+        "", "--model", metavar="NAME", help="For gpu: a folder, or Qwen/Qwen3-4B[@REVISION] and the like."
+    ),
+    machine: str = experiments.MACHINE,
 ) -> None:
     """Write a small project that learns: experiment, verifier or environment, tasks, tests, Makefile, README.
 
     In its folder `make test` takes seconds, and `make run` trains a small model in minutes on two cores.
     """
+    if template == GPU:
+        return _new_gpu_project(name, model, machine)
+    if model or machine:
+        raise ConfigurationError(f"--model and --machine: valid with --template {GPU}, not {template}")
     if template not in PROJECTS:
-        close_matches = difflib.get_close_matches(template, PROJECTS, n=1)
+        close_matches = difflib.get_close_matches(template, (*PROJECTS, GPU), n=1)
         hint = f"did you mean {close_matches[0]}? " if close_matches else ""
-        raise ConfigurationError(f"--template {template!r}: {hint}valid: {', '.join(PROJECTS)} (docs/new.md)")
+        raise ConfigurationError(f"--template {template!r}: {hint}valid: {', '.join((*PROJECTS, GPU))} (docs/new.md)")
     folder, module = Path(name), _module_name(name, template)
     compiler = _compiler()
     if template == "kernel" and not compiler:
         raise ConfigurationError(f"--template kernel: {_no_compiler()}")
-    on_path = shutil.which("python")
-    activated = on_path is not None and os.path.samefile(Path(on_path).parent, Path(sys.executable).parent)
-    # lets `make` find this interpreter even if its environment isn't activated, or its path has blanks
-    python = "python" if activated else shlex.quote(sys.executable).replace("$", "$$").replace("#", "\\#")
-    substitutions = {PLACEHOLDER: module, "PYTHON ?= python\n": f"PYTHON ?= {python}\n"}
-    write_files(template, folder, substitutions)
+    write_files(template, folder, _substitutions(module))
     typer.echo(
         f"{folder}: {PROJECTS[template]}\n\n  cd {folder}\n  make test   seconds\n  make run    minutes, on two cores"
     )
@@ -104,11 +108,52 @@ def new(
     _note_missing_compiler()
 
 
-def write_files(template: str, folder: Path, substitutions: Mapping[str, str] | None = None) -> None:
+def _new_gpu_project(name: str, model: str, pool: str) -> None:
+    from headway.models.hf.downloads import model_folder
+    from headway.planner.gpu_experiment import fitted_experiment, has_chat_template
+    from headway.runtime.nodes.gpus import read_machine
+
+    if not model:
+        raise ConfigurationError(f"--template {GPU} needs --model; valid: a folder, or the like of Qwen/Qwen3-4B")
+    folder, module = Path(name), _module_name(name, "math")
+    machine = experiments.described_machine(pool) or read_machine()
+    model_path = model_folder(model, weights=False, key="--model")
+    tables = {
+        "run": {"directory": "runs/rl", "steps": 200},
+        "model": {"template": "chat" if has_chat_template(model_path) else "raw"},
+        "tasks": {split: {"path": f"tasks/{split}.jsonl"} for split in ("train", "validation", "test")},
+        "verifier": {"name": f"{module}:score"},
+        "rollout": {"group_size": 8},
+        "queue": {"groups_per_step": 32, "budget": 2},
+        "algorithm": {"loss": "decoupled_ppo"},
+        "evaluation": {"every_steps": 20},
+    }
+    name = str(Path(model).resolve()) if model_path == model else model
+    experiment = fitted_experiment(machine, name, model_path, tables)
+    write_files("math", folder, _substitutions(module), (TEMPLATES / GPU, experiment))
+    check = "make check" if not pool else f"headway check experiment.toml --machine {Path(pool).resolve()}"
+    typer.echo(f"{folder}: {model} on its GPUs\n\n  cd {folder}\n  make tasks\n  {check}\n  make run")
+
+
+def _substitutions(module: str) -> dict[str, str]:
+    on_path = shutil.which("python")
+    activated = on_path is not None and os.path.samefile(Path(on_path).parent, Path(sys.executable).parent)
+    # lets `make` find this interpreter even if its environment isn't activated, or its path has blanks
+    python = "python" if activated else shlex.quote(sys.executable).replace("$", "$$").replace("#", "\\#")
+    return {PLACEHOLDER: module, "PYTHON ?= python\n": f"PYTHON ?= {python}\n"}
+
+
+def write_files(
+    template: str,
+    folder: Path,
+    substitutions: Mapping[str, str] | None = None,
+    changed: tuple[Path, str] | None = None,
+) -> None:
     """Copy a template's files to ``folder``, which must be empty or not exist.
 
     All files are staged first. A new folder appears in one rename; an existing one gets its files one by one.
 
+    ``changed``: a folder whose files replace some, and the text of experiment.toml.
     ``substitutions``: replacements, by the text that they replace, in contents and names of files. Raises
     ConfigurationError for a folder that isn't empty, or can't be written.
     """
@@ -124,11 +169,14 @@ def write_files(template: str, folder: Path, substitutions: Mapping[str, str] | 
         scratch = Path(tempfile.mkdtemp(dir=beside, prefix=f".{folder.name}.", suffix=".partial"))
         staged = scratch / "files"
         staged.mkdir()  # with the rights that a new folder has here; those of `scratch` are its owner's alone
-        for file in sorted((TEMPLATES / template).iterdir()):
+        files = {file.name: file for file in sorted((TEMPLATES / template).iterdir())}
+        for file in (files | ({file.name: file for file in changed[0].iterdir()} if changed else {})).values():
             if file.is_file():
                 (staged / _substitute(file.name, substitutions)).write_text(
                     _substitute(file.read_text(encoding="utf-8"), substitutions), encoding="utf-8"
                 )
+        if changed:
+            (staged / "experiment.toml").write_text(changed[1], encoding="utf-8")
         if folder.is_dir():
             for file in staged.iterdir():
                 file.rename(folder / file.name)

@@ -10,6 +10,7 @@ import typer
 
 from headway.cli import experiment_options as experiments
 from headway.cli.printing import USD_PER_DEVICE_HOUR, price_from, print_json, print_result, print_rows
+from headway.records.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from headway.config.schema import Experiment
@@ -43,6 +44,7 @@ def train(
     ),
     usd_per_device_hour: str = USD_PER_DEVICE_HOUR,
     dry_run: bool = typer.Option(False, "--dry-run", help="Check, print the plan and stop."),
+    machine: str = typer.Option("", "--machine", hidden=True),
     quiet: bool = typer.Option(False, "--quiet", help="No live view; only the summary at the end."),
     as_json: bool = typer.Option(False, "--json", help="No live view; print the summary as one JSON object."),
 ) -> None:
@@ -50,7 +52,10 @@ def train(
 
     Any key of the experiment file can be given as --section.key=value.
     """
-    experiment = _load_planned(context, config, plan) if plan else experiments.load(context, config)
+    if machine:
+        raise ConfigurationError(f"--machine {machine} describes a machine: valid with check; train runs on this one")
+    settings = _plan_settings(context, config, plan, resume)
+    experiment = experiments.load(context, config, *settings, resume=resume)
     _check(experiment, resume=resume, complete=dry_run, quiet=as_json)
     if dry_run:
         from headway.report.dry_run import dry_run_rows
@@ -89,7 +94,6 @@ def serve_buffer(
 
     Any key of the experiment file can be given as --section.key=value.
     """
-    from headway.config.load import load_experiment
     from headway.records.ledger import EventRecord, LedgerLine
     from headway.telemetry.ledger import EVENT_SERVICE
 
@@ -97,7 +101,7 @@ def serve_buffer(
         if isinstance(line, EventRecord) and line.event == EVENT_SERVICE:
             typer.echo(line.detail, err=as_json)
 
-    experiment = load_experiment(config, ['environment.name="remote"', *experiments.given_overrides(context)])
+    experiment = experiments.load(context, config, 'environment.name="remote"', resume=resume)
     _check(experiment, resume=resume, complete=False, quiet=as_json)
     from headway.orchestrator.train import train as run
 
@@ -117,17 +121,17 @@ def _finish(summary: RunSummary, directory: str, as_json: bool, price: float | N
     print_result(summary, as_json, lambda: print_summary(summary, directory))
 
 
-def _load_planned(context: typer.Context, config: str, plan: str) -> Experiment:
-    """Load the experiment with the plan's settings, and with the command's overrides, which take precedence."""
-    from headway.config.load import load_experiment
+def _plan_settings(context: typer.Context, config: str, plan: str, resume: bool) -> list[str]:
+    """The settings of a plan, as overrides."""
     from headway.planner.plan_files import read_plan
     from headway.planner.run_plan import planned_settings
 
-    overrides = experiments.given_overrides(context)
     if plan == AUTO:
-        return load_experiment(config, ['control.mode="act"', 'control.devices="move"', *overrides])
-    settings = planned_settings(load_experiment(config, overrides), read_plan(plan), plan)
-    return load_experiment(config, [*(f"{key}={value}" for key, value in settings.items()), *overrides])
+        return ['control.mode="act"', 'control.devices="move"']
+    if not plan:
+        return []
+    settings = planned_settings(experiments.load(context, config, resume=resume), read_plan(plan), plan)
+    return [f"{key}={value}" for key, value in settings.items()]
 
 
 def check(
@@ -140,6 +144,7 @@ def check(
     calibrate_s: float = typer.Option(10.0, "--calibrate-s", metavar="SECONDS", min=1.0, help="How long to measure."),
     deep: bool = typer.Option(False, "--deep", help="Compare every byte of model files on nodes, not samples."),
     strict: bool = typer.Option(False, "--strict", help="Fail if even one task isn't solved by its own answer."),
+    machine: str = experiments.MACHINE,
     as_json: bool = typer.Option(False, "--json", help="Print findings, measurements and forecast as one JSON object."),
 ) -> None:
     """Find what would stop or spoil the run, and predict its memory, rates and staleness.
@@ -152,7 +157,8 @@ def check(
 
     Any key of the experiment file can be given as --section.key=value.
     """
-    experiment = experiments.load(context, config)
+    described = experiments.described_machine(machine)
+    experiment = experiments.load(context, config, resume=resume, machine=described)
     from headway.orchestrator.preflight.preview import preview
     from headway.report.preview import print_preview
     from headway.report.progress_bars import CalibrationProgress
@@ -163,6 +169,7 @@ def check(
             resume=resume,
             deep=deep,
             strict=strict,
+            machine=described,
             seconds=calibrate_s if calibrate else None,
             on_progress=progress,
             on_findings=(lambda findings: None) if as_json else _print_findings,
@@ -213,7 +220,6 @@ def _check(experiment: Experiment, *, resume: bool, complete: bool, quiet: bool)
     """Check before training. Raises ConfigurationError if there are errors. Without ``complete`` the verifier's smoke
     test is skipped, since the run starts the verifiers anyway."""
     from headway.orchestrator.preflight.check import check as find
-    from headway.records.errors import ConfigurationError
 
     findings = find(experiment, resume=resume, smoke_test=complete)
     errors = [finding for finding in findings if finding.level == "error"]

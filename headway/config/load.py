@@ -11,7 +11,9 @@ from typing import Any, TypeVar, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from headway.config.auto import AUTO, AUTO_KEYS
 from headway.config.consistency import require_consistent
+from headway.config.model import hf_name
 from headway.config.removed import replacement_of
 from headway.config.schema import Experiment, is_resumable
 from headway.records.errors import ConfigurationError
@@ -20,7 +22,8 @@ Schema = TypeVar("Schema", bound=BaseModel)
 
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
-    """Read and validate the experiment at ``path``, as `load_file` does."""
+    """Read and validate the experiment at ``path``, as `load_file` does, with "auto" as on a machine without GPUs
+    (`orchestrator.preflight.experiment_file` reads one for this machine)."""
     return load_file(path, overrides, Experiment)
 
 
@@ -197,7 +200,8 @@ def _explain(item: dict[str, Any], validated: tuple[Any, ...], schema: type[Base
         return message
     if item["type"] == "value_error" and (isinstance(item["input"], dict) or "{" in str(item["input"])):
         return f"{key}: {message}"  # for tables, whose keys the message names
-    return f"{key} = {item['input']!r}: {message}"
+    valid = AUTO_KEYS.get(cast("tuple[str, str]", location))
+    return f"{key} = {item['input']!r}: {message}" + (f"; valid: {valid} or {AUTO}" if valid else "")
 
 
 def _valid_names(location: tuple[Any, ...], schema: type[BaseModel]) -> list[str]:
@@ -251,6 +255,7 @@ def _effective(experiment: Experiment) -> dict[str, Any]:
     that trains for longer can't silently change the learning rates of replayed steps."""
     flat = flatten(experiment)
     del flat["model.dtype"]  # generator.dtype and trainer.dtype have its effect
+    flat |= {key: hf_name(flat[key]) for key in ("model.path", "model.reference")}  # in the cache of any machine
     if experiment.trainer.schedule == "constant":
         flat["trainer.schedule_steps"] = None
     elif experiment.trainer.schedule_steps is None:

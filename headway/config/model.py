@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal, cast
 
 from pydantic import model_validator
@@ -18,7 +19,7 @@ class ModelConfig(Section):
     template: Literal["raw", "chat"] = "raw"  # how a task's prompt becomes tokens
     chat_template_kwargs: dict[str, Any] = {}  # further arguments of the chat template, say enable_thinking = false
     # Tune: "bfloat16" on GPUs: half the memory, faster; float32 where engine and trainer must agree to rounding
-    dtype: Literal["float32", "bfloat16"] | None = None  # for generator and trainer, unless set there; unset: float32
+    dtype: Literal["float32", "bfloat16"] | None = None  # of generator and trainer, unless set there; docs/gpus.md
     reference: str = ""  # folder of the KL penalty's reference model; default: path
     # Tune: set it where AdamW's memory doesn't fit, or one base serves many tasks; with ten times the learning rate
     adapter: AdapterConfig | None = None  # trained beside the model's weights, which then stay as they are
@@ -50,6 +51,12 @@ class ModelConfig(Section):
         if self.trust_remote_code and self.implementation == "headway":
             raise ValueError("trust_remote_code with implementation = 'headway', which runs no code of a folder's")
         return self
+
+
+def hf_name(folder: str) -> str:
+    """The name of a model in Hugging Face's cache, ``Qwen/Qwen3-4B@COMMIT``; any other folder as it is."""
+    match = re.search(r"models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})/?$", folder)
+    return f"{match[1]}/{match[2]}@{match[3]}" if match else folder
 
 
 def apply_dtype(raw: Any) -> Any:

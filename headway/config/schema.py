@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Field, ValidationInfo, field_serializer, field_validator, model_validator
 
 from headway.config.alerts import AlertsConfig
+from headway.config.auto import without_auto
 from headway.config.buffer import BufferConfig
 from headway.config.cluster import ClusterConfig
 from headway.config.control import ControlConfig
@@ -71,7 +72,7 @@ class RunConfig(Section):
     steps: Positive = 100  # completed training steps at which the run ends
     # Tune: set it on a machine that is rented by the hour, or where seconds are compared instead of steps
     time_limit_s: Seconds | None = None  # training stops after this many seconds and the run ends in order
-    # Tune: true where generator and trainer share devices and `headway check` reports too little memory for both
+    # Tune: true where the sides share devices and `headway check` finds too little memory; devices = "auto" sets it
     offload: bool = False  # generator or trainer frees the memory of a shared device while the other computes
     # Tune: true where two runs must be equal bit by bit, say to find a fault; it wants budget 0 and costs speed
     deterministic: bool = False  # fixed batch shapes: on CPU and with budget 0, a run is bit-reproducible
@@ -118,13 +119,13 @@ class RolloutConfig(Section):
 
 class GeneratorConfig(Section):
     # Tune: "vllm" for models of a billion weights and more, or several GPUs a replica: docs/vllm.md
-    engine: Literal["torch", "vllm", "vllm-server"] = "torch"  # own; vLLM 0.32 in a replica, or served: docs/vllm.md
+    engine: Literal["torch", "vllm", "vllm-server"] = "torch"  # own; vLLM 0.32 in a replica, or served
     engine_arguments: dict[str, Any] = {}  # keys of vLLM's EngineArgs, passed on as they are: docs/vllm.md
     probe_every_updates: NonNegative = 1  # vLLM proves every n-th update; 0: no proof, and no agreement check
-    # Tune: more of them while the trainer waits (generation-bound); fewer while the generator waits
+    # Tune: more of them while the trainer waits (generation-bound), fewer while the generator waits; auto: docs/gpus.md
     devices: ReplicaDevices = ("cpu:0",)  # a replica for each: [NODE/]cuda:N, cpu:N, cpu:N-M; 4*cuda; http://HOST:PORT
     # Tune: "bfloat16" for an engine alone, where the trainer must be float32
-    dtype: Literal["float32", "bfloat16"] = "float32"  # type of weights and KV; default: model.dtype
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and KV; auto: model.dtype, or docs/gpus.md
     prefill_tokens_per_step: Positive = 8192  # prompt tokens per step, beside running requests; longer: several steps
     # Tune: raise it while tokens/s still rise and KV is left; lower it when KV is full and requests are prefilled again
     slots: Positive = 64  # concurrent requests of one replica
@@ -227,9 +228,9 @@ class AlgorithmConfig(Section):
 
 class TrainerConfig(Section):
     # Tune: more of them while the generator waits (training-bound)
-    devices: RankDevices = ("cpu:1",)  # a rank for each; 2*cuda: on one of the cluster's nodes
+    devices: RankDevices = ("cpu:1",)  # a rank for each; 2*cuda: on one of the cluster's nodes; auto: docs/gpus.md
     # Tune: "float32" for a trainer alone, where bfloat16 makes ratios too coarse (mismatch_k3)
-    dtype: Literal["float32", "bfloat16"] = "float32"  # default: model.dtype; the optimiser is float32
+    dtype: Literal["float32", "bfloat16"] = "float32"  # auto: as generator.dtype; the optimiser is float32
     # Tune: halve it when mismatch_k3 passes 0.03 or the solve rate falls; adapters need ten times a full run's
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5  # peak; 0 changes no weights (a control run)
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; linear and cosine decay to 0
@@ -375,7 +376,7 @@ class Experiment(Section):
     @model_validator(mode="before")
     @classmethod
     def _apply_presets(cls, raw: Any) -> Any:
-        return apply_dtype(apply_preset(raw))
+        return apply_dtype(apply_preset(without_auto(raw)))
 
     @property
     def surplus_groups(self) -> int:
@@ -445,7 +446,7 @@ class Experiment(Section):
 # Keys that may differ from the run's stored configuration when it is resumed; all others must be equal. The part *
 # matches any single name.
 RESUMABLE_KEYS = {
-    "run": "steps time_limit_s directory stop_grace_s on_stall",
+    "run": "steps time_limit_s directory stop_grace_s on_stall offload",
     "generator": "devices engine_arguments engine_arguments.* probe_every_updates slots kv_capacity_tokens "
     "prefetch_groups update_mode",
     "algorithm": "routing_replay truncation_support_tokens",

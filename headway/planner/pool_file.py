@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Field, model_validator
 
+from headway.config.auto import VLLM_RELEASE, Gpu, Machine
 from headway.config.load import read_toml, validate
 from headway.config.section import Positive, Section
 from headway.control.rates.generation import GenerationRecipe
@@ -97,6 +98,27 @@ def read_pool(path: str | Path, catalogue: Catalogue) -> PlanPool:
     if twice := {node for node in named if named.count(node) > 1}:
         raise ConfigurationError(f"{path}: nodes: {min(twice)} is listed twice; valid: each machine's node once")
     return PlanPool(classes=tuple(_devices(entry, catalogue) for entry in tables.devices), tables=tables)
+
+
+def machine_of(pool: PlanPool, path: str) -> Machine:
+    """The machine that the pool's first entries without nodes describe, as many of their devices as it holds. Raises
+    ConfigurationError for a device whose memory the catalogue doesn't know."""
+    gpus, main_memory = list[Gpu](), 0
+    for entry in pool.classes:
+        figures, name = entry.device.figures, entry.device.name
+        if entry.nodes:  # other machines
+            continue
+        if "bfloat16" not in figures.flops_per_s and "float32" in figures.flops_per_s:  # cores of a CPU
+            main_memory = int(figures.memory_bytes or 0)
+            continue
+        if figures.memory_bytes is None:
+            raise ConfigurationError(f"{path}: devices.{name}.memory_bytes isn't known: give it in a --catalogue")
+        memory, has_bfloat16 = int(figures.memory_bytes), "bfloat16" in figures.flops_per_s
+        for index in range(len(gpus), len(gpus) + min(entry.count, entry.device.per_node)):
+            gpus.append(Gpu(index=index, name=name, memory_bytes=memory, free_bytes=memory, bfloat16=has_bfloat16))
+    return Machine(
+        gpus=tuple(gpus), torch_cuda="any", vllm=f"{VLLM_RELEASE}0", memory_bytes=main_memory, described=path
+    )
 
 
 def recipe(tables: PoolTables, section: str, kind: type[Any], **defaults: Any) -> Any:

@@ -24,6 +24,7 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # generator-0, trainer-0, verifiers, orchestrator, published weights, checkpoints, buffer
     location: str  # "memory", a GPU, or a folder
     parts: dict[str, int]  # bytes by purpose
+    offloadable_bytes: int = 0  # part of it that is free while the other side computes on a shared GPU
     measured_bytes: int | None = None  # peak resident memory of the real process while it was calibrated
 
     @property

@@ -16,7 +16,7 @@ from typing import Any
 
 from headway.config.adapter import AdapterConfig
 from headway.config.endpoint import EndpointConfig
-from headway.config.load import apply_overrides, validate_experiment
+from headway.config.load import apply_overrides
 from headway.config.model import ModelConfig
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
@@ -31,6 +31,7 @@ from headway.models.configuration import DecoderConfig
 from headway.models.hf.configuration import read_config
 from headway.models.routing import without_replay
 from headway.orchestrator.nodes.machines import open_machines
+from headway.orchestrator.preflight.experiment_file import prepared
 from headway.records.clients import Watch
 from headway.records.conversations import OnTokens, RequestRefused, SampleTurn, TurnRequest
 from headway.records.errors import ConfigurationError, Overloaded
@@ -94,7 +95,7 @@ def serve_settings_from(
     if not 2 <= tokens <= max_tokens:
         raise ConfigurationError(f"--context {tokens}: valid: 2 to {max_tokens}, the context of {model}")
     raw: dict[str, Any] = {
-        "run": {"directory": "none"},
+        "run": {"directory": "none", "offload": False},
         "model": {"path": model, "template": "chat"},
         "tasks": {"train": {"path": "none"}},
         "rollout": {"max_prompt_tokens": tokens - 1, "max_response_tokens": 1},  # a call may divide their sum freely
@@ -105,7 +106,7 @@ def serve_settings_from(
         section = override.lstrip("-").partition(".")[0]
         if section not in ("generator", "endpoint", "router"):
             raise ConfigurationError(f"{override}: valid: keys of [generator], [router] and [endpoint]")
-    experiment = validate_experiment(apply_overrides(raw, overrides, Experiment), "headway serve")
+    experiment = prepared(apply_overrides(raw, overrides, Experiment), "headway serve")
     endpoint_address = experiment.endpoint.address
     keys = service_keys(keys_file, "--keys", endpoint_address, f"endpoint.address = {endpoint_address!r}")
     by_name = _adapters(adapters, experiment)

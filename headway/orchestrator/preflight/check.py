@@ -9,9 +9,9 @@ import asyncio
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 
+from headway.config.auto import Machine
 from headway.config.schema import Experiment
 from headway.models.adapter_targets import adapted_targets, stored_metadata
 from headway.models.configuration import DecoderConfig
@@ -19,6 +19,7 @@ from headway.models.hf.configuration import HfConfig, adapter_size, read_config
 from headway.models.sizes import sizes_of
 from headway.orchestrator.preflight.cluster import cluster_findings
 from headway.orchestrator.preflight.conversations import conversation_findings
+from headway.orchestrator.preflight.devices import device_findings
 from headway.orchestrator.preflight.engine import engine_findings
 from headway.orchestrator.preflight.episode import episode_findings
 from headway.orchestrator.preflight.findings import Findings
@@ -40,7 +41,7 @@ from headway.records.check_report import Finding
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.task import Task
 from headway.runtime.addresses import is_loopback, listening_socket
-from headway.runtime.devices import Device, cpu_multiplies_bfloat16, parse_device
+from headway.runtime.nodes.gpus import read_machine
 from headway.runtime.run_directory import RunDirectory
 from headway.tasks.sources import contradictions, is_conversation_as_text, overlap, read_tasks
 from headway.telemetry.exporters.exporters import missing_packages
@@ -55,6 +56,7 @@ class _Inputs:
     experiment: Experiment
     resume: bool
     ahead: bool
+    machine: Machine
     strict: bool = False
     model: DecoderConfig | HfConfig | None = None
     tokenizer: Tokenizer | None = None
@@ -62,16 +64,23 @@ class _Inputs:
 
 
 def check(
-    experiment: Experiment, *, resume: bool = False, smoke_test: bool = True, ahead: bool = False, strict: bool = False
+    experiment: Experiment,
+    *,
+    resume: bool = False,
+    smoke_test: bool = True,
+    ahead: bool = False,
+    strict: bool = False,
+    machine: Machine | None = None,
 ) -> list[Finding]:
     """Find everything that would stop or spoil the run, before it starts; errors first.
 
     Reads the model's configuration, the tokenizer and every task; ``smoke_test`` also starts a verifier process and
     scores some responses. ``ahead``: other steps may come before the run's start, so a model that `headway sft` will
     make and a run that ``--resume`` continues are warnings. ``strict``: even one task that its own answer doesn't solve
-    is an error. Writes nothing to the run's folder. Never raises for bad input: that is what it reports.
+    is an error. ``machine``: a described one, instead of this. Writes nothing to the run's folder. Never raises for bad
+    input: that is what it reports.
     """
-    inputs, findings = _Inputs(experiment, resume, ahead, strict), Findings()
+    inputs, findings = _Inputs(experiment, resume, ahead, machine or read_machine(), strict), Findings()
     for run_check in (
         _model,
         _reference,
@@ -119,7 +128,7 @@ def _model(inputs: _Inputs, findings: Findings) -> None:
         inputs.model = read_config(inputs.experiment.model)
     if inputs.model is None:
         return
-    if not any(folder.glob("*.safetensors")):
+    if not any(folder.glob("*.safetensors")) and not inputs.machine.described:
         findings.error("model.path", f"{folder} holds no *.safetensors file")
     longest = inputs.experiment.max_sequence_tokens
     if longest > inputs.model.max_positions:
@@ -393,42 +402,12 @@ def _functions(inputs: _Inputs, findings: Findings) -> None:
 
 
 def _devices(inputs: _Inputs, findings: Findings) -> None:
-    experiment = inputs.experiment
-    devices: list[tuple[str, Device]] = []
-    for section in ("generator", "trainer"):
-        key, names = f"{section}.devices", getattr(experiment, section).devices
-        if not names:
-            findings.error(key, "at least one device is needed")
-        for name in names:
-            with findings.refused(key):
-                device = parse_device(name)
-                device.check()
-                devices.append((key, device))
-    ranks = [device for key, device in devices if key == "trainer.devices"]
-    slow = experiment.trainer.dtype == "bfloat16" and not cpu_multiplies_bfloat16()
-    if slow and any(device.kind == "cpu" for device in ranks):
-        findings.warning(
-            "trainer.dtype", "this CPU has no instructions for bfloat16: float32 is many times faster here"
-        )
-    if len({device.kind for device in ranks}) > 1:
-        names = ", ".join(map(str, ranks))
-        findings.error("trainer.devices", f"{names}: ranks sum their gradients, so all must be GPUs, or all CPU cores")
-    for (first_key, first), (second_key, second) in combinations(devices, 2):
-        if not first.shares_with(second):
-            continue
-        hardware = "GPU" if first.kind == "cuda" else "cores"
-        shared = f"{second} shares {hardware} with {first} of {first_key}"
-        if first.kind == "cuda" and first_key == second_key == "trainer.devices":
-            findings.error(second_key, f"{second} twice: each rank needs a GPU of its own")
-        elif first.kind == "cuda":
-            findings.warning(second_key, f"{shared}: both must fit its memory")
-        elif first_key == second_key:  # else replica and trainer take turns
-            findings.warning(second_key, f"{shared}: two busy processes on one core collapse")
+    findings += device_findings(inputs.experiment, inputs.machine)
 
 
 def _engine(inputs: _Inputs, findings: Findings) -> None:
     """Check that the generator's engine is installed, and computes this model on these devices."""
-    findings += engine_findings(inputs.experiment, inputs.model)
+    findings += engine_findings(inputs.experiment, inputs.model, inputs.machine)
 
 
 def _offload(inputs: _Inputs, findings: Findings) -> None:
@@ -443,7 +422,7 @@ def _space(inputs: _Inputs, findings: Findings) -> None:
         uses = memory_uses(inputs.experiment, sizes_of(inputs.experiment.model.path))
     except ConfigurationError:
         uses = []  # a device or a reference model that isn't there: reported already
-    findings += memory_findings(uses, memory_places(uses))
+    findings += memory_findings(uses, memory_places(uses, machine=inputs.machine))
     folder = nearest_folder(Path(inputs.experiment.run.directory))
     if not os.access(folder, os.W_OK):
         findings.error("run.directory", f"{folder} can't be written to")

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from headway.config.engines import cpu_refusal, engine_missing, transformers_refusal
+from headway.config.auto import VLLM_RELEASE, Machine
+from headway.config.engines import (
+    VLLM_INSTALL,
+    cpu_refusal,
+    engine_missing,
+    starts_vllm,
+    transformers_refusal,
+)
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
 from headway.models.hf.configuration import HfConfig
 from headway.models.routing import replayed_routing
+from headway.orchestrator.preflight.devices import require_device
 from headway.orchestrator.preflight.findings import Findings
 from headway.records.errors import ConfigurationError
 from headway.runtime.devices import parse_device, sharing
 
 
-def engine_findings(experiment: Experiment, model: DecoderConfig | HfConfig | None) -> Findings:
+def engine_findings(experiment: Experiment, model: DecoderConfig | HfConfig | None, machine: Machine) -> Findings:
     """Errors of the engine and its devices; ``model``: None where it couldn't be read."""
     findings, generator = Findings(), experiment.generator
-    if missing := engine_missing(generator.engine, generator.devices):
+    if not machine.described and (missing := engine_missing(generator.engine, generator.devices)):
         findings.error("generator.engine", missing)
+    started = starts_vllm(generator.engine, generator.devices)
+    if started and machine.vllm and not machine.vllm.startswith(VLLM_RELEASE):
+        version = f"{generator.engine!r}: version {machine.vllm} is installed, and Headway works with {VLLM_RELEASE}x"
+        findings.error("generator.engine", f"{version}; {VLLM_INSTALL}")
     shared = sharing(generator.devices, experiment.trainer.devices)
     if shared and generator.engine == "vllm-server":
         findings.error(
@@ -36,11 +48,11 @@ def engine_findings(experiment: Experiment, model: DecoderConfig | HfConfig | No
     ranks = generator.engine_arguments.get("tensor_parallel_size", 1)
     if ranks > 1:
         with findings.refused("generator.devices"):
-            _require_ranks(experiment, ranks)
+            _require_ranks(experiment, ranks, machine)
     return findings
 
 
-def _require_ranks(experiment: Experiment, ranks: int) -> None:
+def _require_ranks(experiment: Experiment, ranks: int, machine: Machine) -> None:
     """Raise ConfigurationError where a replica of several ranks lacks a GPU: it takes the named one and those after."""
     taken: dict[int, str] = {}
     for name in experiment.trainer.devices:
@@ -51,7 +63,7 @@ def _require_ranks(experiment: Experiment, ranks: int) -> None:
         first = parse_device(name).first
         for index in range(first, first + ranks):
             try:
-                parse_device(f"cuda:{index}").check()
+                require_device(parse_device(f"cuda:{index}"), machine)
             except ConfigurationError as error:
                 raise ConfigurationError(f"{replica}: {error}") from None
             if index in taken:

@@ -12,6 +12,8 @@ a number in the dtype in question, ``c`` values cached of a token (`models/sizes
 - trainer rank: float32 weights, gradients and two moments 16·P; beside an adapter of A weights 4·P, quantised P or
   0.57·P, and 16·A; the reference model P·b; activations of a micro-batch (`ModelSizes.activation_bytes`,
   `score_bytes`); logits of one chunk. With several ranks gradients are summed in one more copy, 4·P
+- a GPU that both sides share under ``run.offload``: the larger side alone, and both contexts; what they offload is in
+  the machine's memory
 - published weights: 3 versions of P·b (of an adapter A·b) in /dev/shm, which is main memory and counted there too; the
   system shows them once more in every process that reads them
 - checkpoints: 12·P each (12·A; weights and two moments), one more than is kept while it is written, the best twice
@@ -27,13 +29,12 @@ a number in the dtype in question, ``c`` values cached of a token (`models/sizes
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from headway.config.auto import Machine
 from headway.config.engines import starts_vllm
 from headway.config.schema import Experiment
 from headway.models.adapter_targets import adapted_targets
@@ -43,8 +44,9 @@ from headway.models.routing import replayed_routing
 from headway.models.sizes import ModelSizes, sizes_of
 from headway.orchestrator.preflight.findings import Findings
 from headway.records.check_report import MemoryPlace, MemoryUse
-from headway.runtime.devices import cpu_multiplies_bfloat16, native_kernels_enabled, parse_device, split_node
+from headway.runtime.devices import cpu_multiplies_bfloat16, native_kernels_enabled, parse_device, sharing, split_node
 from headway.runtime.nodes.conditions import machine_memory
+from headway.runtime.nodes.gpus import read_machine
 from headway.tokens.grammar import MOST_CACHED_BYTES
 from headway.weights.slots import SHARED_MEMORY
 
@@ -75,6 +77,7 @@ _TOKEN_BYTES_ON_DISK = 14
 _RECORDED_TOKEN_BYTES, _RECORDED_ROLLOUT_BYTES = 17, 400
 
 
+_OFFLOADED_PARTS = ("weights", "gradients", "AdamW", "adapter", "KV cache")
 _OF_NODE = " of node "  # in the name of a place
 
 
@@ -199,7 +202,7 @@ def _generator(experiment: Experiment, model: ModelSizes, name: str, device: str
     }
     on_host = {"base": BASE_BYTES["generator"], "update buffer": trained * bytes_of(settings.dtype)}
     on_host |= _of_grammars(experiment)
-    yield from _on_device(name, device, on_device, on_host)
+    yield from _on_device(experiment, name, device, on_device, on_host)
 
 
 def _vllm(experiment: Experiment, model: ModelSizes, name: str, device: str) -> Iterator[MemoryUse]:
@@ -222,12 +225,13 @@ def _vllm(experiment: Experiment, model: ModelSizes, name: str, device: str) -> 
     }
     on_host = {"base": BASE_BYTES["vllm"], "update buffer": weights}
     if on_cpu:
-        yield from _on_device(name, device, on_device, on_host)
+        yield from _on_device(experiment, name, device, on_device, on_host)
         return
     first = parse_device(device)
     for rank in range(ranks):
         whose = f"{name} rank {rank}" if rank else name
         yield from _on_device(
+            experiment,
             whose,
             str(dataclasses.replace(first, first=first.first + rank, last=first.first + rank)),
             on_device,
@@ -280,36 +284,59 @@ def _trainers(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
     for rank, device in enumerate(settings.devices):
         on_host = {"base": BASE_BYTES["trainer"]} | _of_sets(samples * kept_set_bytes(experiment, model))
         on_host |= _of_grammars(experiment) if experiment.kept_sets else {}
-        yield from _on_device(f"trainer-{rank}", device, on_device, on_host)
+        yield from _on_device(experiment, f"trainer-{rank}", device, on_device, on_host)
 
 
-def _on_device(name: str, device: str, on_device: dict[str, int], on_host: dict[str, int]) -> Iterator[MemoryUse]:
+def _on_device(
+    experiment: Experiment, name: str, device: str, on_device: dict[str, int], on_host: dict[str, int]
+) -> Iterator[MemoryUse]:
     node, local_name = split_node(device)
     memory = f"memory{_OF_NODE}{node}" if node else "memory"
     if parse_device(local_name).kind == "cpu":
         yield MemoryUse(name=name, location=memory, parts=on_host | on_device)
     else:
-        yield MemoryUse(name=name, location=device, parts={"context": CUDA_CONTEXT_BYTES} | on_device)
+        others = experiment.generator.devices if name.startswith("trainer") else experiment.trainer.devices
+        offloads = experiment.run.offload and bool(sharing([device], others))
+        if offloads:  # to pinned memory, which has both for a moment when they change
+            on_host = on_host | {"offloaded": sum(on_device.get(part, 0) for part in _OFFLOADED_PARTS)}
+        yield MemoryUse(
+            name=name,
+            location=device,
+            parts={"context": CUDA_CONTEXT_BYTES} | on_device,
+            offloadable_bytes=sum(on_device.values()) if offloads else 0,
+        )
         yield MemoryUse(name=name, location=memory, parts=on_host)
 
 
 # --- capacities ------------------------------------------------------------------------------------------
 
 
-def memory_places(uses: list[MemoryUse], on_nodes: Mapping[str, tuple[int, int]] = {}) -> list[MemoryPlace]:
+def memory_places(
+    uses: list[MemoryUse], on_nodes: Mapping[str, tuple[int, int]] = {}, machine: Machine | None = None
+) -> list[MemoryPlace]:
     """Compute each place's needed, total and available bytes; None where the latter two are unknown. ``on_nodes``: the
-    (total, available) bytes of places on nodes."""
+    (total, available) bytes of places on nodes; ``machine``: this one's facts, or a described machine, of which GPUs
+    alone are known."""
+    machine = machine or read_machine()
     needed: Counter[str] = Counter()
     for use in uses:
         needed[use.location] += use.total_bytes
+    for name in needed:  # of sides that offload each other the smaller one's memory is free
+        by_side = Counter[bool]()
+        for use in uses:
+            if use.location == name and use.offloadable_bytes:
+                by_side[use.name.startswith("trainer")] += use.offloadable_bytes
+        needed[name] -= min(by_side.values()) if len(by_side) > 1 else 0
     if "memory" in needed:  # where files in /dev/shm are, too
         needed["memory"] += needed[str(SHARED_MEMORY)]
     places: list[MemoryPlace] = []
     for name, total in needed.items():
-        if name == "memory":
+        if machine.described and not name.startswith("cuda:"):
+            sizes = (machine.memory_bytes,) * 2 if name == "memory" and machine.memory_bytes else None
+        elif name == "memory":
             sizes = machine_memory()
         elif name.startswith("cuda:"):
-            sizes = gpu_memory(parse_device(name).first)
+            sizes = next(((gpu.memory_bytes, gpu.free_bytes) for gpu in machine.cuda[int(name[5:]) :]), None)
         elif _is_on_node(name):  # only its agent knows
             sizes = on_nodes.get(name)
         elif name == str(SHARED_MEMORY) and not SHARED_MEMORY.is_dir():
@@ -323,20 +350,6 @@ def memory_places(uses: list[MemoryUse], on_nodes: Mapping[str, tuple[int, int]]
 
 def _is_on_node(name: str) -> bool:
     return _OF_NODE in name or "/cuda:" in name
-
-
-def gpu_memory(index: int) -> tuple[int, int] | None:
-    """(Total, free) bytes of a GPU by its driver's tool; ``index`` counts in CUDA_VISIBLE_DEVICES. None without such a
-    tool or GPU."""
-    visible = [entry.strip() for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()]
-    name = visible[index] if index < len(visible) else str(index)
-    command = ["nvidia-smi", f"--id={name}", "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-        total, free = (int(value) << 20 for value in answer.strip().split(","))
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
-    return total, free
 
 
 def _disk(path: Path) -> tuple[int, int] | None:

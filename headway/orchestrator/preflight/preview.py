@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from headway.config.auto import Machine
 from headway.config.schema import Experiment
 from headway.control.tuning.forecast import RunShape, forecast
 from headway.control.tuning.ledger_model import shape_of
@@ -29,15 +30,17 @@ def preview(
     resume: bool = False,
     deep: bool = False,
     strict: bool = False,
+    machine: Machine | None = None,
     seconds: float | None = SECONDS,
     on_progress: OnProgress = lambda text: None,
     on_findings: Callable[[list[Finding]], None] = lambda findings: None,
 ) -> CheckReport:
     """Check, size the memory, check the nodes, calibrate and forecast. ``strict``: see `check`; ``deep``: compare model
-    files on the nodes byte by byte; ``seconds`` None: don't calibrate. Nothing but the check while the model is still
-    to be made. ``on_findings`` gets the findings before any worker is started, and again later ones. With an error
-    among them nothing more is started. Raises the errors of ``calibrate`` when a worker fails."""
-    findings = Findings(check(experiment, resume=resume, ahead=True, strict=strict))
+    files on the nodes byte by byte; ``machine``: a described one, on which nothing is measured; ``seconds`` None: don't
+    calibrate. Nothing but the check while the model is still to be made. ``on_findings`` gets the findings before any
+    worker is started, and again later ones. With an error among them nothing more is started. Raises the errors of
+    ``calibrate`` when a worker fails."""
+    findings = Findings(check(experiment, resume=resume, ahead=True, strict=strict, machine=machine))
     on_findings(findings)
     if any(finding.level == "error" for finding in findings) or is_made_by_sft(experiment):
         return CheckReport(findings=findings)
@@ -47,7 +50,8 @@ def preview(
     if any(finding.level == "error" for finding in on_nodes):
         return CheckReport(findings=findings.by_level())
     uses = memory_uses(experiment, sizes_of(experiment.model.path))
-    places = memory_places(uses)
+    places = memory_places(uses, machine=machine)
+    seconds = None if machine is not None else seconds
     if seconds is not None and experiment.environment.name != "single_turn":  # its episodes take longer
         environment_findings = Findings()
         environment_findings.info(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import tempfile
+import tomllib
 import unittest
 from pathlib import Path
 
 import make_tasks
 from myproject import score
 
-from headway.api import Task, load_experiment
+from headway.api import Task
 
 
 def task(answer: str) -> Task:
@@ -48,7 +49,8 @@ class Tasks(unittest.TestCase):
 
 class Configuration(unittest.TestCase):
     def test_experiment_is_valid(self) -> None:
-        assert load_experiment("experiment.toml").verifier.name == "myproject:score"
+        experiment = tomllib.loads(Path("experiment.toml").read_text())
+        assert experiment["verifier"]["name"] == "myproject:score"
 
 
 if __name__ == "__main__":

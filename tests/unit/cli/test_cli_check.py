@@ -23,7 +23,7 @@ from headway.config.sources import TaskSource
 from headway.models.adapter_targets import base_digest
 from headway.orchestrator.actors.environments import open_multi_turn_host
 from headway.orchestrator.preflight import check as checking
-from headway.orchestrator.preflight import memory
+from headway.orchestrator.preflight import devices, memory
 from headway.orchestrator.preflight.check import check
 from headway.records.check_report import Finding
 from headway.records.errors import ConfigurationError
@@ -397,7 +397,7 @@ def test_generator_and_trainer_may_take_turns_on_the_same_cores(setup: Setup) ->
 def test_bfloat16_without_instructions_for_it(
     setup: Setup, monkeypatch: pytest.MonkeyPatch, fast: bool, dtype: str, warned: bool
 ) -> None:
-    monkeypatch.setattr(checking, "cpu_multiplies_bfloat16", lambda: fast)
+    monkeypatch.setattr(devices, "cpu_multiplies_bfloat16", lambda: fast)
     assert ("trainer.dtype" in setup.messages("warning", trainer={"devices": ["cpu:0"], "dtype": dtype})) is warned
 
 

@@ -64,7 +64,7 @@ def test_project_is_the_template_under_its_name(template: str, here: Path, capsy
 
 
 def test_every_template_is_offered() -> None:
-    assert {folder.name for folder in TEMPLATES.iterdir()} == {*PROJECTS, projects.QUICKSTART}
+    assert {folder.name for folder in TEMPLATES.iterdir()} == {*PROJECTS, projects.GPU, projects.QUICKSTART}
 
 
 @pytest.mark.parametrize("template", ["math", "agent", "tools", "gym"])

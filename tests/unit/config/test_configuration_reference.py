@@ -90,7 +90,7 @@ def test_reference_shows_limits_choices_defaults_and_resumability():
     assert rows_of("algorithm")["token_mask"]["valid"] == "[number ≥ 0, number > 0]"
     assert rows_of("run")["directory"]["default"] == "**required**"
     assert rows_of("run")["time_limit_s"]["default"] == "*unset*"
-    assert rows_of("generator")["devices"]["valid"] == "list of text"
+    assert rows_of("generator")["devices"]["valid"] == r"list of text \| `auto`"
     assert rows_of("generator")["slots"]["mark"] == " ↻"
     marks = {key: row["mark"] for key, row in rows_of("environment").items() if key.startswith("models.")}
     assert (marks["models.address"], marks["models.model"]) == (" ↻", None)

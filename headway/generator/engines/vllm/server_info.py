@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from headway.generator.engines.vllm.core import VERSION
+from headway.config.auto import VLLM_RELEASE
 from headway.generator.engines.vllm.server_client import KEY_VARIABLE, ServerError, VllmServer
 from headway.records.errors import ConfigurationError, HeadwayError
 
@@ -148,8 +148,8 @@ def _require_version(server: VllmServer) -> None:
         version = msgspec.json.decode(_settled(server.get, "/version"))["version"]
     except (ServerError, msgspec.DecodeError, KeyError, TypeError) as error:
         raise _refusal(server, f"it isn't vLLM: /version reports {error}") from error
-    if not str(version).startswith(VERSION):
-        raise _refusal(server, f"it is vLLM {version}; headway supports {VERSION}x")
+    if not str(version).startswith(VLLM_RELEASE):
+        raise _refusal(server, f"it is vLLM {version}; headway supports {VLLM_RELEASE}x")
     try:
         _settled(server.post, "/inference/v1/abort_requests", {"request_ids": ["headway-asks"]})
     except ServerError as error:

@@ -1,0 +1,206 @@
+"""Writes an experiment that fits a machine's GPUs, by the memory model of `headway check`.
+
+Tried in this order, the first that fits is written: the whole model, low-rank adapters, adapters beside 8-bit and 4-bit
+weights; a quarter of the GPUs training, then one; replicas of one GPU, then of more by tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from headway.config.auto import Machine, resolve
+from headway.config.load import validate_experiment
+from headway.config.schema import Experiment
+from headway.models.sizes import ModelSizes, sizes_of
+from headway.orchestrator.preflight.memory import FULL_SHARE, gibibytes, memory_places, memory_uses
+from headway.records.errors import ConfigurationError
+
+PROMPT_TOKENS = 512
+_RESPONSES, _SLOTS, _MICRO_BATCHES = (2048, 1024), (256, 128, 64, 32, 16), (16384, 8192, 4096)
+_FULL_RATE, _ADAPTER_RATE = 2e-6, 3e-5  # of models of billions of weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """An experiment's choices about memory."""
+
+    adapter: bool  # whether low-rank weights are trained instead of the model's
+    quantization: str  # of the weights beside an adapter; "": none
+    trainers: int  # GPUs that train; 0: as "auto" splits them
+    ranks: int  # GPUs of a replica
+    recompute: bool = True  # gradient checkpointing
+    response_tokens: int = _RESPONSES[-1]
+    slots: int = _SLOTS[-1]
+    micro_batch_tokens: int = _MICRO_BATCHES[-1]
+
+
+def fitted_experiment(machine: Machine, model: str, folder: str, tables: dict[str, Any]) -> str:
+    """The text of an experiment file that trains the model called ``model``, whose configuration is in ``folder``, on
+    ``machine``; each value has its reason. ``tables``: the sections that have nothing to do with memory. Raises
+    ConfigurationError with the bytes that are missing."""
+    sizes, refusals = sizes_of(folder), dict[str, str]()
+    for rough in _methods(machine):
+        try:
+            smallest = _experiment(machine, folder, tables, rough)
+        except ConfigurationError as error:
+            refusals[_method(rough)] = str(error)
+            continue
+        if refused := _lacking(machine, smallest, sizes):
+            refusals[_method(rough)] = refused
+            continue
+        for recompute, response, slots, micro in product((False, True), _RESPONSES, _SLOTS, _MICRO_BATCHES):
+            choice = Candidate(
+                adapter=rough.adapter,
+                quantization=rough.quantization,
+                trainers=rough.trainers,
+                ranks=rough.ranks,
+                recompute=recompute,
+                response_tokens=response,
+                slots=slots,
+                micro_batch_tokens=micro,
+            )
+            experiment = _experiment(machine, folder, tables, choice)
+            if not _lacking(machine, experiment, sizes):
+                return _text(machine, model, experiment, sizes, tables, choice, refusals)
+    details = "; ".join(f"{method}: {refused}" for method, refused in refusals.items())
+    raise ConfigurationError(
+        f"--model {model} doesn't fit {_describe(machine)}: {details}; valid: a smaller model, or larger GPUs"
+    )
+
+
+def _methods(machine: Machine) -> Iterator[Candidate]:
+    count = len(machine.usable)
+    splits = (0, 1) if count >= 8 else (0,)
+    widths = [ranks for ranks in (1, 2, 4, 8) if ranks == 1 or ranks < count]
+    for (adapter, kind), trainers, ranks in product(
+        ((False, ""), (True, ""), (True, "8bit"), (True, "4bit")), splits, widths
+    ):
+        if not (kind and ranks > 1):  # vLLM would load the weights unquantised
+            yield Candidate(adapter=adapter, quantization=kind, trainers=trainers, ranks=ranks)
+
+
+def _method(choice: Candidate) -> str:
+    if not choice.adapter:
+        return "the whole model"
+    return f"an adapter beside {choice.quantization} weights" if choice.quantization else "an adapter"
+
+
+def _experiment(machine: Machine, folder: str, tables: dict[str, Any], choice: Candidate) -> Experiment:
+    raw = tables | _keys(choice)
+    raw["model"] = {**tables.get("model", {}), "path": folder, **raw["model"]}
+    if choice.trainers and machine.usable:
+        raw["trainer"]["devices"] = [f"cuda:{n}" for n in machine.usable[-choice.trainers :]]
+    return validate_experiment(resolve(raw, machine), "the experiment")
+
+
+def _keys(choice: Candidate) -> dict[str, dict[str, Any]]:
+    """The keys that a choice sets, by section."""
+    generator: dict[str, Any] = {"slots": choice.slots}
+    if choice.ranks > 1:
+        generator |= {"engine": "vllm", "engine_arguments": {"tensor_parallel_size": choice.ranks}}
+        generator |= {"update_mode": "recompute"} if choice.adapter else {}
+    model: dict[str, Any] = {"quantization": choice.quantization} if choice.quantization else {}
+    if choice.adapter:
+        model["adapter"] = {"rank": 32, "alpha": 32}
+    return {
+        "model": model,
+        "rollout": {"max_prompt_tokens": PROMPT_TOKENS, "max_response_tokens": choice.response_tokens},
+        "generator": generator,
+        "trainer": {
+            "micro_batch_tokens": choice.micro_batch_tokens,
+            "gradient_checkpointing": choice.recompute,
+            "learning_rate": _ADAPTER_RATE if choice.adapter else _FULL_RATE,
+        },
+    }
+
+
+def _lacking(machine: Machine, experiment: Experiment, sizes: ModelSizes) -> str:
+    """The devices or memory whose capacity is too small, with both numbers; "" if none is."""
+    for place in memory_places(uses := memory_uses(experiment, sizes), machine=machine):
+        of_devices = place.name.startswith("cuda:") or (place.name == "memory" and not machine.usable)
+        if of_devices and place.capacity_bytes and place.needed_bytes > FULL_SHARE * place.capacity_bytes:
+            largest = max((use for use in uses if use.location == place.name), key=lambda use: use.total_bytes)
+            needs = f"{largest.name} makes {place.name} need {gibibytes(place.needed_bytes)}"
+            return f"{needs} of {FULL_SHARE:.0%} of {gibibytes(place.capacity_bytes)}"
+    return ""
+
+
+def _describe(machine: Machine) -> str:
+    if not machine.usable:
+        return "a machine without GPUs"
+    first = machine.cuda[machine.usable[0]]
+    return f"{len(machine.usable)} × {first.name} with {gibibytes(first.memory_bytes)}"
+
+
+def _text(
+    machine: Machine,
+    model: str,
+    experiment: Experiment,
+    sizes: ModelSizes,
+    tables: dict[str, Any],
+    choice: Candidate,
+    refusals: dict[str, str],
+) -> str:
+    """The experiment as TOML, each value with its reason."""
+    places = memory_places(memory_uses(experiment, sizes), machine=machine)
+    needed = {place.name: gibibytes(place.needed_bytes) for place in places}
+    generator, trainer, keys = experiment.generator, experiment.trainer, _keys(choice)
+    refused = "; ".join(f"{method}: {reason}" for method, reason in refusals.items() if method != _method(choice))
+    shared = experiment.run.offload
+    on_gpus = [name for name in (generator.devices[0], trainer.devices[0]) if name in needed]
+    reasons = {
+        "run.offload": "the sides take turns on one GPU: each frees its memory for the other",
+        "model.path": f"{sizes.parameters / 1e9:.2f} G weights, which each rank of the trainer holds completely",
+        "model.dtype": "what all of the GPUs multiply fastest" if machine.usable else "the fastest on most CPU cores",
+        "model.adapter": f"{_method(choice)}, because {refused}",
+        "model.quantization": "type of the weights beside the adapter",
+        "rollout.max_prompt_tokens": "raise it where check names longer prompts",
+        "rollout.max_response_tokens": "what fits beside the weights; KV and activations grow with it",
+        "generator.engine": "vLLM divides a replica among GPUs" if choice.ranks > 1 else "Headway's own",
+        "generator.engine_arguments": f"one GPU doesn't hold a replica: {choice.ranks} do",
+        "generator.devices": "generation is most of the work" if not shared else "shared with the trainer",
+        "generator.slots": f"concurrent requests of a replica: {needed.get((on_gpus or [''])[0], '?')} of its GPU at most",
+        "generator.update_mode": "vLLM keeps no two revisions of an adapter for one request",
+        "trainer.devices": f"{needed.get((on_gpus or [''])[-1], '?')} of each at most",
+        "trainer.learning_rate": "adapters take ten times a whole model's"
+        if choice.adapter
+        else "usual for whole models",
+        "trainer.micro_batch_tokens": "the largest whose activations fit",
+        "trainer.gradient_checkpointing": "true where activations don't fit otherwise",
+    }
+    keys["run"] = {"offload": True} if shared else {}
+    keys["model"] = {"path": model, "dtype": trainer.dtype} | keys["model"]
+    keys["generator"] = {"engine": generator.engine, "devices": [*generator.devices]} | keys["generator"]
+    keys["trainer"] = {"devices": [*trainer.devices]} | keys["trainer"]
+    lines = [f"# Fits {_describe(machine)}, by the memory model of headway check. Every other key has a default."]
+    for name in dict.fromkeys((*tables, *keys)):
+        section = tables.get(name, {}) | keys.get(name, {})
+        nested = {key: value for key, value in section.items() if key in ("train", "validation", "test")}
+        values = {key: value for key, value in section.items() if key not in nested}
+        if values:
+            lines += ["", f"[{name}]"]
+        for key, value in values.items():
+            reason = reasons.get(f"{name}.{key}", "")
+            lines.append(f"{key} = {_toml(value)}" + (f"  # {reason}" if reason else ""))
+        for key, table in nested.items():
+            lines += ["", f"[{name}.{key}]", *(f"{part} = {_toml(value)}" for part, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(part)}" for key, part in value.items()) + " }"
+    return json.dumps(value)
+
+
+def has_chat_template(folder: str) -> bool:
+    """Whether the tokenizer in ``folder`` has a chat template, by its files."""
+    file = Path(folder) / "tokenizer_config.json"
+    return (Path(folder) / "chat_template.jinja").is_file() or (
+        file.is_file() and '"chat_template"' in file.read_text()
+    )

@@ -1,0 +1,107 @@
+"""`headway new --template gpu`: what it writes fits by check's memory model, or it says what doesn't, with numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from docs.gpu_table import POOLS, QWEN3, described, tables, write_config
+from headway.cli import main as cli
+from headway.config.load import validate_experiment
+from headway.models.sizes import sizes_of
+from headway.orchestrator.preflight.devices import device_findings
+from headway.orchestrator.preflight.memory import memory_findings, memory_places, memory_uses
+from headway.planner.gpu_experiment import fitted_experiment
+from headway.records.errors import ConfigurationError
+from headway.tokens.tokenizer_training import train_byte_fallback_tokenizer
+
+WHOLE = {("1 x 24 GB", "0.6B"), ("1 x 80 GB", "0.6B"), ("1 x 80 GB", "4B"), ("8 x 80 GB", "0.6B"), ("8 x 80 GB", "4B"),
+         ("8 x 192 GB", "0.6B"), ("8 x 192 GB", "4B"), ("8 x 192 GB", "8B")}  # fmt: skip
+ADAPTERS = {("1 x 24 GB", "4B"), ("1 x 80 GB", "8B"), ("8 x 80 GB", "8B"), ("8 x 192 GB", "32B"), ("no GPU, 24 GB", "0.6B")}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", QWEN3)
+@pytest.mark.parametrize("pool", POOLS)
+def test_every_machine_and_model(pool: str, size: str, tmp_path: Path) -> None:
+    machine, folder = described(pool, tmp_path), str(write_config(size, tmp_path / size))
+    if (pool, size) not in WHOLE | ADAPTERS:
+        with pytest.raises(ConfigurationError, match=r"the whole model: .* need [\d.]+ GiB of 90% of [\d.]+ GiB"):
+            fitted_experiment(machine, folder, folder, tables(tmp_path))
+        return
+    text = fitted_experiment(machine, folder, folder, tables(tmp_path))
+    raw = tomllib.loads(text)
+    assert ("adapter" in raw["model"]) is ((pool, size) in ADAPTERS)
+    experiment = validate_experiment(raw, "written")
+    uses = memory_uses(experiment, sizes_of(folder))
+    found = memory_findings(uses, memory_places(uses, machine=machine)) + device_findings(experiment, machine)
+    assert [finding for finding in found if finding.level != "info"] == []
+    of_gpus = [f"cuda:{n}" for n in range(len(machine.gpus))]
+    assert sorted({*experiment.generator.devices, *experiment.trainer.devices}) == (of_gpus or ["cpu:0", "cpu:1"])
+    keys = "devices|slots|dtype|max_response_tokens|learning_rate|micro_batch_tokens"
+    chosen = re.findall(rf"^({keys}) = [^#\n]+(#?)",
+                        text.partition("[tasks.")[0] + text.partition("[rollout]")[2], re.MULTILINE)  # fmt: skip
+    assert {key for key, mark in chosen if not mark} == set()  # each value has its reason
+
+
+def test_replicas_of_several_gpus_where_one_is_too_small(tmp_path: Path) -> None:
+    """Of 8 GPUs with 40 GB none holds the weights of an 8B twice over, which loading needs: vLLM divides them."""
+    pool = tmp_path / "p.toml"
+    (tmp_path / "c.toml").write_text("")
+    machine = described("8 x 80 GB", tmp_path)
+    small = [
+        type(gpu)(index=gpu.index, name="A100", memory_bytes=42 << 30, free_bytes=42 << 30) for gpu in machine.gpus
+    ]
+    machine = type(machine)(gpus=tuple(small), torch_cuda="any", vllm="0.32.0", described=str(pool))
+    folder = str(write_config("8B", tmp_path / "m"))
+    raw = tomllib.loads(fitted_experiment(machine, folder, folder, tables(tmp_path)))
+    assert "adapter" in raw["model"]
+    if raw["generator"]["engine"] == "vllm":
+        assert raw["generator"]["engine_arguments"]["tensor_parallel_size"] > 1
+        assert raw["generator"]["update_mode"] == "recompute"
+
+
+def test_the_command_writes_a_project_that_check_accepts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = write_config("8B", tmp_path / "model")
+    train_byte_fallback_tokenizer(["1+2=3", "40+50=90"], 300, model)
+    Path("pool.toml").write_text('[[devices]]\ndevice = "H100"\ncount = 8\n')
+    assert cli.main(["new", "mine", "--template", "gpu", "--model", "model", "--machine", "pool.toml"]) == 0
+    assert {file.name for file in Path("mine").iterdir()} == {
+        "Makefile", "README.md", "experiment.toml", "make_tasks.py", "mine.py", "test_mine.py"}  # fmt: skip
+    monkeypatch.chdir("mine")
+    rows = [json.dumps({"prompt": f"{n}+1=", "answer": "1"}) for n in range(100)]
+    Path("tasks").mkdir()
+    for number, name in enumerate(("train", "validation", "test")):
+        Path(f"tasks/{name}.jsonl").write_text("\n".join(rows[number * 33 : number * 33 + 33]) + "\n")
+    capsys.readouterr()
+    checked = cli.main(["check", "experiment.toml", "--machine", "../pool.toml"])
+    printed = capsys.readouterr()
+    assert checked == 0, printed
+    assert "cuda:7" in printed.out
+    assert cli.main(["train", "experiment.toml", "--machine", "../pool.toml"]) == 2
+    assert "train runs on this one" in capsys.readouterr().err
+    assert cli.main(["train", "experiment.toml"]) == 2
+    assert "this machine shows no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--template", "gpu"], "needs --model"),
+    (["--template", "math", "--model", "m"], "valid with --template gpu"),
+    (["--template", "gp"], "did you mean gpu"),
+    (["--template", "gpu", "--model", "none/there"], "can't be reached"),
+])  # fmt: skip
+def test_what_is_refused(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert cli.main(["new", "mine", *words]) == 2
+    assert message in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == []
