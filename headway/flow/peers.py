@@ -13,8 +13,9 @@ from typing import Any
 
 import msgspec
 
-from headway.flow.packing import Arguments, Packed
-from headway.flow.paths import PayloadPath, PayloadRef, PeerAddress, PeerSettings, machine_identity
+from headway.runtime.transport.packing import Arguments, Packed
+from headway.flow.paths import PayloadRef, PeerAddress, PeerSettings
+from headway.runtime.transport.paths import PayloadPath, machine_identity
 from headway.flow.payloads import PayloadStore
 from headway.flow.peer_state import PeerState
 from headway.flow.segments import WorkflowFolder

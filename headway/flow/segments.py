@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from headway.flow.packing import Packed, packed_from
+from headway.runtime.transport.packing import Packed, packed_from
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.runtime.framing import ALIGNMENT
 from headway.runtime.scratch import remove_unlocked

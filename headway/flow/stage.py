@@ -15,7 +15,7 @@ from headway.flow.channels import Channels
 from headway.flow.device_locks import DeviceLocks
 from headway.flow.group import WorkerGroup
 from headway.flow.machines import FlowMachines
-from headway.flow.packing import pack
+from headway.runtime.transport.packing import pack
 from headway.flow.peers import PeerNetwork
 from headway.flow.placement import shares_device
 from headway.flow.steps import StepRecorder

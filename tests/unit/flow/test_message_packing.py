@@ -12,7 +12,7 @@ from flow_peer import digest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.flow.packing import Arguments, pack, packed_from
+from headway.runtime.transport.packing import Arguments, pack, packed_from
 from headway.records.errors import ConfigurationError
 from headway.runtime.framing import ALIGNMENT, Frame, FrameReader, Kind, encode
 

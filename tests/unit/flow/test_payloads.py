@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.flow.packing import Packed, pack
+from headway.runtime.transport.packing import Packed, pack
 from headway.flow.paths import PeerAddress
 from headway.flow.payloads import PayloadStore
 from headway.flow.segments import PayloadReleased, Segment, WorkflowFolder
