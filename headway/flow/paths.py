@@ -50,4 +50,3 @@ class PayloadRef(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
     segment: str = ""  # path of the shared-memory segment that holds the payload
     content: bytes | Packed | None = None  # the payload itself, if small (bytes) or for another machine; then not held
-

@@ -7,10 +7,10 @@ from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headway.runtime.transport.packing import Packed, pack, packed_from
-from headway.runtime.transport.paths import choose_path
 from headway.flow.paths import PayloadRef, PeerAddress
 from headway.flow.segments import PayloadReleased, Segment, SegmentReader
+from headway.runtime.transport.packing import Packed, pack, packed_from
+from headway.runtime.transport.paths import choose_path
 
 INLINE_BYTES = 64 << 10  # messages up to this size always travel in a frame of the link
 _SPARE = 8  # released segments that are kept for the next payloads

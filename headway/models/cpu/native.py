@@ -110,16 +110,36 @@ class Kernels:
             self._functions[name] = ctypes.CFUNCTYPE(None, *types)(pointer)
         self.panel_columns = int(library.panel_columns())
         self._panels: dict[int, tuple[Tensor, Tensor]] = {}  # id of a weight -> the weight and its panels
+        self._staged: dict[int, Tensor] = {}  # id of a weight -> panels of its next value
+        self._spare: dict[int, Tensor] = {}  # id of a weight -> panels that staged ones have replaced
 
-    def pack(self, weights: Iterable[Tensor]) -> None:
+    def pack(self, weights: Iterable[Tensor], *, staged: bool = False) -> None:
         """Keep copies of these matrices [columns, depth], and of no others, in the order in which `linear` reads them.
-        It must be called again when a value changes. No-op for bfloat16, whose products are torch's."""
+        It must be called again when a value changes. ``staged``: to the values that `stage` was called with, if it was.
+        No-op for bfloat16, whose products are torch's."""
         if self.dtype != torch.float32:
             return
         previous, self._panels = self._panels, {}
+        ready, self._staged = self._staged if staged else {}, {}
+        spare, self._spare = self._spare, {}
         for weight in weights:
-            known, panels = previous.get(id(weight), (None, None))
-            self._panels[id(weight)] = weight, self.packed(weight, panels if known is weight else None)
+            key = id(weight)
+            known, panels = previous.get(key, (None, None))
+            panels = panels if known is weight else None
+            if key in ready and panels is not None:
+                self._panels[key], self._spare[key] = (weight, ready[key]), panels
+            else:
+                self._panels[key] = weight, self.packed(weight, panels)
+                if key in spare:
+                    self._spare[key] = spare[key]
+
+    def stage(self, weight: Tensor, content: Tensor) -> None:
+        """Pack the next value of a matrix that the last `pack` included, into other memory; in another thread if need
+        be. No-op for one that it didn't include, and for a value of another dtype or device."""
+        if self.packs(weight) and (content.dtype, content.device) == (weight.dtype, weight.device):
+            key = id(weight)
+            panels = self._staged.pop(key) if key in self._staged else self._spare.pop(key, None)
+            self._staged[key] = self.packed(content, panels)
 
     def packed(self, weight: Tensor, panels: Tensor | None = None) -> Tensor:
         """The panels of a float32 matrix [columns, depth], written into ``panels`` if given."""

@@ -194,7 +194,7 @@ def test_publisher_killed_between_any_two_calls(tmp_path: Path, transport: str):
         reader = reader_in(tmp_path)
         for record in records:
             if transport == "device":
-                with pytest.raises(WeightsCorrupt, match="went with|being overwritten"):
+                with pytest.raises(WeightsCorrupt, match=r"went with|being overwritten"):
                     reader.fetch(record)
             else:
                 assert same(reader.fetch(record), record.version)
