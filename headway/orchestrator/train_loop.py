@@ -266,11 +266,12 @@ class TrainLoop:
         return await call_with_restart(self._run, lambda: self._run.trainer.publish(version), version)
 
     async def _publish_and_apply(self, version: int) -> None:
-        """Publish a version whose snapshot is taken, and apply it. If the trainer dies meanwhile, its next call replaces
-        it, and the new one publishes it."""
+        """Publish a version whose snapshot is taken, and apply it. If the trainer dies meanwhile, it is replaced before
+        its next call, and the new one publishes it."""
         try:
             weights = await self._run.trainer.publish(version)
-        except WorkerDied:
+        except WorkerDied as death:
+            self._run.state.trainer_death = death
             return
         await self._apply(weights, candidate=False, scores=[])
 
