@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
@@ -25,7 +26,7 @@ import xxhash
 Algorithm = Literal["xxh3", "lanes"]
 BLOCK_BYTES = 16 << 20
 LANE_BYTES = 64 << 10
-_PIECE_BYTES = 256 << 10  # copied, and then hashed while it is in the core's cache
+_PIECE_BYTES = 512 << 10  # copied, and then hashed while it is in the core's cache
 _THREAD_BYTES = 4 << 20  # less isn't worth a thread
 _MOST_THREADS = 4  # they reach the bandwidth of a machine's memory
 
@@ -59,12 +60,16 @@ def hash_blocks(
     payload: np.ndarray,
     blocks: Sequence[Block],
     source: np.ndarray | None = None,
-    on_tensor: Callable[[int], None] = lambda tensor: None,
+    on_progress: Callable[[int, int], None] = lambda tensor, size: None,
 ) -> tuple[np.ndarray, PassSeconds]:
     """Make the table of ``payload`` ([bytes] uint8) in threads; with ``source``, copy that into it in the same pass.
-    ``on_tensor`` is called, in a thread, with each tensor whose blocks are complete."""
+    ``on_progress(tensor, size)``: the first ``size`` bytes of a tensor are complete. It is called after every piece,
+    while that is in the core's cache; with several threads, by one of them when the tensor is."""
     table, spent, counting = np.zeros(len(blocks), np.uint64), list[PassSeconds](), threading.Lock()
-    missing = np.bincount([block.tensor for block in blocks]).tolist() if blocks else []
+    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), payload.nbytes // _THREAD_BYTES)
+    remaining = Counter(block.tensor for block in blocks)  # blocks
+    starts = {block.tensor: block.first for block in reversed(blocks)}
+    ends = {block.tensor: block.last for block in blocks}
 
     def hash_block(block: Block) -> None:
         state, copy_s, hash_s = xxhash.xxh3_64(), 0.0, 0.0
@@ -75,15 +80,17 @@ def hash_blocks(
             copied = time.perf_counter()
             state.update(payload[first:last].data)
             copy_s, hash_s = copy_s + copied - started, hash_s + time.perf_counter() - copied
+            if threads <= 1:
+                on_progress(block.tensor, last - starts[block.tensor])
+        if threads > 1:
+            with counting:
+                remaining[block.tensor] -= 1
+                whole = not remaining[block.tensor]
+            if whole:
+                on_progress(block.tensor, ends[block.tensor] - starts[block.tensor])
         table[block.row] = state.intdigest()
         spent.append(PassSeconds(copy_s, hash_s))
-        with counting:
-            missing[block.tensor] -= 1
-            complete = not missing[block.tensor]
-        if complete:
-            on_tensor(block.tensor)
 
-    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), payload.nbytes // _THREAD_BYTES)
     if threads > 1:
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(hash_block, blocks))

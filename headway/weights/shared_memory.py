@@ -228,10 +228,13 @@ class Subscriber:
         self.spent = PassSeconds()  # of the last fetch
 
     def fetch(
-        self, published: PublishedWeights, on_tensor: Callable[[str, Tensor], None] = lambda name, tensor: None
+        self,
+        published: PublishedWeights,
+        on_progress: Callable[[str, Tensor, int], None] = lambda name, tensor, size: None,
     ) -> dict[str, Tensor]:
         """Copy and verify the tensors of ``published``: views of a private buffer, valid until the next fetch.
-        ``on_tensor(name, tensor)`` is called with each one, in some thread, as soon as it is copied, not yet verified.
+        ``on_progress(name, tensor, size)``: the first ``size`` bytes of a tensor are copied, not yet verified (see
+        `checksums.hash_blocks`); from a file alone.
 
         Raises WeightsCorrupt when the slot is gone, was overwritten before or while it was copied, or does not
         have the announced version and checksum; the remedy is to fetch a newer version.
@@ -242,7 +245,7 @@ class Subscriber:
                 raise WeightsCorrupt(f"{published.path}: {size} bytes, which is too short")
             names = [entry.name for entry in layout.entries]
             tensors = self._tensors(layout, in_device=bool(published.handle))
-            copied = self._copy(published, layout, lambda index: on_tensor(names[index], tensors[names[index]]))
+            copied = self._copy(published, layout, lambda i, size: on_progress(names[i], tensors[names[i]], size))
             version_after = HEADER.unpack(read(0, HEADER.size))[1]
         if version_after != published.version:
             raise WeightsCorrupt(_wrong_version(published, version_after) + " (overwritten while it was read)")
@@ -278,12 +281,12 @@ class Subscriber:
             self._views = (layout.manifest, layout.views(self._buffer))
         return self._views[1]
 
-    def _copy(self, published: PublishedWeights, layout: Layout, on_tensor: Callable[[int], None]) -> np.ndarray:
+    def _copy(self, published: PublishedWeights, layout: Layout, on_progress: Callable[[int, int], None]) -> np.ndarray:
         """Fill the buffer; returns its table."""
         if not published.handle:
             mapped = self._maps[published.path][1]
             source = np.frombuffer(mapped, np.uint8, layout.payload_size, layout.payload_start)
-            table, self.spent = hash_blocks(self._buffer.numpy(), layout.blocks, source, on_tensor)
+            table, self.spent = hash_blocks(self._buffer.numpy(), layout.blocks, source, on_progress)
             return table
         assert self._memory is not None
         started = time.perf_counter()

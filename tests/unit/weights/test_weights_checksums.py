@@ -146,14 +146,18 @@ def test_threads_make_the_same_table(monkeypatch):
     monkeypatch.setattr(checksums, "BLOCK_BYTES", BLOCK_BYTES)
     monkeypatch.setattr(checksums.os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
     payload, extents = content([50 << 20, 3, 7 << 20], 1)
-    blocks, finished = blocks_of(extents), list[int]()
+    blocks, finished = blocks_of(extents), list[tuple[int, int]]()
     assert [block.tensor for block in blocks] == [0, 0, 0, 0, 1, 2]
     target = np.zeros_like(payload)
-    table, _ = hash_blocks(target, blocks, payload, finished.append)
-    assert sorted(finished) == [0, 1, 2]
+    table, _ = hash_blocks(target, blocks, payload, lambda tensor, size: finished.append((tensor, size)))
+    assert sorted(finished) == [(0, 50 << 20), (1, 3), (2, 7 << 20)]
     assert (target == payload).all()
     monkeypatch.setattr(checksums.os, "sched_getaffinity", lambda process: {0})
-    assert table.tolist() == hash_blocks(payload, blocks)[0].tolist()
+    finished.clear()
+    again, _ = hash_blocks(target, blocks, payload, lambda tensor, size: finished.append((tensor, size)))
+    assert table.tolist() == again.tolist()
+    assert finished == sorted(finished)
+    assert [finished[-1], len(finished)] == [(2, 7 << 20), 2 * 50 + 1 + 2 * 7]
 
 
 def test_lanes_are_as_defined():

@@ -149,7 +149,7 @@ def announced(work: Callable[[Callable[[PublishedWeights], None]], Any], folder:
     process = os.fork()
     if not process:
         try:
-            work(lambda published: os.write(writing, msgspec.json.encode(published) + b"\n") and None)
+            work(lambda published: [os.write(writing, msgspec.json.encode(published) + b"\n")].clear())
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
     os.close(writing)

@@ -229,8 +229,8 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
 
     # --- weights --------------------------------------------------------------------------------------------
 
-    def _stage(self, name: str, tensor: Tensor) -> None:
-        self._runner.stage(name, tensor)
+    def _stage(self, name: str, tensor: Tensor, size: int) -> None:
+        self._runner.stage(name, tensor, size)
 
     def _weights_changed(self, *, staged: bool = False) -> None:
         self._runner.weights_changed(staged=staged)

@@ -109,10 +109,11 @@ class ModelRunner:
             pair.a.data, pair.b.data = (matrix.data.to(self.device, self.dtype) for matrix in (pair.a, pair.b))
         self.adapters.register(name, lora, version, update, self._native_decode)
 
-    def stage(self, name: str, content: Tensor) -> None:
-        """Prepare the kernels' copy of the next value of a weight, beside the steps."""
-        if self._kernels is not None:
-            self._kernels.stage(self._parameters[name], content)
+    def stage(self, name: str, content: Tensor, size: int) -> None:
+        """Prepare the kernels' copy of the next value of a weight, of which ``size`` bytes are there, beside the
+        steps."""
+        if self._kernels is not None and (weight := self._parameters.get(name)) is not None and content.ndim == 2:
+            self._kernels.stage(weight, content, size // content[0].nbytes)
 
     def weights_changed(self, *, staged: bool = False) -> None:
         """Repack the kernels' copies of the weights; call this after every change of the model's weights. ``staged``:

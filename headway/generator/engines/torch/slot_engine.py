@@ -108,8 +108,9 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         """Compute all tokens of these requests again with the present weights, at the latest in the next step.
         Returns the count of tokens."""
 
-    def _stage(self, name: str, tensor: Tensor) -> None:
-        """Prepare, beside the steps, for ``tensor`` as the next value of a weight; it isn't verified yet."""
+    def _stage(self, name: str, tensor: Tensor, size: int) -> None:
+        """Prepare, beside the steps, for ``tensor`` as the next value of a weight: its first ``size`` bytes are there,
+        and aren't verified yet."""
 
     def _weights_changed(self, *, staged: bool = False) -> None:
         """Note that the model's weights have changed; ``staged``: to what `_stage` was called with."""
