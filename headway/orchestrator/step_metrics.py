@@ -181,8 +181,8 @@ class StepMetrics:
     def applied(self, seconds: float, reports: Sequence[AppliedWeights], weights: PublishedWeights) -> None:
         self._interval.apply_s += seconds
         if reports and weights.size_bytes:
-            slowest, previous = max(reports, key=lambda report: report.fetch_s), self._interval.weights
-            parts = WeightsStatistics(
+            slowest = max(reports, key=lambda report: report.fetch_s)
+            self._interval.weights = WeightsStatistics(
                 transport=weights.transport,
                 size_bytes=weights.size_bytes,
                 snapshot_s=weights.snapshot_s,
@@ -191,7 +191,6 @@ class StepMetrics:
                 fetch_s=slowest.fetch_s - slowest.check_s,
                 check_s=slowest.check_s,
             )
-            self._interval.weights = parts if previous is None else parts.plus(previous)
         self._interval.apply_pause_s = max([self._interval.apply_pause_s, *(r.pause_s for r in reports)])
         version = max((report.version for report in reports), default=self.applied_version)
         self._span("weights", f"apply version {version}", seconds)

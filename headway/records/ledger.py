@@ -49,25 +49,17 @@ class TokenStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightsStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Section of a step: the versions that were applied since the last step, their seconds summed. ``publish_s`` and
-    ``apply_pause_s`` of the step are what trainer and engines stood still for; these parts are work, mostly beside
-    them."""
+    """Section of a step: the newest version that was applied since the last step. The step's ``publish_s`` and
+    ``apply_pause_s`` are the time for which trainer and engines stood still; these parts are work, mostly beside
+    theirs."""
 
     transport: str  # the path from the publisher on its machine: "shared memory", "cuda ipc"
-    size_bytes: int  # of the payload, each time
+    size_bytes: int  # of the payload
     snapshot_s: float = 0.0  # publishing: the weights couldn't change
     copy_s: float = 0.0  # ... from the snapshot to the host, if it was in a device's memory
     hash_s: float = 0.0  # ... the table of hashes and its root
     fetch_s: float = 0.0  # applying, slowest replica: copying
     check_s: float = 0.0  # ... verifying
-
-    def plus(self, previous: WeightsStatistics) -> WeightsStatistics:
-        """Add the seconds of an earlier version."""
-        summed = {name: getattr(self, name) + getattr(previous, name) for name in _WEIGHTS_SECONDS}
-        return msgspec.structs.replace(self, **summed)
-
-
-_WEIGHTS_SECONDS = ("snapshot_s", "copy_s", "hash_s", "fetch_s", "check_s")
 
 
 class LengthStatistics(msgspec.Struct, frozen=True, kw_only=True):

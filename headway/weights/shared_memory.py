@@ -255,8 +255,10 @@ class Subscriber:
 
     def keep(self) -> None:
         """Keep the last fetch's tensors valid until the next call of this: fetches fill another buffer meanwhile."""
-        last, kept = (self._buffer, self._in_device, self._views), self._kept
-        (self._buffer, self._in_device, self._views), self._kept = kept, last
+        self._kept, (self._buffer, self._in_device, self._views) = (
+            (self._buffer, self._in_device, self._views),
+            self._kept,
+        )
 
     def forget(self) -> None:
         """Free what was fetched; mappings stay, for as long as a reader has one the publisher's death removes none."""
