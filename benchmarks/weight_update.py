@@ -1,15 +1,20 @@
-"""How long decoding stands still for new weights, as a multiple of a plain memory copy of them, for each engine.
+"""The time that decoding loses to new weights, as a multiple of a plain memory copy of them, for each engine.
 
     python benchmarks/weight_update.py [--vllm-python PATH] [--engines torch,vllm] [--dtype float32] [--quick]
 
 A random Qwen3-style model of 48.8 M parameters on one core; 32 requests with prompts of 24 to 40 tokens are in flight
-(`keep`). Weights are published to shared memory, as a trainer does; two sets alternate. The pause begins with the last
-token before an update and ends with the first one after it, and an ordinary decode step (the median of those around) is
-taken off: it holds fetching, verifying, loading and whatever else the engine does. Beside every update, in turn, the
-same number of bytes is copied from one warm buffer to another by one `copy_`. A ratio is the median over the updates of
-one run, with the smallest and largest beside it; the first updates are left out.
+(`keep`). Weights are published to shared memory, as a trainer does; two sets alternate. Beside every update, in turn,
+the same number of bytes is copied from one warm buffer to another by one `copy_`. A ratio is the median over the
+updates of one run, with the smallest and largest beside it; the first updates are left out.
 
-vLLM's pause is printed in parts: `fetch` out of shared memory and verify; `load` into the layers that are there;
+The torch engine is driven as its replica does it (`GeneratorService.tick`), which fetches and verifies a version in a
+thread beside the steps. `lost_over_copy` is the time of the 64 steps from the announcement of a version on, less 64
+ordinary ones (half of them before, half after), over the copy: all work of an update, wherever it is done, since there
+is one core. `pause_over_copy` is the step in which the version is applied, less an ordinary one, over the copy.
+
+vLLM's pause begins with the last token before an update and ends with the first one after it, and an ordinary decode
+step (the median of those around) is taken off: it holds fetching, verifying, loading and whatever else the engine does.
+It is printed in parts: `fetch` out of shared memory and verify; `load` into the layers that are there;
 `repack` the tied head; `modules`, the probe of every layer; `reference`, headway's own forward for the probe of a
 sequence; `sequence`, vLLM's steps that serve it (the last of them gives the first tokens, and an ordinary step is taken
 off); and `scheduler`, what is left. The probes are there because `probe_every_updates = 1`: without them (`unprobed`) a
@@ -18,9 +23,10 @@ pause is the first three parts and the scheduler's.
 Each engine runs in a process of its own, vLLM in an interpreter that has it (docs/vllm.md; `make install-vllm` makes
 .venv-vllm/bin/python, which is taken where it exists).
 
-Last line, one JSON object: `over_copy_limit` (the torch engine's pause over the copy) and for each engine, under
-`engines`, `over_copy` ([median, smallest, largest]), `pause_s`, `copy_s`, `step_s` (medians), `bytes`, and vLLM's
-`parts_s` and `unprobed_over_copy`. An engine that isn't there is null.
+Last line, one JSON object: the torch engine's `lost_over_copy` and `pause_over_copy` ([median, smallest, largest]),
+and for each engine, under `engines`, `over_copy` (of the pause), `pause_s`, `copy_s`, `step_s` (medians), `bytes`; of
+the torch engine also `fetch_s` (copied and verified beside the steps), of vLLM `parts_s` and `unprobed_over_copy`. An
+engine that isn't there is null.
 """
 
 from __future__ import annotations
@@ -35,6 +41,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +56,7 @@ from engine import CONTEXT_TOKENS, SIZES, machine, prompts_of
 from headway.generator.engines.engine import Engine
 from headway.generator.engines.select import build_engine
 from headway.generator.engines.settings import EngineSettings
-from headway.generator.engines.torch.engine import TorchEngine
+from headway.generator.service import GeneratorService
 from headway.models.configuration import DecoderConfig
 from headway.models.initialise import initialise_parameters
 from headway.models.loading import build, save_model, weights_of
@@ -61,7 +68,8 @@ from headway.weights.shared_memory import Publisher
 
 ROOT = Path(__file__).resolve().parents[1]
 IN_FLIGHT = 32
-STEPS_BETWEEN = 4  # ordinary steps before and after each update
+STEPS_BETWEEN = 4  # vLLM: ordinary steps before and after each update
+STEPS = 64  # the torch engine: from the announcement of a version on; as many ordinary ones around
 WARM_UP = 2  # updates
 PARTS = ("fetch", "load", "repack", "modules", "reference", "sequence", "scheduler")
 
@@ -99,12 +107,12 @@ class Context(WorkerContext):
 
         self.log = logging.getLogger(self.name)
 
+    def emit(self, event: Any) -> None: ...
+
 
 def watched(engine: Engine[Any]) -> Parts:
-    """The parts of an update of vLLM's; nothing for the torch engine."""
+    """The parts of an update of vLLM's."""
     parts = Parts()
-    if isinstance(engine, TorchEngine):
-        return parts
     from headway.generator.engines.vllm import worker
 
     core: Any = engine._core
@@ -168,16 +176,20 @@ def measure(engine_name: str, dtype: str, size: str, updates: int, folder: Path)
         sets.append(dict(weights_of(model)))
         if seed == 0:
             save_model(model, folder)
-    settings = EngineSettings(
-        model_path=str(folder), dtype=dtype, slots=IN_FLIGHT, max_context_tokens=CONTEXT_TOKENS, engine=engine_name
-    )
+    chosen = {"model_path": str(folder), "dtype": dtype, "slots": IN_FLIGHT, "max_context_tokens": CONTEXT_TOKENS}
+    publisher = Publisher(f"weight-update-{os.getpid()}", dtype=getattr(torch, dtype))
+    if engine_name == "torch":
+        with publisher:
+            service = GeneratorService(Context(device), **chosen)
+            return measure_replica(service, publisher, sets, updates, (engine_name, dtype, config))
+    settings = EngineSettings(**chosen, engine=engine_name)
     engine = build_engine(settings, Context(device))
     parts = watched(engine)
     pauses: list[float] = []
     copies: list[float] = []
     ordinary: list[float] = []
     seen: list[dict[str, float]] = []
-    with Publisher(f"weight-update-{os.getpid()}", dtype=getattr(torch, dtype)) as publisher:
+    with publisher:
         for number in range(updates + WARM_UP):
             published = publisher.publish(number + 1, sets[(number + 1) % 2])
             if number % 8 == 0:
@@ -197,6 +209,58 @@ def measure(engine_name: str, dtype: str, size: str, updates: int, folder: Path)
                 seen.append(_accounted(taken, pause_s - step_s, step_s))
         size_bytes = published.size_bytes
     return _summary(engine_name, dtype, config, size_bytes, pauses, copies, ordinary, seen)
+
+
+def ticks_s(service: GeneratorService, count: int, pending: Any = None) -> tuple[list[float], int]:
+    """Seconds of steps, and the index of the one in which the ``pending`` update was applied."""
+    taken, applied = list[float](), -1
+    for index in range(count):
+        started = time.perf_counter()
+        if not service.tick():
+            raise SystemExit("a replica with requests did nothing")
+        taken.append(time.perf_counter() - started)
+        if applied < 0 and isinstance(pending, Future) and pending.done():
+            applied = index
+    return taken, applied
+
+
+def measure_replica(
+    service: GeneratorService,
+    publisher: Publisher,
+    sets: list[dict[str, torch.Tensor]],
+    updates: int,
+    described: tuple[str, str, DecoderConfig],
+) -> dict[str, Any]:
+    """A replica's updates: the whole time that they cost, and their pauses."""
+    engine, half = service._engine, STEPS // 2
+    pauses, copies, ordinary, lost, fetches = ([0.0][:0] for _ in range(5))
+    for number in range(updates + WARM_UP):
+        published = publisher.publish(number + 1, sets[(number + 1) % 2])
+        engine.abort([f"{number - 1}-{index}" for index in range(IN_FLIGHT)])
+        fill(engine, number)
+        before, _ = ticks_s(service, half)
+        started = time.perf_counter()
+        pending = service.update_weights(published, "keep")
+        announced_s = time.perf_counter() - started
+        during, applied = ticks_s(service, STEPS, pending)
+        after, _ = ticks_s(service, half)
+        if not isinstance(pending, Future) or applied < 0 or pending.result().in_flight != IN_FLIGHT:
+            raise SystemExit(f"the update wasn't applied in {STEPS} steps to {IN_FLIGHT} requests")
+        copy_s, step_s = copied_s(published.size_bytes), statistics.median(before + after)
+        if number >= WARM_UP:
+            pauses.append(during[applied] - step_s)
+            copies.append(copy_s)
+            ordinary.append(step_s)
+            lost.append(announced_s + sum(during) - sum(before) - sum(after))
+            fetches.append(pending.result().fetch_s)
+    out = _summary(*described, published.size_bytes, pauses, copies, ordinary, [])
+    out["lost_over_copy"] = spread([seconds / copy for seconds, copy in zip(lost, copies, strict=True)])
+    out["fetch_s"] = round(statistics.median(fetches), 4)
+    print(
+        f"  lost in {STEPS} steps {1000 * statistics.median(lost):.1f} ms [{1000 * min(lost):.1f}, "
+        f"{1000 * max(lost):.1f}]; lost / copy {out['lost_over_copy']}; fetched beside them in {out['fetch_s']} s"
+    )
+    return out
 
 
 def _accounted(taken: dict[str, float], pause_s: float, step_s: float) -> dict[str, float]:
@@ -313,8 +377,9 @@ def main() -> None:
         else:
             engines[name] = None
             print(f"{name}: {python} has no vLLM; docs/vllm.md says how to get one that has")
-    own_engine = engines.get("torch")
-    print(json.dumps({"over_copy_limit": own_engine and own_engine["over_copy"][0], "engines": engines}))
+    ours = engines.get("torch") or {}
+    ratios = {"lost_over_copy": ours.get("lost_over_copy"), "pause_over_copy": ours.get("over_copy")}
+    print(json.dumps(ratios | {"engines": engines}))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from itertools import pairwise
 from typing import Any
 
 from headway.flow.host import CallReport
-from headway.flow.packing import Arguments, pack
 from headway.records.errors import ConfigurationError, HeadwayError, RemoteError, WorkerDied
+from headway.runtime.transport.packing import Arguments, pack
 from headway.runtime.worker_slots import WorkerSlot, typed_cause
 
 

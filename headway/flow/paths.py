@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
-from headway.flow.packing import Packed
-from headway.runtime.devices import split_node
-
-PayloadPath = Literal["shared memory", "cuda ipc", "link"]
-"""Paths of payloads: one copy within a machine, handles of memory within a GPU, frames over the connection between
-machines."""
+from headway.runtime.transport.packing import Packed
+from headway.runtime.transport.paths import Location, PayloadPath
 
 
 class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,10 +21,8 @@ class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu:0"
 
     @property
-    def gpu(self) -> str:
-        """The name of the process's GPU on its machine; empty when it has none."""
-        name = split_node(self.device)[1]
-        return name if name.startswith("cuda") else ""
+    def location(self) -> Location:
+        return Location.of(self.device, self.machine)
 
 
 class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,9 +50,3 @@ class PayloadRef(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
     segment: str = ""  # path of the shared-memory segment that holds the payload
     content: bytes | Packed | None = None  # the payload itself, if small (bytes) or for another machine; then not held
-
-
-def machine_identity() -> str:
-    """The identity of this machine for shared memory: a container with its own /dev/shm is another machine."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}:{os.stat('/dev/shm').st_dev}"

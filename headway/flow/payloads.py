@@ -7,9 +7,10 @@ from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headway.flow.packing import Packed, pack, packed_from
 from headway.flow.paths import PayloadRef, PeerAddress
 from headway.flow.segments import PayloadReleased, Segment, SegmentReader
+from headway.runtime.transport.packing import Packed, pack, packed_from
+from headway.runtime.transport.paths import choose_path
 
 INLINE_BYTES = 64 << 10  # messages up to this size always travel in a frame of the link
 _SPARE = 8  # released segments that are kept for the next payloads
@@ -34,9 +35,8 @@ class PayloadStore:
     async def hold(self, message: Any, label: str, reader: PeerAddress | None = None) -> PayloadRef:
         """Hold a message for any reader, or for ``reader`` alone. The reference itself contains the message if it is
         small, or ``reader`` shares no memory. Raises ConfigurationError for a message that can't be pickled."""
-        near = reader is None or reader.machine == self._address.machine
-        one_gpu = reader is not None and near and reader.gpu == self._address.gpu != ""
-        packed = pack(message, label, one_gpu=one_gpu)
+        path = choose_path(self._address.location, None if reader is None else reader.location)
+        near, packed = path != "link", pack(message, label, one_gpu=path == "cuda ipc")
         self._numbers += 1
         number, only = self._numbers, "" if reader is None else reader.incarnation
         content, segment = bytes(packed.written()) if packed.size_bytes <= INLINE_BYTES else None, ""
@@ -49,7 +49,6 @@ class PayloadStore:
             except asyncio.CancelledError:  # the copy can't be interrupted
                 storing.add_done_callback(lambda _: self.release(number))
                 raise
-        path = "link" if not (near and (content or segment)) else "cuda ipc" if one_gpu else "shared memory"
         if only and not segment:
             content = content or packed
         return PayloadRef(
@@ -57,7 +56,7 @@ class PayloadStore:
             incarnation=self._address.incarnation,
             machine=self._address.machine,
             id=number,
-            path=path,
+            path=path if content or segment else "link",
             reader=only,
             size_bytes=packed.size_bytes,
             segment=segment,

@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 
-from headway.flow.packing import Arguments, Packed
-from headway.flow.paths import PayloadPath, PayloadRef, PeerAddress, PeerSettings, machine_identity
+from headway.flow.paths import PayloadRef, PeerAddress, PeerSettings
 from headway.flow.payloads import PayloadStore
 from headway.flow.peer_state import PeerState
 from headway.flow.segments import WorkflowFolder
@@ -26,6 +25,8 @@ from headway.runtime.nodes.handshake import Admission, ConnectionRefused, Hello,
 from headway.runtime.nodes.listener import Listener, listen_on_first
 from headway.runtime.stalls.waits import Waits
 from headway.runtime.supervision import cancel_all
+from headway.runtime.transport.packing import Arguments, Packed
+from headway.runtime.transport.paths import PayloadPath, machine_identity
 
 FIND_S = 60.0  # time that a process may take to start or restart
 

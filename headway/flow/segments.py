@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-from headway.flow.packing import Packed, packed_from
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.runtime.framing import ALIGNMENT
 from headway.runtime.scratch import remove_unlocked
+from headway.runtime.transport.packing import Packed, packed_from
 
 SHARED_MEMORY = Path("/dev/shm")
 _FOLDER_PREFIX = "headway-flow-"

@@ -15,7 +15,6 @@ from headway.flow.channels import Channels
 from headway.flow.device_locks import DeviceLocks
 from headway.flow.group import WorkerGroup
 from headway.flow.machines import FlowMachines
-from headway.flow.packing import pack
 from headway.flow.peers import PeerNetwork
 from headway.flow.placement import shares_device
 from headway.flow.steps import StepRecorder
@@ -25,6 +24,7 @@ from headway.records.execution import ExecutionPlan, Participant
 from headway.runtime.clock import Clock
 from headway.runtime.devices import parse_device
 from headway.runtime.fork_server import TORCH_CODE
+from headway.runtime.transport.packing import pack
 from headway.runtime.worker_slots import WorkerSlot, start_all, typed_cause
 from headway.runtime.workers import Launcher, WorkerHandle, WorkerSpec
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -30,6 +32,16 @@ STREAM_INTERVAL_S = 0.08  # between deltas of running requests: a dead engine co
 FINISH_DELAY_S = 0.02  # a finished request's delta waits this long to share an event; an idle engine sends at once
 
 
+@dataclass(frozen=True)
+class _Update:
+    """An update of the weights whose fetch is under way."""
+
+    published: PublishedWeights
+    mode: UpdateMode
+    fetched: Future[None]
+    applied: Future[AppliedWeights] = field(default_factory=Future[AppliedWeights])
+
+
 class GeneratorService:
     """Serves an engine as a worker.
 
@@ -50,6 +62,8 @@ class GeneratorService:
         self._yielded_s = self._yielded_idle_s = self._idle_before_s = 0.0
         self._streamed_s = time.monotonic()
         self._ready_since_s: float | None = None
+        self._fetcher = ThreadPoolExecutor(1, "fetch")
+        self._update: _Update | None = None
 
     def submit(self, requests: bytes) -> None:
         """Queue requests (MessagePack of ``list[GenerationRequest]``)."""
@@ -59,12 +73,30 @@ class GeneratorService:
         """End requests; their last deltas follow as an event."""
         self._engine.abort(request_ids)
 
-    def update_weights(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
-        """Fetch, verify and apply a version between two decode steps. Raises WeightsCorrupt, with nothing
-        changed, or WeightsMismatch, after which the engine samples no more."""
+    def update_weights(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights | Future[AppliedWeights]:
+        """Fetch and verify a version beside the decode steps, where the engine can, and apply it between two. Raises
+        WeightsCorrupt, with nothing changed, or WeightsMismatch, after which the engine samples no more."""
+        self._finish_update()  # an earlier one, whose caller has given up
+        if self._engine.prefetches and self._engine.open_requests:
+            fetched = self._fetcher.submit(self._engine.prefetch, published)
+            self._update = _Update(published, mode, fetched)
+            return self._update.applied
         self._load()
         with self._activity.during("update"):
             return self._engine.apply(published, mode)
+
+    def _finish_update(self) -> None:
+        """Apply the version that is being fetched, once it is."""
+        update, self._update = self._update, None
+        if update is None:
+            return
+        try:
+            update.fetched.result()
+            self._load()
+            with self._activity.during("update"):
+                update.applied.set_result(self._engine.apply(update.published, update.mode))
+        except Exception as error:  # the boundary of a remote call: its failure belongs to the caller
+            update.applied.set_exception(error)
 
     def score(self, probe: Probe) -> ProbeScores:
         """Score a probe between two decode steps: see `Engine.score`."""
@@ -122,6 +154,8 @@ class GeneratorService:
     def tick(self) -> bool:
         """Run one engine step, and emit an event when due. Returns False when idle until the next call."""
         yielded = self._yielded_since_s is not None
+        if self._update is not None and (yielded or self._update.fetched.done() or not self._engine.open_requests):
+            self._finish_update()
         if self._engine.open_requests and not yielded:
             self._load()
             self._activity.enter("busy")

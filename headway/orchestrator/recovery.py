@@ -27,6 +27,8 @@ async def call_with_restart(run: RunContext, call: Callable[[], Awaitable[Result
     turned = call if run.memory is None else lambda: trainer_turn(run, call)
     for _ in range(MAX_RESTARTS):
         try:
+            if run.state.trainer_death is not None:
+                raise run.state.trainer_death
             return await turned()
         except WorkerDied as death:
             run.died(death)
@@ -76,6 +78,7 @@ async def restart_trainer(run: RunContext, version: int, *, moved: bool = False)
             if not remaining_attempts:
                 raise
         else:
+            run.state.trainer_death = None
             await run.generator.update_weights(weights)
             run.state.published_version = version
             if not moved:

@@ -11,6 +11,7 @@ from headway.control.accounting import Accounting
 from headway.control.staleness import OpenGroup, OpenGroups
 from headway.records.control import Knobs
 from headway.records.environment import PartialRollout
+from headway.records.errors import WorkerDied
 from headway.records.plan import ExecutedMove, PlannedMove
 from headway.records.rollout import FinishedGroup, Group, Rollout
 from headway.runtime.clock import Clock
@@ -86,6 +87,7 @@ class RunState:
     training: bool = False  # a batch is formed and its step not completed
     draining: bool = False  # admission is closed: the run is ending
     update: asyncio.Task[None] | None = None  # the weight update under way
+    trainer_death: WorkerDied | None = None  # noticed beside the steps: it is replaced before its next call
     applying: bool = False  # a version of the weights is being applied
     untrained_groups: int = 0  # ended untrained since a group was last accepted
     # of these, groups whose attempts all got one reward: (reward, solved) -> count

@@ -24,7 +24,14 @@ from headway.orchestrator.source_scores import kernel_scores, source_scores
 from headway.orchestrator.state import RunState
 from headway.orchestrator.trained_staleness import staleness_fields, token_staleness
 from headway.records.curriculum import CurriculumStep
-from headway.records.generation import ROUTER_COUNTERS, AppliedWeights, EngineLoad, EngineStatistics, RouterStatistics
+from headway.records.generation import (
+    ROUTER_COUNTERS,
+    AppliedWeights,
+    EngineLoad,
+    EngineStatistics,
+    PublishedWeights,
+    RouterStatistics,
+)
 from headway.records.ledger import (
     AgentStatistics,
     JudgeStatistics,
@@ -32,6 +39,7 @@ from headway.records.ledger import (
     RewardStatistics,
     StepRecord,
     TokenStatistics,
+    WeightsStatistics,
 )
 from headway.records.rollout import Ending, FinishedGroup, Group, Rollout
 from headway.records.sandbox_statistics import SandboxStatistics
@@ -61,6 +69,7 @@ class StepInterval:
     publish_s: float = 0.0
     apply_s: float = 0.0
     apply_pause_s: float = 0.0
+    weights: WeightsStatistics | None = None
     checkpoint_s: float = 0.0
     switch_s: float = 0.0
     offload_freed_bytes: int = 0
@@ -169,8 +178,19 @@ class StepMetrics:
         self._interval.publish_s += seconds
         self._span("trainer-0", "publish", seconds)
 
-    def applied(self, seconds: float, reports: Sequence[AppliedWeights]) -> None:
+    def applied(self, seconds: float, reports: Sequence[AppliedWeights], weights: PublishedWeights) -> None:
         self._interval.apply_s += seconds
+        if reports and weights.size_bytes:
+            slowest = max(reports, key=lambda report: report.fetch_s)
+            self._interval.weights = WeightsStatistics(
+                transport=weights.transport,
+                size_bytes=weights.size_bytes,
+                snapshot_s=weights.snapshot_s,
+                copy_s=weights.publish_s - weights.snapshot_s - weights.hash_s,
+                hash_s=weights.hash_s,
+                fetch_s=slowest.fetch_s - slowest.check_s,
+                check_s=slowest.check_s,
+            )
         self._interval.apply_pause_s = max([self._interval.apply_pause_s, *(r.pause_s for r in reports)])
         version = max((report.version for report in reports), default=self.applied_version)
         self._span("weights", f"apply version {version}", seconds)
@@ -238,6 +258,7 @@ class StepMetrics:
             publish_s=interval.publish_s,
             apply_s=interval.apply_s,
             apply_pause_s=interval.apply_pause_s,
+            weights=interval.weights,
             checkpoint_s=interval.checkpoint_s,
             switch_s=interval.switch_s,
             offload_freed_bytes=interval.offload_freed_bytes,

@@ -21,7 +21,7 @@ from headway.orchestrator.preflight.logprob_agreement import pictured_prompt, re
 from headway.orchestrator.recovery import accumulate, call_with_restart, train_on, trainer_turn
 from headway.orchestrator.run_device_locks import TRAINER
 from headway.orchestrator.state import RunningGroup
-from headway.records.errors import NoProgress
+from headway.records.errors import NoProgress, WorkerDied
 from headway.records.generation import ProbeScores, PublishedWeights
 from headway.records.ledger import StepRecord
 from headway.records.rollout import Batch, Ending, FinishedGroup, Sample
@@ -249,13 +249,31 @@ class TrainLoop:
         run.meter.update_waited(started - asked_s)
         scores = [] if self._compared else await call_with_restart(run, self._scores, version)
         started = run.clock.now()
-        weights = await call_with_restart(run, lambda: run.trainer.publish(version), version)
+        await call_with_restart(run, lambda: run.trainer.begin_publish(version), version)
+        weights = None  # yet: it is published beside the next step, which needs a budget that doesn't wait for it
+        if run.memory is not None or scores or run.experiment.queue.budget < run.state.knobs.steps_per_publish:
+            weights = await self._published(version)
         run.meter.published(run.clock.now() - started)
         run.state.published_version = version
-        candidate = await self._evaluations.save_candidate_if_due()
-        run.state.update = self._updates.create_task(self._apply(weights, candidate, scores), name=f"update-{version}")
+        if candidate := await self._evaluations.save_candidate_if_due():
+            weights = weights or await self._published(version)
+        update = self._publish_and_apply(version) if weights is None else self._apply(weights, candidate, scores)
+        run.state.update = self._updates.create_task(update, name=f"update-{version}")
         if run.memory is None:
             await self._applied()
+
+    async def _published(self, version: int) -> PublishedWeights:
+        return await call_with_restart(self._run, lambda: self._run.trainer.publish(version), version)
+
+    async def _publish_and_apply(self, version: int) -> None:
+        """Publish a version whose snapshot is taken, and apply it. If the trainer dies meanwhile, it is replaced before
+        its next call, and the new one publishes it."""
+        try:
+            weights = await self._run.trainer.publish(version)
+        except WorkerDied as death:
+            self._run.state.trainer_death = death
+            return
+        await self._apply(weights, candidate=False, scores=[])
 
     async def _applied(self) -> None:
         """With ``queue.budget = 0``, wait until the version just published is applied: nothing is generated before."""
@@ -282,7 +300,7 @@ class TrainLoop:
             run.state.applying = False
             run.parking.open_gate()
         run.meter.applied_version = await run.generator.applied_version()
-        run.meter.applied(run.clock.now() - started, reports)
+        run.meter.applied(run.clock.now() - started, reports, weights)
         run.state.changed.notify()
         compared = await require_agreement(run.experiment, run.generator, scores, weights.version, run.event)
         self._compared = self._compared or compared

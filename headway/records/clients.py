@@ -120,8 +120,13 @@ class Trainer(Protocol):
         skips the step, and is named in its reason. Raises StepRefused without parts."""
         ...
 
+    async def begin_publish(self, version: int) -> None:
+        """Take a snapshot of the present weights for `publish`; returns when they may change."""
+        ...
+
     async def publish(self, version: int) -> PublishedWeights:
-        """Publish the present weights under ``version``."""
+        """Publish the weights of `begin_publish` under ``version``, beside the trainer's other calls; the present ones,
+        if it wasn't called with ``version``."""
         ...
 
     async def score(self, prompt: tuple[int, ...] = (), pixels: str = "") -> ProbeScores | None:

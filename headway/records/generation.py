@@ -119,18 +119,27 @@ class PublishedWeights(msgspec.Struct, frozen=True, kw_only=True):
     """A version of the weights that subscribers can fetch: of the whole model, or of an adapter alone."""
 
     version: int
-    path: str  # file in shared memory (or on disk) that holds it
-    checksum: str  # xxh3-128 of the payload, hex
+    path: str  # file in shared memory (or on disk) that holds it, or all but its payload: see ``handle``
+    checksum: str  # root of its table of hashes (`headway/weights/checksums.py`), hex
     size_bytes: int
-    publish_s: float = 0.0  # time the publisher took
+    publish_s: float = 0.0  # time the publisher took, of which
+    snapshot_s: float = 0.0  # ... the trainer could not go on
+    hash_s: float = 0.0  # ... hashing; the rest is copying to the host, if any, beside the trainer's next step
     adapter: str = ""  # name of the adapter whose weights these are; "": the model's
+    handle: str = ""  # of the device memory that holds the payload, for processes that can map it; "": the file does
+
+    @property
+    def transport(self) -> Literal["shared memory", "cuda ipc"]:
+        """The path from the publisher to readers on its machine: see `runtime/transport/paths.py`."""
+        return "cuda ipc" if self.handle else "shared memory"
 
 
 class AppliedWeights(msgspec.Struct, frozen=True, kw_only=True):
     """A replica's report that it applied a version."""
 
     version: int
-    fetch_s: float = 0.0  # copy out of shared memory and verify, whether or not decoding continues
+    fetch_s: float = 0.0  # copy and verify, whether or not decoding continues
+    check_s: float = 0.0  # ... of it, verifying
     pause_s: float = 0.0  # time no token could be generated; fetching included where decoding waits for it
     in_flight: int = 0  # requests that crossed the update
     reprefilled_tokens: int = 0  # KV tokens recomputed because of it

@@ -48,6 +48,20 @@ class TokenStatistics(msgspec.Struct, frozen=True, kw_only=True):
     ended: dict[str, int] = {}  # ending -> response tokens of such rollouts: wasted, but for the trained ones
 
 
+class WeightsStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Section of a step: the newest version that was applied since the last step. The step's ``publish_s`` and
+    ``apply_pause_s`` are the time for which trainer and engines stood still; these parts are work, mostly beside
+    theirs."""
+
+    transport: str  # the path from the publisher on its machine: "shared memory", "cuda ipc"
+    size_bytes: int  # of the payload
+    snapshot_s: float = 0.0  # publishing: the weights couldn't change
+    copy_s: float = 0.0  # ... from the snapshot to the host, if it was in a device's memory
+    hash_s: float = 0.0  # ... the table of hashes and its root
+    fetch_s: float = 0.0  # applying, slowest replica: copying
+    check_s: float = 0.0  # ... verifying
+
+
 class LengthStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Section of a step: response lengths, tokens, of the groups that finished since the last step."""
 
@@ -272,6 +286,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     group_meta: dict[str, float] = {}  # means over finished groups of the numbers that hooks.group_meta returned
     # sections by subject
     engines: EngineLoad | None = None
+    weights: WeightsStatistics | None = None
     router: RouterStatistics | None = None  # its counters: since the step before
     tokens: TokenStatistics | None = None
     lengths: LengthStatistics | None = None

@@ -24,7 +24,9 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NoReturn
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, NoReturn, cast
 
 from headway.records.errors import ConfigurationError
 from headway.records.stalls import WorkerStatus
@@ -151,11 +153,24 @@ class CallServer:
             self._running = (method, time.monotonic())
             if method.startswith("_"):
                 raise AttributeError(f"{method} is not a public method")
-            reply = encode(Kind.RESULT, frame.call, getattr(worker, method)(*positional, **named))
+            outcome = getattr(worker, method)(*positional, **named)
+            if isinstance(outcome, Future):
+                cast("Future[Any]", outcome).add_done_callback(partial(self._reply, frame.call))
+                self._running = ("", 0.0)
+                return
+            reply = encode(Kind.RESULT, frame.call, outcome)
         except Exception as error:  # the boundary of a remote call: its failure belongs to the caller
             reply = encode_error(frame.call, error)
         self._connection.send(reply)
         self._running = ("", 0.0)
+
+    def _reply(self, call: int, outcome: Future[Any]) -> None:
+        """Answer a call that returned a future, once it is done: others run meanwhile."""
+        try:
+            reply = encode(Kind.RESULT, call, outcome.result())
+        except Exception as error:  # the boundary of a remote call: its failure belongs to the caller
+            reply = encode_error(call, error)
+        self._connection.send(reply)
 
     def _status(self) -> WorkerStatus:
         """Describe what the worker is doing. A worker with an event loop of its own has it as ``loop``; one that knows

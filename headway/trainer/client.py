@@ -125,6 +125,10 @@ class TrainerClient:
         reports: list[StepReport] = await self._all("optim_step", settings)
         return msgspec.structs.replace(reports[0], rank_compute_s=tuple(report.compute_s for report in reports))
 
+    async def begin_publish(self, version: int) -> None:
+        """See `records.clients.Trainer.begin_publish`."""
+        await self._first("begin_publish", version)
+
     async def publish(self, version: int) -> PublishedWeights:
         return await self._first("publish", version)
 

@@ -50,6 +50,7 @@ class FakeTrainer:
         self._clock = clock
         self._latency = seconds_per_sample
         self._publish_s = publish_s
+        self._begun: int | None = None  # the version that is being published
         self._checkpoint_s = checkpoint_s
         self._skip_steps = skip_steps
         self._keep_checkpoints = keep_checkpoints
@@ -136,8 +137,14 @@ class FakeTrainer:
             before_s, lost_s = lost_s, self._lost_s()
             left_s = lost_s - before_s
 
-    async def publish(self, version: int) -> PublishedWeights:
+    async def begin_publish(self, version: int) -> None:
         await self._clock.sleep(self._publish_s)
+        self._begun = version
+
+    async def publish(self, version: int) -> PublishedWeights:
+        if self._begun != version:
+            await self.begin_publish(version)
+        self._begun = None
         self.published.append(version)
         return PublishedWeights(
             version=version, path=f"fake://{version}", checksum="0" * 32, size_bytes=0, publish_s=self._publish_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from headway.records.generation import POLICY_ADAPTER, PROBE_TOKENS, Probe, Prob
 from headway.records.tokens import TokenLogprobs
 from headway.records.training import CheckpointInfo, OptimiserSettings, PartReport, StepReport
 from headway.runtime.devices import native_kernels_enabled
+from headway.runtime.transport.paths import Location, choose_path
 from headway.tokens.grammar import GRAMMAR_VERSION
 from headway.trainer.checkpoints import STATE_FILE, CheckpointState, keep_last, verify, write_folder
 from headway.trainer.learner import Learner
@@ -37,8 +39,10 @@ from headway.trainer.policy import PolicyGradient
 from headway.trainer.ranks import Ranks
 from headway.trainer.step_statistics import Progress
 from headway.trainer.token_recorder import TokenRecorder
-from headway.weights.shared_memory import Publisher
+from headway.weights.device_memory import CudaMemory
+from headway.weights.shared_memory import Publication, Publisher
 
+_READ_DEVICES = ("torch", "vllm")  # engines that map the trainer's device memory
 MODEL_FOLDER = "model"  # of a checkpoint
 ADAPTER_FOLDER = "adapter"  # in its place if an adapter is trained
 OPTIMISER_FILE = "optimizer.safetensors"
@@ -73,13 +77,41 @@ class ModelService:
         folder = experiment.run.directory
         self._offloaded = OffloadedTensors(folder if Path(folder).is_dir() else None)
         self._publisher: Publisher | None = None
+        self._finisher = ThreadPoolExecutor(1, "publish")
+        self._begun: tuple[int, Future[PublishedWeights]] | None = None  # the version of `begin_publish`
 
-    def publish(self, version: int) -> PublishedWeights:
-        """Publish the trained weights under ``version``, in the generator's dtype."""
-        if self._publisher is None:
-            self._publisher = Publisher(self._run_id, dtype=DTYPES[self.experiment.generator.dtype])
-        published = self._publisher.publish(version, self.learner.weights())
+    def begin_publish(self, version: int) -> None:
+        """Take a snapshot of the trained weights, in the generator's dtype. The rest of `publish` runs beside what this
+        process computes next."""
+        self._begun = version, self._finisher.submit(self._finish, self._begin(version))
+
+    def publish(self, version: int) -> PublishedWeights | Future[PublishedWeights]:
+        """Publish the trained weights under ``version``: those of `begin_publish`, or the present ones."""
+        if self._begun is None or self._begun[0] != version:
+            return self._finish(self._begin(version))
+        (_, publishing), self._begun = self._begun, None
+        return publishing
+
+    def _begin(self, version: int) -> Publication:
+        if self._begun is not None:  # two at a time would share their memory
+            wait([self._begun[1]])
+        publisher = self._publisher = self._publisher or self._open_publisher()
+        return publisher.begin(version, self.learner.weights())
+
+    def _finish(self, publication: Publication) -> PublishedWeights:
+        published = publication.finish()
         return msgspec.structs.replace(published, adapter="" if self.learner.lora is None else POLICY_ADAPTER)
+
+    def _open_publisher(self) -> Publisher:
+        """Open a publisher in this GPU's memory, if all replicas read that; else in shared memory."""
+        memory, generator = CudaMemory.of(self.learner.device), self.experiment.generator
+        mine, dtype = Location.of(self.experiment.trainer.devices[0]), DTYPES[generator.dtype]
+        # A server reads the host's memory. Offloaded, neither side may keep much on the device.
+        reads = generator.engine in _READ_DEVICES and self.learner.lora is None and not self.experiment.run.offload
+        paths = {choose_path(mine, Location.of(name), CudaMemory.reaches) for name in generator.devices if reads}
+        exports = memory is not None and paths == {"cuda ipc"}
+        # The newest announced version stays while the next is written.
+        return Publisher(self._run_id, 2 if exports else 3, dtype=dtype, memory=memory, exports=exports)
 
     def offload(self) -> MemoryMove:
         """Move weights, accumulated gradients and the optimiser's state off the device: from a GPU to pinned host
@@ -103,6 +135,7 @@ class ModelService:
 
     def close(self) -> None:
         """Unlink the published weights and leave the process group."""
+        self._finisher.shutdown()
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None

@@ -178,7 +178,7 @@ class MirrorService:
                 known[0].unlink(missing_ok=True)
             known = self._slots[number] = self._create(number, size)
         path, mapped = known
-        HEADER.pack_into(mapped, 0, b"", UNWRITTEN, UNWRITTEN, 0, 0)
+        HEADER.pack_into(mapped, 0, b"", UNWRITTEN, UNWRITTEN, 0, 0, 0)
         arriving = _IncomingVersion(version, memoryview(mapped), path)
         with self._changed:
             for old in [v for v, other in self._arriving.items() if other.path == path]:

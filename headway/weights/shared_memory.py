@@ -1,9 +1,14 @@
-"""Versioned weights through shared memory: one writer, any number of readers, every read verified.
+"""Versioned weights through shared memory or a device's: one writer, any number of readers, every read verified.
 
-A slot is one mapped file: a header, a manifest and a flat payload. The publisher rotates over its slots and never
-waits for a reader, so version v stays readable until v + slots is published. Readers copy first and verify after: a
-race with the copy shows up as a wrong version or checksum, never as wrong weights. Each process that has a slot mapped
-holds it (`leftovers.hold`): a slot that no process holds was left behind by a crash.
+A slot is one mapped file: a header, a manifest, the table of the checksum and a flat payload. The publisher rotates
+over its slots, so version v stays readable until v + slots is published. Readers copy first and verify after: a race
+with the copy shows up as a wrong version or checksum, never as wrong weights. Each process that has a slot mapped
+holds it (`slots.hold`): a slot that no process holds was left behind by a crash.
+
+With a `DeviceMemory` that others map, the payload stays there: the file ends with the table, and the record has the
+memory's handle. A reader copies it under a lock of the file (`slots.SlotLock`), for which the next update of that slot
+waits; the kernel ends the locks of dead processes, so that no dead reader holds up the publisher, and a dead
+publisher is known as such.
 """
 
 from __future__ import annotations
@@ -12,68 +17,26 @@ import errno
 import mmap
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 from headway.records.errors import ConfigurationError, WeightsCorrupt
 from headway.records.generation import PublishedWeights
-from headway.weights.slot_file import HEADER, MAGIC, PAGE, UNWRITTEN, default_folders, new_slot
-from headway.weights.slots import hold, slot_stem
+from headway.weights.checksums import PassSeconds, differing_block, hash_blocks, hash_lanes, root_of
+from headway.weights.device_memory import DeviceMemory, lane_sums
+from headway.weights.layout import Layout
+from headway.weights.slot_file import HEADER, MAGIC, UNWRITTEN, default_folders, new_slot, table_start
+from headway.weights.slots import SlotLock, hold, slot_stem
 
-_ALIGNMENT = 64  # bytes to which every tensor is aligned: enough for vector loads and any dtype
-_BLOCK = 1 << 18  # bytes copied, and then hashed, at a time
-_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.int64)}
-
-
-class _Entry(msgspec.Struct, frozen=True):
-    """The position of a tensor in the payload."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int  # bytes from the start of the payload
-    size: int  # bytes
-
-
-@dataclass(frozen=True)
-class _Layout:
-    manifest: bytes
-    entries: tuple[_Entry, ...]
-    payload_start: int  # bytes from the start of the file; a multiple of the page size
-    payload_size: int
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> _Layout:
-        entries: list[_Entry] = []
-        offset = 0
-        for name, tensor in tensors.items():
-            stored = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-            kind = str(stored).removeprefix("torch.")
-            if kind not in _DTYPES:
-                raise ConfigurationError(f"weights: {name} has dtype {kind}; publishable are {', '.join(_DTYPES)}")
-            size = tensor.numel() * stored.itemsize
-            entries.append(_Entry(name, kind, tuple(tensor.shape), offset, size))
-            offset += -(-size // _ALIGNMENT) * _ALIGNMENT
-        manifest = msgspec.json.encode(entries)
-        start = -(-(HEADER.size + len(manifest)) // PAGE) * PAGE
-        return cls(manifest, tuple(entries), start, max(offset, _ALIGNMENT))
-
-    @property
-    def file_size(self) -> int:
-        return self.payload_start + self.payload_size
-
-    def views(self, payload: Tensor) -> dict[str, Tensor]:
-        """Views of all tensors into a payload of bytes."""
-        return {
-            e.name: payload[e.offset : e.offset + e.size].view(_DTYPES[e.dtype]).view(e.shape) for e in self.entries
-        }
+_ALIGNMENT = 64  # bytes, of a reader's buffer: for the fastest reads
+_Read = Callable[[int, int], bytes]  # of a file: from the first byte to before the last
+_READERS_S = 5.0  # that an update waits for the readers of a slot in device memory, before it takes other memory
 
 
 class Publisher:
@@ -81,62 +44,77 @@ class Publisher:
 
     ``directory``: where the files lie; default /dev/shm, or the temporary folder where that is missing or too small.
     ``dtype``: convert floating tensors while copying (a bfloat16 generator under a float32 trainer).
+    ``memory``: the device's in which the tensors are. It takes a snapshot, so that the copy to the host runs beside the
+    device's next work; or, with ``exports``, it has the payload of all slots, and nothing is copied to the host.
     """
 
     def __init__(
-        self, run_id: str, slots: int = 3, *, directory: str | Path | None = None, dtype: torch.dtype | None = None
+        self,
+        run_id: str,
+        slots: int = 3,
+        *,
+        directory: str | Path | None = None,
+        dtype: torch.dtype | None = None,
+        memory: DeviceMemory | None = None,
+        exports: bool = False,
     ) -> None:
         if slots < 2:
             raise ConfigurationError(f"weights: slots = {slots}: at least 2, or a reader always races the writer")
         self._stem = slot_stem(run_id)
         self._slots = slots
         self._dtype = dtype
+        self._memory, self._exports = memory, exports
         self._folders = [Path(directory)] if directory is not None else default_folders()
         self._open: dict[int, _Slot] = {}
+        self._snapshot: tuple[Layout, Tensor] | None = None
         self._next = 0
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> PublishedWeights:
         """Copy ``tensors`` (any device) into the next slot. Raises ConfigurationError when no folder has the space."""
+        return self.begin(version, tensors).finish()
+
+    def begin(self, version: int, tensors: Mapping[str, Tensor]) -> Publication:
+        """Begin to publish: ``tensors`` may change as soon as this returns. The publication must be finished, in any
+        thread, before the next one begins."""
         if version < 0:
             raise ValueError(f"version = {version}: must not be negative")
         started = time.perf_counter()
-        layout = _Layout.of(tensors, self._dtype)
+        layout = Layout.of(tensors, self._dtype, "lanes" if self._exports else "xxh3")
         slot = self._slot(layout)
         slot.write_versions(UNWRITTEN, UNWRITTEN)
+        views, snapshot = slot.views, None
+        if self._memory is not None and not self._exports:
+            if self._snapshot is None or self._snapshot[0] != layout:
+                self._snapshot = layout, self._memory.allocate(layout.payload_size)
+            snapshot = self._snapshot[1]
+            views = layout.views(snapshot)
         with torch.no_grad():
-            for name, view in slot.views.items():
+            for name, view in views.items():
                 view.copy_(tensors[name])
-        checksum = _checksum(version, layout.manifest, (slot.payload,))
-        slot.write_versions(version, version)
+        beside = nullcontext() if self._memory is None else self._memory.after_present_work()
         self._next = (self._next + 1) % self._slots
-        return PublishedWeights(
-            version=version,
-            path=str(slot.path),
-            checksum=checksum,
-            size_bytes=layout.payload_size,
-            publish_s=time.perf_counter() - started,
-        )
+        return Publication(slot, version, snapshot, beside, time.perf_counter() - started)
 
-    def _slot(self, layout: _Layout) -> _Slot:
+    def _slot(self, layout: Layout) -> _Slot:
         slot = self._open.get(self._next)
-        if slot is not None and slot.layout == layout:
+        if slot is not None and slot.layout == layout and slot.wait_for_readers(_READERS_S):
             return slot
         if slot is not None:
             slot.unlink()
         self._open[self._next] = slot = self._create(layout)
         return slot
 
-    def _create(self, layout: _Layout) -> _Slot:
+    def _create(self, layout: Layout) -> _Slot:
         refused: list[str] = []
         for folder in self._folders:
             try:
-                return _Slot(folder / f"{self._stem}-{self._next}.weights", layout)
+                return _Slot(folder / f"{self._stem}-{self._next}.weights", layout, self._memory, self._exports)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.ENOENT, errno.EACCES, errno.EROFS, errno.ENOTDIR):
                     raise
                 refused.append(f"{folder}: {error.strerror}")
         raise ConfigurationError(
-            f"weights: no space to publish {layout.file_size / 1e6:.1f} MB x {self._slots} slots "
+            f"weights: no space to publish {layout.payload_size / 1e6:.1f} MB x {self._slots} slots "
             f"({'; '.join(refused)}); free or enlarge /dev/shm, or choose another directory"
         )
 
@@ -154,92 +132,207 @@ class Publisher:
 
 
 class _Slot:
-    """The mapped file that the publisher writes one version to."""
+    """The mapped file that the publisher writes one version to, and its payload in the file or in device memory."""
 
-    def __init__(self, path: Path, layout: _Layout) -> None:
-        self.path = path
-        self.layout = layout
-        self._map = new_slot(path, layout.file_size)
+    def __init__(self, path: Path, layout: Layout, memory: DeviceMemory | None, exports: bool) -> None:
+        self.path, self.layout, self.handle = path, layout, ""
+        self._lock: SlotLock | None = None
+        self._map = new_slot(path, layout.payload_start + (0 if exports else layout.payload_size))
         self.write_versions(UNWRITTEN, UNWRITTEN)
         self._map[HEADER.size : HEADER.size + len(layout.manifest)] = layout.manifest
-        self.payload = np.frombuffer(self._map, dtype=np.uint8, offset=layout.payload_start)
-        self.views = layout.views(torch.from_numpy(self.payload))
+        self.table = np.frombuffer(self._map, np.uint64, len(layout.blocks), layout.table_start)
+        if memory is not None and exports:
+            self._lock = SlotLock(path, owner=True)
+            self.payload = memory.allocate(layout.payload_size)
+            self.handle = memory.export(self.payload)
+            self.wait_for_readers(_READERS_S)  # there are none; none may come before it is written
+        else:
+            content = np.frombuffer(self._map, dtype=np.uint8, offset=layout.payload_start)
+            if memory is not None:
+                memory.pin(content)
+            self.payload = torch.from_numpy(content)
+        self.views = layout.views(self.payload)
 
     def write_versions(self, first: int, second: int) -> None:
         layout = self.layout
-        HEADER.pack_into(self._map, 0, MAGIC, first, second, len(layout.manifest), layout.payload_size)
+        sizes = len(layout.manifest), 8 * len(layout.blocks), layout.payload_size
+        HEADER.pack_into(self._map, 0, MAGIC, first, second, *sizes)
+
+    def wait_for_readers(self, patience_s: float) -> bool:
+        """Wait for the readers of device memory, and keep others out until `admit_readers`; False if one stays. Readers
+        of a file aren't waited for: they notice a race."""
+        return self._lock is None or self._lock.acquire(exclusive=True, patience_s=patience_s)
+
+    def admit_readers(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
     def unlink(self) -> None:
         self.path.unlink(missing_ok=True)
+        if self._lock is not None:
+            self._lock.close()
+
+
+@dataclass(frozen=True)
+class Publication:
+    """A version that is being published: its tensors are copied, its checksum is not made. Readers find no version in
+    the slot before `finish`; a publication that its process doesn't finish is never one."""
+
+    slot: _Slot
+    version: int
+    snapshot: Tensor | None  # of the payload, in device memory; None: it is in the slot
+    beside: AbstractContextManager[None]  # of the work that follows the snapshot
+    snapshot_s: float
+
+    def finish(self) -> PublishedWeights:
+        """Copy the snapshot, make the table and its root, and let readers in."""
+        slot, layout, started = self.slot, self.slot.layout, time.perf_counter()
+        with torch.no_grad(), self.beside:
+            if self.snapshot is not None:
+                slot.payload.copy_(self.snapshot)
+            copied = time.perf_counter()
+            if slot.handle:
+                slot.table[:] = hash_lanes(lane_sums(slot.payload), layout.blocks)
+            else:
+                slot.table[:] = hash_blocks(slot.payload.numpy(), layout.blocks)[0]
+        root = root_of(self.version, layout.manifest, slot.table)
+        slot.write_versions(self.version, self.version)
+        slot.admit_readers()
+        finished = time.perf_counter()
+        return PublishedWeights(
+            version=self.version,
+            path=str(slot.path),
+            checksum=root,
+            size_bytes=layout.payload_size,
+            publish_s=self.snapshot_s + finished - started,
+            handle=slot.handle,
+            snapshot_s=self.snapshot_s,
+            hash_s=finished - copied,
+        )
 
 
 class Subscriber:
-    """Reader of published versions, into a private buffer that it reuses, or two in turn: see ``keep``."""
+    """Reader of published versions, into a private buffer that it reuses, or two in turn: see ``keep``.
 
-    def __init__(self) -> None:
+    ``memory``: of the reader's device, from which it maps that of a publisher. Its buffer is then in that memory; the
+    buffer of a version from a file is host memory, pinned for the device.
+    """
+
+    def __init__(self, memory: DeviceMemory | None = None) -> None:
+        self._memory = memory
         self._maps: dict[str, tuple[tuple[int, int, int], mmap.mmap]] = {}
-        self._buffer = np.empty(0, dtype=np.uint8)
+        self._sources: dict[str, tuple[str, Tensor]] = {}  # of publishers' device memory: by path, its handle
+        self._buffer, self._in_device = torch.empty(0, dtype=torch.uint8), False
         self._views: tuple[bytes, dict[str, Tensor]] | None = None
-        self._kept = (self._buffer, self._views)
+        self._kept = (self._buffer, self._in_device, self._views)
+        self.spent = PassSeconds()  # of the last fetch
 
-    def fetch(self, published: PublishedWeights) -> dict[str, Tensor]:
+    def fetch(
+        self,
+        published: PublishedWeights,
+        on_progress: Callable[[str, Tensor, int], None] = lambda name, tensor, size: None,
+    ) -> dict[str, Tensor]:
         """Copy and verify the tensors of ``published``: views of a private buffer, valid until the next fetch.
+        ``on_progress(name, tensor, size)``: the first ``size`` bytes of a tensor are copied, not yet verified (see
+        `checksums.hash_blocks`); from a file alone.
 
         Raises WeightsCorrupt when the slot is gone, was overwritten before or while it was copied, or does not
         have the announced version and checksum; the remedy is to fetch a newer version.
         """
-        source = self._map(published)
-        if len(source) < HEADER.size:
-            raise WeightsCorrupt(f"{published.path}: too short for a header")
-        magic, version, _, manifest_size, payload_size = HEADER.unpack_from(source, 0)
-        if magic != MAGIC:
-            raise WeightsCorrupt(f"{published.path}: not a weights file")
-        if version != published.version:
-            raise WeightsCorrupt(_wrong_version(published, version))
-        start = -(-(HEADER.size + manifest_size) // PAGE) * PAGE
-        if payload_size != published.size_bytes or start + payload_size > len(source):
-            raise WeightsCorrupt(f"{published.path}: {payload_size} bytes where {published.size_bytes} were announced")
-        manifest = bytes(source[HEADER.size : HEADER.size + manifest_size])
-        if len(self._buffer) != payload_size:
-            self._buffer = _aligned(payload_size)
-            self._views = None
-        checksum = _checksum(version, manifest, self._copy_blocks(source, start))
-        version_after = HEADER.unpack_from(source, 0)[1]
+        with self._opened(published) as (read, size):
+            layout, table = _read_head(read, published)
+            if not published.handle and layout.payload_start + layout.payload_size > size:
+                raise WeightsCorrupt(f"{published.path}: {size} bytes, which is too short")
+            names = [entry.name for entry in layout.entries]
+            tensors = self._tensors(layout, in_device=bool(published.handle))
+            copied = self._copy(published, layout, lambda i, size: on_progress(names[i], tensors[names[i]], size))
+            version_after = HEADER.unpack(read(0, HEADER.size))[1]
         if version_after != published.version:
             raise WeightsCorrupt(_wrong_version(published, version_after) + " (overwritten while it was read)")
-        if checksum != published.checksum:
-            raise WeightsCorrupt(f"{published.path}: version {version} does not have checksum {published.checksum}")
-        if self._views is None or self._views[0] != manifest:
-            entries = tuple(msgspec.json.decode(manifest, type=list[_Entry]))
-            layout = _Layout(manifest, entries, start, payload_size)
-            self._views = (manifest, layout.views(torch.from_numpy(self._buffer)))
-        return dict(self._views[1])
+        if (damaged := differing_block(copied, table, layout.blocks)) is not None:
+            raise WeightsCorrupt(_other_checksum(published, f": {names[damaged.tensor]} differs"))
+        return dict(tensors)
 
     def keep(self) -> None:
         """Keep the last fetch's tensors valid until the next call of this: fetches fill another buffer meanwhile."""
-        (self._buffer, self._views), self._kept = self._kept, (self._buffer, self._views)
+        self._kept, (self._buffer, self._in_device, self._views) = (
+            (self._buffer, self._in_device, self._views),
+            self._kept,
+        )
 
     def forget(self) -> None:
         """Free what was fetched; mappings stay, for as long as a reader has one the publisher's death removes none."""
-        self._buffer, self._views = np.empty(0, dtype=np.uint8), None
-        self._kept = (self._buffer, self._views)
+        self._buffer, self._views = torch.empty(0, dtype=torch.uint8), None
+        self._kept = (self._buffer, self._in_device, self._views)
+        self._sources.clear()
         for _, source in self._maps.values():
             source.madvise(mmap.MADV_DONTNEED)
 
-    def _copy_blocks(self, source: mmap.mmap, start: int) -> Iterator[np.ndarray]:
-        """Fill the buffer block by block; yield each block while it is still in the core's cache."""
-        payload = np.frombuffer(source, dtype=np.uint8, count=len(self._buffer), offset=start)
-        for first in range(0, len(payload), _BLOCK):
-            block = self._buffer[first : first + _BLOCK]
-            np.copyto(block, payload[first : first + _BLOCK])
-            yield block
+    def _tensors(self, layout: Layout, *, in_device: bool) -> dict[str, Tensor]:
+        """The views of the private buffer, which is made, in device memory or the host's, unless it fits."""
+        if len(self._buffer) != layout.payload_size or self._in_device != in_device:
+            self._in_device, self._views = in_device, None
+            if in_device and self._memory is not None:
+                self._buffer = self._memory.allocate(layout.payload_size)
+            else:
+                content = _aligned(layout.payload_size)
+                if self._memory is not None:
+                    self._memory.pin(content)
+                self._buffer = torch.from_numpy(content)
+        if self._views is None or self._views[0] != layout.manifest:
+            self._views = (layout.manifest, layout.views(self._buffer))
+        return self._views[1]
+
+    def _copy(self, published: PublishedWeights, layout: Layout, on_progress: Callable[[int, int], None]) -> np.ndarray:
+        """Fill the buffer; returns its table."""
+        if not published.handle:
+            mapped = self._maps[published.path][1]
+            source = np.frombuffer(mapped, np.uint8, layout.payload_size, layout.payload_start)
+            table, self.spent = hash_blocks(self._buffer.numpy(), layout.blocks, source, on_progress)
+            return table
+        assert self._memory is not None
+        started = time.perf_counter()
+        with self._memory.after_present_work():
+            self._buffer.copy_(self._sources[published.path][1])
+        copied = time.perf_counter()
+        with self._memory.after_present_work():
+            table = hash_lanes(lane_sums(self._buffer), layout.blocks)
+        self.spent = PassSeconds(copied - started, time.perf_counter() - copied)
+        return table
+
+    @contextmanager
+    def _opened(self, published: PublishedWeights) -> Iterator[tuple[_Read, int]]:
+        """Yield the bytes of the slot's file and their count; a slot of device memory is mapped, and locked."""
+        if not published.handle:
+            mapped = self._map(published)
+            yield lambda first, last: mapped[first:last], len(mapped)
+            return
+        if self._memory is None:
+            raise WeightsCorrupt(f"{published.path}: version {published.version} is in a GPU's memory, not in the file")
+        try:
+            lock = SlotLock(published.path)
+        except OSError as error:
+            raise WeightsCorrupt(_gone(published, error)) from None
+        with lock:
+            if not lock.acquire(exclusive=False):
+                raise WeightsCorrupt(_wrong_version(published, UNWRITTEN))
+            if not lock.owner_lives():
+                raise WeightsCorrupt(
+                    f"{published.path}: version {published.version} went with its publisher's process; its successor "
+                    "publishes it again"
+                )
+            known = self._sources.get(published.path)
+            if known is None or known[0] != published.handle:
+                self._sources.pop(published.path, None)
+                self._sources[published.path] = published.handle, self._memory.map(published.handle)
+            yield lock.read, lock.size
 
     def _map(self, published: PublishedWeights) -> mmap.mmap:
         """The mapping of the slot's present file; a restarted publisher replaces the file under the same name."""
         try:
             descriptor = os.open(published.path, os.O_RDONLY)
         except OSError as error:
-            raise WeightsCorrupt(f"{published.path}: version {published.version} is gone: {error.strerror}") from None
+            raise WeightsCorrupt(_gone(published, error)) from None
         try:
             hold(descriptor)  # a reader too: should the publisher die, its last version must stay for a restart
             status = os.fstat(descriptor)
@@ -255,6 +348,25 @@ class Subscriber:
             os.close(descriptor)
 
 
+def _read_head(read: _Read, published: PublishedWeights) -> tuple[Layout, np.ndarray]:
+    """Read layout and table of a slot, which are those of the announced checksum."""
+    if len(header := read(0, HEADER.size)) < HEADER.size:
+        raise WeightsCorrupt(f"{published.path}: too short for a header")
+    magic, version, _, manifest_size, table_size, payload_size = HEADER.unpack(header)
+    if magic != MAGIC:
+        raise WeightsCorrupt(f"{published.path}: not a weights file")
+    if version != published.version:
+        raise WeightsCorrupt(_wrong_version(published, version))
+    if payload_size != published.size_bytes:
+        raise WeightsCorrupt(f"{published.path}: {payload_size} bytes where {published.size_bytes} were announced")
+    manifest = read(HEADER.size, HEADER.size + manifest_size)
+    first = table_start(manifest_size)
+    table = np.frombuffer(read(first, first + table_size // 8 * 8), np.uint64)
+    if root_of(version, manifest, table) != published.checksum:
+        raise WeightsCorrupt(_other_checksum(published, ""))
+    return Layout.read(manifest, payload_size), table
+
+
 def _aligned(size: int) -> np.ndarray:
     """A buffer of ``size`` bytes aligned like the slots, for the fastest reads."""
     memory = np.empty(size + _ALIGNMENT, dtype=np.uint8)
@@ -262,14 +374,12 @@ def _aligned(size: int) -> np.ndarray:
     return memory[first : first + size]
 
 
-def _checksum(version: int, manifest: bytes, payload: Iterable[np.ndarray]) -> str:
-    """Checksum of a version, its manifest and its payload, which comes in blocks."""
+def _gone(published: PublishedWeights, error: OSError) -> str:
+    return f"{published.path}: version {published.version} is gone: {error.strerror}"
 
-    state = xxhash.xxh3_128(version.to_bytes(8, "little"))
-    state.update(manifest)
-    for block in payload:
-        state.update(block.data)
-    return state.hexdigest()
+
+def _other_checksum(published: PublishedWeights, detail: str) -> str:
+    return f"{published.path}: version {published.version} does not have checksum {published.checksum}{detail}"
 
 
 def _wrong_version(published: PublishedWeights, actual: int) -> str:

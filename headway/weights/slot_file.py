@@ -10,8 +10,8 @@ from pathlib import Path
 
 from headway.weights.slots import SHARED_MEMORY, hold
 
-MAGIC = b"HEADWAY1"
-HEADER = struct.Struct("<8sqqQQ")  # magic, version, version again, manifest bytes, payload bytes
+MAGIC = b"HEADWAY2"
+HEADER = struct.Struct("<8sqqQQQ")  # magic, version, version again; bytes of manifest, table and payload
 UNWRITTEN = -1  # version of a slot that is being written
 PAGE = 4096  # bytes to which the payload is aligned in the file
 
@@ -20,8 +20,13 @@ def version_in(slot: bytes | bytearray | memoryview) -> int:
     """The version that a slot holds; `UNWRITTEN` for one that is being written or is no slot."""
     if len(slot) < HEADER.size:
         return UNWRITTEN
-    magic, version, again, _, _ = HEADER.unpack_from(slot)
+    magic, version, again, *_ = HEADER.unpack_from(slot)
     return version if magic == MAGIC and version == again else UNWRITTEN
+
+
+def table_start(manifest_size: int) -> int:
+    """The first byte of the checksum's table, behind the header and a manifest of this size."""
+    return -(-(HEADER.size + manifest_size) // 8) * 8
 
 
 def new_file(path: Path) -> int:

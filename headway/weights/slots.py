@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import re
+import struct
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +16,9 @@ from pathlib import Path
 from headway.runtime.scratch import ScratchFolder, remove_unlocked
 
 SHARED_MEMORY = Path("/dev/shm")
+_LOCK = struct.Struct("hhqqi0q")  # struct flock: kind, origin of the offset, offset, count, process
+_OWNER, _READERS = 0, 1  # bytes of a slot's file that are locked: as long as its owner lives, while it is copied
+_POLL_S = 0.001
 _EXCHANGE = ".exchange"  # suffix of folders from which a server reads weights
 
 
@@ -56,3 +62,60 @@ def exchange_folder(directory: str | Path) -> Iterator[Path]:
 def hold(descriptor: int) -> None:
     """Mark an open slot as used by this process, until it is closed and unmapped. A mapping has its own descriptor."""
     fcntl.flock(descriptor, fcntl.LOCK_SH)
+
+
+class SlotLock:
+    """The locks of a slot in device memory, on its file: the owner's, and those of readers against updates.
+
+    The kernel ends them with the process, or the description, that has them (``F_OFD_SETLK``). They are independent of
+    ``hold``.
+    """
+
+    def __init__(self, path: str | Path, *, owner: bool = False) -> None:
+        """Open the slot's file, as its ``owner`` or a reader. Raises OSError."""
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        if owner:
+            self._set(_OWNER, fcntl.F_WRLCK)
+
+    def acquire(self, *, exclusive: bool, patience_s: float = 0.0) -> bool:
+        """Lock the slot for an update (``exclusive``) or against updates; False when others have it for longer."""
+        until_s = time.monotonic() + patience_s
+        while True:
+            try:
+                self._set(_READERS, fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK)
+            except BlockingIOError:
+                if time.monotonic() >= until_s:
+                    return False
+                time.sleep(_POLL_S)
+            else:
+                return True
+
+    def release(self) -> None:
+        """Undo ``acquire``."""
+        self._set(_READERS, fcntl.F_UNLCK)
+
+    def owner_lives(self) -> bool:
+        """Whether the process that made the slot lives, and still has it."""
+        asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _OWNER, 1, 0)
+        return _LOCK.unpack(fcntl.fcntl(self._descriptor, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK
+
+    def read(self, first: int, last: int) -> bytes:
+        """Read bytes of the file."""
+        return os.pread(self._descriptor, last - first, first)
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self._descriptor).st_size
+
+    def close(self) -> None:
+        """End the locks."""
+        os.close(self._descriptor)
+
+    def __enter__(self) -> SlotLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _set(self, byte: int, kind: int) -> None:
+        fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _LOCK.pack(kind, os.SEEK_SET, byte, 1, 0))

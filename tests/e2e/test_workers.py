@@ -72,6 +72,23 @@ def test_calls_run_in_order_on_the_main_thread_two_hundred_at_once():
     run(main)
 
 
+@BOTH_STARTS
+def test_a_call_that_returns_a_future_is_answered_once_that_is_done(preload: tuple[str, ...]):
+    async def main() -> None:
+        deferring = spec("Deferring", preload=preload)
+        async with running(deferring) as worker:
+            later = asyncio.create_task(worker.call("wait_for_release"))
+            assert await worker.call("release", "now") == "released"
+            assert await later == "now"
+        async with running(deferring) as worker:
+            later = asyncio.create_task(worker.call("wait_for_release"))
+            await worker.call("fail")
+            with pytest.raises(RemoteError, match="CheckpointCorrupt: later"):
+                await later
+
+    run(main)
+
+
 def test_fifty_megabytes_there_and_back():
     async def main() -> None:
         async with running() as worker:

@@ -100,7 +100,7 @@ def test_weight_update_in_short() -> None:
     result = json.loads(done.stdout.splitlines()[-1])
     found = result["engines"]["torch"]
     median, least, most = found["over_copy"]
-    assert result["over_copy_limit"] == median
+    assert result["pause_over_copy"][0] == median
     assert least <= median <= most
     assert (found["updates"], found["bytes"] // 4) == (3, 2_361_728)
     assert found["copy_s"] > 0

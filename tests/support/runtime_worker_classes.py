@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +196,20 @@ class ElsewhereFiles(FilesService):
 
     def digests(self, folder: str, deep: bool = False) -> dict[str, str] | None:
         return super().digests(os.environ["HEADWAY_TEST_ELSEWHERE"], deep)
+
+
+class Deferring:
+    """Answers a call later than the next one."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._later: Future[str] = Future()
+
+    def wait_for_release(self) -> Future[str]:
+        return self._later
+
+    def release(self, message: str) -> str:
+        self._later.set_result(message)
+        return "released"
+
+    def fail(self) -> None:
+        self._later.set_exception(CheckpointCorrupt("later"))

@@ -57,6 +57,7 @@ class Engine(ABC, Generic[Entry]):
 
     memory: Memory | None = None  # None: it can't be offloaded
     sees = False  # requests may have pictures
+    prefetches = False  # `prefetch` does something
 
     def __init__(
         self,
@@ -96,6 +97,11 @@ class Engine(ABC, Generic[Entry]):
     def apply(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
         """Fetch, verify and apply a version between two steps (DESIGN rule 4). Raises WeightsCorrupt, with nothing
         changed, or WeightsMismatch, after which the engine samples no more."""
+
+    def prefetch(self, published: PublishedWeights) -> None:
+        """Fetch and verify a version beside the steps, in another thread, so that the pause of `apply`, which must
+        follow, is shorter. Raises WeightsCorrupt, with nothing changed."""
+        return
 
     @abstractmethod
     def score(self, probe: Probe) -> ProbeScores:

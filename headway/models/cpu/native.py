@@ -54,7 +54,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "sample_kept": (*(_Tensor,) * 4, *(_INT,) * 2, _Tensor, _INT, *(_Tensor,) * 7),
 }
 _FLOAT32_SIGNATURES: dict[str, tuple[type, ...]] = {
-    "pack": (*(_Tensor,) * 2, *(_INT,) * 2),
+    "pack": (*(_POINTER,) * 2, *(_INT,) * 2),
     "linear": (*(_Tensor,) * 5, *(_INT,) * 3),
     "decode": (_Tensor, _POINTER, _INT, *(_Tensor,) * 4, _INT, *(_POINTER,) * 2, *(_INT,) * 2),
     "rms_norm_backward": (*(_Tensor,) * 6, *(_INT,) * 2),
@@ -110,23 +110,52 @@ class Kernels:
             self._functions[name] = ctypes.CFUNCTYPE(None, *types)(pointer)
         self.panel_columns = int(library.panel_columns())
         self._panels: dict[int, tuple[Tensor, Tensor]] = {}  # id of a weight -> the weight and its panels
+        self._staged: dict[int, tuple[Tensor, int]] = {}  # id of a weight -> panels of its next value, rows in them
+        self._spare: dict[int, Tensor] = {}  # id of a weight -> panels that staged ones have replaced
 
-    def pack(self, weights: Iterable[Tensor]) -> None:
+    def pack(self, weights: Iterable[Tensor], *, staged: bool = False) -> None:
         """Keep copies of these matrices [columns, depth], and of no others, in the order in which `linear` reads them.
-        It must be called again when a value changes. No-op for bfloat16, whose products are torch's."""
+        It must be called again when a value changes. ``staged``: to the values that `stage` was called with, if it was.
+        No-op for bfloat16, whose products are torch's."""
         if self.dtype != torch.float32:
             return
         previous, self._panels = self._panels, {}
+        ready, self._staged = self._staged if staged else {}, {}
+        spare, self._spare = self._spare, {}
         for weight in weights:
-            known, panels = previous.get(id(weight), (None, None))
-            self._panels[id(weight)] = weight, self.packed(weight, panels if known is weight else None)
+            key = id(weight)
+            known, panels = previous.get(key, (None, None))
+            panels = panels if known is weight else None
+            next_panels, rows = ready.get(key, (None, 0))
+            if next_panels is not None and panels is not None and rows == len(weight):
+                self._panels[key], self._spare[key] = (weight, next_panels), panels
+            else:
+                self._panels[key] = weight, self.packed(weight, panels)
+                if key in spare:
+                    self._spare[key] = spare[key]
+
+    def stage(self, weight: Tensor, content: Tensor, rows: int) -> None:
+        """Pack the first ``rows`` of the next value of a matrix that the last `pack` included, into other memory; more
+        rows at each call, in another thread if need be. No-op for one that it didn't include, and for another dtype."""
+        if not self.packs(weight) or content.dtype != weight.dtype:
+            return
+        key, (whole, depth) = id(weight), weight.shape
+        panels, done = self._staged.get(key) or (self._spare.pop(key, None), 0)
+        panels = torch.empty_like(self._panels[key][1]) if panels is None else panels
+        first = 0 if rows <= done else done  # a fetch begins again
+        last = rows if rows == whole else rows // self.panel_columns * self.panel_columns
+        if last > first:
+            begin = first * depth * weight.element_size()  # in both: panels are whole
+            self._functions["pack"](content.data_ptr() + begin, panels.data_ptr() + begin, last - first, depth)
+        self._staged[key] = panels, last
 
     def packed(self, weight: Tensor, panels: Tensor | None = None) -> Tensor:
         """The panels of a float32 matrix [columns, depth], written into ``panels`` if given."""
         columns, depth = weight.shape
         if panels is None:
             panels = weight.new_empty(-(-columns // self.panel_columns), depth, self.panel_columns)
-        self._functions["pack"](weight.detach().contiguous(), panels, columns, depth)
+        weight = weight.detach().contiguous()
+        self._functions["pack"](weight.data_ptr(), panels.data_ptr(), columns, depth)
         return panels
 
     def packs(self, weight: Tensor) -> bool:

@@ -4,6 +4,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <utility>
+#ifdef __AVX__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -26,6 +29,14 @@ typedef float loose_vw __attribute__((vector_size(4 * LANES), aligned(4)));
 
 inline vw load_vw(const float* p) { return *reinterpret_cast<const loose_vw*>(p); }
 inline void store_vw(float* p, vw x) { *reinterpret_cast<loose_vw*>(p) = x; }
+// Stores an aligned vector past the caches, whose lines needn't be read then.
+#if defined(__AVX512F__)
+inline void stream_vw(float* p, vw x) { _mm512_stream_ps(p, reinterpret_cast<__m512&>(x)); }
+#elif defined(__AVX__)
+inline void stream_vw(float* p, vw x) { _mm256_stream_ps(p, reinterpret_cast<__m256&>(x)); }
+#else
+inline void stream_vw(float* p, vw x) { store_vw(p, x); }
+#endif
 
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)
@@ -57,12 +68,15 @@ void pack(const float* weight, float* panels, int64_t columns, int64_t depth) {
                 for (int j = 0; j < LANES; ++j) rows[j] = load_vw(weight + (half + j) * depth + i);
                 transpose<LANES / 2>(rows);
 #pragma GCC unroll 16
-                for (int j = 0; j < LANES; ++j) store_vw(panels + j * PANEL + half, rows[j]);
+                for (int j = 0; j < LANES; ++j) stream_vw(panels + j * PANEL + half, rows[j]);
             }
 #endif
         for (; i < depth; ++i, panels += PANEL)
             for (int64_t j = 0; j < PANEL; ++j) panels[j] = j < there ? weight[j * depth + i] : 0.0f;
     }
+#ifdef __AVX__
+    _mm_sfence();  // streamed stores are in order with later ones only behind it
+#endif
 }
 
 // sums = R rows times `depth` of one panel, added to what is there where `more`.

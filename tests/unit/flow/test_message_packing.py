@@ -12,9 +12,9 @@ from flow_peer import digest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.flow.packing import Arguments, pack, packed_from
 from headway.records.errors import ConfigurationError
 from headway.runtime.framing import ALIGNMENT, Frame, FrameReader, Kind, encode
+from headway.runtime.transport.packing import Arguments, pack, packed_from
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),

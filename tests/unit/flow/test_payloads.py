@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.flow.packing import Packed, pack
 from headway.flow.paths import PeerAddress
 from headway.flow.payloads import PayloadStore
 from headway.flow.segments import PayloadReleased, Segment, WorkflowFolder
 from headway.records.errors import ConfigurationError
+from headway.runtime.transport.packing import Packed, pack
 
 ADDRESS = PeerAddress(name="a", incarnation="1", machine="here", unix="")
 MESSAGE = np.arange(1 << 18)

@@ -429,7 +429,7 @@ def test_a_replica_reports_all_of_its_pause(tmp_path, monkeypatch):
                 happened.append("end")
 
         monkeypatch.setattr(engine, "paused", watched)
-        monkeypatch.setattr(engine._subscriber, "fetch", lambda one: (happened.append("fetch"), fetch(one))[1])
+        monkeypatch.setattr(engine._subscriber, "fetch", lambda *of: (happened.append("fetch"), fetch(*of))[1])
         applied = service.update_weights(published, "keep")
         assert happened == ["pause", "fetch", "end", "pause", "end"]  # fetching, then applying
         assert 0 < applied.fetch_s < applied.pause_s
@@ -462,7 +462,7 @@ def test_fetched_weights_are_the_models_own_until_the_next_are_whole(tmp_path):
             service.update_weights(publisher.publish(version, sets[version]), "keep")
             assert computes_with(version)
             tokens.append(sampled(f"r{version}"))
-        buffers = {engine._subscriber._buffer.ctypes.data, engine._subscriber._kept[0].ctypes.data}
+        buffers = {engine._subscriber._buffer.data_ptr(), engine._subscriber._kept[0].data_ptr()}
         inside = [one.data_ptr() for one in weights_of(engine._model).values()]
         size = len(engine._subscriber._buffer)
         assert all(any(start <= address < start + size for start in buffers) for address in inside)

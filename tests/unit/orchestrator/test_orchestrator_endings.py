@@ -240,6 +240,73 @@ def test_a_trainer_that_dies_is_replaced_wherever_it_was(method):
         assert "trainer_restored" in names(outcome)
 
 
+def test_steps_go_on_while_a_version_is_published():
+    """Only its snapshot holds them up, where the budget lets them be formed."""
+    events: list[str] = []
+
+    def spoil(trainer: FakeTrainer) -> None:
+        step, publish = trainer.train_step, trainer.publish
+
+        async def stepping(batch: Any) -> Any:
+            events.append(f"step {trainer.version}")
+            return await step(batch)
+
+        async def publishing(version: int) -> Any:
+            events.append(f"publishing {version}")
+            await trainer._clock.sleep(3.0)
+            weights = await publish(version)
+            events.append(f"published {version}")
+            return weights
+
+        trainer.train_step, trainer.publish = stepping, publishing  # type: ignore[method-assign]
+
+    def beside(**queue: Any) -> int:
+        events.clear()
+        outcome = run_of(queue, spoil=spoil)
+        assert len(outcome.trained_groups) == 16
+        return sum(
+            events[index].startswith("publishing") and following.startswith("step")
+            for index, following in enumerate(events[1:])
+        )
+
+    assert beside(budget=2) > 0
+    assert beside(budget=0) == 0
+
+
+@pytest.mark.parametrize("budget", [0, 2])
+def test_a_trainer_that_dies_while_it_publishes_loses_no_version(budget: int):
+    """It dies at every publication that it began, beside the steps too; each version that was due is applied."""
+    died: list[int] = []
+
+    def spoil(trainer: FakeTrainer) -> None:
+        publish, step = trainer.publish, trainer.train_step
+
+        async def stepping(batch: Any) -> Any:
+            lives = len(died)
+            report = await step(batch)
+            if len(died) > lives:  # meanwhile
+                trainer.version = -1
+                raise WorkerDied("trainer-0", "killed while it publishes")
+            return report
+
+        async def publishing(version: int) -> Any:
+            if version and version not in died and trainer._begun == version:
+                await trainer._clock.sleep(0.01)
+                died.append(version)
+                trainer.version, trainer._begun = -1, None
+                raise WorkerDied("trainer-0", "killed while it publishes")
+            return await publish(version)
+
+        trainer.train_step, trainer.publish = stepping, publishing  # type: ignore[method-assign]
+
+    outcome = run_of({"budget": budget}, spoil=spoil)
+    assert outcome.event("accounting").data["balanced"] == 1
+    assert len(outcome.trained_groups) == 16
+    assert len(died) >= 7
+    assert names(outcome).count("worker_died") == names(outcome).count("trainer_restored") == len(died)
+    assert set(died) <= set(outcome.trainer.published)
+
+
 def test_the_last_version_is_published_before_it_is_judged():
     outcome = run_of(weights={"steps_per_publish": 3}, after=True)
     assert outcome.trainer.published[-1] == 8

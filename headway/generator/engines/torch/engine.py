@@ -229,8 +229,11 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
 
     # --- weights --------------------------------------------------------------------------------------------
 
-    def _weights_changed(self) -> None:
-        self._runner.weights_changed()
+    def _stage(self, name: str, tensor: Tensor, size: int) -> None:
+        self._runner.stage(name, tensor, size)
+
+    def _weights_changed(self, *, staged: bool = False) -> None:
+        self._runner.weights_changed(staged=staged)
         self._close_holes()
         self._updates += 1
         self._model_update = self._updates

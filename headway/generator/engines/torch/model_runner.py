@@ -81,6 +81,7 @@ class ModelRunner:
         for layer in self._layers:
             layer.fixed_shapes = fixed_shapes
             layer.routed = [] if keep_experts and layer.kind.sparse else None
+        self._parameters = dict(model.named_parameters())
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         with torch.inference_mode():
@@ -108,13 +109,21 @@ class ModelRunner:
             pair.a.data, pair.b.data = (matrix.data.to(self.device, self.dtype) for matrix in (pair.a, pair.b))
         self.adapters.register(name, lora, version, update, self._native_decode)
 
-    def weights_changed(self) -> None:
-        """Repack the kernels' copies of the weights; call this after every change of the model's weights."""
+    def stage(self, name: str, content: Tensor, size: int) -> None:
+        """Prepare the kernels' copy of the next value of a weight, of which ``size`` bytes are there, beside the
+        steps."""
+        if self._kernels is not None and (weight := self._parameters.get(name)) is not None and content.ndim == 2:
+            self._kernels.stage(weight, content, size // content[0].nbytes)
+
+    def weights_changed(self, *, staged: bool = False) -> None:
+        """Repack the kernels' copies of the weights; call this after every change of the model's weights. ``staged``:
+        to what `stage` was called with."""
         model, kernels = self.model, self._kernels
         if kernels is None:
             return
         looked_up = model.embedding_weight if model.head_weight is not None else None
-        kernels.pack(weight for weight in model.parameters() if weight.ndim == 2 and weight is not looked_up)
+        matrices = (weight for weight in model.parameters() if weight.ndim == 2 and weight is not looked_up)
+        kernels.pack(matrices, staged=staged)
         if self._attention_kernels is not None and can_decode(model, kernels):
             self._native_decode = NativeDecode(model, self.cache, kernels)
 

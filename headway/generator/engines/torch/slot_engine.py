@@ -30,6 +30,7 @@ from headway.records.generation import (
 )
 from headway.records.tokens import TokenRows
 from headway.tokens.tokenizer import Tokenizer
+from headway.weights.device_memory import CudaMemory
 from headway.weights.shared_memory import Subscriber
 
 Adapters = TypeVar("Adapters", bound=Revisions[Any])
@@ -53,6 +54,7 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
     ``adapters``: they change only by ``apply``, ``update_weights`` and ``update_adapter``."""
 
     adapters: Adapters
+    prefetches = True
 
     def __init__(
         self,
@@ -86,7 +88,8 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         self._table = SlotTable(slots, self.context_tokens, self._vocabulary)
         self._rows = 0  # the running requests are among rows 0 .. _rows-1
         self._model_version, self._model_update = version, 0  # of the model without an adapter
-        self._subscriber = Subscriber()
+        self._subscriber = Subscriber(CudaMemory.of(next(model.parameters()).device))
+        self._prefetched: tuple[PublishedWeights, dict[str, Tensor], float] | None = None  # with the seconds it took
 
     @abstractmethod
     def _release_row(self, request: EngineRequest) -> None:
@@ -105,8 +108,12 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         """Compute all tokens of these requests again with the present weights, at the latest in the next step.
         Returns the count of tokens."""
 
-    def _weights_changed(self) -> None:
-        """Note that the model's weights have changed."""
+    def _stage(self, name: str, tensor: Tensor, size: int) -> None:
+        """Prepare, beside the steps, for ``tensor`` as the next value of a weight: its first ``size`` bytes are there,
+        and aren't verified yet."""
+
+    def _weights_changed(self, *, staged: bool = False) -> None:
+        """Note that the model's weights have changed; ``staged``: to what `_stage` was called with."""
 
     def _rows_of(self, entry: EngineRequest) -> dict[str, TokenRows]:
         """Return the rows of experts that the request's caller lacks."""
@@ -206,17 +213,26 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
 
     # --- weights --------------------------------------------------------------------------------------------
 
+    def prefetch(self, published: PublishedWeights) -> None:
+        """See `Engine.prefetch`."""
+        started = self._now()
+        tensors = self._subscriber.fetch(published, *([] if published.adapter else [self._stage]))
+        self._prefetched = published, tensors, self._now() - started
+
     def apply(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
         """See `Engine.apply`; `update_weights` explains the modes."""
-        started = self._now()
-        with self.paused():  # ticks and calls share a thread: fetching pauses decoding too
-            tensors = self._subscriber.fetch(published)
-        fetch_s = self._now() - started
+        before_s = self._paused_s
+        if self._prefetched is None or self._prefetched[0] != published:
+            with self.paused():
+                self.prefetch(published)
+        assert self._prefetched is not None
+        (_, tensors, fetch_s), self._prefetched = self._prefetched, None
         if published.adapter:
             applied = self.update_adapter(published.adapter, tensors, published.version, mode)
-        else:
-            applied = self.update_weights(tensors, published.version, mode, adopt=True)
-        return msgspec.structs.replace(applied, fetch_s=fetch_s, pause_s=applied.pause_s + fetch_s)
+        else:  # a GPU's weights stay where they are
+            applied = self.update_weights(tensors, published.version, mode, adopt=not published.handle)
+        times = {"fetch_s": fetch_s, "check_s": self._subscriber.spent.hash_s, "pause_s": self._paused_s - before_s}
+        return msgspec.structs.replace(applied, **times)
 
     def update_weights(
         self, tensors: Mapping[str, Tensor], version: int, mode: UpdateMode, *, adopt: bool = False
@@ -238,7 +254,7 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
                 copy_weights(self._model, tensors)
             elif adopt_weights(self._model, tensors):
                 self._subscriber.keep()
-            self._weights_changed()
+            self._weights_changed(staged=adopt)
             self._emit_ready()  # tokens so far are the old version's
             self._model_version = version
             in_flight, recomputed = self._cross_update("", mode)

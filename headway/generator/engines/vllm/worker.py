@@ -35,6 +35,7 @@ from headway.generator.engines.vllm.reference import PublishedModel
 from headway.records.errors import WeightsCorrupt
 from headway.records.generation import PublishedWeights
 from headway.runtime.child import die_with_parent
+from headway.weights.device_memory import CudaMemory
 from headway.weights.shared_memory import Subscriber
 
 # --- weights ----------------------------------------------------------------------------------------------
@@ -57,7 +58,10 @@ class PublishedInfo(WeightTransferUpdateInfo):
     checksum: str
     size_bytes: int
     publish_s: float = 0.0
+    snapshot_s: float = 0.0
+    hash_s: float = 0.0
     adapter: str = ""
+    handle: str = ""
 
 
 class SharedMemoryTransfer(WeightTransferEngine[ModelChoice, PublishedInfo]):
@@ -72,7 +76,7 @@ class SharedMemoryTransfer(WeightTransferEngine[ModelChoice, PublishedInfo]):
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._subscriber, self._path = Subscriber(), vllm_config.model_config.model
+        self._subscriber, self._path = Subscriber(CudaMemory.of(device)), vllm_config.model_config.model
         self._plain = copy.copy(vllm_config)
         self._plain.compilation_config = copy.copy(vllm_config.compilation_config)
         self._plain.compilation_config.mode = CompilationMode.NONE

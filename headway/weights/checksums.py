@@ -1,0 +1,133 @@
+"""The checksum of weights: a table of hashes, one for each tensor and block of 16 MiB, and a root over it. Torch-free.
+
+Rows are made by threads, ranks, readers and devices apart, in any order, each from its block alone; only the root
+orders them. Slots, mirrors of them and files of weights have the same table, which names the hash of its rows:
+
+- ``xxh3``, on hosts: XXH3 of the block's bytes, 64 bits.
+- ``lanes``, in device memory, where blocks of a GPU make it in parallel (`device_memory.lane_sums`): the block is
+  padded with zeros to lanes of 64 KiB, a lane to 16,384 little-endian int32 words w_j. Its sum is
+  sum of w_j K_j (mod 2^64), K_j = SplitMix64(j) | 1; the row is XXH3 of its lanes' sums (uint64, little-endian), seeded
+  with the count of its bytes. K_j is odd and w_j less than 2^32, so that no change of one word leaves a sum alone.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, NamedTuple
+
+import numpy as np
+import xxhash
+
+Algorithm = Literal["xxh3", "lanes"]
+BLOCK_BYTES = 16 << 20
+LANE_BYTES = 64 << 10
+_PIECE_BYTES = 512 << 10  # copied, and then hashed while it is in the core's cache
+_THREAD_BYTES = 4 << 20  # less isn't worth a thread
+_MOST_THREADS = 4  # they reach the bandwidth of a machine's memory
+
+
+class Block(NamedTuple):
+    """A row of the table: at most 16 MiB of one tensor."""
+
+    row: int
+    tensor: int  # index of the tensor
+    first: int  # byte of the payload
+    last: int  # the byte after the block
+
+
+class PassSeconds(NamedTuple):
+    """Seconds of a pass over the payload, of its copying and its hashing; those of threads are averaged."""
+
+    copy_s: float = 0.0
+    hash_s: float = 0.0
+
+
+def blocks_of(extents: Iterable[tuple[int, int]]) -> list[Block]:
+    """Divide tensors at these offsets, of these sizes in bytes, into the table's blocks; an empty tensor has none."""
+    blocks = list[Block]()
+    for tensor, (offset, size) in enumerate(extents):
+        for first in range(offset, offset + size, BLOCK_BYTES):
+            blocks.append(Block(len(blocks), tensor, first, min(first + BLOCK_BYTES, offset + size)))
+    return blocks
+
+
+def hash_blocks(
+    payload: np.ndarray,
+    blocks: Sequence[Block],
+    source: np.ndarray | None = None,
+    on_progress: Callable[[int, int], None] = lambda tensor, size: None,
+) -> tuple[np.ndarray, PassSeconds]:
+    """Make the table of ``payload`` ([bytes] uint8) in threads; with ``source``, copy that into it in the same pass.
+    ``on_progress(tensor, size)``: the first ``size`` bytes of a tensor are complete. It is called after every piece,
+    while that is in the core's cache; with several threads, by one of them when the tensor is."""
+    table, spent, counting = np.zeros(len(blocks), np.uint64), list[PassSeconds](), threading.Lock()
+    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), payload.nbytes // _THREAD_BYTES)
+    remaining = Counter(block.tensor for block in blocks)  # blocks
+    starts = {block.tensor: block.first for block in reversed(blocks)}
+    ends = {block.tensor: block.last for block in blocks}
+
+    def hash_block(block: Block) -> None:
+        state, copy_s, hash_s = xxhash.xxh3_64(), 0.0, 0.0
+        for first in range(block.first, block.last, _PIECE_BYTES):
+            last, started = min(first + _PIECE_BYTES, block.last), time.perf_counter()
+            if source is not None:
+                np.copyto(payload[first:last], source[first:last])
+            copied = time.perf_counter()
+            state.update(payload[first:last].data)
+            copy_s, hash_s = copy_s + copied - started, hash_s + time.perf_counter() - copied
+            if threads <= 1:
+                on_progress(block.tensor, last - starts[block.tensor])
+        if threads > 1:
+            with counting:
+                remaining[block.tensor] -= 1
+                whole = not remaining[block.tensor]
+            if whole:
+                on_progress(block.tensor, ends[block.tensor] - starts[block.tensor])
+        table[block.row] = state.intdigest()
+        spent.append(PassSeconds(copy_s, hash_s))
+
+    if threads > 1:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(hash_block, blocks))
+    else:
+        for block in blocks:
+            hash_block(block)
+    shared = max(threads, 1)
+    return table, PassSeconds(sum(part.copy_s for part in spent) / shared, sum(part.hash_s for part in spent) / shared)
+
+
+def hash_lanes(sums: np.ndarray, blocks: Sequence[Block]) -> np.ndarray:
+    """Make the table from the sums of the payload's lanes ([lanes] uint64); blocks begin with a lane."""
+    table = np.zeros(len(blocks), np.uint64)
+    for block in blocks:
+        lanes = sums[block.first // LANE_BYTES : -(-block.last // LANE_BYTES)]
+        table[block.row] = xxhash.xxh3_64_intdigest(lanes.tobytes(), seed=block.last - block.first)
+    return table
+
+
+def lane_keys() -> np.ndarray:
+    """The odd numbers K_j by which the words of a lane are multiplied, uint64."""
+    mixed = np.arange(1, LANE_BYTES // 4 + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
+
+
+def root_of(version: int, manifest: bytes, table: np.ndarray) -> str:
+    """The checksum of a version: XXH3, 128 bits, of its number, its manifest (names, shapes, the rows' hash) and its
+    table, in hexadecimal."""
+    state = xxhash.xxh3_128(version.to_bytes(8, "little"))
+    state.update(len(manifest).to_bytes(8, "little") + manifest)
+    state.update(table.astype("<u8").tobytes())
+    return state.hexdigest()
+
+
+def differing_block(table: np.ndarray, expected: np.ndarray, blocks: Sequence[Block]) -> Block | None:
+    """The first block whose hash isn't the expected one; None if there is none."""
+    rows = np.flatnonzero(table != expected) if table.shape == expected.shape else np.empty(0, np.int64)
+    return blocks[int(rows[0])] if len(rows) else None
