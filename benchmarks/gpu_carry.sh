@@ -80,4 +80,4 @@ unpack)
     ;;
 *) usage ;;
 esac
-du -sh "${site:-$2}"
+du -sh "${site:-${folder:-$2}}"
