@@ -5,18 +5,18 @@
 #     benchmarks/gpu_carry.sh vllm FOLDER                 # vLLM cut to one architecture, and its packages: about 50 MB
 #     benchmarks/gpu_carry.sh unpack FOLDER... SITE       # there: into SITE, a folder for PYTHONPATH
 #
-# ARCHITECTURE (default 90, of H100 and H200; 80 for an A100) is the GPU's, PYTHON_VERSION (default 3.12) that machine's,
-# PYTHON (default python3) runs pip. wheels and vllm have different llguidance: unpack vllm last, or alone. The machine
-# needs torch 2.11 or later for CUDA 13, transformers, numpy, tokenizers, safetensors, jinja2, pyarrow, httpx, typer,
+# vLLM is cut to sm_90: H100 and H200, the only ones with FlashAttention 3. PYTHON_VERSION (default 3.12) is that
+# machine's; PYTHON (default python3) runs pip. wheels and vllm have different llguidance: unpack vllm last, or alone. The
+# machine needs torch 2.11 or later for CUDA 13, transformers, numpy, tokenizers, safetensors, jinja2, pyarrow, httpx, typer,
 # rich, xxhash, prometheus-client, and for the tests pytest, pytest-timeout and peft. There, in the repository's root:
 #
 #     sh benchmarks/gpu_carry.sh unpack FOLDER /tmp/site
 #     PYTHONPATH=/tmp/site python3 benchmarks/gpu_measure.py --called-at SECONDS --out OUT
 set -eu
-usage() { sed -n '2,16p' "$0"; exit 2; }
+usage() { sed -n '2,14p' "$0"; exit 2; }
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python3}
-architecture=${ARCHITECTURE:-90}
+architecture=90
 
 # fetch FOLDER NAMES CONSTRAINTS: wheels of exact versions; pip matches a wheel's platform exactly.
 fetch() {
@@ -80,4 +80,4 @@ unpack)
     ;;
 *) usage ;;
 esac
-du -sh "${site:-$2}"
+du -sh "${site:-${folder:-$2}}"
