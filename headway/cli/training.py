@@ -44,7 +44,7 @@ def train(
     ),
     usd_per_device_hour: str = USD_PER_DEVICE_HOUR,
     dry_run: bool = typer.Option(False, "--dry-run", help="Check, print the plan and stop."),
-    machine: str = typer.Option("", "--machine", hidden=True),
+    machine: str = typer.Option("", "--machine", metavar="POOL", help="Refused: see headway check.", hidden=True),
     quiet: bool = typer.Option(False, "--quiet", help="No live view; only the summary at the end."),
     as_json: bool = typer.Option(False, "--json", help="No live view; print the summary as one JSON object."),
 ) -> None:

@@ -26,7 +26,7 @@ _FULL_RATE, _ADAPTER_RATE = 2e-6, 3e-5  # of models of billions of weights
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class MemoryChoice:
     """An experiment's choices about memory."""
 
     adapter: bool  # whether low-rank weights are trained instead of the model's
@@ -54,7 +54,7 @@ def fitted_experiment(machine: Machine, model: str, folder: str, tables: dict[st
             refusals[_method(rough)] = refused
             continue
         for recompute, response, slots, micro in product((False, True), _RESPONSES, _SLOTS, _MICRO_BATCHES):
-            choice = Candidate(
+            choice = MemoryChoice(
                 adapter=rough.adapter,
                 quantization=rough.quantization,
                 trainers=rough.trainers,
@@ -73,7 +73,7 @@ def fitted_experiment(machine: Machine, model: str, folder: str, tables: dict[st
     )
 
 
-def _methods(machine: Machine) -> Iterator[Candidate]:
+def _methods(machine: Machine) -> Iterator[MemoryChoice]:
     count = len(machine.usable)
     splits = (0, 1) if count >= 8 else (0,)
     widths = [ranks for ranks in (1, 2, 4, 8) if ranks == 1 or ranks < count]
@@ -81,16 +81,16 @@ def _methods(machine: Machine) -> Iterator[Candidate]:
         ((False, ""), (True, ""), (True, "8bit"), (True, "4bit")), splits, widths
     ):
         if not (kind and ranks > 1):  # vLLM would load the weights unquantised
-            yield Candidate(adapter=adapter, quantization=kind, trainers=trainers, ranks=ranks)
+            yield MemoryChoice(adapter=adapter, quantization=kind, trainers=trainers, ranks=ranks)
 
 
-def _method(choice: Candidate) -> str:
+def _method(choice: MemoryChoice) -> str:
     if not choice.adapter:
         return "the whole model"
     return f"an adapter beside {choice.quantization} weights" if choice.quantization else "an adapter"
 
 
-def _experiment(machine: Machine, folder: str, tables: dict[str, Any], choice: Candidate) -> Experiment:
+def _experiment(machine: Machine, folder: str, tables: dict[str, Any], choice: MemoryChoice) -> Experiment:
     raw = tables | _keys(choice)
     raw["model"] = {**tables.get("model", {}), "path": folder, **raw["model"]}
     if choice.trainers and machine.usable:
@@ -98,7 +98,7 @@ def _experiment(machine: Machine, folder: str, tables: dict[str, Any], choice: C
     return validate_experiment(resolve(raw, machine), "the experiment")
 
 
-def _keys(choice: Candidate) -> dict[str, dict[str, Any]]:
+def _keys(choice: MemoryChoice) -> dict[str, dict[str, Any]]:
     """The keys that a choice sets, by section."""
     generator: dict[str, Any] = {"slots": choice.slots}
     if choice.ranks > 1:
@@ -143,7 +143,7 @@ def _text(
     experiment: Experiment,
     sizes: ModelSizes,
     tables: dict[str, Any],
-    choice: Candidate,
+    choice: MemoryChoice,
     refusals: dict[str, str],
 ) -> str:
     """The experiment as TOML, each value with its reason."""
@@ -164,7 +164,7 @@ def _text(
         "generator.engine": "vLLM divides a replica among GPUs" if choice.ranks > 1 else "Headway's own",
         "generator.engine_arguments": f"one GPU doesn't hold a replica: {choice.ranks} do",
         "generator.devices": "generation is most of the work" if not shared else "shared with the trainer",
-        "generator.slots": f"concurrent requests of a replica: {needed.get((on_gpus or [''])[0], '?')} of its GPU at most",
+        "generator.slots": f"requests at once of a replica: {needed.get((on_gpus or [''])[0], '?')} of its GPU at most",
         "generator.update_mode": "vLLM keeps no two revisions of an adapter for one request",
         "trainer.devices": f"{needed.get((on_gpus or [''])[-1], '?')} of each at most",
         "trainer.learning_rate": "adapters take ten times a whole model's"

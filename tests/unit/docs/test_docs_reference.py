@@ -38,5 +38,5 @@ def test_records_methods_and_functions_have_their_parts() -> None:
     assert "| `answer` | `str` | the reference the verifier compares with" in API
     assert "- `add_message(content: str, role: str='user', *, to: str | None=None) -> None`: Add a message" in API
     assert "- `speaker -> str`: The role" in API
-    assert "load_experiment(path: str | Path, overrides: Sequence[str]=()) -> Experiment" in API
+    assert "load_experiment(path: str | Path, overrides: Sequence[str]=(), *, resume: bool=False, " in API
     assert '"3&lt;eos>"' in API
