@@ -53,8 +53,8 @@ class WeightsStatistics(msgspec.Struct, frozen=True, kw_only=True):
     ``apply_pause_s`` are the time for which trainer and engines stood still; these parts are work, mostly beside
     theirs."""
 
-    transport: str  # the path from the publisher on its machine: "shared memory", "cuda ipc"
-    size_bytes: int  # of the payload
+    transport: str = "shared memory"  # the path from the publisher on its machine; or "cuda ipc"
+    size_bytes: int = 0  # of the payload
     snapshot_s: float = 0.0  # publishing: the weights couldn't change
     copy_s: float = 0.0  # ... from the snapshot to the host, if it was in a device's memory
     hash_s: float = 0.0  # ... the table of hashes and its root

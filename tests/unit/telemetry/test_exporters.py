@@ -34,6 +34,7 @@ from headway.records.ledger import (
     SourceScore,
     StepRecord,
     TokenStatistics,
+    WeightsStatistics,
 )
 from headway.records.trace import QueueSnapshot
 from headway.runtime.run_directory import RunDirectory
@@ -267,12 +268,13 @@ def test_every_field_of_a_step_and_of_its_sections_has_a_name() -> None:
     sections = {
         "engines": EngineLoad, "tokens": TokenStatistics, "lengths": LengthStatistics, "rewards": RewardStatistics,
         "length_bias": LengthBiasStatistics, "judges": JudgeStatistics, "agents": AgentStatistics,
+        "weights": WeightsStatistics,
     }  # fmt: skip
     other = {"step", "version", "skipped", "time_s", "samples", "groups", "trajectory_staleness",
              "environment_staleness", "optimizer_step_staleness", "endings", "failures", "filtered", "group_meta",
              "curriculum", "peak_flops_per_s", "metrics", "pruning", "flow", "router", "nodes", "sandboxes", "kernels",
              "tokens.staleness", "tokens.ended", "rewards.solve_rate_histogram", "rewards.pass_at",
-             "rewards.by_source", "lengths.histogram", "length_bias.cut_share"}  # fmt: skip
+             "rewards.by_source", "lengths.histogram", "length_bias.cut_share", "weights.transport"}  # fmt: skip
     fields = {name for name in StepRecord.__struct_fields__ if name not in sections}
     fields |= {f"{name}.{field}" for name, section in sections.items() for field in section.__struct_fields__}
     named = {field for field, _ in STEP_METRICS.values()}
