@@ -217,7 +217,7 @@ def test_devices_exist_are_idle_and_are_shared_only_by_turns(
             continue
         numbers = [int(device.removeprefix("cuda:")) for device in devices]
         assert set(numbers) <= {*described.usable} | ({0} if side else set())  # it exists, in the share, idle if any is
-        if described.usable and not any(described.cuda[n].users for n in described.usable) and not side:
+        if share is None and not side and any(not card.users for card in described.cuda):
             assert not any(described.cuda[n].users for n in numbers)
     generators = [int(device[5:]) for device in chosen["generator"].get("devices", []) if device.startswith("cuda:")]
     trainers = [int(device[5:]) for device in chosen.get("trainer", {}).get("devices", [])]
