@@ -182,16 +182,12 @@ class StepMetrics:
         self._interval.apply_s += seconds
         if reports and weights.size_bytes:
             slowest = max(reports, key=lambda report: report.fetch_s)
+            copy_s = weights.publish_s - weights.snapshot_s - weights.hash_s
             self._interval.weights = WeightsStatistics(
-                transport=weights.transport,
-                size_bytes=weights.size_bytes,
-                snapshot_s=weights.snapshot_s,
-                copy_s=weights.publish_s - weights.snapshot_s - weights.hash_s,
-                hash_s=weights.hash_s,
-                fetch_s=slowest.fetch_s - slowest.check_s,
-                check_s=slowest.check_s,
-            )
-        self._interval.apply_pause_s = max([self._interval.apply_pause_s, *(r.pause_s for r in reports)])
+                transport=weights.transport, size_bytes=weights.size_bytes,
+                snapshot_s=weights.snapshot_s, copy_s=copy_s, hash_s=weights.hash_s,
+                fetch_s=slowest.fetch_s - slowest.check_s, check_s=slowest.check_s,
+            )  # fmt: skip
         version = max((report.version for report in reports), default=self.applied_version)
         self._span("weights", f"apply version {version}", seconds)
 

@@ -130,7 +130,7 @@ class TrainerClient:
         await self._first("begin_publish", version)
 
     async def publish(self, version: int) -> PublishedWeights:
-        return await self._first("publish", version)
+        return await self._first("complete_publish", version)
 
     async def score(self, prompt: tuple[int, ...] = (), pixels: str = "") -> ProbeScores | None:
         """See `records.clients.Trainer.score`."""

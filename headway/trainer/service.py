@@ -81,14 +81,17 @@ class ModelService:
         self._begun: tuple[int, Future[PublishedWeights]] | None = None  # the version of `begin_publish`
 
     def begin_publish(self, version: int) -> None:
-        """Take a snapshot of the trained weights, in the generator's dtype. The rest of `publish` runs beside what this
-        process computes next."""
+        """Take a snapshot of the trained weights; the rest of publishing runs beside this process's next calls."""
         self._begun = version, self._finisher.submit(self._finish, self._begin(version))
 
-    def publish(self, version: int) -> PublishedWeights | Future[PublishedWeights]:
-        """Publish the trained weights under ``version``: those of `begin_publish`, or the present ones."""
+    def publish(self, version: int) -> PublishedWeights:
+        """Publish the trained weights under ``version``, in the generator's dtype."""
+        return self._finish(self._begin(version))
+
+    def complete_publish(self, version: int) -> PublishedWeights | Future[PublishedWeights]:
+        """Publish the weights of `begin_publish`, or the present ones if that wasn't called with ``version``."""
         if self._begun is None or self._begun[0] != version:
-            return self._finish(self._begin(version))
+            return self.publish(version)
         (_, publishing), self._begun = self._begun, None
         return publishing
 

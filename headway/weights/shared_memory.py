@@ -18,7 +18,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -313,7 +313,7 @@ class Subscriber:
             lock = SlotLock(published.path)
         except OSError as error:
             raise WeightsCorrupt(_gone(published, error)) from None
-        with lock:
+        with closing(lock):
             if not lock.acquire(exclusive=False):
                 raise WeightsCorrupt(_wrong_version(published, UNWRITTEN))
             if not lock.owner_lives():

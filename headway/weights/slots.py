@@ -111,11 +111,5 @@ class SlotLock:
         """End the locks."""
         os.close(self._descriptor)
 
-    def __enter__(self) -> SlotLock:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _set(self, byte: int, kind: int) -> None:
         fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _LOCK.pack(kind, os.SEEK_SET, byte, 1, 0))

@@ -110,12 +110,14 @@ class Kernels:
             self._functions[name] = ctypes.CFUNCTYPE(None, *types)(pointer)
         self.panel_columns = int(library.panel_columns())
         self._panels: dict[int, tuple[Tensor, Tensor]] = {}  # id of a weight -> the weight and its panels
-        self._staged: dict[int, tuple[Tensor, int]] = {}  # id of a weight -> panels of its next value, rows in them
+        # id of a weight -> panels of its next value, rows in them, the value's address
+        self._staged: dict[int, tuple[Tensor, int, int]] = {}
         self._spare: dict[int, Tensor] = {}  # id of a weight -> panels that staged ones have replaced
 
     def pack(self, weights: Iterable[Tensor], *, staged: bool = False) -> None:
         """Keep copies of these matrices [columns, depth], and of no others, in the order in which `linear` reads them.
-        It must be called again when a value changes. ``staged``: to the values that `stage` was called with, if it was.
+        It must be called again when a value changes. ``staged``: `stage` may have been called with the very
+        tensors that are the values now.
         No-op for bfloat16, whose products are torch's."""
         if self.dtype != torch.float32:
             return
@@ -126,8 +128,8 @@ class Kernels:
             key = id(weight)
             known, panels = previous.get(key, (None, None))
             panels = panels if known is weight else None
-            next_panels, rows = ready.get(key, (None, 0))
-            if next_panels is not None and panels is not None and rows == len(weight):
+            next_panels, *staged_as = ready.get(key, (None,))
+            if next_panels is not None and panels is not None and staged_as == [len(weight), weight.data_ptr()]:
                 self._panels[key], self._spare[key] = (weight, next_panels), panels
             else:
                 self._panels[key] = weight, self.packed(weight, panels)
@@ -140,14 +142,14 @@ class Kernels:
         if not self.packs(weight) or content.dtype != weight.dtype:
             return
         key, (whole, depth) = id(weight), weight.shape
-        panels, done = self._staged.get(key) or (self._spare.pop(key, None), 0)
+        panels, done, _ = self._staged.get(key) or (self._spare.pop(key, None), 0, 0)
         panels = torch.empty_like(self._panels[key][1]) if panels is None else panels
         first = 0 if rows <= done else done  # a fetch begins again
         last = rows if rows == whole else rows // self.panel_columns * self.panel_columns
         if last > first:
             begin = first * depth * weight.element_size()  # in both: panels are whole
             self._functions["pack"](content.data_ptr() + begin, panels.data_ptr() + begin, last - first, depth)
-        self._staged[key] = panels, last
+        self._staged[key] = panels, last, content.data_ptr()
 
     def packed(self, weight: Tensor, panels: Tensor | None = None) -> Tensor:
         """The panels of a float32 matrix [columns, depth], written into ``panels`` if given."""

@@ -167,9 +167,9 @@ def test_staged_panels_are_those_of_the_new_weights(replica: Replica, tmp_path: 
     """After every update, prefetched or not, the kernels' copies equal those that are packed afresh."""
     kernels = replica.engine._runner._kernels
     with Publisher("run", directory=tmp_path) as publisher:
-        replica.submit("a", tokens=60)
-        replica.service.tick()
         for version in range(1, 7):
+            replica.submit(f"r{version}")
+            replica.service.tick()
             tensors, published = replica.scaled(1.0 + version), None
             if version == 4:
                 replica.engine.update_weights(tensors, version, "keep")  # what was staged before is void

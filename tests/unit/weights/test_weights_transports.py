@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def test_update_waits_for_a_reader_of_device_memory(tmp_path: Path, monkeypatch:
         assert second.handle == first.handle
         monkeypatch.undo()
         monkeypatch.setattr(shared_memory, "_READERS_S", 0.0)
-        with SlotLock(publisher._open[1].path) as stays:
+        with closing(SlotLock(publisher._open[1].path)) as stays:
             assert stays.acquire(exclusive=False)
             kept = SharedDevice(tmp_path).map(publisher._open[1].handle).clone()
             third = publisher.publish(3, weights(3))
