@@ -66,6 +66,7 @@ class ReplayEngine:
     """
 
     memory = None  # nothing to offload
+    prefetches = False
 
     def __init__(self, slots: int, delta_s: float) -> None:
         self._slots = slots
@@ -171,7 +172,9 @@ class ReplayTrainer:
             metrics={"loss": 0.0, "grad_norm": 0.0, "entropy": 0.0, "learning_rate": 0.0},
         )
 
-    def publish(self, version: int) -> PublishedWeights:
+    def begin_publish(self, version: int) -> None: ...
+
+    def complete_publish(self, version: int) -> PublishedWeights:
         return PublishedWeights(version=version, path="replayed", checksum="0" * 32, size_bytes=0)
 
     def save_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> CheckpointInfo:
