@@ -109,7 +109,7 @@ lint: install
 	$(BIN)/lint-imports
 
 test-fast: install
-	$(PYTEST) tests/unit tests/golden --numprocesses 2 --dist loadfile
+	$(PYTEST) tests/unit tests/golden -m "not slow and not long" --numprocesses 2 --dist loadfile
 
 # Three at a time on two cores: a run trains on one and generates on the other, and half of the time one of them waits.
 test-main: install
@@ -121,14 +121,13 @@ test-names: install
 		tests/e2e/test_stalls.py::test_verifier_that_holds_the_interpreter_lock_is_named_with_its_line \
 		tests/e2e/test_alerts.py::test_stalled_verifier_and_full_disk_reach_command_and_slow_webhook_once \
 		tests/e2e/test_ended_runs.py::test_an_ended_run_says_why_and_isnt_trained_on_by_a_resume \
-		-m 'not slow and not long' --numprocesses 2 --dist loadfile
+		-m 'not long' --numprocesses 2 --dist loadfile
 
 test-slow: install
-	$(call beside_others,tests/e2e tests/slow tests/unit/kernels tests/unit/docs tests/unit/rollout $(EXCEPT_ENGINES) -m 'slow and not long' --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15)
+	$(call beside_others,tests/unit tests/e2e tests/slow $(EXCEPT_ENGINES) -m 'slow and not long' --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15)
 
 test-long: install
-	$(PYTEST) tests/e2e tests/slow tests/unit/kernels $(EXCEPT_ENGINES) -m long --durations 0
-	$(PYTEST) tests/unit/generator $(EXCEPT_ENGINES) -m slow --durations 15
+	$(PYTEST) tests/unit tests/e2e tests/slow $(EXCEPT_ENGINES) -m long --durations 0
 	$(BIN)/python tests/support/mutations.py
 
 # On a machine with a GPU; without a network and with a Python that has torch: benchmarks/gpu_carry.sh. The numbers:

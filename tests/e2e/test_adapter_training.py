@@ -77,6 +77,7 @@ def test_a_killed_and_resumed_run_ends_with_the_very_same_adapter(inputs: Path, 
     assert file_digests(inputs / "model") == before
 
 
+@pytest.mark.slow
 def test_the_best_adapter_is_scored_merged_and_continued(inputs: Path, tmp_path: Path) -> None:
     sections: dict[str, Any] = {"evaluation": {"test": "both", "every_steps": 2}, "queue": {"budget": 1}}
     config = write(
@@ -139,6 +140,7 @@ def test_bad_input_is_refused_and_nothing_is_changed(inputs: Path, tmp_path: Pat
     assert not (tmp_path / "merged").exists()
 
 
+@pytest.mark.slow
 def test_supervised_training_that_is_killed_begins_again_and_gives_the_same_adapter(
     inputs: Path, tmp_path: Path
 ) -> None:

@@ -221,6 +221,7 @@ def test_what_a_killed_run_leaves_behind_goes_with_the_next(tmp_path: Path, monk
     assert not mine.path.exists()
 
 
+@pytest.mark.slow
 def test_functions_that_end_badly(agents: Path) -> None:
     async def test(processes: AgentProcesses) -> Exit:
         return await processes.run("7-0", [], {}, {}, processes.scratch("7-0"))

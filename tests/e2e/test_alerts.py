@@ -37,6 +37,7 @@ def saved(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+@pytest.mark.slow
 def test_stalled_verifier_and_full_disk_reach_command_and_slow_webhook_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,6 +67,7 @@ def test_stalled_verifier_and_full_disk_reach_command_and_slow_webhook_once(
     assert '"MY_HOOK"' in (tmp_path / "run" / "config.json").read_text()
 
 
+@pytest.mark.slow
 def test_dead_webhook_and_failing_command_do_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_inputs(tmp_path)
     monkeypatch.setenv("ALERT_DISK_BYTES", FULL)

@@ -124,6 +124,7 @@ def test_transactions_while_the_whole_books_are_sent_follow_them_once(
     assert not list(tmp_path.glob("accounting-copy-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="a mount namespace needs root")
 def test_second_resume_on_another_machine_is_refused_with_who_holds_the_run(inputs: Any, tmp_path: Path) -> None:
     """The other machine is a mount namespace with a boot id and a lock file of its own, as on a shared file system."""

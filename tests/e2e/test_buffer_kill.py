@@ -69,6 +69,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_nothing_acknowledged_is_lost_over_repeated_kills(tmp_path):
     chance = random.Random(5)
     acknowledged: dict[str, dict[int, list[int]]] = {"admit": {}, "finish": {}, "commit": {}, "step": {}}

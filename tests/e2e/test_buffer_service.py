@@ -65,6 +65,7 @@ def stored(run: Path, query: str) -> list[Any]:
         return connection.execute(query).fetchall()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "fault"), [(PYTHON, "thin-none"), (NODE, "none")], ids=["python", "node"])
 def test_clients_of_the_examples_feed_a_run_to_its_end(
     command: Sequence[str], fault: str, folder: Path, tmp_path: Path
@@ -260,6 +261,7 @@ def test_finished_groups_are_shown_and_text_is_kept_for_sft(folder: Path, tmp_pa
     assert conversation.messages == tuple(said)
 
 
+@pytest.mark.slow
 def test_run_that_no_worker_feeds_is_named_as_stalled(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

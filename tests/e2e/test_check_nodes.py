@@ -84,6 +84,7 @@ def errors(findings: Findings) -> list[str]:
     return [found.key for found in findings if found.level == "error"]
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_an_agent_is_checked_calibrated_and_serves_the_run_that_follows(inputs: Path, tmp_path: Path) -> None:
     config = write(tmp_path, inputs, cluster={"address": "10.77.0.1:7400"})
@@ -251,6 +252,7 @@ def test_a_copy_of_the_books_that_can_not_be_kept_is_found(inputs: Path, tmp_pat
         assert not errors(look(config))
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_ports_that_a_firewall_closes_between_two_nodes_are_found(inputs: Path, tmp_path: Path) -> None:
     cluster = {"address": "10.77.0.1:7400", "nodes": ["b", "c"]}

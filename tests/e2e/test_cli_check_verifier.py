@@ -129,6 +129,7 @@ class Pay(Environment):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "level", "message"),
     [

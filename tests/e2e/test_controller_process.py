@@ -22,6 +22,7 @@ from tests.unit.control.test_controller import Situation, limits, record
 pytestmark = pytest.mark.real
 
 
+@pytest.mark.slow
 def test_it_decides_as_in_place_at_the_lowest_priority_and_survives_a_kill(tmp_path: Path) -> None:
     knobs, draw = Knobs(open_groups=None, concurrent_rollouts=12, steps_per_publish=1), random.Random(1)
     shown = [record(step, knobs, Situation(noise=0.01), draw) for step in range(20)]

@@ -15,6 +15,7 @@ from headway.trainer.checkpoints import read_state
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 
 
+@pytest.mark.slow
 def test_an_ended_run_says_why_and_isnt_trained_on_by_a_resume(tmp_path: Path) -> None:
     tiny_run.write_inputs(tmp_path)
     tasks, held = tmp_path / "tasks.jsonl", tmp_path / "held.jsonl"
@@ -50,6 +51,7 @@ def test_an_ended_run_says_why_and_isnt_trained_on_by_a_resume(tmp_path: Path) -
     assert "warning: tasks.train: has changed since this run began (140 tasks, were 150)" in on.output
 
 
+@pytest.mark.slow
 def test_best_is_there_whenever_the_summary_says_so(tmp_path: Path) -> None:
     tiny_run.write_inputs(tmp_path)
     config, run = tiny_run.write_experiment(tmp_path, run={"steps": 2}), tmp_path / "run"

@@ -52,6 +52,7 @@ def test_the_share_that_passes():
     assert judge(code).outcomes == {"passed": 3, "wrong": 1, "not run": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "outcome"),
     [

@@ -77,6 +77,7 @@ def test_a_parked_rollout_goes_on_in_another_worker(count: int, tmp_path: Path) 
     assert len(set(verdict["drawn"])) == turns
 
 
+@pytest.mark.slow
 def test_a_run_ends_when_no_worker_can_be_started(tmp_path: Path) -> None:
     tiny_run.write_inputs(tmp_path)
     name, parameters = "only_once:OnlyOnce", {"mark": str(tmp_path / "mark")}

@@ -127,6 +127,7 @@ def test_a_task_is_not_solved(folder: Path) -> None:
     assert (verdict.reward, verdict.solved, verdict.failure) == (0.0, False, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cheat",
     [

@@ -158,6 +158,7 @@ def test_only_those_that_are_allowed() -> None:
     assert played(main) == ["note", "add"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("servers", "name", "what"),
     [
@@ -345,6 +346,7 @@ def test_more_starts_than_a_minute_may_have_wait_for_the_next_one(monkeypatch: p
     played(main)
 
 
+@pytest.mark.slow
 def test_a_slow_tool_is_told_and_a_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.rollout.hosting.mcp.servers._ALIVE_S", 2.0)
 

@@ -111,6 +111,7 @@ def require_nothing_parked(run: Path) -> None:
     assert {path.name for path in (run / "sandboxes").iterdir()} <= {".lock"}
 
 
+@pytest.mark.slow
 def test_parked_by_weights_and_by_full_batches(folder: Path, tmp_path: Path) -> None:
     queue = {"surplus": "park", "oversampling": 2.0, "groups_per_step": 3, "budget": 3}
     queue |= {"filter_zero_variance": False}

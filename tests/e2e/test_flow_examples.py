@@ -66,6 +66,7 @@ def weights(model: Path) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in load_file(model / "model.safetensors").items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", first(3, [(plan, part) for part in (2, None, 1) for plan in MODES]))
 def test_grpo_trains_the_weights_of_headway_train_wherever_its_stages_are(
     trained: Callable[[int | None], tuple[Path, Path]], tmp_path: Path, case: tuple[dict[str, Any], int | None]

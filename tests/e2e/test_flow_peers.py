@@ -53,6 +53,7 @@ def test_calls_go_both_ways_and_carry_remote_tracebacks():
     run(main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["shared memory", "link"])
 def test_messages_of_many_tensors_arrive_equal_and_in_order(path: str):
     async def main() -> None:

@@ -115,6 +115,7 @@ def test_kill_9_in_mid_generation_loses_nothing(models):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_kill_9_and_a_third_replica_in_mid_run(models):
     """Every request ends once, with exactly its tokens; the breaker opens and closes; the newcomer works too."""
 

@@ -89,6 +89,7 @@ def test_rewards_rise(tmp_path: Path, kind: str) -> None:
 ADAPTER = {"rank": 4, "alpha": 8.0}
 
 
+@pytest.mark.slow
 def test_an_adapter_is_trained_killed_resumed_scored_and_merged(tmp_path: Path) -> None:
     config = written(
         tmp_path,

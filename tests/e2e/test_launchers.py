@@ -91,6 +91,7 @@ def test_ssh_agents_are_started_and_restarted_until_the_run_ends(tmp_path: Path)
         run(lambda: require_service_and_restart(tmp_path, cluster_of("ssh", destination)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(NO_SSH), reason=NO_SSH)
 def test_check_looks_at_nodes_that_ssh_starts_and_ends_their_agents(tmp_path: Path):
     write_inputs(tmp_path)

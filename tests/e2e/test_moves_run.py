@@ -52,6 +52,7 @@ def test_a_deterministic_run_that_moves_has_the_weights_of_one_that_stays(folder
     assert outcomes[0] == outcomes[1]
 
 
+@pytest.mark.slow
 def test_every_kind_of_move_keeps_the_books(folder: Path, tmp_path: Path) -> None:
     moves = [  # each placement lasts for some pulses: the trace has devices from them
         (30, ["cpu:0", "cpu:1"], ["cpu:1"]),  # hybrid: a replica joins beside the rank

@@ -77,6 +77,7 @@ def test_a_killed_agent_takes_its_workers_with_it(tmp_path: Path):
     run(main)
 
 
+@pytest.mark.slow
 def test_a_stopped_agent_is_lost_after_orphan_s_and_its_workers_end(tmp_path: Path):
     async def main() -> None:
         async with joined_nodes(tmp_path, "b", orphan_s=5.0) as (nodes, events, agents):
@@ -174,6 +175,7 @@ def test_a_thousand_silent_connections_keep_nobody_out(tmp_path: Path):
     run(main)
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_kept_comes_back_even_while_the_others_are_let_go(tmp_path: Path):
     """A stopped agent holds up the end of the first; the other one knocks meanwhile, and joins the second."""
 

@@ -65,6 +65,7 @@ def test_sides_in_turns_that_free_their_memory_train_the_weights_of_sides_apart(
         assert what in spans
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["generator-0", "trainer-0"])
 def test_a_side_killed_while_it_is_away_costs_no_run(tmp_path: Path, inputs: Any, victim: str) -> None:
     config = written(

@@ -42,6 +42,7 @@ def chromium() -> Iterator[Any]:
         yield started
 
 
+@pytest.mark.slow
 def test_a_file_shows_every_view_of_a_run_without_a_server(run: Path, folder: Path, chromium: Any) -> None:
     page = open_page(chromium, write_run_page(run, folder / "page.html"))
     try:

@@ -29,6 +29,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
     return tiny_run.inputs_in(folder)
 
 
+@pytest.mark.slow
 def test_a_run_killed_amid_parts_ends_with_the_weights_that_its_log_gives(inputs: Any, tmp_path: Path) -> None:
     """The orchestrator dies between two parts of a step, then the trainer amid one: the same parts again."""
     config = tiny_run.write_experiment(

@@ -74,6 +74,7 @@ def test_an_engine_that_loses_pictures_is_refused_before_the_first_rollout(tmp_p
     assert not tiny_run.steps_of(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_killed_run_trains_its_last_steps_again_with_their_pictures(tmp_path: Path) -> None:
     config, run = written(tmp_path, run={"steps": 6}, checkpoint={"every_steps": 3, "keep_last": 1}), tmp_path / "run"
     command = tiny_run.train(config, fault="step-computed:5")

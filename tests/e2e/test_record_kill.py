@@ -71,6 +71,7 @@ def require_exact(run: Path, start: int = 0) -> int:
     return len(written)
 
 
+@pytest.mark.slow
 def test_kills_lose_what_was_not_flushed_and_say_so(tmp_path: Path) -> None:
     chance, told = random.Random(3), list[tuple[str, dict[str, Any]]]()
     count = lost = 0

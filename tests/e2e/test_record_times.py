@@ -18,6 +18,7 @@ from headway.telemetry.trace_file import read_trace
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 
 
+@pytest.mark.slow
 def test_turns_tools_and_engine_steps_of_a_run(tmp_path: Path) -> None:
     tiny_run.write_inputs(tmp_path)
     config = tiny_run.write_experiment(

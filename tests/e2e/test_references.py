@@ -53,6 +53,7 @@ def left_out(folder: Path, answers: list[str], verifier: dict[str, Any]) -> list
     return asyncio.run(prove())
 
 
+@pytest.mark.slow
 def test_the_one_that_hangs_is_ended_and_named_and_does_not_stop_the_rest(tmp_path: Path) -> None:
     verifier = {"name": "math", "timeout_s": 1.0, "parameters": {"extract": "boxed"}}
     answers = [*map(str, range(150)), HANGS, *(f"\\frac{{1}}{{{n}}}" for n in range(2, 50))]
@@ -131,6 +132,7 @@ def tasks_with_a_bad_one(folder: Path) -> None:
     (folder / "tasks.jsonl").write_text("\n".join(lines) + "\n")
 
 
+@pytest.mark.slow
 def test_check_names_the_row_and_a_run_leaves_it_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tasks_with_a_bad_one(tmp_path)
     config = tiny_run.write_experiment(tmp_path, run={"steps": 2}, verifier={"name": "numeric"})

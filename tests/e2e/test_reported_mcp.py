@@ -184,6 +184,7 @@ def test_a_whole_character_in_two_halves_is_one() -> None:
     assert (told, same) == ("\U0001f600 \\ud800", True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pages", ["the same", "another each time", "empty", "slow", "long"])
 def test_a_list_of_tools_without_an_end_is_refused(pages: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.rollout.hosting.mcp.servers._START_S", 2.0)

@@ -45,6 +45,7 @@ print(fd >= 0 and libc.inotify_add_watch(fd, b'/tmp', 2) >= 0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script", [ONE, WATCHES, "import os; r, w = os.pipe(); " + ONE], ids=["one", "watches", "pipes"]
 )
@@ -78,6 +79,7 @@ MAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "table"), MAKES.values(), ids=MAKES)
 def test_memory_of_system_v_is_gone_when_what_made_it_is(backend: Any, script: str, table: str) -> None:
     async def main() -> None:
@@ -91,6 +93,7 @@ def test_memory_of_system_v_is_gone_when_what_made_it_is(backend: Any, script: s
     run(main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrong",
     [

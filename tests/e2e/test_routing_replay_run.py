@@ -14,6 +14,7 @@ from headway.models.initialise import initialise_model
 pytestmark = pytest.mark.real
 
 
+@pytest.mark.slow
 def test_experts_are_replayed_and_the_ledger_says_how_many_routers_would_disagree(tmp_path: Path) -> None:
     """Under a budget of 2, what is trained was routed by older weights: some routers would choose otherwise by now."""
     prompts = [f"{a}+{b}=" for a in range(10, 30) for b in range(10)]

@@ -69,6 +69,7 @@ def test_a_killed_and_resumed_run_ends_with_the_very_same_weights(inputs: Any, t
     assert finals[0] == finals[1]
 
 
+@pytest.mark.slow
 def test_synchronous_training_is_exact_and_equals_the_minimal_loop(inputs: Any, tmp_path: Path) -> None:
     config = tiny_run.write_experiment(tmp_path, run={"steps": 5, "deterministic": True}, queue={"budget": 0}, **inputs)
     command = tiny_run.train(config, warm=False)  # as a user starts it
@@ -111,6 +112,7 @@ def test_an_engine_that_computes_otherwise_is_refused_and_nothing_is_lost(
 SECOND_MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("recompute", "abort", "drain")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["keep", *SECOND_MODES])
 def test_rollouts_cross_updates(inputs: Any, tmp_path: Path, mode: str) -> None:
     config = tiny_run.write_experiment(
@@ -227,6 +229,7 @@ def test_interrupts(inputs: Any, tmp_path: Path, number: signal.Signals) -> None
     tiny_run.require_nothing_left(command)
 
 
+@pytest.mark.slow
 def test_hanging_run_ends_within_its_grace_and_keeps_what_was_generated(inputs: Any, tmp_path: Path) -> None:
     """A verifier that doesn't answer: the responses that it has are kept, and no token of them is sampled twice."""
     gate = tmp_path / "gate"
@@ -343,6 +346,7 @@ def test_a_resume_without_its_ledger_or_its_buffer(inputs: Any, tmp_path: Path) 
     assert (run / "ledger.jsonl").read_bytes() == ledger
 
 
+@pytest.mark.slow
 def test_killed_and_stopped_workers_are_in_the_ledger_and_the_report(inputs: Any, tmp_path: Path) -> None:
     config = tiny_run.write_experiment(tmp_path, run={"steps": ENDLESS}, **inputs)
     run = tmp_path / "run"

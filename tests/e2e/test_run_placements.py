@@ -56,6 +56,7 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 MORE = [pytest.param(mode, part, marks=pytest.mark.slow) for mode in ("temporal", "hybrid") for part in (None, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "part"), [("temporal", 2), ("hybrid", 2), *MORE])
 def test_a_placement_changes_no_bit(tmp_path: Path, inputs: Any, mode: str, part: int | None) -> None:
     apart, yielded = trained(tmp_path / "apart", inputs, "spatial", part)

@@ -90,6 +90,7 @@ echo changed > /etc/greeting; read line < /etc/greeting; echo "$line"
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_sandboxes_start_from_every_kind_and_the_second_unpacks_nothing(
     kind: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

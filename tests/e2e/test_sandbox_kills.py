@@ -90,6 +90,7 @@ def require_whole_snapshots(folder: Path) -> int:
     return len(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["local", "bubblewrap"])
 def test_an_owner_killed_at_any_moment_leaves_nothing(tmp_path: Path, name: str):
     moments, hit, snapshots = random.Random(7), Counter[str](), 0

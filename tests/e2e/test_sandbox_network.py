@@ -202,6 +202,7 @@ def test_what_isnt_listed_is_refused_and_told(tmp_path: Path):
     run(main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "address",
     ["127.0.0.1", "127.8.8.8", "169.254.169.254", "10.0.0.1", "::1", "::ffff:127.0.0.1", "fd00:ec2::254", "0.0.0.0"],

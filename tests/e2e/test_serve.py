@@ -297,6 +297,7 @@ def test_an_agents_rollouts_are_those_of_the_model(inputs: Path, tmp_path: Path)
     assert len({rollout.response_ids for rollout in found}) == 2
 
 
+@pytest.mark.slow
 def test_an_agent_is_trained(inputs: Path, tmp_path: Path) -> None:
     for name in ("model", "tasks.jsonl"):
         source = inputs / name

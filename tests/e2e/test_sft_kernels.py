@@ -103,6 +103,7 @@ def test_shares_of_kernels_are_measured_and_kept_beside_the_loss(tmp_path: Path)
     assert (kept["compiles"], kept["faster"], kept["faster_count"], kept["faster_rollouts"]) == (1.0, 0.5, 1, 2)
 
 
+@pytest.mark.slow
 def test_services_and_tasks_that_will_not_do_are_refused_before_training(tmp_path: Path) -> None:
     config = write(tmp_path, "http://127.0.0.1:9")
     for command in ("sft", "check"):

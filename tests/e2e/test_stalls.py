@@ -69,6 +69,7 @@ def preloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_PRELOAD", str(library))
 
 
+@pytest.mark.slow
 def test_verifier_that_holds_the_interpreter_lock_is_named_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +112,7 @@ def test_deadlock_of_two_hooks_is_named_with_both_lines(tmp_path: Path, monkeypa
         assert re.search(r"another thread is in support/stall_functions\.py:\d+ second_then_first", stall.detail)
 
 
+@pytest.mark.slow
 def test_fsync_that_hangs_is_named_as_a_commit_to_the_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preloaded(tmp_path, monkeypatch)
     with running(tmp_path, monkeypatch) as command:

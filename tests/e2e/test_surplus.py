@@ -70,6 +70,7 @@ def test_parked_members_survive_a_kill_of_everything(folder: Path, tmp_path: Pat
     tiny_run.require_nothing_left(resumed)
 
 
+@pytest.mark.slow
 def test_discarded_surplus_is_accounted_for(folder: Path, tmp_path: Path) -> None:
     config = write(folder, tmp_path, 10, surplus="discard", budget=0)
     ended = tiny_run.train(config)

@@ -48,6 +48,7 @@ def test_kept_sets_are_replayed_and_the_ledger_says_what_there_would_be_without(
         assert step.metrics.get("experts_disagree_replayed", 0.0) == 0.0
 
 
+@pytest.mark.slow
 def test_constrained_answers_of_an_agent_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two calls of a rollout, one by a JSON schema and one free: of the first's tokens the grammar's sets are computed
     again, and without the key the agent is refused them."""

@@ -65,6 +65,7 @@ def announced(folder: Path) -> list[int]:
     return [int(file.suffix[1:]) for file in folder.glob("a.*")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guilty", ["sleep", "regex", "swallow"])
 def test_a_hang_is_killed_at_the_limit_and_siblings_are_scored(tmp_path: Path, guilty: str):
     async def main() -> None:

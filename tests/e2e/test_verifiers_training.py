@@ -90,6 +90,7 @@ def source(**parameters: Any) -> TaskSource:
     return TaskSource.model_validate({**TASKS, "parameters": {"id": "lucky-digits", **parameters}})
 
 
+@pytest.mark.slow
 def test_a_tasksets_tasks() -> None:
     found = load_tasks(source(numbers=3, digits="7"))
     assert [task.prompt for task in found] == ["10+3=", "11+4=", "12+5="]
@@ -121,6 +122,7 @@ def test_environments_that_are_refused() -> None:
     assert loaded.environment.config.agent.runtime.type == "subprocess"
 
 
+@pytest.mark.slow
 def test_episodes_are_rollouts_of_the_model(inputs: Path, tmp_path: Path) -> None:
     good = load_tasks(source(numbers=2))
     changed = {"broken": {"name": "broken"}, "long": {"name": "long"}}
@@ -152,6 +154,7 @@ def test_episodes_are_rollouts_of_the_model(inputs: Path, tmp_path: Path) -> Non
     assert "task other is of 'others'" in other.failure.detail
 
 
+@pytest.mark.slow
 def test_an_episode_that_is_stopped_cleans_up(tmp_path: Path) -> None:
     mark = tmp_path / "episode"
     task = {

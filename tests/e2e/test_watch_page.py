@@ -111,6 +111,7 @@ def steps_beyond(command: tiny_run.Command, steps: int) -> None:
     command.until(lambda: len(tiny_run.steps_of(command.run)) >= steps, f"{steps} steps")
 
 
+@pytest.mark.slow
 def test_views_of_a_run_that_lives_is_killed_and_is_resumed(
     folder: Path, chromium: Any, opened: Callable[..., WatchedPage]
 ) -> None:
@@ -168,6 +169,7 @@ DAMAGED_FIRST = ("garbage-in-segment", "older-ended", "only-an-epoch")
 DAMAGED = (*DAMAGED_FIRST, *sorted({*watch_runs.DAMAGE, "older-killed", "older-interrupted"} - {*DAMAGED_FIRST}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first(len(DAMAGED_FIRST), DAMAGED))
 def test_a_damaged_run_has_no_blank_view(name: str, server: WatchServer, opened: Callable[..., WatchedPage]) -> None:
     page = opened(server)
@@ -191,6 +193,7 @@ def test_a_run_that_is_not_there_is_said_not_to_be(server: WatchServer, opened: 
 # --- hostile text ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_hostile_text_is_shown_and_inert(server: WatchServer, opened: Callable[..., WatchedPage]) -> None:
     page = opened(server)
     runs = [HOSTILE_RUN, next(r["id"] for r in server.read("/api/runs")["runs"] if "more" in r["id"])]
@@ -243,6 +246,7 @@ def test_a_rollout_of_a_million_tokens_opens_in_a_moment(
 # --- for everybody ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_serious(
     scheme: Literal["light", "dark"], server: WatchServer, opened: Callable[..., WatchedPage]

@@ -127,6 +127,7 @@ def problems_in(found: Any) -> list[str]:
     return own + [text for key, value in found.items() if key != "problems" for text in problems_in(value)]
 
 
+@pytest.mark.slow
 def test_damage_is_answered_in_words(root: Path, server: WatchServer) -> None:
     for path in sorted(root.iterdir()):
         if path.is_symlink():
@@ -320,6 +321,7 @@ def derived_answers(server: WatchServer) -> list[Any]:
 READ = (HOSTILE_RUN, "garbage-in-segment", "torn-segment", "half-a-trace", "older-ended", "no-config")
 
 
+@pytest.mark.slow
 def test_no_run_is_written_and_the_cache_may_go(root: Path, folder: Path) -> None:
     before = listing(root)
     cache = folder / "own-cache"

@@ -70,6 +70,7 @@ def test_death_can_be_awaited_by_many_and_by_asyncio_wait():
     run(main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["hang", "hold_interpreter"])
 @BOTH_STARTS
 def test_a_stopped_or_wedged_worker_is_killed(method: str, tmp_path: Path, preload: tuple[str, ...]):
@@ -172,6 +173,7 @@ def test_a_system_exit_ends_the_worker_with_its_traceback():
     run(main)
 
 
+@pytest.mark.slow
 @BOTH_STARTS
 def test_building_errors_are_raised_by_start(preload: tuple[str, ...]):
     before: set[int] = set()
@@ -289,6 +291,7 @@ def test_stop_closes_in_order_and_reaps(tmp_path: Path, preload: tuple[str, ...]
     run(main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("busy", ["hang", "stopped", "emitting"])
 def test_stop_kills_what_does_not_stop(busy: str, tmp_path: Path):
     async def main() -> None:

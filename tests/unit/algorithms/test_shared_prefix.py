@@ -270,6 +270,7 @@ def test_a_wrong_tree_is_seen(monkeypatch: pytest.MonkeyPatch, place: str, wrong
         require_equal(random_model(1), branching(3, 20, vocabulary=40), 1e-5)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 10**6), nodes=st.integers(1, 30), family=st.sampled_from(["qwen3", "gemma2"]))
 def test_flops_are_those_of_the_distinct_prefixes(seed: int, nodes: int, family: str) -> None:

@@ -259,6 +259,7 @@ def test_start_loads_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_check_report_and_ledger_never_load_torch() -> None:
     code = (
         "import sys, headway.orchestrator.preflight.preview, headway.report.watch.view_report\n"
@@ -277,6 +278,7 @@ def test_check_report_and_ledger_never_load_torch() -> None:
     assert done.stdout.strip() == "False"
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_not_a_traceback(tmp_path: Path) -> None:
     sample = {
         "step": 1, "group": 1, "member": 0, "prompt": "p" * 500, "response": "r", "reward": 1.0, "solved": True,

@@ -468,6 +468,7 @@ def test_errors_come_first(setup: Setup) -> None:
 # --- calls of tools ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_tools_of_an_environment_need_a_chat_template_that_writes_calls(setup: Setup) -> None:
     asks = "{%- if add_generation_prompt %}A:{% endif %}"
     said = "{%- for m in messages %}{{- m.role + ': ' + m.content + eos_token }}{% endfor %}" + asks

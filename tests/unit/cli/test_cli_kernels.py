@@ -95,6 +95,7 @@ def test_tasks_of_kernelbench_and_jsonl_are_written(tmp_path: Path, capsys: Capt
     assert (task.metadata["kernel"]["level"], task.metadata["kernel"]["backend"]) == (7, "torch")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -67,6 +67,7 @@ def test_every_template_is_offered() -> None:
     assert {folder.name for folder in TEMPLATES.iterdir()} == {*PROJECTS, projects.GPU, projects.QUICKSTART}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", ["math", "agent", "tools", "gym"])
 def test_project_s_own_tests_pass(template: str, here: Path) -> None:
     assert cli.main(["new", "demo", "--template", template]) == 0

@@ -98,6 +98,7 @@ def schedule(seed: int) -> None:
     assert channel.statistics(0.0).used == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", range(0, 1000, 100))
 def test_a_thousand_schedules_agree_with_a_list(start: int):
     for seed in range(start, start + 100):

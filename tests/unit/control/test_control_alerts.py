@@ -149,6 +149,7 @@ def test_disk_is_full_below_what_is_needed():
     assert full_disk(2 << 30, 2 << 30, "/runs") == ""
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(SEEDS, st.floats(0.05, 3.0), st.floats(20.0, 20_000.0), st.floats(-0.001, 0.004))
 def test_noise_and_slow_learning_raise_nothing(seed: int, entropy: float, length: float, learns: float):

@@ -193,6 +193,7 @@ def test_state_is_a_fold_over_draws_and_finished_groups(rates, chosen, seed, dra
     assert [world.draw() for _ in range(60)] == continued
 
 
+@pytest.mark.slow
 @given(rates, chosen_settings, st.integers(0, 100))
 @settings(max_examples=40, deadline=None)
 def test_no_task_starves(rates, chosen, seed):

@@ -36,6 +36,7 @@ def model_of(outcome: Outcome, budget: int = 2) -> LedgerModel:
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(
     fixed_s=st.sampled_from([0.002, 0.008]),

@@ -176,6 +176,7 @@ def test_bound_holds_when_the_budget_ends_the_search(seed: int, expansions: int,
     assert run_plan(plan).end_s == pytest.approx(plan.seconds, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_search_that_stops_early_reports_its_gap_and_one_that_does_not_reports_none():
     workflow, pool = large_case(64, 6, seed=1)
     best = place(workflow, pool)

@@ -39,6 +39,7 @@ def model_of(**changes: Any) -> QueueModel:
     return QueueModel(**(fields | changes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("budget", "sample_s"), [(0, 0.02), (1, 0.02), (3, 0.02), (6, 0.02), (3, 0.06)])
 def test_it_agrees_with_the_real_loops(budget: int, sample_s: float) -> None:
     """The run itself, fakes under the virtual clock: rates, waits and staleness."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -103,6 +104,7 @@ def test_older_weights_are_drained_but_not_while_they_are_being_replaced():
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12).map(tuple), min_size=1, max_size=12)
 
 
+@pytest.mark.slow
 @given(
     prompts=PROMPTS,
     replicas=st.lists(st.integers(0, 2), min_size=12, max_size=12),

@@ -69,6 +69,7 @@ def test_one_slow_start_among_quick_waits_does_not_hide_a_stall_for_hours():
     assert expecting(durations=(0.2,) * 98 + (6.0,) * 2).expected_s(kind) == pytest.approx(6.0 * 30)  # a true tail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sigma", [0.3, 1.0, 1.5])
 def test_long_tailed_durations_raise_no_false_alarm(sigma: float) -> None:
     draw, expectations, alarms = random.Random(7), Expectations(StallLimits(floor_s=0.0)), 0

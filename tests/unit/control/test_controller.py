@@ -170,6 +170,7 @@ def test_knobs_keep_to_their_bounds_and_pinned_ones_stay(
         assert action.kind in ("drift", "measured") or action.old != action.new
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @given(shows=situations, first=firsts, seed=seeds)
 def test_it_comes_to_rest_on_stationary_inputs(shows: Situation, first: Knobs, seed: int) -> None:
@@ -205,6 +206,7 @@ def test_a_starving_trainer_never_gets_less(
         assert history[-1].open_groups is None
 
 
+@pytest.mark.slow
 @few
 @given(
     first=firsts, seed=seeds, idle=st.sampled_from([0.1, 0.6]), stock=st.sampled_from([0, 3]),
@@ -326,6 +328,7 @@ def staleness(outcome: Any) -> float:
     return sum(step.trajectory_staleness.mean for step in outcome.steps[-15:]) / 15
 
 
+@pytest.mark.slow
 def test_a_slow_trainer_gets_younger_samples_at_its_own_rate() -> None:
     off, on = run_of("off"), run_of("act")
     assert not control_events(off)
@@ -340,6 +343,7 @@ def test_a_slow_trainer_gets_younger_samples_at_its_own_rate() -> None:
     assert not on.audit
 
 
+@pytest.mark.slow
 def test_advice_changes_nothing() -> None:
     off, advised = run_of("off", steps=40), run_of("advise", steps=40)
     assert advised.duration_s == off.duration_s
@@ -357,6 +361,7 @@ def test_pinned_knobs_stay_in_a_run() -> None:
     assert not [event for event in control_events(pinned) if "knob" in event.data]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_its_knobs() -> None:
     whole = run_of("act", steps=30)
     at_s = whole.steps[24].time_s

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+import pytest
 
 from headway.control.tuning.controller import Action, ControllerState, Decision, decide
 from headway.control.tuning.knob_search import ControlLimits
@@ -43,6 +44,7 @@ def slow(seconds: float, asked: list[int]) -> Callable[[Clock], Decide]:
     return of
 
 
+@pytest.mark.slow
 def test_steps_go_on_while_the_model_is_asked() -> None:
     asked: list[int] = []
     at_once, later = run_of(None), run_of(slow(5.0, asked))

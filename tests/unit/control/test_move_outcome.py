@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import pytest
 from step_records import step_of
 
 from headway.config.load import changed_experiment
@@ -59,6 +60,7 @@ def decided(move: bool) -> Decision:
     return decide(state, records, limits)
 
 
+@pytest.mark.slow
 def test_a_run_that_can_move_is_moved_before_its_knobs_are_set() -> None:
     decision = decided(move=True)
     assert [action.kind for action in decision.actions] == ["move"]

@@ -110,6 +110,7 @@ def scored(
     return history, actions
 
 
+@pytest.mark.slow
 @settings(max_examples=2, deadline=None)  # in whole simulated runs: tests/slow/test_replanning.py
 @given(
     seed=st.integers(0, 10_000),
@@ -186,6 +187,7 @@ def run_of(mode: str, **control: Any) -> Outcome:
     return simulate(experiment, token_s=0.002, sample_s=0.01, verify_s=0.03)
 
 
+@pytest.mark.slow
 def test_a_run_that_waits_for_its_verifiers_gets_more_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.control.tuning.knob_search._MOST_VERIFIERS", 4)
     off, act, pinned = run_of("off"), run_of("act"), run_of("act", pin=["verifier_workers"])
@@ -242,6 +244,7 @@ def generation_bound(mode: str, steps: int = 80) -> Outcome:
     return simulate(experiment.model_copy(update={"run": run}), sample_s=0.002, generator_options=options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["act", "advise"])
 def test_another_split_is_recommended_once_in_a_regime_where_it_pays(mode: str) -> None:
     outcome = generation_bound(mode)
@@ -252,6 +255,7 @@ def test_another_split_is_recommended_once_in_a_regime_where_it_pays(mode: str) 
     assert "steps that are left" in said[0].detail
 
 
+@pytest.mark.slow
 def test_a_split_must_pay_for_its_restart_within_the_steps_that_are_left() -> None:
     bounds = limits_of(devices(2, 4), same_kind=True)
     found = estimate(generation_bound("off", steps=40).steps[10:], bounds.shape)

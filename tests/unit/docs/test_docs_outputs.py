@@ -18,6 +18,7 @@ def test_some_are_marked() -> None:
     assert {*QUICK, "models.md", "planning.md", "quickstart.md", "simulation.md"} <= {page.name for page in MARKED}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in MARKED if page.name in QUICK], ids=lambda page: page.name)
 def test_outputs_are_up_to_date(page: Path) -> None:
     assert page.read_text(encoding="utf-8") == regenerated(page), f"run: python -m docs.write_outputs {page.name}"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from docs.timeline import PAGE, figures, with_figures
 
 
+@pytest.mark.slow
 def test_figures_are_up_to_date():
     page = PAGE.read_text(encoding="utf-8")
     assert re.findall(r"<!-- figure ([\w-]+) -->\n", page) == [

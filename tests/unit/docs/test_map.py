@@ -22,6 +22,7 @@ MODULES = {
 }
 
 
+@pytest.mark.slow
 def test_the_page_is_written_from_the_docstrings():
     assert write_map.page(write_map.rest_of_page()) == PAGE, "python -m docs.write_map > docs/map.md"
     assert re.findall(r"^- `([\w/]+)\.py`: *$", PAGE, re.M) == []

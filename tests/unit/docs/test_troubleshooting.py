@@ -65,6 +65,7 @@ def texts_in_code() -> set[str]:
     return {value for value in values if len(value) >= 9 and "docs/" not in value and "." not in value}
 
 
+@pytest.mark.slow
 def test_lines_shown_are_the_codes() -> None:
     """Each line that the page shows has words of a message in it that the code can print."""
     lines, texts = printed_lines(), texts_in_code()

@@ -171,6 +171,7 @@ FORCED: list[tuple[str, Any, set[str], bool]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "extra", "names", "single"), FORCED)
 @pytest.mark.parametrize("kind", ["qwen2.5", "llama3.1"])
 def test_forced_calls_are_of_the_tools_that_may_be_called(

@@ -194,6 +194,7 @@ asyncio.run(crowd())
 """
 
 
+@pytest.mark.slow
 def test_idle_connections_beyond_the_open_files_stop_no_answers() -> None:
     script = _CROWD.format(support=str(HERE), root=str(HERE.parents[1]))
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)

@@ -292,6 +292,7 @@ def test_large_bodies_are_read() -> None:
     play(test)
 
 
+@pytest.mark.slow
 def test_a_large_prompt_is_not_encoded_where_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor much more of it than the context holds."""
     encoded: list[tuple[bool, int]] = []

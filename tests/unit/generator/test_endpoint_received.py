@@ -118,6 +118,7 @@ async def require_loss_of_what_was_read(
         assert bool(conversation.branches) == client.whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", BODIES)
 def test_answer_cut_at_any_byte_has_no_loss(path: str, stream: bool) -> None:

@@ -186,6 +186,7 @@ def test_ranks_of_a_replica_need_gpus_that_are_there_and_free(monkeypatch: pytes
     assert "device cuda:4: this machine shows 4 GPU(s)" in problems("cpu:0", "cuda:3")[0]
 
 
+@pytest.mark.slow
 def test_nothing_imports_vllm_but_its_own_modules() -> None:
     program = (
         "import sys\n"

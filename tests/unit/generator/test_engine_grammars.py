@@ -358,6 +358,7 @@ def test_what_the_library_raises_is_that_requests_error(monkeypatch: pytest.Monk
     assert results["free"].finish_reason == "length"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, {"top_p": 0.9, "kept_sets": 400}])
 def test_a_grammar_that_is_too_complex_to_follow_ends_its_request(how: dict[str, Any]):
     """Found before its first token: of 520 properties any may be next."""

@@ -201,7 +201,7 @@ def test_memory_that_left_and_returned_changes_nothing(make) -> None:
 # Full attention, windows, latent attention, linear attention, a state: the others at night.
 QUICK = ("Olmo2", "GptOss", "DeepseekV3", "Qwen3Next", "FalconH1")
 EACH = pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in PACKED | ONE_A_ROW]
+    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.long) for kind in PACKED | ONE_A_ROW]
 )
 
 

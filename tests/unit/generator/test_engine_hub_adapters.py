@@ -128,6 +128,7 @@ def test_log_probabilities_over_updates_in_flight_equal_a_replay_of_the_segments
     conformance.check_updates_in_flight(make, mode, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MAKERS)
 def test_an_adapter_meets_what_every_engine_must(make: conformance.MakeEngine) -> None:
     conformance.check_logprobs_at_every_composition(make, 0)

@@ -209,6 +209,7 @@ def wants(schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": whole, "strict": True}}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schema", ACCEPTED.values(), ids=ACCEPTED)
 def test_vacuous_and_annotating_keywords_are_accepted(schema: Any) -> None:
     status, answer = posted(CHAT, wants(schema))

@@ -89,6 +89,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", [100, 200, 256, 300])
 def test_more_idle_connections_than_files_are_closed_and_fill_no_log(files: int, tmp_path: Path) -> None:
     said, tests = tmp_path / "said", Path(__file__).parents[2]

@@ -48,6 +48,7 @@ PUBLISHED: dict[str, tuple[list[tuple[str, Any]], int]] = {  # calls, templates 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("calls", "most"), PUBLISHED.values(), ids=PUBLISHED)
 def test_published_templates_give_their_own_calls_back(calls: list[tuple[str, Any]], most: int) -> None:
     if not published():

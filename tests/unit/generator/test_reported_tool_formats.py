@@ -276,6 +276,7 @@ def test_a_text_without_calls_stays_one(manner: Manner) -> None:
     assert (content_of(answer), called(answer)) == (said, [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("manner", MANNERS.values(), ids=MANNERS)
 def test_a_forced_call_is_constrained_to_what_the_template_writes(manner: Manner) -> None:
     text = written(manner.template, [ONE])

@@ -397,6 +397,7 @@ def test_sigterm_in_mid_evaluation_ends_the_process_cleanly(tmp_path: Path) -> N
         assert closed.read_text() == "1 cancelled"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("evaluator", "devices"), [("", ["cpu:0"]), ("kernel_service:make_judge", ["cuda:0", "cpu:0"])]
 )

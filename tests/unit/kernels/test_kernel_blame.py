@@ -62,6 +62,7 @@ return self.kept[key].clone()"""
 HOLLOW = "self.call += 1\nreturn torch.softmax(x.float(), 1).half() if self.call < 25 else torch.zeros_like(x)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wanted", "why"),
     [
@@ -136,6 +137,7 @@ def test_two_equal_outputs_of_one_call_are_an_honest_mistake(shared):
     shared(use)
 
 
+@pytest.mark.slow
 def test_a_zygote_that_dies_is_infrastructure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     judge = module.judge_candidate
 
@@ -183,6 +185,7 @@ def test_failures_beside_the_candidate_are_infrastructure(shared, monkeypatch: p
     shared(use)
 
 
+@pytest.mark.slow
 def test_a_reference_without_time_left_leaves_the_candidate_untimed(shared):
     async def use(evaluator: KernelEvaluator) -> None:
         wanted = timed("import time\ntime.sleep(2.2)\nreturn x + 1", "randint(9, (64,))", "return x + 1")

@@ -31,6 +31,7 @@ def shared(tmp_path_factory):
         yield run
 
 
+@pytest.mark.slow
 def test_honest_candidates_pass_and_are_timed(shared):
     async def use(evaluator: KernelEvaluator) -> None:
         for source in HONEST.values():
@@ -48,6 +49,7 @@ def test_honest_candidates_pass_and_are_timed(shared):
     shared(use)
 
 
+@pytest.mark.slow
 def test_deceptions_are_recognised_and_their_correct_twins_pass(shared):
     async def use(evaluator: KernelEvaluator) -> list[str]:
         async def one(cheat: Cheat, source: str):
@@ -96,6 +98,7 @@ def test_a_crash_in_timed_calls_has_its_class(shared):
     shared(use)
 
 
+@pytest.mark.slow
 def test_compile_errors_memory_and_exits_are_the_candidates(shared):
     async def use(evaluator: KernelEvaluator) -> None:
         broken = await evaluator.evaluate(submission(CPP.replace("y[i] =", "z[i] =")))

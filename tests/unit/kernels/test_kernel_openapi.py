@@ -33,6 +33,7 @@ def address() -> Iterator[str]:
     thread.join(20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["positive", "negative"])
 def test_answers_are_what_the_document_says(address: str, mode: str) -> None:
     from documented_answers import document_at, require_documented_answers

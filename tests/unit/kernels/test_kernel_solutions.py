@@ -37,11 +37,13 @@ def test_there_are_three_styles_over_all_problems():
     assert len({each.source for each in SOLUTIONS}) == len(SOLUTIONS)
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_solutions_of_each_style_are_right():
     require_right([each for each in SOLUTIONS if each.problem in FIRST])
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_wrong_candidates_are_seen():
     right = next(each for each in SOLUTIONS if (each.problem, each.style) == ("softplus", "torch"))

@@ -39,6 +39,7 @@ def triton(source: str, **more):
     return submission(source, task=TRITON_TASK, **more)
 
 
+@pytest.mark.slow
 @installed
 def test_a_correct_kernel_is_compiled_not_timed_and_its_reward_ends_at_03(shared):
     async def use(evaluator: KernelEvaluator) -> None:
@@ -52,6 +53,7 @@ def test_a_correct_kernel_is_compiled_not_timed_and_its_reward_ends_at_03(shared
     shared(use)
 
 
+@pytest.mark.slow
 @installed
 def test_faults_are_classed_and_the_compiler_decides_what_compiles(shared):
     async def use(evaluator: KernelEvaluator) -> None:
@@ -71,6 +73,7 @@ def test_faults_are_classed_and_the_compiler_decides_what_compiles(shared):
     shared(use)
 
 
+@pytest.mark.slow
 @installed
 def test_kernels_that_only_an_interpreter_can_run_do_not_compile(shared):
     helper = "import math\ndef sine(v):\n    return tl.sin(v)"
@@ -89,6 +92,7 @@ def test_kernels_that_only_an_interpreter_can_run_do_not_compile(shared):
         shared(use)
 
 
+@pytest.mark.slow
 @installed
 def test_what_the_interpreter_lacks_is_a_clear_fault(shared):
     async def use(evaluator: KernelEvaluator) -> None:
@@ -113,6 +117,7 @@ def test_a_task_of_bfloat16_is_refused(shared):
     shared(use)
 
 
+@pytest.mark.slow
 @installed
 def test_cheats_are_recognised_and_their_correct_twins_pass(shared):
     async def use(evaluator: KernelEvaluator) -> list[str]:

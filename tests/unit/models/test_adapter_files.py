@@ -99,6 +99,7 @@ def test_peft_computes_the_same_from_our_files_and_the_same_gradients(
     assert len(values) == len(ours)
 
 
+@pytest.mark.slow
 @EACH
 @pytest.mark.parametrize("whole", [False, True])
 def test_an_adapter_that_peft_made_is_loaded_continued_and_saved_alike(

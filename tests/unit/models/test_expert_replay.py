@@ -72,6 +72,7 @@ def test_replaying_ones_own_choice_changes_nothing(normalised: bool, fixed_shape
     assert backwards.counts.tolist() == [[len(IDS), 0, 0]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("normalised", [True, False])
 def test_the_gates_gradient_equals_finite_differences(normalised: bool) -> None:
     """With experts that the router wouldn't choose: their weights are its scores before top-k, which top-k would have

@@ -96,6 +96,7 @@ def gradients_by_name(model: Decoder) -> dict[str, torch.Tensor]:
     return {entry.name: entry.view.reshape(entry.shape) for entry in hugging_face_entries(grads)}
 
 
+@pytest.mark.slow
 @EACH
 def test_logits_gradients_and_files_equal_transformers(tmp_path: Path, case: str) -> None:
     theirs = reference(case)

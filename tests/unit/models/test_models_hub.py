@@ -72,6 +72,7 @@ def kept_values(model: HfModel, ids: torch.Tensor) -> int:
     return sum(sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*PACKED, *ONE_A_ROW])
 def test_packed_documents_are_computed_as_alone(tmp_path: Path, kind: str) -> None:
     folder = make_hub_model(tmp_path / "m", kind)

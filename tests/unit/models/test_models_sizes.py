@@ -57,6 +57,7 @@ def test_there_are_configurations_of_each_kind() -> None:
     assert {raw["model_type"] for raw in CONFIGS.values()} == set(RULES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_sizes_are_those_of_transformers(name: str) -> None:
     """Weights, those that a token goes through, and what projections make of keys and values: exact."""
@@ -77,6 +78,7 @@ def test_sizes_are_those_of_transformers(name: str) -> None:
     assert found.cached_values == made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CACHED)
 def test_the_cache_has_the_bytes_that_are_predicted(name: str) -> None:
     """A forward pass over two tokens; what transformers then holds, in values (and 0-dimensional counters)."""

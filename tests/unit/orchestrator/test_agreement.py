@@ -61,6 +61,7 @@ def compared(learner: Learner, engine: TorchEngine) -> tuple[dict[str, float], s
 # --- healthy -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", BY_NAME)
 def test_healthy_models_agree_in_every_family_and_dtype(family: str, tmp_path: Path) -> None:
     """All limits hold with room to spare, before and after an update, with the native kernels and without; in every

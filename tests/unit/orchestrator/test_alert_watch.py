@@ -112,6 +112,7 @@ RUNS: dict[str, Callable[[Path], list[LedgerLine]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_healthy_run_raises_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     lines = RUNS[name](tmp_path)

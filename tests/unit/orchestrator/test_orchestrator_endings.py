@@ -88,6 +88,7 @@ def test_books_balance_when_a_run_with_failed_members_is_interrupted(seed, inter
     assert outcome.audit == []
 
 
+@pytest.mark.slow
 @given(
     st.integers(0, 1000),
     st.lists(st.floats(0.1, 3.0), min_size=1, max_size=3),

@@ -41,6 +41,7 @@ def whole(outcome: Outcome, steps: int = 8) -> None:
     assert len(outcome.trained_groups) == len(set(outcome.trained_groups)) == 5 * steps
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(
     seed=st.integers(0, 500),

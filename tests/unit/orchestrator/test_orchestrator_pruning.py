@@ -392,6 +392,7 @@ EVERYTHING = {
 }
 
 
+@pytest.mark.slow
 @given(
     st.integers(0, 1000),
     st.lists(st.floats(0.1, 3.0), max_size=2),

@@ -75,6 +75,7 @@ def test_wait_trains_exactly_what_was_admitted_within_the_budget(schedule):
     assert outcome.audit == []
 
 
+@pytest.mark.slow
 @given(schedules())
 @settings(deadline=None, max_examples=25)
 def test_filters_give_credit_back_and_the_books_balance(schedule):
@@ -87,6 +88,7 @@ def test_filters_give_credit_back_and_the_books_balance(schedule):
     assert len(set(outcome.trained_groups)) == len(outcome.trained_groups)
 
 
+@pytest.mark.slow
 @given(schedules())
 @settings(deadline=None, max_examples=25)
 def test_drop_never_trains_over_the_budget(schedule):
@@ -97,6 +99,7 @@ def test_drop_never_trains_over_the_budget(schedule):
     assert outcome.audit == []
 
 
+@pytest.mark.slow
 @given(schedules())
 @settings(deadline=None, max_examples=25)
 def test_mask_trains_no_token_over_the_budget_and_ends_only_groups_without_any(schedule):

@@ -52,6 +52,7 @@ def finished(index: int, version: int) -> FinishedGroup:
     return FinishedGroup(group=group, rollouts=tuple(rollouts))
 
 
+@pytest.mark.slow
 @given(
     updates=st.integers(1, 4),
     budget=st.integers(0, 3),

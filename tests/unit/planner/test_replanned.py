@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.replanned import BEGINS, replayed
 
 
+@pytest.mark.slow
 def test_when_lengths_triple_it_changes_the_plan() -> None:
     act = replayed(0)
     before = act.plan_at(BEGINS - 1)

@@ -94,6 +94,7 @@ def test_a_plan_gives_each_side_devices_and_no_placement_is_faster_than_its_boun
     assert room >= generate["slots"] * 1000  # the caches of as many samples of the mean length fit
 
 
+@pytest.mark.slow
 def test_a_cheaper_plan_is_not_a_faster_one(files: tuple[str, str], capsys: pytest.CaptureFixture[str]):
     fast, cheap = plan(files, capsys), plan(files, capsys, "--objective", "cost")
     assert cheap["usd_per_mtok"] <= fast["usd_per_mtok"] * 1.0001
@@ -101,6 +102,7 @@ def test_a_cheaper_plan_is_not_a_faster_one(files: tuple[str, str], capsys: pyte
     assert cheap["usd_per_hour"] < fast["usd_per_hour"]
 
 
+@pytest.mark.slow
 def test_the_real_orchestrator_confirms_the_rate_in_virtual_time(
     files: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ):
@@ -149,6 +151,7 @@ def test_a_plan_for_another_configuration_is_refused(
     assert "is not a plan of headway plan" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_a_configuration_cannot_say_is_planned_but_not_run(
     files: tuple[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
@@ -163,6 +166,7 @@ def test_what_a_configuration_cannot_say_is_planned_but_not_run(
     assert not (tmp_path / "whole.toml").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "reasons"),
     [
@@ -256,6 +260,7 @@ def test_ways_to_ask_that_make_no_sense(files: tuple[str, str], capsys: pytest.C
     assert "no such configuration file: nowhere.toml" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_example_is_planned_as_the_page_shows(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     root = Path(__file__).parents[3]
     monkeypatch.chdir(root)

@@ -172,6 +172,7 @@ def test_parked_rollouts_resume_at_their_turn(tmp_path):
     assert len({outcome.generated_tokens for outcome in found.values()}) == 1
 
 
+@pytest.mark.slow
 def test_simulation_agrees_with_queue_model(tmp_path):
     """Two independent simulations of one queue: the real loops, and control/tuning/queue_model.py's events."""
     lengths = Quantity.model_validate(LONG_TAIL)
@@ -203,6 +204,7 @@ def _length_at(lengths: Quantity, share: float) -> int:
     return max(1, round(lengths.at_normal(NormalDist().inv_cdf(max(1e-12, share)))))
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_lengths(tmp_path):
     """64 responses of 50,000 tokens in flight: 75 MB as tuples."""
     scenario = scenario_from(
@@ -267,6 +269,7 @@ def test_tool_time_is_not_counted_as_decoding(tmp_path):
     assert again.samples_per_s == pytest.approx(found.samples_per_s, rel=0.1)
 
 
+@pytest.mark.slow
 def test_where_tools_take_the_time_the_doctor_wants_more_rollouts_at_once_and_is_right(tmp_path):
     def rate(name, **queue):
         scenario = scenario_from(

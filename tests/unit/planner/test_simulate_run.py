@@ -70,6 +70,7 @@ def again(folder: Path, overrides: list[str], **options: Any) -> Agreement:
     return agreement(found, read_ledger(f"{folder}-again"), overrides)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("queue", "token_s"),
     [
@@ -112,6 +113,7 @@ def test_exactly_known_parameters_are_recovered_exactly(tmp_path):
     assert scenario.generator.slots == 24
 
 
+@pytest.mark.slow
 def test_a_changed_run_is_predicted_from_the_ledger_of_another(tmp_path):
     """Budget 3 -> 0 and half the slots: within 10 % of the run that has them."""
     folder = tmp_path / "run"
@@ -129,6 +131,7 @@ def test_a_changed_run_is_predicted_from_the_ledger_of_another(tmp_path):
         assert actual.samples_per_s < 0.95 * predicted.live.samples_per_s
 
 
+@pytest.mark.slow
 def test_two_runs_identify_interference(tmp_path):
     hardware = {
         "generator": {"decode_fixed_s": 0.006, "decode_request_s": 3e-4, "beside": 1.6},

@@ -63,6 +63,7 @@ def test_a_slow_trainer_binds_and_the_generator_needs_nothing() -> None:
     assert not keys(found) & {"generator.slots", "generator.devices", "queue.budget"}
 
 
+@pytest.mark.slow
 def test_stragglers_bind_a_small_budget_and_the_predicted_gain_comes_true() -> None:
     before = run(budget=1, steps=80, sample_s=0.005)
     found = diagnosis(before)
@@ -119,6 +120,7 @@ def test_useful_samples_are_told_apart_and_costs_add_up() -> None:
     assert sum(costs.lost_h.values()) < costs.device_h
 
 
+@pytest.mark.slow
 def test_one_screen_and_one_object(tmp_path: Path) -> None:
     folder = recorded(run(budget=1, sample_s=0.005), tmp_path)
     console = Console(record=True, width=100)
@@ -195,6 +197,7 @@ def test_more_rollouts_in_environments_get_room_there_too() -> None:
     assert settings({}, live=64) == rollouts, "a function of tokens has no sandboxes of ours"
 
 
+@pytest.mark.slow
 def test_steps_around_a_restart_say_nothing_of_the_rates(tmp_path: Path) -> None:
     """A tenth of the steps take thirty times as long, because a worker was away."""
     outcome = run(budget=1, sample_s=0.005)
@@ -247,6 +250,7 @@ def test_a_run_that_waits_for_its_evaluators_is_named(tmp_path: Path) -> None:
     assert "evaluators" in console.export_text()
 
 
+@pytest.mark.slow
 def test_alerts_are_listed_as_recorded_or_found_in_an_older_ledger(tmp_path: Path) -> None:
     outcome = run()
     older = recorded(outcome, tmp_path / "older")

@@ -11,6 +11,7 @@ import tiny_run
 DIGITS = "0123456789"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stop",
     [["1"], [*DIGITS], ["+", "="], [a + b for a in DIGITS for b in DIGITS]],

@@ -156,6 +156,7 @@ def seen(folder: FolderNode, prefix: str = "") -> dict[str, object]:
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @example([[TreeEntry(name=b"a/a", kind="link", target=b"/b"), TreeEntry(name=b"a/a/a", kind="file")]])
 @given(st.lists(st.lists(entries(), max_size=6), max_size=4))

@@ -140,6 +140,7 @@ def test_a_session_whose_request_is_being_read_goes_on() -> None:
     run_virtual(main)
 
 
+@pytest.mark.slow
 def test_a_session_that_is_over_is_freed_without_the_collector() -> None:
     over: list[Session] = []
 

@@ -120,6 +120,7 @@ def wandb_rows(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_wandb_offline_holds_what_the_ledger_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -177,6 +178,7 @@ def store(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return Path(shutil.copy(empty_store, tmp_path / "mlflow.db"))
 
 
+@pytest.mark.slow
 def test_mlflow_holds_what_the_ledger_said(tmp_path: Path, store: Path) -> None:
     from mlflow import MlflowClient
 

@@ -117,6 +117,7 @@ def made(*calls: tuple[str, Mapping[str, Any]], named: bool = False) -> list[Too
     ]
 
 
+@pytest.mark.slow
 def test_published_templates_give_their_own_calls_back() -> None:
     assert len(ORIGINALS) >= 41
     unread = {name: chat_of(name).written.unknown for name in WITH_TOOLS if chat_of(name).written.unknown}
@@ -127,6 +128,7 @@ def test_published_templates_give_their_own_calls_back() -> None:
     assert all(chat.written.unknown for chat in others)  # they drop calls without a word
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "special"), FORMS)
 def test_every_shape_is_found_out(name: str, special: bool) -> None:
     written = chat_of(name, special).written
@@ -134,6 +136,7 @@ def test_every_shape_is_found_out(name: str, special: bool) -> None:
     assert written.tools != "none"
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=3)
 @given(st.lists(st.tuples(st.sampled_from(["get_weather", "f2"]), st.randoms()), min_size=1, max_size=3), st.data())
 @pytest.mark.parametrize(("name", "special"), [form for form in FORMS if not form[0].endswith("_training")])

@@ -202,6 +202,7 @@ def test_whitespace_is_bounded_and_other_grammars_are_taken():
         grammars.matcher('start: "a" b')
 
 
+@pytest.mark.slow
 def test_the_cache_is_bounded_and_a_copy_does_not_move_it():
     grammars = Grammars(TOKENIZER)
     texts = [json_grammar({"const": "a" * n}) for n in range(200)]
@@ -324,6 +325,7 @@ def test_compiling_happens_in_another_thread_once(monkeypatch: pytest.MonkeyPatc
     assert [one for one, _ in compiled] == [text, json_grammar(False)]  # the error is kept as well
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schema", [
     {"allOf": [{"type": "string", "pattern": f"a.{{{n}}}b"} for n in range(12)]},
     {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(2500)}},
@@ -370,6 +372,7 @@ def test_a_process_that_somebody_kills_is_started_again():
     assert trial._process is first
 
 
+@pytest.mark.slow
 def test_a_grammar_that_takes_too_long_ends_its_process(monkeypatch: pytest.MonkeyPatch):
     slow = json_grammar({"type": "integer", "multipleOf": 100_000_007})
     source = "from headway.tokens import trial_compilation as g; g.TRIAL_S = 0.5; g.main()"

@@ -31,6 +31,7 @@ def grammars() -> Grammars:
     return Grammars(tokenizer())
 
 
+@pytest.mark.slow
 def test_the_json_schema_test_suite() -> None:
     """Of its groups, those whose schema is taken: nothing invalid may be sampled. What is valid and can't be has its
     keys in another order than the schema, or a number in another form (1.0 for 1), or isn't of a ``format``."""
@@ -47,6 +48,7 @@ def test_the_json_schema_test_suite() -> None:
     assert (len(SUITE["taken"]), SUITE["groups"], cases, SUITE["cases"]) == (164, 368, 589, 1257)
 
 
+@pytest.mark.slow
 def test_whatever_is_sampled_is_valid_for_200_random_schemas() -> None:
     chance = random.Random(1)
     for number in range(200):

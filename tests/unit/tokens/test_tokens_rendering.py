@@ -113,6 +113,7 @@ def require_found(text: str, writer: Writer, dropped: frozenset[str]) -> None:
         at = max([at, *places])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not NAMES, reason="needs the package trl: its folder of templates")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_text_is_found_in_order_or_the_row_is_refused(name: str, tmp_path: Path) -> None:
@@ -135,6 +136,7 @@ def test_every_text_is_found_in_order_or_the_row_is_refused(name: str, tmp_path:
     print(f"{name}: {found} found, {refused} refused; stops {tokenizer.added_stops}")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not NAMES, reason="needs the package trl: its folder of templates")
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_and_requests_are_rendered_alike(name: str, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from tiny_trainer import make_model
 
@@ -58,6 +59,7 @@ print(*sorted(heavy & sys.modules.keys()))
 """
 
 
+@pytest.mark.slow
 def test_a_trainer_and_a_replica_load_no_compiler(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
     done = subprocess.run([sys.executable, "-c", TRAINS, str(model)], capture_output=True, text=True, check=False)

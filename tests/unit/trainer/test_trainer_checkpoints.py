@@ -171,6 +171,7 @@ def killed_at(call: int, action: Callable[[], None]) -> bool:
     os._exit(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replaces", [True, False])
 def test_kill_at_any_instant_leaves_old_or_new(tmp_path: Path, replaces: bool) -> None:
     """Replacing one checkpoint (a replay after resume), or writing the next and pruning: every step may be the last."""
@@ -296,6 +297,7 @@ def test_best_is_a_model_folder_with_state(experiment: dict, tmp_path: Path) -> 
     assert trainer.version == 2
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_of_state_json_is_found(tmp_path: Path) -> None:
     """Of the version, an admission index, a checksum, a key: whatever is still JSON is refused, or changes nothing."""
     older, newer = write(tmp_path, 1), write(tmp_path, 2)

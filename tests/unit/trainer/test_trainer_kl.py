@@ -66,6 +66,7 @@ def test_a_model_is_at_no_distance_from_itself(folder: Path, estimator: str, ref
         assert torch.allclose(gradient(held, arrays), gradient(free, arrays), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", IN_LOSS)
 @pytest.mark.parametrize("aggregation", ["token_mean", "fixed", "seq_mean_token_sum", "seq_mean_token_mean"])
 @pytest.mark.parametrize("reference", ["reference", "wide"])

@@ -150,6 +150,7 @@ def _replace(arrays, **changes):
     return type(arrays)(**{name: getattr(arrays, name) for name in arrays.__dataclass_fields__} | changes)
 
 
+@pytest.mark.slow
 @every_loss
 @pytest.mark.parametrize(
     "chosen", [["token_mask"], ["sequence_mask"], ["second_moment_limit"], list(MASKS["algorithm"])]

@@ -294,6 +294,7 @@ def test_long_record_is_read_in_parts(
     watched.close()
 
 
+@pytest.mark.slow
 def test_newest_page_is_there_before_the_others_are_read(
     tmp_path: Path, tokenizer: Tokenizer, tokens: TokenTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,6 +361,7 @@ def test_rows_behind_a_damaged_segment_keep_their_numbers(
     assert first.first == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["deleted", "garbage", "middle", "cut", "emptied", "swapped"])
 def test_cache_may_be_deleted_or_damaged_at_any_time(
     damage: str, tmp_path: Path, tokenizer: Tokenizer, tokens: TokenTable
