@@ -127,7 +127,10 @@ def test_the_public_door_opens_without_torch_and_names_everything():
 
 
 # Falls with every change that needs less; 46,000 is the aim. What it may grow by is named by the budget of a feature.
-BUDGETS = {"old public names raise an error with the new one; longer names wrap": 39}  # feature -> lines
+BUDGETS = {  # feature -> lines
+    "old public names raise an error with the new one; longer names wrap": 39,
+    "GPUs: keys resolved by the machine, a template, managed vLLM servers, weights that stay on the device": 1_600,
+}
 MOST_LINES = 79_316 + sum(BUDGETS.values())
 
 
