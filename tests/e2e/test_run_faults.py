@@ -127,7 +127,7 @@ def test_rollouts_cross_updates(inputs: Any, tmp_path: Path, mode: str) -> None:
     run = tmp_path / "run"
     command = tiny_run.train(config)
     assert command.process.returncode == 0, command.output
-    shown = tiny_run.output_of("show", run, "--ending", "trained", "--limit", "1000", "--json").splitlines()
+    shown = tiny_run.output_of("show", run, "--ending", "trained", "--limit", "1000", "--json").strip().split("\n")
     samples = [json.loads(line) for line in shown]
     assert all(sample["advantage"] is not None for sample in samples)
     assert len(samples) == 20 * 16
@@ -151,7 +151,7 @@ def test_rollouts_cross_updates(inputs: Any, tmp_path: Path, mode: str) -> None:
         "generator_wait_ratio",
         "length_bias_ks",
     } <= summary.keys()
-    shown = [json.loads(line) for line in tiny_run.output_of("show", run, "--step", "19", "--json").splitlines()]
+    shown = [json.loads(line) for line in tiny_run.output_of("show", run, "--step", "19", "--json").strip().split("\n")]
     assert len(shown) == 16
 
 
