@@ -201,19 +201,19 @@ class ReferenceMaker:
             raise task_fault(error, guest) from error
 
     def _inputs(self, module: str, seed: int) -> list[Any]:
-        head, _ = self._guest.call("inputs", module=module, seed=seed)
+        answer_head, _ = self._guest.call("inputs", module=module, seed=seed)
 
         def parse_argument(spec: Any) -> Any:
             return self._read(*parse_tensor(spec)) if isinstance(spec, dict) and "dtype" in spec else spec
 
-        return [parse_argument(spec) for spec in head["inputs"]]
+        return [parse_argument(spec) for spec in answer_head["inputs"]]
 
     def _run(self, module: str, name: str, inputs: list[Any]) -> KernelTrial:
         shared = shared_calls([inputs], self._guest)
-        head, _ = self._guest.call("go", module=module, calls=1, record=False, brief=False)
+        answer_head, _ = self._guest.call("go", module=module, calls=1, record=False, brief=False)
         if not shared.is_untouched(0, inputs):
             raise TaskFault("its reference changes its inputs")
-        (outputs,) = outputs_of(head, 1)
+        (outputs,) = outputs_of(answer_head, 1)
         return KernelTrial(name=name, inputs=inputs, expected=[self._read(*output) for output in outputs])
 
     def _read(self, shape: TensorShape, address: int) -> Tensor:
@@ -270,12 +270,12 @@ class CandidateTrials:
     def _run_chunk(self, chunk: list[KernelTrial]) -> None:
         guest = self._guest
         shared = shared_calls([trial.inputs for trial in chunk], guest)
-        head, _ = guest.call("go", module="candidate", calls=len(chunk), record=True, brief=False)
+        answer_head, _ = guest.call("go", module="candidate", calls=len(chunk), record=True, brief=False)
         guest.freeze()
         try:
-            self.note_replaced(head)
-            self.operators.update(names_of(head, "operators"))
-            call_outputs = outputs_of(head, len(chunk))
+            self.note_replaced(answer_head)
+            self.operators.update(names_of(answer_head, "operators"))
+            call_outputs = outputs_of(answer_head, len(chunk))
             self._address_counts = Counter(address for outputs in call_outputs for address in {a for _, a in outputs})
             for call_index, (trial, outputs) in enumerate(zip(chunk, call_outputs, strict=True)):
                 if not shared.is_untouched(call_index, trial.inputs):

@@ -160,19 +160,19 @@ class KernelEvaluator:
     # The steps.
 
     async def _judge(self, submission: KernelSubmission) -> KernelEvaluation:
-        groups, language = await self._trials(submission), submission.task.backend
+        trial_groups, language = await self._trials(submission), submission.task.backend
         compiles_separately = language in ("triton", "cuda")  # it is compiled for a GPU that this machine lacks
-        if language == "triton" and any(map(has_bfloat16, groups)):
+        if language == "triton" and any(map(has_bfloat16, trial_groups)):
             raise TaskFault("back end 'triton' on a CPU: Triton's interpreter computes bfloat16 wrongly: use a GPU")
         until_s = time.monotonic() + submission.timeout_s  # the candidate's: the reference's trials don't count
         # The cores' lease ends after the guest, which may run on them until then.
         async with contextlib.AsyncExitStack() as leases:
             async with self._guest(until_s) as guest:
-                verdict = await self._in_thread(judge_candidate, guest, submission, groups)
+                verdict = await self._in_thread(judge_candidate, guest, submission, trial_groups)
                 if submission.timed and verdict.correct and not compiles_separately:
-                    verdict = await self._time(guest, submission, groups[0], verdict, leases)
+                    verdict = await self._time(guest, submission, trial_groups[0], verdict, leases)
             if verdict.speedup is not None and (submission.compare_compiled or self._settings.compare_compiled):
-                verdict = await self._compare_compiled(submission, groups[0], verdict, guest.until_s)
+                verdict = await self._compare_compiled(submission, trial_groups[0], verdict, guest.until_s)
         if not compiles_separately:
             return verdict
         since_s = time.monotonic()
@@ -192,10 +192,10 @@ class KernelEvaluator:
                 async with self._guest(time.monotonic() + submission.timeout_s) as guest:
                     self._cached[task_key] = await self._in_thread(_make_trials, guest, task, seed, trial_count)
         self._cached.move_to_end(task_key)
-        groups = self._cached[task_key]
+        trial_groups = self._cached[task_key]
         while len(self._cached) > 1 and sum(map(_trials_bytes, self._cached.values())) > self._settings.values_bytes:
             self._cached.popitem(last=False)
-        return groups
+        return trial_groups
 
     async def _time(
         self,
@@ -331,10 +331,10 @@ def judge_candidate(
 
 def _make_trials(guest: GuestProcess, task: KernelTask, seed: int, count: int) -> list[TrialGroup]:
     maker = ReferenceMaker(guest, seed)
-    groups = [maker.group("shape0", task.source, count, variants=True)]
+    trial_groups = [maker.group("shape0", task.source, count, variants=True)]
     for shape_index, sizes in enumerate(task.shapes, start=1):
-        groups.append(maker.group(f"shape{shape_index}", resized_source(task.source, sizes), 2, variants=False))
-    return groups
+        trial_groups.append(maker.group(f"shape{shape_index}", resized_source(task.source, sizes), 2, variants=False))
+    return trial_groups
 
 
 def _require_valid(submission: KernelSubmission) -> None:

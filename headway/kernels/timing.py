@@ -133,10 +133,12 @@ class PairTimer:
         self._choose_calls()
         for runner in runners:
             runner.intervals.clear()
-        forced = int(self._random.integers(self._settings.pairs))  # so that at least one interval is recorded
+        recorded_index = int(self._random.integers(self._settings.pairs))  # so that at least one interval is recorded
         while True:
             self._time_pair(len(runners[0].intervals))
-            if self._is_judged and (len(runners[0].intervals) == forced + 1 or self._random.random() < RECORDED_SHARE):
+            if self._is_judged and (
+                len(runners[0].intervals) == recorded_index + 1 or self._random.random() < RECORDED_SHARE
+            ):
                 self._record_calls()
             pair_count, timing_result = len(runners[0].intervals), self._result()
             if pair_count < self._settings.pairs or (pair_count * runners[0].calls < min_calls and pair_count < 4096):
@@ -241,11 +243,11 @@ class PairTimer:
         call_count = min(runner.calls, RECORDED_CALLS, 1 << int(self._random.integers(runner.calls.bit_length() + 1)))
         self._write([self._fresh.draw() for _ in range(call_count)])
         runner.guest.thaw()
-        head, _ = runner.guest.call("go", module=runner.module, calls=call_count, record=True, brief=False)
+        answer_head, _ = runner.guest.call("go", module=runner.module, calls=call_count, record=True, brief=False)
         runner.guest.freeze()
         runner.cpu_ns = runner.guest.cpu_ns()
-        self._require_unreplaced(head)
-        if operator_name := called_operator(self._submission.task, names_of(head, "operators")):
+        self._require_unreplaced(answer_head)
+        if operator_name := called_operator(self._submission.task, names_of(answer_head, "operators")):
             raise TamperingDetected(f"it calls {operator_name} once it is timed")
 
     def _interval(self, runner: _Runner) -> tuple[float, list[int]]:

@@ -286,14 +286,14 @@ class Environment:
             if call_index >= self.most_calls:  # running out of time by too many calls isn't the infrastructure's fault
                 episode.add_tool_result(call, f"error: at most {self.most_calls} calls in one answer")
                 continue
-            ok, name, clock = False, call.name if call.name in self.offered else "", asyncio.get_running_loop().time
-            started_s = clock()
+            ok, name, read_time = False, call.name if call.name in self.offered else "", asyncio.get_running_loop().time
+            started_s = read_time()
             is_blocking = name and self.offered[name].blocks  # a blocking tool has a time limit of its own
             try:
                 with episode.sandbox.suspend_limits() if is_blocking else contextlib.nullcontext():
                     result_text, ok = await call_tool(self.offered, call.name, call.arguments, episode, self.tool_calls)
             finally:
-                episode.note_tool(ToolTimes(name=name, start_s=started_s, end_s=clock(), error=not ok))
+                episode.note_tool(ToolTimes(name=name, start_s=started_s, end_s=read_time(), error=not ok))
             episode.add_tool_result(call, self.shortened(result_text))
         if not answer.calls and self.offered and _UNREAD in answer.text and not answer.cut:
             episode.add_message('error: a call must be valid JSON: {"name": ..., "arguments": {...}}')

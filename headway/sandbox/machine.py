@@ -36,7 +36,7 @@ def read_limits(proc: Path = Path("/proc")) -> MachineLimits:
     limit_by_remedy = _process_limits(proc)
     processes_by = min(limit_by_remedy, key=lambda name: limit_by_remedy[name], default="")
     limits = {f"user.max_{kind}_namespaces": _number(proc / f"sys/user/max_{kind}_namespaces") for kind in NAMESPACES}
-    known_limits = {name: number for name, number in limits.items() if number is not None}
+    known_limits = {name: limit for name, limit in limits.items() if limit is not None}
     lowest_key = min(known_limits, key=lambda name: known_limits[name], default="")
     return MachineLimits(
         memory_bytes=_available_bytes(proc),
@@ -59,7 +59,7 @@ def _process_limits(proc: Path) -> dict[str, int]:
     for name, group in cgroups.mounted().items():
         if name in ("pids", cgroups.V2):
             limits[f"the control group {group} (pids.max)"] = _number(group / "pids.max")
-    return {name: number for name, number in limits.items() if number is not None}
+    return {name: limit for name, limit in limits.items() if limit is not None}
 
 
 def pids_in_use(proc: Path = Path("/proc")) -> str:

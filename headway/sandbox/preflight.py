@@ -50,7 +50,7 @@ async def findings(
         # First, since starting a backend reaps too, without a report.
         reported += [finding async for finding in _reap_dead_owners(backend)]
         problems = await backend.preflight(spec, live=needed)
-        reported += [SandboxFinding(message=line) for line in problems]
+        reported += [SandboxFinding(message=problem) for problem in problems]
         if any(finding.fatal for finding in reported):
             return reported
         capabilities = await backend.capabilities()

@@ -82,8 +82,8 @@ class Program:
             position_text = f"line {error.lineno}: " if error.lineno else ""
             return {"error": f"{position_text}{error.msg}", "kind": "syntax", "log": _trace(error)}, b""
         except BaseException as error:
-            first = _first_cause(error)
-            return {"error": f"{type(first).__name__}: {first}"[:1000], "kind": "raised", "log": _trace(error)}, b""
+            origin = _first_cause(error)
+            return {"error": f"{type(origin).__name__}: {origin}"[:1000], "kind": "raised", "log": _trace(error)}, b""
 
     # Requests.
 
@@ -172,10 +172,10 @@ class Program:
         import ctypes
 
         self._send({"ask": "compile"}, source.encode())
-        head, _, _ = self._receive()
-        if "error" in head:
-            raise GuestRefusal("compile", head["error"])
-        return ctypes.CDLL(head["library"])
+        answer_head, _, _ = self._receive()
+        if "error" in answer_head:
+            raise GuestRefusal("compile", answer_head["error"])
+        return ctypes.CDLL(answer_head["library"])
 
     def _send(self, head: Head, body: bytes = b"") -> None:
         self._channel.sendall(wire.frame(head, body))

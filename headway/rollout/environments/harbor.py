@@ -45,8 +45,8 @@ class Harbor(Environment):
     async def begin(self, episode: Episode) -> None:
         task = await self._task(episode)
         if task.verifier_s >= self.reply_timeout_s:
-            limit = f"environment.timeout_s = {self.reply_timeout_s:g} s"
-            raise ValueError(f"the tests of {task.name} may take {task.verifier_s:g} s: more is needed than {limit}")
+            setting = f"environment.timeout_s = {self.reply_timeout_s:g} s"
+            raise ValueError(f"the tests of {task.name} may take {task.verifier_s:g} s: more is needed than {setting}")
         with fills(f"what {task.name} begins with"):
             await _upload(episode, task.files)
             mkdir = await episode.sandbox.exec(["mkdir", "-p", task.workdir, "/logs/agent", _LOGS], workdir="/")

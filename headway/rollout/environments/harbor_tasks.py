@@ -171,8 +171,8 @@ def _image_of(folder: Path, container: Mapping[str, Any]) -> tuple[str, str, dic
             image = rest.strip()
         elif name == "WORKDIR":
             workdir = workdir / rest.strip()
-        elif name == "ENV" and (pairs := _pairs(rest)) is not None:
-            variables.update(pairs)
+        elif name == "ENV" and (new_variables := _pairs(rest)) is not None:
+            variables.update(new_variables)
         elif name in ("COPY", "ADD") and (copied_paths := _copied_files(context, workdir, rest)) is not None:
             files += copied_paths
         elif name not in (*_WITHOUT_EFFECT, *_AT_START):

@@ -80,8 +80,8 @@ class OpenEnv(Environment):
         self._needed = [key for key in schema.get("required", ()) if key not in self._fixed]
         self._field = field or (self._needed[0] if len(self._needed) == 1 else "")
         if reads != "tool" and self._field not in self._schema:
-            fields = ", ".join(self._schema) or "none"
-            raise ConfigurationError(f"{KEY}.field = {field!r}: which of the action's fields gets the answer: {fields}")
+            valid = ", ".join(self._schema) or "none"
+            raise ConfigurationError(f"{KEY}.field = {field!r}: which of the action's fields gets the answer: {valid}")
 
     def tools(self) -> Sequence[Tool | Callable[..., Any]]:
         if self._reads != "tool":

@@ -102,17 +102,17 @@ class Repair(Environment):
         while folders and len(paths) <= LISTED and folders_listed < LISTED:
             folder, folders_listed = folders.pop(0), folders_listed + 1
             try:
-                entries = await _with_tool_errors(episode.sandbox.list(folder))
+                file_infos = await _with_tool_errors(episode.sandbox.list(folder))
             except ToolError as error:
                 if folder == _sandbox_path(path):
                     raise
                 notes.append(f"[{error}]")  # this folder alone: too many entries, or no permission
                 continue
-            for entry in entries:
-                entry_path = posixpath.join(folder, entry.name)
-                if entry.kind == "directory" and entry.name not in SKIPPED:
+            for file_info in file_infos:
+                entry_path = posixpath.join(folder, file_info.name)
+                if file_info.kind == "directory" and file_info.name not in SKIPPED:
                     folders.append(entry_path)
-                elif entry.kind != "directory":
+                elif file_info.kind != "directory":
                     paths.append(posixpath.relpath(entry_path, REPOSITORY))
         if folders and folders_listed == LISTED:
             notes.append(f"[more directories: these are of {LISTED}]")
@@ -159,9 +159,9 @@ class Repair(Environment):
         new: what takes its place
         """
         content = await self._read(path, episode)
-        count = content.count(old) if old else 0
-        if count != 1:
-            count_text = f"{count} times; give more of what is around it" if count else "nowhere"
+        match_count = content.count(old) if old else 0
+        if match_count != 1:
+            count_text = f"{match_count} times; give more of what is around it" if match_count else "nowhere"
             raise ToolError(f"the old text is in {path} {count_text}" if old else "the old text is empty")
         await self._write(path, content.replace(old, new), episode)
         return f"edited {path}"

@@ -443,12 +443,12 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
 
 def _require_json(value: Any) -> None:
     if isinstance(value, dict):
-        for key, entry in cast("dict[Any, Any]", value).items():
+        for key, nested in cast("dict[Any, Any]", value).items():
             if not isinstance(key, str):
                 raise TypeError(f"the key {key!r} is no text")
-            _require_json(entry)
+            _require_json(nested)
     elif isinstance(value, list | tuple):
-        for entry in cast("Sequence[Any]", value):
-            _require_json(entry)
+        for nested in cast("Sequence[Any]", value):
+            _require_json(nested)
     elif value is not None and not isinstance(value, str | int | float):
         raise TypeError(f"a {type(value).__name__} has no JSON form")

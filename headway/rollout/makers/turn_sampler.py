@@ -404,10 +404,10 @@ def timed_out(settings: schema.RolloutConfig) -> Failure:
 
 def _fault(response: PartialResponse) -> str:
     """Return why a response can't be trained on or continued; "" when it can."""
-    tokens = len(response.ids)
+    id_count = len(response.ids)
     spanned = sum([span.tokens for span in response.versions])
-    if len(response.logprobs) != tokens or spanned != tokens:
-        return f"the engine returned {tokens} tokens, {len(response.logprobs)} log-probabilities, {spanned} versions"
+    if len(response.logprobs) != id_count or spanned != id_count:
+        return f"the engine returned {id_count} tokens, {len(response.logprobs)} log-probabilities, {spanned} versions"
     if not all_finite(response.logprobs):
         return "the engine returned a log-probability that is not finite"
     return ""
@@ -419,5 +419,5 @@ def _kept_fault(request: GenerationRequest, response: PartialResponse) -> str:
     if kept_rows is None or not request.sampling.kept_sets:
         return ""
     token_ids = TokenIds.joined((request.prompt_ids, response.ids)).array[request.rows_known :][: len(kept_rows)]
-    wrong = outside_kept(*kept_rows[: len(token_ids)].take(np.arange(len(token_ids))), token_ids)
-    return f"the engine returned token {token_ids[wrong[0]]}, and a kept set without it" if len(wrong) else ""
+    misfits = outside_kept(*kept_rows[: len(token_ids)].take(np.arange(len(token_ids))), token_ids)
+    return f"the engine returned token {token_ids[misfits[0]]}, and a kept set without it" if len(misfits) else ""

@@ -62,7 +62,7 @@ def _begin(request: dict[str, Any]) -> dict[str, Any]:
         completed = subprocess.run(sudo, capture_output=True, check=False) if shutil.which("sudo") else None
         if completed is None or completed.returncode:
             raise
-    return {"processes": [[pid, started] for pid, started in _processes().items()]}
+    return {"processes": [[pid, start_time] for pid, start_time in _processes().items()]}
 
 
 def _exec(request: dict[str, Any]) -> dict[str, Any]:

@@ -49,8 +49,8 @@ def make_reachable(folders: Sequence[str]) -> None:
 
 
 def _first_private(folder: str) -> str | None:
-    parts = folder.strip("/").split("/")
-    ancestors = ("/" + "/".join(parts[:count]) for count in range(1, len(parts)))
+    folder_names = folder.strip("/").split("/")
+    ancestors = ("/" + "/".join(folder_names[:count]) for count in range(1, len(folder_names)))
     return next((path for path in ancestors if not os.stat(path).st_mode & stat.S_IXOTH), None)
 
 

@@ -256,9 +256,9 @@ def main(settings: dict[str, Any]) -> None:
     os.close(null_fd)
     os.umask(0o022)
     array.array("i")  # loads the module that recv_fds imports
-    for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC):
-        hard_limit = resource.getrlimit(limit)[1]
-        resource.setrlimit(limit, (hard_limit, hard_limit))
+    for resource_kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC):
+        hard_limit = resource.getrlimit(resource_kind)[1]
+        resource.setrlimit(resource_kind, (hard_limit, hard_limit))
     with contextlib.suppress(ValueError):  # only root may raise it; the limit counts all sandboxes' processes
         resource.setrlimit(resource.RLIMIT_NPROC, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     settings["shell"] = None

@@ -91,8 +91,8 @@ class HostedBackend:
                 raise SandboxError(infrastructure_failure("the backend is closed", retry=False))
             if not self._started:
                 log.warning("sandboxes by %s: %s", self._provider.name, UNTESTED)
-                for line in await self._end_leftovers():
-                    log.info("%s", line)
+                for reaped in await self._end_leftovers():
+                    log.info("%s", reaped)
                 self._started = True
 
     async def reap(self) -> list[Reaped]:

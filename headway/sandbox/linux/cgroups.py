@@ -156,9 +156,9 @@ def read_kill_count(descriptor: int) -> int:
     if descriptor < 0:
         return 0
     for line in os.pread(descriptor, 4096, 0).decode().splitlines():
-        name, _, value = line.partition(" ")
-        if name == "oom_kill":
-            return int(value)
+        event_name, _, count_text = line.partition(" ")
+        if event_name == "oom_kill":
+            return int(count_text)
     return 0
 
 
