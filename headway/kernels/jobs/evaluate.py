@@ -95,11 +95,8 @@ async def evaluate_answers(
     named_sources = [(name, source) for name, sources in answers.items() for source in sources if source]
     evaluations = await judge([submission_of(task_file, name, source, settings) for name, source in named_sources])
     require_success(evaluations)
-    next_evaluations, empty_evaluation = iter(evaluations), KernelEvaluation(text="the answer holds no source")
-    judged_by_task = {
-        name: tuple(next(next_evaluations) if s else empty_evaluation for s in sources)
-        for name, sources in answers.items()
-    }
+    ordered, empty = iter(evaluations), KernelEvaluation(text="the answer holds no source")
+    judged_by_task = {name: tuple(next(ordered) if s else empty for s in sources) for name, sources in answers.items()}
     return [JudgedTask(name=n, level=t.kernel.level, evaluations=judged_by_task[n]) for n, t in task_file.tasks.items()]
 
 
