@@ -75,8 +75,8 @@ def tensor_bytes(values: Sequence[Any]) -> int:
 
 def has_bfloat16(group: TrialGroup) -> bool:
     """Whether an input or an expected output is of bfloat16."""
-    values = [value for trial in group.trials for value in (*trial.inputs, *trial.expected)]
-    return any(isinstance(tensor, Tensor) and tensor.shape.dtype == "bfloat16" for tensor in values)
+    operands = [operand for trial in group.trials for operand in (*trial.inputs, *trial.expected)]
+    return any(isinstance(tensor, Tensor) and tensor.shape.dtype == "bfloat16" for tensor in operands)
 
 
 class SharedCalls:
@@ -85,17 +85,17 @@ class SharedCalls:
 
     def __init__(self, calls: Sequence[Sequence[Any]]) -> None:
         """``calls``: arguments whose tensors have the shapes to be written."""
-        size = 0
+        total_bytes = 0
 
-        def described(argument: Any) -> Any:
-            nonlocal size
+        def describe(argument: Any) -> Any:
+            nonlocal total_bytes
             if not isinstance(argument, Tensor):
                 return argument
-            start, size = size, size - (-argument.shape.bytes // ALIGNMENT) * ALIGNMENT
-            return {"dtype": argument.shape.dtype, "shape": list(argument.shape.shape), "offset": start}
+            offset, total_bytes = total_bytes, total_bytes - (-argument.shape.bytes // ALIGNMENT) * ALIGNMENT
+            return {"dtype": argument.shape.dtype, "shape": list(argument.shape.shape), "offset": offset}
 
-        self._descriptions = [[described(argument) for argument in call] for call in calls]
-        self._bytes = max(size, mmap.PAGESIZE)
+        self._descriptions = [[describe(argument) for argument in call] for call in calls]
+        self._bytes = max(total_bytes, mmap.PAGESIZE)
         self._descriptor = os.memfd_create("inputs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, self._descriptor)
         os.ftruncate(self._descriptor, self._bytes)
@@ -124,11 +124,11 @@ class SharedCalls:
 
 def shared_calls(calls: Sequence[Sequence[Any]], guest: GuestProcess) -> SharedCalls:
     """Write calls' arguments to shared memory, and make a guest prepare them."""
-    made = SharedCalls(calls)
-    for number, values in enumerate(calls):
-        made.write(number, values)
-    made.send_to(guest)
-    return made
+    shared = SharedCalls(calls)
+    for call_index, arguments in enumerate(calls):
+        shared.write(call_index, arguments)
+    shared.send_to(guest)
+    return shared
 
 
 def _bits(values: Array) -> Array:
@@ -159,20 +159,20 @@ def names_of(head: dict[str, Any], key: str) -> list[str]:
 
 def replaced_in(head: dict[str, Any]) -> str:
     """The tampering that a guest's answer reports: replaced functions; "": none."""
-    patched = names_of(head, "patched")
-    return f"it replaced {', '.join(patched[:5])}" if patched else ""
+    patched_names = names_of(head, "patched")
+    return f"it replaced {', '.join(patched_names[:5])}" if patched_names else ""
 
 
 def chunks(trials: Sequence[KernelTrial]) -> Iterator[list[KernelTrial]]:
     """Split trials into chunks whose tensors fit into one request."""
-    chunk, size = list[KernelTrial](), 0
+    chunk, chunk_bytes = list[KernelTrial](), 0
     for trial in trials:
-        needed = tensor_bytes(trial.inputs) + tensor_bytes(trial.expected)
-        if chunk and size + needed > CHUNK_BYTES:
+        trial_bytes = tensor_bytes(trial.inputs) + tensor_bytes(trial.expected)
+        if chunk and chunk_bytes + trial_bytes > CHUNK_BYTES:
             yield chunk
-            chunk, size = [], 0
+            chunk, chunk_bytes = [], 0
         chunk.append(trial)
-        size += needed
+        chunk_bytes += trial_bytes
     yield chunk
 
 
@@ -194,27 +194,27 @@ class ReferenceMaker:
             ]
             inputs = trials[0].inputs
             if variants and trials[0].is_finite and any(isinstance(arg, Tensor) and arg.is_float for arg in inputs):
-                made = [self._run(module, name, variant_inputs(inputs, factor)) for name, factor in VARIANTS.items()]
-                trials += [trial for trial in made if trial.is_finite]  # others are outside of the reference's domain
+                varied = [self._run(module, name, variant_inputs(inputs, factor)) for name, factor in VARIANTS.items()]
+                trials += [trial for trial in varied if trial.is_finite]  # others are outside of the reference's domain
             return TrialGroup(module=module, arguments=arguments, trials=trials)
         except (GuestFailure, *MALFORMED) as error:
             raise task_fault(error, guest) from error
 
     def _inputs(self, module: str, seed: int) -> list[Any]:
-        head, _ = self._guest.call("inputs", module=module, seed=seed)
+        answer_head, _ = self._guest.call("inputs", module=module, seed=seed)
 
-        def argument(spec: Any) -> Any:
+        def parse_argument(spec: Any) -> Any:
             return self._read(*parse_tensor(spec)) if isinstance(spec, dict) and "dtype" in spec else spec
 
-        return [argument(spec) for spec in head["inputs"]]
+        return [parse_argument(spec) for spec in answer_head["inputs"]]
 
     def _run(self, module: str, name: str, inputs: list[Any]) -> KernelTrial:
-        calls = shared_calls([inputs], self._guest)
-        head, _ = self._guest.call("go", module=module, calls=1, record=False, brief=False)
-        if not calls.is_untouched(0, inputs):
+        shared = shared_calls([inputs], self._guest)
+        answer_head, _ = self._guest.call("go", module=module, calls=1, record=False, brief=False)
+        if not shared.is_untouched(0, inputs):
             raise TaskFault("its reference changes its inputs")
-        (outputs,) = outputs_of(head, 1)
-        return KernelTrial(name=name, inputs=inputs, expected=[self._read(*report) for report in outputs])
+        (outputs,) = outputs_of(answer_head, 1)
+        return KernelTrial(name=name, inputs=inputs, expected=[self._read(*output) for output in outputs])
 
     def _read(self, shape: TensorShape, address: int) -> Tensor:
         if shape.bytes > MAX_OUTPUT_BYTES:
@@ -225,14 +225,14 @@ class ReferenceMaker:
 def variant_inputs(inputs: Sequence[Any], factor: float | None) -> list[Any]:
     """The inputs with other values in floating-point tensors; zeros stay zeros."""
 
-    def changed(argument: Any) -> Any:
+    def vary(argument: Any) -> Any:
         if not isinstance(argument, Tensor) or not argument.is_float:
             return argument
         if factor is not None:
             return argument.scaled(factor)
         return argument.replaced(argument.values() != 0)
 
-    return [changed(argument) for argument in inputs]
+    return [vary(argument) for argument in inputs]
 
 
 def _varies(tensor: Tensor) -> bool:
@@ -269,16 +269,16 @@ class CandidateTrials:
 
     def _run_chunk(self, chunk: list[KernelTrial]) -> None:
         guest = self._guest
-        calls = shared_calls([trial.inputs for trial in chunk], guest)
-        head, _ = guest.call("go", module="candidate", calls=len(chunk), record=True, brief=False)
+        shared = shared_calls([trial.inputs for trial in chunk], guest)
+        answer_head, _ = guest.call("go", module="candidate", calls=len(chunk), record=True, brief=False)
         guest.freeze()
         try:
-            self.note_replaced(head)
-            self.operators.update(names_of(head, "operators"))
-            every = outputs_of(head, len(chunk))
-            self._address_counts = Counter(address for outputs in every for address in {a for _, a in outputs})
-            for number, (trial, outputs) in enumerate(zip(chunk, every, strict=True)):
-                if not calls.is_untouched(number, trial.inputs):
+            self.note_replaced(answer_head)
+            self.operators.update(names_of(answer_head, "operators"))
+            call_outputs = outputs_of(answer_head, len(chunk))
+            self._address_counts = Counter(address for outputs in call_outputs for address in {a for _, a in outputs})
+            for call_index, (trial, outputs) in enumerate(zip(chunk, call_outputs, strict=True)):
+                if not shared.is_untouched(call_index, trial.inputs):
                     self.cheat = self.cheat or "it changes its inputs"
                 if self._compare(trial, outputs, chunk):
                     self.passed += 1
@@ -289,18 +289,18 @@ class CandidateTrials:
         if len(outputs) != len(trial.expected):
             self.text = self.text or f"{len(outputs)} outputs, not {len(trial.expected)}"
             return False
-        for target, (shape, address) in zip(trial.expected, outputs, strict=True):
-            if shape != target.shape:
-                self.text = self.text or f"{trial.name}: output of {shape}, not {target.shape}"
+        for expected, (shape, address) in zip(trial.expected, outputs, strict=True):
+            if shape != expected.shape:
+                self.text = self.text or f"{trial.name}: output of {shape}, not {expected.shape}"
                 return False
             actual = Tensor(shape, self._guest.read(address, shape.bytes))
-            compared = compare(target, actual, self._task.tolerances, scaled=trial.is_variant, hollow=trial.is_variant)
-            if compared.text:
-                self.text = self.text or f"{trial.name}: {compared.text}"
+            outcome = compare(expected, actual, self._task.tolerances, scaled=trial.is_variant, hollow=trial.is_variant)
+            if outcome.text:
+                self.text = self.text or f"{trial.name}: {outcome.text}"
                 self.cheat = self.cheat or self._explain(trial, actual, address, chunk)
                 return False
             if not trial.is_variant:
-                self._note_error(shape.dtype, compared.error)
+                self._note_error(shape.dtype, outcome.error)
         return True
 
     def _note_error(self, dtype: str, error: float) -> None:
@@ -311,18 +311,18 @@ class CandidateTrials:
     def _explain(self, trial: KernelTrial, actual: Tensor, address: int, chunk: list[KernelTrial]) -> str:
         """Name the tampering that a wrong output shows; "": the output is merely wrong. Variants are excluded, because
         an honest mistake can hit their outputs too: zeros, and those of negated inputs."""
-        seeded = [] if trial.is_variant else [other for other in chunk if not other.is_variant]
-        inputs = [arg for arg in trial.inputs if seeded and isinstance(arg, Tensor)]
-        if any(arg.shape == actual.shape and _varies(arg) and np.array_equal(arg.raw, actual.raw) for arg in inputs):
+        seeded_trials = [] if trial.is_variant else [peer for peer in chunk if not peer.is_variant]
+        tensors = [arg for arg in trial.inputs if seeded_trials and isinstance(arg, Tensor)]
+        if any(arg.shape == actual.shape and _varies(arg) and np.array_equal(arg.raw, actual.raw) for arg in tensors):
             return "it returns an input"
-        other_outputs = [tensor for other in seeded if other is not trial for tensor in other.expected]
+        other_outputs = [tensor for peer in seeded_trials if peer is not trial for tensor in peer.expected]
         if self._address_counts[address] > 1 or any(self._equal(tensor, actual) for tensor in other_outputs):
             return "it returns the output of another call"
         self._guest.thaw()
         time.sleep(LATE_S)  # in which a late write would show; this is a thread of its own
         self._guest.freeze()
-        later = self._guest.read(address, actual.shape.bytes)
-        if not np.array_equal(later, _bits(actual.raw)):
+        later_bytes = self._guest.read(address, actual.shape.bytes)
+        if not np.array_equal(later_bytes, _bits(actual.raw)):
             return "its outputs change after it has answered"
         return ""
 
@@ -330,8 +330,8 @@ class CandidateTrials:
         """Whether the values are equal up to rounding."""
         if expected.shape != actual.shape or not _varies(expected):
             return False
-        compared = compare(expected, actual, self._task.tolerances)
-        return not compared.text and compared.error < _ROUNDING_ERROR
+        comparison = compare(expected, actual, self._task.tolerances)
+        return not comparison.text and comparison.error < _ROUNDING_ERROR
 
     def watch_idle(self) -> None:
         """Raise TamperingDetected if the candidate computes without a request, or has left a process. A thread that

@@ -119,36 +119,36 @@ class KernelClient:
 
     async def require_backends(self, needed: Iterable[str]) -> None:
         """Raise ConfigurationError unless each of ``needed`` is a back end of a responding service."""
-        http, available, reports = self._connection(), set[str](), list[str]()
+        http, available_backends, machine_texts = self._connection(), set[str](), list[str]()
         for machine in self._machines:
             try:
                 response = await http.get(f"{machine.address}/backend_info", timeout=_CONNECT_S)
                 if response.status_code == 200:
                     backends = msgspec.json.decode(response.content, type=_Backends).supported_backends
-                    reports.append(f"{machine.address} has {', '.join(backends) or 'none'}")
-                    available.update(backends)
+                    machine_texts.append(f"{machine.address} has {', '.join(backends) or 'none'}")
+                    available_backends.update(backends)
                 else:
                     message, _ = _error_of(response.content)
-                    reports.append(f"{machine.address}: HTTP {response.status_code}: {message}")
+                    machine_texts.append(f"{machine.address}: HTTP {response.status_code}: {message}")
             except (self._transport_error, ValueError) as error:
-                reports.append(f"{machine.address}: {type(error).__name__}: {error}")
-        if missing := sorted(set(needed) - available):
-            raise ConfigurationError(f"no kernel service for back end {', '.join(missing)}: {'; '.join(reports)}")
+                machine_texts.append(f"{machine.address}: {type(error).__name__}: {error}")
+        if missing := sorted(set(needed) - available_backends):
+            raise ConfigurationError(f"no kernel service for back end {', '.join(missing)}: {'; '.join(machine_texts)}")
 
     async def _evaluate_with_retries(self, body: bytes, causes: list[str]) -> KernelEvaluation:
         """Try one machine after another; append each failure to ``causes``."""
-        failed: set[_Machine] = set()
+        failed_machines: set[_Machine] = set()
         while True:
-            machine = await self._choose_machine(failed)
+            machine = await self._choose_machine(failed_machines)
             try:
                 evaluation = await self._attempt(machine, body)
             except KernelServiceFailed as error:
                 causes.append(f"{machine.address}: {error}")
                 if len(causes) > self._retries:
                     raise KernelServiceFailed("; then: ".join(causes)) from None
-                failed.add(machine)
-                if len(failed) == len(self._machines):
-                    failed.clear()
+                failed_machines.add(machine)
+                if len(failed_machines) == len(self._machines):
+                    failed_machines.clear()
                     wait_s = backoff_s(len(causes), _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S)
                     await self._clock.sleep(wait_s * random.uniform(0.5, 1.0))
                 continue
@@ -168,21 +168,21 @@ class KernelClient:
 
     async def _attempt(self, machine: _Machine, body: bytes) -> KernelEvaluation | None:
         """Send one request; None: the machine's queue is full. Raises KernelServiceFailed, KernelRequestRefused."""
-        http, probe = self._connection(), machine.breaker.send(self._clock.now())
+        http, is_probe = self._connection(), machine.breaker.send(self._clock.now())
         machine.open += 1
         try:
             outcome = self._parse_response(machine, await http.post(f"{machine.address}/eval", content=body))
         except (self._transport_error, KernelServiceFailed) as error:
-            machine.breaker.fail(self._clock.now(), probe=probe, alone=len(self._machines) == 1)
-            named = "" if isinstance(error, KernelServiceFailed) else f"{type(error).__name__}: "
-            raise KernelServiceFailed(f"{named}{error}") from None
+            machine.breaker.fail(self._clock.now(), probe=is_probe, alone=len(self._machines) == 1)
+            class_prefix = "" if isinstance(error, KernelServiceFailed) else f"{type(error).__name__}: "
+            raise KernelServiceFailed(f"{class_prefix}{error}") from None
         except BaseException:  # cancelled: no evidence about the machine
-            if probe:
+            if is_probe:
                 machine.breaker.withdraw()
             raise
         finally:
             machine.open -= 1
-        machine.breaker.succeed(self._clock.now(), probe=probe)
+        machine.breaker.succeed(self._clock.now(), probe=is_probe)
         if isinstance(outcome, KernelRequestRefused):
             raise outcome
         return outcome

@@ -88,34 +88,34 @@ def compare(
     if expected.shape != actual.shape:
         return Comparison(text=f"output of {actual.shape}, not {expected.shape}")
     if not expected.is_float:
-        same = expected.raw == actual.raw
-        return Comparison() if same.all() else Comparison(text=_mismatch(expected.raw, actual.raw, ~same), error=1.0)
+        equal = expected.raw == actual.raw
+        return Comparison() if equal.all() else Comparison(text=_mismatch(expected.raw, actual.raw, ~equal), error=1.0)
     with np.errstate(invalid="ignore"):  # signalling ones
         target, output = expected.values().astype(np.float64), actual.values().astype(np.float64)
     if target.size == 0:
         return Comparison()
     finite = np.isfinite(target)
     all_finite = bool(finite.all())
-    size = float(np.sqrt(np.mean(np.square(target if all_finite else target[finite])))) if finite.any() else 0.0
+    expected_rms = float(np.sqrt(np.mean(np.square(target if all_finite else target[finite])))) if finite.any() else 0.0
     absolute, relative = tolerances.get(expected.shape.dtype, (0.0, 0.0))
     with np.errstate(invalid="ignore", over="ignore"):
         deviation = np.abs(output - target)
-        bad = ~(deviation <= absolute * (max(1.0, size) if scaled else 1.0) + relative * np.abs(target))
+        wrong_mask = ~(deviation <= absolute * (max(1.0, expected_rms) if scaled else 1.0) + relative * np.abs(target))
     if not all_finite:  # not a number in the same places, infinite with the same sign
-        same = (np.isnan(target) & np.isnan(output)) | (target == output)
-        bad = np.where(finite, bad, ~same)
-    error = float(np.sqrt(np.mean(np.square(deviation if all_finite else deviation[finite])))) if finite.any() else 0.0
-    error, text = error / (size or 1.0), _mismatch(target, output, bad) if bad.any() else ""
-    if not (text or hollow) and size and error >= HOLLOW_ERROR:
+        equal = (np.isnan(target) & np.isnan(output)) | (target == output)
+        wrong_mask = np.where(finite, wrong_mask, ~equal)
+    rms = float(np.sqrt(np.mean(np.square(deviation if all_finite else deviation[finite])))) if finite.any() else 0.0
+    error, text = rms / (expected_rms or 1.0), _mismatch(target, output, wrong_mask) if wrong_mask.any() else ""
+    if not (text or hollow) and expected_rms and error >= HOLLOW_ERROR:
         text = f"within the absolute tolerance, but with a relative error of {error:.2g}"
     return Comparison(text=text, error=error)
 
 
 def _mismatch(target: Array, output: Array, bad: Array) -> str:
     position = np.unravel_index(int(np.argmax(bad)), bad.shape) if bad.shape else ()
-    index = ", ".join(str(int(coordinate)) for coordinate in position)
-    count, actual, expected = int(np.count_nonzero(bad)), output[position], target[position]
-    text = f"{count} of {bad.size} values differ; first at [{index}]: {actual:.6g}, expected {expected:.6g}"
+    index_text = ", ".join(str(int(coordinate)) for coordinate in position)
+    wrong_count, actual, expected = int(np.count_nonzero(bad)), output[position], target[position]
+    text = f"{wrong_count} of {bad.size} values differ; first at [{index_text}]: {actual:.6g}, expected {expected:.6g}"
     if output.dtype.kind == "f" and np.isnan(output).any() and not np.isnan(target).any():
         text += "; some are not a number"
     return text

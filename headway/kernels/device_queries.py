@@ -35,8 +35,8 @@ class KernelDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 def default_core_sets() -> tuple[str, ...]:
     """The default cores of timed evaluations: the upper half of this machine's cores, each a separate device."""
-    count = len(machine_cores())
-    return tuple(f"cpu:{core}" for core in range(count - max(1, count // 2), count))
+    core_count = len(machine_cores())
+    return tuple(f"cpu:{core}" for core in range(core_count - max(1, core_count // 2), core_count))
 
 
 def core_devices(names: Sequence[str]) -> tuple[KernelDevice, ...]:
@@ -44,27 +44,27 @@ def core_devices(names: Sequence[str]) -> tuple[KernelDevice, ...]:
     for name in names:
         parse_device(name).check()
     try:
-        model = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        model_match = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
-        model = None
-    return tuple(KernelDevice(name=name, vendor="cpu", model=model[1] if model else "") for name in names)
+        model_match = None
+    return tuple(KernelDevice(name=name, vendor="cpu", model=model_match[1] if model_match else "") for name in names)
 
 
 def query_gpus() -> tuple[KernelDevice, ...] | None:
     """The GPUs that this process may use, as their driver's program lists them, without GPUs that the driver has lost.
     None: an installed driver doesn't answer. Blocks for up to some seconds."""
-    silent = False
+    any_silent = False
     for driver in _DRIVERS:
-        printed = driver.ask()
+        printed_text = driver.ask()
         try:
-            listed = [*driver.parse(printed)] if printed else []
+            gpus = [*driver.parse(printed_text)] if printed_text else []
         except ValueError:
-            printed, listed = None, []
-        if listed:
-            limits = next((os.environ[name] for name in driver.variables if name in os.environ), None)
-            return _visible(listed, limits)
-        silent |= printed is None
-    return None if silent else ()
+            printed_text, gpus = None, []
+        if gpus:
+            visible_ids_text = next((os.environ[name] for name in driver.variables if name in os.environ), None)
+            return _visible(gpus, visible_ids_text)
+        any_silent |= printed_text is None
+    return None if any_silent else ()
 
 
 def _visible(listed: Sequence[KernelDevice], limits: str | None) -> tuple[KernelDevice, ...]:
@@ -72,18 +72,18 @@ def _visible(listed: Sequence[KernelDevice], limits: str | None) -> tuple[Kernel
     the process is limited; None: all GPUs."""
     if limits is None:
         return tuple(listed)
-    visible = [part.strip() for part in limits.split(",") if part.strip()]
+    visible_ids = [gpu_id.strip() for gpu_id in limits.split(",") if gpu_id.strip()]
     return tuple(
         msgspec.structs.replace(gpu, name=f"cuda:{index}")
-        for index, part in enumerate(visible)
+        for index, gpu_id in enumerate(visible_ids)
         for gpu in listed
-        if gpu.name == f"cuda:{part}" or (not part.isdecimal() and gpu.uuid.startswith(part))
+        if gpu.name == f"cuda:{gpu_id}" or (not gpu_id.isdecimal() and gpu.uuid.startswith(gpu_id))
     )
 
 
 def _gpu(vendor: Literal["nvidia", "amd"], index: object, *facts: Any) -> KernelDevice:
     """A GPU; ``facts``: UUID, model, architecture, bytes of memory, those in use, percentage of time in use."""
-    uuid, model, architecture, memory_bytes, used_bytes, busy = facts
+    uuid, model, architecture, memory_bytes, used_bytes, busy_percent = facts
     return KernelDevice(
         name=f"cuda:{index}",
         vendor=vendor,
@@ -92,28 +92,28 @@ def _gpu(vendor: Literal["nvidia", "amd"], index: object, *facts: Any) -> Kernel
         architecture=architecture,
         memory_bytes=int(memory_bytes),
         memory_used_bytes=int(used_bytes),
-        busy_ratio=_number(busy) / 100,
+        busy_ratio=_number(busy_percent) / 100,
     )
 
 
-def _nvidia_program(printed: str) -> Iterator[KernelDevice]:
+def _parse_nvidia_smi(printed: str) -> Iterator[KernelDevice]:
     for line in printed.splitlines():
-        *named, rest = (cell.strip() for cell in line.split(",", 3))
-        for gpu in parse_gpus(rest):
+        *id_cells, memory_cells = (cell.strip() for cell in line.split(",", 3))
+        for gpu in parse_gpus(memory_cells):
             if gpu.memory_bytes:  # a lost one has none
-                uuid, model, capability = named
+                uuid, model, capability = id_cells
                 facts = f"sm_{capability.replace('.', '')}", gpu.memory_bytes, gpu.memory_used_bytes
                 yield _gpu("nvidia", gpu.index, uuid, model, *facts, gpu.busy_ratio * 100)
 
 
-def _amd_program(printed: str) -> Iterator[KernelDevice]:
+def _parse_rocm_smi(printed: str) -> Iterator[KernelDevice]:
     cards: dict[str, dict[str, Any]] = json.loads(printed[printed.index("{") :])
-    for card, raw in cards.items():
-        facts = {str(key).lower(): value for key, value in raw.items()}  # capitals differ between versions
-        named = (str(facts.get(key, "")) for key in ("unique id", "card series", "gfx version"))
-        total, used = (_number(facts.get(f"vram total {key} (b)")) for key in ("memory", "used memory"))
-        if card.startswith("card") and total:
-            yield _gpu("amd", card.removeprefix("card"), *named, total, used, facts.get("gpu use (%)"))
+    for card, raw_facts in cards.items():
+        facts = {str(key).lower(): value for key, value in raw_facts.items()}  # capitals differ between versions
+        id_texts = (str(facts.get(key, "")) for key in ("unique id", "card series", "gfx version"))
+        total_bytes, used_bytes = (_number(facts.get(f"vram total {key} (b)")) for key in ("memory", "used memory"))
+        if card.startswith("card") and total_bytes:
+            yield _gpu("amd", card.removeprefix("card"), *id_texts, total_bytes, used_bytes, facts.get("gpu use (%)"))
 
 
 class _Driver(NamedTuple):
@@ -124,8 +124,8 @@ class _Driver(NamedTuple):
 
 _ROCM_SMI = ("rocm-smi", "--showproductname", "--showuniqueid", "--showmeminfo", "vram", "--showuse", "--json")
 _DRIVERS = (
-    _Driver(lambda: ask_nvidia_smi("uuid", "name", "compute_cap"), _nvidia_program, ("CUDA_VISIBLE_DEVICES",)),
-    _Driver(lambda: ask_driver(*_ROCM_SMI), _amd_program, ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
+    _Driver(lambda: ask_nvidia_smi("uuid", "name", "compute_cap"), _parse_nvidia_smi, ("CUDA_VISIBLE_DEVICES",)),
+    _Driver(lambda: ask_driver(*_ROCM_SMI), _parse_rocm_smi, ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
 )
 
 

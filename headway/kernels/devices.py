@@ -106,11 +106,11 @@ class DeviceTable:
 
     def _note_listed(self, querying: asyncio.Task[Sequence[KernelDevice] | None]) -> None:
         self._querying = None
-        listed = None if querying.cancelled() else querying.result()
-        if listed is None:
+        devices = None if querying.cancelled() else querying.result()
+        if devices is None:
             self._on_event("devices_unknown", "the GPUs' driver doesn't answer; they count as before")
             return
-        device_by_name = {device.name: device for device in listed}
+        device_by_name = {device.name: device for device in devices}
         for name, device in device_by_name.items():
             entry = self._gpus.setdefault(name, _Entry(device))
             if entry.lost:
@@ -127,8 +127,8 @@ class DeviceTable:
         DeviceUnavailable."""
         free = [name for name, entry in self._entries.items() if entry.device.kind == kind and entry.state == "free"]
         if not free:
-            states = [f"{name} is {self._entries[name].state}" for name in self.names((kind,))]
-            raise DeviceUnavailable(f"no {kind} device is free: {', '.join(states) or 'there is none'}")
+            state_texts = [f"{name} is {self._entries[name].state}" for name in self.names((kind,))]
+            raise DeviceUnavailable(f"no {kind} device is free: {', '.join(state_texts) or 'there is none'}")
         name = preferred if preferred in free else free[0]
         entry = self._entries[name]
         entry.leased = True
@@ -143,8 +143,8 @@ class DeviceTable:
         entry.evaluations += 1
         if evaluation.fault is not None:
             entry.faults[evaluation.fault] += 1
-        memory_fault = entry.device.kind == "gpu" and evaluation.fault in MEMORY_FAULTS
-        entry.memory_faults = entry.memory_faults + 1 if memory_fault else 0
+        is_memory_fault = entry.device.kind == "gpu" and evaluation.fault in MEMORY_FAULTS
+        entry.memory_faults = entry.memory_faults + 1 if is_memory_fault else 0
         if entry.memory_faults >= self._memory_faults and not entry.set_aside:
             entry.set_aside = True
             self._on_event("device_set_aside", f"{name}: {entry.memory_faults} memory faults in a row; reset it")

@@ -116,31 +116,31 @@ class KernelEvaluator:
         """Evaluate a submission. Raises ConfigurationError for a submission that can't be evaluated, and for a task
         whose reference fails. An evaluation is cancelled when all its waiting callers are."""
         _require_valid(submission)
-        if why := _source_defect(submission.source):
-            return KernelEvaluation(fault="syntax_error", text=f"the source {why}")
+        if defect := _source_defect(submission.source):
+            return KernelEvaluation(fault="syntax_error", text=f"the source {defect}")
         key = hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(submission, device=""))).digest()
         if key in self._done:
             self._done.move_to_end(key)
             return msgspec.structs.replace(self._done[key], repeated=True)
-        repeated = key in self._running
-        if not repeated:
+        is_repeated = key in self._running
+        if not is_repeated:
             self._running[key] = asyncio.create_task(self._evaluate(submission), name="kernel evaluation")
-        running = self._running[key]
+        evaluation_task = self._running[key]
         self._waiters[key] += 1
         try:
-            evaluation = await asyncio.shield(running)
+            evaluation = await asyncio.shield(evaluation_task)
         finally:
             self._waiters[key] -= 1
             if not self._waiters[key]:
                 del self._waiters[key], self._running[key]  # the next caller gets a new evaluation
-                running.cancel()  # if it isn't done
-                await run_to_completion(asyncio.wait({running}))
+                evaluation_task.cancel()  # if it isn't done
+                await run_to_completion(asyncio.wait({evaluation_task}))
         may_change = evaluation.refused.startswith(("noise", "no time")) or evaluation.compiled_note.startswith(NO_TIME)
         if not (evaluation.infrastructure or may_change):  # else a repetition may give another result
             self._done[key] = evaluation
             if len(self._done) > self._settings.remembered:
                 self._done.popitem(last=False)
-        return msgspec.structs.replace(evaluation, repeated=repeated)
+        return msgspec.structs.replace(evaluation, repeated=is_repeated)
 
     async def _evaluate(self, submission: KernelSubmission) -> KernelEvaluation:
         began_s = time.monotonic()
@@ -160,42 +160,42 @@ class KernelEvaluator:
     # The steps.
 
     async def _judge(self, submission: KernelSubmission) -> KernelEvaluation:
-        groups, language = await self._trials(submission), submission.task.backend
-        separately = language in ("triton", "cuda")  # it is compiled for a GPU that this machine lacks
-        if language == "triton" and any(map(has_bfloat16, groups)):
+        trial_groups, language = await self._trials(submission), submission.task.backend
+        compiles_separately = language in ("triton", "cuda")  # it is compiled for a GPU that this machine lacks
+        if language == "triton" and any(map(has_bfloat16, trial_groups)):
             raise TaskFault("back end 'triton' on a CPU: Triton's interpreter computes bfloat16 wrongly: use a GPU")
         until_s = time.monotonic() + submission.timeout_s  # the candidate's: the reference's trials don't count
         # The cores' lease ends after the guest, which may run on them until then.
         async with contextlib.AsyncExitStack() as leases:
             async with self._guest(until_s) as guest:
-                verdict = await self._in_thread(judge_candidate, guest, submission, groups)
-                if submission.timed and verdict.correct and not separately:
-                    verdict = await self._time(guest, submission, groups[0], verdict, leases)
+                verdict = await self._in_thread(judge_candidate, guest, submission, trial_groups)
+                if submission.timed and verdict.correct and not compiles_separately:
+                    verdict = await self._time(guest, submission, trial_groups[0], verdict, leases)
             if verdict.speedup is not None and (submission.compare_compiled or self._settings.compare_compiled):
-                verdict = await self._compare_compiled(submission, groups[0], verdict, guest.until_s)
-        if not separately:
+                verdict = await self._compare_compiled(submission, trial_groups[0], verdict, guest.until_s)
+        if not compiles_separately:
             return verdict
         since_s = time.monotonic()
         limits, left_s = guest_spec(1, self._settings.memory_bytes).limits, max(1.0, until_s - since_s)
         arguments = (language, submission.source, guest.launches, verdict, left_s)
         verdict = await judge_compilation(self._backend, limits, *arguments)
-        refused = NOT_TIMED if submission.timed and verdict.correct else NOT_RUN if language == "cuda" else ""
-        seconds = {**verdict.seconds, "compile": time.monotonic() - since_s}
-        return msgspec.structs.replace(verdict, refused=refused, seconds=seconds)
+        refusal = NOT_TIMED if submission.timed and verdict.correct else NOT_RUN if language == "cuda" else ""
+        seconds_by_step = {**verdict.seconds, "compile": time.monotonic() - since_s}
+        return msgspec.structs.replace(verdict, refused=refusal, seconds=seconds_by_step)
 
     async def _trials(self, submission: KernelSubmission) -> list[TrialGroup]:
         """The task's trials, made by the first caller and cached. Raises TaskFault."""
-        task, seed, count = submission.task, submission.seed, submission.correct_trials
-        key = hashlib.sha256(msgspec.json.encode([task.source, task.shapes, seed, count])).digest()
-        async with self._trial_locks.setdefault(key, asyncio.Lock()):
-            if key not in self._cached:
+        task, seed, trial_count = submission.task, submission.seed, submission.correct_trials
+        task_key = hashlib.sha256(msgspec.json.encode([task.source, task.shapes, seed, trial_count])).digest()
+        async with self._trial_locks.setdefault(task_key, asyncio.Lock()):
+            if task_key not in self._cached:
                 async with self._guest(time.monotonic() + submission.timeout_s) as guest:
-                    self._cached[key] = await self._in_thread(_make_trials, guest, task, seed, count)
-        self._cached.move_to_end(key)
-        groups = self._cached[key]
+                    self._cached[task_key] = await self._in_thread(_make_trials, guest, task, seed, trial_count)
+        self._cached.move_to_end(task_key)
+        trial_groups = self._cached[task_key]
         while len(self._cached) > 1 and sum(map(_trials_bytes, self._cached.values())) > self._settings.values_bytes:
             self._cached.popitem(last=False)
-        return groups
+        return trial_groups
 
     async def _time(
         self,
@@ -211,7 +211,7 @@ class KernelEvaluator:
         leased_s = time.monotonic()
         guest.until_s += leased_s - since_s  # waiting for a device doesn't count
         try:
-            result = await self._measure(guest, submission, group, parse_device(device).core_ids())
+            timing = await self._measure(guest, submission, group, parse_device(device).core_ids())
         except TamperingDetected as error:
             return msgspec.structs.replace(verdict, cheat=str(error), text=str(error))
         except NoTimeLeft as error:
@@ -219,8 +219,8 @@ class KernelEvaluator:
         except (GuestError, GuestEnded) as error:
             fault, text, log = await self._in_thread(fault_of, error, guest)
             return msgspec.structs.replace(verdict, fault=fault, text=text, log=log)
-        seconds = {**verdict.seconds, "lease": leased_s - since_s, "time": time.monotonic() - leased_s}
-        return msgspec.structs.replace(verdict, device=device, seconds=seconds, **msgspec.structs.asdict(result))
+        step_seconds = {**verdict.seconds, "lease": leased_s - since_s, "time": time.monotonic() - leased_s}
+        return msgspec.structs.replace(verdict, device=device, seconds=step_seconds, **msgspec.structs.asdict(timing))
 
     async def _compare_compiled(
         self, submission: KernelSubmission, group: TrialGroup, verdict: KernelEvaluation, until_s: float
@@ -248,14 +248,14 @@ class KernelEvaluator:
     ) -> TimingResult | str:
         """The compiled reference's time against the eager one's, in separate sandboxes; or the reason of a failure."""
         try:
-            async with guest_process(self._backend, compiled_spec(self._cores), self._in_thread, COMPILE_S) as compiled:
-                await self._in_thread(compile_reference, compiled, submission.task, group, submission.seed)
-                compiled.until_s = time.monotonic() + COMPILE_S / 2
+            async with guest_process(self._backend, compiled_spec(self._cores), self._in_thread, COMPILE_S) as guest:
+                await self._in_thread(compile_reference, guest, submission.task, group, submission.seed)
+                guest.until_s = time.monotonic() + COMPILE_S / 2
                 # Not judged: it calls the task's operators, and torch.compile replaces functions of torch.
-                result = await self._measure(compiled, submission, group, cores, is_judged=False)
+                timing_result = await self._measure(guest, submission, group, cores, is_judged=False)
         except (GuestFailure, TaskFault, SandboxError, OSError) as error:
             return str(error)
-        return result.refused or result
+        return timing_result.refused or timing_result
 
     async def _measure(
         self,
@@ -265,9 +265,9 @@ class KernelEvaluator:
         cores: tuple[int, ...],
         is_judged: bool = True,
     ) -> TimingResult:
-        async with self._guest(candidate.until_s) as reference:
+        async with self._guest(candidate.until_s) as reference_guest:
             overhead_s, settings = await self._measure_overhead(cores), self._settings.timing
-            timer_arguments = (candidate, reference, submission, group, cores, overhead_s, settings, is_judged)
+            timer_arguments = (candidate, reference_guest, submission, group, cores, overhead_s, settings, is_judged)
             return await self._in_thread((await self._in_thread(PairTimer, *timer_arguments)).measure)
 
     async def _measure_overhead(self, cores: tuple[int, ...]) -> float:
@@ -296,7 +296,7 @@ def judge_candidate(
     guest: GuestProcess, submission: KernelSubmission, groups: Sequence[TrialGroup]
 ) -> KernelEvaluation:
     """Compile a candidate and run its trials up to the first fault or tampering; one in CUDA is only made. Blocks."""
-    began_s, runs = time.monotonic(), submission.task.backend != "cuda"
+    began_s, is_run = time.monotonic(), submission.task.backend != "cuda"
     trials = CandidateTrials(guest, submission.task, submission.seed)
     compiled, fault, text, log = False, None, "", ""
     try:
@@ -304,11 +304,11 @@ def judge_candidate(
         for group in groups:
             trials.make(group.arguments)
             compiled = True
-            if not runs:
+            if not is_run:
                 break
             trials.run(group)
-        if called := called_operator(submission.task, sorted(trials.operators)):
-            raise TamperingDetected(f"it calls {called}")
+        if operator_name := called_operator(submission.task, sorted(trials.operators)):
+            raise TamperingDetected(f"it calls {operator_name}")
         trials.watch_idle()
         if trials.text and not trials.cheat and PRINTED_RESULT.search(guest.end()):
             raise TamperingDetected("it prints a line in the form of a result")
@@ -319,7 +319,7 @@ def judge_candidate(
     return KernelEvaluation(
         compiled=compiled,
         passed=trials.passed,
-        trials=sum(len(group.trials) for group in groups) if compiled and runs else 0,
+        trials=sum(len(group.trials) for group in groups) if compiled and is_run else 0,
         fault=fault,
         cheat=trials.cheat,
         text=trials.cheat or text or trials.text,
@@ -331,35 +331,35 @@ def judge_candidate(
 
 def _make_trials(guest: GuestProcess, task: KernelTask, seed: int, count: int) -> list[TrialGroup]:
     maker = ReferenceMaker(guest, seed)
-    groups = [maker.group("shape0", task.source, count, variants=True)]
-    for number, sizes in enumerate(task.shapes, start=1):
-        groups.append(maker.group(f"shape{number}", resized_source(task.source, sizes), 2, variants=False))
-    return groups
+    trial_groups = [maker.group("shape0", task.source, count, variants=True)]
+    for shape_index, sizes in enumerate(task.shapes, start=1):
+        trial_groups.append(maker.group(f"shape{shape_index}", resized_source(task.source, sizes), 2, variants=False))
+    return trial_groups
 
 
 def _require_valid(submission: KernelSubmission) -> None:
     backend = submission.task.backend
-    if missing := missing_for(backend, gpus=False):
-        raise ConfigurationError(f"back end {backend!r}: {missing}")
+    if missing_text := missing_for(backend, gpus=False):
+        raise ConfigurationError(f"back end {backend!r}: {missing_text}")
     if submission.device and not submission.device.startswith("cpu:"):
         raise ConfigurationError(
             f"device = {submission.device!r}: candidates aren't run on GPUs yet; valid: a set of cores, say 'cpu:2-3'"
         )
-    for name in ("correct_trials", "timed_trials"):
-        if not 1 <= getattr(submission, name) <= 10_000:
-            raise ConfigurationError(f"{name} = {getattr(submission, name)}: valid: 1 to 10000")
+    for field in ("correct_trials", "timed_trials"):
+        if not 1 <= getattr(submission, field) <= 10_000:
+            raise ConfigurationError(f"{field} = {getattr(submission, field)}: valid: 1 to 10000")
     if submission.timeout_s <= 0:
         raise ConfigurationError(f"timeout_s = {submission.timeout_s}: valid: above 0")
-    if why := _source_defect(submission.task.source):
-        raise ConfigurationError(f"task {submission.task.name!r}: its source {why}")
+    if defect := _source_defect(submission.task.source):
+        raise ConfigurationError(f"task {submission.task.name!r}: its source {defect}")
 
 
 def _source_defect(source: str) -> str:
     try:
-        count = len(source.encode())
+        byte_count = len(source.encode())
     except UnicodeEncodeError:
         return "isn't UTF-8"
-    return f"has {count} bytes: at most {SOURCE_BYTES}" if count > SOURCE_BYTES else ""
+    return f"has {byte_count} bytes: at most {SOURCE_BYTES}" if byte_count > SOURCE_BYTES else ""
 
 
 def _trials_bytes(groups: list[TrialGroup]) -> int:

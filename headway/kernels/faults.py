@@ -56,17 +56,17 @@ def fault_of(error: GuestError | GuestEnded, guest: GuestProcess) -> tuple[Kerne
     if isinstance(error, GuestError):
         text = first_line(str(error)) or str(error)
         return fault_of_error(error), text, (error.log or str(error))[:LOG_CHARACTERS]
-    result = None if error.late else guest.wait_ended()
-    log = "" if result is None else result.stderr.decode(errors="replace")[-LOG_CHARACTERS:]
-    return *fault_of_end(error, result), log
+    exec_result = None if error.late else guest.wait_ended()
+    log = "" if exec_result is None else exec_result.stderr.decode(errors="replace")[-LOG_CHARACTERS:]
+    return *fault_of_end(error, exec_result), log
 
 
 def fault_of_error(error: GuestError) -> KernelFault:
     """The fault class of an exception of a candidate's source, or of its compiler's message."""
     if error.kind in ("syntax", "compile"):
         return fault_in(str(error)) or "syntax_error"
-    named = fault_in(f"{error}\n{error.log}")
-    return named if named not in (None, "segmentation_fault") else "process_error"
+    named_fault = fault_in(f"{error}\n{error.log}")
+    return named_fault if named_fault not in (None, "segmentation_fault") else "process_error"
 
 
 def fault_of_end(ended: GuestEnded, result: ExecResult | None) -> tuple[KernelFault, str]:
@@ -79,8 +79,8 @@ def fault_of_end(ended: GuestEnded, result: ExecResult | None) -> tuple[KernelFa
     if result.oom:
         return "process_error", "out of memory"
     if result.signal is not None:
-        usual = "segmentation_fault" if result.signal in (signal.SIGSEGV, signal.SIGBUS) else "process_error"
-        return fault_in(log) or usual, first_line(log) or f"ended by {_name(result.signal)}"
+        default_fault = "segmentation_fault" if result.signal in (signal.SIGSEGV, signal.SIGBUS) else "process_error"
+        return fault_in(log) or default_fault, first_line(log) or f"ended by {_name(result.signal)}"
     return fault_in(log) or "process_error", first_line(log) or f"ended by itself with exit code {result.exit_code}"
 
 

@@ -95,21 +95,21 @@ async def judge_compilation(
     try:
         extensions = msgspec.convert(launches, list[CudaExtension]) if language == "cuda" else []
         parsed_launches = msgspec.convert(launches, list[TritonLaunch]) if language == "triton" else []
-        module = kernel_module(source) if language == "triton" else ""
+        module_source = kernel_module(source) if language == "triton" else ""
     except msgspec.ValidationError:
         return msgspec.structs.replace(verdict, compiled=False, cheat="it forged a launch", text="it forged a launch")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # numbers too long, expressions too deep
         return msgspec.structs.replace(verdict, compiled=False, fault="triton_compilation_error", text=str(error))
     if language == "cuda":
         limits = msgspec.structs.replace(limits, disk_bytes=_CUDA_DISK_BYTES)
-    box = await backend.create(SandboxSpec(limits=limits, environment=_ENVIRONMENT))
+    sandbox = await backend.create(SandboxSpec(limits=limits, environment=_ENVIRONMENT))
     try:
         if language == "cuda":
-            outcome = await _compile_cuda(box, extensions, left_s)
+            outcome = await _compile_cuda(sandbox, extensions, left_s)
         else:
-            outcome = await _compile_triton(box, module, parsed_launches, left_s)
+            outcome = await _compile_triton(sandbox, module_source, parsed_launches, left_s)
     finally:
-        await asyncio.shield(box.terminate())
+        await asyncio.shield(sandbox.terminate())
     if outcome.error == NO_KERNEL:
         return msgspec.structs.replace(verdict, compiled=False, cheat=NO_KERNEL, text=NO_KERNEL)
     fits_nowhere = language == "triton" and outcome.fault == "shared_memory_exceeded"  # nvcc refuses to compile it
@@ -124,31 +124,31 @@ async def _compile_triton(
 ) -> CompileOutcome:
     await box.write("/work/kernels.py", module.encode())
     await box.write("/work/launches.json", msgspec.json.encode({"launches": launches, "targets": TARGETS}))
-    done = await box.run_function(FUNCTION, timeout_s=timeout_s, max_output_bytes=LOG_BYTES)
-    if ended := _ended(done):
-        return ended
-    if done.exit_code:
-        log = (done.stderr or done.stdout).decode(errors="replace")
+    exec_result = await box.run_function(FUNCTION, timeout_s=timeout_s, max_output_bytes=LOG_BYTES)
+    if early_outcome := _ended(exec_result):
+        return early_outcome
+    if exec_result.exit_code:
+        log = (exec_result.stderr or exec_result.stdout).decode(errors="replace")
         raise SandboxError(infrastructure_failure(f"the sandbox that compiles Triton kernels: {log[-1000:]}"))
     return msgspec.json.decode(await box.read("/work/outcome.json"), type=CompileOutcome)
 
 
 async def _compile_cuda(box: LocalSandbox, extensions: list[CudaExtension], timeout_s: float) -> CompileOutcome:
     """Compile extensions one after the other, as `load_inline` compiles their CUDA sources."""
-    include, kernels = os.path.join(torch_folder(), "include"), False
-    paths = [include, os.path.join(include, "torch", "csrc", "api", "include"), sysconfig.get_path("include")]
+    include, has_kernels = os.path.join(torch_folder(), "include"), False
+    include_paths = [include, os.path.join(include, "torch", "csrc", "api", "include"), sysconfig.get_path("include")]
     for extension in extensions:
         await box.write("/work/kernel.cu", (_HEADERS + "\n".join(extension.sources)).encode(errors="replace"))
-        flags = [*_NVCC_FLAGS, *filter(_FLAG.fullmatch, extension.flags), *(f"-I{path}" for path in paths)]
+        flags = [*_NVCC_FLAGS, *filter(_FLAG.fullmatch, extension.flags), *(f"-I{path}" for path in include_paths)]
         command = [shutil.which(NVCC) or NVCC, *flags, "-o", "/work/kernel.cubin", "/work/kernel.cu"]
-        done = await box.exec(Command(argv=command, timeout_s=timeout_s, max_output_bytes=LOG_BYTES))
-        if ended := _ended(done):
-            return ended
-        if done.exit_code:
-            log = done.stderr.decode(errors="replace").replace("/work/kernel.cu", "kernel.cu")
+        exec_result = await box.exec(Command(argv=command, timeout_s=timeout_s, max_output_bytes=LOG_BYTES))
+        if early_outcome := _ended(exec_result):
+            return early_outcome
+        if exec_result.exit_code:
+            log = exec_result.stderr.decode(errors="replace").replace("/work/kernel.cu", "kernel.cu")
             return CompileOutcome(error=first_line(log), log=log, fault=fault_in(log) or "syntax_error")
-        kernels = kernels or b".text." in await box.read("/work/kernel.cubin")  # a section for each kernel
-    return CompileOutcome() if kernels else CompileOutcome(error=NO_KERNEL)
+        has_kernels = has_kernels or b".text." in await box.read("/work/kernel.cubin")  # a section for each kernel
+    return CompileOutcome() if has_kernels else CompileOutcome(error=NO_KERNEL)
 
 
 def _ended(done: ExecResult) -> CompileOutcome | None:

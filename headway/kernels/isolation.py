@@ -92,14 +92,14 @@ def _while_alive() -> Iterator[None]:
 
 def preload_settings() -> LocalSettings:
     """Settings of a backend whose sandboxes have imported torch, and Triton's interpreter if triton is installed."""
-    paths = [sysconfig.get_path(name) for name in ("purelib", "platlib", "include")]  # the last: for torch.compile
-    folders = [path for path in paths if os.path.isdir(path)]
+    lib_paths = [sysconfig.get_path(name) for name in ("purelib", "platlib", "include")]  # the last: for torch.compile
+    folders = [path for path in lib_paths if os.path.isdir(path)]
     modules = ["numpy", "torch"]
     folders.append(os.path.dirname(torch_folder()))
-    triton = importlib.util.find_spec("triton")
-    if triton is not None:
+    triton_spec = importlib.util.find_spec("triton")
+    if triton_spec is not None:
         modules += ["headway.kernels.guest.triton_interpreter", "headway.kernels.guest.triton_compiler"]
-        folders += [os.path.dirname(folder) for folder in triton.submodule_search_locations or ()]
+        folders += [os.path.dirname(folder) for folder in triton_spec.submodule_search_locations or ()]
     preload = Preload(
         modules=(*modules, "headway.kernels.guest.program"),
         folders=tuple(dict.fromkeys(folders)),
@@ -110,15 +110,15 @@ def preload_settings() -> LocalSettings:
 
 def torch_folder() -> str:
     """Where torch is installed."""
-    found = importlib.util.find_spec("torch")
-    return next(iter((found and found.submodule_search_locations) or ()), "")
+    torch_spec = importlib.util.find_spec("torch")
+    return next(iter((torch_spec and torch_spec.submodule_search_locations) or ()), "")
 
 
 def guest_spec(cores: int, memory_bytes: int = 2048 * MIB) -> SandboxSpec:
     """The specification of a guest's sandbox."""
-    threads = {**ONE_THREAD, **INTERPRETED, "OMP_NUM_THREADS": str(cores), "OMP_WAIT_POLICY": "passive"}
+    environment = {**ONE_THREAD, **INTERPRETED, "OMP_NUM_THREADS": str(cores), "OMP_WAIT_POLICY": "passive"}
     limits = ResourceLimits(memory_bytes=memory_bytes, disk_bytes=64 * MIB, processes=64, cpus=cores + 1.0)
-    return SandboxSpec(limits=limits, environment=threads)
+    return SandboxSpec(limits=limits, environment=environment)
 
 
 def _encodable(head: dict[str, Any]) -> dict[str, Any]:
@@ -129,8 +129,8 @@ def _encodable(head: dict[str, Any]) -> dict[str, Any]:
 def delay_ns(file: str = "/proc/thread-self/schedstat") -> int:
     """Time that a thread, by default this one, was ready to run and had no core; 0 if the kernel doesn't report it."""
     try:
-        with open(file, "rb") as opened:
-            return int(opened.read().split()[1])
+        with open(file, "rb") as stat_file:
+            return int(stat_file.read().split()[1])
     except (OSError, IndexError, ValueError):
         return 0
 
@@ -156,8 +156,8 @@ class GuestProcess:
         self.compile_s = 0.0
         self.launches: list[Any] = []  # signatures of Triton launches, as the guest reports them
         channel.settimeout(60.0)
-        data, ancillary, _, _ = channel.recvmsg(4096, socket.CMSG_SPACE(12))
-        if not data or not ancillary:
+        greeting, ancillary, _, _ = channel.recvmsg(4096, socket.CMSG_SPACE(12))
+        if not greeting or not ancillary:
             raise OSError("the guest's process didn't start")
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
         self.pid: int = struct.unpack("3i", ancillary[0][2])[0]
@@ -184,8 +184,8 @@ class GuestProcess:
         """Make the guest exit by itself, and return the beginning of its output."""
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
-        result = self.wait_ended()
-        return b"" if result is None else result.stdout + result.stderr
+        exec_result = self.wait_ended()
+        return b"" if exec_result is None else exec_result.stdout + exec_result.stderr
 
     def close(self) -> None:
         self._handle.close()
@@ -208,15 +208,15 @@ class GuestProcess:
         return self.call("make", module=module, kind=kind, arguments=arguments, seed=seed)[0]
 
     def ask(self, do: str, body: bytes = b"", descriptors: Sequence[int] = (), **more: Any) -> int:
-        number = secrets.randbits(53)
-        self._send(wire.frame({"do": do, "number": number, **more}, body), descriptors)
-        return number
+        request_number = secrets.randbits(53)
+        self._send(wire.frame({"do": do, "number": request_number, **more}, body), descriptors)
+        return request_number
 
     @_while_alive()
     def _send(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
         self._channel.settimeout(self._left_s())
-        sent = socket.send_fds(self._channel, [data], list(descriptors)) if descriptors else 0
-        self._channel.sendall(data[sent:])
+        sent_count = socket.send_fds(self._channel, [data], list(descriptors)) if descriptors else 0
+        self._channel.sendall(data[sent_count:])
 
     def answer(self, number: int) -> tuple[dict[str, Any], bytes]:
         """Receive the answer to a request. Anything else on the channel means that the source writes to it."""
@@ -240,13 +240,13 @@ class GuestProcess:
     def run_calls(self, module: str, calls: int) -> tuple[int, bytes]:
         """Run prepared calls in a stopped guest, and stop it when it answers. Returns the time until its answer in ns,
         and the addresses of the outputs."""
-        number = self.ask("go", module=module, calls=calls, record=False, brief=True)
+        request_number = self.ask("go", module=module, calls=calls, record=False, brief=True)
         since_ns = time.perf_counter_ns()
         self.thaw()
-        _, data = self.answer(number)
+        _, packed_addresses = self.answer(request_number)
         took_ns = time.perf_counter_ns() - since_ns
         self.freeze()
-        return took_ns, data
+        return took_ns, packed_addresses
 
     def _serve_compile(self, body: bytes) -> None:
         since_s = time.monotonic()
@@ -262,10 +262,10 @@ class GuestProcess:
         try:
             while not self._received:
                 self._channel.settimeout(self._left_s())
-                data = self._channel.recv(1 << 20)
-                if not data:
+                chunk = self._channel.recv(1 << 20)
+                if not chunk:
                     raise GuestEnded("its process has ended")
-                self._received += ((_encodable(head), body) for head, body in self._frames.feed(data))
+                self._received += ((_encodable(head), body) for head, body in self._frames.feed(chunk))
         except (wire.Malformed, RecursionError):
             raise TamperingDetected("it wrote to the evaluator's channel") from None
         return self._received.pop(0)
@@ -305,11 +305,11 @@ class GuestProcess:
     def _states(self, beside: str = "") -> str:
         """The state letters of all threads but ``beside``."""
         states = ""
-        for thread in self.threads():
-            if thread == beside:
+        for thread_id in self.threads():
+            if thread_id == beside:
                 continue
-            with contextlib.suppress(*GONE), open(f"/proc/{self.pid}/task/{thread}/stat", "rb") as file:
-                states += file.read().rpartition(b") ")[2][:1].decode()
+            with contextlib.suppress(*GONE), open(f"/proc/{self.pid}/task/{thread_id}/stat", "rb") as stat_file:
+                states += stat_file.read().rpartition(b") ")[2][:1].decode()
         return states
 
     @_while_alive()
@@ -318,11 +318,11 @@ class GuestProcess:
 
     def read(self, address: int, count: int) -> np.ndarray[Any, Any]:
         """Read ``count`` bytes of the process's memory. Raises TamperingDetected if there is no such memory."""
-        memory = np.empty(count, np.uint8)
+        contents = np.empty(count, np.uint8)
         offset = 0
         with contextlib.suppress(OSError, OverflowError, ValueError):
             while offset < count:
-                count_read = os.preadv(self._memory.fileno(), [memoryview(memory.data)[offset:]], address + offset)
+                count_read = os.preadv(self._memory.fileno(), [memoryview(contents.data)[offset:]], address + offset)
                 if count_read == 0:
                     break
                 offset += count_read
@@ -330,7 +330,7 @@ class GuestProcess:
             if self._states()[:1] in ENDED:
                 raise GuestEnded("its process has ended")
             raise TamperingDetected("its outputs lie nowhere")
-        return memory
+        return contents
 
     @_while_alive()
     def cpu_ns(self) -> int:
@@ -348,19 +348,19 @@ class GuestProcess:
 
     def runs_outside(self, cores: Sequence[int]) -> bool:
         """Whether a thread of the guest may run on cores other than ``cores``."""
-        allowed = set(cores)
-        for thread in self.threads():
+        allowed_cores = set(cores)
+        for thread_id in self.threads():
             with contextlib.suppress(OSError):
-                if not os.sched_getaffinity(int(thread)) <= allowed:
+                if not os.sched_getaffinity(int(thread_id)) <= allowed_cores:
                     return True
         return False
 
     def pin(self, cores: Sequence[int]) -> None:
         """Pin all threads of the guest to ``cores``, at ordinary priority where that is allowed."""
-        for thread in self.threads():
+        for thread_id in self.threads():
             with contextlib.suppress(OSError):
-                os.sched_setaffinity(int(thread), cores)
-                os.setpriority(os.PRIO_PROCESS, int(thread), 0)
+                os.sched_setaffinity(int(thread_id), cores)
+                os.setpriority(os.PRIO_PROCESS, int(thread_id), 0)
 
 
 @contextlib.asynccontextmanager
@@ -369,27 +369,27 @@ async def guest_process(
 ) -> AsyncIterator[GuestProcess]:
     """Start a guest for the duration of the block; ``timeout_s`` limits all its calls together. ``run`` awaits a
     blocking function in a thread. Raises SandboxError, OSError."""
-    box = await backend.create(spec)
-    loop, channel = asyncio.get_running_loop(), box.channel
+    sandbox = await backend.create(spec)
+    loop, channel = asyncio.get_running_loop(), sandbox.channel
     assert channel is not None
     channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
 
     def compile_(source: str) -> dict[str, Any]:
-        return asyncio.run_coroutine_threadsafe(_compile(box, source), loop).result()
+        return asyncio.run_coroutine_threadsafe(_compile(sandbox, source), loop).result()
 
     limit_s = timeout_s + EXTRA_LIFETIME_S
-    running = asyncio.create_task(box.run_function(FUNCTION, timeout_s=limit_s, max_output_bytes=LOG_BYTES))
+    guest_task = asyncio.create_task(sandbox.run_function(FUNCTION, timeout_s=limit_s, max_output_bytes=LOG_BYTES))
 
     async def end() -> None:
         with contextlib.suppress(OSError):
             channel.shutdown(socket.SHUT_RDWR)  # ends a thread's wait for an answer
-        await box.terminate()
-        await asyncio.gather(running, return_exceptions=True)
+        await sandbox.terminate()
+        await asyncio.gather(guest_task, return_exceptions=True)
 
-    with contextlib.ExitStack() as opened:  # closed after the end: a thread may still read there after a cancellation
+    with contextlib.ExitStack() as stack:  # closed after the end: a thread may still read there after a cancellation
         try:
-            guest: GuestProcess = await run(GuestProcess, channel, running, compile_, time.monotonic() + timeout_s)
-            yield opened.enter_context(contextlib.closing(guest))
+            guest: GuestProcess = await run(GuestProcess, channel, guest_task, compile_, time.monotonic() + timeout_s)
+            yield stack.enter_context(contextlib.closing(guest))
         finally:
             await run_to_completion(end())
 
@@ -397,18 +397,18 @@ async def guest_process(
 async def _compile(box: LocalSandbox, source: str) -> dict[str, Any]:
     """Compile C++ in the requesting guest's sandbox. Returns the library's path there, or the compiler's message.
     Raises SandboxError for an infrastructure failure."""
-    name = f"/work/library-{secrets.token_hex(4)}"
+    base_path = f"/work/library-{secrets.token_hex(4)}"
     try:
-        await box.write(f"{name}.cpp", source.encode(errors="replace"))
-        command = Command(argv=[*COMPILER, "-o", f"{name}.so", f"{name}.cpp"], timeout_s=COMPILE_S)
-        done = await box.exec(command)
+        await box.write(f"{base_path}.cpp", source.encode(errors="replace"))
+        command = Command(argv=[*COMPILER, "-o", f"{base_path}.so", f"{base_path}.cpp"], timeout_s=COMPILE_S)
+        exec_result = await box.exec(command)
     except SandboxError as error:
         if error.failure.cause == "infrastructure":
             raise
         return {"error": str(error)}
-    if done.ok:
-        return {"library": f"{name}.so"}
-    if done.exit_code is None:
-        return {"error": f"the compiler ended by a limit: {done.failure.message if done.failure else ''}"}
-    message = done.stderr.decode(errors="replace").replace(f"{name}.cpp", "kernel.cpp")
+    if exec_result.ok:
+        return {"library": f"{base_path}.so"}
+    if exec_result.exit_code is None:
+        return {"error": f"the compiler ended by a limit: {exec_result.failure.message if exec_result.failure else ''}"}
+    message = exec_result.stderr.decode(errors="replace").replace(f"{base_path}.cpp", "kernel.cpp")
     return {"error": message[:LOG_CHARACTERS]}

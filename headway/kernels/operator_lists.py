@@ -26,7 +26,7 @@ def packet_name(name: str) -> str:
 
 def with_relatives(names: tuple[str, ...]) -> frozenset[str]:
     """The operators ``names``, and operators that compute the same (operators.toml's families)."""
-    packets = {packet_name(name) for name in names}
-    canonical_names = {canonical(name) for name in packets}
-    families = (of + also for of, also in FAMILIES if canonical_names & {canonical(name) for name in of})
-    return frozenset(packets.union(*families))
+    packet_names = {packet_name(name) for name in names}
+    canonical_names = {canonical(name) for name in packet_names}
+    families = (group + others for group, others in FAMILIES if canonical_names & {canonical(name) for name in group})
+    return frozenset(packet_names.union(*families))

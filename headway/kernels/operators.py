@@ -24,7 +24,7 @@ def forbidden_aten(task: KernelTask) -> frozenset[str]:
     """Operators of torch.ops.aten by packet that a candidate of back end "torch" may not call: the task's
     ``forbidden_operators`` and operators that compute the same, in place or not."""
     names = {name.strip("_") for name in with_relatives(task.forbidden_operators)}
-    return frozenset(f"{start}{name}{end}" for name in names for start in ("", "_", *PREFIXES) for end in ("", "_"))
+    return frozenset(f"{head}{name}{tail}" for name in names for head in ("", "_", *PREFIXES) for tail in ("", "_"))
 
 
 def called_operator(task: KernelTask, names: Iterable[str]) -> str:

@@ -60,18 +60,18 @@ _QUOTED_CHARACTERS = 1500
 
 def kernel_prompt(task: KernelTask) -> str:
     """The prompt of a task: the reference, the class to write, the back end's rules with an example."""
-    tolerances = ", ".join(
+    tolerances_text = ", ".join(
         f"{dtype} {absolute:g}" + ("" if absolute == relative else f" and {relative:g}")
         for dtype, (absolute, relative) in task.tolerances.items()
     )
-    names = dict.fromkeys(name for shape in task.shapes for name in shape)
-    sizes = f" and for other values of {', '.join(names)}" if names else ""
-    backend = _BACKENDS[task.backend]
+    size_names = dict.fromkeys(name for shape in task.shapes for name in shape)
+    sizes_text = f" and for other values of {', '.join(size_names)}" if size_names else ""
+    rules = _BACKENDS[task.backend]
     if task.backend == "torch" and task.forbidden_operators:
-        backend += f" Not allowed: {', '.join(task.forbidden_operators)}."
+        rules += f" Not allowed: {', '.join(task.forbidden_operators)}."
     elif task.allowed_operators:
-        backend += f" Also allowed: {', '.join(task.allowed_operators)}."
-    return _REFERENCE.format(source=task.source.strip(), sizes=sizes, tolerances=tolerances, backend=backend)
+        rules += f" Also allowed: {', '.join(task.allowed_operators)}."
+    return _REFERENCE.format(source=task.source.strip(), sizes=sizes_text, tolerances=tolerances_text, backend=rules)
 
 
 def source_in(text: str) -> str:
@@ -79,9 +79,9 @@ def source_in(text: str) -> str:
     "": there is none. The reasoning between <think> tags is ignored."""
     answer = _THOUGHT_END.sub("", _THOUGHT.sub("", text))
     blocks = [match[2] for match in _BLOCK.finditer(answer)]
-    defining = [block for block in blocks if _CLASS.search(block)]
-    if defining:
-        return defining[-1].rstrip() + "\n"
+    defining_blocks = [block for block in blocks if _CLASS.search(block)]
+    if defining_blocks:
+        return defining_blocks[-1].rstrip() + "\n"
     return answer.strip() + "\n" if not blocks and _CLASS.search(answer) else ""
 
 
@@ -94,8 +94,8 @@ def feedback(evaluation: KernelEvaluation) -> str:
     if evaluation.cheat:
         verdict = f"This isn't allowed: {evaluation.cheat}."
     elif not evaluation.compiled:
-        more = evaluation.log[:_QUOTED_CHARACTERS]
-        verdict = f"It doesn't compile: {detail}" + (f"\n\n```text\n{more}\n```" if more and more != detail else "")
+        log = evaluation.log[:_QUOTED_CHARACTERS]
+        verdict = f"It doesn't compile: {detail}" + (f"\n\n```text\n{log}\n```" if log and log != detail else "")
     elif evaluation.fault is not None:
         verdict = f"It compiles, and ends with {evaluation.fault.replace('_', ' ')}: {detail}"
     elif not evaluation.trials:
@@ -105,11 +105,11 @@ def feedback(evaluation: KernelEvaluation) -> str:
     elif evaluation.speedup is None:
         return "It compiles and is right. Make it faster. Answer with the whole source."
     else:
-        times = ""
+        times_text = ""
         if evaluation.timing is not None and evaluation.reference is not None:
-            times = f" ({evaluation.timing.mean:.3g} ms; the reference {evaluation.reference.mean:.3g} ms)"
+            times_text = f" ({evaluation.timing.mean:.3g} ms; the reference {evaluation.reference.mean:.3g} ms)"
         return (
-            f"It compiles and is right, at {evaluation.speedup:.2f} times the reference's speed{times}. "
+            f"It compiles and is right, at {evaluation.speedup:.2f} times the reference's speed{times_text}. "
             "Make it faster. Answer with the whole source."
         )
     return f"{verdict}\n\nCorrect it. Answer with the whole source."

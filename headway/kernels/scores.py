@@ -74,20 +74,20 @@ class CandidateScores(msgspec.Struct, frozen=True, kw_only=True):
 def score_tasks(judged: Sequence[JudgedTask], ks: Sequence[int], *, timed: bool = True) -> CandidateScores:
     """Score a set of tasks. pass@k leaves out tasks with fewer than k evaluated candidates (see `Share.tasks`), and any
     k that no task reaches. ``timed``: whether timing was requested."""
-    valid = [task.valid for task in judged]
-    every = [evaluation for evaluations in valid for evaluation in evaluations]
-    logs = [math.log(evaluation.speedup) for evaluation in every if evaluation.correct and evaluation.speedup]
+    valid_by_task = [task.valid for task in judged]
+    valid = [evaluation for evaluations in valid_by_task for evaluation in evaluations]
+    log_speedups = [math.log(evaluation.speedup) for evaluation in valid if evaluation.correct and evaluation.speedup]
     return CandidateScores(
         tasks=len(judged),
-        candidates=len(every),
-        missing=sum(len(task.evaluations) for task in judged) - len(every),
+        candidates=len(valid),
+        missing=sum(len(task.evaluations) for task in judged) - len(valid),
         unanswered=sum(not task.evaluations for task in judged),
-        untimed=sum(evaluation.correct and evaluation.speedup is None for evaluation in every),
-        compiled=_pass_at(valid, ks, compiles),
-        correct=_pass_at(valid, ks, lambda evaluation: evaluation.correct),
-        fast={f"{p:g}": share for p in FASTER_THAN if (share := _fast(valid, p))} if timed else {},
-        outcomes=dict(Counter(evaluation.outcome for evaluation in every).most_common()),
-        speedups=_summary(logs) if logs else None,
+        untimed=sum(evaluation.correct and evaluation.speedup is None for evaluation in valid),
+        compiled=_pass_at(valid_by_task, ks, compiles),
+        correct=_pass_at(valid_by_task, ks, lambda evaluation: evaluation.correct),
+        fast={f"{p:g}": share for p in FASTER_THAN if (share := _fast(valid_by_task, p))} if timed else {},
+        outcomes=dict(Counter(evaluation.outcome for evaluation in valid).most_common()),
+        speedups=_summary(log_speedups) if log_speedups else None,
     )
 
 
@@ -116,8 +116,8 @@ def mean_over_tasks(values: Sequence[float]) -> Share | None:
         margin = _Z**2 / (count + _Z**2)
         interval = (0.0, margin) if mean == 0.0 else (1.0 - margin, 1.0)
     else:
-        means = _weights(count) @ np.asarray(values, dtype=np.float64)
-        low, high = np.quantile(means, (0.025, 0.975))
+        resampled_means = _weights(count) @ np.asarray(values, dtype=np.float64)
+        low, high = np.quantile(resampled_means, (0.025, 0.975))
         interval = (float(low), float(high))
     return Share(value=mean, interval=interval, tasks=count)
 
@@ -125,15 +125,15 @@ def mean_over_tasks(values: Sequence[float]) -> Share | None:
 @cache
 def _weights(count: int) -> NDArray[np.float64]:
     """Bootstrap weights of ``count`` tasks: (resamples, count)."""
-    random = np.random.default_rng([_SEED, count])
-    return random.multinomial(count, np.full(count, 1.0 / count), size=_RESAMPLES) / count
+    generator = np.random.default_rng([_SEED, count])
+    return generator.multinomial(count, np.full(count, 1.0 / count), size=_RESAMPLES) / count
 
 
 def _pass_at(
     valid: Sequence[Sequence[KernelEvaluation]], ks: Sequence[int], passes: Callable[[KernelEvaluation], bool]
 ) -> dict[str, Share]:
-    counts = [(sum(map(passes, evaluations)), len(evaluations)) for evaluations in valid]
-    shares = {str(k): mean_over_tasks([pass_share(c, n, k) for c, n in counts if n >= k]) for k in ks}
+    passed_and_total = [(sum(map(passes, evaluations)), len(evaluations)) for evaluations in valid]
+    shares = {str(k): mean_over_tasks([pass_share(c, n, k) for c, n in passed_and_total if n >= k]) for k in ks}
     return {k: share for k, share in shares.items() if share is not None}
 
 

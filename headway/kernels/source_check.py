@@ -71,44 +71,44 @@ class SourceCheck:
 
     def _nodes(self) -> Iterator[ast.AST]:
         """All nodes, outer ones first, without the bodies of Triton kernels, which compute on their own."""
-        pending: list[ast.AST] = [self._tree]
-        while pending:
-            node = pending.pop()
+        pending_nodes: list[ast.AST] = [self._tree]
+        while pending_nodes:
+            node = pending_nodes.pop()
             yield node
             if isinstance(node, ast.FunctionDef) and self._names.kernels.get(node.name) == id(node):
-                pending += [*node.decorator_list, node.args]
+                pending_nodes += [*node.decorator_list, node.args]
             else:
-                pending += ast.iter_child_nodes(node)
+                pending_nodes += ast.iter_child_nodes(node)
 
     def _native_findings(self) -> Iterator[OperatorFinding]:
         nodes = list(ast.walk(self._tree))
         strings = [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-        lines = {text: node.lineno for node in strings for text in native_findings(str(node.value), self._allowed)}
-        joined = native_findings("".join(str(node.value) for node in strings), self._allowed)
-        yield from (OperatorFinding(lines.get(text, 1), text) for text in {*lines, *joined})
+        line_of = {text: node.lineno for node in strings for text in native_findings(str(node.value), self._allowed)}
+        joined_findings = native_findings("".join(str(node.value) for node in strings), self._allowed)
+        yield from (OperatorFinding(line_of.get(text, 1), text) for text in {*line_of, *joined_findings})
         paths = [*self._names.modules.values(), *(self._names.path(node) or "" for node in nodes)]
-        made = {
+        has_kernels = {
             "cpp": any(isinstance(node, ast.Name) and node.id == "load_cpp" for node in nodes),
             "triton": bool(self._names.kernels),
             "cuda": any(path.startswith("torch.utils.cpp_extension.load") for path in paths),
         }
-        if not made[self._backend]:
+        if not has_kernels[self._backend]:
             yield OperatorFinding(1, f"no kernel of its own for back end {self._backend!r}")
 
     def _check(self, node: ast.AST) -> Iterator[str]:
         """Findings at a node itself."""
         path = None if id(node) in self._parts else self._names.path(node)
         if path is not None:
-            within = node
-            while isinstance(within, (ast.Attribute, ast.Call)):
-                within = within.value if isinstance(within, ast.Attribute) else within.args[0]
-                self._parts.add(id(within))
+            inner_node = node
+            while isinstance(inner_node, (ast.Attribute, ast.Call)):
+                inner_node = inner_node.value if isinstance(inner_node, ast.Attribute) else inner_node.args[0]
+                self._parts.add(id(inner_node))
             yield from self._reference(path)
         match node:
-            case ast.Import(names=names):
-                yield from (text for alias in names for text in self._import(alias.name))
-            case ast.ImportFrom(module=module, names=names, level=level):
-                for alias in names:
+            case ast.Import(names=aliases):
+                yield from (text for alias in aliases for text in self._import(alias.name))
+            case ast.ImportFrom(module=module, names=aliases, level=level):
+                for alias in aliases:
                     yield from self._import(f"{'.' * level}{module}.{alias.name}")
             case (
                 ast.FunctionDef(name=str() as name)
@@ -127,28 +127,28 @@ class SourceCheck:
                         yield f"a subclass of {self._names.path(base)}"
             case ast.Name(id=name) if name in WORDS["builtins"]:
                 yield f"use of {name}"
-            case ast.Attribute(value=value, attr=name, ctx=ast.Load()) if self._names.path(node) is None:
-                yield from self._attribute(value, name)
-            case ast.Attribute(value=value, attr=name, ctx=ast.Store() | ast.Del()):
-                if name.startswith("__") or self._names.path(value) is not None:
+            case ast.Attribute(value=owner, attr=name, ctx=ast.Load()) if self._names.path(node) is None:
+                yield from self._attribute(owner, name)
+            case ast.Attribute(value=owner, attr=name, ctx=ast.Store() | ast.Del()):
+                if name.startswith("__") or self._names.path(owner) is not None:
                     yield f"assignment to {ast.unparse(node)}"
             case ast.BinOp(op=ast.MatMult()) | ast.AugAssign(op=ast.MatMult()):
                 if self._needs_kernels or "matmul" in self._forbidden:
                     yield "a product of matrices by @"
-            case ast.Call(func=ast.Name(id="getattr" | "setattr" | "hasattr"), args=[value, part, *_]):
-                name = folded(part)
+            case ast.Call(func=ast.Name(id="getattr" | "setattr" | "hasattr"), args=[owner, name_node, *_]):
+                name = folded(name_node)
                 if name is None:
                     yield "an attribute by a computed name"
                 elif path is None:
-                    yield from self._attribute(value, name)
-            case ast.Call(func=called):
-                yield from self._call(called)
+                    yield from self._attribute(owner, name)
+            case ast.Call(func=callee):
+                yield from self._call(callee)
         if self._needs_kernels and isinstance(node, _LOOPS):
-            yield from ("a tensor's values are read in a loop" for part in ast.walk(node) if _is_reading(part))
+            yield from ("a tensor's values are read in a loop" for inner in ast.walk(node) if _is_reading(inner))
 
     def _binding(self, node: ast.AST, name: str) -> Iterator[str]:
-        kernel = self._names.kernels.get(name, id(node)) != id(node)
-        if kernel or name in self._names.modules or name == "load_cpp":
+        rebinds_kernel = self._names.kernels.get(name, id(node)) != id(node)
+        if rebinds_kernel or name in self._names.modules or name == "load_cpp":
             yield f"{name} is bound to something else"
 
     def _import(self, path: str) -> Iterator[str]:
@@ -162,10 +162,10 @@ class SourceCheck:
         """Findings at the call of a layer of torch that is made in the call, or bound to the called name."""
         if isinstance(called, ast.Attribute) and called.attr == "forward":
             called = called.value
-        made = self._names.path(called.func) if isinstance(called, ast.Call) else None
-        layer = self._names.layers.get(ast.unparse(called), "") if self._names.layers else ""
-        layer = made if made and LAYER.fullmatch(made) else layer
-        if layer and (self._needs_kernels or canonical(layer.rpartition(".")[2]) in self._forbidden):
+        made_path = self._names.path(called.func) if isinstance(called, ast.Call) else None
+        layer_path = self._names.layers.get(ast.unparse(called), "") if self._names.layers else ""
+        layer_path = made_path if made_path and LAYER.fullmatch(made_path) else layer_path
+        if layer_path and (self._needs_kernels or canonical(layer_path.rpartition(".")[2]) in self._forbidden):
             yield f"a layer of torch is called: {ast.unparse(called)}"
 
     def _attribute(self, value: ast.expr, name: str) -> Iterator[str]:
@@ -200,8 +200,8 @@ class SourceCheck:
             if not _PATHS[root].fullmatch(path):
                 yield f"use of {path}"
         else:  # another module by way of an allowed one
-            parts = path.removeprefix("collections.abc").split(".")[1:]
-            if any(part.startswith("_") or part in sys.stdlib_module_names for part in parts):
+            path_parts = path.removeprefix("collections.abc").split(".")[1:]
+            if any(part.startswith("_") or part in sys.stdlib_module_names for part in path_parts):
                 yield f"use of {path}"
 
     def _is_allowed(self, path: str, name: str) -> bool:
@@ -211,8 +211,8 @@ class SourceCheck:
             return True
         if self._backend == "cuda" and _EXTENSION.fullmatch(path):
             return True
-        known = re.fullmatch(r"torch\.((nn\.functional|special|linalg|Tensor|ops\.aten)\.)?\w+", path)
-        return known is not None and canonical(name) in self._allowed
+        operator_match = re.fullmatch(r"torch\.((nn\.functional|special|linalg|Tensor|ops\.aten)\.)?\w+", path)
+        return operator_match is not None and canonical(name) in self._allowed
 
 
 def _is_in_place(name: str) -> bool:

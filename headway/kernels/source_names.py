@@ -57,12 +57,12 @@ class SourceNames:
         match node:
             case ast.Name(id=name):
                 return self.modules.get(name)
-            case ast.Attribute(value=value, attr=name):
-                base = self.path(value)
-                return None if base is None else f"{base}.{name}"
-            case ast.Call(func=ast.Name(id="getattr"), args=[value, part, *_]):
-                base, name = self.path(value), folded(part)
-                return None if base is None or name is None else f"{base}.{name}"
+            case ast.Attribute(value=owner, attr=name):
+                base_path = self.path(owner)
+                return None if base_path is None else f"{base_path}.{name}"
+            case ast.Call(func=ast.Name(id="getattr"), args=[owner, name_node, *_]):
+                base_path, name = self.path(owner), folded(name_node)
+                return None if base_path is None or name is None else f"{base_path}.{name}"
         return None
 
 
@@ -71,7 +71,7 @@ def folded(node: ast.AST) -> str | None:
     match node:
         case ast.Constant(value=str() as text):
             return text
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            parts = folded(left), folded(right)
-            return None if None in parts else "".join(part or "" for part in parts)
+        case ast.BinOp(left=left_node, op=ast.Add(), right=right_node):
+            texts = folded(left_node), folded(right_node)
+            return None if None in texts else "".join(part or "" for part in texts)
     return None

@@ -85,13 +85,13 @@ class _Runner:
             raise task_fault(error, self.guest) from error
 
     def timing(self) -> KernelTiming:
-        times = np.asarray(self.intervals) * 1e3
+        times_ms = np.asarray(self.intervals) * 1e3
         return KernelTiming(
-            mean=float(times.mean()),
-            std=float(times.std()),
-            min=float(times.min()),
-            max=float(times.max()),
-            calls=self.calls * len(times),
+            mean=float(times_ms.mean()),
+            std=float(times_ms.std()),
+            min=float(times_ms.min()),
+            max=float(times_ms.max()),
+            calls=self.calls * len(times_ms),
         )
 
 
@@ -129,26 +129,28 @@ class PairTimer:
         """Measure the speed-up. Raises GuestFailure for the candidate, TaskFault for the reference, NoTimeLeft, OSError
         and SandboxError."""
         self._make_models()
-        runners, began_s, calls_wanted = self._runners, time.monotonic(), self._submission.timed_trials
+        runners, began_s, min_calls = self._runners, time.monotonic(), self._submission.timed_trials
         self._choose_calls()
         for runner in runners:
             runner.intervals.clear()
-        certain = int(self._random.integers(self._settings.pairs))  # so that at least one interval is recorded
+        recorded_index = int(self._random.integers(self._settings.pairs))  # so that at least one interval is recorded
         while True:
             self._time_pair(len(runners[0].intervals))
-            if self._is_judged and (len(runners[0].intervals) == certain + 1 or self._random.random() < RECORDED_SHARE):
+            if self._is_judged and (
+                len(runners[0].intervals) == recorded_index + 1 or self._random.random() < RECORDED_SHARE
+            ):
                 self._record_calls()
-            pairs, result = len(runners[0].intervals), self._result()
-            if pairs < self._settings.pairs or (pairs * runners[0].calls < calls_wanted and pairs < 4096):
+            pair_count, timing_result = len(runners[0].intervals), self._result()
+            if pair_count < self._settings.pairs or (pair_count * runners[0].calls < min_calls and pair_count < 4096):
                 continue
-            low, high = result.speedup_interval
+            low, high = timing_result.speedup_interval
             if high / low <= 1 + self._settings.width:
-                return result
-            if time.monotonic() - began_s > self._settings.most_s or pairs >= self._settings.most_pairs:
+                return timing_result
+            if time.monotonic() - began_s > self._settings.most_s or pair_count >= self._settings.most_pairs:
                 if high / low > 1 + self._settings.refused_width:
-                    refused = f"noise: the speed-up is between {low:.2f} and {high:.2f} after {pairs} intervals"
-                    return msgspec.structs.replace(result, refused=refused, speedup=None)
-                return result
+                    refusal = f"noise: the speed-up is between {low:.2f} and {high:.2f} after {pair_count} intervals"
+                    return msgspec.structs.replace(timing_result, refused=refusal, speedup=None)
+                return timing_result
 
     def _make_models(self) -> None:
         candidate, reference = self._runners
@@ -170,8 +172,8 @@ class PairTimer:
         for _ in range(6):
             self._prepare(max(runner.calls for runner in self._runners))
             self._time_pair(0)  # a warm-up, which allocates the memory for outputs
-            timed = zip(self._runners, self._time_pair(0), strict=True)
-            calls_by_runner = [self._more_calls(runner, took_s, target_s) for runner, took_s in timed]
+            runner_times = zip(self._runners, self._time_pair(0), strict=True)
+            calls_by_runner = [self._more_calls(runner, call_s, target_s) for runner, call_s in runner_times]
             if calls_by_runner == [runner.calls for runner in self._runners]:
                 return
             for runner, calls in zip(self._runners, calls_by_runner, strict=True):
@@ -211,24 +213,24 @@ class PairTimer:
         candidate, reference = self._runners
         draws = [self._fresh.draw() for _ in range(max(candidate.calls, reference.calls))]
         # The reference makes the checked calls first, since it may make fewer calls than the candidate.
-        count = min(CHECKED, candidate.calls, reference.calls)
-        checked: list[int] = self._random.choice(candidate.calls, count, False).tolist()
-        unchecked = [draw for call, draw in enumerate(draws) if call not in checked]
-        inputs = (draws, [draws[call] for call in checked] + unchecked)
-        call_s, addresses = [0.0, 0.0], [list[int](), list[int]()]
-        for index in (0, 1) if number % 2 == 0 else (1, 0):
-            runner = self._runners[index]
-            self._write(inputs[index][: runner.calls])
+        checked_count = min(CHECKED, candidate.calls, reference.calls)
+        checked_calls: list[int] = self._random.choice(candidate.calls, checked_count, False).tolist()
+        unchecked_draws = [draw for call, draw in enumerate(draws) if call not in checked_calls]
+        runner_draws = (draws, [draws[call] for call in checked_calls] + unchecked_draws)
+        call_times_s, addresses = [0.0, 0.0], [list[int](), list[int]()]
+        for runner_index in (0, 1) if number % 2 == 0 else (1, 0):
+            runner = self._runners[runner_index]
+            self._write(runner_draws[runner_index][: runner.calls])
             self._flush += 1
             with runner.failures():
-                call_s[index], addresses[index] = self._interval(runner)
-            runner.intervals.append(call_s[index])
-            unchanged = (self._calls.is_untouched(call, self._fresh.inputs(*draws[call])) for call in checked)
+                call_times_s[runner_index], addresses[runner_index] = self._interval(runner)
+            runner.intervals.append(call_times_s[runner_index])
+            unchanged = (self._calls.is_untouched(call, self._fresh.inputs(*draws[call])) for call in checked_calls)
             if runner is candidate and not all(unchanged):
                 raise TamperingDetected("it changes its inputs in timed calls")
-        for reference_call, call in enumerate(checked):
+        for reference_call, call in enumerate(checked_calls):
             self._check(draws[call][0], (call, reference_call), addresses)
-        return call_s[0], call_s[1]
+        return call_times_s[0], call_times_s[1]
 
     def _write(self, draws: Sequence[tuple[KernelTrial, int]]) -> None:
         for call, (trial, start) in enumerate(draws):
@@ -238,35 +240,35 @@ class PairTimer:
         """Record the operators of calls that look like an interval's first calls to the candidate, which reveals a
         kernel that is replaced by torch's."""
         runner = self._runners[0]
-        calls = min(runner.calls, RECORDED_CALLS, 1 << int(self._random.integers(runner.calls.bit_length() + 1)))
-        self._write([self._fresh.draw() for _ in range(calls)])
+        call_count = min(runner.calls, RECORDED_CALLS, 1 << int(self._random.integers(runner.calls.bit_length() + 1)))
+        self._write([self._fresh.draw() for _ in range(call_count)])
         runner.guest.thaw()
-        head, _ = runner.guest.call("go", module=runner.module, calls=calls, record=True, brief=False)
+        answer_head, _ = runner.guest.call("go", module=runner.module, calls=call_count, record=True, brief=False)
         runner.guest.freeze()
         runner.cpu_ns = runner.guest.cpu_ns()
-        self._require_unreplaced(head)
-        if called := called_operator(self._submission.task, names_of(head, "operators")):
-            raise TamperingDetected(f"it calls {called} once it is timed")
+        self._require_unreplaced(answer_head)
+        if operator_name := called_operator(self._submission.task, names_of(answer_head, "operators")):
+            raise TamperingDetected(f"it calls {operator_name} once it is timed")
 
     def _interval(self, runner: _Runner) -> tuple[float, list[int]]:
         guest = runner.guest
-        delayed_ns = self._delayed_ns(guest)
+        delayed_before_ns = self._delayed_ns(guest)
         since_ns = time.perf_counter_ns()
-        took_ns, data = guest.run_calls(runner.module, runner.calls)
+        took_ns, packed_addresses = guest.run_calls(runner.module, runner.calls)
         run_ns = time.perf_counter_ns() - since_ns  # until it was stopped, which may be later where cores are scarce
-        used_ns = guest.cpu_ns() - runner.cpu_ns
-        runner.cpu_ns += used_ns
-        outputs = len(self._trials[0].expected) * runner.calls
-        if len(data) != 8 * outputs:
+        cpu_ns = guest.cpu_ns() - runner.cpu_ns
+        runner.cpu_ns += cpu_ns
+        output_count = len(self._trials[0].expected) * runner.calls
+        if len(packed_addresses) != 8 * output_count:
             raise TamperingDetected("it forged an answer")
         if guest.runs_outside(self._cores):
             raise TamperingDetected("it leaves the cores it was given")
-        if used_ns > CPU_SLACK * run_ns * len(self._cores) + CPU_SLACK_NS or guest.extra_processes() > 0:
+        if cpu_ns > CPU_SLACK * run_ns * len(self._cores) + CPU_SLACK_NS or guest.extra_processes() > 0:
             raise TamperingDetected("it computes on more than the cores it was given")
-        delayed_ns = self._delayed_ns(guest) - delayed_ns
-        took_ns = max(took_ns - delayed_ns, used_ns // len(self._cores))
-        seconds = max(took_ns * 1e-9 - self._overhead_s, 1e-9) / runner.calls
-        return seconds, np.frombuffer(data, "<u8").tolist()
+        delayed_ns = self._delayed_ns(guest) - delayed_before_ns
+        took_ns = max(took_ns - delayed_ns, cpu_ns // len(self._cores))
+        call_s = max(took_ns * 1e-9 - self._overhead_s, 1e-9) / runner.calls
+        return call_s, np.frombuffer(packed_addresses, "<u8").tolist()
 
     def _delayed_ns(self, guest: GuestProcess) -> int:
         """The time lost so far to other processes on the cores. On several cores it includes only this process's delay,
@@ -275,15 +277,15 @@ class PairTimer:
 
     def _check(self, trial: KernelTrial, calls: tuple[int, int], addresses: list[list[int]]) -> None:
         """Compare both runners' outputs of a call of ``trial``. ``calls``: its index in each runner's interval."""
-        for index, expected in enumerate(trial.expected):
+        for output_index, expected in enumerate(trial.expected):
             outputs: list[Tensor] = []
             for runner, call, runner_addresses in zip(self._runners, calls, addresses, strict=True):
                 with runner.failures():
-                    address = runner_addresses[call * len(trial.expected) + index]
+                    address = runner_addresses[call * len(trial.expected) + output_index]
                     outputs.append(Tensor(expected.shape, runner.guest.read(address, expected.shape.bytes)))
-            compared = compare(outputs[1], outputs[0], self._submission.task.tolerances, scaled=True)
-            if compared.text:
-                raise TamperingDetected(f"its outputs are wrong in timed calls: {compared.text}")
+            comparison = compare(outputs[1], outputs[0], self._submission.task.tolerances, scaled=True)
+            if comparison.text:
+                raise TamperingDetected(f"its outputs are wrong in timed calls: {comparison.text}")
 
 
 class FreshInputs:
@@ -296,8 +298,8 @@ class FreshInputs:
     def __init__(self, trials: Sequence[KernelTrial], random: np.random.Generator) -> None:
         self._trials = trials
         self._random = random
-        elements = max((arg.raw.size for trial in trials for arg in trial.inputs if isinstance(arg, Tensor)), default=0)
-        self._factors = (random.random(elements + self.SPARE, np.float32) + np.float32(0.5)).astype(np.float32)
+        max_size = max((arg.raw.size for trial in trials for arg in trial.inputs if isinstance(arg, Tensor)), default=0)
+        self._factors = (random.random(max_size + self.SPARE, np.float32) + np.float32(0.5)).astype(np.float32)
         self._by_type: dict[str, Array] = {"float32": self._factors, "bfloat16": self._factors}
         self._symmetric: dict[int, bool] = {}
         self._are_integers = not any(isinstance(arg, Tensor) and arg.is_float for arg in trials[0].inputs)
@@ -326,15 +328,15 @@ class FreshInputs:
         return tensor.scaled(self._factors_of(tensor, start))
 
     def _permuted(self, tensor: Tensor, start: int) -> Tensor:
-        flat = tensor.raw.reshape(-1)
+        flat_values = tensor.raw.reshape(-1)
         if id(tensor) not in self._permutable:
             rows = np.atleast_1d(tensor.raw)
-            structured = bool(np.all(rows[..., :-1] <= rows[..., 1:])) or self._is_symmetric(tensor)
-            self._permutable[id(tensor)] = np.flatnonzero(flat[: 0 if structured else None])
-        places = self._permutable[id(tensor)]
-        permuted = flat.copy()
-        permuted[places] = np.roll(flat[places], start)
-        return Tensor(tensor.shape, permuted)
+            is_structured = bool(np.all(rows[..., :-1] <= rows[..., 1:])) or self._is_symmetric(tensor)
+            self._permutable[id(tensor)] = np.flatnonzero(flat_values[: 0 if is_structured else None])
+        positions = self._permutable[id(tensor)]
+        permuted_values = flat_values.copy()
+        permuted_values[positions] = np.roll(flat_values[positions], start)
+        return Tensor(tensor.shape, permuted_values)
 
     def _factors_of(self, tensor: Tensor, start: int) -> Array:
         dtype = tensor.shape.dtype
@@ -353,7 +355,7 @@ class FreshInputs:
 
 def measure_call_overhead(guest: GuestProcess, cores: Sequence[int], intervals: int = 60) -> float:
     """Seconds of an interval with one empty call: the overhead beside the calls. Raises OSError."""
-    took: list[float] = []
+    times_s: list[float] = []
     try:
         guest.load("candidate", EMPTY, confined=True)
         guest.make("candidate", "ModelNew", [], 0)
@@ -362,7 +364,7 @@ def measure_call_overhead(guest: GuestProcess, cores: Sequence[int], intervals: 
         guest.freeze()
         for _ in range(intervals):
             took_ns, _ = guest.run_calls("candidate", 1)
-            took.append(took_ns * 1e-9)
+            times_s.append(took_ns * 1e-9)
     except GuestFailure as error:  # no candidate is to blame: the source is EMPTY
         raise OSError(f"an empty call can't be timed: {error}") from error
-    return float(np.median(took[intervals // 4 :]))
+    return float(np.median(times_s[intervals // 4 :]))

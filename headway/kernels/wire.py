@@ -35,14 +35,14 @@ def request_of(submission: KernelSubmission) -> dict[str, Any]:
 
 def answer_of(evaluation: KernelEvaluation, hardware: str) -> dict[str, Any]:
     """The body of the answer of ``/eval``. Times are in ms. ``hardware``: the model of the device."""
-    timing, device = evaluation.timing, {"hardware": hardware, "device": evaluation.device}
-    more = ("cheat", "precision", "refused", "repeated", "compiled_note")
+    timing, device_fields = evaluation.timing, {"hardware": hardware, "device": evaluation.device}
+    keys = ("cheat", "precision", "refused", "repeated", "compiled_note")
     return {
         "compiled": evaluation.compiled,
         "correctness": evaluation.correct,
-        "metadata": {**device, "message": evaluation.text, **{name: getattr(evaluation, name) for name in more}},
+        "metadata": {**device_fields, "message": evaluation.text, **{name: getattr(evaluation, name) for name in keys}},
         "runtime": -1.0 if timing is None else timing.mean,
-        "runtime_stats": {} if timing is None else {**_statistics(timing), **device},
+        "runtime_stats": {} if timing is None else {**_statistics(timing), **device_fields},
         "compile_ok": evaluation.compiled,
         "pass_rate": evaluation.passed / evaluation.trials if evaluation.trials else 0.0,
         "perf_stats": {

@@ -81,20 +81,20 @@ class ChatModel:
         """Ask the model and return ``read`` of the answer's text; ``read`` may raise `Retry`. ``spent`` grows with each
         request; ``body``: further keys of the request. Raises ModelFailed."""
         request = {"model": self.model, "messages": list(messages), **self.body, **body}
-        cause = ""
+        reason = ""
         for attempt in range(self.retries + 1):
             try:
                 spent.attempts += 1
                 return read(self._text_of(self._post(request), spent))
             except Retry as error:
-                cause = str(error)
+                reason = str(error)
                 if attempt < self.retries:
                     wait_s = backoff_s(attempt + 1, self.retry_s) * (0.5 + 0.5 * self.draw())
                     self.sleep(min(max(wait_s, error.wait_s), LONGEST_WAIT_S))
             except _Unrecoverable as error:
-                cause = str(error)
+                reason = str(error)
                 break
-        raise ModelFailed(f"{cause}; requests to {self.called}: {spent.attempts}")
+        raise ModelFailed(f"{reason}; requests to {self.called}: {spent.attempts}")
 
     def _post(self, body: dict[str, Any]) -> object:
         import httpx  # here: processes that ask no model don't wait for the import
@@ -111,17 +111,17 @@ class ChatModel:
                 verify=machine_certificates(),
             )
         except (httpx.RequestError, httpx.InvalidURL) as error:  # no connection, a timeout, a reply cut off
-            first = socket_error_of(error)
-            raise Retry(f"{self.called} at {self.url} can't be reached: {type(first).__name__}: {first}") from None
+            cause = socket_error_of(error)
+            raise Retry(f"{self.called} at {self.url} can't be reached: {type(cause).__name__}: {cause}") from None
         if not reply.is_success:
-            cause = f"{self.called} answered HTTP {reply.status_code}: {quoted(reply.text)}"
+            reason = f"{self.called} answered HTTP {reply.status_code}: {quoted(reply.text)}"
             if reply.status_code not in _RETRIED:
-                raise _Unrecoverable(cause)
+                raise _Unrecoverable(reason)
             try:
                 wait_s = max(0.0, float(reply.headers.get("Retry-After", "0")))
             except ValueError:  # a date
                 wait_s = 0.0
-            raise Retry(cause, wait_s)
+            raise Retry(reason, wait_s)
         try:
             return reply.json()
         except ValueError:
@@ -159,8 +159,8 @@ def api_key(variable: str, key: str) -> str:
 
 def quoted(text: str) -> str:
     """Return a short quotation of an answer, for an error message."""
-    plain = " ".join(text.split())
-    return repr(plain if len(plain) <= _LONGEST_QUOTE else plain[: _LONGEST_QUOTE - 3] + "...")
+    single_line = " ".join(text.split())
+    return repr(single_line if len(single_line) <= _LONGEST_QUOTE else single_line[: _LONGEST_QUOTE - 3] + "...")
 
 
 def _count(value: object) -> int:

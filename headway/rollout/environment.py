@@ -282,19 +282,19 @@ class Environment:
 
     async def call_tools(self, episode: Episode, answer: Answer) -> bool:
         """Execute the tool calls of an answer; returns False where it has none."""
-        for number, call in enumerate(answer.calls):
-            if number >= self.most_calls:  # running out of time by too many calls isn't the infrastructure's fault
+        for call_index, call in enumerate(answer.calls):
+            if call_index >= self.most_calls:  # running out of time by too many calls isn't the infrastructure's fault
                 episode.add_tool_result(call, f"error: at most {self.most_calls} calls in one answer")
                 continue
-            well, name, now = False, call.name if call.name in self.offered else "", asyncio.get_running_loop().time
-            started_s = now()
-            blocks = name and self.offered[name].blocks  # a blocking tool has a time limit of its own
+            ok, name, read_time = False, call.name if call.name in self.offered else "", asyncio.get_running_loop().time
+            started_s = read_time()
+            is_blocking = name and self.offered[name].blocks  # a blocking tool has a time limit of its own
             try:
-                with episode.sandbox.suspend_limits() if blocks else contextlib.nullcontext():
-                    text, well = await call_tool(self.offered, call.name, call.arguments, episode, self.tool_calls)
+                with episode.sandbox.suspend_limits() if is_blocking else contextlib.nullcontext():
+                    result_text, ok = await call_tool(self.offered, call.name, call.arguments, episode, self.tool_calls)
             finally:
-                episode.note_tool(ToolTimes(name=name, start_s=started_s, end_s=now(), error=not well))
-            episode.add_tool_result(call, self.shortened(text))
+                episode.note_tool(ToolTimes(name=name, start_s=started_s, end_s=read_time(), error=not ok))
+            episode.add_tool_result(call, self.shortened(result_text))
         if not answer.calls and self.offered and _UNREAD in answer.text and not answer.cut:
             episode.add_message('error: a call must be valid JSON: {"name": ..., "arguments": {...}}')
             return True
@@ -313,5 +313,5 @@ class Environment:
         limit = self.longest_result_characters
         if len(text) <= limit:
             return text
-        head, tail = limit - limit // 3, limit // 3
-        return f"{text[:head]}\n[{len(text) - head - tail} characters left out]\n{text[-tail:]}"
+        head_count, tail_count = limit - limit // 3, limit // 3
+        return f"{text[:head_count]}\n[{len(text) - head_count - tail_count} characters left out]\n{text[-tail_count:]}"

@@ -116,17 +116,17 @@ class EpisodeSandbox:
     async def park(self, name: str) -> EnvironmentState:
         """Stop the sandbox, snapshot its files as ``name``, and return a state with it. Raises SandboxError."""
         if self._box is not None and not self._paused:
-            box, can_pause = self._box, await self._pool.can_pause()
+            sandbox, can_pause = self._box, await self._pool.can_pause()
             if not can_pause:  # processes that can't be stopped would change the files after the snapshot
-                self.snapshot = await box.snapshot(name)
+                self.snapshot = await sandbox.snapshot(name)
                 await self._release()
             else:
-                await box.pause()  # first, so that the snapshot equals the state that resumes here
+                await sandbox.pause()  # first, so that the snapshot equals the state that resumes here
                 try:
-                    self.snapshot = await box.snapshot(name)
+                    self.snapshot = await sandbox.snapshot(name)
                 except BaseException:
                     with contextlib.suppress(SandboxError):  # it has ended
-                        await run_to_completion(box.resume())
+                        await run_to_completion(sandbox.resume())
                     raise
                 self._paused = True
                 self._end_offer = self._pool.allow_recall(self._on_recall)
@@ -155,29 +155,29 @@ class EpisodeSandbox:
     async def _release(self) -> None:
         self._box, self._paused = None, False
         self._end_offer()
-        lease, self._lease = self._lease, contextlib.AsyncExitStack()
-        await lease.aclose()
+        exit_stack, self._lease = self._lease, contextlib.AsyncExitStack()
+        await exit_stack.aclose()
 
     async def _do(self, operation: Operation) -> Any:
-        result = await self._retry_on_loss(lambda box: _execute(box, operation))
+        returned = await self._retry_on_loss(lambda box: _execute(box, operation))
         if self._repeatable:
             self._operations.append(operation)
-        return result
+        return returned
 
     async def _retry_on_loss(self, work: Callable[[Sandbox], Awaitable[T]]) -> T:
         """Run ``work`` on the sandbox; where it was lost and can be remade, run it again on the new one."""
-        for remaining in range(_MAX_REMAKES, -1, -1):
-            box = None
+        for remakes_left in range(_MAX_REMAKES, -1, -1):
+            sandbox = None
             try:
-                box = await self._ensure()
-                return await work(box)
+                sandbox = await self._ensure()
+                return await work(sandbox)
             except SandboxError as error:
                 if error.failure.cause != "infrastructure":
                     raise
-                if not self._repeatable or not remaining or self._closed:
+                if not self._repeatable or not remakes_left or self._closed:
                     self.failure = error.failure
                     raise
-                if self._box is box:  # else a concurrent user has remade it already
+                if self._box is sandbox:  # else a concurrent user has remade it already
                     self.snapshot = None  # replaced by the repetition of all operations
                     await self._release()
         raise AssertionError("unreachable")
@@ -203,22 +203,22 @@ class EpisodeSandbox:
                     raise SandboxError(infrastructure_failure(message, retry=False)) from error
                 self.snapshot = None
                 await self._release()
-        box = await self._lease_sandbox(None)
+        sandbox = await self._lease_sandbox(None)
         try:
             for operation in self._operations:
-                await _execute(box, operation)
+                await _execute(sandbox, operation)
         except BaseException:
             await self._release()
             raise
-        return box
+        return sandbox
 
     async def _lease_sandbox(self, snapshot: Snapshot | None) -> Sandbox:
-        lease = contextlib.AsyncExitStack()
-        leased = self._pool.lease(self._spec, labels=self._labels, snapshot=snapshot)
+        exit_stack = contextlib.AsyncExitStack()
+        lease_context = self._pool.lease(self._spec, labels=self._labels, snapshot=snapshot)
         with self.suspend_limits():
-            box = await lease.enter_async_context(leased)
-        self._lease = lease
-        return box
+            sandbox = await exit_stack.enter_async_context(lease_context)
+        self._lease = exit_stack
+        return sandbox
 
     @contextlib.contextmanager
     def suspend_limits(self) -> Iterator[None]:
@@ -238,5 +238,5 @@ async def _execute(box: Sandbox, operation: Operation) -> Any:
     arguments = operation.arguments
     if operation.kind == "write":
         return await box.write(arguments["path"], arguments["data"], mode=arguments["mode"])
-    fields = {name: value for name, value in arguments.items() if name != "alone" and value is not None}
-    return await box.exec(Command(exclusive=arguments["alone"], **fields))
+    command_fields = {name: value for name, value in arguments.items() if name != "alone" and value is not None}
+    return await box.exec(Command(exclusive=arguments["alone"], **command_fields))

@@ -128,23 +128,23 @@ class FakeRollout(SingleTurn):
 
         async def gate(now: PartialRollout) -> Resumption:
             now = msgspec.structs.replace(now, environment_version=environment.state_version(seed))
-            how = "continue" if sampler.resume_gate is None else await sampler.resume_gate(now)
-            environment.resume(seed, restart=how == "restart")
-            return how
+            resumption = "continue" if sampler.resume_gate is None else await sampler.resume_gate(now)
+            environment.resume(seed, restart=resumption == "restart")
+            return resumption
 
         call = msgspec.structs.replace(ModelCall.first(group, member, parked), resume_gate=gate)
-        counts = EpisodeCounts()
+        episode_counts = EpisodeCounts()
         try:
             rollout = sampler.refused(call) or await sampler.sample(call)
         finally:
-            counts = environment.forget(seed)
+            episode_counts = environment.forget(seed)
         failure = rollout.failure
         if failure is not None and failure.cause.startswith(SANDBOX):
             failure = msgspec.structs.replace(failure, boundary="sandbox")
         return msgspec.structs.replace(
             rollout,
             failure=failure,
-            turns=max(1, counts.turns),
-            environment_s=counts.environment_s,
-            environment_version=counts.resumed_version,
+            turns=max(1, episode_counts.turns),
+            environment_s=episode_counts.environment_s,
+            environment_version=episode_counts.resumed_version,
         )

@@ -111,10 +111,10 @@ class LeaseBook:
         """Return whether an attempt is leased, so that ``ending`` may end it; False where this ending has already ended
         it. Raises LeaseRefused."""
         entry = self._leased.get(key) or self._offered.get(key) or self._over.get(key)
-        newest = 0 if entry is None else entry.attempt
-        if entry is None or not 1 <= attempt <= newest or (attempt == newest and key in self._offered):
+        newest_attempt = 0 if entry is None else entry.attempt
+        if entry is None or not 1 <= attempt <= newest_attempt or (attempt == newest_attempt and key in self._offered):
             raise LeaseRefused("lease_unknown", f"there is no lease of group {key[0]}, member {key[1]}, {attempt=}")
-        if attempt == newest and key in self._leased:
+        if attempt == newest_attempt and key in self._leased:
             return True
         previous = entry.endings.get(attempt, _FORMER)
         if previous == ending:
@@ -122,8 +122,8 @@ class LeaseBook:
             return False
         if ending is not None and ending.how == previous.how == "finished":
             raise LeaseRefused("finished_otherwise", f"attempt {attempt} was finished before, with {previous.reason}")
-        later = f"; attempt {newest} is {self._state(key)}" if attempt < newest else ""
-        raise LeaseRefused("lease_ended", f"attempt {attempt} has ended: {previous.how}, {previous.reason}{later}")
+        later_text = f"; attempt {newest_attempt} is {self._state(key)}" if attempt < newest_attempt else ""
+        raise LeaseRefused("lease_ended", f"attempt {attempt} has ended: {previous.how}, {previous.reason}{later_text}")
 
     def end(self, key: LeaseKey, ending: LeaseEnding) -> None:
         """End the newest attempt of a member; a no-op where it has ended already."""
@@ -135,10 +135,10 @@ class LeaseBook:
 
     def expire(self, key: LeaseKey, now_s: float) -> bool:
         """End a leased attempt whose time is over; returns whether it was."""
-        over = self.left_s(key, now_s) == 0
-        if over:
+        is_over = self.left_s(key, now_s) == 0
+        if is_over:
             self.end(key, LeaseEnding("expired", f"{self.lease_s:g} s after the last heartbeat of its worker"))
-        return over
+        return is_over
 
     def restore(self, key: LeaseKey, attempt: int, ending: LeaseEnding = _FORMER) -> None:
         """Record a member's newest attempt of a former process; a no-op for a known member."""

@@ -28,12 +28,12 @@ def call_checked(function: Callable[..., T], parameters: Mapping[str, Any], key:
 
 def explained(error: ValidationError, key: str) -> str:
     """Describe the first error below ``key``: its position, the value, and what would be valid."""
-    first = error.errors()[0]
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "literal_error":
-        message = f"valid: {first.get('ctx', {})['expected']}"
-    return f"{key}{path} = {quoted(first['input'])}: {message}" if path else f"{key}: {message}"
+    first_error = error.errors()[0]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first_error["loc"])
+    message = first_error["msg"].removeprefix("Value error, ")
+    if first_error["type"] == "literal_error":
+        message = f"valid: {first_error.get('ctx', {})['expected']}"
+    return f"{key}{path} = {quoted(first_error['input'])}: {message}" if path else f"{key}: {message}"
 
 
 def require_choice(key: str, value: str, choices: Any) -> None:

@@ -12,6 +12,6 @@ def rollout_seed(run_seed: int, group: int, member: int, purpose: str = "") -> i
     rollout samples on from (seed, position) as if it had never stopped (DESIGN rule 12). ``purpose`` separates
     evaluations, whose splits use the same group numbers; that of training is "".
     """
-    key = f"{run_seed}:{group}:{member}" + (f":{purpose}" if purpose else "")
-    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    key_text = f"{run_seed}:{group}:{member}" + (f":{purpose}" if purpose else "")
+    digest = hashlib.blake2b(key_text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

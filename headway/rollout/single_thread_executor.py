@@ -21,17 +21,17 @@ class SingleThreadExecutor:
     async def run(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
         """Run ``function`` in the thread and return its result. It runs to its end even if the caller is cancelled."""
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[T] = loop.create_future()
+        answer_future: asyncio.Future[T] = loop.create_future()
 
         def work() -> None:
             try:
-                result, error = function(*arguments, **options), None
+                returned, error = function(*arguments, **options), None
             except BaseException as raised:  # handed to the caller
-                result, error = None, raised
-            loop.call_soon_threadsafe(_settle, answer, result, error)
+                returned, error = None, raised
+            loop.call_soon_threadsafe(_settle, answer_future, returned, error)
 
         self._work.put(work)
-        return await answer
+        return await answer_future
 
     def end(self) -> None:
         """Accept no further calls; the thread ends after the queued ones."""

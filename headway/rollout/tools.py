@@ -46,34 +46,34 @@ class Tool:
         receives the rollout and isn't in the schema; a parameter with a default may be omitted. Raises
         ConfigurationError for a function that can't be described."""
         name = function.__name__
-        takes_episode, arguments = _arguments_of(function)
-        description, _, details = inspect.cleandoc(function.__doc__ or "").partition("\n\n")
+        takes_episode, arguments_model = _arguments_of(function)
+        description, _, parameter_details = inspect.cleandoc(function.__doc__ or "").partition("\n\n")
         if not description:
             raise ConfigurationError(f"tool {name}: without a docstring no model knows what it is for")
         try:
-            parameters = arguments.model_json_schema()
+            parameters = arguments_model.model_json_schema()
         except PydanticInvalidForJsonSchema as error:
             raise ConfigurationError(f"tool {name}: its parameters have no JSON form: {error}") from None
-        _describe(parameters, details)
+        _describe(parameters, parameter_details)
 
-        def blocking(written: str, episode: Any) -> Any:
-            parsed = _read(arguments, written)
-            return function(**parsed, **({_EPISODE_PARAMETER: episode} if takes_episode else {}))
+        def call_blocking(written: str, episode: Any) -> Any:
+            parsed_arguments = _read(arguments_model, written)
+            return function(**parsed_arguments, **({_EPISODE_PARAMETER: episode} if takes_episode else {}))
 
-        async def awaited(written: str, episode: Any) -> Any:
-            return await blocking(written, episode)
+        async def call_awaited(written: str, episode: Any) -> Any:
+            return await call_blocking(written, episode)
 
-        blocks = not inspect.iscoroutinefunction(function)
-        call = blocking if blocks else awaited
-        return cls.described(name, " ".join(description.split()), parameters, call, blocks=blocks)
+        is_blocking = not inspect.iscoroutinefunction(function)
+        call = call_blocking if is_blocking else call_awaited
+        return cls.described(name, " ".join(description.split()), parameters, call, blocks=is_blocking)
 
     @classmethod
     def described(
         cls, name: str, description: str, parameters: dict[str, Any], call: Callable[[str, Any], Any], **fields: bool
     ) -> Tool:
         """Make a tool whose ``parameters`` are described by a JSON schema; ``call``, ``fields``: as of `Tool`."""
-        function = {"name": name, "description": description, "parameters": parameters}
-        return cls(name=name, schema={"type": "function", "function": function}, call=call, **fields)
+        function_schema = {"name": name, "description": description, "parameters": parameters}
+        return cls(name=name, schema={"type": "function", "function": function_schema}, call=call, **fields)
 
 
 class ToolCalls:
@@ -99,34 +99,34 @@ class ToolCalls:
             executor = SingleThreadExecutor(f"tool-{tool.name}")
         except RuntimeError as error:
             raise InfrastructureError(f"no thread for the tool {tool.name}: {error}") from error
-        running = asyncio.ensure_future(executor.run(copy_context().run, tool.call, arguments, episode))
-        late = asyncio.get_running_loop().call_later(self._limit_s, self._report_stuck, tool.name)
+        call_future = asyncio.ensure_future(executor.run(copy_context().run, tool.call, arguments, episode))
+        stuck_timer = asyncio.get_running_loop().call_later(self._limit_s, self._report_stuck, tool.name)
 
-        def ended(done: asyncio.Future[Any]) -> None:
-            late.cancel()
+        def on_done(done: asyncio.Future[Any]) -> None:
+            stuck_timer.cancel()
             executor.end()
             if not done.cancelled():
                 done.exception()  # retrieved here: its caller may have been cancelled
 
-        running.add_done_callback(ended)
-        await asyncio.wait((running,), timeout=self._limit_s)
-        if not running.done():
+        call_future.add_done_callback(on_done)
+        await asyncio.wait((call_future,), timeout=self._limit_s)
+        if not call_future.done():
             raise ToolError(f"{tool.name} gave no answer in {self._limit_s:g} s")
-        return running.result()
+        return call_future.result()
 
     def note_raised(self, name: str, error: BaseException) -> None:
         """Count a call whose exception becomes an error message; the first of its kind goes to the worker's log."""
         self._raised[name] += 1
-        location, called, raised = source_location(error), self._called[name], self._raised[name]
-        if (kind := (name, type(error), location)) not in self._seen:
-            self._seen.add(kind)
-            traced = storable("".join(traceback.format_exception(error)))
-            print(f"the tool {name} raised; the model reads:\n{traced}", file=sys.stderr, flush=True)
-        if called >= _FEWEST_CALLS and 2 * raised >= called and name not in self._seen:
+        location, call_count, raised_count = source_location(error), self._called[name], self._raised[name]
+        if (error_key := (name, type(error), location)) not in self._seen:
+            self._seen.add(error_key)
+            traceback_text = storable("".join(traceback.format_exception(error)))
+            print(f"the tool {name} raised; the model reads:\n{traceback_text}", file=sys.stderr, flush=True)
+        if call_count >= _FEWEST_CALLS and 2 * raised_count >= call_count and name not in self._seen:
             self._seen.add(name)
-            message = f"{raised} of {called} calls of the tool {name} raised, the last {error_text(error)}"
-            message = storable(message)[:300] + (f" ({location})" if location else "")
-            self.report("tool_raises", message, {"tool": name, "calls": called, "raised": raised})
+            summary = f"{raised_count} of {call_count} calls of the tool {name} raised, the last {error_text(error)}"
+            summary = storable(summary)[:300] + (f" ({location})" if location else "")
+            self.report("tool_raises", summary, {"tool": name, "calls": call_count, "raised": raised_count})
 
     def _report_stuck(self, name: str) -> None:
         self.stuck += 1
@@ -136,13 +136,13 @@ class ToolCalls:
 
 def tools_by_name(tools: Sequence[Tool | Callable[..., Any]]) -> dict[str, Tool]:
     """Return tools by name, described where they are functions. Raises ConfigurationError for equal names."""
-    by_name: dict[str, Tool] = {}
-    for entry in tools:
-        tool = entry if isinstance(entry, Tool) else Tool.of(entry)
-        if tool.name in by_name:
+    tool_by_name: dict[str, Tool] = {}
+    for tool_or_function in tools:
+        tool = tool_or_function if isinstance(tool_or_function, Tool) else Tool.of(tool_or_function)
+        if tool.name in tool_by_name:
             raise ConfigurationError(f"two tools are called {tool.name}: a model couldn't distinguish them")
-        by_name[tool.name] = tool
-    return by_name
+        tool_by_name[tool.name] = tool
+    return tool_by_name
 
 
 async def call_tool(
@@ -159,8 +159,8 @@ async def call_tool(
         return f"error: {error}", False
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # the boundary to a tool's code
         task = asyncio.current_task()
-        cancelled = isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling()
-        if cancelled or tool.fatal or isinstance(error, SandboxError) or is_infrastructure(error):
+        is_cancelled = isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling()
+        if is_cancelled or tool.fatal or isinstance(error, SandboxError) or is_infrastructure(error):
             raise
         calls.note_raised(name, error)
         return f"error: {error_text(error)}", False
@@ -169,13 +169,13 @@ async def call_tool(
 def read_object(written: str) -> dict[str, Any]:
     """Parse the arguments of a call, a JSON object. Raises ToolError that says what is wrong with them."""
     try:
-        value: Any = json.loads(written) if written.strip() else {}
-        json.dumps(value, ensure_ascii=False).encode()  # "\\ud800" is JSON, and no text: it can't be sent anywhere
+        arguments: Any = json.loads(written) if written.strip() else {}
+        json.dumps(arguments, ensure_ascii=False).encode()  # "\\ud800" is JSON, and no text: it can't be sent anywhere
     except (ValueError, RecursionError) as error:
         raise ToolError(f"the arguments are not valid JSON: {error}") from None
-    if not isinstance(value, dict):
+    if not isinstance(arguments, dict):
         raise ToolError("the arguments must be a JSON object")
-    return value
+    return arguments
 
 
 def as_text(result: Any) -> str:
@@ -194,7 +194,7 @@ def _arguments_of(function: Callable[..., Any]) -> tuple[bool, type[BaseModel]]:
     """Return whether a function takes the episode, and its other parameters as a pydantic model."""
     name = function.__name__
     try:
-        hints = get_type_hints(function, include_extras=True)
+        type_hints = get_type_hints(function, include_extras=True)
     except NameError as error:
         raise ConfigurationError(f"tool {name}: its annotations can't be read: {error}") from None
     fields: dict[str, Any] = {}
@@ -205,10 +205,10 @@ def _arguments_of(function: Callable[..., Any]) -> tuple[bool, type[BaseModel]]:
             continue
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ConfigurationError(f"tool {name}: {parameter}: parameters need names")
-        if parameter.name not in hints:
+        if parameter.name not in type_hints:
             raise ConfigurationError(f"tool {name}: the parameter {parameter.name} has no type")
-        required = parameter.default is inspect.Parameter.empty
-        fields[parameter.name] = (hints[parameter.name], ... if required else Field(default=parameter.default))
+        is_required = parameter.default is inspect.Parameter.empty
+        fields[parameter.name] = (type_hints[parameter.name], ... if is_required else Field(default=parameter.default))
     return takes_episode, create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
 
 
@@ -217,20 +217,20 @@ def _describe(parameters: dict[str, Any], details: str) -> None:
     properties: dict[str, dict[str, Any]] = parameters.get("properties", {})
     parameters.pop("title", None)
     parameters.pop("additionalProperties", None)
-    for entry in properties.values():
-        entry.pop("title", None)
+    for parameter_schema in properties.values():
+        parameter_schema.pop("title", None)
     for line in details.splitlines():
-        key, colon, text = line.strip().partition(":")
-        if colon and key in properties and text.strip():
-            properties[key].setdefault("description", text.strip())
+        parameter_name, colon, description = line.strip().partition(":")
+        if colon and parameter_name in properties and description.strip():
+            properties[parameter_name].setdefault("description", description.strip())
 
 
 def _read(arguments: type[BaseModel], written: str) -> dict[str, Any]:
     """Return a call's validated arguments. Raises ToolError that tells the model what is wrong."""
-    value = read_object(written)
+    raw_arguments = read_object(written)
     try:
-        checked = arguments.model_validate(value)
+        checked_arguments = arguments.model_validate(raw_arguments)
     except ValidationError as error:
-        wrong = (f"{'.'.join(map(str, fault['loc'])) or 'arguments'}: {fault['msg']}" for fault in error.errors())
-        raise ToolError("; ".join(wrong)) from None
-    return {name: getattr(checked, name) for name in arguments.model_fields}
+        fault_texts = (f"{'.'.join(map(str, fault['loc'])) or 'arguments'}: {fault['msg']}" for fault in error.errors())
+        raise ToolError("; ".join(fault_texts)) from None
+    return {name: getattr(checked_arguments, name) for name in arguments.model_fields}

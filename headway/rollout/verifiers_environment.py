@@ -59,13 +59,13 @@ def tasks(id: str, select: Mapping[str, Any] | None = None, **settings: Any) -> 
         raise _refused(f"the taskset {id!r}", error) from error
     if not taskset.bounded:
         raise ConfigurationError(f"the taskset {id!r} is infinite: limit it with select = {{ limit = N }}")
-    hidden = [name for name, field in type(taskset).task_type().data_type().model_fields.items() if field.exclude]
-    if hidden:
-        raise ConfigurationError(f"the taskset {id!r} keeps {', '.join(hidden)} out of a task's record")
+    excluded = [name for name, field in type(taskset).task_type().data_type().model_fields.items() if field.exclude]
+    if excluded:
+        raise ConfigurationError(f"the taskset {id!r} keeps {', '.join(excluded)} out of a task's record")
     for task in taskset:
-        data = task.data.model_dump(mode="json", exclude_defaults=True)
+        task_fields = task.data.model_dump(mode="json", exclude_defaults=True)
         prompt = task.data.prompt_text or f"{id} {task.key}"  # a user of the environment's may open the conversation
-        yield {"prompt": prompt, COLUMN: {"taskset": id, "data": data}}
+        yield {"prompt": prompt, COLUMN: {"taskset": id, "data": task_fields}}
 
 
 def load(settings: Mapping[str, Any]) -> LoadedEnvironment:
@@ -75,23 +75,23 @@ def load(settings: Mapping[str, Any]) -> LoadedEnvironment:
     package = _package("environment.name = 'verifiers'")
     try:
         config = package.resolve_env_config(settings)
-        roles = {name: value for name, value in config if isinstance(value, package.AgentConfig)}
-        here = {
+        configs = {name: value for name, value in config if isinstance(value, package.AgentConfig)}
+        local_configs = {
             name: spec.model_copy(update={"runtime": package.SubprocessConfig()})
-            for name, spec in roles.items()
+            for name, spec in configs.items()
             if isinstance(spec.runtime, package.PrimeConfig) and "runtime" not in (settings.get(name) or {})
         }
-        environment = package.load_environment(config.model_copy(update=here))
+        environment = package.load_environment(config.model_copy(update=local_configs))
     except (Exception, SystemExit) as error:  # the boundary to third-party code
         raise _refused(KEY, error) from error
-    trained = [name for name, spec in roles.items() if spec.client is None]
+    trained = [name for name, spec in configs.items() if spec.client is None]
     if len(trained) != 1:
         raise ConfigurationError(
-            f"{KEY}: the model in training plays the role that has no client of its own: of {', '.join(roles)} these "
+            f"{KEY}: the model in training plays the role that has no client of its own: of {', '.join(configs)} these "
             f"have none: {', '.join(trained) or 'no role'}; exactly one is needed"
         )
-    retries = {"retries": config.retries, f"{trained[0]}.retries": roles[trained[0]].retries}
-    for name, value in retries.items():
+    retry_settings = {"retries": config.retries, f"{trained[0]}.retries": configs[trained[0]].retries}
+    for name, value in retry_settings.items():
         if value != package.RetryConfig():
             raise ConfigurationError(
                 f"{KEY}.{name}: an attempt that is repeated would be trained with the other's reward; leave it out, "
@@ -121,19 +121,19 @@ def package_task(loaded: LoadedEnvironment, task: Mapping[str, Any]) -> Any:
     """Convert one of our tasks, made from a row of `tasks`, to the package's. Raises ValueError for any other task."""
     row = task["metadata"].get(COLUMN)
     if not isinstance(row, Mapping) or row.get("taskset") != loaded.taskset:
-        whose = f"of {row['taskset']!r}" if isinstance(row, Mapping) and "taskset" in row else "of no taskset"
-        raise ValueError(f"task {task['task_id']} is {whose}, and {KEY}.taskset.id = {loaded.taskset!r}")
+        taskset_text = f"of {row['taskset']!r}" if isinstance(row, Mapping) and "taskset" in row else "of no taskset"
+        raise ValueError(f"task {task['task_id']} is {taskset_text}, and {KEY}.taskset.id = {loaded.taskset!r}")
     taskset = loaded.environment.taskset
-    kind = type(taskset).task_type()
-    return kind(kind.data_type().model_validate(row["data"]), taskset.config.task)
+    task_class = type(taskset).task_type()
+    return task_class(task_class.data_type().model_validate(row["data"]), taskset.config.task)
 
 
 def outcome(loaded: LoadedEnvironment, episode: Any) -> dict[str, Any]:
     """Return an episode's reward. A failed episode ends the process instead, with an exit code that tells whether
     infrastructure failed; an episode that ran out of context has the reward it got, most often 0."""
     errors: list[Any] = [*(error for trace in episode.traces for error in trace.errors), *episode.errors]
-    ran_out = bool(errors) and _NO_CONTEXT in errors[-1].message
-    if not episode.ok and not ran_out:
+    out_of_context = bool(errors) and _NO_CONTEXT in errors[-1].message
+    if not episode.ok and not out_of_context:
         _end(errors)
     traces: Sequence[Any] = [trace for trace in episode.traces if trace.agent.name == loaded.trained]
     if len(traces) != 1:
@@ -144,19 +144,19 @@ def outcome(loaded: LoadedEnvironment, episode: Any) -> dict[str, Any]:
 
 def _end(errors: Iterable[Any]) -> None:
     """Exit with a code that tells whether infrastructure failed."""
-    last = None
-    for last in errors:
-        print(last.traceback or "", file=sys.stderr)
-    if last is None:
+    last_error = None
+    for last_error in errors:
+        print(last_error.traceback or "", file=sys.stderr)
+    if last_error is None:
         print("the episode failed and doesn't say why", file=sys.stderr)
         sys.exit(1)
-    print(f"{last.type}: {' '.join(last.message.split())}", file=sys.stderr)
-    status = last.status_code
-    ours = status is not None and 400 <= status < 500 and status not in _TRY_AGAIN  # what it asked for isn't possible
-    outside = last.type in _OUTSIDE and not _UNREADABLE.search(last.message)
-    cause = raised_in(last.traceback or "")
-    again = not ours and (outside or (cause is not None and is_infrastructure(cause)))
-    sys.exit(EX_TEMPFAIL if again else 1)
+    print(f"{last_error.type}: {' '.join(last_error.message.split())}", file=sys.stderr)
+    status = last_error.status_code
+    denied = status is not None and 400 <= status < 500 and status not in _TRY_AGAIN  # what it asked for isn't possible
+    is_outside = last_error.type in _OUTSIDE and not _UNREADABLE.search(last_error.message)
+    raised_error = raised_in(last_error.traceback or "")
+    is_retryable = not denied and (is_outside or (raised_error is not None and is_infrastructure(raised_error)))
+    sys.exit(EX_TEMPFAIL if is_retryable else 1)
 
 
 def raised_in(traced: str) -> BaseException | None:
@@ -167,8 +167,8 @@ def raised_in(traced: str) -> BaseException | None:
         module, _, name = match["kind"].rpartition(".")
         kind = getattr(sys.modules.get(module or "builtins"), name, None)
         if isinstance(kind, type) and issubclass(kind, BaseException):  # the last counts, earlier ones are contexts
-            numbered = issubclass(kind, OSError) and _ERRNO.search(match["text"] or "")
-            raised = OSError(int(numbered[1]), "") if numbered else kind.__new__(kind)
+            errno_match = issubclass(kind, OSError) and _ERRNO.search(match["text"] or "")
+            raised = OSError(int(errno_match[1]), "") if errno_match else kind.__new__(kind)
     return raised
 
 

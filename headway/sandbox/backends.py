@@ -55,13 +55,13 @@ async def spec_of(settings: SandboxConfig) -> SandboxSpec:
     until this process ends. Raises ConfigurationError, which names the image's defect and the valid forms."""
     if not settings.image or settings.backend not in ("local", "bubblewrap"):
         return msgspec.structs.replace(settings.spec, root=settings.image or None)
-    stop = threading.Event()
+    stop_event = threading.Event()
     try:
         image = await asyncio.to_thread(
-            resolve.prepare, settings.image, settings.store, store_bytes=settings.store_bytes, stop=stop
+            resolve.prepare, settings.image, settings.store, store_bytes=settings.store_bytes, stop=stop_event
         )
     finally:
-        stop.set()  # a cancelled caller doesn't wait for it
+        stop_event.set()  # a cancelled caller doesn't wait for it
     _in_use.append(image)
     variables = {**image.environment, **settings.variables}
     return msgspec.structs.replace(settings.spec, root=str(image.root), environment=variables)
@@ -71,13 +71,13 @@ def backend_of(settings: SandboxConfig, *, run: str = "", snapshots: Path | None
     """Make the backend that ``settings`` names, not yet started. ``run``: the run that owns its sandboxes;
     ``snapshots``: the folder for snapshots of parked ones. Raises ConfigurationError where it isn't installed."""
     provider = PROVIDERS.get(settings.backend)
-    own_settings = _backend_settings(settings, SETTINGS[settings.backend] if provider is None else provider.kind)
+    backend_settings = _backend_settings(settings, SETTINGS[settings.backend] if provider is None else provider.kind)
     if provider is not None:
-        return HostedBackend(provider(own_settings), run=run, snapshots=snapshots)
+        return HostedBackend(provider(backend_settings), run=run, snapshots=snapshots)
     if settings.backend == "docker":
-        return _docker(settings, own_settings, run, snapshots)
-    program = _bubblewrap(own_settings.program) if settings.backend == "bubblewrap" else ""
-    local = LocalSettings(bubblewrap=program, start_timeout_s=settings.start_limit_s)
+        return _docker(settings, backend_settings, run, snapshots)
+    bubblewrap_path = _bubblewrap(backend_settings.program) if settings.backend == "bubblewrap" else ""
+    local = LocalSettings(bubblewrap=bubblewrap_path, start_timeout_s=settings.start_limit_s)
     return LocalBackend(run=run, snapshots=snapshots, snapshot_bytes=_snapshot_bytes(snapshots), settings=local)
 
 
@@ -85,8 +85,8 @@ def _snapshot_bytes(folder: Path | None) -> int:
     """Return the limit in bytes for snapshots of parked sandboxes in ``folder``: half of the disk's free space."""
     if folder is None:
         return _MAX_SNAPSHOT_BYTES
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    return min(_MAX_SNAPSHOT_BYTES, shutil.disk_usage(existing).free // 2)
+    existing_folder = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return min(_MAX_SNAPSHOT_BYTES, shutil.disk_usage(existing_folder).free // 2)
 
 
 def _bubblewrap(name_or_path: str) -> str:
@@ -98,8 +98,8 @@ def _bubblewrap(name_or_path: str) -> str:
             " sandbox.settings.program, or take sandbox.backend = 'local'"
         )
     version_text = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
-    version = re.search(r"(\d+)\.(\d+)", version_text)
-    if version is None or (int(version[1]), int(version[2])) < BUBBLEWRAP:
+    version_match = re.search(r"(\d+)\.(\d+)", version_text)
+    if version_match is None or (int(version_match[1]), int(version_match[2])) < BUBBLEWRAP:
         message = f"sandbox.backend = 'bubblewrap': {program} is {version_text.strip()!r}: 0.8 or later is needed"
         raise ConfigurationError(message)
     return program

@@ -35,18 +35,18 @@ def request_of(command: Command, spec: SandboxSpec, environment: Mapping[str, st
 
 
 def result_of(answer: Head, stdout: bytes, stderr: bytes, timeout_s: float) -> ExecResult:
-    code, number = answer["exit_code"], answer["signal"]
+    exit_code, signal_number = answer["exit_code"], answer["signal"]
     timed_out, oom = bool(answer["timed_out"]), bool(answer.get("oom"))  # providers don't report it
     failure = None
     if timed_out:
         failure = model_failure(f"not done in {timeout_s:g} s, and killed", timed_out=True, oom=oom)
-    elif oom and code != 0:
-        failure = model_failure("out of memory", oom=True, exit_code=-1 if code is None else int(code))
-    elif number is not None:
-        failure = model_failure(f"ended by signal {int(number)}", signal=int(number))
+    elif oom and exit_code != 0:
+        failure = model_failure("out of memory", oom=True, exit_code=-1 if exit_code is None else int(exit_code))
+    elif signal_number is not None:
+        failure = model_failure(f"ended by signal {int(signal_number)}", signal=int(signal_number))
     return ExecResult(
-        exit_code=None if code is None else int(code),
-        signal=None if number is None else int(number),
+        exit_code=None if exit_code is None else int(exit_code),
+        signal=None if signal_number is None else int(signal_number),
         timed_out=timed_out,
         oom=oom,
         truncated=bool(answer["truncated"]),
@@ -58,18 +58,18 @@ def result_of(answer: Head, stdout: bytes, stderr: bytes, timeout_s: float) -> E
 
 
 def os_failure(action: str, answer: Head) -> SandboxFailure:
-    code = int(answer["error"])
-    evidence = {"errno": errno.errorcode.get(code, str(code))}
+    errno_code = int(answer["error"])
+    evidence = {"errno": errno.errorcode.get(errno_code, str(errno_code))}
     return infrastructure_failure(f"{action}: {str(answer['what'])[:200]}", evidence=evidence)
 
 
 def file_failure(path: str, answer: Head) -> SandboxFailure:
     """Make the failure of a file request: the model's code is to blame, except for EIO and lack of memory or files."""
-    code = int(answer["error"])
-    if code in (errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+    errno_code = int(answer["error"])
+    if errno_code in (errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
         return os_failure(path, answer)
-    name = errno.errorcode.get(code, str(code))
-    return model_failure(f"{path}: {str(answer['what'])[:200]}", errno=name)
+    errno_name = errno.errorcode.get(errno_code, str(errno_code))
+    return model_failure(f"{path}: {str(answer['what'])[:200]}", errno=errno_name)
 
 
 NAMESPACES = (

@@ -31,16 +31,16 @@ class FairSemaphore:
 
     async def acquire(self) -> None:
         """Wait for a slot and take it. Raises SandboxError when the semaphore is closed."""
-        turn: asyncio.Future[None] | None = None
+        turn_future: asyncio.Future[None] | None = None
         try:
             if self.try_acquire():
                 await asyncio.sleep(0)  # a waiter that was just served, and hasn't resumed yet, goes first
                 return
-            turn = asyncio.get_running_loop().create_future()
-            self._queue[turn] = self._clock.now()
-            await turn
+            turn_future = asyncio.get_running_loop().create_future()
+            self._queue[turn_future] = self._clock.now()
+            await turn_future
         except asyncio.CancelledError:
-            if turn is None or (self._queue.pop(turn, None) is None and _was_served(turn)):
+            if turn_future is None or (self._queue.pop(turn_future, None) is None and _was_served(turn_future)):
                 self.release()  # the slot had been assigned already
             raise
 
@@ -56,18 +56,18 @@ class FairSemaphore:
     def release(self) -> None:
         self.acquired -= 1
         while self._queue and self.acquired < self.count:
-            turn, _ = self._queue.popitem(last=False)
-            if not turn.done():
+            turn_future, _ = self._queue.popitem(last=False)
+            if not turn_future.done():
                 self._occupy()
-                turn.set_result(None)
+                turn_future.set_result(None)
 
     def close(self, why: SandboxFailure) -> None:
         """Raise SandboxError in all present and later waiters. Taken slots stay taken until they are released."""
         self._closed = why
         while self._queue:
-            turn, _ = self._queue.popitem(last=False)
-            if not turn.done():
-                turn.set_exception(SandboxError(why))
+            turn_future, _ = self._queue.popitem(last=False)
+            if not turn_future.done():
+                turn_future.set_exception(SandboxError(why))
 
     def _occupy(self) -> None:
         self.acquired += 1

@@ -47,12 +47,12 @@ class LeasedSandbox(SandboxWrapper):
         self._counts.execs += 1
         started_s = self._clock.now()
         try:
-            result = await super().exec(command)
+            exec_result = await super().exec(command)
         except SandboxError as error:
             self._counts.failures[error.failure.cause] += 1
             raise
-        self._counts.add(self._clock.now() - started_s, result)
-        return result
+        self._counts.add(self._clock.now() - started_s, exec_result)
+        return exec_result
 
     async def before_use(self, longest_s: float = 0.0) -> None:
         """Renew the time to live if needed. At a provider that costs a call, which E2B refuses for a paused sandbox."""

@@ -57,19 +57,19 @@ def default_state() -> Path:
     """Return the folder of this user's owner records."""
     if os.geteuid() == 0 and os.access("/run", os.W_OK):
         return Path("/run/headway-sandboxes")
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    if runtime and os.access(runtime, os.W_OK):
-        return Path(runtime, "headway-sandboxes")
+    runtime_folder = os.environ.get("XDG_RUNTIME_DIR", "")
+    if runtime_folder and os.access(runtime_folder, os.W_OK):
+        return Path(runtime_folder, "headway-sandboxes")
     return Path(tempfile.gettempdir(), f"headway-sandboxes-{os.geteuid()}")
 
 
 def started(pid: int) -> int | None:
     """Return the start time of a process in ticks since boot; None: it doesn't exist, or has ended."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        stat_text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()
+    fields = stat_text.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])
 
 
@@ -86,12 +86,12 @@ def machine_id() -> str:
     """Return an id of this machine that is stable across boots; "": it can't be identified. Includes the host name,
     since copies of one disk image may share the system's machine id."""
     try:
-        number = Path("/etc/machine-id").read_text().strip()
+        installation_id = Path("/etc/machine-id").read_text().strip()
     except OSError:
         return ""
-    if not re.fullmatch(r"[0-9a-f]{32}", number):
+    if not re.fullmatch(r"[0-9a-f]{32}", installation_id):
         return ""  # not set yet
-    return hashlib.sha256(f"{number} {os.uname().nodename}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{installation_id} {os.uname().nodename}".encode()).hexdigest()[:16]
 
 
 def owner_name(pid: int, count: int) -> str:
@@ -103,22 +103,22 @@ def is_dead(name: str) -> bool | None:
     match = OWNER.fullmatch(name)
     if match is None:
         return None
-    pid, start, its_boot, namespace, its_installation = match.groups()
+    pid_text, start_text, its_boot, namespace, its_installation = match.groups()
     if its_boot is None or f"{its_boot}-{namespace}" == machine():
-        return started(int(pid)) != int(start)
+        return started(int(pid_text)) != int(start_text)
     return True if its_boot != boot_id() and its_installation and its_installation == machine_id() else None
 
 
 def write(folder: Path, name: str, record: msgspec.Struct) -> None:
     """Write a record as JSON, atomically, and never through a link that another user may have put there."""
-    temporary = folder / f".{name}.incoming"
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    temporary_path = folder / f".{name}.incoming"
+    descriptor = os.open(temporary_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(msgspec.json.encode(record))
-        os.rename(temporary, folder / name)
+        os.rename(temporary_path, folder / name)
     except OSError:
-        temporary.unlink(missing_ok=True)  # the disk is full
+        temporary_path.unlink(missing_ok=True)  # the disk is full
         raise
 
 
@@ -132,34 +132,34 @@ def owners(state: Path) -> Iterator[tuple[Path, bool]]:
 
 def records(state: Path) -> Iterator[tuple[SandboxRecord, bool]]:
     """Yield all recorded sandboxes, each with whether its owner is or may be alive."""
-    for folder, alive in owners(state):
-        for file in sorted(folder.glob("records/*.json")):
+    for folder, is_alive in owners(state):
+        for record_file in sorted(folder.glob("records/*.json")):
             with contextlib.suppress(OSError, msgspec.DecodeError):
-                yield msgspec.json.decode(file.read_bytes(), type=SandboxRecord), alive
+                yield msgspec.json.decode(record_file.read_bytes(), type=SandboxRecord), is_alive
 
 
 def reap(state: Path) -> list[Reaped]:
     """Remove dead owners' processes, control groups and directories."""
-    return [clear(folder) for folder, alive in owners(state) if not alive]
+    return [clear(folder) for folder, is_alive in owners(state) if not is_alive]
 
 
 def clear(folder: Path) -> Reaped:
     """Remove all resources of an owner that is dead or is this process. If a process can't be ended, the directory
     stays, so that the next `reap` finds it."""
-    sandboxes = len(list(folder.glob("records/*.json")))
-    stuck = False
+    sandbox_count = len(list(folder.glob("records/*.json")))
+    is_stuck = False
     groups = {group / cgroups.SHARED / folder.name for group in cgroups.mounted().values()}  # may not be recorded yet
     with contextlib.suppress(OSError, msgspec.DecodeError):
         record = msgspec.json.decode((folder / "owner.json").read_bytes(), type=OwnerRecord)
         owner = OWNER.fullmatch(folder.name)
-        same_boot = owner is not None and owner[3] in (None, boot_id())  # else its ids may be other processes' now
-        if same_boot and record.zygote_pid and started(record.zygote_pid) == record.zygote_started:
+        is_same_boot = owner is not None and owner[3] in (None, boot_id())  # else its ids may be other processes' now
+        if is_same_boot and record.zygote_pid and started(record.zygote_pid) == record.zygote_started:
             with contextlib.suppress(OSError):
                 os.kill(record.zygote_pid, signal.SIGKILL)  # the kernel kills its sandboxes with it
         groups |= {Path(group) for group in record.cgroups.values()}
     for group in groups:
         if group.name == folder.name:  # a record may have been altered: only groups named after the owner
-            stuck |= not cgroups.clear(group)
-    if not stuck:
+            is_stuck |= not cgroups.clear(group)
+    if not is_stuck:
         shutil.rmtree(folder, ignore_errors=True)
-    return Reaped(owner=folder.name, sandboxes=sandboxes, stuck=stuck or folder.exists())
+    return Reaped(owner=folder.name, sandboxes=sandbox_count, stuck=is_stuck or folder.exists())

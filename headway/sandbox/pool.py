@@ -120,11 +120,11 @@ class SandboxPool:
         await self._live.acquire()
         try:
             request = _StartRequest(spec=spec, labels=labels, snapshot=snapshot)
-            box = await self._start(request, self._clock.now() - queued_s)
+            sandbox = await self._start(request, self._clock.now() - queued_s)
             try:
-                yield box
+                yield sandbox
             finally:
-                await run_to_completion(self._end(box))
+                await run_to_completion(self._end(sandbox))
         finally:
             self._live.release()
 
@@ -136,10 +136,10 @@ class SandboxPool:
         self._recallable[offer] = give_back
         self._recall()
 
-        def end() -> None:
+        def withdraw() -> None:
             self._recallable.pop(offer, None)
 
-        return end
+        return withdraw
 
     async def can_pause(self) -> bool:
         """Return whether the backend's sandboxes can be paused, as `allow_recall` requires."""
@@ -151,9 +151,9 @@ class SandboxPool:
         """Recall as many idle sandboxes as there are waiting tasks."""
         while self._recallable and self._live.waiters > len(self._recalls):
             _, give_back = self._recallable.popitem(last=False)
-            recall = asyncio.create_task(give_back(), name="returning a leased sandbox")
-            self._recalls.add(recall)
-            recall.add_done_callback(self._on_recall_done)
+            recall_task = asyncio.create_task(give_back(), name="returning a leased sandbox")
+            self._recalls.add(recall_task)
+            recall_task.add_done_callback(self._on_recall_done)
 
     def _on_recall_done(self, recall: asyncio.Task[None]) -> None:
         self._recalls.discard(recall)
@@ -166,12 +166,12 @@ class SandboxPool:
         attempt = 0
         while True:
             started_s = self._clock.now()
-            first = await self._admit_start(request)
+            start_task = await self._admit_start(request)
             waited_s += self._clock.now() - started_s
             try:
-                box = await self._race(request, first)
+                sandbox = await self._race(request, start_task)
                 self._queue = self._queue.with_duration(waited_s)
-                return box
+                return sandbox
             except SandboxError as error:
                 if not error.failure.retry or self._closed or attempt == self._settings.retries:
                     raise
@@ -186,11 +186,11 @@ class SandboxPool:
         """Launch a start, once a slot for starts is free and the breaker admits it."""
         await self._starts.acquire()
         try:
-            probe = await self._wait_for_breaker()
+            is_probe = await self._wait_for_breaker()
         except BaseException:
             self._starts.release()
             raise
-        return self._launch(request, probe=probe)
+        return self._launch(request, probe=is_probe)
 
     async def _wait_for_breaker(self) -> bool:
         """Wait, in order, until the breaker admits a start. True: this start is its probe."""
@@ -234,8 +234,8 @@ class SandboxPool:
         self._started += 1
         self._recent_s.append(took_s)
         self._start_times = self._start_times.with_duration(took_s)
-        box = self._boxes[sandbox.id] = LeasedSandbox(sandbox, request.spec.ttl_s, self._counts, self._clock)
-        return box
+        leased_sandbox = self._boxes[sandbox.id] = LeasedSandbox(sandbox, request.spec.ttl_s, self._counts, self._clock)
+        return leased_sandbox
 
     def _on_start_done(self, start_task: _StartTask, probe: bool) -> None:
         self._pending_starts.discard(start_task)
@@ -269,27 +269,27 @@ class SandboxPool:
         try:
             while True:
                 wait_s = self._straggles_after_s() if hedge is None else None
-                done, _ = await asyncio.wait(running, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-                if not done:
+                done_starts, _ = await asyncio.wait(running, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done_starts:
                     hedge = self._hedge(request)
                     if hedge is not None:
                         running.add(hedge)
                         spare_slots = 1
                     continue
-                running -= done
-                succeeded = [start for start in (first, hedge) if start in done and _succeeded(start)]
-                if succeeded:
-                    winner = succeeded[0]
-                    running |= set(succeeded[1:])
+                running -= done_starts
+                succeeded_starts = [start for start in (first, hedge) if start in done_starts and _succeeded(start)]
+                if succeeded_starts:
+                    winner = succeeded_starts[0]
+                    running |= set(succeeded_starts[1:])
                     self._hedges_won += winner is hedge
                     return winner.result()
                 if not running:
-                    raise _start_error(first if first in done else done.pop())
+                    raise _start_error(first if first in done_starts else done_starts.pop())
         finally:
             if running or spare_slots:
                 drop_task = spawn(self._ending, self._cancel_losers(running, spare_slots), "ending a hedged start")
                 if winner is None:
-                    await run_to_completion(_finished(drop_task))  # the lease's own slot is released next
+                    await run_to_completion(_wait_finished(drop_task))  # the lease's own slot is released next
 
     def _straggles_after_s(self) -> float | None:
         settings = self._settings
@@ -355,12 +355,12 @@ class SandboxPool:
     async def _end_all(self) -> None:
         for start_task in self._pending_starts:
             start_task.cancel()
-        unfinished = [_finished(task) for task in (*self._pending_starts, *self._ending, *self._recalls)]
-        await asyncio.gather(*unfinished, *map(self._end, {**self._leaked, **self._boxes}.values()))
+        pending_waits = [_wait_finished(task) for task in (*self._pending_starts, *self._ending, *self._recalls)]
+        await asyncio.gather(*pending_waits, *map(self._end, {**self._leaked, **self._boxes}.values()))
         await asyncio.gather(*map(self._end, self._boxes.values()))  # those that were ready before the cancellation
 
     def statistics(self) -> PoolStatistics:
-        living = [box for box in self._boxes.values() if not box.ended]
+        live_sandboxes = [sandbox for sandbox in self._boxes.values() if not sandbox.ended]
         return PoolStatistics(
             used=self._live.acquired,
             capacity=self._live.count,
@@ -368,8 +368,8 @@ class SandboxPool:
             waiters=self._live.waiters + self._starts.waiters,
             oldest_wait_s=max(self._live.oldest_wait_s, self._starts.oldest_wait_s),
             starting=len(self._pending_starts),
-            live=len(living),
-            paused=sum(box.paused for box in living),
+            live=len(live_sandboxes),
+            paused=sum(sandbox.paused for sandbox in live_sandboxes),
             leaked=len(self._leaked),
             breaker_open=self._breaker is not None and self._breaker.opens_s() is not None,
             started=self._started,
@@ -399,5 +399,5 @@ def _start_error(start: _StartTask) -> BaseException:
     return SandboxError(_CLOSED) if start.cancelled() else start.exception() or SandboxError(_CLOSED)
 
 
-async def _finished(task: asyncio.Task[Any]) -> None:
+async def _wait_finished(task: asyncio.Task[Any]) -> None:
     await asyncio.wait({task})

@@ -50,7 +50,7 @@ async def findings(
         # First, since starting a backend reaps too, without a report.
         reported += [finding async for finding in _reap_dead_owners(backend)]
         problems = await backend.preflight(spec, live=needed)
-        reported += [SandboxFinding(message=line) for line in problems]
+        reported += [SandboxFinding(message=problem) for problem in problems]
         if any(finding.fatal for finding in reported):
             return reported
         capabilities = await backend.capabilities()
@@ -60,11 +60,11 @@ async def findings(
         if not any(finding.fatal for finding in reported):
             reported += [finding async for finding in _try_sandbox(backend, spec)]
             if capabilities.memory_limit and settings.backend in ON_THIS_MACHINE:
-                small = msgspec.structs.replace(spec, limits=OVERLOAD_LIMITS)
-                reported += [finding async for finding in _try_overload(backend, small)]
+                overload_spec = msgspec.structs.replace(spec, limits=OVERLOAD_LIMITS)
+                reported += [finding async for finding in _try_overload(backend, overload_spec)]
     except FAILURES as error:
-        of_root = f" of {spec.root}" if spec.root else ""
-        reported.append(SandboxFinding(message=f"sandboxes{of_root} can't be made: {error}"))
+        root_text = f" of {spec.root}" if spec.root else ""
+        reported.append(SandboxFinding(message=f"sandboxes{root_text} can't be made: {error}"))
     return reported
 
 
@@ -95,15 +95,15 @@ async def _reap_dead_owners(backend: Backend) -> AsyncIterator[SandboxFinding]:
 async def _try_sandbox(backend: Backend, spec: SandboxSpec) -> AsyncIterator[SandboxFinding]:
     """Make a sandbox, use it like an environment, end it, and check that it is gone."""
     labels = {"purpose": "preflight", "preflight": secrets.token_hex(8)}
-    box = await backend.create(spec, labels=labels)
+    sandbox = await backend.create(spec, labels=labels)
     try:
-        async for finding in _exercise(box):
+        async for finding in _exercise(sandbox):
             yield finding
     finally:
-        await box.terminate()
+        await sandbox.terminate()
     if await backend.list(labels):
         fix = "don't start a run on it: it would leave every sandbox behind"
-        yield SandboxFinding(message=f"sandbox {box.id} is still there though it was ended", fix=fix)
+        yield SandboxFinding(message=f"sandbox {sandbox.id} is still there though it was ended", fix=fix)
 
 
 async def _exercise(box: Sandbox) -> AsyncIterator[SandboxFinding]:
@@ -125,17 +125,19 @@ async def _exercise(box: Sandbox) -> AsyncIterator[SandboxFinding]:
 
 async def _try_overload(backend: Backend, spec: SandboxSpec) -> AsyncIterator[SandboxFinding]:
     """Check that a sandbox which takes more memory than its limit is stopped."""
-    box = await backend.create(spec, labels={"purpose": "preflight"})
+    sandbox = await backend.create(spec, labels={"purpose": "preflight"})
     try:
         script = f"x=$(head -c {OVERLOAD_BYTES} /dev/zero | tr '\\0' x) && echo taken"
-        completed = await box.exec(Command(argv=["sh", "-c", script], timeout_s=30.0))
+        completed = await sandbox.exec(Command(argv=["sh", "-c", script], timeout_s=30.0))
     except SandboxError as error:
         if error.failure.cause == "model_code":
             return  # the whole sandbox was killed, for its memory
         raise
     finally:
-        await box.terminate()
+        await sandbox.terminate()
     if completed.ok and not completed.oom:
-        limit, taken = spec.limits.memory_bytes // MIB, OVERLOAD_BYTES // MIB
+        limit_mib, taken_mib = spec.limits.memory_bytes // MIB, OVERLOAD_BYTES // MIB
         fix = "see that its control group limits memory and swap; `headway sandboxes check` tries again"
-        yield SandboxFinding(message=f"a sandbox limited to {limit} MiB took {taken} MiB and wasn't stopped", fix=fix)
+        yield SandboxFinding(
+            message=f"a sandbox limited to {limit_mib} MiB took {taken_mib} MiB and wasn't stopped", fix=fix
+        )

@@ -30,19 +30,19 @@ class Reaper:
             await self.reap_once()
 
     async def reap_once(self) -> None:
-        totals, failed = self._statistics, ""
+        statistics, failure_text = self._statistics, ""
         reaped = []
         try:
             reaped = await self._backend.reap()
         except (SandboxError, OSError) as error:  # a failure stops no run: the next reap may succeed
-            failed = str(error)
-        removed = [owner for owner in reaped if not owner.stuck]
+            failure_text = str(error)
+        removed_owners = [owner for owner in reaped if not owner.stuck]
         self._statistics = ReaperStatistics(
-            checks=totals.checks + 1,
-            owners=totals.owners + len(removed),
-            sandboxes=totals.sandboxes + sum(owner.sandboxes for owner in removed),
-            stuck=len(reaped) - len(removed),
-            failed=failed,
+            checks=statistics.checks + 1,
+            owners=statistics.owners + len(removed_owners),
+            sandboxes=statistics.sandboxes + sum(owner.sandboxes for owner in removed_owners),
+            stuck=len(reaped) - len(removed_owners),
+            failed=failure_text,
         )
         if self._end_leaked is not None:
             await self._end_leaked()

@@ -59,10 +59,10 @@ class SnapshotFolder:
     def bytes_of(self, is_counted: Callable[[str], bool]) -> int:
         """Return the bytes of the folder's files whose names ``is_counted`` accepts."""
         total_bytes = 0
-        for entry in os.scandir(self.path):
+        for dir_entry in os.scandir(self.path):
             with contextlib.suppress(FileNotFoundError):  # its rollout has resumed or ended
-                if is_counted(entry.name) and entry.is_file():
-                    total_bytes += entry.stat().st_size
+                if is_counted(dir_entry.name) and dir_entry.is_file():
+                    total_bytes += dir_entry.stat().st_size
         return total_bytes
 
     def register(self, snapshot: IncomingSnapshot, others_bytes: int) -> None:
@@ -148,8 +148,8 @@ class IncomingSnapshot:
 
     async def __aenter__(self) -> IncomingSnapshot:
         try:
-            others = self._folder.others()
-            self._folder.register(self, await self._on_disk(lambda: self._begin(others)))
+            is_other = self._folder.others()
+            self._folder.register(self, await self._on_disk(lambda: self._begin(is_other)))
         except BaseException as error:
             await self.__aexit__()
             if isinstance(error, OSError):
@@ -189,12 +189,12 @@ class IncomingSnapshot:
         assert self._file is not None
         self._file.flush()
         os.fsync(self._file.fileno())
-        freed = 0
+        freed_bytes = 0
         with contextlib.suppress(FileNotFoundError):
-            freed = self._target.stat().st_size
-        with self._folder.lock_for_commit(self.size - freed):
+            freed_bytes = self._target.stat().st_size
+        with self._folder.lock_for_commit(self.size - freed_bytes):
             os.replace(self.path, self._target)
-        self._freed_bytes, self.kept = freed, True
+        self._freed_bytes, self.kept = freed_bytes, True
 
     def _end(self) -> None:
         if self._file is not None:
@@ -215,12 +215,12 @@ async def open_snapshot(snapshot: Snapshot, stack: contextlib.ExitStack) -> int:
             message = f"{snapshot.path}: {error.strerror}: give one that can be read"
             raise SandboxError(environment_failure(message)) from error
         try:
-            same = os.fstat(file.fileno()).st_size == snapshot.bytes
-            same = same and hashlib.file_digest(file, "sha256").hexdigest() == snapshot.sha256
+            is_intact = os.fstat(file.fileno()).st_size == snapshot.bytes
+            is_intact = is_intact and hashlib.file_digest(file, "sha256").hexdigest() == snapshot.sha256
             file.seek(0)
         except OSError as error:
             raise SandboxError(infrastructure_failure(f"{snapshot.path}: {error.strerror}", retry=False)) from error
-        if not same:
+        if not is_intact:
             message = f"{snapshot.path} has changed since it was taken, or is damaged"
             raise SandboxError(infrastructure_failure(message, retry=False))
         return file.fileno()
@@ -231,18 +231,18 @@ async def open_snapshot(snapshot: Snapshot, stack: contextlib.ExitStack) -> int:
 async def _in_thread(work: Callable[[], T]) -> T:
     """Run ``work`` to its end in a thread for the disk, since environments' tools may block the loop's own threads."""
 
-    async def done() -> T:
+    async def run_in_pool() -> T:
         return await asyncio.get_running_loop().run_in_executor(_threads, work)
 
-    return await run_to_completion(done())
+    return await run_to_completion(run_in_pool())
 
 
 def _is_stale(name: str) -> bool:
     """Return whether ``name`` is an incomplete file of a process that has ended."""
     if not name.endswith(INCOMING):
         return False
-    owner = name.removesuffix(INCOMING).rpartition(".")[2]
-    return owner.isdigit() and not Path("/proc", owner).exists()
+    pid_text = name.removesuffix(INCOMING).rpartition(".")[2]
+    return pid_text.isdigit() and not Path("/proc", pid_text).exists()
 
 
 def _disk_failure(error: OSError) -> SandboxFailure:
@@ -275,11 +275,11 @@ def drop(folder: Path, name: str) -> None:
 def dropped_snapshots(folder: Path) -> list[tuple[str, Path]]:
     """Return the snapshots to delete at a provider, each with the note to remove afterwards; the latest first, since
     later ones may be based on earlier ones."""
-    marks: dict[Path, float] = {}
+    mtimes: dict[Path, float] = {}
     for mark in folder.glob(f"*{DROPPED}"):
         with contextlib.suppress(FileNotFoundError):  # another worker has just deleted it
-            marks[mark] = mark.stat().st_mtime
-    return [(unquote(mark.stem), mark) for mark in sorted(marks, key=lambda mark: marks[mark], reverse=True)]
+            mtimes[mark] = mark.stat().st_mtime
+    return [(unquote(mark.stem), mark) for mark in sorted(mtimes, key=lambda mark: mtimes[mark], reverse=True)]
 
 
 def _note_path(folder: Path, name: str, suffix: str) -> Path:
@@ -289,7 +289,7 @@ def _note_path(folder: Path, name: str, suffix: str) -> Path:
 def remove_others(folder: Path, keep: Collection[str]) -> list[str]:
     """Drop the snapshots whose names aren't in ``keep``, and return those names; also remove incomplete files. Called
     when a run restarts, before it takes any snapshot: no record refers to the dropped ones."""
-    removed: list[str] = []
+    removed_names: list[str] = []
     with contextlib.suppress(FileNotFoundError):
         for path in sorted(folder.iterdir()):
             if path.name.endswith(INCOMING):
@@ -298,5 +298,5 @@ def remove_others(folder: Path, keep: Collection[str]) -> list[str]:
             name = unquote(path.stem) if path.suffix == HOSTED else path.name
             if path.suffix in (SUFFIX, HOSTED) and name not in keep and path.is_file():
                 drop(folder, name)
-                removed.append(name)
-    return removed
+                removed_names.append(name)
+    return removed_names

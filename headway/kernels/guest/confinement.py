@@ -16,12 +16,12 @@ _THREAD = 0x10000  # CLONE_THREAD
 
 def forbid_processes() -> None:
     """Install a filter that refuses new processes and programs to this process. Raises OSError."""
-    machine = platform.machine()
-    refuse = (seccomp.RETURN, 0, 0, seccomp.ERRNO | errno.EPERM)
-    steps: list[seccomp.Instruction] = [(seccomp.LOAD, 0, 0, seccomp.NUMBER_AT)]
-    for number in numbers(_STARTING, machine).values():
-        steps += [(seccomp.JUMP_EQUAL, 0, 1, number), refuse]
-    steps += [(seccomp.JUMP_EQUAL, 1, 0, numbers(_CLONE, machine)["clone"]), seccomp.PASS]
-    steps += [(seccomp.LOAD, 0, 0, seccomp.ARGUMENTS_AT), (seccomp.JUMP_SET, 1, 0, _THREAD), refuse, seccomp.PASS]
+    architecture = platform.machine()
+    refusal = (seccomp.RETURN, 0, 0, seccomp.ERRNO | errno.EPERM)
+    program: list[seccomp.Instruction] = [(seccomp.LOAD, 0, 0, seccomp.NUMBER_AT)]
+    for call_number in numbers(_STARTING, architecture).values():
+        program += [(seccomp.JUMP_EQUAL, 0, 1, call_number), refusal]
+    program += [(seccomp.JUMP_EQUAL, 1, 0, numbers(_CLONE, architecture)["clone"]), seccomp.PASS]
+    program += [(seccomp.LOAD, 0, 0, seccomp.ARGUMENTS_AT), (seccomp.JUMP_SET, 1, 0, _THREAD), refusal, seccomp.PASS]
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    seccomp.install(b"".join(struct.pack("=HBBI", *step) for step in steps))
+    seccomp.install(b"".join(struct.pack("=HBBI", *instruction) for instruction in program))

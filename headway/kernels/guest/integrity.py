@@ -19,34 +19,40 @@ _LAZY = ("torch.classes", "torch.ops")
 
 def _namespaces() -> dict[str, dict[str, Any]]:
     modules = [sys.modules[name] for name in (*_WATCHED, *_TRITON) if name in sys.modules]
-    spaces = {module.__name__: dict(vars(module)) for module in (*modules, torch, time, builtins, gc)}
-    spaces |= {"torch.Tensor": dict(vars(torch.Tensor)), "torch.nn.Module": dict(vars(torch.nn.Module))}
-    spaces |= {"torch.cuda.Event": dict(vars(torch.cuda.Event))}
-    program = sys.modules.get("headway.kernels.guest.program")
-    if program is not None:
-        spaces["Program"] = dict(vars(program.Program))
-    triton = [vars(sys.modules[name]) for name in _TRITON if name in sys.modules]
-    return spaces | {name: dict(vars(space[name])) for space in triton for name in _TRITON_CLASSES if name in space}
+    namespaces = {module.__name__: dict(vars(module)) for module in (*modules, torch, time, builtins, gc)}
+    namespaces |= {"torch.Tensor": dict(vars(torch.Tensor)), "torch.nn.Module": dict(vars(torch.nn.Module))}
+    namespaces |= {"torch.cuda.Event": dict(vars(torch.cuda.Event))}
+    program_module = sys.modules.get("headway.kernels.guest.program")
+    if program_module is not None:
+        namespaces["Program"] = dict(vars(program_module.Program))
+    triton_members = [vars(sys.modules[name]) for name in _TRITON if name in sys.modules]
+    return namespaces | {
+        name: dict(vars(members[name])) for members in triton_members for name in _TRITON_CLASSES if name in members
+    }
 
 
 def callable_ids() -> dict[str, dict[str, int]]:
     """Identities of all watched callables, by namespace and name."""
     return {
-        space: {name: id(value) for name, value in names.items() if callable(value) and f"{space}.{name}" not in _LAZY}
-        for space, names in _namespaces().items()
+        namespace_name: {
+            name: id(member)
+            for name, member in members.items()
+            if callable(member) and f"{namespace_name}.{name}" not in _LAZY
+        }
+        for namespace_name, members in _namespaces().items()
     }
 
 
 def replaced_names(ids_before: dict[str, dict[str, int]]) -> list[str]:
     """The first 20 names whose callable differs from ``ids_before``."""
-    now = _namespaces()
+    namespaces = _namespaces()
     replaced = [
-        f"{space}.{name}"
-        for space, names in ids_before.items()
-        for name, mark in names.items()
-        if id(now[space].get(name)) != mark
+        f"{namespace_name}.{name}"
+        for namespace_name, ids in ids_before.items()
+        for name, id_before in ids.items()
+        if id(namespaces[namespace_name].get(name)) != id_before
     ]
-    hidden = {name for base in torch.Tensor.__mro__[1:] for name in vars(base)}
-    added = (now["torch.Tensor"].keys() - ids_before["torch.Tensor"].keys()) & hidden
-    known = {name for name, value in now["torch.Tensor"].items() if not callable(value)}
-    return sorted([*replaced, *(f"torch.Tensor.{name}" for name in added - known)])[:20]
+    base_names = {name for base in torch.Tensor.__mro__[1:] for name in vars(base)}
+    added_names = (namespaces["torch.Tensor"].keys() - ids_before["torch.Tensor"].keys()) & base_names
+    plain_names = {name for name, member in namespaces["torch.Tensor"].items() if not callable(member)}
+    return sorted([*replaced, *(f"torch.Tensor.{name}" for name in added_names - plain_names)])[:20]

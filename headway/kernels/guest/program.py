@@ -65,8 +65,8 @@ class Program:
         self._send({"ready": True})
         while True:
             head, body, descriptors = self._receive()
-            answer, data = self._answer(head, body, descriptors)
-            self._send({"number": head["number"], **answer}, data)
+            answer_head, answer_body = self._answer(head, body, descriptors)
+            self._send({"number": head["number"], **answer_head}, answer_body)
 
     def _answer(self, head: Head, body: bytes, descriptors: list[int]) -> tuple[Head, bytes]:
         try:
@@ -79,11 +79,11 @@ class Program:
         except GuestRefusal as error:
             return {"error": str(error)[:LOG_CHARACTERS], "kind": error.kind}, b""
         except SyntaxError as error:
-            position = f"line {error.lineno}: " if error.lineno else ""
-            return {"error": f"{position}{error.msg}", "kind": "syntax", "log": _trace(error)}, b""
+            position_text = f"line {error.lineno}: " if error.lineno else ""
+            return {"error": f"{position_text}{error.msg}", "kind": "syntax", "log": _trace(error)}, b""
         except BaseException as error:
-            first = _first_cause(error)
-            return {"error": f"{type(first).__name__}: {first}"[:1000], "kind": "raised", "log": _trace(error)}, b""
+            origin = _first_cause(error)
+            return {"error": f"{type(origin).__name__}: {origin}"[:1000], "kind": "raised", "log": _trace(error)}, b""
 
     # Requests.
 
@@ -91,20 +91,20 @@ class Program:
         """Run a source as a module that has `load_cpp` among its globals."""
         if head["confined"]:
             confinement.forbid_processes()
-        name = head["module"]
-        module = types.ModuleType(name)
+        module_name = head["module"]
+        module = types.ModuleType(module_name)
         module.__dict__["load_cpp"] = self._load_cpp
-        sys.modules[name] = module
-        file = f"/work/{name}.py"  # tracebacks and kernels' compilers look into it
-        with open(file, "wb") as opened:
-            opened.write(body)
-        module.__file__ = file
+        sys.modules[module_name] = module
+        path = f"/work/{module_name}.py"  # tracebacks and kernels' compilers look into it
+        with open(path, "wb") as file:
+            file.write(body)
+        module.__file__ = path
         try:
-            code = compile(body.decode(), file, "exec")
+            code = compile(body.decode(), path, "exec")
         except ValueError as error:  # a NUL in it
             raise SyntaxError(str(error)) from None
         exec(code, module.__dict__)
-        self._modules[name] = module
+        self._modules[module_name] = module
         return self._patched()
 
     def _make(self, head: Head, body: bytes) -> Head:
@@ -123,10 +123,10 @@ class Program:
     def _inputs(self, head: Head, body: bytes) -> Head:
         """Make inputs for a seed; their tensors stay at the reported addresses until the next request."""
         torch.manual_seed(head["seed"])
-        made = list(self._modules[head["module"]].get_inputs())
-        self._outputs = [tuple(arg.detach().contiguous() for arg in made if isinstance(arg, torch.Tensor))]
+        inputs = list(self._modules[head["module"]].get_inputs())
+        self._outputs = [tuple(arg.detach().contiguous() for arg in inputs if isinstance(arg, torch.Tensor))]
         kept = iter(self._outputs[0])
-        return {"inputs": [report_of(next(kept)) if isinstance(arg, torch.Tensor) else encoded(arg) for arg in made]}
+        return {"inputs": [report_of(next(kept)) if isinstance(arg, torch.Tensor) else encoded(arg) for arg in inputs]}
 
     def _prepare(self, head: Head, body: bytes) -> None:
         """Make the calls' arguments as views of the shared memory, which the evaluator fills."""
@@ -146,20 +146,20 @@ class Program:
     def _go(self, head: Head) -> tuple[Head, bytes]:
         """Call a model on the first ``calls`` prepared arguments. ``brief``: report only the addresses of the outputs,
         which is nearly free."""
-        model, calls = self._models[head["module"]], self._arguments[: head["calls"]]
+        model, call_arguments = self._models[head["module"]], self._arguments[: head["calls"]]
         self._outputs = []
-        with torch.no_grad(), OperatorRecorder() if head["record"] else contextlib.nullcontext() as seen:
-            self._outputs = [_flat(model(*arguments)) for arguments in calls]
-        addresses = [output.data_ptr() for parts in self._outputs for output in parts]
-        data = struct.pack(f"<{len(addresses)}Q", *addresses)
+        with torch.no_grad(), OperatorRecorder() if head["record"] else contextlib.nullcontext() as recorder:
+            self._outputs = [_flat(model(*arguments)) for arguments in call_arguments]
+        addresses = [output.data_ptr() for call_outputs in self._outputs for output in call_outputs]
+        packed = struct.pack(f"<{len(addresses)}Q", *addresses)
         if head["brief"]:
-            return {}, data
-        outputs = [[report_of(output) for output in parts] for parts in self._outputs]
-        return {"outputs": outputs, "operators": sorted(seen.names) if seen else [], **self._patched()}, data
+            return {}, packed
+        outputs = [[report_of(output) for output in call_outputs] for call_outputs in self._outputs]
+        return {"outputs": outputs, "operators": sorted(recorder.names) if recorder else [], **self._patched()}, packed
 
     def _patched(self) -> Head:
-        changed = integrity.replaced_names(self._ids_at_start)
-        return {"patched": changed} if changed else {}
+        replaced_names = integrity.replaced_names(self._ids_at_start)
+        return {"patched": replaced_names} if replaced_names else {}
 
     # The channel.
 
@@ -172,10 +172,10 @@ class Program:
         import ctypes
 
         self._send({"ask": "compile"}, source.encode())
-        head, _, _ = self._receive()
-        if "error" in head:
-            raise GuestRefusal("compile", head["error"])
-        return ctypes.CDLL(head["library"])
+        answer_head, _, _ = self._receive()
+        if "error" in answer_head:
+            raise GuestRefusal("compile", answer_head["error"])
+        return ctypes.CDLL(answer_head["library"])
 
     def _send(self, head: Head, body: bytes = b"") -> None:
         self._channel.sendall(wire.frame(head, body))
@@ -183,11 +183,11 @@ class Program:
     def _receive(self) -> tuple[Head, bytes, list[int]]:
         descriptors = list[int]()
         while not self._received:
-            data, received, _, _ = socket.recv_fds(self._channel, 1 << 20, 1)
-            if not data:
+            chunk, new_descriptors, _, _ = socket.recv_fds(self._channel, 1 << 20, 1)
+            if not chunk:
                 _flush_and_exit()
-            descriptors += received
-            self._received += self._frames.feed(data)
+            descriptors += new_descriptors
+            self._received += self._frames.feed(chunk)
         return *self._received.pop(0), descriptors
 
 
@@ -208,14 +208,14 @@ class OperatorRecorder(TorchDispatchMode):
 
 
 def _flat(output: Any) -> tuple[torch.Tensor, ...]:
-    parts = output if isinstance(output, (tuple, list)) else (output,)
-    for part in parts:
-        if type(part) not in (torch.Tensor, torch.nn.Parameter):
-            raise GuestRefusal("output", f"output of type {type(part).__name__}: only plain tensors can be compared")
-        if part.layout is not torch.strided or part.device.type != "cpu":
-            placement = f"{part.layout} on {part.device}"
-            raise GuestRefusal("output", f"output of layout {placement}: only dense tensors of the device")
-    return tuple(part if part.is_contiguous() else part.contiguous() for part in parts)
+    tensors = output if isinstance(output, (tuple, list)) else (output,)
+    for tensor in tensors:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            raise GuestRefusal("output", f"output of type {type(tensor).__name__}: only plain tensors can be compared")
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            placement_text = f"{tensor.layout} on {tensor.device}"
+            raise GuestRefusal("output", f"output of layout {placement_text}: only dense tensors of the device")
+    return tuple(tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors)
 
 
 def report_of(tensor: torch.Tensor) -> Head:
@@ -263,9 +263,9 @@ def _trace(error: BaseException) -> str:
 def serve() -> None:
     """The entry point in the sandbox; standard input is the channel."""
     channel = socket.socket(fileno=os.dup(0))
-    nothing = os.open("/dev/null", os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    null_fd = os.open("/dev/null", os.O_RDONLY)
+    os.dup2(null_fd, 0)
+    os.close(null_fd)
     gc.enable()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     Program(channel).serve()

@@ -36,21 +36,21 @@ def first_failure(launches: list[dict[str, Any]], targets: list[dict[str, Any]])
         module = importlib.import_module("kernels")
     except Exception as error:  # the module's constants and decorators come from the source, too
         return {"error": cause(error)}
-    done: set[str] = set()
+    compiled_keys: set[str] = set()
     for target in targets:
         for launch in launches:
-            position = f"{target['name']}, {launch['kernel']}"
+            position_text = f"{target['name']}, {launch['kernel']}"
             try:
-                shared = compiled(module, launch, target, done)
+                shared_bytes = compile_launch(module, launch, target, compiled_keys)
             except Exception as error:  # the boundary to the compiler: any exception is attributed to the source
-                return {"error": f"{position}: {cause(error)}", "log": str(error)[:4000]}
-            if shared > (limit := target["shared_bytes"]):
-                text = f"{position}: {shared} bytes of shared memory; at most {limit}"
-                return {"error": text, "fault": "shared_memory_exceeded"}
+                return {"error": f"{position_text}: {cause(error)}", "log": str(error)[:4000]}
+            if shared_bytes > (limit_bytes := target["shared_bytes"]):
+                error_text = f"{position_text}: {shared_bytes} bytes of shared memory; at most {limit_bytes}"
+                return {"error": error_text, "fault": "shared_memory_exceeded"}
     return {}
 
 
-def compiled(module: Any, launch: dict[str, Any], target: dict[str, Any], done: set[str]) -> int:
+def compile_launch(module: Any, launch: dict[str, Any], target: dict[str, Any], done: set[str]) -> int:
     """Compile one launch as Triton's launcher does, for this target; returns its shared memory in bytes."""
     compiler, jit = sys.modules["triton.compiler"], sys.modules["triton.runtime.jit"]
     gpu = sys.modules["triton.backends.compiler"].GPUTarget(*target["gpu"])
@@ -62,13 +62,13 @@ def compiled(module: Any, launch: dict[str, Any], target: dict[str, Any], done: 
     options = {name: argument(module, value) for name, value in launch["options"].items()} | {"debug": False}
     arguments = {name: argument(module, value) for name, value in launch["arguments"].items()}
     bound, specialization, _ = binder(**arguments, **options)
-    parsed, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, None)
+    parsed_options, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, None)
     key = str((launch["kernel"], target["name"], signature, constants, attributes, options))
     if key in done:
         return 0
     done.add(key)
     source = compiler.ASTSource(kernel, signature, constants, attributes)
-    return compiler.compile(source, target=gpu, options=parsed.__dict__).metadata.shared
+    return compiler.compile(source, target=gpu, options=parsed_options.__dict__).metadata.shared
 
 
 def argument(module: Any, value: Any) -> Any:
@@ -92,5 +92,5 @@ def cause(error: BaseException) -> str:
     """A one-line summary of an error: its class and the last line of its message, or of its cause's message."""
     while error.__cause__ is not None and str(error).rstrip().endswith("^"):
         error = error.__cause__
-    last = str(error).strip().rpartition("\n")[2].strip()
-    return f"{type(error).__name__}: {last}"
+    last_line = str(error).strip().rpartition("\n")[2].strip()
+    return f"{type(error).__name__}: {last_line}"

@@ -35,21 +35,21 @@ class LaunchRecorder:
 
     def note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         signature = inspect.signature(function.fn)
-        own_kwargs = {name: value for name, value in kwargs.items() if name in signature.parameters}
+        bindable = {name: value for name, value in kwargs.items() if name in signature.parameters}
         try:
-            bound = signature.bind(*args, **own_kwargs)
+            bound_arguments = signature.bind(*args, **bindable)
         except TypeError:
             return  # the interpreter reports it
-        bound.apply_defaults()
+        bound_arguments.apply_defaults()
         arguments = {
             name: specialised(value, constant="constexpr" in str(_normalize_ty(signature.parameters[name].annotation)))
-            for name, value in bound.arguments.items()
+            for name, value in bound_arguments.arguments.items()
         }
-        options = {name: specialised(value, constant=True) for name, value in kwargs.items() if name not in own_kwargs}
+        options = {name: specialised(value, constant=True) for name, value in kwargs.items() if name not in bindable}
         launch = {"kernel": function.fn.__name__, "arguments": arguments, "options": options}
-        key = json.dumps(launch)
-        if key not in self._recorded:
-            self._recorded.add(key)
+        launch_key = json.dumps(launch)
+        if launch_key not in self._recorded:
+            self._recorded.add(launch_key)
             self.on_launch(launch)
 
 
@@ -71,8 +71,8 @@ def specialised(value: Any, *, constant: bool) -> Any:
     if isinstance(value, float):
         return 0.5
     if isinstance(value, int):
-        kind = 16 if value % 16 == 0 else 2
-        return kind if value != 1 and -_WIDE <= value < _WIDE else value
+        stand_in = 16 if value % 16 == 0 else 2
+        return stand_in if value != 1 and -_WIDE <= value < _WIDE else value
     raise InterpreterError(f"an argument of type {type(value).__name__}: a tensor, a number, text or a tuple of them")
 
 
@@ -97,11 +97,11 @@ def _first_config(self: Any, kwargs: Any) -> Any:
 
 def _compile_and_exec(self: Any, transformed_ast: Any) -> Any:
     """Define a rewritten kernel without adding the interpreter's imports to the source's names."""
-    names, made = self.fn.__globals__, dict(self.kwargs)
+    kernel_globals, definitions = self.fn.__globals__, dict(self.kwargs)
     for name in _INJECTED:
-        names.setdefault(name, vars(interpreter)[name])
-    exec(compile(transformed_ast, filename=self.filename, mode="exec"), names, made)
-    return made[self.fn.__name__]
+        kernel_globals.setdefault(name, vars(interpreter)[name])
+    exec(compile(transformed_ast, filename=self.filename, mode="exec"), kernel_globals, definitions)
+    return definitions[self.fn.__name__]
 
 
 def _missing(name: str, *_: Any, **__: Any) -> Any:

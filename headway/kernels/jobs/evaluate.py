@@ -48,27 +48,27 @@ class KernelReport(msgspec.Struct, frozen=True, kw_only=True):
         shares = {f"compiled_pass@{k}": share for k, share in scores.compiled.items()}
         shares |= {f"correct_pass@{k}": share for k, share in scores.correct.items()}
         shares |= {f"fast_{p}": share for p, share in scores.fast.items()}
-        counted = ("tasks", "candidates", "missing", "unanswered", "untimed")
-        counts = {"model": self.model} | {name: getattr(scores, name) for name in counted}
-        return counts | {name: [share.value, *share.interval] for name, share in shares.items()}
+        count_names = ("tasks", "candidates", "missing", "unanswered", "untimed")
+        columns = {"model": self.model} | {name: getattr(scores, name) for name in count_names}
+        return columns | {name: [share.value, *share.interval] for name, share in shares.items()}
 
 
 def read_answers(path: Path, task_file: KernelTaskFile, max_answers: int | None) -> tuple[dict[str, list[str]], int]:
     """Candidates' sources by task name, at most ``max_answers`` of each task, and the number left out by that limit. An
     answer without a source is "". Raises ConfigurationError for a row without an answer or of no task of the file."""
-    sources_by_task: dict[str, list[str]] = {name: [] for name in task_file.tasks}
-    surplus = 0
+    sources_by_task: dict[str, list[str]] = {task_name: [] for task_name in task_file.tasks}
+    surplus_count = 0
     for location, row in read_objects(path):
-        name = task_file.name_of(row, location)
-        if not name:
+        task_name = task_file.name_of(row, location)
+        if not task_name:
             raise ConfigurationError(f"{location}: {_task_reference(row)} isn't a task of {task_file.path}")
-        if max_answers is not None and len(sources_by_task[name]) == max_answers:
-            surplus += 1
+        if max_answers is not None and len(sources_by_task[task_name]) == max_answers:
+            surplus_count += 1
         else:
-            sources_by_task[name].append(answer_source(row, location))
+            sources_by_task[task_name].append(answer_source(row, location))
     if not any(sources_by_task.values()):
         raise ConfigurationError(f"{path}: no answers; valid: one JSON object a line")
-    return sources_by_task, surplus
+    return sources_by_task, surplus_count
 
 
 def answer_source(row: Mapping[str, Any], location: str) -> str:
@@ -92,12 +92,12 @@ async def evaluate_answers(
 ) -> list[JudgedTask]:
     """The tasks of the file with their answers' evaluations. Raises HeadwayError as `judge_all` does, and if no answer
     could be evaluated."""
-    named = [(name, source) for name, sources in answers.items() for source in sources if source]
-    results = await judge([submission_of(task_file, name, source, settings) for name, source in named])
-    require_success(results)
-    in_turn, no_source = iter(results), KernelEvaluation(text="the answer holds no source")
-    by_task = {name: tuple(next(in_turn) if s else no_source for s in sources) for name, sources in answers.items()}
-    return [JudgedTask(name=n, level=t.kernel.level, evaluations=by_task[n]) for n, t in task_file.tasks.items()]
+    named_sources = [(name, source) for name, sources in answers.items() for source in sources if source]
+    evaluations = await judge([submission_of(task_file, name, source, settings) for name, source in named_sources])
+    require_success(evaluations)
+    ordered, empty = iter(evaluations), KernelEvaluation(text="the answer holds no source")
+    judged_by_task = {name: tuple(next(ordered) if s else empty for s in sources) for name, sources in answers.items()}
+    return [JudgedTask(name=n, level=t.kernel.level, evaluations=judged_by_task[n]) for n, t in task_file.tasks.items()]
 
 
 def submission_of(task_file: KernelTaskFile, name: str, source: str, settings: JudgeSettings) -> KernelSubmission:

@@ -34,19 +34,19 @@ async def judge_all(
     failure, or a task that can't be evaluated, is an evaluation with ``infrastructure``. Raises HeadwayError for a key
     that a service refuses."""
     evaluation_by_index: dict[int, KernelEvaluation] = {}
-    waiting = iter(range(len(submissions)))
+    pending_indices = iter(range(len(submissions)))
 
     async def work() -> None:
-        for index in waiting:
+        for index in pending_indices:
             evaluation_by_index[index] = await _evaluation(judge, submissions[index])
             on_judged(len(evaluation_by_index), len(submissions))
 
     try:
-        async with asyncio.TaskGroup() as workers:
+        async with asyncio.TaskGroup() as task_group:
             for _ in range(min(concurrent, len(submissions))):
-                workers.create_task(work())
-    except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None
+                task_group.create_task(work())
+    except ExceptionGroup as exception_group:
+        raise exception_group.exceptions[0] from None
     return [evaluation_by_index[index] for index in range(len(submissions))]
 
 

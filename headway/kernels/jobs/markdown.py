@@ -43,7 +43,7 @@ def caveats(scores: CandidateScores) -> list[str]:
 
 
 def _lines(report: KernelReport) -> Iterator[str]:
-    scores, judge = report.scores, report.judge
+    scores, judge_settings = report.scores, report.judge
     yield f"# Kernels of {report.model}"
     yield ""
     yield f"{scores.candidates} candidates for {scores.tasks} tasks of {report.tasks_file}, from {report.answers_file}."
@@ -58,36 +58,36 @@ def _lines(report: KernelReport) -> Iterator[str]:
     yield (
         "pass@k: unbiased, the mean over tasks. fast_p: the mean over tasks of the share of candidates that are "
         "correct and more than p times as fast as the reference; with one candidate a task, KernelBench's. In "
-        f"brackets: 95 % intervals over tasks. {judge.correct_trials} trials"
-        f" from seed {judge.seed}{'' if judge.timed else ', nothing timed'}."
+        f"brackets: 95 % intervals over tasks. {judge_settings.correct_trials} trials"
+        f" from seed {judge_settings.seed}{'' if judge_settings.timed else ', nothing timed'}."
     )
     yield from ["", "| outcome | candidates | share |", "| --- | --- | --- |"]
-    for name, count in scores.outcomes.items():
-        yield f"| {name.replace('_', ' ')} | {count} | {count / scores.candidates:.3f} |"
+    for outcome, candidate_count in scores.outcomes.items():
+        yield f"| {outcome.replace('_', ' ')} | {candidate_count} | {candidate_count / scores.candidates:.3f} |"
     if scores.speedups is not None:
         speedups = scores.speedups
-        quantiles = ", ".join(f"{float(q):.0%}: {math.exp(value):.3g}" for q, value in speedups.quantiles.items())
+        quantiles_text = ", ".join(f"{float(q):.0%}: {math.exp(value):.3g}" for q, value in speedups.quantiles.items())
         mean = math.exp(speedups.mean)
         yield ""
-        yield f"Speed-up of {speedups.count} correct candidates: geometric mean {mean:.3g}, quantiles {quantiles}."
+        yield f"Speed-up of {speedups.count} correct candidates: geometric mean {mean:.3g}, quantiles {quantiles_text}."
     if report.missing:
         yield from ["", "Not evaluated:", ""]
-        yield from (f"- {name}: {why}" for name, why in report.missing[:_MAX_NAMED_MISSING])
+        yield from (f"- {task}: {reason}" for task, reason in report.missing[:_MAX_NAMED_MISSING])
         if len(report.missing) > _MAX_NAMED_MISSING:
             yield f"- and {len(report.missing) - _MAX_NAMED_MISSING} more, in the JSON report"
 
 
 def _table(named: str, rows: Mapping[str, CandidateScores]) -> list[str]:
-    every = next(iter(rows.values()))
-    heads = {"compiled": "compiles, pass@", "correct": "correct, pass@", "fast": "fast_"}
-    columns = [(field, key) for field in heads for key in getattr(every, field)]
-    names = [named, "tasks", "candidates", *(f"{heads[field]}{key}" for field, key in columns)]
-    lines = [_table_row(names), _table_row(["---"] * len(names))]
-    for name, scores in rows.items():
-        tasks = f"{scores.tasks - scores.unanswered} of " * bool(scores.unanswered) + str(scores.tasks)
-        candidates = f"{scores.candidates}" + f" ({scores.missing} missing)" * bool(scores.missing)
-        shares = (_format_share(getattr(scores, field).get(key)) for field, key in columns)
-        lines.append(_table_row([name, tasks, candidates, *shares]))
+    first_scores = next(iter(rows.values()))
+    title_by_field = {"compiled": "compiles, pass@", "correct": "correct, pass@", "fast": "fast_"}
+    columns = [(field, key) for field in title_by_field for key in getattr(first_scores, field)]
+    titles = [named, "tasks", "candidates", *(f"{title_by_field[field]}{key}" for field, key in columns)]
+    lines = [_table_row(titles), _table_row(["---"] * len(titles))]
+    for row_name, scores in rows.items():
+        tasks_text = f"{scores.tasks - scores.unanswered} of " * bool(scores.unanswered) + str(scores.tasks)
+        candidates_text = f"{scores.candidates}" + f" ({scores.missing} missing)" * bool(scores.missing)
+        share_cells = (_format_share(getattr(scores, field).get(key)) for field, key in columns)
+        lines.append(_table_row([row_name, tasks_text, candidates_text, *share_cells]))
     return lines
 
 

@@ -99,31 +99,31 @@ class SftData:
     async def make(self, path: Path, judge: JudgeAll) -> tuple[list[dict[str, Any]], SftCounts]:
         """The conversations as rows of `headway sft`, in the file's order, and the counts. Raises ConfigurationError
         for a malformed file, HeadwayError if no candidate can be evaluated."""
-        rows = [self._read(row, location) for location, row in read_objects(path)]
+        rows = [self._read(fields, location) for location, fields in read_objects(path)]
         if not rows:
             raise ConfigurationError(f"{path}: no rows; valid: one JSON object a line")
-        pending, chosen = {attempt.key: attempt.source for row in rows for attempt in row.attempts}, self._settings
-        for number in range(1 if chosen.need == "compiled" else chosen.seeds):
-            timed = chosen.need == "faster" and number == 0
+        pending, options = {attempt.key: attempt.source for row in rows for attempt in row.attempts}, self._settings
+        for seed_index in range(1 if options.need == "compiled" else options.seeds):
+            timed = options.need == "faster" and seed_index == 0
             settings = JudgeSettings(
-                correct_trials=chosen.trials, timed=timed, seed=42 + number, timeout_s=chosen.timeout_s
+                correct_trials=options.trials, timed=timed, seed=42 + seed_index, timeout_s=options.timeout_s
             )
             evaluations = await judge([submission_of(self._file, key[0], pending[key], settings) for key in pending])
-            if number == 0:
+            if seed_index == 0:
                 require_success(evaluations)
             judged = {key: _Judged(e, self._reason(e, timed)) for key, e in zip(pending, evaluations, strict=True)}
-            self._judged |= {key: j for key, j in judged.items() if number == 0 or j.reason is not None}
+            self._judged |= {key: j for key, j in judged.items() if seed_index == 0 or j.reason is not None}
             pending = {key: source for key, source in pending.items() if judged[key].reason is None}
         return self._conversations(rows)
 
     @property
     def missing(self) -> list[tuple[str, str]]:
         """Task and reason of each candidate that wasn't evaluated."""
-        every = ((task, judged.evaluation.infrastructure) for (task, _), judged in self._judged.items())
-        return [(task, why) for task, why in every if why]
+        failures = ((task, judged.evaluation.infrastructure) for (task, _), judged in self._judged.items())
+        return [(task, reason) for task, reason in failures if reason]
 
     def _reason(self, evaluation: KernelEvaluation, timed: bool) -> str | None:
-        reasons = {
+        conditions = {
             "not evaluated": bool(evaluation.infrastructure),
             "cheat": bool(evaluation.cheat),
             "not compiled": not evaluation.compiled,
@@ -131,85 +131,85 @@ class SftData:
             "untimed": timed and evaluation.speedup is None,
             "slow": timed and (evaluation.speedup or 0.0) <= self._settings.least_speedup,
         }
-        return next((reason for reason, is_true in reasons.items() if is_true), None)
+        return next((reason for reason, is_true in conditions.items() if is_true), None)
 
     # Rows.
 
     def _read(self, row: dict[str, Any], location: str) -> _Row:
-        task = self._file.name_of(row, location)
+        task_name = self._file.name_of(row, location)
         is_conversation = "messages" in row
         if is_conversation:
             messages = require_messages(row["messages"], "messages", location)
-            replies = [message["content"] for message in messages if message["role"] == "assistant"]
-            texts = [(text, source_in(text)) for text in replies]
+            reply_texts = [message["content"] for message in messages if message["role"] == "assistant"]
+            answers = [(text, source_in(text)) for text in reply_texts]
         else:
             source = answer_source(row, location)
-            texts = [(answer_text(row) or f"```python\n{source.rstrip()}\n```", source)]
-        if not task:
-            return _Row(task, [], "unknown task")
+            answers = [(answer_text(row) or f"```python\n{source.rstrip()}\n```", source)]
+        if not task_name:
+            return _Row(task_name, [], "unknown task")
         attempts, reason = list[_Attempt](), "no source"
-        for text, source in texts:
+        for text, source in answers:
             if source:
-                reason = self._length_reason(self._file.tasks[task].prompt, text)
+                reason = self._length_reason(self._file.tasks[task_name].prompt, text)
                 if reason is None:
-                    attempts.append(_Attempt((task, source_key(source)), text, source))
-        return _Row(task, attempts, None if attempts else reason, is_conversation)
+                    attempts.append(_Attempt((task_name, source_key(source)), text, source))
+        return _Row(task_name, attempts, None if attempts else reason, is_conversation)
 
     def _length_reason(self, *texts: str) -> str | None:
-        tokens = sum(map(self._count_tokens, texts))
-        if tokens < self._settings.shortest_tokens:
+        token_count = sum(map(self._count_tokens, texts))
+        if token_count < self._settings.shortest_tokens:
             return "too short"
-        return "too long" if tokens > self._settings.longest_tokens else None
+        return "too long" if token_count > self._settings.longest_tokens else None
 
     # Conversations.
 
     def _conversations(self, rows: Sequence[_Row]) -> tuple[list[dict[str, Any]], SftCounts]:
-        written: list[dict[str, Any]] = []
-        reasons, turns = Counter[str](), Counter[int]()
-        wrong: dict[str, list[_Attempt]] = {}  # of rows so far, by task
+        conversations: list[dict[str, Any]] = []
+        reason_counts, turn_counts = Counter[str](), Counter[int]()
+        wrong_by_task: dict[str, list[_Attempt]] = {}  # of rows so far, by task
         for row in rows:
-            previous = [] if row.conversation else wrong.setdefault(row.task, [])
+            previous_attempts = [] if row.conversation else wrong_by_task.setdefault(row.task, [])
             reason = row.reason
             for attempt in row.attempts:
                 reason = self._judged[attempt.key].reason
                 if reason is None:
                     break
-                if reason in _INSTRUCTIVE and attempt.key not in {other.key for other in previous}:
-                    previous.append(attempt)
+                if reason in _INSTRUCTIVE and attempt.key not in {other.key for other in previous_attempts}:
+                    previous_attempts.append(attempt)
             else:
                 attempt = None
             if attempt is not None and attempt.key in self._written:
                 reason = "duplicate"
             elif attempt is not None:
-                messages = self._messages(row.task, previous, attempt)
-                written.append({"messages": messages, "task": row.task})
-                turns[len(messages) // 2] += 1
-                previous.clear()
+                messages = self._messages(row.task, previous_attempts, attempt)
+                conversations.append({"messages": messages, "task": row.task})
+                turn_counts[len(messages) // 2] += 1
+                previous_attempts.clear()
             if reason is not None:
-                reasons[reason] += 1
+                reason_counts[reason] += 1
         counts = SftCounts(
             rows=len(rows),
-            written=len(written),
-            left_out={reason: reasons[reason] for reason in REASONS if reason in reasons},
-            turns={str(count): turns[count] for count in sorted(turns)},
+            written=len(conversations),
+            left_out={reason: reason_counts[reason] for reason in REASONS if reason in reason_counts},
+            turns={str(count): turn_counts[count] for count in sorted(turn_counts)},
             settings=self._settings,
         )
-        return written, counts
+        return conversations, counts
 
     def _messages(self, task: str, previous: Sequence[_Attempt], good: _Attempt) -> list[dict[str, str]]:
         """The conversation that ends with ``good``, preceded by as many of the latest ``previous`` answers as fit."""
         prompt = self._file.tasks[task].prompt
-        unused = [attempt for attempt in previous if attempt.key not in self._used]
-        for first in range(max(0, len(unused) - self._settings.turns + 1), len(unused) + 1):
+        unused_attempts = [attempt for attempt in previous if attempt.key not in self._used]
+        for first_index in range(max(0, len(unused_attempts) - self._settings.turns + 1), len(unused_attempts) + 1):
             messages = [{"role": "user", "content": prompt}]
-            for attempt in unused[first:]:
-                reply = feedback(self._judged[attempt.key].evaluation)
-                messages += [{"role": "assistant", "content": attempt.text}, {"role": "user", "content": reply}]
+            for attempt in unused_attempts[first_index:]:
+                feedback_text = feedback(self._judged[attempt.key].evaluation)
+                messages += [{"role": "assistant", "content": attempt.text}, {"role": "user", "content": feedback_text}]
             messages.append({"role": "assistant", "content": good.text})
             if self._length_reason(*(message["content"] for message in messages)) is None:
                 break
         self._written.add(good.key)
-        self._used.update(attempt.key for attempt in unused[first:])
+        self._used.update(attempt.key for attempt in unused_attempts[first_index:])
         return messages
 
 

@@ -38,20 +38,20 @@ def task_row(task: KernelTask) -> dict[str, Any]:
 
 def distinct_tasks(tasks: Sequence[KernelTask]) -> list[KernelTask]:
     """The tasks, without those that have an earlier task's prompt."""
-    unique: dict[str, KernelTask] = {}
+    task_by_prompt: dict[str, KernelTask] = {}
     for task in tasks:
-        unique.setdefault(kernel_prompt(task), task)
-    return list(unique.values())
+        task_by_prompt.setdefault(kernel_prompt(task), task)
+    return list(task_by_prompt.values())
 
 
 def split_tasks(tasks: Sequence[KernelTask], share: float, seed: int) -> tuple[list[KernelTask], list[KernelTask]]:
     """Split into (kept, held out). A hash of seed and name draws the share, rounded, of each level to hold out. The
     order is kept, and the draw doesn't depend on it."""
-    drawn: set[str] = set()
+    held_out: set[str] = set()
     for level in {task.level for task in tasks}:
         names = sorted((task.name for task in tasks if task.level == level), key=lambda name: _hash(seed, name))
-        drawn.update(names[: round(share * len(names))])
-    return [task for task in tasks if task.name not in drawn], [task for task in tasks if task.name in drawn]
+        held_out.update(names[: round(share * len(names))])
+    return [task for task in tasks if task.name not in held_out], [task for task in tasks if task.name in held_out]
 
 
 def _hash(seed: int, name: str) -> bytes:
@@ -90,14 +90,14 @@ class KernelTaskFile:
             return name if name in self.tasks else ""
         if isinstance(task_id := row.get("task_id"), str):
             return self._names.get(task_id, "")
-        asked = row.get("prompt")
+        prompt_text = row.get("prompt")
         if isinstance(messages := row.get("messages"), list):
             user_messages = (m for m in messages if isinstance(m, dict) and m.get("role") == "user")
-            asked = next(user_messages, {}).get("content")
-        if not isinstance(asked, str):
+            prompt_text = next(user_messages, {}).get("content")
+        if not isinstance(prompt_text, str):
             raise ConfigurationError(
                 f'{location}: no task: it has {", ".join(sorted(row)) or "nothing"}; valid: "task" (its name), '
                 '"task_id", or the prompt in "prompt" or "messages"'
             )
-        matches = (name for name, task in self.tasks.items() if task.prompt in asked)
-        return next(matches, "")
+        matching_names = (name for name, task in self.tasks.items() if task.prompt in prompt_text)
+        return next(matching_names, "")

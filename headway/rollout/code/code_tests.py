@@ -56,7 +56,7 @@ def code_tests(metadata: Mapping[str, Any]) -> CodeTests:
             function = str(raw_tests.get("fn_name") or function)
             tests = _pairs(raw_tests, function, int(metadata.get("public_tests", 0)))
         elif isinstance(raw_tests, list):
-            tests = [_native_test(entry, function) for entry in raw_tests]
+            tests = [_native_test(raw_test, function) for raw_test in raw_tests]
         else:
             raise ValueError("there are none: valid: 'tests', 'input_output', 'public_test_cases'")
         limits = {name: float(metadata[name]) for name in ("timeout_s", "tolerance") if metadata.get(name) is not None}
@@ -73,13 +73,13 @@ def _parse_json(value: Any) -> Any:
 
 
 def _native_test(entry: dict[str, Any], function: str) -> CodeTest:
-    expected = ("arguments", "returns") if function else ("stdin", "stdout")
-    if unknown := set(entry) - {*expected, "public"}:
-        raise ValueError(f"a test has {', '.join(sorted(unknown))}; valid: {', '.join(expected)}, public")
-    public = bool(entry.get("public", False))
+    test_keys = ("arguments", "returns") if function else ("stdin", "stdout")
+    if unknown_keys := set(entry) - {*test_keys, "public"}:
+        raise ValueError(f"a test has {', '.join(sorted(unknown_keys))}; valid: {', '.join(test_keys)}, public")
+    is_public = bool(entry.get("public", False))
     if function:
-        return CodeTest(arguments=tuple(entry["arguments"]), returns=(entry["returns"],), public=public)
-    return CodeTest(stdin=_text(entry.get("stdin", "")), stdout=_text(entry["stdout"]), public=public)
+        return CodeTest(arguments=tuple(entry["arguments"]), returns=(entry["returns"],), public=is_public)
+    return CodeTest(stdin=_text(entry.get("stdin", "")), stdout=_text(entry["stdout"]), public=is_public)
 
 
 def _pairs(form: dict[str, Any], function: str, public: int) -> list[CodeTest]:
@@ -93,18 +93,18 @@ def _pairs(form: dict[str, Any], function: str, public: int) -> list[CodeTest]:
             tests.append(_text_test(raw_input, expected, function, index < public))
             continue
         arguments = tuple(raw_input) if isinstance(raw_input, list) else (raw_input,)
-        right = (expected, expected[0]) if isinstance(expected, list) and len(expected) == 1 else (expected,)
-        tests.append(CodeTest(arguments=arguments, returns=right, public=index < public))
+        right_values = (expected, expected[0]) if isinstance(expected, list) and len(expected) == 1 else (expected,)
+        tests.append(CodeTest(arguments=arguments, returns=right_values, public=index < public))
     return tests
 
 
 def _livecodebench(metadata: Mapping[str, Any], function: str) -> list[CodeTest]:
     tests: list[CodeTest] = []
-    for name, public in (("public_test_cases", True), ("private_test_cases", False)):
-        for entry in _cases(metadata.get(name)):
-            if entry.get("testtype") == "functional" and not function:
+    for field, is_public in (("public_test_cases", True), ("private_test_cases", False)):
+        for case in _cases(metadata.get(field)):
+            if case.get("testtype") == "functional" and not function:
                 raise ValueError("its tests call a function, and func_name doesn't say which")
-            tests.append(_text_test(entry["input"], entry["output"], function, public))
+            tests.append(_text_test(case["input"], case["output"], function, is_public))
     return tests
 
 
@@ -116,8 +116,8 @@ def _cases(value: Any) -> list[dict[str, Any]]:
     try:
         return json.loads(value)
     except ValueError:
-        packed = _TextUnpickler(io.BytesIO(zlib.decompress(base64.b64decode(value))))
-        return json.loads(packed.load())
+        unpickler = _TextUnpickler(io.BytesIO(zlib.decompress(base64.b64decode(value))))
+        return json.loads(unpickler.load())
 
 
 class _TextUnpickler(pickle.Unpickler):

@@ -22,10 +22,10 @@ def same_text(printed: str, expected: str, compare: Compare, tolerance: float) -
     within ``tolerance`` (as of `close`) is accepted; a whole number must be equal, but may be written in any form."""
     if compare == "tokens":
         return _same_words(printed.split(), expected.split(), tolerance)
-    ours, theirs = _lines(printed), _lines(expected)
-    return len(ours) == len(theirs) and all(
+    printed_lines, expected_lines = _lines(printed), _lines(expected)
+    return len(printed_lines) == len(expected_lines) and all(
         a == b or (_same_blanks(a, b) and _same_words(a.split(), b.split(), tolerance))
-        for a, b in zip(ours, theirs, strict=True)
+        for a, b in zip(printed_lines, expected_lines, strict=True)
     )
 
 
@@ -60,7 +60,7 @@ def _same(value: Any, expected: Any, tolerance: float) -> bool:
     if isinstance(expected, dict):
         if not isinstance(value, dict) or value.keys() != expected.keys():
             return False
-        return all(_same(value[key], each, tolerance) for key, each in expected.items())
+        return all(_same(value[key], expected_value, tolerance) for key, expected_value in expected.items())
     return value == expected
 
 
@@ -82,9 +82,9 @@ def _same_number(word: str, expected: str, tolerance: float) -> bool:
         return False
     if not (_NUMBER.fullmatch(word) and _NUMBER.fullmatch(expected)):
         return False
-    a, b = Decimal(word), Decimal(expected)
+    number, expected_number = Decimal(word), Decimal(expected)
     if not _FLOAT.fullmatch(expected):
-        return a == b
-    difference = _UNTRAPPED.abs(_UNTRAPPED.subtract(a, b))
-    limit = _UNTRAPPED.multiply(Decimal(tolerance), max(Decimal(1), abs(b)))
-    return a == b or (difference.is_finite() and difference <= limit)
+        return number == expected_number
+    difference = _UNTRAPPED.abs(_UNTRAPPED.subtract(number, expected_number))
+    limit = _UNTRAPPED.multiply(Decimal(tolerance), max(Decimal(1), abs(expected_number)))
+    return number == expected_number or (difference.is_finite() and difference <= limit)

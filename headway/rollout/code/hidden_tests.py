@@ -66,7 +66,7 @@ def questions_of(source: str, name: str, tolerance: float = 0.0) -> Questions:
         raise _refused(name, error.lineno, str(error.msg)) from None
     answers: list[HiddenAnswer] = []
     tests: list[str] = []
-    body: list[ast.stmt] = []
+    statements: list[ast.stmt] = []
     pytest_names = {"pytest"}  # names that are undefined in the sandbox
     for node in tree.body:
         if isinstance(node, (ast.Import, ast.ImportFrom)) and _imports_pytest(node):
@@ -74,8 +74,8 @@ def questions_of(source: str, name: str, tolerance: float = 0.0) -> Questions:
             continue
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
             if node.name in tests or node.decorator_list or ast.unparse(node.args):
-                cause = "is defined twice" if node.name in tests else "has decorators or arguments, but none are passed"
-                raise _refused(name, node.lineno, f"{node.name} {cause}")
+                fault = "is defined twice" if node.name in tests else "has decorators or arguments, but none are passed"
+                raise _refused(name, node.lineno, f"{node.name} {fault}")
             first_number = len(answers)
             node.body = _split(node.body, answers, node.name, name)
             if len(answers) == first_number:
@@ -85,13 +85,13 @@ def questions_of(source: str, name: str, tolerance: float = 0.0) -> Questions:
             tests.append(node.name)
         else:
             _refuse_asserts(node, name)
-        body.append(node)
-    _refuse_pytest(body, pytest_names, name)
+        statements.append(node)
+    _refuse_pytest(statements, pytest_names, name)
     values = [answer.value for answer in answers if not (answer.raises or answer.end)]
-    if not values or any(all(same_value(candidate, each, tolerance) for each in values) for candidate in values):
+    if not values or any(all(same_value(candidate, other, tolerance) for other in values) for candidate in values):
         raise ValueError(f"hidden test {name}: a constant passes all of it; expect at least two different values")
-    text = ast.unparse(ast.fix_missing_locations(ast.Module(body=body, type_ignores=[])))
-    return Questions(source=text, tests=tuple(tests), answers=tuple(answers))
+    question_source = ast.unparse(ast.fix_missing_locations(ast.Module(body=statements, type_ignores=[])))
+    return Questions(source=question_source, tests=tuple(tests), answers=tuple(answers))
 
 
 def _split(body: Sequence[ast.stmt], answers: list[HiddenAnswer], test: str, name: str) -> list[ast.stmt]:
@@ -99,14 +99,14 @@ def _split(body: Sequence[ast.stmt], answers: list[HiddenAnswer], test: str, nam
     statements: list[ast.stmt] = []
     for node in body:
         if isinstance(node, ast.Assert):
-            subject, value = _expected(node, name)
-            statements.append(_question_call(_ASKED, len(answers), subject))
+            question_node, value = _expected(node, name)
+            statements.append(_question_call(_ASKED, len(answers), question_node))
             answers.append(HiddenAnswer(test=test, value=value))
-        elif isinstance(node, ast.With) and (raised := _raises(node, name)):
-            for inner in node.body:
-                _refuse_asserts(inner, name)
+        elif isinstance(node, ast.With) and (exception_name := _raises(node, name)):
+            for inner_statement in node.body:
+                _refuse_asserts(inner_statement, name)
             statements.append(_attempt(node, len(answers)))
-            answers.append(HiddenAnswer(test=test, raises=raised))
+            answers.append(HiddenAnswer(test=test, raises=exception_name))
         elif isinstance(node, ast.With):  # another context manager: a file, a lock
             node.body = _split(node.body, answers, test, name)
             statements.append(node)
@@ -135,17 +135,17 @@ def _expected(node: ast.Assert, name: str) -> tuple[ast.expr, Any]:
             problem += f"dictionaries, of at most {_MOST_ENTRIES} entries the last two"
             raise _refused(name, node.lineno, f"it expects {problem}")
         return test.left, value
-    no = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
-    subject = test.operand if no and isinstance(test, ast.UnaryOp) else test
-    return _call("bool", subject), not no
+    is_negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+    question_node = test.operand if is_negated and isinstance(test, ast.UnaryOp) else test
+    return _call("bool", question_node), not is_negated
 
 
 def _raises(node: ast.With, name: str) -> str:
     """Return the exception's name in ``with pytest.raises(ValueError):``; "" for any other ``with``."""
-    (item, *more), call = node.items, node.items[0].context_expr
+    (context_item, *more_items), call = node.items, node.items[0].context_expr
     if not isinstance(call, ast.Call) or _last_name(call.func) != "raises":
         return ""
-    if more or item.optional_vars or call.keywords or len(call.args) != 1 or not _last_name(call.args[0]):
+    if more_items or context_item.optional_vars or call.keywords or len(call.args) != 1 or not _last_name(call.args[0]):
         raise _refused(name, node.lineno, "valid: with pytest.raises(EXCEPTION):")
     return _last_name(call.args[0])
 
@@ -155,13 +155,13 @@ def _last_name(node: ast.expr) -> str:
 
 
 def _attempt(node: ast.With, number: int) -> ast.Try:
-    caught = ast.ExceptHandler(
+    handler = ast.ExceptHandler(
         type=ast.Name(id="BaseException", ctx=ast.Load()),
         name="__error__",
         body=[_question_call(_RAISED, number, ast.Name(id="__error__", ctx=ast.Load()))],
     )
-    nothing = _question_call(_RAISED, number, ast.Constant(value=None))
-    return ast.Try(body=node.body, handlers=[caught], orelse=[nothing], finalbody=[])
+    no_error_call = _question_call(_RAISED, number, ast.Constant(value=None))
+    return ast.Try(body=node.body, handlers=[handler], orelse=[no_error_call], finalbody=[])
 
 
 def _question_call(function: str, number: int, subject: ast.expr) -> ast.Expr:
@@ -174,24 +174,24 @@ def _call(function: str, *arguments: ast.expr) -> ast.Call:
 
 def _refuse_asserts(node: ast.stmt, name: str) -> None:
     """Raise ValueError for a nested assert, which might be skipped or repeated: each question is asked exactly once."""
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.Assert) or (isinstance(inner, ast.With) and _raises(inner, name)):
+    for inner_node in ast.walk(node):
+        if isinstance(inner_node, ast.Assert) or (isinstance(inner_node, ast.With) and _raises(inner_node, name)):
             problem = "an assert must stand in a test itself, not in a loop, a condition or a function of its own"
-            raise _refused(name, inner.lineno, problem)
+            raise _refused(name, inner_node.lineno, problem)
 
 
 def _refuse_pytest(body: Sequence[ast.stmt], pytest_names: set[str], name: str) -> None:
     """Raise ValueError where pytest is still used: the sandbox doesn't have it, so that every run would fail."""
     for node in body:
         for inner in ast.walk(node):
-            used = isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load) and inner.id in pytest_names
+            is_pytest = isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load) and inner.id in pytest_names
             if isinstance(inner, ast.Import):
-                used = any(alias.name.partition(".")[0] == "pytest" for alias in inner.names)
+                is_pytest = any(alias.name.partition(".")[0] == "pytest" for alias in inner.names)
             elif isinstance(inner, ast.ImportFrom):
-                used = (inner.module or "").partition(".")[0] == "pytest"
-            if used:
-                valid = "import pytest at the top, on a line of its own, and with pytest.raises(EXCEPTION)"
-                problem = f"{ast.unparse(inner)} is pytest's, which isn't there; valid: {valid}"
+                is_pytest = (inner.module or "").partition(".")[0] == "pytest"
+            if is_pytest:
+                valid_text = "import pytest at the top, on a line of its own, and with pytest.raises(EXCEPTION)"
+                problem = f"{ast.unparse(inner)} is pytest's, which isn't there; valid: {valid_text}"
                 raise _refused(name, getattr(inner, "lineno", 0), problem)
 
 
@@ -272,10 +272,10 @@ def grade(questions: Questions, output: bytes, tolerance: float) -> HiddenTestRe
     encoded_by_number: dict[int, Any] = {}
     repeated_numbers: set[int] = set()
     for line in filter(None, output.split(b"\n")):
-        number, value = _answer_of(line)
+        number, encoded = _answer_of(line)
         if number in encoded_by_number:
             repeated_numbers.add(number)
-        encoded_by_number[number] = value
+        encoded_by_number[number] = encoded
     state: dict[str, str] = dict.fromkeys(questions.tests, "passed")
     for number, answer in enumerate(questions.answers):
         if number not in encoded_by_number:
@@ -283,7 +283,7 @@ def grade(questions: Questions, output: bytes, tolerance: float) -> HiddenTestRe
         elif number in repeated_numbers or not _is_right(answer, encoded_by_number[number], tolerance):
             state[answer.test] = "wrong"
     kinds = HiddenTestResults.__struct_fields__
-    return HiddenTestResults(**{kind: tuple(test for test in state if state[test] == kind) for kind in kinds})
+    return HiddenTestResults(**{outcome: tuple(test for test in state if state[test] == outcome) for outcome in kinds})
 
 
 def decoded(value: Any) -> Any:
@@ -292,10 +292,10 @@ def decoded(value: Any) -> Any:
         return value
     if not isinstance(value, dict) or len(value) != 1:
         raise ValueError("not an encoded value")
-    ((kind, inner),) = value.items()
-    if kind in ("set", "dict") and len(inner) > _MOST_ENTRIES:
+    ((type_name, contents),) = value.items()
+    if type_name in ("set", "dict") and len(contents) > _MOST_ENTRIES:
         raise ValueError("too many entries")
-    return _DECODERS[kind](inner)
+    return _DECODERS[type_name](contents)
 
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {

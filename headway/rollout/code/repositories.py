@@ -34,22 +34,22 @@ def _read(path: str) -> Files:
 
 def _of_directory(folder: Path) -> Files:
     """Read the plain files of a directory, without links, ``.git`` and ``__pycache__``."""
-    contents: Files = {}
-    for parent, names, files in os.walk(folder):
-        names[:] = sorted(name for name in names if name not in (".git", "__pycache__"))
-        for file in sorted(Path(parent, name) for name in files):
+    files: Files = {}
+    for parent, folder_names, file_names in os.walk(folder):
+        folder_names[:] = sorted(name for name in folder_names if name not in (".git", "__pycache__"))
+        for file in sorted(Path(parent, name) for name in file_names):
             if file.is_file() and not file.is_symlink():
-                contents[file.relative_to(folder).as_posix()] = (file.read_bytes(), _mode(file.stat().st_mode))
-    return contents
+                files[file.relative_to(folder).as_posix()] = (file.read_bytes(), _mode(file.stat().st_mode))
+    return files
 
 
 def _of_tar(path: str) -> Files:
-    contents: Files = {}
+    files: Files = {}
     with tarfile.open(path) as archive:
         for member in archive:
-            if member.isfile() and (content := archive.extractfile(member)) is not None:
-                contents[posixpath.normpath(member.name)] = (content.read(MOST_BYTES + 1), _mode(member.mode))
-    return contents
+            if member.isfile() and (stream := archive.extractfile(member)) is not None:
+                files[posixpath.normpath(member.name)] = (stream.read(MOST_BYTES + 1), _mode(member.mode))
+    return files
 
 
 def _mode(mode: int) -> int:

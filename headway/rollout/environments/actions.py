@@ -111,13 +111,13 @@ class ArrayActions(Actions):
         import numpy
 
         try:
-            value = json.loads(written)
-            if not numpy.isfinite(self.to_native(value)).all():  # null is no number either
+            action = json.loads(written)
+            if not numpy.isfinite(self.to_native(action)).all():  # null is no number either
                 raise ValueError("not finite")
-            msgspec.msgpack.encode(value)  # as it will be stored: no integers beyond 64 bits
+            msgspec.msgpack.encode(action)  # as it will be stored: no integers beyond 64 bits
         except (ValueError, TypeError, OverflowError, RecursionError):
             raise ValueError("that is no action") from None
-        return value
+        return action
 
     def to_native(self, action: Any) -> Any:
         import numpy
@@ -131,17 +131,17 @@ class ArrayActions(Actions):
 def actions_of(space: Any, names: Sequence[str]) -> Actions:
     """Return the actions of a gymnasium space; without a space any text is one. Raises ConfigurationError for names
     that don't fit the space, and for a space whose actions can't be written in an answer."""
-    kind = type(space).__name__
-    count = getattr(space, "n", None) if kind == "Discrete" else None
-    if names and (count is None or len(names) != count):
-        has = f"{count} actions" if count is not None else f"no list of actions: {space}"
-        raise ConfigurationError(f"environment.parameters.actions has {len(names)} names, and the game has {has}")
-    if count is not None:
-        return NamedActions(list(names), int(space.start), int(count))
+    space_type = type(space).__name__
+    action_count = getattr(space, "n", None) if space_type == "Discrete" else None
+    if names and (action_count is None or len(names) != action_count):
+        actual = f"{action_count} actions" if action_count is not None else f"no list of actions: {space}"
+        raise ConfigurationError(f"environment.parameters.actions has {len(names)} names, and the game has {actual}")
+    if action_count is not None:
+        return NamedActions(list(names), int(space.start), int(action_count))
     if space is None:
         return Actions()
-    if kind == "Text":
+    if space_type == "Text":
         return TextActions(space)
-    if kind in ("Box", "MultiDiscrete", "MultiBinary"):
+    if space_type in ("Box", "MultiDiscrete", "MultiBinary"):
         return ArrayActions(space)
     raise ConfigurationError(f"environment.parameters.env: actions of the space {space} can't be written in an answer")

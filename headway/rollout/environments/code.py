@@ -149,14 +149,14 @@ class Code(Environment):
             return {"reward": 0.0, "solved": False, "tests": len(tests.tests), "outcomes": {}, "code": "none"}
         self._time.begin(episode)
         runs = await self._run(episode, code, tests, tests.tests, until_failure=self._reward == "all")
-        counts = Counter(run.outcome for run in runs)
-        share = counts["passed"] / len(runs)
-        failed = next((index for index, run in enumerate(runs) if run.outcome != "passed"), None)
-        detail: dict[str, Any] = {"tests": len(runs), "outcomes": dict(counts)}
-        if failed is not None:
-            detail["first_failure"] = {"test": failed, **msgspec.to_builtins(_brief(runs[failed]))}
-        reward = share if self._reward == "share" else float(failed is None)
-        return {"reward": reward, "solved": failed is None, **detail}
+        outcome_counts = Counter(run.outcome for run in runs)
+        passed_share = outcome_counts["passed"] / len(runs)
+        failed_index = next((index for index, run in enumerate(runs) if run.outcome != "passed"), None)
+        detail: dict[str, Any] = {"tests": len(runs), "outcomes": dict(outcome_counts)}
+        if failed_index is not None:
+            detail["first_failure"] = {"test": failed_index, **msgspec.to_builtins(_brief(runs[failed_index]))}
+        reward = passed_share if self._reward == "share" else float(failed_index is None)
+        return {"reward": reward, "solved": failed_index is None, **detail}
 
     async def _submit_program(self, episode: Episode, code: str | None) -> str | None:
         """Run the public tests on a submitted program and return the feedback; None when the submission is final."""
@@ -171,16 +171,18 @@ class Code(Environment):
             return "There is no program in this answer. Write it between ```python and ```."
         self._time.left(episode)  # an answer may hold several programs
         tests = code_tests(episode.task.metadata)
-        public = [test for test in tests.tests if test.public]
-        runs = await self._run(episode, code, tests, public, until_failure=False)
+        public_tests = [test for test in tests.tests if test.public]
+        runs = await self._run(episode, code, tests, public_tests, until_failure=False)
         if all(run.outcome == "passed" for run in runs):
             state["final"] = True
             return None
         state["feedback"] = state.get("feedback", 0) + 1
-        reports = [self._test_report(i, test, run) for i, (test, run) in enumerate(zip(public, runs, strict=True))]
-        return self.shortened("\n\n".join(text for text in reports if text))
+        feedback_texts = [
+            self._test_feedback(i, test, run) for i, (test, run) in enumerate(zip(public_tests, runs, strict=True))
+        ]
+        return self.shortened("\n\n".join(text for text in feedback_texts if text))
 
-    def _test_report(self, index: int, test: CodeTest, run: ProgramResult) -> str:
+    def _test_feedback(self, index: int, test: CodeTest, run: ProgramResult) -> str:
         if run.outcome == "passed":
             return ""
         test_input, expected = (
@@ -208,16 +210,16 @@ class Code(Environment):
 
     async def _test(self, episode: Episode, code: str, tests: CodeTests, test: CodeTest) -> ProgramResult:
         folder = f"/work/{secrets.token_hex(8)}"
-        program, stdin = [PROGRAM], test.stdin
+        program_argv, stdin = [PROGRAM], test.stdin
         if tests.function:
-            asked = {"preamble": self._preamble, "function": tests.function, "arguments": test.arguments}
-            program, stdin = ["-c", _CALL], json.dumps(asked)
+            call_request = {"preamble": self._preamble, "function": tests.function, "arguments": test.arguments}
+            program_argv, stdin = ["-c", _CALL], json.dumps(call_request)
         try:
             self._time.left(episode)
             await episode.sandbox.write(f"{folder}/{PROGRAM}", code.encode(errors="replace"))
-            result, _ = await self._time.exec(
+            exec_result, _ = await self._time.exec(
                 episode,
-                [*self._interpreter.argv, *program],
+                [*self._interpreter.argv, *program_argv],
                 workdir=folder,
                 stdin=stdin.encode(errors="replace"),
                 timeout_s=tests.timeout_s or self._timeout_s,
@@ -230,28 +232,28 @@ class Code(Environment):
             if not error.failure.reward_valid:
                 raise
             # the program's own failure: it filled the disk, or all memory, so that the sandbox is gone
-            memory = "out of memory" in error.failure.message
-            return ProgramResult(outcome="out of memory" if memory else "error", errors=error.failure.message)
-        return self._judged(result, tests, test)
+            is_out_of_memory = "out of memory" in error.failure.message
+            return ProgramResult(outcome="out of memory" if is_out_of_memory else "error", errors=error.failure.message)
+        return self._judged(exec_result, tests, test)
 
     def _judged(self, result: ExecResult, tests: CodeTests, test: CodeTest) -> ProgramResult:
-        got, errors = result.stdout.decode(errors="replace"), result.stderr.decode(errors="replace")
+        output, errors = result.stdout.decode(errors="replace"), result.stderr.decode(errors="replace")
         outcome: Outcome | None = ended_badly(result)
         if not result.ok and errors.rstrip().endswith("MemoryError"):
             outcome = "out of memory"
         if outcome is None:
-            outcome = "passed" if self._matches(got, tests, test) else "wrong"
-        return ProgramResult(outcome=outcome, got=got, errors=errors)
+            outcome = "passed" if self._matches(output, tests, test) else "wrong"
+        return ProgramResult(outcome=outcome, got=output, errors=errors)
 
     def _matches(self, got: str, tests: CodeTests, test: CodeTest) -> bool:
         tolerance = self._tolerance if tests.tolerance is None else tests.tolerance
         if not tests.function:
             return same_text(got, test.stdout, self._compare, tolerance)
         try:
-            value = json.loads(got)
+            returned = json.loads(got)
         except (ValueError, RecursionError):  # no output, or not the driver's
             return False
-        return any(same_value(value, expected, tolerance) for expected in test.returns)
+        return any(same_value(returned, expected, tolerance) for expected in test.returns)
 
 
 _FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})[ \t]*([\w+.-]*)[^`\n]*$")

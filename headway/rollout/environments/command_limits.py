@@ -45,9 +45,9 @@ class AnswerTime:
         """Run a command; returns its result and the limit that it had: the smaller of ``timeout_s`` and the answer's
         remaining time."""
         limit_s = min(timeout_s, self.left(episode))
-        result = await episode.sandbox.exec(argv, timeout_s=limit_s, **options)
-        episode.state[_LEFT][1] -= result.duration_s
-        return result, limit_s
+        exec_result = await episode.sandbox.exec(argv, timeout_s=limit_s, **options)
+        episode.state[_LEFT][1] -= exec_result.duration_s
+        return exec_result, limit_s
 
 
 class Interpreter:
@@ -60,14 +60,14 @@ class Interpreter:
     async def need(self, episode: Episode) -> None:
         """Check the interpreter before a rollout uses its sandbox: without one all rollouts would fail, whatever they
         answer. Raises SandboxError."""
-        unused, episode.state[_RAN] = not episode.state.get(_RAN), True
-        if self._works or not unused:
+        is_unused, episode.state[_RAN] = not episode.state.get(_RAN), True
+        if self._works or not is_unused:
             return
         with fills(" ".join(self.argv)):
-            result = await episode.sandbox.exec([*self.argv, "-c", "print(6 * 7)"])
-        if result.stdout.split() != [b"42"]:
-            how = result.stderr.decode(errors="replace").strip()[-200:] or f"exit code {result.exit_code}"
-            raise SandboxError(environment_failure(f"{' '.join(self.argv)} doesn't run in the sandbox: {how}"))
+            check = await episode.sandbox.exec([*self.argv, "-c", "print(6 * 7)"])
+        if check.stdout.split() != [b"42"]:
+            failure_text = check.stderr.decode(errors="replace").strip()[-200:] or f"exit code {check.exit_code}"
+            raise SandboxError(environment_failure(f"{' '.join(self.argv)} doesn't run in the sandbox: {failure_text}"))
         self._works = True
 
 
@@ -91,5 +91,5 @@ def fills(content: str) -> Iterator[None]:
     except SandboxError as error:
         if error.failure.cause != "model_code":
             raise
-        cause = f"{content} needs more than sandbox.limits.disk_bytes or memory_bytes: {error.failure.message}"
-        raise SandboxError(environment_failure(cause)) from None
+        reason = f"{content} needs more than sandbox.limits.disk_bytes or memory_bytes: {error.failure.message}"
+        raise SandboxError(environment_failure(reason)) from None

@@ -76,18 +76,18 @@ class Dialogue(Environment):
 
     def _receive_user(self, episode: Episode, utterance: str) -> None:
         """Pass the user's message on to the policy, or end the conversation with it."""
-        last = utterance.strip().rpartition("\n")[2].strip()
-        for end in self._ends:
-            if end.strip() in (utterance.strip(), last):  # alone on its line: a mention of it ends nothing
+        last_line = utterance.strip().rpartition("\n")[2].strip()
+        for end_text in self._ends:
+            if end_text.strip() in (utterance.strip(), last_line):  # alone on its line: a mention of it ends nothing
                 if self._rewards is not None:
-                    episode.reward(self._rewards[end])
-                episode.end(end)
+                    episode.reward(self._rewards[end_text])
+                episode.end(end_text)
                 return
         episode.set_active_agent("", tools=list(self.offered.values()))
         episode.add_message(utterance)
 
     def _script(self, episode: Episode) -> str:
-        words = " or ".join(self._ends)
-        endings = f"When the conversation is over for you, say {words} and nothing else."
-        filled = self._prompt.replace("{opening}", episode.task.prompt).replace("{endings}", endings)
-        return filled.replace("{goal}", str(episode.task.metadata[self._goal]))
+        end_words = " or ".join(self._ends)
+        endings = f"When the conversation is over for you, say {end_words} and nothing else."
+        script = self._prompt.replace("{opening}", episode.task.prompt).replace("{endings}", endings)
+        return script.replace("{goal}", str(episode.task.metadata[self._goal]))

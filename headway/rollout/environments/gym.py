@@ -97,13 +97,13 @@ class Gym(Environment):
     def tools(self) -> Sequence[Tool | Callable[..., Any]]:
         if self._reads != "tool":
             return ()
-        described = {"type": "object", "properties": {"action": self._actions.schema}, "required": ["action"]}
-        return (Tool.described("act", "Take an action.", described, self._act, fatal=True),)
+        parameters_schema = {"type": "object", "properties": {"action": self._actions.schema}, "required": ["action"]}
+        return (Tool.described("act", "Take an action.", parameters_schema, self._act, fatal=True),)
 
     async def begin(self, episode: Episode) -> None:
         episode.state.update(seed=seed_of(episode.task), actions=[], seen="", rewards=[])
-        seen = await self._start(episode)
-        episode.state["seen"] = _digest(seen)
+        observation_text = await self._start(episode)
+        episode.state["seen"] = _digest(observation_text)
         if not self._deterministic:
             episode.pin_to_process("its game")
         if self.system:
@@ -111,7 +111,7 @@ class Gym(Environment):
         for message in episode.task.messages:
             episode.add(message)
         prompt_alone = episode.task.prompt and not episode.task.messages
-        episode.add_message(f"{episode.task.prompt}\n\n{seen}" if prompt_alone else seen)
+        episode.add_message(f"{episode.task.prompt}\n\n{observation_text}" if prompt_alone else observation_text)
 
     async def reply(self, episode: Episode, answer: Answer) -> None:
         episode.state["rewards"].append(0.0)
@@ -129,10 +129,10 @@ class Gym(Environment):
         return {"turn_rewards": rewards, "reward": sum(rewards), "solved": sum(rewards) >= self._solved_at}
 
     async def resume(self, episode: Episode) -> None:
-        seen = await self._start(episode)
+        observation_text = await self._start(episode)
         for action in episode.state["actions"]:
-            seen, *_ = await self._play(episode, action)
-        if _digest(seen) != episode.state["seen"]:
+            observation_text, *_ = await self._play(episode, action)
+        if _digest(observation_text) != episode.state["seen"]:
             raise ReplayMismatch("the game isn't deterministic: its actions, played again, lead elsewhere")
 
     async def close(self, episode: Episode) -> None:
@@ -163,13 +163,13 @@ class Gym(Environment):
             action = self._actions.read(written)
         except ValueError as error:
             return self._reject(episode, str(error))
-        seen, reward, ended = await self._play(episode, action)
+        observation_text, reward, end_reason = await self._play(episode, action)
         _reward(episode, reward)
         episode.state["actions"].append(action)
-        episode.state["seen"] = _digest(seen)
-        if ended:
-            episode.end(ended)
-        return seen
+        episode.state["seen"] = _digest(observation_text)
+        if end_reason:
+            episode.end(end_reason)
+        return observation_text
 
     def _reject(self, episode: Episode, why: str) -> str:
         _reward(episode, self._invalid_reward)
@@ -196,8 +196,8 @@ class Gym(Environment):
 
         def step() -> tuple[str, float, str]:
             observation, reward, terminated, truncated, info = game.env.step(self._actions.to_native(action))
-            ended = "terminated" if terminated else "truncated" if truncated else ""
-            return self._shows(observation, info, game.env), float(reward), ended
+            end_reason = "terminated" if terminated else "truncated" if truncated else ""
+            return self._shows(observation, info, game.env), float(reward), end_reason
 
         return await game.executor.run(step)
 
@@ -228,8 +228,8 @@ def formatter_of(shows: str) -> Callable[[Any, Any, Any], str]:
     if ":" in shows:
         return import_function(shows, "environment.parameters.shows", get_args(Shows))
     if shows not in get_args(Shows):
-        valid = f"{', '.join(get_args(Shows))} or module:function"
-        raise ConfigurationError(f"environment.parameters.shows = {shows!r}: valid: {valid}")
+        valid_text = f"{', '.join(get_args(Shows))} or module:function"
+        raise ConfigurationError(f"environment.parameters.shows = {shows!r}: valid: {valid_text}")
 
     def show(observation: Any, info: Any, env: Any) -> str:
         rendered = shows != "observation" and _render_text(env)
@@ -249,8 +249,8 @@ def _render_text(env: Any) -> str | None:
     """Return the game's own rendering as text, or None where it has none."""
     if getattr(env, "render_mode", None) != "ansi":
         return None
-    drawn = env.render()
-    return uncoloured(drawn if isinstance(drawn, str) else drawn.getvalue())
+    rendering = env.render()
+    return uncoloured(rendering if isinstance(rendering, str) else rendering.getvalue())
 
 
 def uncoloured(text: str) -> str:

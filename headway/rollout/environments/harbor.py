@@ -45,8 +45,8 @@ class Harbor(Environment):
     async def begin(self, episode: Episode) -> None:
         task = await self._task(episode)
         if task.verifier_s >= self.reply_timeout_s:
-            limit = f"environment.timeout_s = {self.reply_timeout_s:g} s"
-            raise ValueError(f"the tests of {task.name} may take {task.verifier_s:g} s: more is needed than {limit}")
+            setting = f"environment.timeout_s = {self.reply_timeout_s:g} s"
+            raise ValueError(f"the tests of {task.name} may take {task.verifier_s:g} s: more is needed than {setting}")
         with fills(f"what {task.name} begins with"):
             await _upload(episode, task.files)
             mkdir = await episode.sandbox.exec(["mkdir", "-p", task.workdir, "/logs/agent", _LOGS], workdir="/")
@@ -60,7 +60,7 @@ class Harbor(Environment):
         command: the command
         """
         task = await self._task(episode)
-        result, limit_s = await self._time.exec(
+        exec_result, limit_s = await self._time.exec(
             episode,
             ["bash", "-c", command],
             environment=dict(task.environment),
@@ -68,7 +68,7 @@ class Harbor(Environment):
             timeout_s=self._timeout_s,
             max_output_bytes=_OUTPUT_BYTES,
         )
-        return format_output(result, limit_s)
+        return format_output(exec_result, limit_s)
 
     async def score(self, episode: Episode) -> Any:
         try:
@@ -80,13 +80,13 @@ class Harbor(Environment):
 
     async def _run_tests(self, episode: Episode, task: HarborTask) -> dict[str, Any]:
         # Alone: processes that the agent left running can't see or change the tests.
-        cleared = await episode.sandbox.exec(
+        clear_result = await episode.sandbox.exec(
             ["/bin/sh", "-c", f"rm -rf /tests {_LOGS} && mkdir -p {_LOGS}"], workdir="/", alone=True
         )
-        if not cleared.ok:
+        if not clear_result.ok:
             return {"reward": 0.0, "tests": "what the agent left in /tests or /logs can't be removed"}
         await _upload(episode, task.tests)
-        result = await episode.sandbox.exec(
+        test_run = await episode.sandbox.exec(
             ["bash", "/tests/test.sh"],
             environment={**task.environment, **task.test_environment},
             workdir=task.workdir,
@@ -95,18 +95,18 @@ class Harbor(Environment):
             alone=True,
         )
         # Tests run the agent's code, which may end them before they write a reward, or leave a process that writes one.
-        if how := _interruption(result, task.verifier_s):
-            return {"reward": 0.0, "tests": how}
+        if interruption := _interruption(test_run, task.verifier_s):
+            return {"reward": 0.0, "tests": interruption}
         await episode.sandbox.exec(["true"], workdir="/", alone=True)
-        files = [await _read(episode, f"{_LOGS}/reward.{kind}") for kind in ("json", "txt")]
+        reward_files = [await _read(episode, f"{_LOGS}/reward.{suffix}") for suffix in ("json", "txt")]
         try:
-            verdict = reward_of(*files)
+            verdict = reward_of(*reward_files)
         except ValueError as error:
-            if _folder(episode) not in self._judged or (result.ok and not result.oom):
+            if _folder(episode) not in self._judged or (test_run.ok and not test_run.oom):
                 raise  # tests that have never written a reward may be broken themselves
-            return {"reward": 0.0, "tests": f"exit code {result.exit_code}: {error}"}
+            return {"reward": 0.0, "tests": f"exit code {test_run.exit_code}: {error}"}
         self._judged.add(_folder(episode))
-        return {**verdict, "solved": verdict["reward"] >= self._solved_at, "exit_code": result.exit_code}
+        return {**verdict, "solved": verdict["reward"] >= self._solved_at, "exit_code": test_run.exit_code}
 
     async def _task(self, episode: Episode) -> HarborTask:
         folder = _folder(episode)
@@ -133,8 +133,8 @@ def _interruption(result: ExecResult, limit_s: float) -> str:
 
 async def _upload(episode: Episode, files: Iterable[tuple[Path, str]]) -> None:
     for path, sandbox_path in files:
-        data, mode = await asyncio.to_thread(path.read_bytes), path.stat().st_mode & 0o777
-        await episode.sandbox.write(sandbox_path, data, mode=mode)
+        content, mode = await asyncio.to_thread(path.read_bytes), path.stat().st_mode & 0o777
+        await episode.sandbox.write(sandbox_path, content, mode=mode)
 
 
 async def _read(episode: Episode, path: str) -> bytes | None:

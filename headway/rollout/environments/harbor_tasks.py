@@ -42,8 +42,8 @@ def tasks(folder: str, images: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """Yield rows for a task source (``source = "function"``): one for each task folder in ``folder``, or a single one
     where ``folder`` is a task folder. ``images``: names of task images that ``sandbox.image`` stands for; (): any.
     Raises ConfigurationError that names the task and the feature that isn't supported."""
-    top = Path(folder).resolve()
-    folders = [top] if (top / "task.toml").is_file() else sorted(path.parent for path in top.glob("*/task.toml"))
+    root = Path(folder).resolve()
+    folders = [root] if (root / "task.toml").is_file() else sorted(path.parent for path in root.glob("*/task.toml"))
     if not folders:
         raise ConfigurationError(f"{folder}: no folder in it has a task.toml")
     for path in folders:
@@ -60,19 +60,19 @@ def read_task(folder: Path) -> HarborTask:
         instruction = (folder / "instruction.md").read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{folder}: {type(error).__name__}: {error}") from None
-    container, verifier = (config.get(name) or {} for name in ("environment", "verifier"))
-    _require_plain(folder, config, container, verifier)
-    image, workdir, variables, files = _image_of(folder, container)
+    environment_table, verifier_table = (config.get(name) or {} for name in ("environment", "verifier"))
+    _require_plain(folder, config, environment_table, verifier_table)
+    image, workdir, variables, files = _image_of(folder, environment_table)
     return HarborTask(
         name=(config.get("task") or {}).get("name") or folder.name,
         instruction=instruction,
         image=image,
-        workdir=container.get("workdir") or workdir,
-        environment={**variables, **_variables(folder, container.get("env"))},
+        workdir=environment_table.get("workdir") or workdir,
+        environment={**variables, **_variables(folder, environment_table.get("env"))},
         files=tuple(files),
         tests=tuple(_files_below(folder / "tests", PurePosixPath("/tests"))),
-        test_environment=_variables(folder, verifier.get("env")),
-        verifier_s=float(verifier.get("timeout_sec", 600.0)),
+        test_environment=_variables(folder, verifier_table.get("env")),
+        verifier_s=float(verifier_table.get("timeout_sec", 600.0)),
     )
 
 
@@ -81,11 +81,11 @@ def reward_of(json_file: bytes | None, text_file: bytes | None) -> dict[str, Any
     counts: code that the tests run may write there too. Raises ValueError where neither file has one."""
     verdicts: list[dict[str, Any]] = []
     errors: list[Exception] = []
-    for read, content in ((_json_reward, json_file), (_text_reward, text_file)):
+    for parse, content in ((_json_reward, json_file), (_text_reward, text_file)):
         if content is None:
             continue
         try:
-            verdicts.append(read(content))
+            verdicts.append(parse(content))
         except (ValueError, OverflowError, RecursionError) as error:
             errors.append(error)
     if verdicts:
@@ -96,15 +96,15 @@ def reward_of(json_file: bytes | None, text_file: bytes | None) -> dict[str, Any
 def _json_reward(content: bytes) -> dict[str, Any]:
     """Return the verdict in reward.json: a number, or numbers by name; without a "reward" their mean is the reward."""
     parsed: Any = json.loads(content)
-    numbers = {
+    number_by_name = {
         name: _finite(name, value)
         for name, value in (parsed if isinstance(parsed, dict) else {"reward": parsed}).items()
     }
-    if not numbers:
+    if not number_by_name:
         raise ValueError("reward.json is empty")
-    reward = numbers.pop("reward", None)
-    mean = sum(value / len(numbers) for value in numbers.values())
-    return {"reward": mean if reward is None else reward, "rewards": numbers}
+    reward = number_by_name.pop("reward", None)
+    mean = sum(value / len(number_by_name) for value in number_by_name.values())
+    return {"reward": mean if reward is None else reward, "rewards": number_by_name}
 
 
 def _text_reward(content: bytes) -> dict[str, Any]:
@@ -156,11 +156,11 @@ def _image_of(folder: Path, container: Mapping[str, Any]) -> tuple[str, str, dic
     context = folder / "environment"
     dockerfile = context / "Dockerfile"
     instructions = list(_instructions(dockerfile)) if dockerfile.is_file() else []
-    at_start = {name: (number, rest) for number, name, rest in instructions if name in _AT_START}  # the last ones count
-    for name, (number, rest) in at_start.items():
+    startup = {name: (number, rest) for number, name, rest in instructions if name in _AT_START}  # the last ones count
+    for name, (number, rest) in startup.items():
         if rest.replace(" ", "").upper() not in ("[]", '[""]', "NONE"):
-            cause = f"{name} {rest[:60]}: its image has a start-up command, which isn't run here"
-            raise ConfigurationError(f"{dockerfile}:{number}: {cause}")
+            reason = f"{name} {rest[:60]}: its image has a start-up command, which isn't run here"
+            raise ConfigurationError(f"{dockerfile}:{number}: {reason}")
     if container.get("docker_image") or not dockerfile.is_file():
         return str(container.get("docker_image") or ""), "/app", {}, []
     image, workdir = "", PurePosixPath("/")
@@ -171,10 +171,10 @@ def _image_of(folder: Path, container: Mapping[str, Any]) -> tuple[str, str, dic
             image = rest.strip()
         elif name == "WORKDIR":
             workdir = workdir / rest.strip()
-        elif name == "ENV" and (pairs := _pairs(rest)) is not None:
-            variables.update(pairs)
-        elif name in ("COPY", "ADD") and (copied := _copied_files(context, workdir, rest)) is not None:
-            files += copied
+        elif name == "ENV" and (new_variables := _pairs(rest)) is not None:
+            variables.update(new_variables)
+        elif name in ("COPY", "ADD") and (copied_paths := _copied_files(context, workdir, rest)) is not None:
+            files += copied_paths
         elif name not in (*_WITHOUT_EFFECT, *_AT_START):
             raise ConfigurationError(
                 f"{dockerfile}:{number}: {name} {rest[:60]}: images aren't built here, only FROM, WORKDIR, ENV and "
@@ -187,14 +187,14 @@ def _image_of(folder: Path, container: Mapping[str, Any]) -> tuple[str, str, dic
 def _instructions(dockerfile: Path) -> Iterator[tuple[int, str, str]]:
     """Yield (line number, name, rest) of each instruction, with continued lines joined."""
     instruction, first_line = "", 0
-    for number, line in enumerate(dockerfile.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    for line_number, line in enumerate(dockerfile.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        first_line = first_line if instruction else number
+        first_line = first_line if instruction else line_number
         instruction += line.rstrip().removesuffix("\\") + " "
         if not line.rstrip().endswith("\\"):
-            name, _, rest = instruction.strip().partition(" ")
-            yield first_line, name.upper(), rest.strip()
+            name, _, arguments_text = instruction.strip().partition(" ")
+            yield first_line, name.upper(), arguments_text.strip()
             instruction = ""
 
 
@@ -225,20 +225,20 @@ def _copied_files(context: Path, workdir: PurePosixPath, rest: str) -> list[tupl
         if path.is_dir():
             files += _files_below(path, destination)
         else:
-            inside = target.endswith("/") or target in (".", "./") or len(sources) > 1
-            files.append((path, str(destination / path.name if inside else destination)))
+            is_inside = target.endswith("/") or target in (".", "./") or len(sources) > 1
+            files.append((path, str(destination / path.name if is_inside else destination)))
     return files
 
 
 def _files_below(folder: Path, target: PurePosixPath) -> Iterator[tuple[Path, str]]:
     """Yield the path of every file below ``folder``, and its path below ``target``. Raises ConfigurationError for links
     and above the size limit."""
-    total = 0
+    total_bytes = 0
     for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
         if path.is_symlink():
             raise ConfigurationError(f"{path}: links aren't copied")
         if path.is_file():
-            total += path.stat().st_size
-            if total > _FILE_BYTES:
+            total_bytes += path.stat().st_size
+            if total_bytes > _FILE_BYTES:
                 raise ConfigurationError(f"{folder}: more than {_FILE_BYTES >> 20} MiB of files")
             yield path, str(target / path.relative_to(folder).as_posix())

@@ -62,8 +62,8 @@ class Kernel(Environment):
         self.longest_s = {"timeout_s": timeout_s}
         self._backend = backend
         self._turns, self._stop_at = turns, stop_at
-        trials = {"correct_trials": correct_trials, "timed_trials": timed_trials}
-        self._submission = partial(KernelSubmission, timed=timed, seed=seed, timeout_s=timeout_s, **trials)
+        trial_counts = {"correct_trials": correct_trials, "timed_trials": timed_trials}
+        self._submission = partial(KernelSubmission, timed=timed, seed=seed, timeout_s=timeout_s, **trial_counts)
         self._source_characters = source_characters
         key = next(iter(read_keys(key_file, "environment.parameters.key_file =")), "")
         self._client = KernelClient(addresses, RealClock(), key=key)
@@ -71,9 +71,9 @@ class Kernel(Environment):
     async def require_services(self, tasks: Iterable[Task]) -> None:
         """Raise ConfigurationError unless the tasks are kernel tasks and a service is reachable for each of their
         backends."""
-        needed = {kernel_task(task, self._backend).backend for task in tasks}
+        needed_backends = {kernel_task(task, self._backend).backend for task in tasks}
         async with self._client as client:
-            await client.require_backends(needed)
+            await client.require_backends(needed_backends)
 
     async def stop(self) -> None:
         await self._client.close()
@@ -83,33 +83,33 @@ class Kernel(Environment):
         await super().begin(episode)
 
     async def reply(self, episode: Episode, answer: Answer) -> None:
-        judged = episode.state.setdefault("judged", [])
+        judgements = episode.state.setdefault("judged", [])
         source = source_in(answer.text)
         if not source:
-            evaluation, text = KernelEvaluation(fault="syntax_error", text="no ModelNew"), _NO_SOURCE
+            evaluation, reply = KernelEvaluation(fault="syntax_error", text="no ModelNew"), _NO_SOURCE
         elif len(source) > self._source_characters:
             evaluation = KernelEvaluation(fault="syntax_error", text="too long")
-            text = f"This source has {len(source):,} characters; {self._source_characters:,} at most are evaluated."
+            reply = f"This source has {len(source):,} characters; {self._source_characters:,} at most are evaluated."
         else:
             evaluation = await self._evaluation(episode.task, source)
-            text = feedback(evaluation)
+            reply = feedback(evaluation)
         judgement = outline(evaluation)
-        judged.append(msgspec.to_builtins(judgement))
+        judgements.append(msgspec.to_builtins(judgement))
         if judgement.reward >= self._stop_at:
             episode.end("fast enough")
-        elif len(judged) >= self._turns:
+        elif len(judgements) >= self._turns:
             episode.end("turns")
         else:
-            episode.add_message(self.shortened(text))
+            episode.add_message(self.shortened(reply))
 
     async def score(self, episode: Episode) -> dict[str, Any]:
-        judged: list[dict[str, Any]] = episode.state.get("judged", [])
-        if not judged:
+        answers: list[dict[str, Any]] = episode.state.get("judged", [])
+        if not answers:
             return {"reward": 0.0, "solved": False, KERNEL_ANSWERS: []}
-        best = max(judged, key=lambda judgement: judgement["reward"])
-        rewards = [judgement["reward"] for judgement in judged]
-        rewards += [0.0] * (episode.turns - len(judged))  # truncated answers have no evaluation
-        return {"reward": best["reward"], "solved": best["correct"], "turn_rewards": rewards, KERNEL_ANSWERS: judged}
+        best = max(answers, key=lambda judgement: judgement["reward"])
+        rewards = [judgement["reward"] for judgement in answers]
+        rewards += [0.0] * (episode.turns - len(answers))  # truncated answers have no evaluation
+        return {"reward": best["reward"], "solved": best["correct"], "turn_rewards": rewards, KERNEL_ANSWERS: answers}
 
     async def _evaluation(self, task: Task, source: str) -> KernelEvaluation:
         """Evaluate a source. Raises InfrastructureError where the evaluation failed for another reason than it."""

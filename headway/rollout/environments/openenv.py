@@ -80,8 +80,8 @@ class OpenEnv(Environment):
         self._needed = [key for key in schema.get("required", ()) if key not in self._fixed]
         self._field = field or (self._needed[0] if len(self._needed) == 1 else "")
         if reads != "tool" and self._field not in self._schema:
-            has = ", ".join(self._schema) or "none"
-            raise ConfigurationError(f"{KEY}.field = {field!r}: which of the action's fields gets the answer: {has}")
+            valid = ", ".join(self._schema) or "none"
+            raise ConfigurationError(f"{KEY}.field = {field!r}: which of the action's fields gets the answer: {valid}")
 
     def tools(self) -> Sequence[Tool | Callable[..., Any]]:
         if self._reads != "tool":
@@ -95,10 +95,10 @@ class OpenEnv(Environment):
         episode.state.update(rewards=[], rewarded=False, stepped=False)
         task_arguments = episode.task.metadata.get(COLUMN) or {}
         self._sessions[episode.name] = await self._open_session()
-        data = await self._request(episode, "reset", {"seed": seed_of(episode.task), **self._reset, **task_arguments})
+        answer = await self._request(episode, "reset", {"seed": seed_of(episode.task), **self._reset, **task_arguments})
         await super().begin(episode)
-        episode.add_message(self._observation_text(data))
-        if data.get("done"):
+        episode.add_message(self._observation_text(answer))
+        if answer.get("done"):
             episode.end("done")
 
     async def reply(self, episode: Episode, answer: Answer) -> None:
@@ -138,31 +138,31 @@ class OpenEnv(Environment):
         return await self._stepped(episode, read_object(written))
 
     async def _stepped(self, episode: Episode, action: Mapping[str, Any]) -> str:
-        data = await self._request(episode, "step", {**action, **self._fixed})
+        step_answer = await self._request(episode, "step", {**action, **self._fixed})
         episode.state["stepped"] = True
-        reward = data.get("reward")
+        reward = step_answer.get("reward")
         if reward is not None:
             episode.reward(float(reward))
             episode.state["rewards"][-1] += float(reward)
             episode.state["rewarded"] = True
-        if data.get("done"):
+        if step_answer.get("done"):
             episode.end("done")
-        return self._observation_text(data)
+        return self._observation_text(step_answer)
 
     def _parse_action(self, text: str) -> Any:
         """Return the action in an answer, in the type of its field. Raises ToolError where there is none."""
         if self._reads == "tool":
             raise ToolError("call the tool act")
-        written = find_action(text, self._reads)
-        if written is None:
+        action_text = find_action(text, self._reads)
+        if action_text is None:
             raise ToolError("there is no action in this answer")
-        kind = self._schema[self._field].get("type")
-        if kind in (None, "string"):
-            return written
+        json_type = self._schema[self._field].get("type")
+        if json_type in (None, "string"):
+            return action_text
         try:
-            return json.loads(written)
+            return json.loads(action_text)
         except (ValueError, RecursionError):
-            raise ToolError(f"{self._field} must be a JSON {kind}") from None
+            raise ToolError(f"{self._field} must be a JSON {json_type}") from None
 
     def _observation_text(self, data: Mapping[str, Any]) -> str:
         observation = {key: content for key, content in (data.get("observation") or {}).items() if key not in _OURS}
@@ -170,8 +170,8 @@ class OpenEnv(Environment):
             if self._observation_field not in observation:
                 raise ValueError(f"the observation has no {self._observation_field!r}: {', '.join(observation)}")
             observation = {self._observation_field: observation[self._observation_field]}
-        only = next(iter(observation.values())) if len(observation) == 1 else observation
-        return only if isinstance(only, str) else json.dumps(only, ensure_ascii=False)
+        displayed = next(iter(observation.values())) if len(observation) == 1 else observation
+        return displayed if isinstance(displayed, str) else json.dumps(displayed, ensure_ascii=False)
 
     async def _request(self, episode: Episode, kind: str, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Send a message and return its answer's data. Raises ToolError for an invalid action, SessionLost,
@@ -208,11 +208,11 @@ class OpenEnv(Environment):
         return await self._connect()
 
     async def _connect(self) -> Any:
-        parts = urlsplit(self._address)
-        url = f"{'wss' if parts.scheme in ('https', 'wss') else 'ws'}://{parts.netloc}{parts.path}/ws"
-        local: dict[str, Any] = {"proxy": None} if parts.hostname in ("127.0.0.1", "localhost", "::1") else {}
+        address = urlsplit(self._address)
+        url = f"{'wss' if address.scheme in ('https', 'wss') else 'ws'}://{address.netloc}{address.path}/ws"
+        proxy_options: dict[str, Any] = {"proxy": None} if address.hostname in ("127.0.0.1", "localhost", "::1") else {}
         try:
             # environment.timeout_s limits an answer's time: no pings are needed
-            return await self._client.connect(url, max_size=_MESSAGE_BYTES, ping_interval=None, **local)
+            return await self._client.connect(url, max_size=_MESSAGE_BYTES, ping_interval=None, **proxy_options)
         except self._package.WebSocketException as error:
             raise SessionLost(f"the OpenEnv server at {self._address}: {type(error).__name__}: {error}") from None

@@ -46,9 +46,9 @@ class LocalServer:
             except (OSError, ValueError) as error:
                 if time.monotonic() > deadline_s:
                     self.stop()
-                    limit = self._start_timeout_s
-                    cause = f"{self._argv[0]} was not up within start_timeout_s = {limit:g} s: {error}"
-                    raise InfrastructureError(cause) from None
+                    limit_s = self._start_timeout_s
+                    reason = f"{self._argv[0]} was not up within start_timeout_s = {limit_s:g} s: {error}"
+                    raise InfrastructureError(reason) from None
             time.sleep(_POLL_S)
 
     def stop(self) -> None:

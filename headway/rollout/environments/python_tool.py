@@ -38,21 +38,21 @@ class PythonTool(Environment):
         code: the program
         """
         await self._interpreter.need(episode)
-        result, limit_s = await self._time.exec(
+        exec_result, limit_s = await self._time.exec(
             episode, [*self._interpreter.argv, "-c", code], timeout_s=self._timeout_s, max_output_bytes=_OUTPUT_BYTES
         )
-        return format_output(result, limit_s)
+        return format_output(exec_result, limit_s)
 
 
 def format_output(result: ExecResult, timeout_s: float) -> str:
     """Return a program's result as text for the model: its output, and its error, if it failed."""
-    text = result.stdout.decode(errors="replace")
+    output_text = result.stdout.decode(errors="replace")
     if result.timed_out:
-        return text + f"[stopped after {timeout_s:g} s]"
+        return output_text + f"[stopped after {timeout_s:g} s]"
     if result.oom:
-        return text + "[out of memory]"
+        return output_text + "[out of memory]"
     if not result.ok:
-        errors = result.stderr.decode(errors="replace").strip()
-        how = f"signal {result.signal}" if result.exit_code is None else f"exit code {result.exit_code}"
-        return text + (errors or f"[{how}]")
-    return text.rstrip("\n") or "[no output]"
+        error_text = result.stderr.decode(errors="replace").strip()
+        exit_text = f"signal {result.signal}" if result.exit_code is None else f"exit code {result.exit_code}"
+        return output_text + (error_text or f"[{exit_text}]")
+    return output_text.rstrip("\n") or "[no output]"

@@ -60,13 +60,13 @@ class Repair(Environment):
         numbers with a decimal point. ``numbered``: lines are displayed with their numbers. ``interpreter``: of the
         hidden tests, in the sandbox. ``test_command``: of tasks that have none."""
         require_choice("environment.parameters.reward", reward, Reward)
-        known = {tool.__name__: tool for tool in self._all_tools()}
-        if unknown := [name for name in tools if name not in known]:
-            valid = ", ".join(known)
-            raise ConfigurationError(f"environment.parameters: tools: there is no {unknown[0]!r}; valid: {valid}")
+        tool_by_name = {tool.__name__: tool for tool in self._all_tools()}
+        if unknown := [name for name in tools if name not in tool_by_name]:
+            valid_text = ", ".join(tool_by_name)
+            raise ConfigurationError(f"environment.parameters: tools: there is no {unknown[0]!r}; valid: {valid_text}")
         self.system = system
         self._reward = reward
-        self._tools = [known[name] for name in tools]
+        self._tools = [tool_by_name[name] for name in tools]
         self._timeout_s = timeout_s
         self._time = AnswerTime(turn_s)
         self.longest_s = {"turn_s": turn_s, "hidden_timeout_s": hidden_timeout_s}
@@ -97,28 +97,28 @@ class Repair(Environment):
         await self._repository(episode)
         paths: list[str] = []
         folders = [_sandbox_path(path)]
-        unlisted: list[str] = []
+        notes: list[str] = []
         folders_listed = 0
         while folders and len(paths) <= LISTED and folders_listed < LISTED:
             folder, folders_listed = folders.pop(0), folders_listed + 1
             try:
-                entries = await _with_tool_errors(episode.sandbox.list(folder))
+                file_infos = await _with_tool_errors(episode.sandbox.list(folder))
             except ToolError as error:
                 if folder == _sandbox_path(path):
                     raise
-                unlisted.append(f"[{error}]")  # this folder alone: too many entries, or no permission
+                notes.append(f"[{error}]")  # this folder alone: too many entries, or no permission
                 continue
-            for entry in entries:
-                inside = posixpath.join(folder, entry.name)
-                if entry.kind == "directory" and entry.name not in SKIPPED:
-                    folders.append(inside)
-                elif entry.kind != "directory":
-                    paths.append(posixpath.relpath(inside, REPOSITORY))
+            for file_info in file_infos:
+                entry_path = posixpath.join(folder, file_info.name)
+                if file_info.kind == "directory" and file_info.name not in SKIPPED:
+                    folders.append(entry_path)
+                elif file_info.kind != "directory":
+                    paths.append(posixpath.relpath(entry_path, REPOSITORY))
         if folders and folders_listed == LISTED:
-            unlisted.append(f"[more directories: these are of {LISTED}]")
+            notes.append(f"[more directories: these are of {LISTED}]")
         if len(paths) > LISTED:
-            unlisted.append(f"[more files: these are {LISTED}]")
-        return "\n".join([*sorted(paths[:LISTED]), *unlisted]) or "[no files]"
+            notes.append(f"[more files: these are {LISTED}]")
+        return "\n".join([*sorted(paths[:LISTED]), *notes]) or "[no files]"
 
     async def read_file(
         self,
@@ -136,10 +136,10 @@ class Repair(Environment):
         lines = (await self._read(path, episode)).splitlines()
         if first_line > max(1, len(lines)):
             raise ToolError(f"{path} has {len(lines)} lines")
-        chosen = lines[first_line - 1 : last_line]
+        chosen_lines = lines[first_line - 1 : last_line]
         if self._numbered:
-            chosen = [f"{number}\t{line}" for number, line in enumerate(chosen, first_line)]
-        return "\n".join(chosen) or "[empty]"
+            chosen_lines = [f"{line_number}\t{line}" for line_number, line in enumerate(chosen_lines, first_line)]
+        return "\n".join(chosen_lines) or "[empty]"
 
     async def write_file(self, path: str, content: str, episode: Episode) -> str:
         """Write a file, a new one or over what is there.
@@ -159,10 +159,10 @@ class Repair(Environment):
         new: what takes its place
         """
         content = await self._read(path, episode)
-        count = content.count(old) if old else 0
-        if count != 1:
-            how = f"{count} times; give more of what is around it" if count else "nowhere"
-            raise ToolError(f"the old text is in {path} {how}" if old else "the old text is empty")
+        match_count = content.count(old) if old else 0
+        if match_count != 1:
+            count_text = f"{match_count} times; give more of what is around it" if match_count else "nowhere"
+            raise ToolError(f"the old text is in {path} {count_text}" if old else "the old text is empty")
         await self._write(path, content.replace(old, new), episode)
         return f"edited {path}"
 
@@ -180,8 +180,8 @@ class Repair(Environment):
     async def _command(self, command: str, episode: Episode) -> str:
         await self._repository(episode)
         argv, limits = ["sh", "-c", command], {"timeout_s": self._timeout_s, "max_output_bytes": MAX_OUTPUT_BYTES}
-        result, limit_s = await _with_tool_errors(self._time.exec(episode, argv, workdir=REPOSITORY, **limits))
-        return _command_output(result, limit_s)
+        exec_result, limit_s = await _with_tool_errors(self._time.exec(episode, argv, workdir=REPOSITORY, **limits))
+        return _command_output(exec_result, limit_s)
 
     async def _read(self, path: str, episode: Episode) -> str:
         await self._repository(episode)
@@ -194,8 +194,8 @@ class Repair(Environment):
     async def _write(self, path: str, content: str, episode: Episode) -> None:
         """Write a file; an existing one keeps its mode, so that an executable stays one."""
         sandbox_path = _sandbox_path(path)
-        stat = await _with_tool_errors(episode.sandbox.exec(["stat", "-L", "-c", "%a", "--", sandbox_path]))
-        mode_text = stat.stdout.strip() if stat.ok else b""
+        stat_result = await _with_tool_errors(episode.sandbox.exec(["stat", "-L", "-c", "%a", "--", sandbox_path]))
+        mode_text = stat_result.stdout.strip() if stat_result.ok else b""
         mode = int(mode_text, 8) & 0o777 if re.fullmatch(rb"[0-7]+", mode_text) else 0o644
         await _with_tool_errors(episode.sandbox.write(sandbox_path, content, mode=mode))
 
@@ -212,32 +212,32 @@ class Repair(Environment):
     # --- score --------------------------------------------------------------------------------------------------
 
     async def score(self, episode: Episode) -> dict[str, Any]:
-        hidden = self._hidden_tests(episode)
-        count = sum(len(questions.tests) for questions in hidden.values())
+        questions_by_file = self._hidden_tests(episode)
+        test_count = sum(len(questions.tests) for questions in questions_by_file.values())
         if not episode.state.get("there"):
-            return {"reward": 0.0, "solved": False, "tests": count, "passed": 0, "repository": "untouched"}
-        detail: dict[str, Any] = {"tests": count, "passed": 0, "wrong": [], "unanswered": [], "ended": []}
+            return {"reward": 0.0, "solved": False, "tests": test_count, "passed": 0, "repository": "untouched"}
+        detail: dict[str, Any] = {"tests": test_count, "passed": 0, "wrong": [], "unanswered": [], "ended": []}
         try:
             await self._place_hidden_files(episode)
             left_s = self._hidden_timeout_s
-            for name, questions in hidden.items():
-                result = await self._run_hidden(episode, questions, max(left_s, _LEAST_S))
-                left_s -= result.duration_s
-                how = ended_badly(result)
+            for file_name, questions in questions_by_file.items():
+                exec_result = await self._run_hidden(episode, questions, max(left_s, _LEAST_S))
+                left_s -= exec_result.duration_s
+                ending = ended_badly(exec_result)
                 test_results = HiddenTestResults(passed=(), wrong=(), unanswered=questions.tests)
-                if not result.truncated:
-                    test_results = grade(questions, result.stdout, self._tolerance)
+                if not exec_result.truncated:
+                    test_results = grade(questions, exec_result.stdout, self._tolerance)
                 detail["passed"] += len(test_results.passed)
-                detail["wrong"] += [f"{name}: {test}" for test in test_results.wrong]
-                detail["unanswered"] += [f"{name}: {test}" for test in test_results.unanswered]
-                detail["ended"] += [f"{name}: {how}"] if how else []
+                detail["wrong"] += [f"{file_name}: {test}" for test in test_results.wrong]
+                detail["unanswered"] += [f"{file_name}: {test}" for test in test_results.unanswered]
+                detail["ended"] += [f"{file_name}: {ending}"] if ending else []
         except SandboxError as error:
             if not error.failure.reward_valid:
                 raise
             # the policy's own failure: its files or processes use up the space, the memory or the path that tests need
             detail["ended"].append(error.failure.message)
-        solved = detail["passed"] == count
-        reward = detail["passed"] / count if self._reward == "share" else float(solved)
+        solved = detail["passed"] == test_count
+        reward = detail["passed"] / test_count if self._reward == "share" else float(solved)
         return {"reward": reward, "solved": solved, **{key: value for key, value in detail.items() if value != []}}
 
     def _hidden_tests(self, episode: Episode) -> dict[str, Questions]:
@@ -249,18 +249,18 @@ class Repair(Environment):
     async def _place_hidden_files(self, episode: Episode) -> None:
         """End all processes, and only then write the hidden files."""
         await episode.sandbox.exec(["true"], alone=True)
-        hidden: Mapping[str, str] = episode.task.metadata.get("hidden_files") or {}
-        for path, content in hidden.items():
+        content_by_path: Mapping[str, str] = episode.task.metadata.get("hidden_files") or {}
+        for path, content in content_by_path.items():
             await episode.sandbox.write(posixpath.join(REPOSITORY, path), content)
 
     async def _run_hidden(self, episode: Episode, questions: Questions, timeout_s: float) -> ExecResult:
         """Run a hidden test file. The option -I excludes variables, user modules and the current directory; the tested
         modules are imported by the given paths."""
-        paths = [posixpath.join(REPOSITORY, path) for path in episode.task.metadata.get("import_paths") or ["."]]
+        import_paths = [posixpath.join(REPOSITORY, path) for path in episode.task.metadata.get("import_paths") or ["."]]
         return await episode.sandbox.exec(
             [*self._interpreter.argv, "-B", "-c", DRIVER],
             workdir=REPOSITORY,
-            stdin=driver_input(questions, [posixpath.normpath(path) for path in paths]),
+            stdin=driver_input(questions, [posixpath.normpath(path) for path in import_paths]),
             timeout_s=timeout_s,
             alone=True,
         )
@@ -285,7 +285,7 @@ async def _with_tool_errors(work: Any) -> Any:
 
 def _command_output(result: ExecResult, timeout_s: float) -> str:
     """Return `format_output`, for successful commands with their stderr, to which test runners write."""
-    errors = result.stderr.decode(errors="replace").strip()
-    if not (result.ok and errors):
+    error_text = result.stderr.decode(errors="replace").strip()
+    if not (result.ok and error_text):
         return format_output(result, timeout_s)
-    return f"{result.stdout.decode(errors='replace')}{errors}"
+    return f"{result.stdout.decode(errors='replace')}{error_text}"

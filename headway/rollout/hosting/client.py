@@ -85,50 +85,50 @@ class _WorkerClient:
         if worker is not None:
             with contextlib.suppress(EnvironmentDied, TimeoutError):
                 async with asyncio.timeout(_STATISTICS_TIMEOUT_S):
-                    seen, _ = await self._submit(worker, "submit_sandboxes")
+                    statistics, _ = await self._submit(worker, "submit_sandboxes")
                 if worker is self.slot.worker:
-                    self._latest = seen
+                    self._latest = statistics
         return SandboxStatistics.total([self._ended, self._latest if self.slot.live else self._latest.counted()])
 
     async def _submit(self, worker: WorkerHandle, method: str, *arguments: Any) -> tuple[Any, float]:
-        number = next(self._numbers)
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answer
+        request_number = next(self._numbers)
+        answer_future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting[request_number] = answer_future
         try:
-            await worker.call(method, number, *arguments)
+            await worker.call(method, request_number, *arguments)
             # The first arguments of a request are its method and the rollout's name; one for statistics has neither.
-            request, rollout = (arguments[0], arguments[1][0]) if arguments else ("sandboxes", "")
-            waiter = f"rollout {rollout}" if rollout else "the orchestrator"
-            with worker.waits.on(f"environment.{request}", self.name, waiter):
-                return await answer
+            request_name, rollout_name = (arguments[0], arguments[1][0]) if arguments else ("sandboxes", "")
+            waiter = f"rollout {rollout_name}" if rollout_name else "the orchestrator"
+            with worker.waits.on(f"environment.{request_name}", self.name, waiter):
+                return await answer_future
         except WorkerDied as error:
             raise EnvironmentDied(f"{self.name} died: {error.cause}") from None
         finally:
-            self._waiting.pop(number, None)
+            self._waiting.pop(request_number, None)
 
     async def _read(self, worker: WorkerHandle) -> None:
         """Consumes and waits for the worker's answers; is unblocked by its death."""
         try:
             while True:
-                number, well, value, seconds = await worker.events.get()
-                if number == WORKER_EVENT:
-                    name, message, data = value
-                    self._on_event(name, f"{self.name}: {message}", worker=self.name, **data)
-                    if name == "tool_stuck":
+                request_number, succeeded, payload, seconds = await worker.events.get()
+                if request_number == WORKER_EVENT:
+                    event_name, event_text, event_fields = payload
+                    self._on_event(event_name, f"{self.name}: {event_text}", worker=self.name, **event_fields)
+                    if event_name == "tool_stuck":
                         self.stuck = True
                         self._on_stuck()
                     continue
-                answer = self._waiting.get(number)
-                if answer is None or answer.done():
+                answer_future = self._waiting.get(request_number)
+                if answer_future is None or answer_future.done():
                     continue  # its caller was cancelled
-                if well:
-                    answer.set_result((value, seconds))
+                if succeeded:
+                    answer_future.set_result((payload, seconds))
                 else:
-                    answer.set_exception(RuntimeError(value))
+                    answer_future.set_exception(RuntimeError(payload))
         except QueueClosed:
-            for answer in self._waiting.values():
-                if not answer.done():
-                    answer.set_exception(EnvironmentDied(f"{self.name} died: {worker.died.result().cause}"))
+            for answer_future in self._waiting.values():
+                if not answer_future.done():
+                    answer_future.set_exception(EnvironmentDied(f"{self.name} died: {worker.died.result().cause}"))
 
 
 class WorkerLease:
@@ -180,22 +180,22 @@ class WorkerLease:
         return msgspec.structs.replace(reply, tool_times=tuple(shifted_times))
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
-        call = asyncio.ensure_future(self._client.ask(self._worker, method, self._name, *arguments))
-        call.add_done_callback(lambda done: done.cancelled() or done.exception())  # its caller may be cancelled
+        call_task = asyncio.ensure_future(self._client.ask(self._worker, method, self._name, *arguments))
+        call_task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its caller may be cancelled
         try:
-            while not call.done():
-                done, _ = await asyncio.wait((call,), timeout=self._limit_s)
-                if not done and not await self._client.answers(self._worker):
+            while not call_task.done():
+                done_calls, _ = await asyncio.wait((call_task,), timeout=self._limit_s)
+                if not done_calls and not await self._client.answers(self._worker):
                     took_s = self._limit_s + _STUCK_S
-                    cause = f"no answer to {method} in {took_s:g} s: an environment blocks its worker"
-                    self._worker.kill(cause)
-                    raise EnvironmentDied(f"{self._client.name} died: {cause}")
-            result, seconds = call.result()
+                    reason = f"no answer to {method} in {took_s:g} s: an environment blocks its worker"
+                    self._worker.kill(reason)
+                    raise EnvironmentDied(f"{self._client.name} died: {reason}")
+            answer, seconds = call_task.result()
             if method in ("reply", "score"):
                 self.working_s += seconds
-            return result
+            return answer
         finally:
-            call.cancel()
+            call_task.cancel()
 
 
 class EnvironmentPool:
@@ -232,17 +232,17 @@ class EnvironmentPool:
             "snapshots": str(snapshots) if snapshots else "",
             "seed": seed,
         }
-        shares, numbers = _shares(sandbox, environment.workers), itertools.count()
+        sandbox_shares, worker_numbers = _shares(sandbox, environment.workers), itertools.count()
 
         def make_client(index: int) -> _WorkerClient:
-            number = next(numbers)
+            worker_number = next(worker_numbers)
             spec = WorkerSpec(
-                name=f"environment-{number}",
+                name=f"environment-{worker_number}",
                 factory=_FACTORY,
-                arguments={**arguments, "sandbox": shares[index].model_dump()},
+                arguments={**arguments, "sandbox": sandbox_shares[index].model_dump()},
                 device=every_core_round_robin(environment.nodes, index),
                 preload=VERIFIER_CODE,  # as verifiers
-                log_path=str(log_folder / f"environment-{number}.log") if log_folder else None,
+                log_path=str(log_folder / f"environment-{worker_number}.log") if log_folder else None,
             )
             return _WorkerClient(spec, launcher, clock, on_event, self._replace_stuck)
 
@@ -317,9 +317,9 @@ class EnvironmentPool:
                 self._draining[index], self._clients[index] = client, self._make_client(index)
                 self._clients[index].slot.begin_restart()
                 self._former.append(client)
-            if (stuck := self._draining.get(index)) is not None and not stuck.episodes:
+            if (stuck_client := self._draining.get(index)) is not None and not stuck_client.episodes:
                 del self._draining[index]
-                self._ending.append(asyncio.create_task(_stop_client(stuck), name=f"{stuck.name}-end"))
+                self._ending.append(asyncio.create_task(_stop_client(stuck_client), name=f"{stuck_client.name}-end"))
 
     def _least_loaded(self) -> _WorkerClient:
         """Return the client with the fewest rollouts among those that are live or likely to be restarted soon, or else
@@ -334,12 +334,12 @@ class EnvironmentPool:
         for client in self._clients:
             if client.slot.live is None:
                 client.slot.begin_restart()
-        sound = [
+        sound_clients = [
             client
             for client in self._clients
             if client.slot.live is not None or not (client.slot.failures > 1 or client.late)
         ]
-        return min(sound or self._clients, key=lambda candidate: candidate.episodes)
+        return min(sound_clients or self._clients, key=lambda candidate: candidate.episodes)
 
 
 def _shares(sandbox: SandboxConfig, workers: int) -> list[SandboxConfig]:
@@ -350,8 +350,8 @@ def _shares(sandbox: SandboxConfig, workers: int) -> list[SandboxConfig]:
         return max(1, of // workers + (worker < of % workers))
 
     return [
-        sandbox.model_copy(update={"live": share(sandbox.live, worker), "starts": share(sandbox.starts, worker)})
-        for worker in range(workers)
+        sandbox.model_copy(update={"live": share(sandbox.live, index), "starts": share(sandbox.starts, index)})
+        for index in range(workers)
     ]
 
 

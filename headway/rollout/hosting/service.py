@@ -75,17 +75,17 @@ class EnvironmentService:
         self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
         self._thread.start()
         folder = Path(snapshots).resolve() if snapshots else None
-        clock, boxes = self._clock, SandboxConfig.model_validate(sandbox)
+        clock, config = self._clock, SandboxConfig.model_validate(sandbox)
 
         async def begin() -> tuple[Episodes, RunSandboxes]:
-            guarded = import_function(sandboxes, "sandboxes", ())(boxes, clock, run=run, snapshots=folder, seed=seed)
-            pool: RunSandboxes = await self._open.enter_async_context(guarded)
-            spec = await spec_of(boxes) if loaded.uses_sandbox else boxes.spec
+            guarded = import_function(sandboxes, "sandboxes", ())(config, clock, run=run, snapshots=folder, seed=seed)
+            run_sandboxes: RunSandboxes = await self._open.enter_async_context(guarded)
+            spec = await spec_of(config) if loaded.uses_sandbox else config.spec
             loaded.tool_calls.report = lambda *event: self._emit((WORKER_EVENT, True, event, 0.0))
-            episodes = Episodes(loaded, settings, pool.pool, boxes, spec, clock, snapshots=folder or Path())
+            episodes = Episodes(loaded, settings, run_sandboxes.pool, config, spec, clock, snapshots=folder or Path())
             self._open.push_async_callback(episodes.shut_down)
             await episodes.start()
-            return episodes, pool
+            return episodes, run_sandboxes
 
         try:
             self._episodes, self._sandboxes = asyncio.run_coroutine_threadsafe(begin(), self.loop).result()
@@ -120,10 +120,10 @@ class EnvironmentService:
 
     async def _answer(self, number: int, work: Coroutine[Any, Any, Any], arrived_s: float) -> None:
         try:
-            well, answer = True, await work
+            succeeded, payload = True, await work
         except Exception as error:  # a bug of ours, which the caller gets as an error
-            well, answer = False, "".join(traceback.format_exception(error))[-_LONGEST_DETAIL:]
-        answered: Answered = (number, well, answer, self._clock.now() - arrived_s)
+            succeeded, payload = False, "".join(traceback.format_exception(error))[-_LONGEST_DETAIL:]
+        answered: Answered = (number, succeeded, payload, self._clock.now() - arrived_s)
         try:
             self._emit(answered)
         except Exception as error:  # the answer can't be sent, and the caller gets that as an error
@@ -131,9 +131,9 @@ class EnvironmentService:
 
     def close(self) -> None:
         """End all rollouts and their sandboxes."""
-        ending = asyncio.run_coroutine_threadsafe(self._open.aclose(), self.loop)
+        close_future = asyncio.run_coroutine_threadsafe(self._open.aclose(), self.loop)
         try:
-            ending.result(_CLOSE_S)
+            close_future.result(_CLOSE_S)
         finally:
             self._stopping = True
             self.loop.call_soon_threadsafe(self.loop.stop)
@@ -194,13 +194,13 @@ class Episodes:
         messages: Mapping[str, Sequence[dict[str, Any]]],
     ) -> Failure | None:
         """Restore a rollout that a former process parked. ``asked``: the turn it was parked in."""
-        if held := saved.state["held"]:
-            cause = f"{held} was lost with its process"
+        if held_resource := saved.state["held"]:
+            cause = f"{held_resource} was lost with its process"
             return Failure(boundary="environment", cause=cause, infrastructure=True)
         snapshot = saved.snapshot
         if snapshot is not None and not is_hosted(snapshot.path):
-            path = str(self._snapshots / snapshot.path)
-            saved = msgspec.structs.replace(saved, snapshot=msgspec.structs.replace(snapshot, path=path))
+            snapshot_path = str(self._snapshots / snapshot.path)
+            saved = msgspec.structs.replace(saved, snapshot=msgspec.structs.replace(snapshot, path=snapshot_path))
         episode = self._episode(name, task, 0, saved)
         episode.restore(saved.state, asked, messages)
         failure, _ = await self._guarded(lambda: self._environment.resume(episode), name)
@@ -222,14 +222,14 @@ class Episodes:
     async def score(self, name: str) -> EpisodeScore:
         """Return the environment's verdict, if it gives one, and the last turn's reward."""
         episode = self._open[name]
-        started = self._clock.now()
-        failure, result = await self._run_step(episode, lambda: self._environment.score(episode))
+        started_s = self._clock.now()
+        failure, returned = await self._run_step(episode, lambda: self._environment.score(episode))
         if failure is not None:
             return EpisodeScore(verdict=Verdict(reward=0.0, solved=False, failure=failure))
         verdict = None
-        if result is not None:
-            judged = to_verdict(result, "the environment's score")
-            verdict = msgspec.structs.replace(judged, verify_s=self._clock.now() - started)
+        if returned is not None:
+            parsed_verdict = to_verdict(returned, "the environment's score")
+            verdict = msgspec.structs.replace(parsed_verdict, verify_s=self._clock.now() - started_s)
         return EpisodeScore(verdict=verdict, reward=episode.take_reward())
 
     async def park(self, name: str) -> EnvironmentState | Failure:
@@ -238,11 +238,11 @@ class Episodes:
 
         async def work() -> EnvironmentState:
             await self._environment.park(episode)
-            parked = await episode.sandbox.park(f"{name}.{secrets.token_hex(4)}")
-            snapshot = parked.snapshot  # a file by its name alone: the run's folder may be elsewhere by then
+            parked_state = await episode.sandbox.park(f"{name}.{secrets.token_hex(4)}")
+            snapshot = parked_state.snapshot  # a file by its name alone: the run's folder may be elsewhere by then
             if snapshot is not None and Path(snapshot.path).is_absolute():
                 snapshot = msgspec.structs.replace(snapshot, path=Path(snapshot.path).name)
-            return msgspec.structs.replace(parked, state=_plain(episode.saved_state()), snapshot=snapshot)
+            return msgspec.structs.replace(parked_state, state=_plain(episode.saved_state()), snapshot=snapshot)
 
         previous_snapshot, state = episode.sandbox.snapshot, None
         self._replaced_snapshots.pop(name, None)
@@ -262,7 +262,7 @@ class Episodes:
     async def end(self, name: str, park_undelivered: bool = False) -> None:
         """End a finished or abandoned rollout; a no-op for an unknown name. ``park_undelivered``: the caller didn't
         receive the last `park`'s answer."""
-        parked, previous_snapshot = name in self._replaced_snapshots, self._replaced_snapshots.pop(name, None)
+        was_parked, previous_snapshot = name in self._replaced_snapshots, self._replaced_snapshots.pop(name, None)
         episode = self._open.pop(name, None)
         if episode is None:
             return
@@ -272,15 +272,15 @@ class Episodes:
             await self._servers.end(name)
         finally:
             await episode.sandbox.close()
-            if park_undelivered and parked:
+            if park_undelivered and was_parked:
                 episode.sandbox.forget_snapshot(self._snapshots, previous_snapshot)
 
     async def _cancel_work(self, name: str) -> None:
         """Cancel a rollout's remaining tasks, which would use resources that `close` has released."""
-        if working := self._working.get(name, set()) - {asyncio.current_task()}:
-            for task in working:
+        if working_tasks := self._working.get(name, set()) - {asyncio.current_task()}:
+            for task in working_tasks:
                 task.cancel()
-            await asyncio.wait(working, timeout=_CANCEL_S)
+            await asyncio.wait(working_tasks, timeout=_CANCEL_S)
 
     async def shut_down(self) -> None:
         """End all rollouts; slow ones are abandoned, for their sandboxes end after this anyway."""
@@ -317,13 +317,13 @@ class Episodes:
     ) -> tuple[Failure | None, Any]:
         """Run a step as `_guarded`, and apply its sandbox's failures: an infrastructure failure fails the rollout, even
         if the environment caught it, and the policy's own failure ends it with reward 0."""
-        failure, result = await self._guarded(work, episode.name)
+        failure, returned = await self._guarded(work, episode.name)
         if episode.sandbox.failure is not None:
             return failure_of(SandboxError(episode.sandbox.failure)), None
         if failure is not None and failure.boundary == "model":
             episode.end(failure.cause)
             return None, Verdict(reward=0.0, solved=False, detail={"sandbox": failure.cause})
-        return failure, result
+        return failure, returned
 
     async def _guarded(
         self, work: Callable[[], Coroutine[Any, Any, Any]], name: str = ""
@@ -334,8 +334,8 @@ class Episodes:
         assert task is not None
         limit = asyncio.timeout(self._settings.timeout_s)
         limits = set[asyncio.Timeout]() if episode is None else episode.sandbox.limits
-        working = self._working.setdefault(name, set())
-        working.add(task)
+        working_tasks = self._working.setdefault(name, set())
+        working_tasks.add(task)
         try:
             async with limit:
                 limits.add(limit)
@@ -351,24 +351,24 @@ class Episodes:
             return self._log_failure(error), None
         finally:
             limits.discard(limit)
-            working.discard(task)
-            if not working:
+            working_tasks.discard(task)
+            if not working_tasks:
                 del self._working[name]
 
     def _log_failure(self, error: BaseException) -> Failure:
         """Return the failure for ``error``; its traceback goes to the worker's log once for each raising line."""
         failure = failure_of(error)
-        if failure.boundary == "environment" and (raised := (type(error), failure.raised_at)) not in self._logged:
-            self._logged.add(raised)
+        if failure.boundary == "environment" and (error_key := (type(error), failure.raised_at)) not in self._logged:
+            self._logged.add(error_key)
             print(f"rollouts fail: {failure.cause}\n{failure.detail}", file=sys.stderr, flush=True)
         return failure
 
 
 async def _within(seconds: float, *ends: Coroutine[Any, Any, Any]) -> None:
-    ended = asyncio.gather(*ends, return_exceptions=True)
-    ended.add_done_callback(lambda all_of_them: all_of_them.cancelled() or all_of_them.exception())
-    await asyncio.wait({ended}, timeout=seconds)
-    ended.cancel()
+    ends_future = asyncio.gather(*ends, return_exceptions=True)
+    ends_future.add_done_callback(lambda all_of_them: all_of_them.cancelled() or all_of_them.exception())
+    await asyncio.wait({ends_future}, timeout=seconds)
+    ends_future.cancel()
 
 
 def sandbox_statistics(guarded: RunSandboxes) -> SandboxStatistics:
@@ -393,18 +393,18 @@ def failure_of(error: BaseException) -> Failure:
 
 def load_environment(settings: EnvironmentConfig) -> Environment:
     """Load the environment that ``settings`` name, with its tools described. Raises ConfigurationError."""
-    kind = import_class(ENVIRONMENTS.get(settings.name, settings.name), KEY, Environment)
+    environment_class = import_class(ENVIRONMENTS.get(settings.name, settings.name), KEY, Environment)
     try:
-        inspect.signature(kind).bind(**settings.parameters)
+        inspect.signature(environment_class).bind(**settings.parameters)
     except TypeError as error:
-        takes = ", ".join(inspect.signature(kind).parameters) or "none"
-        raise ConfigurationError(f"environment.parameters: {error}; {settings.name} takes: {takes}") from None
-    for name in _AWAITED:
-        method: Any = inspect.unwrap(getattr(kind, name))
+        valid_text = ", ".join(inspect.signature(environment_class).parameters) or "none"
+        raise ConfigurationError(f"environment.parameters: {error}; {settings.name} takes: {valid_text}") from None
+    for method_name in _AWAITED:
+        method: Any = inspect.unwrap(getattr(environment_class, method_name))
         if inspect.isfunction(method) and not inspect.iscoroutinefunction(method):
-            raise ConfigurationError(f"{KEY} = {settings.name!r}: {settings.name}.{name} must be `async def`")
+            raise ConfigurationError(f"{KEY} = {settings.name!r}: {settings.name}.{method_name} must be `async def`")
     try:
-        environment = kind(**settings.parameters)
+        environment = environment_class(**settings.parameters)
         environment.offered = tools_by_name(environment.tools())
         require_models(settings.models, environment.models, settings.timeout_s)
         _require_time(environment.longest_s, settings.timeout_s)
@@ -427,8 +427,8 @@ def _require_time(longest_s: Mapping[str, float], timeout_s: float) -> None:
     """Raise ConfigurationError for a time limit above the worker's own, which would blame the machine for a timeout."""
     for name, seconds in longest_s.items():
         if not 0 < seconds < timeout_s:
-            limit = f"environment.timeout_s = {timeout_s:g}"
-            raise ConfigurationError(f"environment.parameters.{name} = {seconds:g}: valid: above 0, below {limit}")
+            limit_text = f"environment.timeout_s = {timeout_s:g}"
+            raise ConfigurationError(f"environment.parameters.{name} = {seconds:g}: valid: above 0, below {limit_text}")
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
@@ -443,12 +443,12 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
 
 def _require_json(value: Any) -> None:
     if isinstance(value, dict):
-        for key, entry in cast("dict[Any, Any]", value).items():
+        for key, nested in cast("dict[Any, Any]", value).items():
             if not isinstance(key, str):
                 raise TypeError(f"the key {key!r} is no text")
-            _require_json(entry)
+            _require_json(nested)
     elif isinstance(value, list | tuple):
-        for entry in cast("Sequence[Any]", value):
-            _require_json(entry)
+        for nested in cast("Sequence[Any]", value):
+            _require_json(nested)
     elif value is not None and not isinstance(value, str | int | float):
         raise TypeError(f"a {type(value).__name__} has no JSON form")

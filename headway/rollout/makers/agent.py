@@ -73,11 +73,11 @@ class AgentAttempt(ConversationAttempt):
         task = agent_task(self.group.task, (COLUMN,) if is_verifiers else agents.environment.shows)
         (scratch / "task.json").write_text(json.dumps(task), encoding="utf-8")
         argv = fill_command(agents.environment.command, self.group.task, name, scratch)
-        url = f"{agents.conversations.address}/v1/rollouts/{name}/reward"
+        reward_url = f"{agents.conversations.address}/v1/rollouts/{name}/reward"
         env = variables(agents, name, conversation.key, scratch)
         if agents.environment.posts_reward:
-            env |= {"HEADWAY_REWARD_URL": url, "HEADWAY_REWARD_KEY": conversation.reward_key}
-        self._exit = await agents.processes.run(name, argv, task, env, scratch, (url, conversation.reward_key))
+            env |= {"HEADWAY_REWARD_URL": reward_url, "HEADWAY_REWARD_KEY": conversation.reward_key}
+        self._exit = await agents.processes.run(name, argv, task, env, scratch, (reward_url, conversation.reward_key))
 
     def _judge(self, exit: Exit) -> None:
         """Raise RolloutFailed for an engine's failure or a failed agent."""
@@ -88,9 +88,9 @@ class AgentAttempt(ConversationAttempt):
         infrastructure = exit.code == EX_TEMPFAIL or exit.signal > 0 or bool(exit.error)
         if not infrastructure and self._agents.environment.failed_exit == "verify":
             return
-        how = exit.error or (f"killed by signal {exit.signal}" if exit.signal else f"exit code {exit.code}")
-        last = exit.tail.strip().rpartition("\n")[2]
-        cause = f"the agent failed: {how}" + (f" ({last})" if last else "")
+        exit_text = exit.error or (f"killed by signal {exit.signal}" if exit.signal else f"exit code {exit.code}")
+        last_line = exit.tail.strip().rpartition("\n")[2]
+        cause = f"the agent failed: {exit_text}" + (f" ({last_line})" if last_line else "")
         raise RolloutFailed(
             Failure(boundary="environment", cause=cause[:300], infrastructure=infrastructure, detail=exit.tail)
         )
@@ -100,7 +100,7 @@ def variables(agents: Agents, name: str, key: str, scratch: Path) -> dict[str, s
     """Return the environment variables of an agent's process: addresses and keys under the names that OpenAI's and
     Anthropic's clients read."""
     address = agents.conversations.address
-    direct = ",".join(filter(None, (os.environ.get("NO_PROXY", ""), "127.0.0.1", "localhost", "::1")))
+    no_proxy_text = ",".join(filter(None, (os.environ.get("NO_PROXY", ""), "127.0.0.1", "localhost", "::1")))
     return {
         "OPENAI_BASE_URL": f"{address}/v1",
         "OPENAI_API_BASE": f"{address}/v1",
@@ -111,8 +111,8 @@ def variables(agents: Agents, name: str, key: str, scratch: Path) -> dict[str, s
         "HEADWAY_ROLLOUT": name,
         "HEADWAY_TASK": str(scratch / "task.json"),
         "HEADWAY_SCRATCH": str(scratch),
-        "NO_PROXY": direct,
-        "no_proxy": direct,
+        "NO_PROXY": no_proxy_text,
+        "no_proxy": no_proxy_text,
         "PYTHONUNBUFFERED": "1",
         **agents.environment.variables,
     }
@@ -132,10 +132,10 @@ def agent_task(task: Task, shows: Collection[str]) -> dict[str, Any]:
 
 def fill_command(command: Sequence[str], task: Task, name: str, scratch: Path) -> list[str]:
     """Return a command's arguments for one rollout; ``python`` is this interpreter. Other braces stay unchanged."""
-    short = {"{task_file}": str(scratch / "task.json"), "{rollout}": name, "{scratch}": str(scratch)}
+    text_by_mark = {"{task_file}": str(scratch / "task.json"), "{rollout}": name, "{scratch}": str(scratch)}
     argv: list[str] = []
     for argument in command:
-        for mark, value in short.items():
-            argument = argument.replace(mark, value)
+        for mark, replacement in text_by_mark.items():
+            argument = argument.replace(mark, replacement)
         argv.append(task.prompt if argument == "{prompt}" else argument)
     return [sys.executable, *argv[1:]] if argv[:1] == ["python"] else argv

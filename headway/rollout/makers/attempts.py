@@ -82,20 +82,20 @@ class RetryingRollouts(ABC):
 
     async def generate_member(self, group: Group, member: int, parked: PartialRollout | None = None) -> Rollout:
         """Return the rollout of the last attempt (`RolloutMaker.generate_member`)."""
-        attempts, clock = 0, self.sampler.clock
+        attempt_count, clock = 0, self.sampler.clock
         while True:
             attempt = self.begin(group, member)
             rollout = await self._attempt(attempt)
             failure = rollout.failure
-            again = failure is not None and failure.boundary in _RETRIED_BOUNDARIES and failure.infrastructure
-            rollout = msgspec.structs.replace(rollout, attempts=attempts + 1)
-            if not again or attempt.stopped is not None or attempts == self.sampler.settings.retries:
+            is_retryable = failure is not None and failure.boundary in _RETRIED_BOUNDARIES and failure.infrastructure
+            rollout = msgspec.structs.replace(rollout, attempts=attempt_count + 1)
+            if not is_retryable or attempt.stopped is not None or attempt_count == self.sampler.settings.retries:
                 return rollout
-            await self._stoppable(attempt, clock.sleep(backoff_s(attempts + 1, _RETRY_S)))
+            await self._stoppable(attempt, clock.sleep(backoff_s(attempt_count + 1, _RETRY_S)))
             if attempt.stopped is not None:  # for good: the earlier failure stays
-                stopped = attempt.stopped if isinstance(attempt.stopped, Failure) else failure
-                return attempt.rollout(clock.now(), stopped)
-            attempts += 1
+                stop_failure = attempt.stopped if isinstance(attempt.stopped, Failure) else failure
+                return attempt.rollout(clock.now(), stop_failure)
+            attempt_count += 1
 
     async def _attempt(self, attempt: RolloutAttempt) -> Rollout:
         failure = None

@@ -42,18 +42,18 @@ class ConversationAttempt(ABC):
 
     async def run(self) -> None:
         """Run the conversation and seal it. Raises RolloutFailed."""
-        playing = asyncio.create_task(self._play(), name=f"play-{self.name}")
+        play_task = asyncio.create_task(self._play(), name=f"play-{self.name}")
         try:
-            await asyncio.wait((playing, self._failed), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((play_task, self._failed), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            playing.cancel()
+            play_task.cancel()
             sealed = [conversation.seal() for conversation in self._opened]
             self._recorded = next(iter(sealed), self._recorded)  # first: a second cancellation interrupts the wait
             self.note(0)
-            await asyncio.wait((playing,))
+            await asyncio.wait((play_task,))
         if self._failed.done():
             raise RolloutFailed(self._failed.result())
-        playing.result()
+        play_task.result()
 
     @abstractmethod
     async def _play(self) -> None:
@@ -74,13 +74,13 @@ class ConversationAttempt(ABC):
         """The resume gate of the attempt's calls; simultaneously parked calls count as one parking of the member."""
         if self._gate is None or self._gate.done():
             self._gate, self.parkings = asyncio.ensure_future(self._park(parked)), self.parkings + 1
-        gate, self._waiting = self._gate, self._waiting + 1
+        park_future, self._waiting = self._gate, self._waiting + 1
         try:
-            resumption = await asyncio.shield(gate)
+            resumption = await asyncio.shield(park_future)
         finally:
             self._waiting -= 1
             if not self._waiting:  # all parked calls were cancelled: the member isn't parked any more
-                gate.cancel()
+                park_future.cancel()
                 self._gate = None
         if parked.environment_version >= 0:
             versions = [version for version in (self._held_version, parked.environment_version) if version >= 0]
@@ -101,12 +101,12 @@ class ConversationAttempt(ABC):
         """Sample an answer (`records.conversations.SampleTurn`), with the run's own parameters, not the client's."""
         self.note(1)
         on_tokens(PartialResponse())
-        parkings_before_call, partial = self.parkings, self.take_partial()  # which sets parkings
+        parkings_before_call, response = self.parkings, self.take_partial()  # which sets parkings
         call = ModelCall(
             group=self.group,
             member=self.member,
             prompt_ids=request.prompt_ids,
-            partial=partial,
+            partial=response,
             resumes=self.parkings,  # max_resumes limits a rollout's parkings over all its calls
             purpose=f"{request.purpose}-",
             session=self.name,
@@ -123,8 +123,8 @@ class ConversationAttempt(ABC):
         finally:
             self.note(-1)
         self._call_times += turn.call_times
-        refused = turn.failure is not None and turn.failure.boundary == "engine" and not turn.failure.infrastructure
-        self._engine = None if refused else turn.failure
+        is_refused = turn.failure is not None and turn.failure.boundary == "engine" and not turn.failure.infrastructure
+        self._engine = None if is_refused else turn.failure
         if turn.failure is not None and turn.failure.boundary == "environment":
             self.fail(turn.failure)  # it was parked for too long: the rollout restarts, or fails
         self.keep_version(turn.first_version)
@@ -133,7 +133,7 @@ class ConversationAttempt(ABC):
             response=turn.response,
             finish_reason=turn.finish_reason,
             error="" if turn.failure is None else turn.failure.cause,
-            refused=refused,
+            refused=is_refused,
             reprefills=turn.reprefills,
             resumes=turn.resumes - parkings_before_call,
             first_token_s=turn.first_token_s,

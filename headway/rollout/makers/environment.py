@@ -121,18 +121,18 @@ class EnvironmentAttempt(ConversationAttempt):
         """Return the environment's verdict: its score, or the sum of its turns' rewards; None where there is
         neither."""
         verdict = self._verdict
-        rewarded = any(exchange.reward is not None for exchange in self._exchanges)
-        turns = learned_turn_rewards(self._exchanges)
-        if verdict is None and not rewarded:
+        has_turn_reward = any(exchange.reward is not None for exchange in self._exchanges)
+        turn_rewards = learned_turn_rewards(self._exchanges)
+        if verdict is None and not has_turn_reward:
             return None
         if verdict is None:
-            verdict, score = Verdict(reward=sum(turns), solved=sum(turns) >= 1), 0.0
+            verdict, score = Verdict(reward=sum(turn_rewards), solved=sum(turn_rewards) >= 1), 0.0
         else:
             score = verdict.reward
         if rollout.branches:  # turns of several conversations have no one order
             verdict = msgspec.structs.replace(verdict, turn_rewards=())
-        elif rewarded and 0 < len(turns) == len(rollout.turn_ends) and not verdict.turn_rewards:
-            verdict = msgspec.structs.replace(verdict, turn_rewards=(*turns[:-1], turns[-1] + score))
+        elif has_turn_reward and 0 < len(turn_rewards) == len(rollout.turn_ends) and not verdict.turn_rewards:
+            verdict = msgspec.structs.replace(verdict, turn_rewards=(*turn_rewards[:-1], turn_rewards[-1] + score))
         return msgspec.structs.replace(verdict, detail={"ended": self._over, **verdict.detail})
 
     def _open(self, name: str, sample: SampleTurn) -> None:
@@ -155,23 +155,23 @@ class EnvironmentAttempt(ConversationAttempt):
             raise RolloutFailed(Failure(boundary="environment", cause=cause, infrastructure=True)) from None
 
     async def _turns(self, lease: WorkerLease) -> None:
-        asked = await self._first(lease)
-        while asked is not None:
-            answer = await self._answer(asked)
+        next_turn = await self._first(lease)
+        while next_turn is not None:
+            answer = await self._answer(next_turn)
             if answer is None:
                 break
-            reply = await lease.reply(answer.message, asked.speaker, answer.cut)
+            reply = await lease.reply(answer.message, next_turn.speaker, answer.cut)
             assert self._last is not None
-            self._exchanges.append(TurnRecord(asked=asked, result=self._last, reward=reply.reward))
-            asked = self._next(reply)
-        scored = await lease.score()
-        if scored.verdict is not None and scored.verdict.failure is not None:
-            raise RolloutFailed(scored.verdict.failure)
-        self._verdict = scored.verdict
-        if scored.reward is not None:  # then there was a turn
-            last = self._exchanges[-1]
-            reward = (last.reward or 0.0) + scored.reward
-            self._exchanges[-1] = msgspec.structs.replace(last, reward=reward)
+            self._exchanges.append(TurnRecord(asked=next_turn, result=self._last, reward=reply.reward))
+            next_turn = self._next(reply)
+        episode_score = await lease.score()
+        if episode_score.verdict is not None and episode_score.verdict.failure is not None:
+            raise RolloutFailed(episode_score.verdict.failure)
+        self._verdict = episode_score.verdict
+        if episode_score.reward is not None:  # then there was a turn
+            last_exchange = self._exchanges[-1]
+            reward = (last_exchange.reward or 0.0) + episode_score.reward
+            self._exchanges[-1] = msgspec.structs.replace(last_exchange, reward=reward)
 
     async def _first(self, lease: WorkerLease) -> NextTurn | None:
         """Begin or restore the rollout, and return its first turn here."""
@@ -179,16 +179,16 @@ class EnvironmentAttempt(ConversationAttempt):
             prefix = f"{self._sampler.request_prefix}environment-"
             seed = rollout_seed(self._sampler.run_seed, self.group.index, self.member, prefix)
             return self._next(await lease.begin(self.group.task, seed))
-        saved = self._resumed.saved
-        await self._replay(saved)
+        saved_episode = self._resumed.saved
+        await self._replay(saved_episode)
         messages = {speaker: [*conversation.messages] for speaker, conversation in self._by_speaker.items()}
-        messages.setdefault(saved.asked.speaker, []).extend(saved.asked.messages)
-        failure = await lease.restore(self.group.task, saved.environment, saved.asked, messages)
+        messages.setdefault(saved_episode.asked.speaker, []).extend(saved_episode.asked.messages)
+        failure = await lease.restore(self.group.task, saved_episode.environment, saved_episode.asked, messages)
         if failure is not None:
             raise RolloutFailed(failure)
-        self._environment_s = self._excluded_s = saved.environment_s
+        self._environment_s = self._excluded_s = saved_episode.environment_s
         self._held_version = self._oldest_version
-        return saved.asked
+        return saved_episode.asked
 
     async def _replay(self, saved: SavedEpisode) -> None:
         """Record the turns of a saved episode again, as they were sampled. Each turn's whole prompt is rendered and
@@ -197,9 +197,9 @@ class EnvironmentAttempt(ConversationAttempt):
             await asyncio.sleep(0)
             conversation = self._conversation_of(exchange.asked)
             conversation.messages.extend(exchange.asked.messages)
-            asked = exchange.asked
+            turn = exchange.asked
             answer = conversation.recorder.replay(
-                conversation.messages, asked.tools, exchange.result, stop=asked.stop, max_tokens=asked.max_tokens
+                conversation.messages, turn.tools, exchange.result, stop=turn.stop, max_tokens=turn.max_tokens
             )
             conversation.messages.append(answer.message)
             versions = exchange.result.response.versions
@@ -230,11 +230,11 @@ class EnvironmentAttempt(ConversationAttempt):
             answer = await conversation.recorder.ask(
                 conversation.messages, asked.tools, stop=asked.stop, max_tokens=asked.max_tokens
             )
-        except RequestRefused as refused:
-            if refused.code in _LIMIT_CODES:
-                self._over = refused.code
+        except RequestRefused as refusal:
+            if refusal.code in _LIMIT_CODES:
+                self._over = refusal.code
                 return None
-            cause = f"its messages can't be rendered: {refused}"[:300]
+            cause = f"its messages can't be rendered: {refusal}"[:300]
             failure = Failure(boundary="environment", cause=cause, infrastructure=False)
             raise RolloutFailed(self._engine or failure) from None
         except Exception as error:  # no answer came, for any reason; the sampled call has recorded the cause
@@ -255,9 +255,9 @@ class EnvironmentAttempt(ConversationAttempt):
     def take_partial(self) -> PartialResponse:
         if self._resumed is None:
             return PartialResponse()
-        resumed, self._resumed = self._resumed, None
-        self.parkings = resumed.resumes
-        return resumed.response
+        resume_point, self._resumed = self._resumed, None
+        self.parkings = resume_point.resumes
+        return resume_point.response
 
     async def _park(self, parked: PartialRollout) -> Resumption:
         lease = self._lease
@@ -269,19 +269,19 @@ class EnvironmentAttempt(ConversationAttempt):
                 return await super()._park(parked)
             if isinstance(parked_state, Failure):
                 return await self._abort(parked_state)
-            saved = SavedEpisode(
+            saved_episode = SavedEpisode(
                 exchanges=tuple(self._exchanges),
                 asked=self._asked,
                 environment=parked_state,
                 environment_s=self._environment_s,
             )
-            resumption = await super()._park(msgspec.structs.replace(parked, episode=saved))
+            resumption = await super()._park(msgspec.structs.replace(parked, episode=saved_episode))
             try:
                 failure = await lease.unpark()
             except EnvironmentDied:
                 if resumption == "continue" and not parked_state.state["held"]:
-                    resumed = ResumePoint(saved, parked.response, parked.resumes + 1)
-                    self._rollouts.resume_at(self.group, self.member, resumed)
+                    resume_point = ResumePoint(saved_episode, parked.response, parked.resumes + 1)
+                    self._rollouts.resume_at(self.group, self.member, resume_point)
                 raise
             return resumption if failure is None else await self._abort(failure)
         except EnvironmentDied as error:
@@ -297,15 +297,15 @@ class EnvironmentAttempt(ConversationAttempt):
 
 def learned_turn_rewards(exchanges: Sequence[TurnRecord]) -> list[float]:
     """Return the rewards of the learned turns; the reward of any other turn is added to the learned turn before it."""
-    turns: list[float] = []
+    turn_rewards: list[float] = []
     pending_reward = 0.0  # of turns before the first learned one
     for exchange in exchanges:
         reward = exchange.reward or 0.0
         if exchange.asked.learned:
-            turns.append(pending_reward + reward)
+            turn_rewards.append(pending_reward + reward)
             pending_reward = 0.0
-        elif turns:
-            turns[-1] += reward
+        elif turn_rewards:
+            turn_rewards[-1] += reward
         else:
             pending_reward += reward
-    return turns
+    return turn_rewards

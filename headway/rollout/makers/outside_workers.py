@@ -90,11 +90,11 @@ class LeaseManager:
 
     def offer(self, attempt: RemoteAttempt) -> int:
         """Offer an attempt to workers; returns its number."""
-        number = self.book.offer(attempt.key, (attempt.group.index, attempt.member))
+        attempt_number = self.book.offer(attempt.key, (attempt.group.index, attempt.member))
         self._attempts[attempt.key] = attempt
         self._offers.set()
         self._update_wait()
-        return number
+        return attempt_number
 
     def withdraw(self, attempt: RemoteAttempt, why: str) -> None:
         """Withdraw an ended attempt that no worker has ended."""
@@ -104,14 +104,14 @@ class LeaseManager:
     async def lease(self, wait_s: float, disconnected: asyncio.Future[Any]) -> RemoteAttempt | None:
         """Lease the first member that is offered within ``wait_s``; returns None where none was, or the caller is
         ``disconnected``."""
-        until_s = self.clock.now() + wait_s
+        deadline_s = self.clock.now() + wait_s
         while (key := None if disconnected.done() else self.book.lease(self.clock.now())) is None:
             self._offers.clear()
-            offered = asyncio.create_task(self._offers.wait(), name="lease")
-            left_s = max(0.0, until_s - self.clock.now())
-            await asyncio.wait((offered, disconnected), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            offered.cancel()
-            if disconnected.done() or self.clock.now() >= until_s:
+            offer_task = asyncio.create_task(self._offers.wait(), name="lease")
+            left_s = max(0.0, deadline_s - self.clock.now())
+            await asyncio.wait((offer_task, disconnected), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            offer_task.cancel()
+            if disconnected.done() or self.clock.now() >= deadline_s:
                 return None
         self._update_wait()
         attempt = self._attempts[key]
@@ -136,33 +136,33 @@ class LeaseManager:
 
     def expire(self, attempt: RemoteAttempt) -> bool:
         """End an attempt whose lease has expired; returns whether it had."""
-        over = self.book.expire(attempt.key, self.clock.now())
-        if over:
+        is_over = self.book.expire(attempt.key, self.clock.now())
+        if is_over:
             self._on_event("lease_expired", f"group {attempt.key[0]}, member {attempt.member}", attempt=attempt.number)
             self._update_wait()
-        return over
+        return is_over
 
     def _end_once(
         self, key: LeaseKey, number: int, ending: LeaseEnding, end: Callable[[RemoteAttempt], object]
     ) -> bool:
-        first = self.book.require(key, number, ending)
-        if first:
+        is_first = self.book.require(key, number, ending)
+        if is_first:
             end(self._attempts[key])
             self._end(key, ending)
-        return first
+        return is_first
 
     def _end(self, key: LeaseKey, ending: LeaseEnding) -> None:
         self.book.end(key, ending)
         self._update_wait()
 
     def _update_wait(self) -> None:
-        unattended = bool(self.book.offered) and not self.book.leased
-        if unattended and not self._waiting:
-            waiter = f"{self.book.offered} members, which no worker leases,"
-            self._worker_wait.enter_context(self._waits.on("a lease", "outside workers", waiter))
-        elif not unattended:
+        is_unattended = bool(self.book.offered) and not self.book.leased
+        if is_unattended and not self._waiting:
+            waiter_text = f"{self.book.offered} members, which no worker leases,"
+            self._worker_wait.enter_context(self._waits.on("a lease", "outside workers", waiter_text))
+        elif not is_unattended:
             self._worker_wait.close()
-        self._waiting = unattended
+        self._waiting = is_unattended
 
 
 class RemoteRollouts(RetryingRollouts):
@@ -198,24 +198,24 @@ class RemoteRollouts(RetryingRollouts):
     def key(self, group: Group, member: int) -> LeaseKey:
         """Return a member's name for workers. Those of evaluations are unique to this process: their attempts aren't
         committed, and begin at 1 in each process."""
-        name = f"{self.sampler.request_prefix}{group.index}"
-        return (name if self.keep is not None else f"{name}-{self.host.lease_manager.process}"), member
+        group_name = f"{self.sampler.request_prefix}{group.index}"
+        return (group_name if self.keep is not None else f"{group_name}-{self.host.lease_manager.process}"), member
 
     async def _attempt(self, attempt: RolloutAttempt) -> Rollout:
         assert isinstance(attempt, RemoteAttempt)
-        leases, why = self.host.lease_manager, "the run has stopped"
-        attempt.number = leases.offer(attempt)
+        lease_manager, reason = self.host.lease_manager, "the run has stopped"
+        attempt.number = lease_manager.offer(attempt)
         try:
             await self._stoppable(attempt, attempt.wait_leased())
             if attempt.stopped is None:
                 rollout = await super()._attempt(attempt)
             else:
-                stopped = attempt.stopped if isinstance(attempt.stopped, Failure) else None
-                rollout = attempt.rollout(self.sampler.clock.now(), stopped)
-            why = why if rollout.failure is None else rollout.failure.cause
+                stop_failure = attempt.stopped if isinstance(attempt.stopped, Failure) else None
+                rollout = attempt.rollout(self.sampler.clock.now(), stop_failure)
+            reason = reason if rollout.failure is None else rollout.failure.cause
             return rollout
         finally:
-            leases.withdraw(attempt, why)
+            lease_manager.withdraw(attempt, reason)
             attempt.close()
 
 
@@ -249,18 +249,18 @@ class RemoteAttempt(ConversationAttempt):
         self._opened.append(conversations.open(self.name, self.sampled, constraints=constraints))
 
     def close(self) -> None:
-        """Seal the conversation of an attempt that was stopped before it ran."""
+        """Seal the conversation, if one is open: no-op for an attempt that ran, which has sealed it."""
         for conversation in self._opened:
             conversation.seal()
 
     async def _play(self) -> None:
         while self._committed is None:
             self._changed.clear()
-            open_call = self._sampling > 0  # a sign of life for as long as it is open
-            if not open_call and self._lease_manager.expire(self):
+            has_open_call = self._sampling > 0  # a sign of life for as long as it is open
+            if not has_open_call and self._lease_manager.expire(self):
                 cause = f"the lease of attempt {self.number} expired: no heartbeat from its worker"
                 raise RolloutFailed(Failure(boundary="environment", cause=cause, infrastructure=True))
-            left_s = None if open_call else self._lease_manager.book.left_s(self.key, self._sampler.clock.now())
+            left_s = None if has_open_call else self._lease_manager.book.left_s(self.key, self._sampler.clock.now())
             with suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await self._changed.wait()

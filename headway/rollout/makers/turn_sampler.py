@@ -76,8 +76,8 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def first(cls, group: Group, member: int, parked: PartialRollout | None = None) -> ModelCall:
         """Return the call for a response to the group's own prompt, continued from where it was ``parked``."""
-        partial, resumes = (_empty_response(group), 0) if parked is None else (parked.response, parked.resumes + 1)
-        return cls(group=group, member=member, prompt_ids=group.prompt_ids, partial=partial, resumes=resumes)
+        response, resumes = (_empty_response(group), 0) if parked is None else (parked.response, parked.resumes + 1)
+        return cls(group=group, member=member, prompt_ids=group.prompt_ids, partial=response, resumes=resumes)
 
 
 @dataclass(eq=False)
@@ -149,8 +149,8 @@ class TurnSampler:
     def _stop(self, progress: MemberProgress, why: Stop) -> None:
         if progress.stopped not in (None, "park"):
             return
-        parked = progress.stopped == "park" or progress.waiting
-        if (why == "park" and (parked or self._uninterrupted(progress))) or (why == "leave" and parked):
+        is_parked = progress.stopped == "park" or progress.waiting
+        if (why == "park" and (is_parked or self._uninterrupted(progress))) or (why == "leave" and is_parked):
             return  # parked already, or protected
         progress.stopped = "park" if why == "leave" else why
         progress.stopping.set()
@@ -162,15 +162,15 @@ class TurnSampler:
         return sum(map(self._reached, self._open.get((group, member), ())))
 
     def _reached(self, progress: MemberProgress) -> int:
-        streamed = self.requests.tokens_so_far(progress.request_id) if self.requests is not None else 0
-        return max(len(progress.response.ids), streamed)
+        streamed_tokens = self.requests.tokens_so_far(progress.request_id) if self.requests is not None else 0
+        return max(len(progress.response.ids), streamed_tokens)
 
     def refused(self, call: ModelCall) -> Rollout | None:
         """Return the failed rollout of a call whose prompt is empty, is longer than ``rollout.max_prompt_tokens``, or
         has pictures that can't be shown; None where the call can be sampled."""
-        tokens, longest, cause = len(call.prompt_ids), self.settings.max_prompt_tokens, call.group.task.unshown
-        if not (cause or 0 < tokens <= longest):
-            cause = f"the prompt has {tokens} tokens; valid: 1 to rollout.max_prompt_tokens = {longest}"
+        token_count, max_tokens, cause = len(call.prompt_ids), self.settings.max_prompt_tokens, call.group.task.unshown
+        if not (cause or 0 < token_count <= max_tokens):
+            cause = f"the prompt has {token_count} tokens; valid: 1 to rollout.max_prompt_tokens = {max_tokens}"
         failure = Failure(boundary="environment", cause=cause, infrastructure=False)
         return MemberProgress(call).rollout(self.clock.now(), failure) if cause else None
 
@@ -184,8 +184,8 @@ class TurnSampler:
         cancellation. A call that takes longer than ``rollout.timeout_s`` fails with the tokens it has."""
         progress, failure = MemberProgress(call, self.clock.now()), None
         key = call.group.index, call.member
-        siblings = self._open.setdefault(key, [])
-        siblings.append(progress)
+        open_calls = self._open.setdefault(key, [])
+        open_calls.append(progress)
         try:
             with self._limits.block() as limit:
                 failure = await self._generate_response(progress)
@@ -194,8 +194,8 @@ class TurnSampler:
                 raise
             failure = timed_out(self.settings)
         finally:
-            siblings.remove(progress)
-            if not siblings:
+            open_calls.remove(progress)
+            if not open_calls:
                 del self._open[key]
         return progress.rollout(self.clock.now(), failure)
 
@@ -217,7 +217,7 @@ class TurnSampler:
         watch = call.watch
         if watch is None and self.watch_of is not None:
             watch = self.watch_of(group, member)
-        errors = 0
+        error_count = 0
         while not progress.complete(sampling):
             if progress.stopped == "park":
                 await self._wait_parked(progress)
@@ -227,12 +227,12 @@ class TurnSampler:
             if progress.stopped is not None:
                 progress.finish_reason = "abort"
                 return None
-            if self.begin_gate is not None and (opening := self.begin_gate(group.index)) is not None:
-                await _at_gate(opening, progress)
+            if self.begin_gate is not None and (gate_wait := self.begin_gate(group.index)) is not None:
+                await _at_gate(gate_wait, progress)
                 continue  # it may have been stopped meanwhile, or the gate closed again
             request = GenerationRequest(
                 # a number per submission: late tokens of a failed one can't be taken for those of the next
-                request_id=f"{prefix}{group.index}-{member}.{progress.resumes}.{errors}",
+                request_id=f"{prefix}{group.index}-{member}.{progress.resumes}.{error_count}",
                 prompt_ids=call.prompt_ids,
                 sampling=sampling,
                 priority=group.index,
@@ -243,10 +243,10 @@ class TurnSampler:
             )
             failure = await self._submit(request, progress, watch)
             if failure is not None:
-                if errors == self.settings.retries or not failure.infrastructure:
+                if error_count == self.settings.retries or not failure.infrastructure:
                     return failure
-                errors += 1
-                await self.clock.sleep(backoff_s(errors, _RETRY_S))
+                error_count += 1
+                await self.clock.sleep(backoff_s(error_count, _RETRY_S))
             elif progress.finish_reason != "abort":
                 return None
             elif progress.stopped is None:  # by an update
@@ -262,25 +262,25 @@ class TurnSampler:
         """Submit once and keep the tokens in ``progress``. Returns a Failure when the engine failed the request."""
         progress.request_id = request.request_id
         try:
-            result = await self.generate(request, watch)
+            outcome = await self.generate(request, watch)
         except Exception as error:  # the engine boundary's one capture point
             detail = "".join(traceback.format_exception(error))[-_LONGEST_DETAIL:]
             cause = f"the generator raised {type(error).__name__}: {error}"
             return Failure(boundary="engine", cause=cause[:300], infrastructure=True, detail=detail)
         finally:
             progress.request_id = ""
-        fault = _fault(result.response) or self._misrouted(result.response) or _kept_fault(request, result.response)
+        fault = _fault(outcome.response) or self._misrouted(outcome.response) or _kept_fault(request, outcome.response)
         if not fault:
-            progress.take(result, self.clock.now())
-        if result.finish_reason == "error" or fault:
-            cause = result.error or fault or "the engine gave no cause"
-            return Failure(boundary="engine", cause=cause, infrastructure=not result.refused)
+            progress.take(outcome, self.clock.now())
+        if outcome.finish_reason == "error" or fault:
+            cause = outcome.error or fault or "the engine gave no cause"
+            return Failure(boundary="engine", cause=cause, infrastructure=not outcome.refused)
         return None
 
     def _misrouted(self, response: PartialResponse) -> str:
         """Return why the experts of a response can't be the model's; "" when they can, or there are none."""
-        rows = response.token_rows.get(EXPERTS)
-        fault = "" if rows is None or self.routing is None else self.routing.fault(rows)
+        expert_rows = response.token_rows.get(EXPERTS)
+        fault = "" if expert_rows is None or self.routing is None else self.routing.fault(expert_rows)
         return fault and f"the engine returned experts that the model doesn't have: {fault}"
 
     async def _wait_parked(self, progress: MemberProgress) -> None:
@@ -307,15 +307,15 @@ class TurnSampler:
 async def _at_gate(gate: Awaitable[_Passed], progress: MemberProgress) -> _Passed | None:
     """Wait until ``gate`` opens and return its result; None where the member was stopped for good before."""
     progress.waiting = True
-    opened = asyncio.ensure_future(gate)
-    stopped = asyncio.ensure_future(progress.stopping.wait())
+    gate_future = asyncio.ensure_future(gate)
+    stop_future = asyncio.ensure_future(progress.stopping.wait())
     try:
-        await asyncio.wait((opened, stopped), return_when=asyncio.FIRST_COMPLETED)
-        return opened.result() if opened.done() else None
+        await asyncio.wait((gate_future, stop_future), return_when=asyncio.FIRST_COMPLETED)
+        return gate_future.result() if gate_future.done() else None
     finally:
         progress.waiting = False
-        opened.cancel()
-        stopped.cancel()
+        gate_future.cancel()
+        stop_future.cancel()
 
 
 class MemberProgress:
@@ -339,10 +339,10 @@ class MemberProgress:
         """Keep the tokens of a submission that came back."""
         self.finish_reason = result.finish_reason
         self.reprefills += result.reprefills
-        tokens = len(result.response.ids)
-        if tokens >= len(self.response.ids):  # a failed request may return without tokens
+        token_count = len(result.response.ids)
+        if token_count >= len(self.response.ids):  # a failed request may return without tokens
             self.response = result.response
-        if self.first_token_s == 0.0 and tokens:
+        if self.first_token_s == 0.0 and token_count:
             self.first_token_s = result.first_token_s or now
 
     def resume(self, how: Resumption) -> None:
@@ -354,10 +354,10 @@ class MemberProgress:
 
     def complete(self, sampling: SamplingParameters) -> bool:
         """Return whether a continued response needs no further token, and set the finish reason then."""
-        tokens = len(self.response.ids)
-        if tokens and self.response.ids[-1] in sampling.stop_token_ids:
+        token_count = len(self.response.ids)
+        if token_count and self.response.ids[-1] in sampling.stop_token_ids:
             self.finish_reason = "stop"
-        elif tokens >= sampling.max_tokens:
+        elif token_count >= sampling.max_tokens:
             self.finish_reason = "length"
         else:
             return False
@@ -365,9 +365,9 @@ class MemberProgress:
 
     def rollout(self, now: float, failure: Failure | None) -> Rollout:
         """Return the member as a rollout that ended at ``now`` (clock seconds)."""
-        tokens, times = len(self.response.ids), ()
+        token_count, call_times = len(self.response.ids), ()
         if (start_s := self.started_s) is not None:
-            times = (CallTimes(start_s=start_s, first_token_s=self.first_token_s, end_s=now, tokens=tokens),)
+            call_times = (CallTimes(start_s=start_s, first_token_s=self.first_token_s, end_s=now, tokens=token_count),)
         return Rollout(
             group=self.call.group.index,
             member=self.call.member,
@@ -385,9 +385,9 @@ class MemberProgress:
             finished_s=now if failure is not None else 0.0,
             resumes=self.resumes,
             reprefills=self.reprefills,
-            call_times=times,
+            call_times=call_times,
             token_rows=self.response.token_rows,
-            grammars={grammar: ((0, tokens),)} if (grammar := self.call.grammar) and tokens else {},
+            grammars={grammar: ((0, token_count),)} if (grammar := self.call.grammar) and token_count else {},
         )
 
 
@@ -404,10 +404,10 @@ def timed_out(settings: schema.RolloutConfig) -> Failure:
 
 def _fault(response: PartialResponse) -> str:
     """Return why a response can't be trained on or continued; "" when it can."""
-    tokens = len(response.ids)
+    id_count = len(response.ids)
     spanned = sum([span.tokens for span in response.versions])
-    if len(response.logprobs) != tokens or spanned != tokens:
-        return f"the engine returned {tokens} tokens, {len(response.logprobs)} log-probabilities, {spanned} versions"
+    if len(response.logprobs) != id_count or spanned != id_count:
+        return f"the engine returned {id_count} tokens, {len(response.logprobs)} log-probabilities, {spanned} versions"
     if not all_finite(response.logprobs):
         return "the engine returned a log-probability that is not finite"
     return ""
@@ -415,9 +415,9 @@ def _fault(response: PartialResponse) -> str:
 
 def _kept_fault(request: GenerationRequest, response: PartialResponse) -> str:
     """Return an error for the first token of a response that isn't in its recorded kept set; "" where there is none."""
-    rows = response.token_rows.get(KEPT)
-    if rows is None or not request.sampling.kept_sets:
+    kept_rows = response.token_rows.get(KEPT)
+    if kept_rows is None or not request.sampling.kept_sets:
         return ""
-    ids = TokenIds.joined((request.prompt_ids, response.ids)).array[request.rows_known :][: len(rows)]
-    wrong = outside_kept(*rows[: len(ids)].take(np.arange(len(ids))), ids)
-    return f"the engine returned token {ids[wrong[0]]}, and a kept set without it" if len(wrong) else ""
+    token_ids = TokenIds.joined((request.prompt_ids, response.ids)).array[request.rows_known :][: len(kept_rows)]
+    misfits = outside_kept(*kept_rows[: len(token_ids)].take(np.arange(len(token_ids))), token_ids)
+    return f"the engine returned token {token_ids[misfits[0]]}, and a kept set without it" if len(misfits) else ""

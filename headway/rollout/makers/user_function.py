@@ -73,9 +73,9 @@ class Attempt:
 
     async def run(self) -> None:
         """Call the function."""
-        result = await self._hook.function(self)
-        if result is not None:
-            raise self._hook.failed(f"returned {quoted(result)}: the attempt keeps what was sampled, so None is needed")
+        output = await self._hook.function(self)
+        if output is not None:
+            raise self._hook.failed(f"returned {quoted(output)}: the attempt keeps what was sampled, so None is needed")
 
     async def generate(self, max_tokens: int | None = None) -> str:
         """Sample a turn of at most ``max_tokens``; return its text without special tokens. Raises RolloutOver."""
@@ -86,26 +86,26 @@ class Attempt:
         if self.tokens_left < 1:
             self._cut = True
             raise RolloutOver("no token is left")
-        limit = min(self.tokens_left, max_tokens or self.tokens_left)
-        number, sampler = len(self._turns), self._sampler
-        if number:
+        turn_tokens = min(self.tokens_left, max_tokens or self.tokens_left)
+        turn_index, sampler = len(self._turns), self._sampler
+        if turn_index:
             self._environment_s += sampler.clock.now() - self._turns[-1].generated_s
-        known = self._block.rows
+        known_rows = self._block.rows
         turn = await sampler.sample(
             ModelCall(
                 group=self.group,
                 member=self.member,
                 prompt_ids=TokenIds.joined((self.group.prompt_ids, self.response_ids)),
-                purpose=f"turn{number}-" if number else "",  # the first has the seed of a single turn
+                purpose=f"turn{turn_index}-" if turn_index else "",  # the first has the seed of a single turn
                 session=sampler.name(self.group, self.member),
-                rows_known=known,
-                max_tokens=limit,
-                environment_version=self._turns[0].first_version if number else -1,
+                rows_known=known_rows,
+                max_tokens=turn_tokens,
+                environment_version=self._turns[0].first_version if turn_index else -1,
             )
         )
         self._turns.append(turn)
         self._block.extend(turn.response_ids, turn.response_logprobs, turn.versions)
-        self._block.append_rows(turn.token_rows, known)
+        self._block.append_rows(turn.token_rows, known_rows)
         self._ends.append(len(self._block))
         self._rewards.append(None)
         if self.over:
@@ -148,30 +148,30 @@ class Attempt:
         if not self._turns:
             cause = f"{KEY} = {self._hook.name!r} sampled nothing"
             failure = failure or Failure(boundary="environment", cause=cause, infrastructure=False)
-            empty = MemberProgress(ModelCall.first(self.group, self.member)).rollout(now, failure)
-            return msgspec.structs.replace(empty, turns=0)
-        last, block = self._turns[-1], self._block
-        rewarded = any(reward is not None for reward in self._rewards)
+            empty_rollout = MemberProgress(ModelCall.first(self.group, self.member)).rollout(now, failure)
+            return msgspec.structs.replace(empty_rollout, turns=0)
+        last_turn, token_block = self._turns[-1], self._block
+        has_reward = any(reward is not None for reward in self._rewards)
         return msgspec.structs.replace(
-            last,
+            last_turn,
             group=self.group.index,
             prompt_ids=self.group.prompt_ids,
-            response_ids=block.ids,
-            response_logprobs=block.logprobs,
-            response_mask=block.mask,
-            versions=block.versions,
-            token_rows=block.token_rows,
-            failure=failure or last.failure,
-            finish_reason="error" if failure is not None else self._finish_reason(last),
-            pruned=self.stopped if isinstance(self.stopped, Pruned) else last.pruned,
+            response_ids=token_block.ids,
+            response_logprobs=token_block.logprobs,
+            response_mask=token_block.mask,
+            versions=token_block.versions,
+            token_rows=token_block.token_rows,
+            failure=failure or last_turn.failure,
+            finish_reason="error" if failure is not None else self._finish_reason(last_turn),
+            pruned=self.stopped if isinstance(self.stopped, Pruned) else last_turn.pruned,
             turn_ends=tuple(self._ends),
-            turn_rewards=tuple(reward or 0.0 for reward in self._rewards) if rewarded else (),
+            turn_rewards=tuple(reward or 0.0 for reward in self._rewards) if has_reward else (),
             turns=len(self._turns),
-            environment_s=self._environment_s + max(0.0, now - last.generated_s),
+            environment_s=self._environment_s + max(0.0, now - last_turn.generated_s),
             opened_s=self.group.admitted_s,
             first_token_s=self._turns[0].first_token_s,
             generated_s=now,
-            finished_s=now if failure is not None or last.failure is not None else 0.0,
+            finished_s=now if failure is not None or last_turn.failure is not None else 0.0,
             resumes=sum(turn.resumes for turn in self._turns),
             environment_version=self._turns[0].first_version if any(t.resumes for t in self._turns[1:]) else -1,
             reprefills=sum(turn.reprefills for turn in self._turns),
@@ -218,8 +218,8 @@ class CustomRollouts(RetryingRollouts):
     def failure_of(self, error: Exception) -> Failure | None:
         if isinstance(error, RolloutOver):
             return None
-        raised = error if isinstance(error, HookFailed) else self._hook.raised(error)
-        cause = storable(str(raised))[:300]
+        hook_error = error if isinstance(error, HookFailed) else self._hook.raised(error)
+        cause = storable(str(hook_error))[:300]
         return Failure(boundary="environment", cause=cause, infrastructure=is_infrastructure(error))
 
 

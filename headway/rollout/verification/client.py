@@ -124,8 +124,8 @@ class VerifierPool:
         There is no limit where they run on nodes."""
         if any(self._verifier.nodes):
             return sys.maxsize
-        memory = machine_memory()
-        memory_limit = len(self._slots) + memory[1] // _WORKER_BYTES if memory else sys.maxsize
+        total_and_free = machine_memory()
+        memory_limit = len(self._slots) + total_and_free[1] // _WORKER_BYTES if total_and_free else sys.maxsize
         return min(len(machine_cores()), memory_limit)
 
     def set_workers(self, count: int) -> None:
@@ -137,9 +137,9 @@ class VerifierPool:
             slot = self._slot()
             self._slots.append(slot)
             self._feed(slot)
-        self._slots, draining = self._slots[:count], self._slots[count:]
-        self._draining += draining
-        for slot in draining:
+        self._slots, draining_slots = self._slots[:count], self._slots[count:]
+        self._draining += draining_slots
+        for slot in draining_slots:
             if slot in self._idle:
                 self._feeders[slot].cancel()
 
@@ -206,8 +206,8 @@ class VerifierPool:
             log_path=str(folder / f"{name}.log") if folder else None,
             longest_silence_s=_WATCHDOG * max(limits_s) + _BACKSTOP_GRACE_S,
         )
-        held = functools.partial(self._scoring.get, name, 0)
-        return WorkerSlot(spec, self._launcher, self._clock, self._on_event, limit=self._retries + 1, held=held)
+        count_held = functools.partial(self._scoring.get, name, 0)
+        return WorkerSlot(spec, self._launcher, self._clock, self._on_event, limit=self._retries + 1, held=count_held)
 
     def _feed(self, slot: WorkerSlot) -> None:
         self._feeders[slot] = asyncio.create_task(self._serve_until_drained(slot), name=slot.name)
@@ -258,64 +258,64 @@ class VerifierPool:
     async def _score_group(self, slot: WorkerSlot, job: _Job) -> list[Verdict]:
         """Score all responses in one call, or one by one once that killed the worker. Infrastructure failures are
         scored again after a pause, which delays the queue: while a service is down, other groups would fail as well."""
-        verdicts: dict[int, Verdict] = {}
-        remaining = list(range(len(job.tasks or job.responses)))
-        together, attempts = True, 0
+        verdict_by_index: dict[int, Verdict] = {}
+        remaining_indices = list(range(len(job.tasks or job.responses)))
+        is_joint, attempts = True, 0
         while True:
-            if together and len(remaining) > 1:  # a single response is scored alone at once
+            if is_joint and len(remaining_indices) > 1:  # a single response is scored alone at once
                 try:
-                    scored = await self._call(slot, job, remaining)
-                except _WorkerLost as died:
-                    together, attempts = False, attempts + (0 if died.hung else 1)
+                    new_verdicts = await self._call(slot, job, remaining_indices)
+                except _WorkerLost as loss:
+                    is_joint, attempts = False, attempts + (0 if loss.hung else 1)
                     continue
             else:
-                scored = [await self._score_single(slot, job, i) for i in remaining]
-            for i, verdict in zip(remaining, scored, strict=True):
-                verdicts[i] = _add_costs(verdict, verdicts.get(i))
-            remaining = [i for i in remaining if _is_retryable(verdicts[i])]
+                new_verdicts = [await self._score_single(slot, job, i) for i in remaining_indices]
+            for i, verdict in zip(remaining_indices, new_verdicts, strict=True):
+                verdict_by_index[i] = _add_costs(verdict, verdict_by_index.get(i))
+            remaining_indices = [i for i in remaining_indices if _is_retryable(verdict_by_index[i])]
             attempts += 1
-            if not remaining or attempts > self._retries:
+            if not remaining_indices or attempts > self._retries:
                 break
             await self._clock.sleep(backoff_s(attempts, _RETRY_S))
-        return [_with_attempts(v, attempts) if _is_retryable(v) else v for _, v in sorted(verdicts.items())]
+        return [_with_attempts(v, attempts) if _is_retryable(v) else v for _, v in sorted(verdict_by_index.items())]
 
     async def _score_single(self, slot: WorkerSlot, job: _Job, index: int) -> Verdict:
         try:
             return (await self._call(slot, job, [index]))[0]
-        except _WorkerLost as died:
-            if died.hung:
+        except _WorkerLost as loss:
+            if loss.hung:
                 cause = f"timed out after {self._timeout_s(job.task):g} s; job killed"
             else:
                 cause = "the verifier's process died during it"
-            return failed_verdict(cause, infrastructure=not died.hung, detail=died.cause, verify_s=died.elapsed_s)
+            return failed_verdict(cause, infrastructure=not loss.hung, detail=loss.cause, verify_s=loss.elapsed_s)
 
     async def _call(self, slot: WorkerSlot, job: _Job, indices: Sequence[int]) -> list[Verdict]:
         """Score on this slot's worker. Raises _WorkerLost, after which the next call starts another worker, and
         _WorkerUnavailable."""
         worker, task = await self._worker(slot, job), job.task
-        started = self._clock.now()
+        started_s = self._clock.now()
         backstop_s = _WATCHDOG * self._timeout_s(task) * len(indices) + _BACKSTOP_GRACE_S
         self._scoring[slot.name] = len(indices)
         if job.tasks:
-            asked: tuple[Any, ...] = "prove", tuple(job.tasks[i] for i in indices)
+            call: tuple[Any, ...] = "prove", tuple(job.tasks[i] for i in indices)
         else:
-            asked = "score", task, tuple(job.responses[i] for i in indices)
+            call = "score", task, tuple(job.responses[i] for i in indices)
         try:
             async with asyncio.timeout(backstop_s):
-                verdicts = await worker.call(*asked)
+                verdicts = await worker.call(*call)
             self._scoring[slot.name] = 0
             if self._observe is not None:
-                start_s, end_s = round(started, 6), round(self._clock.now(), 6)
-                self._observe(Span(track=worker.name, name=f"{asked[0]} {len(indices)}", start_s=start_s, end_s=end_s))
+                start_s, end_s = round(started_s, 6), round(self._clock.now(), 6)
+                self._observe(Span(track=worker.name, name=f"{call[0]} {len(indices)}", start_s=start_s, end_s=end_s))
             return verdicts
         except TimeoutError:
-            elapsed_s = self._clock.now() - started
+            elapsed_s = self._clock.now() - started_s
             cause = f"no answer after {elapsed_s:.1f} s"
             worker.kill(cause)
             await worker.died
             raise _WorkerLost(cause, True, elapsed_s) from None
         except WorkerDied as error:
-            elapsed_s = self._clock.now() - started
+            elapsed_s = self._clock.now() - started_s
             # the watchdog in the worker ends it no sooner than the limit; an earlier death had another cause
             raise _WorkerLost(error.cause, elapsed_s >= self._timeout_s(task), elapsed_s) from None
         except asyncio.CancelledError:

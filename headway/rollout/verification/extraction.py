@@ -40,31 +40,31 @@ def extract_answer(response: str, extract: Extract, *, reasoning: bool = False) 
         return response.rstrip().rpartition("\n")[2]
     if extract == "boxed":
         return _last_boxed(response)
-    end = response.rfind("</answer>")
-    start = response.rfind("<answer>", 0, max(end, 0))
-    return response[start + len("<answer>") : end] if 0 <= start < end else None
+    end_index = response.rfind("</answer>")
+    start_index = response.rfind("<answer>", 0, max(end_index, 0))
+    return response[start_index + len("<answer>") : end_index] if 0 <= start_index < end_index else None
 
 
 def _last_boxed(text: str) -> str | None:
-    start = text.rfind("\\boxed{")
-    if start < 0:
+    start_index = text.rfind("\\boxed{")
+    if start_index < 0:
         return None
-    inside = start + len("\\boxed{")
+    inside_index = start_index + len("\\boxed{")
     depth = 1
-    for position in range(inside, len(text)):
+    for position in range(inside_index, len(text)):
         character = text[position]
         if character in "{}" and text[position - 1] != "\\":  # an escaped brace is text and doesn't pair
             depth += 1 if character == "{" else -1
             if not depth:
-                return text[inside:position]
+                return text[inside_index:position]
     return None
 
 
 def without_reasoning(text: str, start: str = _THOUGHT, end: str = _ANSWERED, *, opened: bool = False) -> str:
     """Return ``text`` from behind the last end mark of reasoning up to a further start mark; ``opened``: the prompt
     ended with a start mark."""
-    _, ended, rest = text.rpartition(end)
-    return "" if opened and not ended else rest.partition(start)[0].lstrip() if ended or start in rest else text
+    _, end_mark, rest = text.rpartition(end)
+    return "" if opened and not end_mark else rest.partition(start)[0].lstrip() if end_mark or start in rest else text
 
 
 def last_number(text: str, marker: str = "") -> Decimal | None:
@@ -79,8 +79,8 @@ def last_number(text: str, marker: str = "") -> Decimal | None:
         _, marker_match, rest = text.rpartition(_typed(marker))
         match = _NUMBER.search(rest) if marker_match else None
         return _decimal(match) if match else None
-    last = last_match(_NUMBER, text)
-    return _decimal(last) if last else None
+    last_number_match = last_match(_NUMBER, text)
+    return _decimal(last_number_match) if last_number_match else None
 
 
 def only_number(text: str) -> Decimal | None:
@@ -92,8 +92,8 @@ def only_number(text: str) -> Decimal | None:
         return None
     prefix, suffix = text[: matches[0].start()], text[matches[0].end() :]
     context = (prefix, suffix)
-    attached = prefix.rstrip(" \t")[-1:].isalpha() or re.match(r"[^\W\d_](?![^\W\d_])", suffix)
-    if attached or not all(_BESIDE.fullmatch(part) for part in context) or any(map(_NUMERALS.search, context)):
+    is_attached = prefix.rstrip(" \t")[-1:].isalpha() or re.match(r"[^\W\d_](?![^\W\d_])", suffix)
+    if is_attached or not all(_BESIDE.fullmatch(part) for part in context) or any(map(_NUMERALS.search, context)):
         return None
     return _decimal(matches[0])
 
@@ -123,10 +123,10 @@ def _is_sign(match: re.Match[str]) -> bool:
     """Return whether the minus before a number's digits is its sign rather than that of a difference."""
     line = match.string[: match.start()].rpartition("\n")[2]
     prefix = line.rstrip().rstrip("$\\").rstrip()
-    last = prefix[-1:]
-    if last.isalpha() and not match["apart"] and line[-1:] in (" ", "\t"):
+    last_character = prefix[-1:]
+    if last_character.isalpha() and not match["apart"] and line[-1:] in (" ", "\t"):
         return prefix[-2:-1].isalpha()  # "it is -5", but "x -5"
-    return not (last.isalnum() or last in tuple(")]}._"))
+    return not (last_character.isalnum() or last_character in tuple(")]}._"))
 
 
 def close(a: Decimal, b: Decimal, tolerance: float) -> bool:

@@ -96,18 +96,18 @@ class Judge(Section):
         return self.chat.longest_s
 
     def __call__(self, task: Task, response: str) -> Verdict:
-        spent = RequestCosts()
+        costs = RequestCosts()
         try:
-            return self._verdict(self.chat.ask(self._messages(task, response), self._score, spent), spent)
+            return self._verdict(self.chat.ask(self._messages(task, response), self._score, costs), costs)
         except ModelFailed as error:
-            return self._verdict(None, spent, Failure(boundary="reward", cause=str(error), infrastructure=True))
+            return self._verdict(None, costs, Failure(boundary="reward", cause=str(error), infrastructure=True))
 
     def score_all(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
         """Return one verdict per response, in order; up to ``concurrency`` are requested at once."""
         if len(responses) == 1:
             return [self(task, responses[0])]
-        with ThreadPoolExecutor(min(self.concurrency, max(1, len(responses))), "judge") as threads:
-            return list(threads.map(lambda response: self(task, response), responses))
+        with ThreadPoolExecutor(min(self.concurrency, max(1, len(responses))), "judge") as executor:
+            return list(executor.map(lambda response: self(task, response), responses))
 
     def _verdict(self, score: float | None, spent: RequestCosts, failure: Failure | None = None) -> Verdict:
         reward = 0.0 if score is None else (score - self.lowest) / (self.highest - self.lowest)
@@ -126,19 +126,19 @@ class Judge(Section):
         match = last_match(self.pattern, text)
         if match is None:
             raise Retry(f"the judge's answer holds no score: {quoted(text)}")
-        written = match.group(1) if self.pattern.groups else match.group()
+        score_text = match.group(1) if self.pattern.groups else match.group()
         try:
-            score = float(written)
+            score = float(score_text)
         except (TypeError, ValueError):
-            raise Retry(f"the judge's score is {written!r}, not a number") from None
+            raise Retry(f"the judge's score is {score_text!r}, not a number") from None
         if not self.lowest <= score <= self.highest:
-            raise Retry(f"the judge's score is {written}: valid: {self.lowest:g} to {self.highest:g}")
+            raise Retry(f"the judge's score is {score_text}: valid: {self.lowest:g} to {self.highest:g}")
         return score
 
     def _messages(self, task: Task, response: str) -> list[dict[str, str]]:
-        values = {"prompt": task.prompt, "answer": task.answer, "response": response,
+        text_by_field = {"prompt": task.prompt, "answer": task.answer, "response": response,
                   "lowest": f"{self.lowest:g}", "highest": f"{self.highest:g}"}  # fmt: skip
         # All fields at once: an {answer} in the response isn't filled in.
-        prompt = _PLACE.sub(lambda match: values[match.group(1)], self.prompt)
+        prompt = _PLACE.sub(lambda match: text_by_field[match.group(1)], self.prompt)
         messages = [{"role": "system", "content": self.system}] if self.system else []
         return [*messages, {"role": "user", "content": prompt}]

@@ -72,46 +72,46 @@ def math_scorer(
     for module in ("parser", "grader"):  # each warns once about the disabled time limit, which the watchdog replaces
         logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
     tolerance = Fraction(10) ** -float_rounding
-    latex = (package.LatexExtractionConfig(),)  # alone: else a part of a text that isn't LaTeX would be parsed
+    latex_config = (package.LatexExtractionConfig(),)  # alone: else a part of a text that isn't LaTeX would be parsed
 
     @functools.lru_cache(maxsize=1024)
     def parse(text: str, single_expression: bool = True) -> list[Any]:
         """Parse ``text`` as a single expression, or find the answer in it; [] where there is none."""
-        chosen = {"extraction_config": latex} if single_expression else {}
+        options = {"extraction_config": latex_config} if single_expression else {}
         return package.parse(
-            _boxed(text) if single_expression else text, parsing_timeout=None, fallback_mode="no_fallback", **chosen
+            _boxed(text) if single_expression else text, parsing_timeout=None, fallback_mode="no_fallback", **options
         )
 
     def same(lhs: Value, rhs: Value) -> bool:
         if isinstance(lhs, Expression) and isinstance(rhs, Expression) and _differ_in_case(lhs, rhs):
             return False
-        pair = [(side, parse(side.text, side.exact) if isinstance(side, Expression) else []) for side in (lhs, rhs)]
-        [a, b] = [side if isinstance(side, Number) else _constant(parsed) for side, parsed in pair]
-        if a is not None and b is not None and a.value and b.value:
-            return close_numbers(a, b, tolerance)
-        [gold, answer] = [parsed or ([_rational(side)] if isinstance(side, Number) else []) for side, parsed in pair]
-        how = {"float_rounding": float_rounding, "strict": strict}
-        return bool(gold and answer) and package.verify(gold, answer, timeout_seconds=None, raise_on_error=True, **how)
+        pairs = [(side, parse(side.text, side.exact) if isinstance(side, Expression) else []) for side in (lhs, rhs)]
+        [lhs_number, rhs_number] = [side if isinstance(side, Number) else _constant(parsed) for side, parsed in pairs]
+        if lhs_number is not None and rhs_number is not None and lhs_number.value and rhs_number.value:
+            return close_numbers(lhs_number, rhs_number, tolerance)
+        [gold, answer] = [parsed or ([_rational(side)] if isinstance(side, Number) else []) for side, parsed in pairs]
+        opts = {"float_rounding": float_rounding, "strict": strict}
+        return bool(gold and answer) and package.verify(gold, answer, timeout_seconds=None, raise_on_error=True, **opts)
 
     @functools.lru_cache(maxsize=1024)
     def reference_of(answer: str) -> tuple[str, Value | None]:
         answer = _without_escaped_dollars(answer)
         words = _reference_words(answer)
-        value = None if words and words not in _SYMBOLS else read_value(plain_text(reference_text(answer)))
-        return words, None if isinstance(value, Expression) and not parse(value.text) else value
+        reference = None if words and words not in _SYMBOLS else read_value(plain_text(reference_text(answer)))
+        return words, None if isinstance(reference, Expression) and not parse(reference.text) else reference
 
     def differs(reference: Value, answer: str) -> str:
         """Return why the answer in ``answer`` isn't the reference; "" where it is."""
-        candidates, decisive = _candidates(answer, may_be_prose=extract == "all")
-        read = [value for text in candidates if (value := read_value(plain_text(text[:_LONGEST_TEXT])))]
-        values = [value for value in read if value == reference or not _is_prose(value)]
-        if not (decisive and values):
+        candidates, is_decisive = _candidates(answer, may_be_prose=extract == "all")
+        read_values = [value for text in candidates if (value := read_value(plain_text(text[:_LONGEST_TEXT])))]
+        values = [value for value in read_values if value == reference or not _is_prose(value)]
+        if not (is_decisive and values):
             values.append(Expression(text=_end(answer), exact=False))
         if any(equal_values(reference, value, tolerance, same) for value in values):
             return ""
-        last = values[-1]  # of prose the expression that math-verify finds
-        unread = isinstance(last, Expression) and not parse(last.text, last.exact)
-        return "no mathematical expression found in the response" if unread else "not equal to the reference"
+        last_value = values[-1]  # of prose the expression that math-verify finds
+        is_unread = isinstance(last_value, Expression) and not parse(last_value.text, last_value.exact)
+        return "no mathematical expression found in the response" if is_unread else "not equal to the reference"
 
     def score(task: Task, response: str) -> dict[str, Any]:
         words, reference = reference_of(task.answer)
@@ -129,10 +129,10 @@ def math_scorer(
         if reference is None:
             return {"reward": 0.0, "reason": "not equal to the reference"}
         try:
-            why = differs(reference, answer)
+            reason = differs(reference, answer)
         except Exception as error:  # sympy may raise anything for what a policy writes; the reference has parsed
-            why = f"can't be compared: {type(error).__name__}: {str(error)[:200]}"
-        return {"reward": 0.0, "reason": why} if why else {"reward": 1.0}
+            reason = f"can't be compared: {type(error).__name__}: {str(error)[:200]}"
+        return {"reward": 0.0, "reason": reason} if reason else {"reward": 1.0}
 
     return score
 
@@ -150,14 +150,14 @@ def _constant(read: Sequence[Any]) -> Number | None:
     expression: Any = read[0] if read else None
     if not getattr(expression, "is_number", False) or getattr(expression, "free_symbols", True):
         return None
-    value = expression.evalf(60)
-    if not (value.is_Float or value.is_Rational) or not value.is_finite:
+    evaluated = expression.evalf(60)
+    if not (evaluated.is_Float or evaluated.is_Rational) or not evaluated.is_finite:
         return None
-    if abs(int(str(value).partition("e")[2] or 0)) > _LARGEST_EXPONENT:
+    if abs(int(str(evaluated).partition("e")[2] or 0)) > _LARGEST_EXPONENT:
         return None  # its digits would fill the memory
-    fraction = Fraction(str(value))
-    decimals = any(atom.is_Float for atom in expression.atoms())
-    return Number(value=fraction, last_place=abs(fraction) if decimals else Fraction(0), computed=True)
+    fraction = Fraction(str(evaluated))
+    has_decimals = any(atom.is_Float for atom in expression.atoms())
+    return Number(value=fraction, last_place=abs(fraction) if has_decimals else Fraction(0), computed=True)
 
 
 def _rational(number: Number) -> Any:
@@ -175,17 +175,17 @@ def reference_text(answer: str) -> str:
     """Return the reference as one expression; "" where it is a sentence, or has several formulas in one."""
     text = answer.rpartition("####")[2].strip()
     if "\\boxed{" in text:
-        boxes = [
+        box_texts = [
             box for part in text.split("\\boxed")[1:] if (box := extract_answer("\\boxed" + part, "boxed")) is not None
         ]
-        return boxes[0] if len(set(boxes)) == 1 else ""
+        return box_texts[0] if len(set(box_texts)) == 1 else ""
     formulas = _formulas(text)
-    around = _DELIMITED.sub(" ", text)
-    if len(formulas) == 1 and not any(character.isdigit() for character in around):
-        parsed = read_value(plain_text(text))
-        return text if isinstance(parsed, Number) else formulas[0]
+    outside_text = _DELIMITED.sub(" ", text)
+    if len(formulas) == 1 and not any(character.isdigit() for character in outside_text):
+        parsed_value = read_value(plain_text(text))
+        return text if isinstance(parsed_value, Number) else formulas[0]
     if formulas:
-        return ", ".join(formulas) if _LISTED.fullmatch(around) else ""
+        return ", ".join(formulas) if _LISTED.fullmatch(outside_text) else ""
     return (
         ""
         if _is_sentence(text) and isinstance(read_value(plain_text(text)), (Expression, ValueList, Assignment))
@@ -209,23 +209,23 @@ def _reference_words(answer: str) -> str:
     variables, unless they are set as text.
     """
     text = answer.rpartition("####")[2].strip()
-    inside = extract_answer(text, "boxed")
-    if inside is None and not any(mark in text for mark in _DELIMITERS):
-        inside = "" if _is_sentence(text) else text
-    inside = text if inside is None else inside
-    formula = next(reversed(_formulas(inside)), None)
+    inner_text = extract_answer(text, "boxed")
+    if inner_text is None and not any(delimiter in text for delimiter in _DELIMITERS):
+        inner_text = "" if _is_sentence(text) else text
+    inner_text = text if inner_text is None else inner_text
+    formula = next(reversed(_formulas(inner_text)), None)
     if formula is not None and not _FONT.search(formula):
         return ""
-    words = _plain_words(inside if formula is None else formula)
+    words = _plain_words(inner_text if formula is None else formula)
     return words if _TEXT.fullmatch(words) else ""
 
 
 def _word_candidates(answer: str) -> tuple[str, ...]:
     """Return the candidate answers of a response to a reference of words: the content of its last box; without a box
     its last line, the text after "answer is" there, and the last formula of that."""
-    boxed = extract_answer(answer, "boxed")
-    if boxed is not None:
-        return (_with_symbol_names(boxed),)
+    boxed_text = extract_answer(answer, "boxed")
+    if boxed_text is not None:
+        return (_with_symbol_names(boxed_text),)
     line = answer.rstrip().rpartition("\n")[2]
     tail = _ANSWER_IS.split(line[-_LONGEST_TEXT:])[-1]
     return _with_symbol_names(line), _with_symbol_names(tail), _with_symbol_names(next(reversed(_formulas(tail)), ""))
@@ -245,38 +245,38 @@ def _plain_words(text: str) -> str:
     """Return ``text`` in lower case without typesetting: dollars, fonts, spacing, marks around it."""
     for mark in ("$", "\\(", "\\)", "\\[", "\\]"):
         text = text.replace(mark, "")
-    count = 1
-    while count:  # the innermost first
-        text, count = _FONT.subn(r"\1", text)
+    replaced_count = 1
+    while replaced_count:  # the innermost first
+        text, replaced_count = _FONT.subn(r"\1", text)
     return _SPACING.sub(" ", text).strip(_AROUND).lower()
 
 
 def _candidates(answer: str, may_be_prose: bool) -> tuple[list[str], bool]:
     """Return texts in ``answer`` that may be the final answer, and whether one of them must be. ``may_be_prose``:
     ``answer`` may be prose, of which the last box counts, or the formula after "answer is", or the last formula."""
-    boxed = extract_answer(answer, "boxed")
-    if boxed is not None:
-        return [boxed], True
+    boxed_text = extract_answer(answer, "boxed")
+    if boxed_text is not None:
+        return [boxed_text], True
     text = _end(answer)
     formulas = _formulas(text)
     if "\n" not in text and not formulas and "\\boxed" not in text:
-        plain = not may_be_prose or not _TWO_LETTERS.search(_COMMAND.sub(" ", text))
-        if plain or _is_typed(read_value(plain_text(text))):
+        is_plain = not may_be_prose or not _TWO_LETTERS.search(_COMMAND.sub(" ", text))
+        if is_plain or _is_typed(read_value(plain_text(text))):
             return [text], True
     line = text.rpartition("\n")[2]
     tail = _ANSWER_IS.split(line)[-1].strip(" *_:").rstrip(". *_")
-    value, listed = read_value(plain_text(tail)), _formulas(tail)
-    if listed and _LISTED.fullmatch(_DELIMITED.sub(" ", tail)):
-        return [", ".join(listed)], True
-    typed = not formulas and not _TWO_LETTERS.search(_COMMAND.sub(" ", tail))
-    if tail != line and (typed or _is_typed(value.value if isinstance(value, Assignment) else value)):
+    parsed, tail_formulas = read_value(plain_text(tail)), _formulas(tail)
+    if tail_formulas and _LISTED.fullmatch(_DELIMITED.sub(" ", tail)):
+        return [", ".join(tail_formulas)], True
+    is_symbolic = not formulas and not _TWO_LETTERS.search(_COMMAND.sub(" ", tail))
+    if tail != line and (is_symbolic or _is_typed(parsed.value if isinstance(parsed, Assignment) else parsed)):
         return [tail], True
     if formulas:
-        first = _DELIMITED.match(tail) is not None
-        last = listed[0] if first else formulas[-1]
-        return [last, line], first or not _BEGINS_A_NUMBER.match(tail) or tail == line
-    last = re.findall(r"\S*\d\S*", line)[-1:]  # a time or a date isn't its last number
-    return [tail, line, *last], any(_is_typed(read_value(plain_text(number_text))) for number_text in last)
+        begins_with_formula = _DELIMITED.match(tail) is not None
+        last_formula = tail_formulas[0] if begins_with_formula else formulas[-1]
+        return [last_formula, line], begins_with_formula or not _BEGINS_A_NUMBER.match(tail) or tail == line
+    numbers = re.findall(r"\S*\d\S*", line)[-1:]  # a time or a date isn't its last number
+    return [tail, line, *numbers], any(_is_typed(read_value(plain_text(number_text))) for number_text in numbers)
 
 
 def _is_typed(value: Value | None) -> bool:

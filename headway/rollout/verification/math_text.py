@@ -56,21 +56,21 @@ _NAMED_TABLE = str.maketrans({mark: "-" for mark in MINUS})
 def plain_text(text: str) -> str:
     """Normalize ``text`` to one spelling of LaTeX, with only its significant blanks."""
     text = unicodedata.normalize("NFC", text)
-    written: list[str] = []
+    pieces: list[str] = []
     for character in text:
-        kind, spelled = unicodedata.decomposition(character).partition(" ")[0], ""
-        if kind == "<fraction>":
-            above, _, below = unicodedata.normalize("NFKC", character).partition("\u2044")
-            spelled = f"\\frac{{{above}}}{{{below}}}" if below else character
-        elif kind in ("<super>", "<sub>"):
-            mark = "^" if kind == "<super>" else "_"
-            inside = unicodedata.normalize("NFKC", character).translate(_NAMED_TABLE)
-            again = bool(written) and written[-1].startswith(mark + "{") and written[-1].endswith("}")
-            spelled = f"{written.pop()[:-1]}{inside}}}" if again else f"{mark}{{{inside}}}"
-        elif kind == "<wide>":
-            spelled = unicodedata.normalize("NFKC", character)
-        written.append(spelled or _NAMED.get(character, character))
-    text = "".join(written)
+        decomposition_tag, spelling = unicodedata.decomposition(character).partition(" ")[0], ""
+        if decomposition_tag == "<fraction>":
+            numerator, _, denominator = unicodedata.normalize("NFKC", character).partition("\u2044")
+            spelling = f"\\frac{{{numerator}}}{{{denominator}}}" if denominator else character
+        elif decomposition_tag in ("<super>", "<sub>"):
+            mark = "^" if decomposition_tag == "<super>" else "_"
+            script_text = unicodedata.normalize("NFKC", character).translate(_NAMED_TABLE)
+            continues_script = bool(pieces) and pieces[-1].startswith(mark + "{") and pieces[-1].endswith("}")
+            spelling = f"{pieces.pop()[:-1]}{script_text}}}" if continues_script else f"{mark}{{{script_text}}}"
+        elif decomposition_tag == "<wide>":
+            spelling = unicodedata.normalize("NFKC", character)
+        pieces.append(spelling or _NAMED.get(character, character))
+    text = "".join(pieces)
     for pattern, replacement in _REWRITTEN:
         text = pattern.sub(replacement, text)
     text = _BLANK.sub("", re.sub(" +", " ", text))

@@ -163,12 +163,12 @@ def read_value(text: str) -> Value | None:
 
 
 def _matrix(name: str, inside: str) -> Value:
-    rows = [
+    row_texts = [
         row for row in re.split(r"\\\\(?:\[[^\]]*\])?", _COLUMNS.sub("", inside).replace("\\hline", "")) if row.strip()
     ]
-    cells = [[cell.strip() for cell in row.split("&")] for row in rows]
-    values = tuple(tuple(_part(cell) for cell in row) for row in cells)
-    return Matrix(kind="matrix" if name in _MATRICES else name, rows=values)
+    cell_rows = [[cell.strip() for cell in row.split("&")] for row in row_texts]
+    value_rows = tuple(tuple(_part(cell) for cell in row) for row in cell_rows)
+    return Matrix(kind="matrix" if name in _MATRICES else name, rows=value_rows)
 
 
 def _part(text: str) -> Value:
@@ -176,9 +176,9 @@ def _part(text: str) -> Value:
 
 
 def _number(text: str) -> Number | None:
-    if letter := _LETTER_UNIT.fullmatch(text):
-        number = _plain_number(letter[1])
-        return number and replace(number, unit=letter[2] + (letter[3] or ""), bare=False)
+    if letter_match := _LETTER_UNIT.fullmatch(text):
+        number = _plain_number(letter_match[1])
+        return number and replace(number, unit=letter_match[2] + (letter_match[3] or ""), bare=False)
     if text.endswith("%") or text.lower().endswith((" percent", "\\text{percent}", "\\text{ percent}")):
         number = _plain_number(re.split(r"%$| ?(?:\\text\{ ?)?percent\}?$", text, flags=re.IGNORECASE)[0])
         return number and replace(number, value=number.value / 100, last_place=number.last_place / 100)
@@ -187,9 +187,9 @@ def _number(text: str) -> Number | None:
     match = _UNIT.fullmatch(text)
     number = match and _plain_number(re.sub("[€£¥]", "", match["number"]))
     if not match or not number:
-        currency = re.fullmatch(r"([-+]?)([€£¥])([-+]?.*)", text)
-        number = currency and _plain_number(currency[1] + currency[3])
-        return replace(number, unit=currency[2]) if currency and number else None
+        currency_match = re.fullmatch(r"([-+]?)([€£¥])([-+]?.*)", text)
+        number = currency_match and _plain_number(currency_match[1] + currency_match[3])
+        return replace(number, unit=currency_match[2]) if currency_match and number else None
     unit = _unit(match["unit"])
     if re.search(rf"\b(?:{_NO_UNITS})\b", unit):
         return None  # "5 or more" isn't 5 of anything
@@ -235,11 +235,11 @@ def _scientific(text: str, exponent: str) -> Number:
 
 
 def _fraction(numerator: str, denominator: str) -> Number | None:
-    first, second = _plain_number(numerator), _plain_number(denominator)
-    if first is None or second is None or not second.value:
+    top, bottom = _plain_number(numerator), _plain_number(denominator)
+    if top is None or bottom is None or not bottom.value:
         return None
-    value = first.value / second.value
-    return Number(value=value, last_place=abs(value) if first.last_place or second.last_place else Fraction(0))
+    quotient = top.value / bottom.value
+    return Number(value=quotient, last_place=abs(quotient) if top.last_place or bottom.last_place else Fraction(0))
 
 
 def _power(base: str, exponent: str) -> Number | None:
@@ -262,24 +262,24 @@ _READERS: dict[str, Callable[..., Number | None]] = {
 
 
 def _fixed(text: str) -> Tagged | ValueList | None:
-    plain = re.sub(" +", " ", _UNSET.sub(r" \1", text)).strip()
-    if time := _TIME.fullmatch(plain):
-        hour, half = int(time[1]), (time[4] or "").lower()
-        if half and 1 <= hour <= 12:
-            hour = hour % 12 + 12 * (half == "p")
-        return Tagged(kind="time", parts=(hour, int(time[2]), int(time[3] or 0)))
-    if date := _DATE.fullmatch(plain):
+    unset_text = re.sub(" +", " ", _UNSET.sub(r" \1", text)).strip()
+    if time_match := _TIME.fullmatch(unset_text):
+        hour, half_day = int(time_match[1]), (time_match[4] or "").lower()
+        if half_day and 1 <= hour <= 12:
+            hour = hour % 12 + 12 * (half_day == "p")
+        return Tagged(kind="time", parts=(hour, int(time_match[2]), int(time_match[3] or 0)))
+    if date := _DATE.fullmatch(unset_text):
         year, month, day = (
             date[a] or date[b] or date[c] for a, b, c in (("y", "Y", "y2"), ("m", "M", "m2"), ("d", "D", "d2"))
         )
-        number = int(month) if month.isdigit() else _MONTHS.index(month[:3].lower()) + 1
-        return Tagged(kind="date", parts=(year and int(year), number, int(day)))
-    if _SLASHED.fullmatch(plain):
-        return Tagged(kind="text", parts=(*map(int, re.split("[/-]", plain)),))
-    if base := _BASE.fullmatch(text):
-        digits, of = base[1].upper(), _UNSET.sub(r"\1", base[2] or base[3]).strip().lower()
-        of = str(_BASES.index(of) + 2) if of in _BASES else of
-        return None if of == "10" else Tagged(kind="base", parts=(digits, of))
+        month_number = int(month) if month.isdigit() else _MONTHS.index(month[:3].lower()) + 1
+        return Tagged(kind="date", parts=(year and int(year), month_number, int(day)))
+    if _SLASHED.fullmatch(unset_text):
+        return Tagged(kind="text", parts=(*map(int, re.split("[/-]", unset_text)),))
+    if base_match := _BASE.fullmatch(text):
+        digits, base_name = base_match[1].upper(), _UNSET.sub(r"\1", base_match[2] or base_match[3]).strip().lower()
+        base_name = str(_BASES.index(base_name) + 2) if base_name in _BASES else base_name
+        return None if base_name == "10" else Tagged(kind="base", parts=(digits, base_name))
     if re.fullmatch(r"[+-]?(?:\\infty|\\?inf(?:ini)?ty|inf|infinity)", text):
         return Tagged(kind="infinity", parts=(text.startswith("-"),))
     if text == "\\emptyset":
@@ -287,26 +287,26 @@ def _fixed(text: str) -> Tagged | ValueList | None:
     if text == "\\mathbb{R}":
         ends = tuple(Tagged(kind="infinity", parts=(is_low,)) for is_low in (True, False))
         return ValueList(opening="(", closing=")", items=ends)
-    pieces = text.split(":")
-    numbers = [_plain_number(piece) for piece in pieces]
-    if len(pieces) > 1 and all(numbers):
+    ratio_texts = text.split(":")
+    numbers = [_plain_number(piece) for piece in ratio_texts]
+    if len(ratio_texts) > 1 and all(numbers):
         return Tagged(kind="ratio", parts=tuple(number.value for number in numbers if number))
-    if len(parts := re.split(r"\\cup(?![A-Za-z])", text)) > 1:
-        return Tagged(kind="union", parts=tuple(sorted((_part(part) for part in parts), key=repr)))
+    if len(union_parts := re.split(r"\\cup(?![A-Za-z])", text)) > 1:
+        return Tagged(kind="union", parts=tuple(sorted((_part(part) for part in union_parts), key=repr)))
     return None
 
 
 def _relation(text: str) -> Value | None:
     """Parse ``x = 3`` and ``x \\in [1, 2)``, inequalities in one variable as intervals, and those joined by "or" as a
     union."""
-    assigned = _ASSIGNED.fullmatch(text)
-    if assigned and not re.search(r"=|<|>|,|\\[lg]eq", assigned[3].replace("\\in", "")):
-        return Assignment(variable=assigned[1], value=_part(assigned[3]))
-    if assigned and assigned[2] != "=":
-        return Assignment(variable=assigned[1], value=_part(assigned[3]))
-    parts = _AND_OR.split(text)
-    if len(parts) == 2 and re.search(r"\bor\b", text) and all(_RELATION.search(part) for part in parts):
-        intervals = [_relation(part) for part in parts]
+    assignment_match = _ASSIGNED.fullmatch(text)
+    if assignment_match and not re.search(r"=|<|>|,|\\[lg]eq", assignment_match[3].replace("\\in", "")):
+        return Assignment(variable=assignment_match[1], value=_part(assignment_match[3]))
+    if assignment_match and assignment_match[2] != "=":
+        return Assignment(variable=assignment_match[1], value=_part(assignment_match[3]))
+    alternatives = _AND_OR.split(text)
+    if len(alternatives) == 2 and re.search(r"\bor\b", text) and all(_RELATION.search(part) for part in alternatives):
+        intervals = [_relation(part) for part in alternatives]
         if all(isinstance(interval, ValueList) for interval in intervals):
             return Tagged(kind="union", parts=tuple(sorted(intervals, key=repr)))
     pieces = _RELATION.split(text)
@@ -318,7 +318,7 @@ def _relation(text: str) -> Value | None:
         signs = [{">": "<", "\\geq": "\\leq"}.get(sign, "") for sign in reversed(signs)]
     if any(sign not in ("<", "\\leq") for sign in signs):
         return None
-    low, high = Tagged(kind="infinity", parts=(True,)), Tagged(kind="infinity", parts=(False,))
+    minus_infinity, plus_infinity = Tagged(kind="infinity", parts=(True,)), Tagged(kind="infinity", parts=(False,))
     if len(ends) == 2:
         if _VARIABLE.fullmatch(ends[0]):
             ends, signs = ["", *ends], ["<", *signs]
@@ -326,29 +326,29 @@ def _relation(text: str) -> Value | None:
             ends, signs = [*ends, ""], [*signs, "<"]
     if not _VARIABLE.fullmatch(ends[1]) or _VARIABLE.fullmatch(ends[0]) or _VARIABLE.fullmatch(ends[2]):
         return None
-    items = (_part(ends[0]) if ends[0] else low, _part(ends[2]) if ends[2] else high)
+    bounds = (_part(ends[0]) if ends[0] else minus_infinity, _part(ends[2]) if ends[2] else plus_infinity)
     opening, closing = "(" if signs[0] == "<" else "[", ")" if signs[1] == "<" else "]"
-    return ValueList(opening=opening, closing=closing, items=items, variable=ends[1])
+    return ValueList(opening=opening, closing=closing, items=bounds, variable=ends[1])
 
 
 def _several(text: str) -> Value | None:
-    items, opening, closing = _split(text)
-    if items is None:
+    item_texts, opening, closing = _split(text)
+    if item_texts is None:
         return None
-    if len(items) == 1 and opening == "":
-        listed = [part for part in _AND_OR.split(text) if part]
-        if len(listed) > 1 and all(len(part) < 40 for part in listed):
-            items = listed
+    if len(item_texts) == 1 and opening == "":
+        alternatives = [part for part in _AND_OR.split(text) if part]
+        if len(alternatives) > 1 and all(len(part) < 40 for part in alternatives):
+            item_texts = alternatives
         elif text.count("\\pm") == 1 and "\\mp" not in text:
             prefix, _, suffix = text.partition("\\pm")
-            items = [f"{prefix}+{suffix}".removeprefix("+"), f"{prefix}-{suffix}"]
+            item_texts = [f"{prefix}+{suffix}".removeprefix("+"), f"{prefix}-{suffix}"]
         else:
             return None
-    if len(items) == 1 and opening == "(":
-        return read_value(items[0])
+    if len(item_texts) == 1 and opening == "(":
+        return read_value(item_texts[0])
     if opening == "\\{" and re.search(r"\\mid(?![A-Za-z])|\||:", text):
         return None
-    values = [_part(item) for item in items]
+    values = [_part(item) for item in item_texts]
     if opening in ("", "\\{"):  # flatten nested lists
         values = [member for value in values for member in _flat(value)]
     return ValueList(opening=opening, closing=closing, items=tuple(values))
@@ -396,9 +396,9 @@ def equal_values(first: Value, second: Value, tolerance: Fraction, same: Same) -
     if first == second:
         return True
     if isinstance(first, Assignment) or isinstance(second, Assignment):
-        pair = [side.variable if isinstance(side, Assignment) else "" for side in (first, second)]
+        labels = [side.variable if isinstance(side, Assignment) else "" for side in (first, second)]
         values = [side.value if isinstance(side, Assignment) else side for side in (first, second)]
-        return (not all(pair) or pair[0] == pair[1]) and equal_values(values[0], values[1], tolerance, same)
+        return (not all(labels) or labels[0] == labels[1]) and equal_values(values[0], values[1], tolerance, same)
     if isinstance(first, Number) and isinstance(second, Number):
         return _equal_units(first, second) and close_numbers(first, second, tolerance)
     if isinstance(first, ValueList) and isinstance(second, ValueList):
@@ -406,13 +406,13 @@ def equal_values(first: Value, second: Value, tolerance: Fraction, same: Same) -
     if isinstance(first, Matrix) and isinstance(second, Matrix):
         if first.kind != second.kind or [*map(len, first.rows)] != [*map(len, second.rows)]:
             return False
-        cells = zip((c for row in first.rows for c in row), (c for row in second.rows for c in row), strict=True)
-        return all(equal_values(a, b, tolerance, same) for a, b in cells)
+        cell_pairs = zip((c for row in first.rows for c in row), (c for row in second.rows for c in row), strict=True)
+        return all(equal_values(a, b, tolerance, same) for a, b in cell_pairs)
     if isinstance(first, Tagged) and isinstance(second, Tagged) and first.kind == second.kind == "union":
         return len(first.parts) == len(second.parts) and _in_any_order(first.parts, second.parts, tolerance, same)
     if isinstance(first, Expression) or isinstance(second, Expression):
-        units = not isinstance(first, _Measured) or not isinstance(second, _Measured) or _equal_units(first, second)
-        return units and same(first, second)
+        same_unit = not isinstance(first, _Measured) or not isinstance(second, _Measured) or _equal_units(first, second)
+        return same_unit and same(first, second)
     return False
 
 

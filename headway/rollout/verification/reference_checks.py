@@ -22,9 +22,9 @@ def provable_parts(verifier: VerifierSettings) -> list[VerifierSettings]:
     """Return ``verifier`` itself or its weighted parts, as far as they can check a reference (`PROVABLE`)."""
     if verifier.name != "weighted":
         return [verifier] if verifier.name in PROVABLE else []
-    parts = cast("list[Mapping[str, Any]]", verifier.parameters.get("parts", []))
-    chosen = [VerifierSettings(name=part["name"], parameters=part.get("parameters", {})) for part in parts]
-    return [part for part in chosen if part.name in PROVABLE]
+    part_tables = cast("list[Mapping[str, Any]]", verifier.parameters.get("parts", []))
+    part_settings = [VerifierSettings(name=part["name"], parameters=part.get("parameters", {})) for part in part_tables]
+    return [part for part in part_settings if part.name in PROVABLE]
 
 
 class ReferenceProver:
@@ -59,6 +59,6 @@ def _refused(part: VerifierSettings, task: Task, verdict: Verdict) -> Verdict:
     if verdict.failure is not None:
         cause = verdict.failure.cause.partition(f"task {task.task_id}: ")[2] or verdict.failure.cause
         return msgspec.structs.replace(verdict, failure=msgspec.structs.replace(verdict.failure, cause=cause))
-    why = verdict.detail.get("reason") or f"its reward is {verdict.reward:g}"
+    reason = verdict.detail.get("reason") or f"its reward is {verdict.reward:g}"
     extract = part.parameters.get("extract", "all")
-    return failed_verdict(f"{part.name} (extract = {extract!r}) doesn't solve it by its own answer: {why}")
+    return failed_verdict(f"{part.name} (extract = {extract!r}) doesn't solve it by its own answer: {reason}")

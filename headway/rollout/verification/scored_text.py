@@ -27,9 +27,9 @@ class ScoredText:
     @classmethod
     def of(cls, experiment: Experiment, codec: TextCodec) -> ScoredText:
         """Make the decoder of a run: with ``rollout.stop``, and the template's marks unless ``verifier.reasoning``."""
-        asked = experiment.model.template == "chat" and not experiment.verifier.reasoning
-        marked = asked and isinstance(codec, Tokenizer)
-        return cls(codec, experiment.rollout.stop, output_format(cast("Tokenizer", codec)) if marked else None)
+        excludes_reasoning = experiment.model.template == "chat" and not experiment.verifier.reasoning
+        has_marks = excludes_reasoning and isinstance(codec, Tokenizer)
+        return cls(codec, experiment.rollout.stop, output_format(cast("Tokenizer", codec)) if has_marks else None)
 
     def rollout(self, rollout: Rollout) -> str:
         """Return the text of ``rollout`` that a verifier scores."""
@@ -39,22 +39,22 @@ class ScoredText:
 
     def __call__(self, preceding_ids: Sequence[int], ids: Sequence[int]) -> str:
         """Return the scored text of ``ids``, sampled after ``preceding_ids``."""
-        text, but_last = self._decode(ids), self._decode(ids[:-1]) if self._stop else ""
-        positions = (text.find(stop, max(0, len(but_last) - len(stop) + 1)) for stop in self._stop)
-        if ends := [position for position in positions if position >= 0]:
-            text = text[: min(ends)]
+        text, text_before_last = self._decode(ids), self._decode(ids[:-1]) if self._stop else ""
+        positions = (text.find(stop, max(0, len(text_before_last) - len(stop) + 1)) for stop in self._stop)
+        if stop_positions := [position for position in positions if position >= 0]:
+            text = text[: min(stop_positions)]
         if self._written is None:
             return text
         opening, closing = self._written.thought
-        opened = self._decode(preceding_ids[-_END_OF_PROMPT:]).rstrip().endswith(opening)
-        answer = without_reasoning(text, opening, closing, opened=opened)
+        is_opened = self._decode(preceding_ids[-_END_OF_PROMPT:]).rstrip().endswith(opening)
+        answer = without_reasoning(text, opening, closing, opened=is_opened)
         return answer.removeprefix(self._written.content_mark)
 
     def _decode(self, ids: Sequence[int]) -> str:
         """Decode ``ids``; special tokens that are marks of the format are kept."""
-        codec, written = cast("Any", self._codec), self._written
-        marks = () if written is None else (*written.thought, written.content_mark)
-        kept_ids = {i for token, i in (written.special if written else ()) if any(token in mark for mark in marks)}
+        codec, layout = cast("Any", self._codec), self._written
+        marks = () if layout is None else (*layout.thought, layout.content_mark)
+        kept_ids = {i for token, i in (layout.special if layout else ()) if any(token in mark for mark in marks)}
         if not kept_ids:
             return self._codec.decode(ids)
         return codec.decode([i for i in ids if i in kept_ids or i not in codec.special_ids], keep_special=True)

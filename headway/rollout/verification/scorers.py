@@ -56,11 +56,11 @@ def score_guarded(score: Callable[[Task, str], object], task: Task, response: st
     """Score one response; the verifier's exceptions become failed Verdicts with the traceback in detail.
 
     Infrastructure failures (`is_infrastructure`) are worth a retry; other exceptions are defects of the verifier."""
-    started = time.monotonic()
+    started_s = time.monotonic()
     try:
         verdict = to_verdict(score(task, response))
     except (Exception, SystemExit) as error:  # the reward boundary's one capture point
         detail = storable("".join(traceback.format_exception(error)))[-_LONGEST_DETAIL:]
         cause = storable(f"the verifier raised {error_text(error)}")
         verdict = failed_verdict(cause[:300], infrastructure=is_infrastructure(error), detail=detail)
-    return msgspec.structs.replace(verdict, verify_s=time.monotonic() - started)
+    return msgspec.structs.replace(verdict, verify_s=time.monotonic() - started_s)

@@ -44,19 +44,19 @@ class VerifierService:
         settings: dict[str, VerifierSettings] = {"": schema.VerifierConfig.model_validate(verifier)}
         settings |= {name: VerifierSettings.model_validate(raw) for name, raw in (named or {}).items()}
         self._settings, self._provers = settings, dict[str, ReferenceProver]()
-        self._verifiers = {name: (resolve_named(name, chosen), chosen.timeout_s) for name, chosen in settings.items()}
+        self._verifiers = {name: (resolve_named(name, config), config.timeout_s) for name, config in settings.items()}
 
     def score(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
         """Return one verdict per response, in order. An exception or an unusable return value fails its response
         alone."""
         if task.verifier not in self._verifiers:
-            known = ", ".join(name for name in self._verifiers if name) or "none"
-            cause = f"task {task.task_id} names the verifier {task.verifier!r}; valid: {known}"
+            known_names = ", ".join(name for name in self._verifiers if name) or "none"
+            cause = f"task {task.task_id} names the verifier {task.verifier!r}; valid: {known_names}"
             return [failed_verdict(cause)] * len(responses)
-        score, timeout_s = self._verifiers[task.verifier]
-        if isinstance(score, ManyScorer):
-            return score_many(score, timeout_s, task, responses)
-        return score_watched(partial(score_guarded, score, task), timeout_s, responses)
+        scorer, timeout_s = self._verifiers[task.verifier]
+        if isinstance(scorer, ManyScorer):
+            return score_many(scorer, timeout_s, task, responses)
+        return score_watched(partial(score_guarded, scorer, task), timeout_s, responses)
 
     def prove(self, tasks: Sequence[Task]) -> list[Verdict]:
         """Score the reference answers of ``tasks``, all with one verifier (`ReferenceProver`); verdicts in order."""
@@ -79,12 +79,12 @@ def score_watched(score: Callable[[Piece], Verdict], timeout_s: float, pieces: S
 def score_many(score: ManyScorer, timeout_s: float, task: Task, responses: Sequence[str]) -> list[Verdict]:
     """Score several responses concurrently; the watchdog's limit is ``timeout_s`` for each response that one thread
     scores in sequence. Each verify_s is an equal share of the total time."""
-    started = time.monotonic()
+    started_s = time.monotonic()
     with Watchdog(timeout_s * -(-len(responses) // score.concurrency)) as watchdog:
         watchdog.restart()
         verdicts = score.score_all(task, responses)
-    elapsed_s = (time.monotonic() - started) / max(1, len(verdicts))
-    return [msgspec.structs.replace(verdict, verify_s=elapsed_s) for verdict in verdicts]
+    share_s = (time.monotonic() - started_s) / max(1, len(verdicts))
+    return [msgspec.structs.replace(verdict, verify_s=share_s) for verdict in verdicts]
 
 
 class Watchdog:

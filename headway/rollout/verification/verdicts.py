@@ -21,23 +21,23 @@ def to_verdict(result: object, judge: str = "the verifier") -> Verdict:
     """
     solved: object = None
     detail: object = {}
-    turns: object = ()
+    turn_values: object = ()
     if isinstance(result, Verdict):
         if result.failure is not None:
             return msgspec.structs.replace(result, reward=0.0, solved=False)
-        value, solved, detail, turns = result.reward, result.solved, result.detail, result.turn_rewards
+        raw_reward, solved, detail, turn_values = result.reward, result.solved, result.detail, result.turn_rewards
     elif isinstance(result, Mapping):
         fields = {str(key): field for key, field in cast("Mapping[Any, Any]", result).items()}
-        turns = fields.pop("turn_rewards", ())
-        value, solved, detail = fields.pop("reward", None), fields.pop("solved", None), fields
+        turn_values = fields.pop("turn_rewards", ())
+        raw_reward, solved, detail = fields.pop("reward", None), fields.pop("solved", None), fields
     else:
-        value = result
+        raw_reward = result
     if solved is not None and solved not in (True, False):  # NumPy's booleans, 0 and 1 are equal to these
         return failed_verdict(f"{judge} returned solved = {quoted(solved)}: valid: true, false")
-    turn_rewards = _numbers(turns)
+    turn_rewards = _numbers(turn_values)
     if turn_rewards is None:
-        return failed_verdict(f"{judge}: turn_rewards are {quoted(turns)}: a list of finite numbers is expected")
-    reward = sum(turn_rewards) if value is None and turn_rewards else _number(value)
+        return failed_verdict(f"{judge}: turn_rewards are {quoted(turn_values)}: a list of finite numbers is expected")
+    reward = sum(turn_rewards) if raw_reward is None and turn_rewards else _number(raw_reward)
     if reward is None:
         return failed_verdict(
             f"{judge} returned {quoted(result)}: expected a number, a Verdict or a dictionary with 'reward'"
@@ -45,8 +45,8 @@ def to_verdict(result: object, judge: str = "the verifier") -> Verdict:
     if not math.isfinite(reward):
         return failed_verdict(f"the reward is {reward}, not a finite number")
     try:
-        plain = msgspec.to_builtins(detail, str_keys=True, enc_hook=_plain)
-        msgspec.msgpack.encode(plain)  # as it will be: no integers beyond 64 bits, no halves of surrogate pairs
+        plain_detail = msgspec.to_builtins(detail, str_keys=True, enc_hook=_plain)
+        msgspec.msgpack.encode(plain_detail)  # as it will be: no integers beyond 64 bits, no halves of surrogate pairs
     except (TypeError, ValueError, OverflowError) as error:
         return failed_verdict(f"the verdict's detail can't be stored: {error}")
     verdict = result if isinstance(result, Verdict) else Verdict(reward=reward, solved=False)
@@ -55,7 +55,7 @@ def to_verdict(result: object, judge: str = "the verifier") -> Verdict:
         reward=reward,
         solved=reward >= 1 if solved is None else bool(solved),
         turn_rewards=turn_rewards,
-        detail=plain,
+        detail=plain_detail,
     )
 
 
@@ -77,12 +77,12 @@ def _number(value: object) -> float | None:
 
 def _numbers(values: Any) -> tuple[float, ...] | None:
     """Return the finite numbers of a list, a tuple or an array; None for other values."""
-    plain: object = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(plain, (list, tuple)):
+    plain_values: object = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(plain_values, (list, tuple)):
         return None
-    numbers = [finite_number(value) for value in cast("list[object]", plain)]
-    finite = [number for number in numbers if number is not None]
-    return tuple(finite) if len(finite) == len(numbers) else None
+    numbers = [finite_number(value) for value in cast("list[object]", plain_values)]
+    finite_numbers = [number for number in numbers if number is not None]
+    return tuple(finite_numbers) if len(finite_numbers) == len(numbers) else None
 
 
 def _plain(value: Any) -> Any:
@@ -99,22 +99,22 @@ def apply_verdict(rollout: Rollout, verdict: Verdict, now: float) -> Rollout:
     to the last."""
     if rollout.failure is not None:
         return msgspec.structs.replace(rollout, finished_s=now)
-    ends = rollout.turn_ends or (len(rollout.response_ids),)
-    turns = verdict.turn_rewards
-    if not turns and rollout.turn_rewards and verdict.failure is None:
-        turns = (*rollout.turn_rewards[:-1], rollout.turn_rewards[-1] + float(verdict.reward))
-    if turns and (len(turns) != len(ends) or rollout.branches):
-        cause = f"the verifier gave rewards of {len(turns)} turns to a response of {len(ends)}"
+    turn_ends = rollout.turn_ends or (len(rollout.response_ids),)
+    turn_rewards = verdict.turn_rewards
+    if not turn_rewards and rollout.turn_rewards and verdict.failure is None:
+        turn_rewards = (*rollout.turn_rewards[:-1], rollout.turn_rewards[-1] + float(verdict.reward))
+    if turn_rewards and (len(turn_rewards) != len(turn_ends) or rollout.branches):
+        cause = f"the verifier gave rewards of {len(turn_rewards)} turns to a response of {len(turn_ends)}"
         if rollout.branches:
             cause = "the verifier gave rewards by turn to a rollout with branches, whose turns have no one order"
         failure = Failure(boundary="reward", cause=cause, infrastructure=False)
-        verdict, turns = msgspec.structs.replace(verdict, failure=failure), ()
+        verdict, turn_rewards = msgspec.structs.replace(verdict, failure=failure), ()
     return msgspec.structs.replace(
         rollout,
         reward=float(verdict.reward) if verdict.failure is None else 0.0,
         solved=verdict.solved and verdict.failure is None,
-        turn_ends=ends if turns else rollout.turn_ends,
-        turn_rewards=turns,
+        turn_ends=turn_ends if turn_rewards else rollout.turn_ends,
+        turn_rewards=turn_rewards,
         verdict=verdict.detail | rollout.verdict,  # an outside worker's report is kept too
         failure=verdict.failure,
         verify_s=verdict.verify_s,

@@ -82,9 +82,9 @@ def _require_parameters(
         signature.bind(*leading_arguments, **parameters)
     except TypeError as error:
         names = list(signature.parameters)[len(leading_arguments) :]
-        valid = ", ".join(names) or "none"
+        valid_text = ", ".join(names) or "none"
         raise ConfigurationError(
-            f"verifier.parameters = {dict(parameters)} don't fit {name!r}: {error}; valid: {valid}"
+            f"verifier.parameters = {dict(parameters)} don't fit {name!r}: {error}; valid: {valid_text}"
         ) from None
 
 
@@ -95,15 +95,15 @@ def exact(*, extract: Extract = "all", strip: bool = True) -> Scorer:
     """Score 1 when the extracted answer equals ``task.answer`` (both stripped of outer blanks with ``strip``, accents
     composed or not), else 0. A task without an answer fails the response: an empty response would be right."""
 
-    def composed(text: str) -> str:
+    def compose(text: str) -> str:
         return unicodedata.normalize("NFC", text.strip() if strip else text)
 
     def score(task: Task, response: str) -> float:
-        reference = composed(task.answer)
+        reference = compose(task.answer)
         if not reference:
             raise ValueError(f"task {task.task_id} has no answer to compare with")
         answer = extract_answer(response, extract)
-        return float(answer is not None and composed(answer) == reference)
+        return float(answer is not None and compose(answer) == reference)
 
     return score
 
@@ -132,18 +132,18 @@ def regex(*, pattern: str, group: int | str | None = None, extract: Extract = "a
     answer, a match is enough. Flags go into the pattern: ``(?s)``, ``(?i)``. A pattern with ``think>`` checks the
     layout, and is matched against the reasoning too.
     """
-    compiled = _compiled(pattern)
-    chosen = group if group is not None else min(1, compiled.groups)
-    names: list[int | str] = [*range(compiled.groups + 1), *compiled.groupindex]
-    if chosen not in names:
-        raise ConfigurationError(f"verifier.parameters.group = {chosen!r}: the pattern has {names}")
+    compiled_pattern = _compiled(pattern)
+    chosen_group = group if group is not None else min(1, compiled_pattern.groups)
+    group_names: list[int | str] = [*range(compiled_pattern.groups + 1), *compiled_pattern.groupindex]
+    if chosen_group not in group_names:
+        raise ConfigurationError(f"verifier.parameters.group = {chosen_group!r}: the pattern has {group_names}")
 
     def score(task: Task, response: str) -> float:
         text = extract_answer(response, extract, reasoning="think>" in pattern)
-        last = None if text is None else last_match(compiled, text)
-        if last is None:
+        final_match = None if text is None else last_match(compiled_pattern, text)
+        if final_match is None:
             return 0.0
-        return float(not task.answer or (last.group(chosen) or "").strip() == task.answer.strip())
+        return float(not task.answer or (final_match.group(chosen_group) or "").strip() == task.answer.strip())
 
     return score
 
@@ -154,8 +154,8 @@ def reasoning_gym(*, extract: Extract = "all") -> Scorer:
     The tasks must be of ``source = "reasoning-gym"``; their metadata has the generator's name and the whole entry.
     """
     if importlib.util.find_spec("reasoning_gym") is None:
-        needs = "verifier.name = 'reasoning-gym' needs the package reasoning-gym"
-        raise ConfigurationError(f"{needs}: pip install 'headway[reasoning-gym]'")
+        requirement = "verifier.name = 'reasoning-gym' needs the package reasoning-gym"
+        raise ConfigurationError(f"{requirement}: pip install 'headway[reasoning-gym]'")
     datasets: dict[str, Any] = {}  # by generator and parameters: building one can read data files
 
     def score(task: Task, response: str) -> float:
@@ -169,8 +169,8 @@ def reasoning_gym(*, extract: Extract = "all") -> Scorer:
         if key not in datasets:
             datasets[key] = build_generator(name, {**parameters, "seed": 0, "size": 1})
         answer = extract_answer(response, extract)
-        stripped = None if answer is None else answer.strip()
-        return float(datasets[key].score_answer(answer=stripped, entry=unpack_entry(task.metadata["entry"])))
+        stripped_answer = None if answer is None else answer.strip()
+        return float(datasets[key].score_answer(answer=stripped_answer, entry=unpack_entry(task.metadata["entry"])))
 
     return score
 
@@ -183,14 +183,14 @@ def weighted(*, parts: list[dict[str, Any]], solved_by: str = "") -> Scorer:
     """
     if not parts:
         raise ConfigurationError(f"verifier.parameters.parts = {parts!r}: a list of tables is needed")
-    built = tuple(_part(raw_part, f"verifier.parameters.parts[{index}]") for index, raw_part in enumerate(parts))
-    labels = [part.label for part in built]
+    built_parts = tuple(_part(raw_part, f"verifier.parameters.parts[{index}]") for index, raw_part in enumerate(parts))
+    labels = [part.label for part in built_parts]
     if len(set(labels)) < len(labels):
         raise ConfigurationError(f"verifier.parameters.parts: {labels}: give those of equal name a 'label' each")
     if solved_by and solved_by not in labels:
-        valid = ", ".join(labels)
-        raise ConfigurationError(f"verifier.parameters.solved_by = {solved_by!r}: valid: {valid}")
-    return WeightedScorer(parts=built, solved_by=solved_by or labels[0])
+        valid_text = ", ".join(labels)
+        raise ConfigurationError(f"verifier.parameters.solved_by = {solved_by!r}: valid: {valid_text}")
+    return WeightedScorer(parts=built_parts, solved_by=solved_by or labels[0])
 
 
 class _PartSettings(Section):
@@ -204,15 +204,15 @@ class _PartSettings(Section):
 
 def _part(raw_part: object, key_path: str) -> Part:
     try:
-        part = _PartSettings.model_validate(raw_part)
-        settings = VerifierSettings(name=part.name, parameters=part.parameters)
+        part_settings = _PartSettings.model_validate(raw_part)
+        settings = VerifierSettings(name=part_settings.name, parameters=part_settings.parameters)
         scorer = resolve_verifier(settings.model_copy(update={"timeout_s": math.inf}))
     except ValidationError as error:
-        valid = ", ".join(_PartSettings.model_fields)
-        raise ConfigurationError(f"{explained(error, key_path)}; valid: {valid}") from None
+        valid_text = ", ".join(_PartSettings.model_fields)
+        raise ConfigurationError(f"{explained(error, key_path)}; valid: {valid_text}") from None
     except ConfigurationError as error:
         raise ConfigurationError(f"{key_path}.{str(error).removeprefix('verifier.')}") from None
-    return Part(label=part.label or part.name, scorer=scorer, weight=part.weight)
+    return Part(label=part_settings.label or part_settings.name, scorer=scorer, weight=part_settings.weight)
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

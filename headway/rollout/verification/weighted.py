@@ -44,11 +44,11 @@ class WeightedScorer:
 
     def score_all(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
         """Return one verdict per response, in order; parts that can score several responses at once do so."""
-        by_part = [score_each(part.scorer, task, responses) for part in self.parts]
-        return [self._sum([verdicts[i] for verdicts in by_part]) for i in range(len(responses))]
+        verdicts_by_part = [score_each(part.scorer, task, responses) for part in self.parts]
+        return [self._sum([verdicts[i] for verdicts in verdicts_by_part]) for i in range(len(responses))]
 
     def _sum(self, verdicts: Sequence[Verdict]) -> Verdict:
-        spent: dict[str, Any] = {
+        costs: dict[str, Any] = {
             "judge_tokens": sum(verdict.judge_tokens for verdict in verdicts),
             "judge_cost": sum(verdict.judge_cost for verdict in verdicts),
         }
@@ -56,17 +56,17 @@ class WeightedScorer:
         for part, verdict in pairs:
             if verdict.failure is not None:
                 failure = msgspec.structs.replace(verdict.failure, cause=f"{part.label}: {verdict.failure.cause}")
-                return Verdict(reward=0.0, solved=False, failure=failure, **spent)
-        turns = {len(verdict.turn_rewards) for verdict in verdicts}
-        if len(turns) > 1:
-            counts = ", ".join(f"{part.label} {len(verdict.turn_rewards)}" for part, verdict in pairs)
-            return failed_verdict(f"rewards by turn can't be added: {counts}")
+                return Verdict(reward=0.0, solved=False, failure=failure, **costs)
+        counts = {len(verdict.turn_rewards) for verdict in verdicts}
+        if len(counts) > 1:
+            counts_text = ", ".join(f"{part.label} {len(verdict.turn_rewards)}" for part, verdict in pairs)
+            return failed_verdict(f"rewards by turn can't be added: {counts_text}")
         return Verdict(
             reward=sum(part.weight * verdict.reward for part, verdict in pairs),
             solved=next(verdict.solved for part, verdict in pairs if part.label == self.solved_by),
             turn_rewards=tuple(
-                sum(part.weight * verdict.turn_rewards[turn] for part, verdict in pairs) for turn in range(turns.pop())
+                sum(part.weight * verdict.turn_rewards[turn] for part, verdict in pairs) for turn in range(counts.pop())
             ),
             detail={part.label: {**verdict.detail, "reward": verdict.reward} for part, verdict in pairs},
-            **spent,
+            **costs,
         )

@@ -103,7 +103,7 @@ class DockerBackend(MachineBackend[DockerDaemon]):
     async def _create(
         self, maker: DockerDaemon, record: leftovers.SandboxRecord, spec: SandboxSpec, snapshot: Snapshot | None
     ) -> LocalSandbox:
-        with _daemon_errors(), contextlib.ExitStack() as opened:
+        with _daemon_errors(), contextlib.ExitStack() as stack:
             image, variables = await maker.image(spec.root or self._settings.image)
             volume = await maker.python_volume(image)
             config = self._config(maker, spec, image, volume)
@@ -115,19 +115,19 @@ class DockerBackend(MachineBackend[DockerDaemon]):
             limit_s = self._settings.start_timeout_s
             try:
                 async with self._terminate_on_error(sandbox), asyncio.timeout(limit_s):
-                    tar = await snapshot_store.open_snapshot(snapshot, opened) if snapshot is not None else None
+                    snapshot_fd = await snapshot_store.open_snapshot(snapshot, stack) if snapshot is not None else None
                     reader, writer = await container.start(config)
-                    opening = asyncio.create_task(sandbox.serve(reader, writer, limit_s))
+                    serve_task = asyncio.create_task(sandbox.serve(reader, writer, limit_s))
                     setup_request = {"limits": msgspec.to_builtins(spec.limits), "workdir": spec.workdir}
-                    setup_request |= {"ttl_s": record.ttl_s, "snapshot": tar is not None}
+                    setup_request |= {"ttl_s": record.ttl_s, "snapshot": snapshot_fd is not None}
                     with contextlib.suppress(ConnectionError):  # it has ended: its last output has the reason
                         await writer.send(wire.frame(setup_request))
-                        while tar is not None:
-                            part = await run_to_completion(asyncio.to_thread(os.read, tar, wire.CHUNK_BYTES))
-                            await writer.send(wire.frame({}, part))
-                            if not part:
+                        while snapshot_fd is not None:
+                            chunk = await run_to_completion(asyncio.to_thread(os.read, snapshot_fd, wire.CHUNK_BYTES))
+                            await writer.send(wire.frame({}, chunk))
+                            if not chunk:
                                 break
-                    await opening
+                    await serve_task
             except TimeoutError:
                 raise SandboxError(infrastructure_failure(f"sandbox {record.id} wasn't ready in time")) from None
         return sandbox
@@ -135,20 +135,20 @@ class DockerBackend(MachineBackend[DockerDaemon]):
     def _config(self, daemon: DockerDaemon, spec: SandboxSpec, image: str, volume: str) -> dict[str, Any]:
         """Return the configuration of a container, in the format of the daemon's API."""
         limits = spec.limits
-        options = " ".join(daemon.information.get("SecurityOptions") or [])
-        if "rootless" in options or "userns" in options:
-            user = FREE_UID_RANGE[0] + secrets.randbelow(FREE_UID_RANGE[1] - FREE_UID_RANGE[0])
+        security_options = " ".join(daemon.information.get("SecurityOptions") or [])
+        if "rootless" in security_options or "userns" in security_options:
+            uid = FREE_UID_RANGE[0] + secrets.randbelow(FREE_UID_RANGE[1] - FREE_UID_RANGE[0])
         else:
             # No other process has this id, so that limits per user count this sandbox alone.
-            user = FIRST_FREE_UID + secrets.randbelow(FIRST_FREE_UID)
-        disk = f"rw,nosuid,nodev,exec,size={limits.disk_bytes},nr_inodes={limits.inodes + 8},uid={user},gid={user}"
+            uid = FIRST_FREE_UID + secrets.randbelow(FIRST_FREE_UID)
+        disk_text = f"rw,nosuid,nodev,exec,size={limits.disk_bytes},nr_inodes={limits.inodes + 8},uid={uid},gid={uid}"
         modes = {folder: "1777" if folder in ("tmp", "var/tmp", "dev/shm") else "0755" for folder in WRITABLE_FOLDERS}
         mount = {"Type": "volume", "Source": volume, "Target": PYTHON_MOUNT, "ReadOnly": True}
-        loader = f"{portable_python.LOADER}in_container as main; main()"
-        host = {
+        loader_code = f"{portable_python.LOADER}in_container as main; main()"
+        host_config = {
             "AutoRemove": True,
             "ReadonlyRootfs": True,
-            "Tmpfs": {f"/{folder}": f"{disk},mode={mode}" for folder, mode in modes.items()},
+            "Tmpfs": {f"/{folder}": f"{disk_text},mode={mode}" for folder, mode in modes.items()},
             "Mounts": [mount],
             "Memory": limits.memory_bytes,
             "MemorySwap": limits.memory_bytes,
@@ -166,10 +166,10 @@ class DockerBackend(MachineBackend[DockerDaemon]):
         }
         return {
             "Image": image,
-            "Entrypoint": [*portable_python.command(PYTHON_MOUNT), loader],
+            "Entrypoint": [*portable_python.command(PYTHON_MOUNT), loader_code],
             "Cmd": [f"{PYTHON_MOUNT}/codes"],
             "Env": ["LC_ALL=C.UTF-8", "LD_LIBRARY_PATH=", "LD_PRELOAD="],
-            "User": f"{user}:{user}",
+            "User": f"{uid}:{uid}",
             "Healthcheck": {"Test": ["NONE"]},  # else the image's, an unwanted command
             "WorkingDir": "/",
             "Hostname": "sandbox",
@@ -179,12 +179,12 @@ class DockerBackend(MachineBackend[DockerDaemon]):
             "AttachStdout": True,
             "AttachStderr": True,
             "Tty": False,
-            "HostConfig": host,
+            "HostConfig": host_config,
         }
 
     async def capabilities(self) -> Capabilities:
         information = (await self.start()).information
-        missing = [
+        missing_texts = [
             f"no limit of {name}: the daemon doesn't support it ({key} in docker info); mount that control group"
             for name, key in (("memory", "MemoryLimit"), ("processes", "PidsLimit"), ("cpus", "CpuCfsQuota"))
             if not information.get(key)
@@ -199,7 +199,7 @@ class DockerBackend(MachineBackend[DockerDaemon]):
             snapshot=self._snapshots is not None,
             images=True,
             own_user=True,
-            missing=tuple(missing),
+            missing=tuple(missing_texts),
         )
 
     async def reap(self) -> list[Reaped]:
@@ -294,5 +294,5 @@ class _ContainerInput:
 
     def close(self) -> None:
         self._pumping.cancel()
-        closing = asyncio.ensure_future(self._stream.close())
-        closing.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be closed already
+        close_future = asyncio.ensure_future(self._stream.close())
+        close_future.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be closed already

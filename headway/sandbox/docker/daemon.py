@@ -81,13 +81,13 @@ class DockerDaemon:
         try:
             while (event := await events.get()) is not None:
                 name = event["Actor"]["Attributes"].get("name", "")
-                code, kills = self._containers.get(name, (None, 0))
+                exit_code, kill_count = self._containers.get(name, (None, 0))
                 if name not in self._containers:
                     continue
                 if event["Action"] == "oom":
-                    self._containers[name] = code, kills + 1
+                    self._containers[name] = exit_code, kill_count + 1
                 elif event["Action"] == "die":
-                    self._containers[name] = int(event["Actor"]["Attributes"]["exitCode"]), kills
+                    self._containers[name] = int(event["Actor"]["Attributes"]["exitCode"]), kill_count
                 elif event["Action"] == "destroy":
                     self.gone(name)
         finally:
@@ -98,8 +98,8 @@ class DockerDaemon:
 
     def gone(self, name: str) -> None:
         if name in self._containers:
-            code, kills = self._containers.pop(name)
-            self._on_ended(name, -1 if code is None else code, kills, None)
+            exit_code, kill_count = self._containers.pop(name)
+            self._on_ended(name, -1 if exit_code is None else exit_code, kill_count, None)
 
     async def reap(self) -> list[Reaped]:
         return await reap(self._client)
@@ -133,36 +133,36 @@ class DockerDaemon:
 
     async def _once(self, key: str, make: Callable[[], Coroutine[Any, Any, str]]) -> str:
         """Return what ``make`` returns, which runs once for each key, and again where it has failed."""
-        making = self._made.get(key)
-        if making is None or (making.done() and making.exception()):
-            making = self._made[key] = asyncio.create_task(make())
-        return await asyncio.shield(making)
+        make_task = self._made.get(key)
+        if make_task is None or (make_task.done() and make_task.exception()):
+            make_task = self._made[key] = asyncio.create_task(make())
+        return await asyncio.shield(make_task)
 
     async def _fill(self, image: str) -> str:
-        packing = await asyncio.create_subprocess_exec(
+        pack_process = await asyncio.create_subprocess_exec(
             self._python, "-I", "-S", "-c", PACKER, str(Path(__file__).parents[3]), stdout=asyncio.subprocess.PIPE
         )
-        packed, _ = await packing.communicate()
-        if packing.returncode:
+        tar_bytes, _ = await pack_process.communicate()
+        if pack_process.returncode:
             raise SandboxError(infrastructure_failure(f"{self._python} can't be packed for a container", retry=False))
         name = f"headway-{self.owner}"
         labels = {**self.labels, ENDS: "inf"}
         await self._client.volumes.create({"Name": name, "Labels": labels})
         mount = {"Type": "volume", "Source": name, "Target": PYTHON_MOUNT, "VolumeOptions": {"NoCopy": True}}
         config = {"Image": image, "Cmd": ["-"], "Labels": labels, "HostConfig": {"Mounts": [mount]}}
-        filling = await self._client.containers.create(config)
+        container = await self._client.containers.create(config)
         try:
-            await filling.put_archive(PYTHON_MOUNT, packed)
+            await container.put_archive(PYTHON_MOUNT, tar_bytes)
         finally:
-            await filling.delete(force=True)
+            await container.delete(force=True)
         return name
 
     async def image(self, image: str) -> tuple[str, dict[str, str]]:
         """Return an image's id and environment. ``image``: a name that the daemon knows, or the path of a root file
         system (directory or tar), which is imported for as long as this owner lives."""
         try:
-            name = await self._once(image, lambda: self._import(image)) if image.startswith("/") else image
-            image_info = await self._client.images.inspect(name)
+            image_name = await self._once(image, lambda: self._import(image)) if image.startswith("/") else image
+            image_info = await self._client.images.inspect(image_name)
         except aiodocker.DockerError as error:
             self._made.pop(image, None)
             if error.status in (400, 404):
@@ -170,27 +170,27 @@ class DockerDaemon:
                 raise SandboxError(environment_failure(message)) from error
             raise
         config = image_info["Config"]
-        if volumes := _unbounded_volumes(config):
-            message = f"image {image!r}: VOLUME {', '.join(volumes)} would be the host's disk, without a limit"
+        if volume_paths := _unbounded_volumes(config):
+            message = f"image {image!r}: VOLUME {', '.join(volume_paths)} would be the host's disk, without a limit"
             remedy = "docker export a container of it, which leaves that out, and give the tar's whole path"
             raise SandboxError(environment_failure(f"{message}: {remedy}"))
         return image_info["Id"], dict(variable.partition("=")[::2] for variable in config.get("Env") or [])
 
     async def _import(self, path: str) -> str:
-        with tempfile.TemporaryFile() as packed:
+        with tempfile.TemporaryFile() as tar_file:
             try:
-                source = await asyncio.to_thread(_open_root, path, packed)
+                source = await asyncio.to_thread(_open_root, path, tar_file)
             except (OSError, tarfile.TarError) as error:
                 raise SandboxError(environment_failure(f"image {path}: {error}")) from error
             label_pairs = " ".join(f"{key}={json.dumps(value)}" for key, value in {**self.labels, ENDS: "inf"}.items())
-            name = f"headway-{hashlib.sha256(f'{self.owner} {path}'.encode()).hexdigest()[:16]}"
-            parameters = {"fromSrc": "-", "repo": name, "changes": f"LABEL {label_pairs}"}
+            image_name = f"headway-{hashlib.sha256(f'{self.owner} {path}'.encode()).hexdigest()[:16]}"
+            parameters = {"fromSrc": "-", "repo": image_name, "changes": f"LABEL {label_pairs}"}
             with source:
                 async with self._client._query("images/create", "POST", params=parameters, data=source) as answer:
                     answer_text = await answer.text()
             if '"error"' in answer_text:
                 raise SandboxError(environment_failure(f"image {path}: {answer_text.strip().splitlines()[-1][:300]}"))
-        return name
+        return image_name
 
     async def close(self) -> None:
         """Remove everything with this owner's labels, and disconnect."""
@@ -207,14 +207,14 @@ def open_client(url: str) -> aiodocker.Docker:
     try:
         return aiodocker.Docker(url or None)
     except (AssertionError, ValueError) as error:
-        why = "no socket where one usually is, and no DOCKER_HOST" if isinstance(error, AssertionError) else error
-        raise SandboxError(infrastructure_failure(f"no Docker daemon: {why}", retry=False)) from error
+        reason = "no socket where one usually is, and no DOCKER_HOST" if isinstance(error, AssertionError) else error
+        raise SandboxError(infrastructure_failure(f"no Docker daemon: {reason}", retry=False)) from error
 
 
 def _unbounded_volumes(config: dict[str, Any]) -> list[str]:
     """Return the paths of an image's volumes that none of our mounts covers. The daemon would make these regardless."""
-    declared = {os.path.normpath(path) for path in config.get("Volumes") or ()}
-    return sorted(declared - {f"/{name}" for name in WRITABLE_FOLDERS})
+    declared_paths = {os.path.normpath(path) for path in config.get("Volumes") or ()}
+    return sorted(declared_paths - {f"/{name}" for name in WRITABLE_FOLDERS})
 
 
 def _open_root(path: str, packed: Any) -> Any:
@@ -256,8 +256,8 @@ async def remove_labelled(client: aiodocker.Docker, label: str, dead: bool = Fal
 
 
 def _ownerless(labels: dict[str, str]) -> bool:
-    dead = leftovers.is_dead(labels[OWNER])
-    return float(labels.get(ENDS, "inf")) + ABANDONED_AFTER_S < time.time() if dead is None else dead
+    is_dead_owner = leftovers.is_dead(labels[OWNER])
+    return float(labels.get(ENDS, "inf")) + ABANDONED_AFTER_S < time.time() if is_dead_owner is None else is_dead_owner
 
 
 async def reap(client: aiodocker.Docker) -> list[Reaped]:
@@ -275,17 +275,17 @@ async def records(client: aiodocker.Docker) -> list[tuple[leftovers.SandboxRecor
     owned_records: list[tuple[leftovers.SandboxRecord, bool]] = []
     for container in await client._query_json("containers/json", params={"all": "1", "filters": filters}):
         labels: dict[str, str] = container["Labels"]
-        owner = leftovers.OWNER.fullmatch(labels[OWNER])
+        owner_match = leftovers.OWNER.fullmatch(labels[OWNER])
         ttl_s = float(labels[ENDS]) - container["Created"]
-        if owner is not None and math.isfinite(ttl_s):  # else it only fills the volume
+        if owner_match is not None and math.isfinite(ttl_s):  # else it only fills the volume
             custom_labels = {key.removeprefix(LABEL): value for key, value in labels.items() if key.startswith(LABEL)}
             record = leftovers.SandboxRecord(
                 id=container["Names"][0].removeprefix("/"),
                 backend="docker",
                 run=labels[RUN],
                 labels=custom_labels,
-                owner_pid=int(owner[1]),
-                owner_started=int(owner[2]),
+                owner_pid=int(owner_match[1]),
+                owner_started=int(owner_match[2]),
                 ttl_s=ttl_s,
                 created_s=container["Created"],
             )

@@ -27,27 +27,27 @@ class BubblewrapLauncher:
 
     def __init__(self, program: str) -> None:
         self.program = program
-        libraries = sorted({os.path.dirname(file) for file in portable_python.mapped_files()})
-        home = _handle(sys.base_prefix)
-        inside_home = os.path.relpath(os.path.realpath(sys.executable), os.path.realpath(sys.base_prefix))
-        codes, loader = memory_file(portable_python.codes()), _handle(portable_python.linker())
-        folders = [_handle(folder) for folder in libraries]
-        self.descriptors = [codes, home, loader, *folders]
-        self.command = [_path(loader), "--library-path", ":".join(_path(folder) for folder in folders)]
-        self.command += [f"{_path(home)}/{inside_home}", "-I", "-S", "-c"]
-        self.command += [portable_python.LOADER + "behind_bubblewrap as main; main(int(sys.argv[2]))", str(codes)]
+        library_folders = sorted({os.path.dirname(file) for file in portable_python.mapped_files()})
+        home_fd = _handle(sys.base_prefix)
+        interpreter_path = os.path.relpath(os.path.realpath(sys.executable), os.path.realpath(sys.base_prefix))
+        codes_fd, loader_fd = memory_file(portable_python.codes()), _handle(portable_python.linker())
+        folder_fds = [_handle(folder) for folder in library_folders]
+        self.descriptors = [codes_fd, home_fd, loader_fd, *folder_fds]
+        self.command = [_path(loader_fd), "--library-path", ":".join(_path(folder) for folder in folder_fds)]
+        self.command += [f"{_path(home_fd)}/{interpreter_path}", "-I", "-S", "-c"]
+        self.command += [portable_python.LOADER + "behind_bubblewrap as main; main(int(sys.argv[2]))", str(codes_fd)]
 
     def enter(self, spec: dict[str, Any], descriptors: dict[str, int]) -> None:
         """Execute bubblewrap, which makes a sandbox around the disk that `isolation` has made. ``descriptors``: those
         for its first process, by name. Never returns."""
-        spec_descriptor = memory_file(json.dumps({**spec, "descriptors": descriptors}).encode())
-        filter_ = memory_file(seccomp.program())
-        arguments = memory_file("\0".join(_arguments(spec, filter_)).encode())
-        for descriptor in (spec_descriptor, filter_, arguments, *self.descriptors, *descriptors.values()):
+        spec_fd = memory_file(json.dumps({**spec, "descriptors": descriptors}).encode())
+        filter_fd = memory_file(seccomp.program())
+        arguments_fd = memory_file("\0".join(_arguments(spec, filter_fd)).encode())
+        for descriptor in (spec_fd, filter_fd, arguments_fd, *self.descriptors, *descriptors.values()):
             if descriptor >= 0:
                 os.set_inheritable(descriptor, True)
         # Bubblewrap reads its options from a file, each ended by a NUL; the command stands outside that file.
-        command = [self.program, "--args", str(arguments), "--", *self.command, str(spec_descriptor)]
+        command = [self.program, "--args", str(arguments_fd), "--", *self.command, str(spec_fd)]
         os.execve(self.program, command, {"LC_ALL": "C.UTF-8"})
 
 

@@ -67,17 +67,17 @@ class RunningCommand:
     def read(self, pipe: int) -> bool:
         """Read the pipe once. False: the pipe is at its end, or empty."""
         try:
-            data = os.read(pipe, READ_BYTES)
+            chunk = os.read(pipe, READ_BYTES)
         except BlockingIOError:
             return False
-        if not data:
+        if not chunk:
             del self.pipes[pipe]
             os.close(pipe)
             return False
         output = self.pipes[pipe]
         free_bytes = self.max_bytes - len(output)
-        output += data[:free_bytes]
-        self.truncated |= len(data) > free_bytes
+        output += chunk[:free_bytes]
+        self.truncated |= len(chunk) > free_bytes
         return True
 
     def feed(self) -> None:
@@ -99,15 +99,15 @@ class RunningCommand:
     def report(self, kills: int) -> tuple[dict[str, Any], bytes]:
         """Return head and body of the answer."""
         assert self.status is not None
-        (error,) = ERROR.unpack(self.setup_error)
+        (errno_code,) = ERROR.unpack(self.setup_error)
         self.setup_error.close()
-        if error:
-            return {"error": error, "what": f"its process can't be made ready: {os.strerror(error)}"}, b""
-        code = os.waitstatus_to_exitcode(self.status)
+        if errno_code:
+            return {"error": errno_code, "what": f"its process can't be made ready: {os.strerror(errno_code)}"}, b""
+        exit_code = os.waitstatus_to_exitcode(self.status)
         out, err = self.output
         head = {
-            "exit_code": code if code >= 0 else None,
-            "signal": -code if code < 0 else None,
+            "exit_code": exit_code if exit_code >= 0 else None,
+            "signal": -exit_code if exit_code < 0 else None,
             "timed_out": self.timed_out,
             "oom": kills > self.kills_before,
             "truncated": self.truncated,
@@ -147,33 +147,33 @@ class Commands:
         if "function" in request:
             if self._channel < 0:
                 raise OSError(errno.EBADF, "no channel, or one that was used, for a function")
-            inputs, self._channel = (self._channel, -1), -1
+            stdin_fds, self._channel = (self._channel, -1), -1
         else:
-            inputs = os.pipe() if command.stdin else (os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), -1)
-        (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+            stdin_fds = os.pipe() if command.stdin else (os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), -1)
+        (out_read_fd, out_write_fd), (err_read_fd, err_write_fd) = os.pipe(), os.pipe()
         try:
             command.pid = os.fork()
         except OSError:
-            for descriptor in (out, err, inputs[1]):
+            for descriptor in (out_read_fd, err_read_fd, stdin_fds[1]):
                 if descriptor >= 0:
                     os.close(descriptor)
             raise
         finally:
             if command.pid:  # or fork has failed: not in the child
-                for descriptor in (inputs[0], out_end, err_end):
+                for descriptor in (stdin_fds[0], out_write_fd, err_write_fd):
                     os.close(descriptor)
         if command.pid == 0:
-            _run_command(command, request, (inputs[0], out_end, err_end), self._prepare)
-        for pipe, output in zip((out, err), command.output, strict=True):
+            _run_command(command, request, (stdin_fds[0], out_write_fd, err_write_fd), self._prepare)
+        for pipe, output in zip((out_read_fd, err_read_fd), command.output, strict=True):
             os.set_blocking(pipe, False)
             command.pipes[pipe] = output
             self._by_pipe[pipe] = command
             self._poll.register(pipe, select.POLLIN)
         if command.stdin:
-            command.stdin_pipe = inputs[1]
-            os.set_blocking(inputs[1], False)
-            self._by_pipe[inputs[1]] = command
-            self._poll.register(inputs[1], select.POLLOUT)
+            command.stdin_pipe = stdin_fds[1]
+            os.set_blocking(stdin_fds[1], False)
+            self._by_pipe[stdin_fds[1]] = command
+            self._poll.register(stdin_fds[1], select.POLLOUT)
 
     def ready(self, pipe: int) -> None:
         """Handle a pipe that can be read from or written to."""
@@ -239,9 +239,9 @@ class Commands:
                 del self._by_pipe[pipe]  # still registered: its output is discarded from now on
                 self._orphaned_pipes.append(pipe)
             while len(self._orphaned_pipes) > HELD_PIPES:
-                oldest = self._orphaned_pipes.pop(0)
-                self._poll.unregister(oldest)
-                os.close(oldest)
+                oldest_pipe = self._orphaned_pipes.pop(0)
+                self._poll.unregister(oldest_pipe)
+                os.close(oldest_pipe)
         return ended
 
     def enforce(self) -> None:
@@ -268,10 +268,10 @@ class Commands:
             _signal(ALL_PROCESSES, signal.SIGKILL)
             return
         for _ in range(KILL_ROUNDS):
-            newer = _processes() - command.others
-            for pid in newer:
+            newer_pids = _processes() - command.others
+            for pid in newer_pids:
                 _signal(pid, signal.SIGKILL)
-            if not newer:
+            if not newer_pids:
                 return
             time.sleep(0.001)
             self.reap()
@@ -281,8 +281,8 @@ class Commands:
         """Kill all processes but init; running commands are reported as killed."""
         self.resume()
         _signal(ALL_PROCESSES, signal.SIGKILL)
-        deadline = time.monotonic() + 2.0
-        while self.reap() and time.monotonic() < deadline:
+        deadline_s = time.monotonic() + 2.0
+        while self.reap() and time.monotonic() < deadline_s:
             time.sleep(0.001)
 
     def stop(self) -> None:
@@ -310,15 +310,15 @@ def _run_command(
 ) -> None:
     """Execute the command in the child, or write the reason to its stderr. Earlier failures aren't the command's, and
     are reported to init. Never returns."""
-    code = CANT_RUN
+    exit_code = CANT_RUN
     try:
         try:
-            for number, descriptor in enumerate(streams):
-                os.dup2(descriptor, number)  # another number: 0, 1 and 2 are taken
+            for target_fd, descriptor in enumerate(streams):
+                os.dup2(descriptor, target_fd)  # another number: 0, 1 and 2 are taken
             os.setsid()
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
-                signal.signal(number, signal.SIG_DFL)
+            for signal_number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
+                signal.signal(signal_number, signal.SIG_DFL)
             prepare()
         except Exception as error:
             ERROR.pack_into(command.setup_error, 0, getattr(error, "errno", None) or errno.EINVAL)
@@ -328,19 +328,19 @@ def _run_command(
             kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # its owner may read its memory, as a program's
             os.environ.clear()
             os.environ.update(request["environment"])
-            code = preload.call(request["function"])
+            exit_code = preload.call(request["function"])
             return
         os.execvpe(request["argv"][0], request["argv"], request["environment"])
     except OSError as error:
-        code = NOT_FOUND if error.errno == errno.ENOENT else CANT_RUN
+        exit_code = NOT_FOUND if error.errno == errno.ENOENT else CANT_RUN
         subject = os.fsdecode(error.filename or request["argv"][0])
         os.write(2, f"{subject}: {error.strerror}\n".encode(errors="replace"))
     except ValueError as error:
-        bad = (f"argv[{position}]" for position, text in enumerate(request["argv"]) if "\0" in text)
-        subject = next(bad, "a variable or the folder of the command")
+        bad_arguments = (f"argv[{position}]" for position, text in enumerate(request["argv"]) if "\0" in text)
+        subject = next(bad_arguments, "a variable or the folder of the command")
         os.write(2, f"{subject} can't be passed to a program: {error}\n".encode(errors="replace"))
     finally:
-        os._exit(code)
+        os._exit(exit_code)
 
 
 def _signal(pid: int, number: int) -> None:
@@ -354,11 +354,11 @@ def _processes() -> set[int]:
 
 def tasks() -> int:
     """Return the number of threads of all processes, which the limit of processes counts."""
-    count = 0
+    thread_count = 0
     for pid in _processes():
         with contextlib.suppress(OSError):
-            count += os.stat(f"/proc/{pid}/task").st_nlink - 2
-    return count
+            thread_count += os.stat(f"/proc/{pid}/task").st_nlink - 2
+    return thread_count
 
 
 def limits_of_commands(limits: dict[str, Any], memory_limited: bool, proc: int) -> Callable[[], None]:
@@ -370,9 +370,9 @@ def limits_of_commands(limits: dict[str, Any], memory_limited: bool, proc: int) 
         os.closerange(3, proc)
         os.closerange(proc + 1, 1 << 20)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
-        descriptor = os.open("self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
-        os.write(descriptor, b"1000")  # before init, when memory is short
-        os.close(descriptor)
+        score_fd = os.open("self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
+        os.write(score_fd, b"1000")  # before init, when memory is short
+        os.close(score_fd)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         with contextlib.suppress(PermissionError):  # another process here has raised its niceness further meanwhile
             os.nice(COMMAND_NICENESS)

@@ -31,8 +31,8 @@ def behind_bubblewrap(spec_descriptor: int) -> None:
     try:
         _make_workdir(spec)
         if descriptors["snapshot"] >= 0:
-            with isolation.step("snapshot"), os.fdopen(descriptors["snapshot"], "rb") as file:
-                snapshots.unpack(file)
+            with isolation.step("snapshot"), os.fdopen(descriptors["snapshot"], "rb") as snapshot_file:
+                snapshots.unpack(snapshot_file)
     except isolation.SetupFailed as error:
         init.fail(owner, error.step, error.code, str(error))
     init.Init(owner, spec, [("", descriptors["upper"])], descriptors["proc"], descriptors["kills"]).run()
@@ -51,19 +51,19 @@ def in_container() -> None:
         _make_workdir(spec)
         if spec["snapshot"]:
             with isolation.step("snapshot"):
-                parts = FramedReader(owner)
-                snapshots.unpack(parts)
-                parts.drain()
+                snapshot_reader = FramedReader(owner)
+                snapshots.unpack(snapshot_reader)
+                snapshot_reader.drain()
         with isolation.step("limits"):
             disks = [(f"{name}/", os.open(f"/{name}", os.O_RDONLY | os.O_DIRECTORY)) for name in WRITABLE_FOLDERS]
-            proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
-            kills = next((os.open(file, os.O_RDONLY) for file in KILL_COUNT_FILES if os.path.exists(file)), -1)
+            proc_fd = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
+            kills_fd = next((os.open(file, os.O_RDONLY) for file in KILL_COUNT_FILES if os.path.exists(file)), -1)
         with isolation.step("system call filter"):
             seccomp.install(seccomp.program())
     except isolation.SetupFailed as error:
         init.fail(owner, error.step, error.code, str(error))
     sys.stderr.flush()
-    init.Init(owner, spec, disks, proc, kills).run()
+    init.Init(owner, spec, disks, proc_fd, kills_fd).run()
 
 
 def _forbid_inspection() -> None:
@@ -98,17 +98,17 @@ class StandardStreams:
 
     def frame(self) -> tuple[dict[str, Any], bytes]:
         """Wait for the next frame and return its head and body."""
-        head, body = wire.lengths(self._read_exactly(wire.LENGTHS.size))
-        return wire.head_from(self._read_exactly(head)), self._read_exactly(body)
+        head_bytes, body_bytes = wire.lengths(self._read_exactly(wire.LENGTHS.size))
+        return wire.head_from(self._read_exactly(head_bytes)), self._read_exactly(body_bytes)
 
     def _read_exactly(self, count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            part = os.read(0, count - len(data))
-            if not part:
+        received = b""
+        while len(received) < count:
+            chunk = os.read(0, count - len(received))
+            if not chunk:
                 os._exit(wire.EXIT_CLOSED)
-            data += part
-        return data
+            received += chunk
+        return received
 
 
 class FramedReader:
@@ -123,8 +123,8 @@ class FramedReader:
         if not self._unread and not self._at_end:
             _, self._unread = self._owner.frame()
             self._at_end = not self._unread
-        data, self._unread = self._unread[:count], self._unread[count:]
-        return data
+        chunk, self._unread = self._unread[:count], self._unread[count:]
+        return chunk
 
     def drain(self) -> None:
         """Skip the rest of the file, since the frames behind it are the owner's requests."""

@@ -31,27 +31,27 @@ def read(path: str, max_bytes: int) -> Iterator[bytes]:
         if status.st_size > max_bytes:
             raise OSError(errno.EFBIG, f"{status.st_size} bytes, more than {max_bytes}")
         remaining_bytes = max_bytes
-        while remaining_bytes > 0 and (data := os.read(descriptor, min(CHUNK_BYTES, remaining_bytes))):
-            remaining_bytes -= len(data)
-            yield data
+        while remaining_bytes > 0 and (chunk := os.read(descriptor, min(CHUNK_BYTES, remaining_bytes))):
+            remaining_bytes -= len(chunk)
+            yield chunk
     finally:
         os.close(descriptor)
 
 
 def entries(path: str, max_entries: int) -> list[dict[str, Any]]:
     """Return a directory's entries, sorted by name. Raises OSError with EFBIG beyond the limit."""
-    infos: list[dict[str, Any]] = []
-    with os.scandir(path) as listing:
-        for entry in listing:
-            if len(infos) == max_entries:
+    entry_infos: list[dict[str, Any]] = []
+    with os.scandir(path) as scanned:
+        for dir_entry in scanned:
+            if len(entry_infos) == max_entries:
                 raise OSError(errno.EFBIG, f"more than {max_entries} entries")
-            kind, size = "other", 0
+            kind, size_bytes = "other", 0
             with contextlib.suppress(OSError):
-                status = entry.stat(follow_symlinks=False)
-                kind, size = KINDS.get(stat.S_IFMT(status.st_mode), "other"), status.st_size
-            name = entry.name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-            infos.append({"name": name, "kind": kind, "size_bytes": size if kind == "file" else 0})
-    return sorted(infos, key=lambda info: info["name"])
+                status = dir_entry.stat(follow_symlinks=False)
+                kind, size_bytes = KINDS.get(stat.S_IFMT(status.st_mode), "other"), status.st_size
+            name = dir_entry.name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+            entry_infos.append({"name": name, "kind": kind, "size_bytes": size_bytes if kind == "file" else 0})
+    return sorted(entry_infos, key=lambda info: info["name"])
 
 
 def listing(path: str, max_entries: int) -> bytes:

@@ -33,22 +33,22 @@ INHERITED_VARIABLES = ("PATH", "HOME", "USER", "LANG")
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    do = request["do"]
+    request_name = request["do"]
     try:
-        if do == "begin":
+        if request_name == "begin":
             return _begin(request)
-        if do == "exec":
+        if request_name == "exec":
             return _exec(request)
-        if do == "read":
+        if request_name == "read":
             return {"data": _base64(b"".join(files.read(request["path"], request["max_bytes"])))}
-        if do == "list":
+        if request_name == "list":
             return {"entries": files.entries(request["path"], request["max_entries"])}
-        if do == "write":
-            writing = files.FileWriter(request["path"], request["mode"])
-            writing.add(base64.b64decode(request["data"]))
-            writing.finish()
+        if request_name == "write":
+            writer = files.FileWriter(request["path"], request["mode"])
+            writer.add(base64.b64decode(request["data"]))
+            writer.finish()
             return {}
-        raise OSError(errno.ENOSYS, f"unknown request {do!r}")
+        raise OSError(errno.ENOSYS, f"unknown request {request_name!r}")
     except wire.REQUEST_ERRORS as error:
         return wire.error_of(error)
 
@@ -62,7 +62,7 @@ def _begin(request: dict[str, Any]) -> dict[str, Any]:
         completed = subprocess.run(sudo, capture_output=True, check=False) if shutil.which("sudo") else None
         if completed is None or completed.returncode:
             raise
-    return {"processes": [[pid, started] for pid, started in _processes().items()]}
+    return {"processes": [[pid, start_time] for pid, start_time in _processes().items()]}
 
 
 def _exec(request: dict[str, Any]) -> dict[str, Any]:
@@ -72,13 +72,13 @@ def _exec(request: dict[str, Any]) -> dict[str, Any]:
     started_s = time.monotonic()
     environment = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
     environment = {**environment, "TMPDIR": "/tmp", **request["environment"]}
-    data = base64.b64decode(request["stdin"])
+    stdin = base64.b64decode(request["stdin"])
     try:
         process = subprocess.Popen(
             request["argv"],
             cwd=request["workdir"],
             env=environment,
-            stdin=subprocess.PIPE if data else subprocess.DEVNULL,
+            stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
@@ -87,7 +87,7 @@ def _exec(request: dict[str, Any]) -> dict[str, Any]:
         missing = isinstance(error, FileNotFoundError)
         why = f"{getattr(error, 'filename', None) or request['argv'][0]}: {getattr(error, 'strerror', None) or error}\n"
         return _report(NOT_FOUND if missing else CANT_RUN, False, False, b"", why[:1000].encode(errors="replace"), 0.0)
-    timed_out, output, truncated = _watch(process, data, started_s + request["timeout_s"], request["max_output_bytes"])
+    timed_out, output, truncated = _watch(process, stdin, started_s + request["timeout_s"], request["max_output_bytes"])
     if timed_out:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -139,13 +139,13 @@ def _watch(
                 if key.data is None:
                     data = _feed(selector, pipe, data)
                     continue
-                part = os.read(pipe.fileno(), READ_BYTES)
-                if not part:
+                chunk = os.read(pipe.fileno(), READ_BYTES)
+                if not chunk:
                     selector.unregister(pipe)
                     continue
                 free_bytes = max_bytes - len(key.data)
-                key.data.extend(part[:free_bytes])
-                truncated = truncated or len(part) > free_bytes
+                key.data.extend(chunk[:free_bytes])
+                truncated = truncated or len(chunk) > free_bytes
 
 
 def _has_open_output(selector: selectors.BaseSelector) -> bool:
@@ -192,13 +192,13 @@ def _kill(spared: dict[int, str], *, others_too: bool = False) -> None:
         kept.add(pid)
         pid = _parent(pid)
     for _ in range(50):
-        victims = [pid for pid, start in _processes().items() if spared.get(pid) != start and pid not in kept | {1}]
+        victim_pids = [pid for pid, start in _processes().items() if spared.get(pid) != start and pid not in kept | {1}]
         if not others_too:
-            victims = [pid for pid in victims if not _belongs_to_other_request(pid)]
-        for other in victims:
+            victim_pids = [pid for pid in victim_pids if not _belongs_to_other_request(pid)]
+        for victim_pid in victim_pids:
             with contextlib.suppress(OSError):
-                os.kill(other, signal.SIGKILL)
-        if not victims:
+                os.kill(victim_pid, signal.SIGKILL)
+        if not victim_pids:
             return
         time.sleep(0.005)
 

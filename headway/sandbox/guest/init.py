@@ -91,21 +91,21 @@ class Init:
     def _wait_ms(self) -> float:
         if self._producing and not self._outgoing:
             return 0
-        until_s = min(self._ends_s, self._commands.deadline_s()) - time.monotonic()
-        return min(max(0.0, until_s * 1000 + 0.5), 1e8)
+        wait_s = min(self._ends_s, self._commands.deadline_s()) - time.monotonic()
+        return min(max(0.0, wait_s * 1000 + 0.5), 1e8)
 
     # Exchange with the owner, which never blocks.
 
     def _receive(self) -> None:
         try:
-            data = self._owner.recv(RECEIVE_BYTES)
+            chunk = self._owner.recv(RECEIVE_BYTES)
         except BlockingIOError:
             return
         except OSError:
-            data = b""
-        if not data:
+            chunk = b""
+        if not chunk:
             os._exit(wire.EXIT_CLOSED)
-        for head, body in self._frames.feed(data):
+        for head, body in self._frames.feed(chunk):
             self._handle(head, body)
 
     def _send(self, head: Head, body: bytes = b"") -> None:
@@ -113,52 +113,52 @@ class Init:
 
     def _flush(self) -> None:
         try:
-            while self._outgoing or self._queue_chunk():
+            while self._outgoing or self._send_next_chunk():
                 chunk = self._outgoing[0]
-                sent = self._owner.send(chunk)
-                if sent == len(chunk):
+                sent_count = self._owner.send(chunk)
+                if sent_count == len(chunk):
                     self._outgoing.popleft()
                 else:
-                    self._outgoing[0] = chunk[sent:]
+                    self._outgoing[0] = chunk[sent_count:]
             self._poll.modify(self._owner, select.POLLIN)
         except BlockingIOError:
             self._poll.modify(self._owner, select.POLLIN | select.POLLOUT)
         except OSError:
             os._exit(wire.EXIT_CLOSED)
 
-    def _queue_chunk(self) -> bool:
+    def _send_next_chunk(self) -> bool:
         """Queue the next chunk of a file or snapshot being read. False: there is none."""
         if not self._producing:
             return False
-        number, chunks, finished = self._producing[0]
-        end: Head = {}
+        request_number, remaining_chunks, on_finished = self._producing[0]
+        ending_head: Head = {}
         try:
-            self._send({"id": number, "more": True}, next(chunks))
+            self._send({"id": request_number, "more": True}, next(remaining_chunks))
             return True
         except StopIteration:
             pass
         except wire.REQUEST_ERRORS as error:
-            end = wire.error_of(error)
+            ending_head = wire.error_of(error)
         self._producing.popleft()
-        self._send({"id": number, **end})
-        finished()
+        self._send({"id": request_number, **ending_head})
+        on_finished()
         return True
 
     # Requests.
 
     def _handle(self, head: Head, body: bytes) -> None:
-        number = head["id"]
+        request_number = head["id"]
         try:
-            answer = self._execute(number, head, body)
+            answer = self._execute(request_number, head, body)
         except wire.REQUEST_ERRORS as error:
             answer = wire.error_of(error)
         if answer is not None:
-            self._send({"id": number, **answer})
+            self._send({"id": request_number, **answer})
 
     def _execute(self, number: int, head: Head, body: bytes) -> Head | None:
         """Execute a request and return its answer; None: it comes later, or has been sent."""
-        do = head["do"]
-        if do == "exec":
+        request_name = head["do"]
+        if request_name == "exec":
             if self._commands.stopped:
                 raise OSError(errno.EBUSY, "the sandbox is paused")
             try:
@@ -166,19 +166,19 @@ class Init:
             except OSError as error:
                 return {**wire.error_of(error), "tasks": tasks()}
             return None
-        if do == "read":
+        if request_name == "read":
             self._producing.append((number, files.read(head["path"], head["max_bytes"]), lambda: None))
             return None
-        if do == "write":
+        if request_name == "write":
             return self._write(number, head, body)
-        if do == "list":
+        if request_name == "list":
             self._send({"id": number}, files.listing(head["path"], head["max_entries"]))
             return None
-        if do == "snapshot":
+        if request_name == "snapshot":
             self._commands.stop()
             self._producing.append((number, snapshots.pack(self._written, head["max_bytes"]), self._resume))
             return None
-        return self._control(do, head)
+        return self._control(request_name, head)
 
     def _control(self, do: str, head: Head) -> Head:
         if do == "pause":
@@ -201,14 +201,14 @@ class Init:
         """Write a chunk of a file; the last one is answered."""
         if head["first"]:
             self._writers[number] = files.FileWriter(head["path"], head["mode"])
-        writing = self._writers.pop(number, None)
-        if writing is None:
+        writer = self._writers.pop(number, None)
+        if writer is None:
             return None  # an earlier chunk failed, which was reported
-        writing.add(body)
+        writer.add(body)
         if head["last"]:
-            writing.finish()
+            writer.finish()
             return {}
-        self._writers[number] = writing
+        self._writers[number] = writer
         return None
 
 

@@ -90,7 +90,7 @@ def listen_for_proxy(proxy_socket: socket.socket) -> None:
 def build_root(spec: dict[str, Any]) -> tuple[int, int]:
     """Build the root file system and move into it. Returns descriptors of the overlay's upper directory and of a
     writable /proc."""
-    upper, root = _disk(spec)
+    upper_fd, root = _disk(spec)
     if spec["root"] is None:
         with step("host programs"):
             _bind_host_programs(root)
@@ -102,7 +102,7 @@ def build_root(spec: dict[str, Any]) -> tuple[int, int]:
             kernel.mount(f"/dev/{name}", f"{root}/dev/{name}", "", kernel.MS_BIND)
         _mount_terminals(root)
     with step("/proc"):
-        proc = _mount_proc(f"{root}/proc")
+        proc_fd = _mount_proc(f"{root}/proc")
     with step("pivot_root"):
         os.chdir(root)
         kernel.pivot_root(".", ".")
@@ -110,44 +110,44 @@ def build_root(spec: dict[str, Any]) -> tuple[int, int]:
         os.chdir("/")
     with step("limits"):
         # Forbids nested namespaces independently of the filter.
-        kernel.put(f"/proc/self/fd/{proc}/sys/user/max_user_namespaces", "0")
+        kernel.put(f"/proc/self/fd/{proc_fd}/sys/user/max_user_namespaces", "0")
     with step("workdir"):
         os.makedirs(spec["workdir"], exist_ok=True)
-    return upper, proc
+    return upper_fd, proc_fd
 
 
 def build_disk(spec: dict[str, Any]) -> tuple[int, int]:
     """Build the parts of the root that bubblewrap can't: the disk, at ``ROOT_MOUNT``, and a writable /proc. Returns
     the same descriptors as `build_root`."""
-    upper, root = _disk(spec)
+    upper_fd, root = _disk(spec)
     with step("devices"):
         _mount_terminals(root)
     with step("/proc"):
-        proc = _mount_proc(f"{root}/proc")
+        proc_fd = _mount_proc(f"{root}/proc")
         kernel.unmount(f"{root}/proc")
     with step("root file system"):
         kernel.mount(root, ROOT_MOUNT, "", kernel.MS_BIND | kernel.MS_REC)
-    return upper, proc
+    return upper_fd, proc_fd
 
 
 def _disk(spec: dict[str, Any]) -> tuple[int, str]:
     limits = spec["limits"]
     with step("disk"):
         # The disk's three directories and the overlay's root take inodes too.
-        sizes = f"size={limits['disk_bytes']},nr_inodes={limits['inodes'] + 8},mode=0755"
-        kernel.mount("tmpfs", STAGE, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, sizes)
+        size_options = f"size={limits['disk_bytes']},nr_inodes={limits['inodes'] + 8},mode=0755"
+        kernel.mount("tmpfs", STAGE, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, size_options)
         for name in ("upper", "work", "root"):
             os.mkdir(f"{STAGE}/{name}", 0o755)
-        upper = os.open(f"{STAGE}/upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        upper_fd = os.open(f"{STAGE}/upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     root = f"{STAGE}/root"
     with step("root file system"):
-        below = SKELETON
+        lower_layers = SKELETON
         if spec["root"] is not None:  # by a descriptor: its name may hold what mount options can't
-            image = os.open(spec["root"], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            below = f"{SKELETON}-image:/proc/self/fd/{image}"
-        layers = f"lowerdir={below},upperdir={STAGE}/upper,workdir={STAGE}/work,userxattr"
-        kernel.mount("overlay", root, "overlay", kernel.MS_NOSUID | kernel.MS_NODEV, layers)
-    return upper, root
+            image_fd = os.open(spec["root"], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            lower_layers = f"{SKELETON}-image:/proc/self/fd/{image_fd}"
+        overlay_options = f"lowerdir={lower_layers},upperdir={STAGE}/upper,workdir={STAGE}/work,userxattr"
+        kernel.mount("overlay", root, "overlay", kernel.MS_NOSUID | kernel.MS_NODEV, overlay_options)
+    return upper_fd, root
 
 
 def _mount_terminals(root: str) -> None:
@@ -179,12 +179,12 @@ def _mount_proc(target: str) -> int:
     of a writable mount of it."""
     flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
     kernel.mount("proc", target, "proc", flags)
-    writable = os.open(target, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    writable_fd = os.open(target, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     for name, limit in USER_LIMITS.items():
         kernel.put(f"{target}/sys/user/{name}", str(limit))
     kernel.unmount(target)
     kernel.mount("proc", target, "proc", flags | kernel.MS_RDONLY)
-    return writable
+    return writable_fd
 
 
 def drop_privileges(zygote: int) -> None:
@@ -200,7 +200,7 @@ def drop_privileges(zygote: int) -> None:
 
 def restrict_command(limits: dict[str, Any], memory_limited: bool) -> None:
     """Set the limits of a command's own process before it executes the command."""
-    bounds = {
+    limit_by_resource = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_NOFILE: limits["open_files"],
         resource.RLIMIT_FSIZE: limits["disk_bytes"],
@@ -210,8 +210,8 @@ def restrict_command(limits: dict[str, Any], memory_limited: bool) -> None:
         resource.RLIMIT_SIGPENDING: 1024,
     }
     if not memory_limited:
-        bounds[resource.RLIMIT_AS] = limits["memory_bytes"]
-    for name, value in bounds.items():
-        _, hard = resource.getrlimit(name)
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(name, (value, value))
+        limit_by_resource[resource.RLIMIT_AS] = limits["memory_bytes"]
+    for name, soft_limit in limit_by_resource.items():
+        _, hard_limit = resource.getrlimit(name)
+        soft_limit = soft_limit if hard_limit == resource.RLIM_INFINITY else min(soft_limit, hard_limit)
+        resource.setrlimit(name, (soft_limit, soft_limit))

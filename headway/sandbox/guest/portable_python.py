@@ -57,15 +57,15 @@ def linker() -> str:
 def pack() -> bytes:
     """Return this Python as a tar that can be unpacked in any folder; `command` starts it there."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    packing = io.BytesIO()
-    with tarfile.open(fileobj=packing, mode="w", format=tarfile.PAX_FORMAT) as archive:
+    tar_buffer = io.BytesIO()
+    with tarfile.open(fileobj=tar_buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
         _add(archive, "linker", _content(linker()), 0o755)
         _add(archive, f"bin/{version}", _content(os.path.realpath(sys.executable)), 0o755)
         _add(archive, "codes", codes(), 0o644)
         _add(archive, f"lib/{version}/os.py", b"", 0o644)  # Python recognises its own folder by this file
         for file in mapped_files():
-            extension = os.path.basename(os.path.dirname(file)) == "lib-dynload"
-            folder = f"lib/{version}/lib-dynload" if extension else "libraries"
+            is_extension = os.path.basename(os.path.dirname(file)) == "lib-dynload"
+            folder = f"lib/{version}/lib-dynload" if is_extension else "libraries"
             _add(archive, f"{folder}/{os.path.basename(file)}", _content(file), 0o755)
             for name in _aliases(file):  # the names by which libraries are loaded
                 member = tarfile.TarInfo(f"{folder}/{name}")
@@ -73,22 +73,22 @@ def pack() -> bytes:
                 archive.addfile(member)
         for name, module in sorted(sys.modules.items()):
             if name == STARTUP_PACKAGE or name.startswith(STARTUP_PACKAGE + "."):
-                inner = "__init__" if name == STARTUP_PACKAGE else name.partition(".")[2]
-                _add(archive, f"lib/{version}/{STARTUP_PACKAGE}/{inner}.py", _content(str(module.__file__)), 0o644)
-    return packing.getvalue()
+                stem = "__init__" if name == STARTUP_PACKAGE else name.partition(".")[2]
+                _add(archive, f"lib/{version}/{STARTUP_PACKAGE}/{stem}.py", _content(str(module.__file__)), 0o644)
+    return tar_buffer.getvalue()
 
 
 def command(folder: str) -> list[str]:
     """Return the command that starts the packed Python from ``folder``; append the code to run and its arguments."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    linked = [f"{folder}/linker", "--library-path", f"{folder}/libraries"]
-    return [*linked, f"{folder}/bin/{version}", "-I", "-S", "-c"]
+    linker_command = [f"{folder}/linker", "--library-path", f"{folder}/libraries"]
+    return [*linker_command, f"{folder}/bin/{version}", "-I", "-S", "-c"]
 
 
 def _aliases(file: str) -> list[str]:
-    folder, base = os.path.split(file)
-    stem = base.partition(".so")[0]
-    siblings = [name for name in os.listdir(folder) if name.partition(".so")[0] == stem and name != base]
+    folder, file_name = os.path.split(file)
+    stem = file_name.partition(".so")[0]
+    siblings = [name for name in os.listdir(folder) if name.partition(".so")[0] == stem and name != file_name]
     return [name for name in sorted(siblings) if os.path.realpath(os.path.join(folder, name)) == os.path.realpath(file)]
 
 
@@ -99,8 +99,8 @@ def _add(archive: tarfile.TarFile, name: str, content: bytes, mode: int) -> None
 
 
 def _content(file: str) -> bytes:
-    with open(file, "rb") as opened:
-        return opened.read()
+    with open(file, "rb") as stream:
+        return stream.read()
 
 
 def main() -> None:

@@ -44,10 +44,10 @@ def make(folder: Path, uid: int, gid: int) -> None:
     for name in HOST_SETTINGS:
         _copy(Path("/etc", name), host_skeleton / "etc" / name)
     for name in HOST_PROGRAMS:
-        host = Path("/", name)
-        if host.is_symlink():
-            (host_skeleton / name).symlink_to(os.readlink(host))
-        elif host.is_dir():
+        host_path = Path("/", name)
+        if host_path.is_symlink():
+            (host_skeleton / name).symlink_to(os.readlink(host_path))
+        elif host_path.is_dir():
             (host_skeleton / name).mkdir()
     _mount_points(folder / f"{SKELETON}-image")
     _chown_tree(folder, uid, gid)
@@ -80,6 +80,6 @@ def _chown_tree(folder: Path, uid: int, gid: int) -> None:
     mapped in its namespace."""
     if uid == os.geteuid():
         return
-    for parent, names, files in os.walk(folder):
-        for name in ("", *names, *files):
+    for parent, folder_names, file_names in os.walk(folder):
+        for name in ("", *folder_names, *file_names):
             os.chown(os.path.join(parent, name), uid, gid, follow_symlinks=False)

@@ -58,12 +58,12 @@ def _walk(folder: int, prefix: str, depth: int, name_by_inode: dict[int, str]) -
             member.linkname = os.readlink(name, dir_fd=folder)
             yield _head(member)
         elif stat.S_ISDIR(status.st_mode):
-            with _opened(name, folder, status.st_mode, os.O_DIRECTORY) as inner:
+            with _opened(name, folder, status.st_mode, os.O_DIRECTORY) as inner_fd:
                 with contextlib.suppress(OSError):
-                    if os.getxattr(inner, f"{OVERLAY_PREFIX}opaque") == b"y":
+                    if os.getxattr(inner_fd, f"{OVERLAY_PREFIX}opaque") == b"y":
                         member.pax_headers = {OPAQUE: "y"}
-                yield _head(member, inner)
-                yield from _walk(inner, f"{prefix}{name}/", depth + 1, name_by_inode)
+                yield _head(member, inner_fd)
+                yield from _walk(inner_fd, f"{prefix}{name}/", depth + 1, name_by_inode)
         elif not stat.S_ISSOCK(status.st_mode):  # a socket is useless without its listener
             yield _head(member)
 
@@ -71,9 +71,9 @@ def _walk(folder: int, prefix: str, depth: int, name_by_inode: dict[int, str]) -
 def _member(name: str, status: os.stat_result) -> tarfile.TarInfo:
     member = tarfile.TarInfo(name)
     member.mode, member.mtime = stat.S_IMODE(status.st_mode), int(status.st_mtime)
-    kinds = {stat.S_IFDIR: tarfile.DIRTYPE, stat.S_IFLNK: tarfile.SYMTYPE, stat.S_IFIFO: tarfile.FIFOTYPE}
-    kinds[stat.S_IFCHR] = tarfile.CHRTYPE
-    member.type = kinds.get(stat.S_IFMT(status.st_mode), tarfile.REGTYPE)
+    type_by_format = {stat.S_IFDIR: tarfile.DIRTYPE, stat.S_IFLNK: tarfile.SYMTYPE, stat.S_IFIFO: tarfile.FIFOTYPE}
+    type_by_format[stat.S_IFCHR] = tarfile.CHRTYPE
+    member.type = type_by_format.get(stat.S_IFMT(status.st_mode), tarfile.REGTYPE)
     member.size = status.st_size if stat.S_ISREG(status.st_mode) else 0
     return member
 
@@ -83,9 +83,9 @@ def _file(folder: int, name: str, member: tarfile.TarInfo) -> Iterator[bytes]:
         yield _head(member, descriptor)
         remaining_bytes = member.size
         while remaining_bytes:
-            data = os.read(descriptor, min(CHUNK_BYTES, remaining_bytes)) or bytes(min(CHUNK_BYTES, remaining_bytes))
-            remaining_bytes -= len(data)
-            yield data
+            chunk = os.read(descriptor, min(CHUNK_BYTES, remaining_bytes)) or bytes(min(CHUNK_BYTES, remaining_bytes))
+            remaining_bytes -= len(chunk)
+            yield chunk
     if member.size % BLOCK:
         yield bytes(BLOCK - member.size % BLOCK)
 
@@ -94,8 +94,8 @@ def _file(folder: int, name: str, member: tarfile.TarInfo) -> Iterator[bytes]:
 def _opened(name: str, folder: int, mode: int, flags: int) -> Iterator[int]:
     """Open a file or directory, even without read permission: its mode is changed for as long as this takes."""
     flags |= os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-    changed = not mode & stat.S_IRUSR or (stat.S_ISDIR(mode) and not mode & stat.S_IXUSR)
-    if changed:
+    is_mode_changed = not mode & stat.S_IRUSR or (stat.S_ISDIR(mode) and not mode & stat.S_IXUSR)
+    if is_mode_changed:
         os.chmod(name, 0o700, dir_fd=folder)  # no link: its type was checked, and no command runs meanwhile
     try:
         descriptor = os.open(name, flags, dir_fd=folder)
@@ -104,7 +104,7 @@ def _opened(name: str, folder: int, mode: int, flags: int) -> Iterator[int]:
         finally:
             os.close(descriptor)
     finally:
-        if changed:
+        if is_mode_changed:
             os.chmod(name, stat.S_IMODE(mode), dir_fd=folder)
 
 

@@ -27,16 +27,16 @@ class Malformed(Exception):
 
 
 def frame(head: dict[str, Any], body: bytes = b"") -> bytes:
-    encoded = json.dumps(head, separators=(",", ":")).encode()
-    return LENGTHS.pack(len(encoded), len(body)) + encoded + body
+    encoded_head = json.dumps(head, separators=(",", ":")).encode()
+    return LENGTHS.pack(len(encoded_head), len(body)) + encoded_head + body
 
 
 def lengths(prefix: bytes) -> tuple[int, int]:
     """Return the lengths of a frame's head and body in bytes. Raises Malformed beyond the limits."""
-    head, body = LENGTHS.unpack(prefix)
-    if head > HEAD_BYTES or body > BODY_BYTES:
-        raise Malformed(f"a frame of {head} + {body} bytes")
-    return head, body
+    head_bytes, body_bytes = LENGTHS.unpack(prefix)
+    if head_bytes > HEAD_BYTES or body_bytes > BODY_BYTES:
+        raise Malformed(f"a frame of {head_bytes} + {body_bytes} bytes")
+    return head_bytes, body_bytes
 
 
 def head_from(encoded: bytes) -> dict[str, Any]:
@@ -66,13 +66,13 @@ class FrameAssembler:
     def feed(self, data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
         self._bytes += data
         while len(self._bytes) >= LENGTHS.size:
-            head, body = lengths(bytes(self._bytes[: LENGTHS.size]))
-            end = LENGTHS.size + head + body
-            if len(self._bytes) < end:
+            head_bytes, body_bytes = lengths(bytes(self._bytes[: LENGTHS.size]))
+            frame_end = LENGTHS.size + head_bytes + body_bytes
+            if len(self._bytes) < frame_end:
                 return
-            encoded = bytes(self._bytes[LENGTHS.size : end])
-            del self._bytes[:end]
-            yield head_from(encoded[:head]), encoded[head:]
+            payload = bytes(self._bytes[LENGTHS.size : frame_end])
+            del self._bytes[:frame_end]
+            yield head_from(payload[:head_bytes]), payload[head_bytes:]
 
 
 class FrameWriter(Protocol):

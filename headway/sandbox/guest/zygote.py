@@ -66,12 +66,12 @@ class Zygote:
         self._report({"zygote": os.getpid(), "groups": self._missing_groups_reason, "without": missing_controllers})
         self._refill()
         while True:
-            ready = {descriptor for descriptor, _ in poll.poll(RETRY_MS if self._emptying else None)}
-            if self._owner_process in ready:
+            ready_fds = {descriptor for descriptor, _ in poll.poll(RETRY_MS if self._emptying else None)}
+            if self._owner_process in ready_fds:
                 break
-            if self._wake in ready:
+            if self._wake in ready_fds:
                 os.read(self._wake, 4096)
-            if self._owner.fileno() in ready and not self._receive():
+            if self._owner.fileno() in ready_fds and not self._receive():
                 break
             self._reap()
             self._refill()
@@ -80,14 +80,14 @@ class Zygote:
     def _receive(self) -> bool:
         """Take one request. False: the owner has closed."""
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._owner, wire.MESSAGE_BYTES, 4)
+            packet, descriptors, _, _ = socket.recv_fds(self._owner, wire.MESSAGE_BYTES, 4)
         except OSError:
             return False
-        if not data:
+        if not packet:
             return False
-        request = json.loads(data)
+        request = json.loads(packet)
         if request["do"] == "create":
-            self._create(request, data, descriptors)
+            self._create(request, packet, descriptors)
         elif request["do"] == "terminate":
             self._terminate(request["id"])
         for descriptor in descriptors:
@@ -95,24 +95,24 @@ class Zygote:
         return True
 
     def _create(self, request: dict[str, Any], data: bytes, descriptors: list[int]) -> None:
-        sandbox = request["id"]
+        sandbox_id = request["id"]
         try:
             pid, spare_socket = self._spares.popleft() if self._spares else self._clone()
             slot, _ = self._children[pid]
-            self._children[pid] = (slot, sandbox)
-            self._by_sandbox[sandbox] = pid
+            self._children[pid] = (slot, sandbox_id)
+            self._by_sandbox[sandbox_id] = pid
             with spare_socket:
                 socket.send_fds(spare_socket, [data], descriptors)
         except OSError as error:  # no process could be cloned; or the spare is dead, which `_reap` reports
-            if sandbox not in self._by_sandbox:
-                self._report({"refused": sandbox, "error": error.errno, "what": f"clone: {error.strerror}"})
+            if sandbox_id not in self._by_sandbox:
+                self._report({"refused": sandbox_id, "error": error.errno, "what": f"clone: {error.strerror}"})
             return
-        self._report({"started": sandbox, "pid": pid, "slot": slot})
+        self._report({"started": sandbox_id, "pid": pid, "slot": slot})
 
     def _terminate(self, sandbox: str) -> None:
         if sandbox in self._by_sandbox:
             os.kill(self._by_sandbox[sandbox], signal.SIGKILL)
-        elif all(sandbox != other for _, other, _, _ in self._emptying):  # never made, or ended before
+        elif all(sandbox != emptying_id for _, emptying_id, _, _ in self._emptying):  # never made, or ended before
             self._report({"ended": sandbox, "code": wire.EXIT_CLOSED, "oom_kills": 0})
 
     def _refill(self) -> None:
@@ -147,7 +147,7 @@ class Zygote:
     def _wait_for_spec(self, zygote_socket: socket.socket, slot: str) -> None:
         """Run in the child: prepare, then wait for a specification. The failure of an earlier step is reported to the
         owner once its socket arrives."""
-        failed: isolation.SetupFailed | None = None
+        setup_error: isolation.SetupFailed | None = None
         signal.set_wakeup_fd(-1)
         try:
             kernel.name_process("sandbox-spare")
@@ -155,24 +155,24 @@ class Zygote:
                 cgroups.join(self._parents, slot)
             isolation.enter(self._self, self._uid, self._gid)
         except isolation.SetupFailed as error:
-            failed = error
-        data, descriptors, _, _ = socket.recv_fds(zygote_socket, wire.MESSAGE_BYTES, 4)
+            setup_error = error
+        packet, descriptors, _, _ = socket.recv_fds(zygote_socket, wire.MESSAGE_BYTES, 4)
         zygote_socket.close()
-        if not data:
+        if not packet:
             os._exit(0)  # the zygote is gone, or needs no more
-        spec = json.loads(data)["wanted"]
-        owner = socket.socket(fileno=descriptors.pop(0))
-        snapshot = descriptors.pop(0) if spec["snapshot"] else -1
+        spec = json.loads(packet)["wanted"]
+        owner_socket = socket.socket(fileno=descriptors.pop(0))
+        snapshot_fd = descriptors.pop(0) if spec["snapshot"] else -1
         proxy_socket = socket.socket(fileno=descriptors.pop(0)) if spec["door"] else None
-        channel = descriptors.pop(0) if spec["channel"] else -1
+        channel_fd = descriptors.pop(0) if spec["channel"] else -1
         try:
-            if failed is not None:
-                raise failed
+            if setup_error is not None:
+                raise setup_error
             if proxy_socket is not None:
                 isolation.listen_for_proxy(proxy_socket)
-            self._run_first_process(owner, spec, slot, snapshot, channel)
+            self._run_first_process(owner_socket, spec, slot, snapshot_fd, channel_fd)
         except isolation.SetupFailed as error:
-            init.fail(owner, error.step, error.code, str(error))
+            init.fail(owner_socket, error.step, error.code, str(error))
 
     def _run_first_process(
         self, owner: socket.socket, spec: dict[str, Any], slot: str, snapshot: int, channel: int
@@ -182,19 +182,19 @@ class Zygote:
         with isolation.step("limits"):
             group_limits = {name: limits[name] for name in ("memory_bytes", "processes", "cpus")}
             cgroups.limit(self._parents, slot, **group_limits)
-            kills = cgroups.open_kill_count(self._parents, slot)
+            kills_fd = cgroups.open_kill_count(self._parents, slot)
         if self._launcher is not None:
-            upper, proc = isolation.build_disk(spec)
-            descriptors = {"owner": owner.fileno(), "upper": upper, "proc": proc, "kills": kills, "snapshot": snapshot}
+            upper_fd, proc_fd = isolation.build_disk(spec)
+            fds = {"owner": owner.fileno(), "upper": upper_fd, "proc": proc_fd, "kills": kills_fd, "snapshot": snapshot}
             with isolation.step("bubblewrap"):
-                self._launcher.enter(spec, descriptors)
-        upper, proc = isolation.build_root(spec)
+                self._launcher.enter(spec, fds)
+        upper_fd, proc_fd = isolation.build_root(spec)
         isolation.drop_privileges(self._self)
         if snapshot >= 0:
-            with isolation.step("snapshot"), os.fdopen(snapshot, "rb") as file:
-                snapshots.unpack(file)
+            with isolation.step("snapshot"), os.fdopen(snapshot, "rb") as snapshot_file:
+                snapshots.unpack(snapshot_file)
         os.close(self._self)
-        init.Init(owner, spec, [("", upper)], proc, kills, channel).run()
+        init.Init(owner, spec, [("", upper_fd)], proc_fd, kills_fd, channel).run()
 
     def _reap(self) -> None:
         """Reap children that have ended, and remove control groups that are empty."""
@@ -205,22 +205,22 @@ class Zygote:
                 break
             if pid == 0:
                 break
-            slot, sandbox = self._children.pop(pid)
-            self._by_sandbox.pop(sandbox, None)
+            slot, sandbox_id = self._children.pop(pid)
+            self._by_sandbox.pop(sandbox_id, None)
             for index, (spare_pid, spare_socket) in enumerate(self._spares):
                 if spare_pid == pid:
                     spare_socket.close()
                     del self._spares[index]
                     break
-            self._emptying.append((slot, sandbox, status, cgroups.kill_count(self._parents, slot)))
-        remaining: list[tuple[str, str, int, int]] = []
+            self._emptying.append((slot, sandbox_id, status, cgroups.kill_count(self._parents, slot)))
+        remaining_groups: list[tuple[str, str, int, int]] = []
         for group in self._emptying:
-            slot, sandbox, status, kills = group
+            slot, sandbox_id, status, kills = group
             if not cgroups.remove(self._parents, slot):
-                remaining.append(group)
-            elif sandbox:
-                self._report({"ended": sandbox, "code": os.waitstatus_to_exitcode(status), "oom_kills": kills})
-        self._emptying = remaining
+                remaining_groups.append(group)
+            elif sandbox_id:
+                self._report({"ended": sandbox_id, "code": os.waitstatus_to_exitcode(status), "oom_kills": kills})
+        self._emptying = remaining_groups
 
     def _report(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the owner is gone, which `run` notices
@@ -232,33 +232,33 @@ class Zygote:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._owner.close()
-        deadline = time.monotonic() + CLEANUP_TIMEOUT_S
-        while (self._children or self._emptying) and time.monotonic() < deadline:
+        deadline_s = time.monotonic() + CLEANUP_TIMEOUT_S
+        while (self._children or self._emptying) and time.monotonic() < deadline_s:
             self._reap()
             time.sleep(0.002)
         for parent in self._parents.values():
             with contextlib.suppress(OSError):
                 os.rmdir(parent)
-        folder = os.path.basename(os.getcwd())
+        folder_name = os.path.basename(os.getcwd())
         if any(os.path.exists(parent) for parent in self._parents.values()):
             return  # version 2: the group that this process is in; the next start removes it by the owner's record
         shutil.rmtree(".", ignore_errors=True)
         with contextlib.suppress(OSError):
-            os.rmdir(f"../{folder}")
+            os.rmdir(f"../{folder_name}")
 
 
 def main(settings: dict[str, Any]) -> None:
     """Start the zygote. ``settings``: the JSON that the owner has written to its input; ``"socket"``: the descriptor of
     its socket to the owner."""
-    owner = socket.socket(fileno=settings["socket"])
-    nothing = os.open("/dev/null", os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    owner_socket = socket.socket(fileno=settings["socket"])
+    null_fd = os.open("/dev/null", os.O_RDONLY)
+    os.dup2(null_fd, 0)
+    os.close(null_fd)
     os.umask(0o022)
     array.array("i")  # loads the module that recv_fds imports
-    for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC):
-        hard = resource.getrlimit(limit)[1]
-        resource.setrlimit(limit, (hard, hard))
+    for resource_kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC):
+        hard_limit = resource.getrlimit(resource_kind)[1]
+        resource.setrlimit(resource_kind, (hard_limit, hard_limit))
     with contextlib.suppress(ValueError):  # only root may raise it; the limit counts all sandboxes' processes
         resource.setrlimit(resource.RLIMIT_NPROC, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     settings["shell"] = None
@@ -278,4 +278,4 @@ def main(settings: dict[str, Any]) -> None:
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # changing users has cleared it; its own /proc files are needed
     gc.disable()  # else the collector's writes would copy pages into every sandbox
     gc.freeze()
-    Zygote(owner, settings).run()
+    Zygote(owner_socket, settings).run()

@@ -75,8 +75,8 @@ class HostedBackend:
         state = Path(state) if state is not None else leftovers.default_state()
         account = hashlib.sha256(provider.account.encode()).hexdigest()[:16]
         settings = provider.settings
-        file = state / "rates" / f"{provider.name}-{account}"
-        self._rate_limit = SharedRateLimit(file, settings.creates_per_s, settings.creates_at_once, self._clock)
+        rates_file = state / "rates" / f"{provider.name}-{account}"
+        self._rate_limit = SharedRateLimit(rates_file, settings.creates_per_s, settings.creates_at_once, self._clock)
         self._sandboxes: dict[str, HostedSandbox] = {}
         self._making: set[asyncio.Task[HostedSandbox]] = set()
         self._orphans: dict[str, HostedSandbox] = {}  # never handed out, and couldn't be ended
@@ -91,8 +91,8 @@ class HostedBackend:
                 raise SandboxError(infrastructure_failure("the backend is closed", retry=False))
             if not self._started:
                 log.warning("sandboxes by %s: %s", self._provider.name, UNTESTED)
-                for line in await self._end_leftovers():
-                    log.info("%s", line)
+                for reaped in await self._end_leftovers():
+                    log.info("%s", reaped)
                 self._started = True
 
     async def reap(self) -> list[Reaped]:
@@ -104,10 +104,10 @@ class HostedBackend:
 
     async def _end_leftovers(self) -> list[Reaped]:
         reaped: list[Reaped] = []
-        for box in list(self._orphans.values()):
-            await self._end_once(box)
-            description = f"{self._provider.name} {box.id} of this run"
-            reaped.append(Reaped(owner=description, sandboxes=1, stuck=box.id in self._orphans))
+        for sandbox in list(self._orphans.values()):
+            await self._end_once(sandbox)
+            description = f"{self._provider.name} {sandbox.id} of this run"
+            reaped.append(Reaped(owner=description, sandboxes=1, stuck=sandbox.id in self._orphans))
         for info in await self._call("list sandboxes", self._provider.list({})):
             if is_dead(info.labels.get(OWNER, "")):
                 await self._call(f"end {info.id}", self._provider.terminate(info.id))
@@ -117,7 +117,7 @@ class HostedBackend:
 
     async def _delete_dropped(self) -> None:
         """Delete dropped snapshots at the provider. Failures are retried at the next `reap`."""
-        for name, mark in [] if self._snapshots is None else snapshot_store.dropped_snapshots(self._snapshots):
+        for name, mark_file in [] if self._snapshots is None else snapshot_store.dropped_snapshots(self._snapshots):
             provider_name, _, snapshot_id = name.partition(":")
             if provider_name != self._provider.name:
                 continue
@@ -128,7 +128,7 @@ class HostedBackend:
                 if "hold_s" in error.failure.evidence:
                     return
             else:
-                mark.unlink(missing_ok=True)
+                mark_file.unlink(missing_ok=True)
 
     async def create(
         self, spec: SandboxSpec, *, labels: Mapping[str, str] | None = None, snapshot: Snapshot | None = None
@@ -143,18 +143,18 @@ class HostedBackend:
         await self.start()
         await self._rate_limit.wait()
         provider_labels = plain_labels({**labels, OWNER: this_owner(), RUN: self._run})
-        source = None if snapshot is None else self._snapshot_id(snapshot)
+        snapshot_id = None if snapshot is None else self._snapshot_id(snapshot)
         # Shielded: a sandbox made by a cancelled call would be unknown here.
-        making = asyncio.create_task(self._provider.create(spec, provider_labels, secrets.token_hex(16), source))
+        making = asyncio.create_task(self._provider.create(spec, provider_labels, secrets.token_hex(16), snapshot_id))
         try:
-            name = await self._call("make a sandbox", asyncio.shield(making))
+            sandbox_id = await self._call("make a sandbox", asyncio.shield(making))
         except asyncio.CancelledError:
             await self._end_in_background(self._end_unwanted(making, spec, provider_labels))
             raise
         except SandboxError as error:
             self._rate_limit.hold(float(error.failure.evidence.get("hold_s", 0.0)))
             raise SandboxError(as_start_failure(error.failure)) from error
-        sandbox = self._register(name, spec, provider_labels)
+        sandbox = self._register(sandbox_id, spec, provider_labels)
         try:
             await sandbox.open()
         except BaseException as error:
@@ -180,8 +180,8 @@ class HostedBackend:
 
     async def _end_in_background(self, ending: Coroutine[Any, Any, None]) -> None:
         """Run ``ending`` as a task, and wait for it up to `ENDING_S`, so that the caller keeps its slot meanwhile."""
-        task = spawn(self._endings, ending, f"ending a sandbox at {self._provider.name}")
-        await run_to_completion(asyncio.wait({task}, timeout=ENDING_S))
+        end_task = spawn(self._endings, ending, f"ending a sandbox at {self._provider.name}")
+        await run_to_completion(asyncio.wait({end_task}, timeout=ENDING_S))
 
     async def _end_unwanted(self, making: asyncio.Task[str], spec: SandboxSpec, labels: dict[str, str]) -> None:
         await asyncio.wait({making})

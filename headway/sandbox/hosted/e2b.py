@@ -47,7 +47,7 @@ class E2BProvider(Provider[E2BSettings]):
 
     async def create(self, spec: SandboxSpec, labels: dict[str, str], key: str, snapshot: str | None) -> str:
         network = {"allow_out": list(spec.network), "deny_out": [ALL]} if spec.network else None
-        box = await self._sdk.AsyncSandbox.create(
+        sdk_sandbox = await self._sdk.AsyncSandbox.create(
             template=snapshot or spec.root or self.settings.template,
             timeout=math.ceil(spec.ttl_s),
             metadata=labels,
@@ -58,8 +58,8 @@ class E2BProvider(Provider[E2BSettings]):
             retries=0,  # the shared rate limit handles "too many requests"
             **self._options,
         )
-        self._boxes[box.sandbox_id] = box
-        return box.sandbox_id
+        self._boxes[sdk_sandbox.sandbox_id] = sdk_sandbox
+        return sdk_sandbox.sandbox_id
 
     async def list(self, labels: Mapping[str, str]) -> list[SandboxInfo]:
         query = self._sdk.SandboxQuery(metadata=dict(labels)) if labels else None
@@ -68,12 +68,12 @@ class E2BProvider(Provider[E2BSettings]):
         while pages.has_next:
             sandboxes += [
                 SandboxInfo(
-                    id=box.sandbox_id,
-                    labels={str(name): str(value) for name, value in (box.metadata or {}).items()},
-                    state="paused" if box.state.value == "paused" else "running",
-                    created_s=box.started_at.timestamp(),
+                    id=info.sandbox_id,
+                    labels={str(name): str(value) for name, value in (info.metadata or {}).items()},
+                    state="paused" if info.state.value == "paused" else "running",
+                    created_s=info.started_at.timestamp(),
                 )
-                for box in await pages.next_items()
+                for info in await pages.next_items()
             ]
         return sandboxes
 
@@ -85,11 +85,11 @@ class E2BProvider(Provider[E2BSettings]):
         await self._sdk.AsyncSandbox.kill(sandbox, **self._options)
 
     async def run(self, sandbox: str, line: str, timeout_s: float) -> ShellResult:
-        box = self._boxes[sandbox]
+        sdk_sandbox = self._boxes[sandbox]
         try:
-            execution = await box.commands.run(line, timeout=timeout_s)
-        except self._sdk.CommandExitException as ended:
-            execution = ended
+            execution = await sdk_sandbox.commands.run(line, timeout=timeout_s)
+        except self._sdk.CommandExitException as exit_error:
+            execution = exit_error
         return ShellResult(exit_code=execution.exit_code, stdout=execution.stdout or "")
 
     async def put(self, sandbox: str, path: str, data: bytes) -> None:

@@ -63,11 +63,11 @@ class ModalProvider(Provider[ModalSettings]):
 
     async def create(self, spec: SandboxSpec, labels: dict[str, str], key: str, snapshot: str | None) -> str:
         app, client = await self._connect()
-        images = self._sdk.Image
+        image_class = self._sdk.Image
         if snapshot:
-            image = images.from_id(snapshot, client=client)
+            image = image_class.from_id(snapshot, client=client)
         else:
-            image = images.from_registry(spec.root or self.settings.template)
+            image = image_class.from_registry(spec.root or self.settings.template)
         network: dict[str, Any] = {"block_network": not spec.network}
         if spec.network:
             addresses = [entry for entry in spec.network if is_address(authority_of(entry)[0] or "")]
@@ -75,7 +75,7 @@ class ModalProvider(Provider[ModalSettings]):
             network["outbound_cidr_allowlist"] = [
                 f"{entry.strip('[]')}/{128 if entry.startswith('[') else 32}" for entry in addresses
             ]
-        box = await self._sdk.Sandbox.create.aio(
+        sdk_sandbox = await self._sdk.Sandbox.create.aio(
             "sleep",
             "infinity",
             app=app,
@@ -87,8 +87,8 @@ class ModalProvider(Provider[ModalSettings]):
             client=client,
             **network,
         )
-        self._boxes[box.object_id] = box
-        return str(box.object_id)
+        self._boxes[sdk_sandbox.object_id] = sdk_sandbox
+        return str(sdk_sandbox.object_id)
 
     async def list(self, labels: Mapping[str, str]) -> list[SandboxInfo]:
         app, client = await self._connect()
@@ -101,16 +101,16 @@ class ModalProvider(Provider[ModalSettings]):
 
     async def count(self) -> int:
         _, client = await self._connect()
-        return len([box async for box in self._sdk.Sandbox.list.aio(client=client)])
+        return len([sdk_sandbox async for sdk_sandbox in self._sdk.Sandbox.list.aio(client=client)])
 
     async def terminate(self, sandbox: str) -> None:
-        box = self._boxes.pop(sandbox, None)
-        if box is None:
+        sdk_sandbox = self._boxes.pop(sandbox, None)
+        if sdk_sandbox is None:
             _, client = await self._connect()
             with contextlib.suppress(self._sdk.exception.NotFoundError):
-                box = await self._sdk.Sandbox.from_id.aio(sandbox, client=client)
-        if box is not None:
-            await box.terminate.aio()
+                sdk_sandbox = await self._sdk.Sandbox.from_id.aio(sandbox, client=client)
+        if sdk_sandbox is not None:
+            await sdk_sandbox.terminate.aio()
 
     async def run(self, sandbox: str, line: str, timeout_s: float) -> ShellResult:
         process = await self._boxes[sandbox].exec.aio("sh", "-c", line, timeout=math.ceil(timeout_s))

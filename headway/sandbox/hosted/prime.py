@@ -96,15 +96,15 @@ class PrimeProvider(Provider[PrimeSettings]):
             answer = await self._client.list(labels=label_filter, page=page, exclude_terminated=True)
             sandboxes += [
                 SandboxInfo(
-                    id=box.id,
-                    labels={name: value for name, _, value in (label.partition("=") for label in box.labels)},
-                    state=STATES.get(box.status, "ended"),  # pyright: ignore[reportArgumentType]
-                    created_s=box.created_at.timestamp(),
+                    id=info.id,
+                    labels={name: value for name, _, value in (label.partition("=") for label in info.labels)},
+                    state=STATES.get(info.status, "ended"),  # pyright: ignore[reportArgumentType]
+                    created_s=info.created_at.timestamp(),
                 )
-                for box in answer.sandboxes
+                for info in answer.sandboxes
             ]
             page, has_more = page + 1, answer.has_next
-        return [box for box in sandboxes if box.state != "ended"]
+        return [info for info in sandboxes if info.state != "ended"]
 
     async def count(self) -> int:
         return int((await self._client.list(page=1, per_page=1, exclude_terminated=True)).total)
@@ -123,10 +123,10 @@ class PrimeProvider(Provider[PrimeSettings]):
 
     async def get(self, sandbox: str, path: str) -> bytes:
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "taken")
+            local_file = Path(folder, "taken")
             timeout_s = math.ceil(self.settings.request_timeout_s)
-            await self._client.download_file(sandbox, path, str(file), timeout=timeout_s)
-            return await asyncio.to_thread(file.read_bytes)
+            await self._client.download_file(sandbox, path, str(local_file), timeout=timeout_s)
+            return await asyncio.to_thread(local_file.read_bytes)
 
     async def snapshot(self, sandbox: str, name: str) -> str:
         checkpoint = await self._client.checkpoint(sandbox)

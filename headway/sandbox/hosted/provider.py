@@ -79,12 +79,12 @@ class Provider(ABC, Generic[S]):
     def __init__(self, settings: S, sdk: Any = None) -> None:
         """``sdk``: a replacement for the package, in tests. Raises ConfigurationError without the package or a key."""
         self.settings = settings
-        backend = f"sandbox.backend = {self.name!r}"
-        self._sdk = sdk or import_extra(self.package, self.name, backend)
-        variables = self.key_variables()
-        self._keys = [os.environ.get(variable, "") for variable in variables]
+        backend_text = f"sandbox.backend = {self.name!r}"
+        self._sdk = sdk or import_extra(self.package, self.name, backend_text)
+        variable_names = self.key_variables()
+        self._keys = [os.environ.get(variable, "") for variable in variable_names]
         if not all(self._keys):
-            raise ConfigurationError(f"{backend}: set {' and '.join(variables)} to the account's key")
+            raise ConfigurationError(f"{backend_text}: set {' and '.join(variable_names)} to the account's key")
         self.account = self._keys[0]  # by which the rate of creations is counted
         self._boxes: dict[str, Any] = {}  # the SDK's, by id
 
@@ -159,10 +159,10 @@ class Provider(ABC, Generic[S]):
         return None
 
     def failure_of(self, error: Exception, action: str) -> SandboxFailure:
-        known = {name: meaning for meaning, names in self.failures.items() for name in names}
-        kinds = (kind.__name__ for kind in type(error).__mro__)  # the most exact one first
+        meanings = {name: meaning for meaning, names in self.failures.items() for name in names}
+        class_names = (name.__name__ for name in type(error).__mro__)  # the most exact one first
         message = f"{action}: {str(error)[:300]}"
-        match next((known[kind] for kind in kinds if kind in known), self.status_of(error)):
+        match next((meanings[name] for name in class_names if name in meanings), self.status_of(error)):
             case int() as status:
                 return failure_of_status(status, message)
             case "gone":
@@ -217,8 +217,8 @@ def _plain(text: str) -> str:
 
 
 def _machine() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")[:8]
-    return f"{boot}.{os.stat('/proc/self/ns/pid').st_ino}"
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")[:8]
+    return f"{boot_id}.{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def this_owner() -> str:
@@ -227,8 +227,8 @@ def this_owner() -> str:
 
 def is_dead(owner: str) -> bool:
     """Return whether that owner was a process of this machine and has ended. False for owners on other machines."""
-    machine_process, _, started = owner.rpartition(".")
-    machine, _, process = machine_process.rpartition(".")
-    if machine != _machine() or not process.isdigit() or not started.isdigit():
+    machine_process, _, start_text = owner.rpartition(".")
+    machine, _, pid_text = machine_process.rpartition(".")
+    if machine != _machine() or not pid_text.isdigit() or not start_text.isdigit():
         return False
-    return leftovers.started(int(process)) != int(started)
+    return leftovers.started(int(pid_text)) != int(start_text)

@@ -135,15 +135,15 @@ class HostedSandbox:
 
     async def snapshot(self, name: str) -> Snapshot:
         """Take a snapshot at the provider, and note its id here; no data is transferred."""
-        paused = self._paused
-        if paused:  # E2B takes no snapshot of a paused sandbox
+        was_paused = self._paused
+        if was_paused:  # E2B takes no snapshot of a paused sandbox
             await self.resume()
         snapshot_id = await self._call("take a snapshot", self._provider.snapshot(self.id, name))
         path = f"{self._provider.name}:{snapshot_id}"
         if self._snapshots is not None:
             with contextlib.suppress(OSError):  # the disk is full: the snapshot is then never deleted at the provider
                 note_hosted(self._snapshots, path)
-        if paused:
+        if was_paused:
             await self.pause()
         return Snapshot(path=path, bytes=0, sha256="")
 
@@ -193,26 +193,26 @@ class HostedSandbox:
         if self._paused:
             raise SandboxError(environment_failure(f"sandbox {self.id} is paused: resume it first"))
         self._count += 1
-        file = f"{FOLDER}/{self._count}"
-        long = len(request.get("data", b"")) + len(request.get("stdin", b"")) > ARGUMENT_BYTES
-        encoded = await asyncio.to_thread(_encode, request) if long else _encode(request)  # it would block the loop
+        request_path = f"{FOLDER}/{self._count}"
+        is_long = len(request.get("data", b"")) + len(request.get("stdin", b"")) > ARGUMENT_BYTES
+        encoded = await asyncio.to_thread(_encode, request) if is_long else _encode(request)  # it would block the loop
         if len(encoded) > ARGUMENT_BYTES:
-            await self._call("put a request in", self._provider.put(self.id, file, encoded))
-            encoded = f"@{file}".encode()
+            await self._call("put a request in", self._provider.put(self.id, request_path, encoded))
+            encoded = f"@{request_path}".encode()
         line = (
             f"PYTHONPATH={FOLDER}/runner.zip exec python3 -m headway.sandbox.guest.hosted_runner"
-            f" {shlex.quote(encoded.decode())} {file}.out"
+            f" {shlex.quote(encoded.decode())} {request_path}.out"
         )
         limit_s = timeout_s + GRACE_S + self._provider.settings.request_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                shell = await self._call("run a command", self._provider.run(self.id, line, timeout_s + GRACE_S))
+                shell_result = await self._call("run a command", self._provider.run(self.id, line, timeout_s + GRACE_S))
         except TimeoutError:
             self._failure = infrastructure_failure(f"no answer of sandbox {self.id} in {limit_s:g} s")
             with contextlib.suppress(SandboxError):
                 await call_provider(self._provider, f"end {self.id}", self._provider.terminate(self.id))
             raise SandboxError(self._failure) from None
-        return await self._parse_answer(shell)
+        return await self._parse_answer(shell_result)
 
     async def _parse_answer(self, shell: ShellResult) -> dict[str, Any]:
         answer_json = shell.stdout.rpartition(f"\n{MARKER}")[2] if f"\n{MARKER}" in shell.stdout else ""
@@ -240,8 +240,8 @@ class HostedSandbox:
         except SandboxError as error:
             if self._failure is None and not error.failure.evidence.get("gone"):
                 raise
-            expired = asyncio.get_running_loop().time() >= self._ends_s
-            self._failure = self._failure or (ttl_failure(self.id, self._ttl_s) if expired else error.failure)
+            is_expired = asyncio.get_running_loop().time() >= self._ends_s
+            self._failure = self._failure or (ttl_failure(self.id, self._ttl_s) if is_expired else error.failure)
             self._on_gone(self.id)
             raise SandboxError(self._failure) from error
 
@@ -261,8 +261,8 @@ def _encode(request: Mapping[str, Any]) -> bytes:
 def _runner_zip() -> bytes:
     """Return the zip with the runner's modules, which is copied into each sandbox."""
     package = Path(__file__).resolve().parents[2]
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+    zip_buffer = io.BytesIO()
+    with zipfile.ZipFile(zip_buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in RUNNER_FILES:
             archive.writestr(f"headway/{name}", (package / name).read_bytes())
-    return packed.getvalue()
+    return zip_buffer.getvalue()

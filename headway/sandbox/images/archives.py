@@ -117,16 +117,16 @@ def open_image(
     if path.is_dir():
         yield _oci_layout(_Folder(path), name, take)
         return
-    with contextlib.ExitStack() as stack:
-        raw = stack.enter_context(open(path, "rb"))
-        stream, was_compressed = decompress(raw)
+    with contextlib.ExitStack() as exit_stack:
+        archive_file = exit_stack.enter_context(open(path, "rb"))
+        stream, was_compressed = decompress(archive_file)
         if not ARCHIVE_NAME.fullmatch(_first_name(HashingReader(stream, take))):
             yield _plain_tar(path, name)
             return
         if was_compressed:
             path = _decompress(path, scratch, take, most_bytes)
-            raw = stack.enter_context(open(path, "rb"))
-        files = _Archive(raw, take)
+            archive_file = exit_stack.enter_context(open(path, "rb"))
+        files = _Archive(archive_file, take)
         if files.has("oci-layout") and files.has("index.json"):
             yield _oci_layout(files, name, take)
         elif files.has("manifest.json"):
@@ -165,11 +165,11 @@ def _first_name(stream: HashingReader) -> str:
 def _decompress(path: Path, scratch: Path, take: Callable[[int], None], most_bytes: int) -> Path:
     """Decompress an archive of layers into ``scratch``, since reading it in any order needs a plain file."""
     target = scratch / "archive.tar"
-    with open(path, "rb") as raw, open(target, "xb") as out:
-        stream = HashingReader(decompress(raw)[0], take, most_bytes)
-        while part := stream.read(CHUNK_BYTES):
-            take(len(part))
-            out.write(part)
+    with open(path, "rb") as compressed_file, open(target, "xb") as target_file:
+        stream = HashingReader(decompress(compressed_file)[0], take, most_bytes)
+        while chunk := stream.read(CHUNK_BYTES):
+            take(len(chunk))
+            target_file.write(chunk)
     return target
 
 
@@ -193,11 +193,11 @@ class _Archive:
         self._descriptor = raw.fileno()
         self._ranges: dict[str, tuple[int, int]] = {}
         self._links: dict[str, str] = {}  # archives of an old docker save name a layer twice
-        size = os.fstat(self._descriptor).st_size
+        archive_bytes = os.fstat(self._descriptor).st_size
         raw.seek(0)
         with whole_tar(_Skipping(raw, take), marked=True) as archive:
             while (member := archive.next()) is not None:
-                self._index_member(member, size)
+                self._index_member(member, archive_bytes)
 
     def _index_member(self, member: tarfile.TarInfo, size: int) -> None:
         name = member.name.removeprefix("./")
@@ -233,13 +233,13 @@ class _Skipping(HashingReader):
 
 def _document(files: _Files, name: str, kind: type[T], digest: str | None = None) -> T:
     with files.open(name) as file:
-        data = file.read(DOCUMENT_BYTES + 1)
-    if len(data) > DOCUMENT_BYTES:
+        content = file.read(DOCUMENT_BYTES + 1)
+    if len(content) > DOCUMENT_BYTES:
         raise ImageError(f"{name} has more than {DOCUMENT_BYTES} bytes, and should be a small document")
-    if digest is not None and sha256_of(io.BytesIO(data), lambda _: None) != digest:
+    if digest is not None and sha256_of(io.BytesIO(content), lambda _: None) != digest:
         raise ImageError(f"{name} doesn't match its digest: it is damaged or was changed")
     try:
-        return msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ImageError(f"{name} can't be parsed: {error}") from None
 
@@ -256,8 +256,8 @@ def _blob(digest: str) -> str:
 
 def _oci_layout(files: _Files, name: str, take: Callable[[int], None]) -> ImageContent:
     candidates = list(_manifests(files, take))
-    chosen = _choose(candidates, name)
-    manifest = _document(files, _blob(chosen.digest), Manifest, chosen.digest)
+    candidate = _choose(candidates, name)
+    manifest = _document(files, _blob(candidate.digest), Manifest, candidate.digest)
     if manifest.config.media_type not in CONFIG_TYPES:
         raise ImageError(
             f"its configuration is of media type {manifest.config.media_type[:100]!r}: it isn't an image of a file"
@@ -272,9 +272,9 @@ def _oci_layout(files: _Files, name: str, take: Callable[[int], None]) -> ImageC
                 f"layer {layer.digest[:80]} is of media type {layer.media_type[:100]!r}: valid:"
                 " application/vnd.oci.image.layer.v1.tar, with +gzip or +zstd, and Docker's"
             )
-        blob = _blob(layer.digest)
-        source = functools.partial(files.open, blob)
-        layers.append(LayerSource(name=blob, diff_id=diff_id, open=source, digest=layer.digest))
+        blob_name = _blob(layer.digest)
+        open_layer = functools.partial(files.open, blob_name)
+        layers.append(LayerSource(name=blob_name, diff_id=diff_id, open=open_layer, digest=layer.digest))
     return ImageContent(layers=tuple(layers), environment=_environment(config))
 
 
@@ -286,27 +286,27 @@ class _Candidate(msgspec.Struct, frozen=True):
 
 def _manifests(files: _Files, take: Callable[[int], None]) -> Iterator[_Candidate]:
     """Yield all image manifests that the index refers to, directly or by nested indexes."""
-    pending = [("", descriptor, DEPTH) for descriptor in _document(files, "index.json", Index).manifests]
-    named_count = len(pending)
-    while pending:
+    pending_descriptors = [("", descriptor, DEPTH) for descriptor in _document(files, "index.json", Index).manifests]
+    named_count = len(pending_descriptors)
+    while pending_descriptors:
         take(0)
         if named_count > NAMED:
             raise ImageError(f"its index names more than {NAMED} images")
-        parent_name, descriptor, depth = pending.pop(0)
+        parent_name, descriptor, levels_left = pending_descriptors.pop(0)
         annotations = descriptor.annotations or {}
         if "vnd.docker.reference.type" in annotations:  # an attestation about an image
             continue
         image_name = next((annotations[key] for key in NAMES if key in annotations), parent_name)
         if descriptor.media_type in INDEX_TYPES:
-            if depth == 0:
+            if levels_left == 0:
                 raise ImageError(f"its indexes are nested more than {DEPTH} deep")
-            inner = _document(files, _blob(descriptor.digest), Index, descriptor.digest).manifests
-            named_count += len(inner)
-            pending[:0] = [(image_name, nested, depth - 1) for nested in inner]
+            inner_descriptors = _document(files, _blob(descriptor.digest), Index, descriptor.digest).manifests
+            named_count += len(inner_descriptors)
+            pending_descriptors[:0] = [(image_name, nested, levels_left - 1) for nested in inner_descriptors]
         elif descriptor.media_type in MANIFEST_TYPES:
             platform_fields = descriptor.platform or {}
-            parts = [str(platform_fields.get(key) or "") for key in ("os", "architecture")]
-            yield _Candidate(image_name, "/".join(parts) if any(parts) else "", descriptor.digest)
+            platform_parts = [str(platform_fields.get(key) or "") for key in ("os", "architecture")]
+            yield _Candidate(image_name, "/".join(platform_parts) if any(platform_parts) else "", descriptor.digest)
         else:
             raise ImageError(
                 f"its index names media type {descriptor.media_type[:100]!r}: valid: {MANIFEST_TYPES[0]} and"
@@ -318,17 +318,17 @@ def _choose(candidates: Sequence[_Candidate], name: str) -> _Candidate:
     """Choose the image for this machine, by ``name`` if given. Raises ImageError if there isn't exactly one."""
     names = sorted({image.name for image in candidates if image.name})
     named = [image for image in candidates if not name or name in (image.name, image.name.rpartition("/")[2])]
-    fitting = [image for image in named if image.platform in ("", this_platform())]
+    fitting_candidates = [image for image in named if image.platform in ("", this_platform())]
     if not candidates:
         raise ImageError("it holds no image")
     if not named:
         raise ImageError(f"it holds no image {name!r}: valid: {', '.join(names) or 'none with a name'}")
-    if not fitting:
+    if not fitting_candidates:
         platforms = ", ".join(sorted({image.platform for image in named}))
         raise ImageError(f"it is for {platforms}: this machine is {this_platform()}")
-    if len({image.digest for image in fitting}) > 1:
+    if len({image.digest for image in fitting_candidates}) > 1:
         raise ImageError(f"it holds several images: choose one by PATH#NAME: {', '.join(names) or 'none has a name'}")
-    return fitting[0]
+    return fitting_candidates[0]
 
 
 def this_platform() -> str:
@@ -360,12 +360,12 @@ def _environment(config: ImageConfig) -> dict[str, str]:
 def _docker_save(files: _Files, name: str) -> ImageContent:
     images = _document(files, "manifest.json", list[SavedImage])
     tags = sorted(tag for candidate in images for tag in candidate.names or ())
-    named = [candidate for candidate in images if not name or name in (candidate.names or ())]
-    if not named:
+    named_images = [candidate for candidate in images if not name or name in (candidate.names or ())]
+    if not named_images:
         raise ImageError(f"it holds no image {name!r}: valid: {', '.join(tags) or 'none with a name'}")
-    if len(named) > 1:
+    if len(named_images) > 1:
         raise ImageError(f"it holds several images: choose one by PATH#NAME: {', '.join(tags) or 'none has a name'}")
-    image = named[0]
+    image = named_images[0]
     digest_match = re.fullmatch(r"(?:blobs/sha256/)?([0-9a-f]{64})(?:\.json)?", image.config)
     config = _document(files, image.config, ImageConfig, f"sha256:{digest_match[1]}" if digest_match else None)
     _check_config(config, len(image.layers))

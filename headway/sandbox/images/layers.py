@@ -140,15 +140,15 @@ class _Writer:
             if base_name == OPAQUE:
                 self._add(TreeEntry(name=folder, kind="emptied"))
             elif not base_name.startswith(WHITEOUT_META):  # internal files of aufs
-                hidden = base_name.removeprefix(WHITEOUT)
-                if hidden in (b"", b".", b".."):
+                hidden_name = base_name.removeprefix(WHITEOUT)
+                if hidden_name in (b"", b".", b".."):
                     raise ImageError(f"{escaped(name)} is a whiteout without a name to delete")
-                self._add(TreeEntry(name=folder + b"/" + hidden if folder else hidden, kind="hidden"))
+                self._add(TreeEntry(name=folder + b"/" + hidden_name if folder else hidden_name, kind="hidden"))
             return
         kind = "file" if member.isreg() else KINDS.get(member.type)
         if kind is None:
             raise ImageError(f"{escaped(name)} is of an unknown type, {member.type!r}")
-        target, data = b"", -1
+        target, data_number = b"", -1
         if kind == "link":
             target = _encode(member.linkname)
             if not target or len(target) > PATH_BYTES or b"\0" in target:
@@ -156,10 +156,10 @@ class _Writer:
         elif kind == "same":
             target = _name(member.linkname)
         elif kind == "file":
-            data = self._write(archive, member, name)
+            data_number = self._write(archive, member, name)
         # No setuid and setgid bits: only sandboxes use these files.
         mode = member.mode & (0o1777 if kind == "folder" else 0o777)
-        self._add(TreeEntry(name=name, kind=kind, mode=mode, mtime_s=_time(member), target=target, data=data))
+        self._add(TreeEntry(name=name, kind=kind, mode=mode, mtime_s=_time(member), target=target, data=data_number))
 
     def _add(self, entry: TreeEntry) -> None:
         self._claim(NODE_BYTES)
@@ -175,25 +175,25 @@ class _Writer:
         if member.size < 0:
             raise ImageError(f"{escaped(name)} has {member.size} bytes")
         self._claim(-(-member.size // BLOCK_BYTES) * BLOCK_BYTES)  # before the first is written
-        number = self._files
+        data_number = self._files
         self._files += 1
         source = archive.extractfile(member)
         assert source is not None
-        with open(self._folder / DATA / str(number), "xb") as target:
+        with open(self._folder / DATA / str(data_number), "xb") as target:
             remaining_bytes = member.size
             while remaining_bytes:
-                part = source.read(min(CHUNK_BYTES, remaining_bytes))
-                if not part:
+                chunk = source.read(min(CHUNK_BYTES, remaining_bytes))
+                if not chunk:
                     raise ImageError(f"it is cut off in the middle of {escaped(name)}")
-                remaining_bytes -= len(part)
+                remaining_bytes -= len(chunk)
                 self._take(0)  # reports progress: a sparse file passes few bytes through the stream
-                target.write(part)
+                target.write(chunk)
             target.flush()
             self._owner.give(target.fileno())
             os.fchmod(target.fileno(), member.mode & 0o777)
         time_s = _time(member)
-        os.utime(self._folder / DATA / str(number), (time_s, time_s))
-        return number
+        os.utime(self._folder / DATA / str(data_number), (time_s, time_s))
+        return data_number
 
     def finish(self) -> int:
         encoded = msgspec.msgpack.encode(self._entries)
@@ -213,12 +213,12 @@ def _encode(name: str) -> bytes:
 
 def _name(text: str) -> bytes:
     """Return a tar's name relative to the image's root. Raises ImageError for names that lead out of it."""
-    encoded = _encode(text)
-    parts = [part for part in encoded.split(b"/") if part not in (b"", b".")]
+    encoded_name = _encode(text)
+    parts = [part for part in encoded_name.split(b"/") if part not in (b"", b".")]
     if b".." in parts:
-        raise ImageError(f"{escaped(encoded)} leads out of its root")
-    if len(encoded) > PATH_BYTES or b"\0" in encoded or any(len(part) > NAME_BYTES for part in parts):
-        raise ImageError(f"{escaped(encoded)} can't be a file's name")
+        raise ImageError(f"{escaped(encoded_name)} leads out of its root")
+    if len(encoded_name) > PATH_BYTES or b"\0" in encoded_name or any(len(part) > NAME_BYTES for part in parts):
+        raise ImageError(f"{escaped(encoded_name)} can't be a file's name")
     return b"/".join(parts)
 
 

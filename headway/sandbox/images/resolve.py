@@ -88,21 +88,21 @@ def _locate(image: str) -> tuple[Path, str]:
 
 
 def _from_store(store: ImageStore, path: Path, name: str, stop: threading.Event | None) -> Image:
-    key = Path(f"{path}#{name}") if name else path
+    source_key = Path(f"{path}#{name}") if name else path
     stamp = _stamp(path)
-    known = store.image_of(key, stamp)
-    if known is not None and (image := store.acquire(known)) is not None:
+    image_id = store.image_of(source_key, stamp)
+    if image_id is not None and (image := store.acquire(image_id)) is not None:
         return image
     with store.changing(stop) as change:
-        known = store.image_of(key, stamp)  # another process may have made it meanwhile
-        if known is None:
+        image_id = store.image_of(source_key, stamp)  # another process may have made it meanwhile
+        if image_id is None:
             with archives.open_image(path, name, change.scratch(), change.take, store.most_bytes) as content:
                 layers = [change.layer(source) for source in content.layers]
-                known = change.image(layers, content.environment, str(key))
+                image_id = change.image(layers, content.environment, str(source_key))
             if _stamp(path) != stamp:
                 raise ImageError("it was changed while it was read: try again")
-            store.remember(key, stamp, known)
-        image = store.acquire(known)
+            store.remember(source_key, stamp, image_id)
+        image = store.acquire(image_id)
     assert image is not None  # images are only removed under the lock that this process held
     for line in change.removed:
         log.info("removed to free space: %s", line)
@@ -121,9 +121,9 @@ def _reachable(root: Path, owner: FileOwner) -> Path:
     show."""
     for path in (*reversed(root.parents), root):
         status = path.stat()
-        of_group = stat.S_IXGRP if status.st_gid == owner.gid else stat.S_IXOTH
-        needed = stat.S_IXUSR if status.st_uid == owner.uid else of_group
-        is_open = os.access(path, os.X_OK) if os.geteuid() == owner.uid else status.st_mode & needed
+        other_bit = stat.S_IXGRP if status.st_gid == owner.gid else stat.S_IXOTH
+        needed_bit = stat.S_IXUSR if status.st_uid == owner.uid else other_bit
+        is_open = os.access(path, os.X_OK) if os.geteuid() == owner.uid else status.st_mode & needed_bit
         if not is_open:
             raise ImageError(
                 f"user {owner.uid}, whom sandboxes run as, can't go through {path}: chmod o+x {path}, or take another"

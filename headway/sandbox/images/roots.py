@@ -65,8 +65,8 @@ def remove(path: Path) -> None:
         path.unlink()
         return
     path.chmod(0o700)
-    for _, names, _, descriptor in os.fwalk(path):
-        for name in names:
+    for _, folder_names, _, descriptor in os.fwalk(path):
+        for name in folder_names:
             if stat.S_ISDIR(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode):
                 os.chmod(name, 0o700, dir_fd=descriptor)
     shutil.rmtree(path)

@@ -120,13 +120,13 @@ class ImageStore:
         self.folder = folder
         self.owner = owner
         self.most_bytes = most_bytes
-        created = [path for path in (folder, *folder.parents) if not path.exists()]
+        created_folders = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("layers/sha256", "images", "sources", "incoming"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         if folder.stat().st_uid != os.geteuid():
             raise ImageError(f"the store {folder} belongs to another user: give sandbox.store a folder of your own")
-        for path in (*created, folder, folder / "images"):
+        for path in (*created_folders, folder, folder / "images"):
             path.chmod(0o711)  # sandboxes' user goes through it
         for name in ("layers", "sources", "incoming"):
             (folder / name).chmod(0o700)
@@ -142,15 +142,15 @@ class ImageStore:
         return cls(folder, FileOwner(record.uid, record.uid), 1 << 62)
 
     def _check_format(self) -> None:
-        record_path, expected = self.folder / "store.json", StoreRecord(format=FORMAT, uid=self.owner.uid)
+        record_path, expected_record = self.folder / "store.json", StoreRecord(format=FORMAT, uid=self.owner.uid)
         if not record_path.exists():
             with self._locked(None):
-                write(self.folder, record_path.name, expected)
+                write(self.folder, record_path.name, expected_record)
         stored = _read(record_path, StoreRecord)
-        if stored != expected:
+        if stored != expected_record:
             raise ImageError(
                 f"the store {self.folder} is of format {stored.format} for user {stored.uid}, and here it is format"
-                f" {FORMAT} for user {expected.uid}: give sandbox.store another folder, or remove this one"
+                f" {FORMAT} for user {expected_record.uid}: give sandbox.store another folder, or remove this one"
             )
 
     # Look-ups.
@@ -193,15 +193,15 @@ class ImageStore:
         for folder in (self.folder / "images").iterdir():
             with contextlib.suppress(OSError, msgspec.DecodeError):
                 record = _read(folder / IMAGE, ImageRecord)
-                size = record.bytes + sum(self._layer_bytes(layer) for layer in record.layers)
+                image_bytes = record.bytes + sum(self._layer_bytes(layer) for layer in record.layers)
                 used_s = (folder / IMAGE).stat().st_mtime
-                listed.append(StoredImage(record=record, bytes=size, used_s=used_s, in_use=_in_use(folder)))
+                listed.append(StoredImage(record=record, bytes=image_bytes, used_s=used_s, in_use=_in_use(folder)))
         return sorted(listed, key=lambda image: image.used_s)
 
     def layers(self) -> dict[str, int]:
         """Return the layers in the store: digest -> bytes on disk."""
-        names = [f"sha256:{layer_folder.name}" for layer_folder in (self.folder / "layers/sha256").iterdir()]
-        return {name: self._layer_bytes(name) for name in names}
+        digests = [f"sha256:{layer_folder.name}" for layer_folder in (self.folder / "layers/sha256").iterdir()]
+        return {digest: self._layer_bytes(digest) for digest in digests}
 
     def used_bytes(self) -> int:
         return sum(self.layers().values()) + sum(image.record.bytes for image in self.images())
@@ -253,20 +253,20 @@ class ImageStore:
             os.close(descriptor)
 
     def _sweep(self) -> None:
-        records = [(path, path / IMAGE) for path in (self.folder / "images").iterdir()]
-        records += [(path, path / LAYER) for path in (self.folder / "layers/sha256").iterdir()]
-        for path, record in records:
-            if not record.exists():  # not made by us
+        folder_records = [(path, path / IMAGE) for path in (self.folder / "images").iterdir()]
+        folder_records += [(path, path / LAYER) for path in (self.folder / "layers/sha256").iterdir()]
+        for path, record_path in folder_records:
+            if not record_path.exists():  # not made by us
                 os.rename(path, self.incoming())
         for path in (self.folder / "incoming").iterdir():
             remove(path)
         for path in (self.folder / "sources").iterdir():
             with contextlib.suppress(OSError):
                 try:
-                    stale = not self.image(_read(path, SourceRecord).image).exists()
+                    is_stale = not self.image(_read(path, SourceRecord).image).exists()
                 except msgspec.DecodeError:
-                    stale = True
-                if stale:
+                    is_stale = True
+                if is_stale:
                     path.unlink()
 
 
@@ -317,25 +317,25 @@ class StoreChange:
 
     def _unpack(self, source: LayerSource) -> str:
         if source.digest is not None:  # checked first: errors from unpacking a damaged layer are less clear
-            with source.open() as raw:
-                actual = sha256_of(raw, self.take)
+            with source.open() as layer_file:
+                actual = sha256_of(layer_file, self.take)
             if actual != source.digest:
                 raise ImageError(f"its digest should be {source.digest}, and is {actual}: it is damaged or was changed")
         folder = self.scratch()
-        with source.open() as raw:
-            stream, _ = decompress(raw)
+        with source.open() as layer_file:
+            stream, _ = decompress(layer_file)
             marked = source.diff_id is None
             limit_bytes = self._store.most_bytes
-            digest, size = unpack(stream, folder, self._store.owner, self.take, limit_bytes, marked=marked)
+            digest, layer_bytes = unpack(stream, folder, self._store.owner, self.take, limit_bytes, marked=marked)
         if source.diff_id not in (None, digest):
             message = f"its unpacked digest should be {source.diff_id}, and is {digest}: it is damaged or was changed"
             raise ImageError(message)
         self.unpacked += 1
         self._needed_layers.add(digest)
         if self._has(digest):  # a plain tar that another image had as a layer
-            self._used -= size
+            self._used -= layer_bytes
             return digest
-        write(folder, LAYER, LayerRecord(bytes=size))
+        write(folder, LAYER, LayerRecord(bytes=layer_bytes))
         self._publish(folder, self._store.layer(digest))
         self._added_layers.append(digest)
         return digest
@@ -344,22 +344,22 @@ class StoreChange:
         """Make the root of ``layers``, the lowest first; returns its name in the store."""
         identity = msgspec.json.encode([layers, sorted(environment.items())])
         name = hashlib.sha256(identity).hexdigest()
-        target = self._store.image(name)
-        if target.exists():
+        image_folder = self._store.image(name)
+        if image_folder.exists():
             return name
         folder = self.scratch()
         claimed_before_bytes = self._claimed
         tree = merge(entries_of(self._store.layer(layer)) for layer in layers)
         self.take(BLOCK_BYTES)
-        data = [self._store.layer(layer) / DATA for layer in layers]
-        build(tree, folder / "root", data, self._store.owner, self.take)
-        size = self._claimed - claimed_before_bytes
-        record = ImageRecord(id=name, source=source, layers=tuple(layers), environment=environment, bytes=size)
+        data_folders = [self._store.layer(layer) / DATA for layer in layers]
+        build(tree, folder / "root", data_folders, self._store.owner, self.take)
+        image_bytes = self._claimed - claimed_before_bytes
+        record = ImageRecord(id=name, source=source, layers=tuple(layers), environment=environment, bytes=image_bytes)
         write(folder, IMAGE, record)
         if os.geteuid() != self._store.owner.uid:
             os.chown(folder, -1, self._store.owner.gid)
         folder.chmod(0o710)  # only the sandboxes' user may search it
-        self._publish(folder, target)
+        self._publish(folder, image_folder)
         return name
 
     def _publish(self, folder: Path, target: Path) -> None:
@@ -379,9 +379,9 @@ class StoreChange:
     def undo(self) -> None:
         """Remove the layers of an image that couldn't be made."""
         self._needed_layers.clear()
-        of_images = self._referenced_layers()
+        referenced_layers = self._referenced_layers()
         for layer in self._added_layers:
-            if layer not in of_images:
+            if layer not in referenced_layers:
                 self._drop_layer(layer)
 
     def _free_space(self) -> bool:
@@ -391,17 +391,17 @@ class StoreChange:
         return any(self._drop_image(image) for image in self._store.images())
 
     def _drop_image(self, image: StoredImage) -> bool:
-        image_folder, trash = self._store.image(image.record.id), self._store.incoming()
+        image_folder, trash_folder = self._store.image(image.record.id), self._store.incoming()
         with _open_folder(image_folder) as descriptor:
             if not _lock(descriptor):
                 return False
-            os.rename(image_folder, trash)
-        remove(trash)
+            os.rename(image_folder, trash_folder)
+        remove(trash_folder)
         self._used -= image.record.bytes
-        freed = image.record.bytes + self._drop_layers()
+        freed_bytes = image.record.bytes + self._drop_layers()
         idle_s = max(0.0, time.time() - image.used_s)
         description = f"image {image.record.id[:12]} of {image.record.source}"
-        self.removed.append(f"{description}: {freed} bytes, unused for {idle_s:.0f} s")
+        self.removed.append(f"{description}: {freed_bytes} bytes, unused for {idle_s:.0f} s")
         return True
 
     def _drop_layers(self) -> int:
@@ -415,10 +415,10 @@ class StoreChange:
         return {layer for image in self._store.images() for layer in image.record.layers}
 
     def _drop_layer(self, layer: str) -> None:
-        layer_folder, trash = self._store.layer(layer), self._store.incoming()
+        layer_folder, trash_folder = self._store.layer(layer), self._store.incoming()
         self._used -= _read(layer_folder / LAYER, LayerRecord).bytes
-        os.rename(layer_folder, trash)
-        remove(trash)
+        os.rename(layer_folder, trash_folder)
+        remove(trash_folder)
 
 
 def _check_stop(stop: threading.Event | None) -> None:

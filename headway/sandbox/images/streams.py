@@ -32,10 +32,10 @@ class FileRegion(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        data = os.pread(self._descriptor, max(0, min(len(buffer), self._end - self._at)), self._at)
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
+        chunk = os.pread(self._descriptor, max(0, min(len(buffer), self._end - self._at)), self._at)
+        buffer[: len(chunk)] = chunk
+        self._at += len(chunk)
+        return len(chunk)
 
 
 class HashingReader:
@@ -55,25 +55,25 @@ class HashingReader:
     def read(self, size: int = -1) -> bytes:
         if not 0 <= size <= CHUNK_BYTES:
             raise ImageError(f"it has a header of {size} bytes: it is damaged or malicious")
-        parts: list[bytes] = []
+        chunks: list[bytes] = []
         while size:
             try:
-                part = self._source.read(size)
+                chunk = self._source.read(size)
             except Exception as error:
-                zstd = type(error).__name__ == "ZstdError"  # its package may not be installed
-                if not (zstd or isinstance(error, DECOMPRESSION_ERRORS)):
+                is_zstd_error = type(error).__name__ == "ZstdError"  # its package may not be installed
+                if not (is_zstd_error or isinstance(error, DECOMPRESSION_ERRORS)):
                     raise
                 raise ImageError(f"it is cut off or damaged: {error}") from None
-            if not part:
+            if not chunk:
                 break
-            size -= len(part)
-            self._at += len(part)
+            size -= len(chunk)
+            self._at += len(chunk)
             self._take(0)
             if self._at > self._most_bytes:
                 raise ImageError(f"it unpacks to more than {self._most_bytes} bytes: give sandbox.store_bytes more")
-            self.digest.update(part)
-            parts.append(part)
-        self.last = b"".join(parts)
+            self.digest.update(chunk)
+            chunks.append(chunk)
+        self.last = b"".join(chunks)
         return self.last
 
     def tell(self) -> int:
@@ -92,13 +92,13 @@ class HashingReader:
 
 def decompress(raw: io.BufferedReader) -> tuple[IO[bytes], bool]:
     """Return the decompressed stream, and whether its first bytes show a compression at all. Raises ImageError."""
-    start = raw.peek(8)
-    if start.startswith(GZIP):
+    first_bytes = raw.peek(8)
+    if first_bytes.startswith(GZIP):
         return cast(IO[bytes], gzip.GzipFile(fileobj=raw, mode="rb")), True
-    if start.startswith(ZSTD):
+    if first_bytes.startswith(ZSTD):
         return _zstd(raw), True
-    for mark, name in UNSUPPORTED.items():
-        if start.startswith(mark):
+    for magic, name in UNSUPPORTED.items():
+        if first_bytes.startswith(magic):
             raise ImageError(f"it is compressed with {name}: valid: gzip, zstd, and none")
     return raw, False
 
@@ -117,7 +117,7 @@ def _zstd(raw: io.BufferedReader) -> IO[bytes]:
 
 def sha256_of(source: IO[bytes], take: Callable[[int], None]) -> str:
     digest = hashlib.sha256()
-    while data := source.read(CHUNK_BYTES):
+    while chunk := source.read(CHUNK_BYTES):
         take(0)
-        digest.update(data)
+        digest.update(chunk)
     return f"sha256:{digest.hexdigest()}"

@@ -68,13 +68,13 @@ class FolderNode:
 def merge(layers: Iterable[Sequence[TreeEntry]], most_nodes: int = MOST_NODES) -> FolderNode:
     """Return the tree of an image. ``layers``: the lowest first. Raises ImageError if entries contradict each other."""
     tree = _Tree(most_nodes)
-    for number, entries in enumerate(layers):
+    for layer_index, entries in enumerate(layers):
         for entry in entries:
             if entry.kind in ("hidden", "emptied"):
                 tree.hide(entry)
         for entry in entries:
             if entry.kind not in ("hidden", "emptied"):
-                tree.add(entry, number)
+                tree.add(entry, layer_index)
     return tree.root
 
 
@@ -84,31 +84,31 @@ class _Tree:
         self._remaining_nodes = most_nodes
 
     def hide(self, entry: TreeEntry) -> None:
-        folder, _, base_name = entry.name.rpartition(b"/")
-        parent = self._folder(folder, make=False)
+        folder_name, _, base_name = entry.name.rpartition(b"/")
+        parent = self._folder(folder_name, make=False)
         if entry.kind == "hidden":
             if parent is not None:
                 parent.inside.pop(base_name, None)
             return
-        emptied = parent.inside.get(base_name) if parent is not None and base_name else parent
-        if isinstance(emptied, FolderNode):
-            emptied.inside.clear()
+        emptied_node = parent.inside.get(base_name) if parent is not None and base_name else parent
+        if isinstance(emptied_node, FolderNode):
+            emptied_node.inside.clear()
 
     def add(self, entry: TreeEntry, layer: int) -> None:
-        folder, _, base_name = entry.name.rpartition(b"/")
-        parent = self._folder(folder, make=True)
+        folder_name, _, base_name = entry.name.rpartition(b"/")
+        parent = self._folder(folder_name, make=True)
         assert parent is not None
         if not base_name:
             if entry.kind != "folder":
                 raise ImageError(f"its root is a {entry.kind}, and has to be a directory")
             parent.mode, parent.mtime_s = entry.mode, entry.mtime_s
             return
-        existing = parent.inside.get(base_name)
+        existing_node = parent.inside.get(base_name)
         if entry.kind == "folder":
-            if not isinstance(existing, FolderNode):
-                existing = parent.inside[base_name] = FolderNode()
+            if not isinstance(existing_node, FolderNode):
+                existing_node = parent.inside[base_name] = FolderNode()
                 self._count()
-            existing.mode, existing.mtime_s = entry.mode, entry.mtime_s
+            existing_node.mode, existing_node.mtime_s = entry.mode, entry.mtime_s
         elif entry.kind == "nothing":
             parent.inside.pop(base_name, None)
         else:
@@ -117,8 +117,8 @@ class _Tree:
             self._count()
 
     def _leaf(self, entry: TreeEntry) -> LeafNode:
-        folder, _, base_name = entry.target.rpartition(b"/")
-        parent = self._folder(folder, make=False)
+        folder_name, _, base_name = entry.target.rpartition(b"/")
+        parent = self._folder(folder_name, make=False)
         node = parent.inside.get(base_name) if parent is not None else None
         if not isinstance(node, LeafNode):
             reason = "isn't there" if node is None else "is a directory"
@@ -127,36 +127,36 @@ class _Tree:
 
     def _folder(self, name: bytes, *, make: bool) -> FolderNode | None:
         """Return the directory of that name, following links but never out of the root. None: it doesn't exist."""
-        path = [self.root]
+        folder_chain = [self.root]
         pending_parts = name.split(b"/")[::-1] if name else []
-        steps = 0
+        step_count = 0
         while pending_parts:
             part = pending_parts.pop()
-            steps += 1
-            if steps > STEPS or len(path) > DEPTH:
+            step_count += 1
+            if step_count > STEPS or len(folder_chain) > DEPTH:
                 raise ImageError(f"{escaped(name)} is a loop of links, or lies more than {DEPTH} directories deep")
             if part in (b"", b"."):
                 continue
             if part == b"..":
-                del path[max(1, len(path) - 1) :]
+                del folder_chain[max(1, len(folder_chain) - 1) :]
                 continue
-            node = path[-1].inside.get(part)
+            node = folder_chain[-1].inside.get(part)
             if node is None:
                 if not make:
                     return None
-                node = path[-1].inside[part] = FolderNode()
+                node = folder_chain[-1].inside[part] = FolderNode()
                 self._count()
             if isinstance(node, FolderNode):
-                path.append(node)
+                folder_chain.append(node)
             elif node.kind == "link":
                 if node.target.startswith(b"/"):
-                    del path[1:]
+                    del folder_chain[1:]
                 pending_parts += node.target.split(b"/")[::-1]
             elif make:
                 raise ImageError(f"{escaped(name)} is used as a directory, but {escaped(part)} is a {node.kind}")
             else:
                 return None
-        return path[-1]
+        return folder_chain[-1]
 
     def _count(self) -> None:
         self._remaining_nodes -= 1

@@ -33,25 +33,25 @@ def mounted() -> dict[str, Path]:
     """Return controller (or V2) -> this process's group in that hierarchy."""
     path_by_controller: dict[str, str] = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
-        number, names, path = line.split(":", 2)
-        path_by_controller.update({name: path for name in names.split(",")} if number != "0" else {V2: path})
+        hierarchy_number, names, path = line.split(":", 2)
+        path_by_controller.update({name: path for name in names.split(",")} if hierarchy_number != "0" else {V2: path})
     group_by_controller: dict[str, Path] = {}
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        mount_fields, _, right = line.partition(" - ")
-        kind, _, options = right.split(" ", 2)
-        root, point = mount_fields.split()[3:5]
-        if kind == "cgroup2" and V2 in path_by_controller:
-            group_by_controller.setdefault(V2, _below(point, root, path_by_controller[V2]))
-        elif kind == "cgroup":
+        mount_fields, _, filesystem_text = line.partition(" - ")
+        filesystem_type, _, options = filesystem_text.split(" ", 2)
+        root, mount_point = mount_fields.split()[3:5]
+        if filesystem_type == "cgroup2" and V2 in path_by_controller:
+            group_by_controller.setdefault(V2, _below(mount_point, root, path_by_controller[V2]))
+        elif filesystem_type == "cgroup":
             for name in set(options.split(",")) & set(CONTROLLERS) & path_by_controller.keys():
-                group_by_controller.setdefault(name, _below(point, root, path_by_controller[name]))
+                group_by_controller.setdefault(name, _below(mount_point, root, path_by_controller[name]))
     return group_by_controller
 
 
 def _below(point: str, root: str, group: str) -> Path:
     """Return the path of a group in the mounted hierarchy, of which a container may mount only its own part."""
-    inside = group[len(root) :] if root != "/" and group.startswith(root) else group
-    return Path(point + "/" + inside.strip("/"))
+    inner_path = group[len(root) :] if root != "/" and group.startswith(root) else group
+    return Path(point + "/" + inner_path.strip("/"))
 
 
 def find_parents(owner: str, uid: int, *, groups: dict[str, Path] | None = None) -> tuple[Parents, tuple[str, ...]]:
@@ -59,7 +59,7 @@ def find_parents(owner: str, uid: int, *, groups: dict[str, Path] | None = None)
     line with the remedy for each missing controller."""
     groups = mounted() if groups is None else groups
     parents: Parents = {}
-    missing: list[str] = []
+    missing_texts: list[str] = []
     if V2 in groups and set(CONTROLLERS) <= set(_words(groups[V2] / "cgroup.controllers")):
         try:
             return {V2: str(_make(groups[V2], owner, uid, v2=True))}, ()
@@ -68,26 +68,26 @@ def find_parents(owner: str, uid: int, *, groups: dict[str, Path] | None = None)
             return {}, tuple(f"no limit of {name}: {reason}" for name in CONTROLLERS)
     for name in CONTROLLERS:
         if name not in groups:
-            missing.append(f"no limit of {name}: its controller isn't mounted; mount it, or run where it is")
+            missing_texts.append(f"no limit of {name}: its controller isn't mounted; mount it, or run where it is")
             continue
         try:
             parents[name] = str(_make(groups[name], owner, uid, v2=False))
         except OSError as error:
             remedy = f"once, as root: mkdir {groups[name] / SHARED} && chown {uid} {groups[name] / SHARED}"
-            missing.append(f"no limit of {name}: {groups[name]}: {error.strerror}; {remedy}")
-    return parents, tuple(missing)
+            missing_texts.append(f"no limit of {name}: {groups[name]}: {error.strerror}; {remedy}")
+    return parents, tuple(missing_texts)
 
 
 def _make(parent: Path, owner: str, uid: int, *, v2: bool) -> Path:
     """Make the owner's group. Version 2 enables controllers only for children of a group without processes."""
-    shared, group = parent / SHARED, parent / SHARED / owner
+    shared_group, group = parent / SHARED, parent / SHARED / owner
     if v2:
         _enable(parent)
     with contextlib.suppress(FileExistsError):
-        shared.mkdir()
-        os.chown(shared, uid, -1)
+        shared_group.mkdir()
+        os.chown(shared_group, uid, -1)
     if v2:
-        _enable(shared)
+        _enable(shared_group)
     group.mkdir()
     os.chown(group, uid, -1)
     if v2:
@@ -130,17 +130,17 @@ def join(parents: Parents, slot: str) -> None:
 def limit(parents: Parents, slot: str, *, memory_bytes: int, processes: int, cpus: float) -> None:
     """Set the limits of a sandbox's groups."""
     quota, pids_max = max(1000, round(cpus * PERIOD_US)), processes + KEPT_PROCESSES
-    files = {
+    settings_by_controller = {
         "memory": {"memory.limit_in_bytes": memory_bytes, "memory.memsw.limit_in_bytes": memory_bytes},
         "pids": {"pids.max": pids_max},
         "cpu": {"cpu.cfs_quota_us": quota},
         V2: {"memory.max": memory_bytes, "memory.swap.max": 0, "pids.max": pids_max, "cpu.max": f"{quota} {PERIOD_US}"},
     }
     for controller, parent in parents.items():
-        for name, value in files[controller].items():
-            file = f"{parent}/{slot}/{name}"
-            if name not in SWAP_FILES or os.path.exists(file):
-                kernel.put(file, str(value))
+        for name, value in settings_by_controller[controller].items():
+            path = f"{parent}/{slot}/{name}"
+            if name not in SWAP_FILES or os.path.exists(path):
+                kernel.put(path, str(value))
 
 
 def open_kill_count(parents: Parents, slot: str) -> int:
@@ -156,9 +156,9 @@ def read_kill_count(descriptor: int) -> int:
     if descriptor < 0:
         return 0
     for line in os.pread(descriptor, 4096, 0).decode().splitlines():
-        name, _, value = line.partition(" ")
-        if name == "oom_kill":
-            return int(value)
+        event_name, _, count_text = line.partition(" ")
+        if event_name == "oom_kill":
+            return int(count_text)
     return 0
 
 
@@ -176,24 +176,24 @@ def kill_count(parents: Parents, slot: str) -> int:
 
 def remove(parents: Parents, slot: str) -> bool:
     """Remove a sandbox's groups. False: a process in them still runs."""
-    removed = True
+    all_removed = True
     for parent in parents.values():
         try:
             os.rmdir(f"{parent}/{slot}")
         except FileNotFoundError:
             continue
         except OSError:
-            removed = False
-    return removed
+            all_removed = False
+    return all_removed
 
 
 def clear(owner_group: Path, *, patience_s: float = 5.0) -> bool:
     """Kill all processes below an owner's group, and remove it. False: that took longer than ``patience_s``."""
-    deadline = time.monotonic() + patience_s
+    deadline_s = time.monotonic() + patience_s
     while True:
-        for file in owner_group.glob("**/cgroup.procs"):
+        for procs_file in owner_group.glob("**/cgroup.procs"):
             with contextlib.suppress(OSError, ValueError):
-                for pid in file.read_text().split():
+                for pid in procs_file.read_text().split():
                     if int(pid) > 0:  # 0: a process of another PID namespace; kill(2) would take it for our own group
                         os.kill(int(pid), signal.SIGKILL)
         for folder in sorted((f for f in owner_group.glob("**") if f.is_dir()), key=lambda f: -len(f.parts)):
@@ -201,6 +201,6 @@ def clear(owner_group: Path, *, patience_s: float = 5.0) -> bool:
                 folder.rmdir()
         if not owner_group.exists():
             return True
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline_s:
             return False
         time.sleep(0.01)

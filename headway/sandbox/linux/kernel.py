@@ -36,8 +36,8 @@ def clone(flags: int) -> int:
 
 
 def mount(source: str, target: str, kind: str, flags: int = 0, options: str = "") -> None:
-    result = _libc.mount(source.encode(), target.encode(), kind.encode(), flags, options.encode() or None)
-    _checked(result, f"mount {kind or 'bind'} at {target}")
+    return_code = _libc.mount(source.encode(), target.encode(), kind.encode(), flags, options.encode() or None)
+    _checked(return_code, f"mount {kind or 'bind'} at {target}")
 
 
 def unshare(flags: int) -> None:
@@ -50,10 +50,10 @@ def unmount(target: str, flags: int = MNT_DETACH) -> None:
 
 def restrict_mount(target: str, attributes: int) -> None:
     """Set attributes of the mount at ``target`` and of all mounts below it."""
-    packed = ctypes.create_string_buffer(struct.pack("=QQQQ", attributes, 0, 0, 0))
+    buffer = ctypes.create_string_buffer(struct.pack("=QQQQ", attributes, 0, 0, 0))
     at_cwd, recursive = -100, 0x8000
-    result = _libc.syscall(_number("mount_setattr"), at_cwd, target.encode(), recursive, packed, len(packed) - 1)
-    _checked(result, f"mount_setattr {target}")
+    return_code = _libc.syscall(_number("mount_setattr"), at_cwd, target.encode(), recursive, buffer, len(buffer) - 1)
+    _checked(return_code, f"mount_setattr {target}")
 
 
 def pivot_root(new: str, old: str) -> None:
@@ -74,8 +74,8 @@ def drop_capabilities() -> None:
         if _libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0):
             break  # beyond this kernel's last capability
     header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0))
-    nothing = ctypes.create_string_buffer(24)
-    _checked(_libc.syscall(_number("capset"), header, nothing), "capset")
+    empty_sets = ctypes.create_string_buffer(24)
+    _checked(_libc.syscall(_number("capset"), header, empty_sets), "capset")
 
 
 def set_host_name(name: str) -> None:
@@ -95,21 +95,21 @@ def bring_up_loopback() -> None:
 
 def wake_on_child() -> int:
     """Return a descriptor that can be read from when a child has ended, or this process gets another signal."""
-    wake, end = os.pipe()
-    for descriptor in (wake, end):
+    read_fd, write_fd = os.pipe()
+    for descriptor in (read_fd, write_fd):
         os.set_blocking(descriptor, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(end, warn_on_full_buffer=False)
-    return wake
+    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    return read_fd
 
 
 def keep_only(*descriptors: int) -> None:
     """Close all descriptors except ``descriptors`` and the standard ones."""
-    start = 3
+    next_fd = 3
     for descriptor in sorted(set(descriptors)):
-        os.closerange(start, descriptor)
-        start = descriptor + 1
-    os.closerange(start, 1 << 20)
+        os.closerange(next_fd, descriptor)
+        next_fd = descriptor + 1
+    os.closerange(next_fd, 1 << 20)
 
 
 def remove_orphaned_objects(alone: bool) -> None:
@@ -141,6 +141,6 @@ def _number(call: str) -> int:
 
 def _checked(result: int, call: str) -> int:
     if result < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"{call}: {os.strerror(code)}")
+        errno_code = ctypes.get_errno()
+        raise OSError(errno_code, f"{call}: {os.strerror(errno_code)}")
     return result

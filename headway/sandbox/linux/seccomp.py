@@ -46,49 +46,49 @@ def program(machine: str | None = None) -> bytes:
     machine = machine or platform.machine()
     if machine not in ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no system call filter for {machine}: only {', '.join(ARCHITECTURES)}")
-    steps: list[Instruction] = [
+    instructions: list[Instruction] = [
         (LOAD, 0, 0, ARCHITECTURE_AT),
         (JUMP_EQUAL, 1, 0, ARCHITECTURES[machine]),
         (RETURN, 0, 0, KILL),
         (LOAD, 0, 0, NUMBER_AT),
     ]
     if machine == "x86_64":
-        steps += [(JUMP_AT_LEAST, 0, 1, X32_CALLS), _refuse(errno.ENOSYS)]
+        instructions += [(JUMP_AT_LEAST, 0, 1, X32_CALLS), _refuse(errno.ENOSYS)]
     conditional_numbers = numbers(CONDITIONAL, machine)
     for call, checks in _conditional_checks().items():
-        steps += [(JUMP_EQUAL, 0, len(checks), conditional_numbers[call]), *checks]
-    for first, last in _ranges(set(numbers(ALLOWED, machine).values())):
-        steps += [(JUMP_GREATER, 2, 0, last), (JUMP_AT_LEAST, 0, 1, first), PASS]
-    steps += [(JUMP_GREATER, 0, 1, NEWEST_KNOWN), _refuse(errno.ENOSYS), _refuse(errno.EPERM)]
-    return b"".join(struct.pack("=HBBI", *step) for step in steps)
+        instructions += [(JUMP_EQUAL, 0, len(checks), conditional_numbers[call]), *checks]
+    for first_call, last_call in _ranges(set(numbers(ALLOWED, machine).values())):
+        instructions += [(JUMP_GREATER, 2, 0, last_call), (JUMP_AT_LEAST, 0, 1, first_call), PASS]
+    instructions += [(JUMP_GREATER, 0, 1, NEWEST_KNOWN), _refuse(errno.ENOSYS), _refuse(errno.EPERM)]
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
 
 
 def _conditional_checks() -> dict[str, list[Instruction]]:
     """Return the instructions that decide on a call by its arguments; each list ends with a return. Only the low halves
     of arguments are compared, since the kernel reads all of these as 32 bits."""
-    first = (LOAD, 0, 0, ARGUMENTS_AT)
-    second = (LOAD, 0, 0, ARGUMENTS_AT + 8)
-    families = [first, *_if_in(FAMILIES, PASS, _refuse(errno.EAFNOSUPPORT))]
+    load_first = (LOAD, 0, 0, ARGUMENTS_AT)
+    load_second = (LOAD, 0, 0, ARGUMENTS_AT + 8)
+    family_checks = [load_first, *_if_in(FAMILIES, PASS, _refuse(errno.EAFNOSUPPORT))]
     # The number 1 also names the first process's process group, where it has one.
-    not_the_first = _if_in((FIRST_PROCESS,), _refuse(errno.EPERM), PASS)
-    scheduling = [first, *not_the_first]
+    process_checks = _if_in((FIRST_PROCESS,), _refuse(errno.EPERM), PASS)
+    sched_checks = [load_first, *process_checks]
     return {
         "clone3": [_refuse(errno.ENOSYS)],
-        "clone": [first, (JUMP_SET, 0, 1, NAMESPACES), _refuse(errno.EPERM), PASS],
-        "socket": families,
-        "socketpair": families,
-        "personality": [first, *_if_in(PERSONALITIES, PASS, _refuse(errno.EPERM))],
-        "ioctl": [second, *_if_in(TERMINAL_INPUT, _refuse(errno.EPERM), PASS)],
-        "prlimit64": [first, *_if_in((SELF,), PASS, _refuse(errno.EPERM))],
-        **dict.fromkeys(("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"), scheduling),
-        "setpriority": [first, *_unless(PRIO_USER), second, *not_the_first],
-        "ioprio_set": [first, *_unless(IOPRIO_WHO_USER), second, *not_the_first],
+        "clone": [load_first, (JUMP_SET, 0, 1, NAMESPACES), _refuse(errno.EPERM), PASS],
+        "socket": family_checks,
+        "socketpair": family_checks,
+        "personality": [load_first, *_if_in(PERSONALITIES, PASS, _refuse(errno.EPERM))],
+        "ioctl": [load_second, *_if_in(TERMINAL_INPUT, _refuse(errno.EPERM), PASS)],
+        "prlimit64": [load_first, *_if_in((SELF,), PASS, _refuse(errno.EPERM))],
+        **dict.fromkeys(("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"), sched_checks),
+        "setpriority": [load_first, *_unless(PRIO_USER), load_second, *process_checks],
+        "ioprio_set": [load_first, *_unless(IOPRIO_WHO_USER), load_second, *process_checks],
     }
 
 
 def _if_in(values: tuple[int, ...], then: Instruction, otherwise: Instruction) -> list[Instruction]:
-    matches = [(JUMP_EQUAL, len(values) - position, 0, value) for position, value in enumerate(values)]
-    return [*matches, otherwise, then]
+    jumps = [(JUMP_EQUAL, len(values) - position, 0, value) for position, value in enumerate(values)]
+    return [*jumps, otherwise, then]
 
 
 def _unless(value: int) -> list[Instruction]:
@@ -116,8 +116,8 @@ class _Program(ctypes.Structure):
 
 def install(filter_program: bytes) -> None:
     """Install the filter for this process and its descendants. Needs no_new_privs. Raises OSError."""
-    memory = ctypes.create_string_buffer(filter_program, len(filter_program))
-    packed = _Program(len(filter_program) // 8, ctypes.cast(memory, ctypes.c_void_p).value)
-    if ctypes.CDLL(None, use_errno=True).prctl(22, 2, ctypes.byref(packed), 0, 0):  # PR_SET_SECCOMP, MODE_FILTER
-        code = ctypes.get_errno()
-        raise OSError(code, f"seccomp filter: {errno.errorcode.get(code, code)}")
+    program_buffer = ctypes.create_string_buffer(filter_program, len(filter_program))
+    filter_struct = _Program(len(filter_program) // 8, ctypes.cast(program_buffer, ctypes.c_void_p).value)
+    if ctypes.CDLL(None, use_errno=True).prctl(22, 2, ctypes.byref(filter_struct), 0, 0):  # PR_SET_SECCOMP, MODE_FILTER
+        errno_code = ctypes.get_errno()
+        raise OSError(errno_code, f"seccomp filter: {errno.errorcode.get(errno_code, errno_code)}")

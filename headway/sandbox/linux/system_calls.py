@@ -57,5 +57,5 @@ writev=20/66
 def numbers(calls: str, machine: str) -> dict[str, int]:
     """Return name -> number of the calls that exist on ``machine``. ``calls``: in the format of `ALLOWED`."""
     column = MACHINES.index(machine)
-    written = (entry.partition("=")[::2] for entry in calls.split())
-    return {name: int(columns[column]) for name, text in written if column < len(columns := text.split("/"))}
+    call_pairs = (call_text.partition("=")[::2] for call_text in calls.split())
+    return {name: int(columns[column]) for name, text in call_pairs if column < len(columns := text.split("/"))}

@@ -72,11 +72,11 @@ class LocalBackend(MachineBackend[ZygoteProcess]):
     async def _create(
         self, maker: ZygoteProcess, record: leftovers.SandboxRecord, spec: SandboxSpec, snapshot: Snapshot | None
     ) -> LocalSandbox:
-        with contextlib.ExitStack() as opened:
+        with contextlib.ExitStack() as exit_stack:
             try:
                 entrance = ProxyEntrance() if spec.network else None
                 if entrance is not None:
-                    opened.callback(entrance.close)
+                    exit_stack.callback(entrance.close)
                 maker.write(record)
             except OSError as error:
                 message = f"a sandbox can't be recorded in {self._state}: {error.strerror}: free space there"
@@ -86,14 +86,14 @@ class LocalBackend(MachineBackend[ZygoteProcess]):
             channel, inner_channel = socket.socketpair() if self._settings.preload else (None, None)
             sandbox = LocalSandbox(record, spec, maker, self._snapshots, self._settings.answer_grace_s, channel)
             async with self._terminate_on_error(sandbox):
-                with contextlib.ExitStack() as sent:
-                    fds = [await snapshot_store.open_snapshot(snapshot, sent)] if snapshot is not None else []
+                with contextlib.ExitStack() as sent_stack:
+                    fds = [await snapshot_store.open_snapshot(snapshot, sent_stack)] if snapshot is not None else []
                     owner_socket, peer_socket = socket.socketpair()
-                    sent.callback(peer_socket.close)
+                    sent_stack.callback(peer_socket.close)
                     if entrance is not None:
                         fds.append(entrance.theirs.fileno())
                     if inner_channel is not None:
-                        sent.callback(inner_channel.close)
+                        sent_stack.callback(inner_channel.close)
                         fds.append(inner_channel.fileno())
                     setup = {
                         "limits": msgspec.to_builtins(spec.limits),
@@ -114,12 +114,12 @@ class LocalBackend(MachineBackend[ZygoteProcess]):
     async def capabilities(self) -> Capabilities:
         zygote = await self.start()
         parents = zygote.record.cgroups
-        has = parents.keys() if cgroups.V2 not in parents else set(cgroups.CONTROLLERS)
+        controllers = parents.keys() if cgroups.V2 not in parents else set(cgroups.CONTROLLERS)
         return Capabilities(
             backend=self.name,
-            memory_limit="memory" in has,
+            memory_limit="memory" in controllers,
             process_limit=True,  # without the controller by RLIMIT_NPROC, within the user namespace
-            cpu_limit="cpu" in has,
+            cpu_limit="cpu" in controllers,
             disk_limit=True,
             network_allow_list=True,
             pause=True,

@@ -122,7 +122,7 @@ class MachineBackend(ABC, Generic[M]):
 
     async def list(self, labels: Mapping[str, str] | None = None) -> list[SandboxInfo]:
         required_labels = dict(labels or {}).items()
-        return [box.info for box in self._sandboxes.values() if required_labels <= box.info.labels.items()]
+        return [sandbox.info for sandbox in self._sandboxes.values() if required_labels <= sandbox.info.labels.items()]
 
     async def preflight(self, spec: SandboxSpec, *, live: int = 1) -> list[str]:
         """See :meth:`Backend.preflight`."""
@@ -135,7 +135,7 @@ class MachineBackend(ABC, Generic[M]):
         needed = live * self._open_files(spec)
         if free < needed + 64:
             problems.append(f"{live} sandboxes need {needed} open files, {free} are left: ulimit -n {needed + 1024}")
-        return problems + [line for path, need in self._disk_needs(spec, live) if (line := no_space(path, need))]
+        return problems + [problem for path, need in self._disk_needs(spec, live) if (problem := no_space(path, need))]
 
     def _open_files(self, spec: SandboxSpec) -> int:
         """Return the number of open files that a sandbox needs in this process."""

@@ -111,8 +111,8 @@ class Proxy:
 
     def statistics(self) -> NetworkUse:
         hosts = tuple(
-            HostUse(host=host, port=port, refused=why, requests=requests, bytes=transferred)
-            for (host, port, why), (requests, transferred) in self._hosts.items()
+            HostUse(host=host, port=port, refused=reason, requests=requests, bytes=transferred)
+            for (host, port, reason), (requests, transferred) in self._hosts.items()
         )
         return NetworkUse(
             used=len(self._open),
@@ -148,8 +148,8 @@ class Proxy:
         try:
             try:
                 await self._forward(reader, writer)
-            except ProxyRefused as refused:
-                await _refuse(reader, writer, refused)
+            except ProxyRefused as refusal:
+                await _refuse(reader, writer, refusal)
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             pass  # either end has gone, or does nothing: closed below
         finally:
@@ -157,20 +157,20 @@ class Proxy:
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request = proxy_request.read(await self._read_head(reader))
-        entry = (request.host, request.port, "")
+        host_key = (request.host, request.port, "")
         try:
             server_reader, server = await self._connect(request)
-        except ProxyRefused as refused:
-            self._count_request((request.host, request.port, refused.reason))
+        except ProxyRefused as refusal:
+            self._count_request((request.host, request.port, refusal.reason))
             raise
-        self._count_request(entry)
+        self._count_request(host_key)
         try:
             if request.tunnel:
                 writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
             else:
                 server.write(request.head)
             async with asyncio.timeout(self._settings.idle_s) as idle:
-                await self._relay((reader, writer), (server_reader, server), request, idle, self._hosts.get(entry))
+                await self._relay((reader, writer), (server_reader, server), request, idle, self._hosts.get(host_key))
         finally:
             server.transport.abort()
 
@@ -181,8 +181,8 @@ class Proxy:
         except TimeoutError:
             raise ProxyRefused(408, "Request Timeout", f"no whole head in {self._settings.head_s:g} s") from None
         except asyncio.LimitOverrunError:
-            why = f"a head has at most {self._settings.head_bytes} bytes here"
-            raise ProxyRefused(431, "Request Header Fields Too Large", why) from None
+            reason = f"a head has at most {self._settings.head_bytes} bytes here"
+            raise ProxyRefused(431, "Request Header Fields Too Large", reason) from None
 
     # Allowed hosts.
 
@@ -192,36 +192,36 @@ class Proxy:
         if not self._allowed.allows(host, port):
             raise self._not_listed(f"{host} port {port}")
         if self._bytes >= self._settings.bytes:
-            why = f"this sandbox has sent and received its {self._settings.bytes} bytes"
-            raise ProxyRefused(403, "Out of bytes", why)
+            reason = f"this sandbox has sent and received its {self._settings.bytes} bytes"
+            raise ProxyRefused(403, "Out of bytes", reason)
         addresses = [host] if is_address(host) else await self._addresses(host, port)
-        error: Exception | None = None
+        last_error: Exception | None = None
         for address in addresses[:4]:
             try:
                 async with asyncio.timeout(self._settings.connect_s):
                     return await self._connect_to(address, port)
-            except (OSError, TimeoutError) as failed:
-                error = failed
-        why = f"{host} port {port} can't be reached: {error or 'no answer'}"
-        raise ProxyRefused(502, "Bad Gateway", why) from error
+            except (OSError, TimeoutError) as connect_error:
+                last_error = connect_error
+        reason = f"{host} port {port} can't be reached: {last_error or 'no answer'}"
+        raise ProxyRefused(502, "Bad Gateway", reason) from last_error
 
     async def _addresses(self, host: str, port: int) -> list[str]:
         try:
             async with asyncio.timeout(self._settings.connect_s):
-                hosts = [host_of(f"[{ip}]" if ":" in ip else ip) for ip in await self._look_up(host, port)]
+                ips = [host_of(f"[{ip}]" if ":" in ip else ip) for ip in await self._look_up(host, port)]
         except (OSError, TimeoutError, UnicodeError) as error:
             raise ProxyRefused(502, "Bad Gateway", f"{host} can't be resolved: {error or 'no answer'}") from error
-        addresses = [ip for ip in hosts if ip and (is_public(ip) or self._allowed.allows(ip, port))]
+        addresses = [ip for ip in ips if ip and (is_public(ip) or self._allowed.allows(ip, port))]
         if not addresses:
-            raise self._not_listed(f"{host} is {', '.join(map(str, hosts[:4]))}, which isn't public, and", "Not public")
+            raise self._not_listed(f"{host} is {', '.join(map(str, ips[:4]))}, which isn't public, and", "Not public")
         return addresses
 
     async def _look_up(self, host: str, port: int) -> Sequence[str]:
         await self._lookups.acquire()
-        lookup = asyncio.ensure_future(self._resolve(host, port))
-        lookup.add_done_callback(self._on_lookup_done)
-        await asyncio.wait({lookup})  # continues after a caller's timeout: a thread can't be cancelled
-        return lookup.result()
+        lookup_future = asyncio.ensure_future(self._resolve(host, port))
+        lookup_future.add_done_callback(self._on_lookup_done)
+        await asyncio.wait({lookup_future})  # continues after a caller's timeout: a thread can't be cancelled
+        return lookup_future.result()
 
     def _on_lookup_done(self, lookup: asyncio.Future[Sequence[str]]) -> None:
         self._lookups.release()
@@ -262,16 +262,16 @@ class Proxy:
                 raise ConnectionAbortedError("out of bytes")
 
         body_limit_bytes = None if request.tunnel else request.body_bytes
-        up = asyncio.create_task(_pump(inside[0], outside[1], on_bytes, body_limit_bytes))
-        down = asyncio.create_task(_pump(outside[0], inside[1], on_bytes))
+        up_task = asyncio.create_task(_pump(inside[0], outside[1], on_bytes, body_limit_bytes))
+        down_task = asyncio.create_task(_pump(outside[0], inside[1], on_bytes))
         try:
-            running = {up, down}
-            while down in running or (request.tunnel and running):
-                finished, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for task in finished:
+            running_tasks = {up_task, down_task}
+            while down_task in running_tasks or (request.tunnel and running_tasks):
+                finished_tasks, running_tasks = await asyncio.wait(running_tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in finished_tasks:
                     task.result()
         finally:
-            await cancel_all(up, down)
+            await cancel_all(up_task, down_task)
         for _, writer in (inside, outside):
             writer.close()
             with contextlib.suppress(OSError):
@@ -287,13 +287,13 @@ async def _pump(
 ) -> None:
     """Copy ``source`` to ``target``, its end of file included. ``limit``: bytes allowed; more raise
     ConnectionAbortedError, and the end of file isn't copied."""
-    while data := await source.read(CHUNK_BYTES):
+    while chunk := await source.read(CHUNK_BYTES):
         if limit is not None:
-            limit -= len(data)
+            limit -= len(chunk)
             if limit < 0:  # a second request, perhaps to another host: one at a time
                 raise ConnectionAbortedError("more than one request")
-        on_data(len(data))
-        target.write(data)
+        on_data(len(chunk))
+        target.write(chunk)
         await target.drain()
     if limit is None:
         target.write_eof()

@@ -37,18 +37,18 @@ class ProxyRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 def read(head: bytes) -> ProxyRequest:
     """Parse a request's head. ``head``: up to and including its empty line. Raises ProxyRefused."""
-    request_line, *lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
+    request_line, *header_lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
     match = _REQUEST_LINE.fullmatch(request_line)
     if match is None:
         raise _bad("the first line isn't an HTTP/1 request")
-    method, target, minor = match[1], match[2].decode(), match[3]
-    headers = [_header(line) for line in lines]
+    method, target, minor_version = match[1], match[2].decode(), match[3]
+    headers = [_header(line) for line in header_lines]
     if method == b"CONNECT":
         host, port = authority_of(target)
         if host is None or port is None:
             raise _bad("CONNECT needs HOST:PORT")
         return ProxyRequest(host=host, port=port, tunnel=True)
-    return _plain(method, target, minor, headers)
+    return _plain(method, target, minor_version, headers)
 
 
 def _plain(method: bytes, target: str, minor: bytes, headers: list[tuple[bytes, bytes]]) -> ProxyRequest:
@@ -59,24 +59,24 @@ def _plain(method: bytes, target: str, minor: bytes, headers: list[tuple[bytes, 
     if host is None:
         raise _bad("the target names no host")
     port = port or 80
-    named = [value.decode("latin-1").strip() for name, value in headers if name == b"host"]
-    if len(named) > 1 or (not named and minor == b"1"):
+    host_headers = [value.decode("latin-1").strip() for name, value in headers if name == b"host"]
+    if len(host_headers) > 1 or (not host_headers and minor == b"1"):
         raise _bad("one Host header is needed")
-    for host_header in named:
+    for host_header in host_headers:
         header_host, header_port = authority_of(host_header)
         if (header_host, header_port or 80) != (host, port):
             raise _bad("target and Host header name two hosts")
     path = match[2] or "/"
-    dropped = {b"host", *_HOP_BY_HOP}
+    dropped_names = {b"host", *_HOP_BY_HOP}
     for name, value in headers:
         if name == b"connection":
-            dropped |= {header_name.strip().lower() for header_name in value.split(b",")}
-    dropped -= {b"content-length", b"transfer-encoding"}  # dropping these would leave two lengths of one body
+            dropped_names |= {header_name.strip().lower() for header_name in value.split(b",")}
+    dropped_names -= {b"content-length", b"transfer-encoding"}  # dropping these would leave two lengths of one body
     formatted_host = f"[{host}]" if ":" in host else host
     header_lines = [
         b"%s %s HTTP/1.%s" % (method, (path if path.startswith("/") else f"/{path}").encode(), minor),
         f"Host: {formatted_host}{'' if port == 80 else f':{port}'}".encode(),
-        *(b"%s: %s" % (name, value) for name, value in headers if name not in dropped),
+        *(b"%s: %s" % (name, value) for name, value in headers if name not in dropped_names),
         b"Connection: close",
     ]
     head = b"\r\n".join(header_lines) + b"\r\n\r\n"

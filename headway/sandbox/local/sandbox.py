@@ -177,19 +177,19 @@ class LocalSandbox:
         if "error" in answer:
             return self._start_failure_result(answer)
         with self._parsing():
-            split = int(answer["stdout_bytes"])
-            return result_of(answer, body[:split], body[split:], command.timeout_s)
+            stdout_bytes = int(answer["stdout_bytes"])
+            return result_of(answer, body[:stdout_bytes], body[stdout_bytes:], command.timeout_s)
 
     def _start_failure_result(self, answer: Head) -> ExecResult:
         """Make the result of a command that got no process: the model's code is to blame if it reached a limit."""
-        code, tasks = int(answer["error"]), int(answer.get("tasks", 0))
+        errno_code, tasks = int(answer["error"]), int(answer.get("tasks", 0))
         limit = self._spec.limits.processes
-        if code == errno.EAGAIN and tasks >= limit - 2:
+        if errno_code == errno.EAGAIN and tasks >= limit - 2:
             failure = model_failure("no more processes: the sandbox has as many as it may", tasks=tasks, limit=limit)
             return ExecResult(exit_code=None, failure=failure)
-        if code == errno.ENOMEM:
+        if errno_code == errno.ENOMEM:
             return ExecResult(exit_code=None, oom=True, failure=model_failure("no memory left to start a command"))
-        if code == errno.EBUSY:
+        if errno_code == errno.EBUSY:
             raise SandboxError(environment_failure(f"sandbox {self.id} is paused: resume it first"))
         raise SandboxError(os_failure("a command can't be started", answer))
 
@@ -235,13 +235,13 @@ class LocalSandbox:
         if self._snapshots is None:
             raise ConfigurationError(f"sandbox snapshot {name!r}: needs a backend with a folder for snapshots")
         limit_bytes = 2 * self._spec.limits.disk_bytes + 2048 * self._spec.limits.inodes
-        async with self._limits_stopped(), self._snapshots.incoming(name, self.id) as parts:
+        async with self._limits_stopped(), self._snapshots.incoming(name, self.id) as incoming:
             head = {"do": "snapshot", "max_bytes": limit_bytes}
-            request = self._request(head, take=parts.append, remaining_bytes=limit_bytes, wait_s=600.0)
-            answer, _ = await run_to_completion(request)  # until then commands are stopped
+            request_call = self._request(head, take=incoming.append, remaining_bytes=limit_bytes, wait_s=600.0)
+            answer, _ = await run_to_completion(request_call)  # until then commands are stopped
             if "error" in answer:
                 raise SandboxError(file_failure("the snapshot", answer))
-            return await parts.keep()
+            return await incoming.keep()
 
     async def pause(self) -> None:
         async with self._limits_stopped():
@@ -347,13 +347,13 @@ class LocalSandbox:
         if writer is None:
             raise SandboxError(infrastructure_failure(f"sandbox {self.id} has closed its socket"))
         self._count += 1
-        number = self._count
-        call = self._calls[number] = _Call(take, remaining_bytes)
+        request_number = self._count
+        call = self._calls[request_number] = _Call(take, remaining_bytes)
         wait_s = self._grace_s if wait_s is None else wait_s
         try:
             async with asyncio.timeout(max(wait_s, self._grace_s)):
                 for part_head, part in ((head, body), *frames):
-                    writer.write(wire.frame({"id": number, **part_head}, part))
+                    writer.write(wire.frame({"id": request_number, **part_head}, part))
                     with contextlib.suppress(ConnectionError):
                         await writer.drain()
                         if self._writer is not None:
@@ -367,7 +367,7 @@ class LocalSandbox:
                 await self.terminate()
             raise SandboxError(self._failure) from None
         finally:
-            self._calls.pop(number, None)
+            self._calls.pop(request_number, None)
 
     async def _answer(self, call: _Call, wait_s: float, exclude_stopped: bool) -> tuple[Head, bytes]:
         """Wait for a call's answer. ``exclude_stopped``: don't count the time for which commands were stopped. Raises
@@ -388,11 +388,11 @@ class LocalSandbox:
     async def _limits_stopped(self) -> AsyncIterator[None]:
         """Stop the time limits during the block, in which commands may be stopped."""
         started_s = asyncio.get_running_loop().time()
-        outermost, self._stopped_since_s = self._stopped_since_s is None, self._stopped_since_s or started_s
+        is_outermost, self._stopped_since_s = self._stopped_since_s is None, self._stopped_since_s or started_s
         try:
             yield
         finally:
-            if outermost and not self._paused:
+            if is_outermost and not self._paused:
                 self._restart_limits()
 
     def _restart_limits(self) -> None:

@@ -84,9 +84,9 @@ class ZygoteProcess:
         try:
             await asyncio.to_thread(_make_folder, folder, uid, gid)
             parents, missing = cgroups.find_parents(folder.name, uid) if settings.cgroups else ({}, (CGROUPS_DISABLED,))
-            own_start = leftovers.started(os.getpid())
-            assert own_start is not None
-            record = leftovers.OwnerRecord(pid=os.getpid(), started=own_start, run=run, cgroups=parents)
+            start_ticks = leftovers.started(os.getpid())
+            assert start_ticks is not None
+            record = leftovers.OwnerRecord(pid=os.getpid(), started=start_ticks, run=run, cgroups=parents)
             leftovers.write(folder, "owner.json", record)
             zygote = cls(folder, record, missing, on_ended)
             await zygote._launch(uid, gid, settings)
@@ -113,10 +113,10 @@ class ZygoteProcess:
         self.alive = True
         asyncio.get_running_loop().add_reader(owner_socket, self._receive)
         async with asyncio.timeout(settings.start_timeout_s):
-            grouped = await self._started
+            has_groups = await self._started
         self.record = msgspec.structs.replace(
             self.record,
-            cgroups=self.record.cgroups if grouped else {},
+            cgroups=self.record.cgroups if has_groups else {},
             zygote_pid=self._process.pid,
             zygote_started=leftovers.started(self._process.pid) or 0,
         )
@@ -131,25 +131,25 @@ class ZygoteProcess:
         """Send a request, at once or as soon as the socket has room. The descriptors may be closed afterwards."""
         if self._socket is None or not self.alive:
             raise SandboxError(infrastructure_failure("the process that makes sandboxes has died"))
-        data = json.dumps(message).encode()
-        if len(data) > wire.MESSAGE_BYTES:  # the rest would be cut off
-            raise ConfigurationError(f"a sandbox's specification has {len(data)} bytes; at most: {wire.MESSAGE_BYTES}")
+        frame = json.dumps(message).encode()
+        if len(frame) > wire.MESSAGE_BYTES:  # the rest would be cut off
+            raise ConfigurationError(f"a sandbox's specification has {len(frame)} bytes; at most: {wire.MESSAGE_BYTES}")
         if not self._backlog:
             try:
-                socket.send_fds(self._socket, [data], descriptors)
+                socket.send_fds(self._socket, [frame], descriptors)
                 return
             except BlockingIOError:
                 asyncio.get_running_loop().add_writer(self._socket, self._flush)
             except OSError as error:
                 raise SandboxError(infrastructure_failure(f"the process that makes sandboxes: {error}")) from error
-        self._backlog.append((data, [os.dup(descriptor) for descriptor in descriptors]))
+        self._backlog.append((frame, [os.dup(descriptor) for descriptor in descriptors]))
 
     def _flush(self) -> None:
         assert self._socket is not None
         while self._backlog:
-            data, descriptors = self._backlog[0]
+            packet, descriptors = self._backlog[0]
             try:
-                socket.send_fds(self._socket, [data], descriptors)
+                socket.send_fds(self._socket, [packet], descriptors)
             except BlockingIOError:
                 return
             except OSError:
@@ -163,15 +163,15 @@ class ZygoteProcess:
         assert self._socket is not None
         while True:
             try:
-                data = self._socket.recv(wire.HEAD_BYTES)
+                packet = self._socket.recv(wire.HEAD_BYTES)
             except BlockingIOError:
                 return
             except OSError:
-                data = b""
-            if not data:
+                packet = b""
+            if not packet:
                 self._on_death()
                 return
-            message = json.loads(data)
+            message = json.loads(packet)
             if "zygote" in message:
                 self.missing += tuple(f"no limit of {name}: {message['groups']}" for name in message["without"])
                 self._started.set_result(message["groups"] == "")
@@ -219,23 +219,23 @@ class ZygoteProcess:
 
 
 def _spawn(folder: Path, python: str, descriptor: int, settings: dict[str, Any]) -> subprocess.Popen[bytes]:
-    imported_with = settings["preload"]["environment"] if settings["preload"] else {}
-    owner = os.pidfd_open(os.getpid())  # opened here: in the child the id could be another process's by then
-    with open(folder / "zygote.log", "wb") as log, contextlib.ExitStack() as opened:
-        opened.callback(os.close, owner)
+    import_environment = settings["preload"]["environment"] if settings["preload"] else {}
+    owner_fd = os.pidfd_open(os.getpid())  # opened here: in the child the id could be another process's by then
+    with open(folder / "zygote.log", "wb") as log_file, contextlib.ExitStack() as exit_stack:
+        exit_stack.callback(os.close, owner_fd)
         process = subprocess.Popen(
             [python, "-I", "-S", "-c", STARTER],
-            pass_fds=[descriptor, owner],
+            pass_fds=[descriptor, owner_fd],
             cwd=folder,
-            env={"LC_ALL": "C.UTF-8", **imported_with},  # nothing of the owner's: sandboxes inherit it
+            env={"LC_ALL": "C.UTF-8", **import_environment},  # nothing of the owner's: sandboxes inherit it
             stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
+            stdout=log_file,
+            stderr=log_file,
             start_new_session=True,  # an interrupt from the terminal is the owner's to handle
         )
         assert process.stdin is not None
         with process.stdin, contextlib.suppress(BrokenPipeError):  # its socket reports its death
-            message = {**settings, "root": str(ROOT), "socket": descriptor, "owner_process": owner}
+            message = {**settings, "root": str(ROOT), "socket": descriptor, "owner_process": owner_fd}
             process.stdin.write(json.dumps(message).encode() + b"\n")
     return process
 

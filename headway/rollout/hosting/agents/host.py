@@ -58,48 +58,48 @@ class AgentHost:
     def run(self) -> None:
         """Serve requests until the other side closes the channel."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the orchestrator's to act on
-        wakes, wake = socket.socketpair()
-        for end in (wakes, wake):
-            end.setblocking(False)
-        signal.set_wakeup_fd(wake.fileno())
+        wake_reader, wake_writer = socket.socketpair()
+        for wake_socket in (wake_reader, wake_writer):
+            wake_socket.setblocking(False)
+        signal.set_wakeup_fd(wake_writer.fileno())
         signal.signal(signal.SIGCHLD, lambda *_: None)
         with self._selector as selector:
             selector.register(self._channel, selectors.EVENT_READ)
-            selector.register(wakes, selectors.EVENT_READ)
+            selector.register(wake_reader, selectors.EVENT_READ)
             try:
                 while True:
-                    ready = {key.fileobj for key, _ in selector.select(_POLL_S if self._kill_at_s else None)}
+                    ready_files = {key.fileobj for key, _ in selector.select(_POLL_S if self._kill_at_s else None)}
                     for log in self._logs.values():
-                        if log.pipe in ready:
+                        if log.pipe in ready_files:
                             log.take()
                             if log.ended:
                                 selector.unregister(log.pipe)
-                    if wakes in ready:
+                    if wake_reader in ready_files:
                         with contextlib.suppress(BlockingIOError):
-                            wakes.recv(4096)
-                    if self._channel in ready and not self._read():
+                            wake_reader.recv(4096)
+                    if self._channel in ready_files and not self._read():
                         return
                     self._reap()
                     self._kill_late()
             finally:
-                for agent in list(self._pids):
-                    self._kill(agent, signal.SIGKILL)
+                for agent_id in list(self._pids):
+                    self._kill(agent_id, signal.SIGKILL)
 
     def _read(self) -> bool:
         """Handle the requests that have arrived; returns False where the other side closed the channel."""
-        data = self._channel.recv(1 << 16)
-        *lines, self._unread = (self._unread + data).split(b"\n")
-        for line in lines:
+        chunk = self._channel.recv(1 << 16)
+        *request_lines, self._unread = (self._unread + chunk).split(b"\n")
+        for line in request_lines:
             request = json.loads(line)
             if "start" in request:
                 self._start(request)
             elif request["stop"] in self._pids:
                 self._kill(request["stop"], signal.SIGTERM)
                 self._kill_at_s[request["stop"]] = time.monotonic() + request["grace_s"]
-        return bool(data)
+        return bool(chunk)
 
     def _start(self, request: Mapping[str, Any]) -> None:
-        agent: str = request["start"]
+        agent_id: str = request["start"]
         log = None
         try:
             log = AgentLog(*request["log"])
@@ -108,38 +108,38 @@ class AgentHost:
             if log is not None:
                 log.close_output()
                 log.close()
-            self._send({"id": agent, "exit": 1, "signal": 0, "error": f"fork: {error}"})
+            self._send({"id": agent_id, "exit": 1, "signal": 0, "error": f"fork: {error}"})
             return
         if pid == 0:
             _run_child(request, self._function, log.output)
         log.close_output()
-        self._logs[agent] = log
+        self._logs[agent_id] = log
         self._selector.register(log.pipe, selectors.EVENT_READ)
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)  # the child does so too, so that neither has to wait
-        self._pids[agent] = pid
+        self._pids[agent_id] = pid
 
     def _reap(self) -> None:
-        for agent, pid in list(self._pids.items()):
-            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is None:
+        for agent_id, pid in list(self._pids.items()):
+            exit_info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if exit_info is None:
                 continue
-            self._kill(agent, signal.SIGKILL)  # its remaining processes, before its number can be reused
+            self._kill(agent_id, signal.SIGKILL)  # its remaining processes, before its number can be reused
             _, status = os.waitpid(pid, 0)
-            del self._pids[agent]
-            self._kill_at_s.pop(agent, None)
-            log = self._logs.pop(agent)
+            del self._pids[agent_id]
+            self._kill_at_s.pop(agent_id, None)
+            log = self._logs.pop(agent_id)
             if not log.ended:
                 self._selector.unregister(log.pipe)
             log.close()
-            code = os.waitstatus_to_exitcode(status)
-            self._send({"id": agent, "exit": max(0, code), "signal": max(0, -code)})
+            exit_code = os.waitstatus_to_exitcode(status)
+            self._send({"id": agent_id, "exit": max(0, exit_code), "signal": max(0, -exit_code)})
 
     def _kill_late(self) -> None:
-        for agent, due_s in list(self._kill_at_s.items()):
+        for agent_id, due_s in list(self._kill_at_s.items()):
             if time.monotonic() >= due_s:
-                del self._kill_at_s[agent]
-                self._kill(agent, signal.SIGKILL)
+                del self._kill_at_s[agent_id]
+                self._kill(agent_id, signal.SIGKILL)
 
     def _kill(self, agent: str, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -161,29 +161,29 @@ def kill_marked(agent: str) -> None:
 
 def _marked(agent: str) -> Iterator[int]:
     mark = f"{MARK}={agent}".encode()
-    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        if name.isdigit() and int(name) != os.getpid():
+    for pid_text in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        if pid_text.isdigit() and int(pid_text) != os.getpid():
             try:
-                with open(f"/proc/{name}/environ", "rb") as file:
-                    is_marked = mark in file.read().split(b"\0")
+                with open(f"/proc/{pid_text}/environ", "rb") as environ_file:
+                    is_marked = mark in environ_file.read().split(b"\0")
             except OSError:
                 continue
             if is_marked:
-                yield int(name)
+                yield int(pid_text)
 
 
 def _run_child(request: Mapping[str, Any], function: Callable[..., Any] | None, output: int) -> None:
     """Run an agent in the forked child; never returns."""
-    code = 1
+    exit_code = 1
     try:
         os.setpgid(0, 0)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGINT, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
+        for signal_number in (signal.SIGINT, signal.SIGCHLD):
+            signal.signal(signal_number, signal.SIG_DFL)
+        null_fd = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null_fd, 0)
         for descriptor in (1, 2):
             os.dup2(output, descriptor)
         os.closerange(3, 1 << 12)  # it inherits no connection of ours
@@ -192,17 +192,17 @@ def _run_child(request: Mapping[str, Any], function: Callable[..., Any] | None, 
             _execute(request["argv"])
         assert function is not None
         _call(function, request["task"], *request["reward"])
-        code = 0
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        exit_code = 0
+    except SystemExit as system_exit:
+        exit_code = system_exit.code if isinstance(system_exit.code, int) else int(system_exit.code is not None)
     except BaseException as error:  # the user's code, in a process of its own: its log has the cause
         traceback.print_exc()
-        code = EX_TEMPFAIL if is_infrastructure(error) else 1
+        exit_code = EX_TEMPFAIL if is_infrastructure(error) else 1
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(code & 0xFF)
+        os._exit(exit_code & 0xFF)
 
 
 def _execute(argv: list[str]) -> None:

@@ -32,18 +32,18 @@ class AgentLog:
     def take(self) -> bool:
         """Read available output into the file; returns False where there is none."""
         try:
-            data = os.read(self.pipe, _PIECE_BYTES)
+            chunk = os.read(self.pipe, _PIECE_BYTES)
         except BlockingIOError:
             return False
-        self.ended = not data
-        now, later = data[: self._remaining_bytes], data[self._remaining_bytes :]
-        self._remaining_bytes -= len(now)
-        self._write(now)
-        if later:
-            self._last += later
+        self.ended = not chunk
+        file_part, tail_part = chunk[: self._remaining_bytes], chunk[self._remaining_bytes :]
+        self._remaining_bytes -= len(file_part)
+        self._write(file_part)
+        if tail_part:
+            self._last += tail_part
             self._left_out_bytes += max(0, len(self._last) - _LAST_BYTES)
             self._last = self._last[-_LAST_BYTES:]
-        return bool(data)
+        return bool(chunk)
 
     def close_output(self) -> None:
         """Close this process's copy of the agent's end of the pipe."""

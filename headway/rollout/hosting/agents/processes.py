@@ -76,8 +76,8 @@ class AgentProcesses:
         self._logs = logs or self._scratch / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
         self._log_bytes = log_bytes
-        earlier = (path for path in self._logs.glob("*.log") if path.name != _HOST_LOG)  # of a run that is resumed
-        self._log_files = deque(sorted(earlier, key=lambda path: path.stat().st_mtime))
+        earlier_logs = (path for path in self._logs.glob("*.log") if path.name != _HOST_LOG)  # of a run that is resumed
+        self._log_files = deque(sorted(earlier_logs, key=lambda path: path.stat().st_mtime))
         self._numbers = itertools.count()
         self._host: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -109,21 +109,21 @@ class AgentProcesses:
         stops the agent; none of its processes is left when this returns. Raises ConfigurationError as `start`,
         WorkerDied when the host dies."""
         await self.start()
-        agent = f"{os.getpid()}-{next(self._numbers)}-{name}"
-        log = self._log(name)
-        ended = self._exits[agent] = asyncio.get_running_loop().create_future()
-        marked = {**env, MARK: agent}
+        agent_id = f"{os.getpid()}-{next(self._numbers)}-{name}"
+        log_path = self._log(name)
+        exit_future = self._exits[agent_id] = asyncio.get_running_loop().create_future()
+        marked_env = {**env, MARK: agent_id}
         try:
-            request = {"argv": list(argv), "task": task, "env": marked, "log": [str(log), self._log_bytes]}
-            await self._send({"start": agent, "reward": reward, **request})
-            exit = await asyncio.shield(ended)
+            request = {"argv": list(argv), "task": task, "env": marked_env, "log": [str(log_path), self._log_bytes]}
+            await self._send({"start": agent_id, "reward": reward, **request})
+            agent_exit = await asyncio.shield(exit_future)
         except asyncio.CancelledError:
-            await self._stop(agent, ended)
+            await self._stop(agent_id, exit_future)
             raise
         finally:
-            self._exits.pop(agent, None)
+            self._exits.pop(agent_id, None)
             shutil.rmtree(scratch, ignore_errors=True)
-        return Exit(code=exit.code, signal=exit.signal, error=exit.error, tail=_tail(log))
+        return Exit(code=agent_exit.code, signal=agent_exit.signal, error=agent_exit.error, tail=_tail(log_path))
 
     def scratch(self, name: str) -> Path:
         """Return a new scratch folder for one agent."""
@@ -145,18 +145,18 @@ class AgentProcesses:
                 await asyncio.shield(ended)
 
     async def _start_host(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs, (self._logs / _HOST_LOG).open("ab") as output:
-            descriptor = theirs.fileno()
+        parent_socket, host_socket = socket.socketpair()
+        with host_socket, (self._logs / _HOST_LOG).open("ab") as log_file:
+            socket_fd = host_socket.fileno()
             host = subprocess.Popen(  # noqa: ASYNC220  (once)
-                [sys.executable, "-m", _HOST, str(descriptor), self._function or "-", *self._settings],
-                pass_fds=(descriptor,),
+                [sys.executable, "-m", _HOST, str(socket_fd), self._function or "-", *self._settings],
+                pass_fds=(socket_fd,),
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=log_file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        reader, writer = await asyncio.open_connection(sock=ours, limit=_MAX_LINE_BYTES)
+        reader, writer = await asyncio.open_connection(sock=parent_socket, limit=_MAX_LINE_BYTES)
         try:
             await self._ready(reader)
         except BaseException:  # cancellation too: the next call starts another host
@@ -178,28 +178,28 @@ class AgentProcesses:
             raise ConfigurationError(
                 f"environment.agent = {self._function!r}: not imported in {_START_S:g} s"
             ) from None
-        first = json.loads(line or b'{"error": "the host of agents ended at its start"}')
-        if "error" in first:
-            raise ConfigurationError(first["error"])
+        first_message = json.loads(line or b'{"error": "the host of agents ended at its start"}')
+        if "error" in first_message:
+            raise ConfigurationError(first_message["error"])
 
     async def _listen(self, reader: asyncio.StreamReader, host: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ConnectionError):
             while line := await reader.readline():
                 reply = json.loads(line)
-                waiting = self._exits.get(reply.pop("id"))
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(Exit(code=reply["exit"], signal=reply["signal"], error=reply.get("error", "")))
+                future = self._exits.get(reply.pop("id"))
+                if future is not None and not future.done():
+                    future.set_result(Exit(code=reply["exit"], signal=reply["signal"], error=reply.get("error", "")))
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        code = await asyncio.to_thread(host.wait)
-        cause = f"the host of agents ended with {code}"
-        for agent, waiting in self._exits.items():
-            if not waiting.done():
-                kill_marked(agent)
-                waiting.set_exception(WorkerDied("agents", cause))
+        exit_code = await asyncio.to_thread(host.wait)
+        reason = f"the host of agents ended with {exit_code}"
+        for agent_id, future in self._exits.items():
+            if not future.done():
+                kill_marked(agent_id)
+                future.set_exception(WorkerDied("agents", reason))
         if not self._stopping:
-            self._reporter.died(WorkerDied("agents", cause))
+            self._reporter.died(WorkerDied("agents", reason))
 
     async def _send(self, request: Mapping[str, Any]) -> None:
         if self._writer is None:
@@ -219,8 +219,8 @@ class AgentProcesses:
 
 def _tail(log: Path) -> str:
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-            return file.read().decode(errors="replace")
+        with log.open("rb") as log_file:
+            log_file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            return log_file.read().decode(errors="replace")
     except OSError:
         return ""

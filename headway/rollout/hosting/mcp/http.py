@@ -22,11 +22,11 @@ def http_client(headers: Mapping[str, str], *, connect_s: float, read_s: float, 
 
         async def __aiter__(self) -> AsyncIterator[bytes]:
             remaining_bytes, line = result_bytes, b""
-            async for part in self._stream:
-                *lines, line = (line + part[:remaining_bytes]).split(b"\n")
-                for complete_line in lines:
+            async for chunk in self._stream:
+                *complete_lines, line = (line + chunk[:remaining_bytes]).split(b"\n")
+                for complete_line in complete_lines:
                     yield repair_utf8(complete_line) + b"\n"
-                remaining_bytes -= len(part)
+                remaining_bytes -= len(chunk)
                 if remaining_bytes < 0:
                     yield repair_utf8(line) + b"\n\n"  # the end of an event, where it is one
                     return

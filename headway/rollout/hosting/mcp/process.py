@@ -43,17 +43,17 @@ async def process_streams(
     process = await asyncio.create_subprocess_exec(
         *command, stdin=pipe, stdout=pipe, env={**environment, MARK: mark}, start_new_session=True, limit=result_bytes
     )
-    incoming, read = anyio.create_memory_object_stream[Any](0)
-    write, outgoing = anyio.create_memory_object_stream[Any](0)
+    incoming, read_stream = anyio.create_memory_object_stream[Any](0)
+    write_stream, outgoing = anyio.create_memory_object_stream[Any](0)
     tasks = [asyncio.create_task(_receive(process, incoming)), asyncio.create_task(_send(process, outgoing, incoming))]
     try:
-        yield read, write
+        yield read_stream, write_stream
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.shield(asyncio.ensure_future(_end_process(process, mark)))
         await asyncio.gather(*tasks, return_exceptions=True)
-        for stream in (incoming, read, write, outgoing):
+        for stream in (incoming, read_stream, write_stream, outgoing):
             stream.close()
 
 
@@ -74,16 +74,16 @@ async def _receive(process: asyncio.subprocess.Process, incoming: Any) -> None:
 
 async def _line(stdout: asyncio.StreamReader) -> tuple[bytes | None, bool]:
     """Return the next line and False, or the ends of a line that is too long and True; None at the end."""
-    begun = end = b""
+    line_start = line_end = b""
     while True:
         try:
             line = await stdout.readuntil(b"\n")
-            return (begun + (end + line)[-_ENDING_BYTES:], True) if begun else (line, False)
+            return (line_start + (line_end + line)[-_ENDING_BYTES:], True) if line_start else (line, False)
         except asyncio.IncompleteReadError:
             return None, False
         except asyncio.LimitOverrunError as error:
-            part = await stdout.read(error.consumed)
-            begun, end = begun or part[:_ENDING_BYTES], (end + part)[-_ENDING_BYTES:]
+            chunk = await stdout.read(error.consumed)
+            line_start, line_end = line_start or chunk[:_ENDING_BYTES], (line_end + chunk)[-_ENDING_BYTES:]
 
 
 def repair_utf8(line: bytes) -> bytes:
@@ -113,10 +113,10 @@ def _refusal(line: bytes, why: str) -> Any:
     match = None if _ASKS.match(line) else _BEGINS.match(line) or _ENDS.search(line)
     if match is None:
         return None
-    number = match.group(1).decode()
+    id_text = match.group(1).decode()
     error = mcp_types.ErrorData(code=mcp_types.INVALID_PARAMS, message=f"its result {why}")
-    request = int(number) if number.isdecimal() else number.strip('"')
-    return SessionMessage(mcp_types.JSONRPCError(jsonrpc="2.0", id=request, error=error))
+    request_id = int(id_text) if id_text.isdecimal() else id_text.strip('"')
+    return SessionMessage(mcp_types.JSONRPCError(jsonrpc="2.0", id=request_id, error=error))
 
 
 async def _send(process: asyncio.subprocess.Process, outgoing: Any, incoming: Any) -> None:

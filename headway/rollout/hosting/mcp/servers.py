@@ -51,11 +51,11 @@ class ToolServerConnection:
 
     async def start(self) -> None:
         """Connect to the server. Raises ServerFailed."""
-        up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._owner = asyncio.create_task(self._run(up), name=f"mcp-{self._settings.name}")
+        up_future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._owner = asyncio.create_task(self._run(up_future), name=f"mcp-{self._settings.name}")
         try:
             async with asyncio.timeout(_START_S):
-                await asyncio.shield(up)
+                await asyncio.shield(up_future)
         except BaseException as error:
             await self.stop()
             if isinstance(error, TimeoutError):
@@ -72,46 +72,46 @@ class ToolServerConnection:
 
     async def tools(self) -> list[Any]:
         """Return all tools that the server lists. Raises ServerFailed, also for an endless list."""
-        listed: list[Any] = []
+        listed_tools: list[Any] = []
         cursor = None
         async with self._failing():
             try:
                 async with asyncio.timeout(_START_S):
                     for _ in range(_MOST_PAGES):
                         page = await self._client.list_tools(cursor=cursor)
-                        listed += page.tools
+                        listed_tools += page.tools
                         cursor = page.next_cursor
                         if cursor is None:
-                            return listed
+                            return listed_tools
             except TimeoutError:
                 raise ConnectionError(f"its list of tools takes longer than {_START_S:g} s") from None
-            raise ConnectionError(f"its list of tools has no end: {_MOST_PAGES} pages, {len(listed)} tools")
+            raise ConnectionError(f"its list of tools has no end: {_MOST_PAGES} pages, {len(listed_tools)} tools")
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> str:
         """Return the tool's result as text. Raises ToolError for failures that the model sees, ServerFailed for
         others."""
         mcp = import_extra("mcp", "mcp", KEY)
         types = import_extra("mcp_types", "mcp", KEY)
-        limit, loop = self._settings.timeout_s, asyncio.get_running_loop()
+        limit_s, loop = self._settings.timeout_s, asyncio.get_running_loop()
         began_s = loop.time()
         async with self._failing():
             try:
-                result = await self._client.call_tool(tool, arguments, read_timeout_seconds=limit)
+                call_result = await self._client.call_tool(tool, arguments, read_timeout_seconds=limit_s)
             except mcp.MCPError as error:
-                theirs = error.code in (types.INVALID_PARAMS, types.METHOD_NOT_FOUND)
+                is_request_error = error.code in (types.INVALID_PARAMS, types.METHOD_NOT_FOUND)
                 # The client library uses the same codes for a closed connection.
-                if not (theirs or await self._alive()):
+                if not (is_request_error or await self._alive()):
                     raise
-                known = {types.PARSE_ERROR: "its result can't be read, or is too long: ask for less"}
-                if loop.time() - began_s >= limit:
-                    known[types.REQUEST_TIMEOUT] = f"{tool} did not answer within {limit:g} s"
-                raise ToolError(known.get(error.code, error.message)) from None
+                text_by_code = {types.PARSE_ERROR: "its result can't be read, or is too long: ask for less"}
+                if loop.time() - began_s >= limit_s:
+                    text_by_code[types.REQUEST_TIMEOUT] = f"{tool} did not answer within {limit_s:g} s"
+                raise ToolError(text_by_code.get(error.code, error.message)) from None
             except (ValueError, RuntimeError) as error:  # its answer is no tool result
                 if not (isinstance(error, ValidationError) or await self._alive()):
                     raise
                 raise ToolError(f"its result can't be read: {_wrong(error)}") from None
-        text = result_text(result)
-        if result.is_error:
+        text = result_text(call_result)
+        if call_result.is_error:
             raise ToolError(text or "it failed")
         return text
 
@@ -154,7 +154,7 @@ class ToolServerConnection:
         settings = self._settings
         if settings.command:
             return process_streams(settings.command, environment_of(settings), _RESULT_BYTES)
-        http = import_extra("mcp.client.streamable_http", "mcp", KEY)
+        http_module = import_extra("mcp.client.streamable_http", "mcp", KEY)
         client = await stack.enter_async_context(
             http_client(
                 {"Authorization": f"Bearer {key_of(settings)}"} if settings.api_key_env else {},
@@ -163,7 +163,7 @@ class ToolServerConnection:
                 result_bytes=_RESULT_BYTES,
             )
         )
-        return http.streamable_http_client(settings.url, http_client=client)
+        return http_module.streamable_http_client(settings.url, http_client=client)
 
 
 class SharedConnection:
@@ -223,20 +223,20 @@ class ToolServers:
     async def tools(self) -> list[Tool]:
         """Return the tools that may be called. Raises ConfigurationError for a server that can't be reached, or lacks a
         configured tool."""
-        available: list[Tool] = []
+        tools: list[Tool] = []
         for name, shared in self._shared.items():
             try:
-                listed = {tool.name: tool for tool in await (await shared.connection()).tools()}
+                tool_by_name = {tool.name: tool for tool in await (await shared.connection()).tools()}
             except ServerFailed as error:
                 raise ConfigurationError(f"{KEY}: {error}") from error
             if shared.settings.per == "episode":
                 await shared.stop()
-            missing = [tool for tool in shared.settings.tools if tool not in listed]
-            if missing:
-                has = ", ".join(listed) or "none"
-                raise ConfigurationError(f"{KEY}: the server {name} has no tool {missing[0]!r}; valid: {has}")
-            available += [self._tool(name, listed[tool]) for tool in shared.settings.tools or listed]
-        return available
+            missing_names = [tool_name for tool_name in shared.settings.tools if tool_name not in tool_by_name]
+            if missing_names:
+                valid = ", ".join(tool_by_name) or "none"
+                raise ConfigurationError(f"{KEY}: the server {name} has no tool {missing_names[0]!r}; valid: {valid}")
+            tools += [self._tool(name, tool_by_name[tool_name]) for tool_name in shared.settings.tools or tool_by_name]
+        return tools
 
     async def merge_tools(self, base: Sequence[Tool]) -> dict[str, Tool]:
         """Return the environment's tools ``base`` and these, by name. Raises ConfigurationError as `tools`, and for
@@ -287,17 +287,17 @@ def require_tools(settings: Sequence[ToolServerConfig], base: Sequence[Tool], cl
         finally:
             await servers.stop()
 
-    with ThreadPoolExecutor(1, "mcp") as aside:  # an event loop may be running here
-        aside.submit(lambda: asyncio.run(ask())).result()
+    with ThreadPoolExecutor(1, "mcp") as executor:  # an event loop may be running here
+        executor.submit(lambda: asyncio.run(ask())).result()
 
 
 def environment_of(settings: ToolServerConfig) -> dict[str, str]:
     """Return the environment variables of a server's process. Raises ServerFailed for one that isn't set here."""
-    absent = [name for name in settings.passes if name not in os.environ]
-    if absent:
-        raise ServerFailed(f"{KEY}: passes: the environment has no {absent[0]}")
-    passed = {name: os.environ[name] for name in settings.passes}
-    return {"PATH": os.environ.get("PATH", os.defpath), **passed, **settings.variables}
+    unset_names = [name for name in settings.passes if name not in os.environ]
+    if unset_names:
+        raise ServerFailed(f"{KEY}: passes: the environment has no {unset_names[0]}")
+    passed_variables = {name: os.environ[name] for name in settings.passes}
+    return {"PATH": os.environ.get("PATH", os.defpath), **passed_variables, **settings.variables}
 
 
 def key_of(settings: ToolServerConfig) -> str:
@@ -309,10 +309,10 @@ def key_of(settings: ToolServerConfig) -> str:
 
 def result_text(result: Any) -> str:
     """Return a call's result as text for the model."""
-    parts = [_part(block) for block in result.content]
-    if not parts and result.structured_content is not None:
+    block_texts = [_part(block) for block in result.content]
+    if not block_texts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
-    return "\n".join(parts)
+    return "\n".join(block_texts)
 
 
 def _part(block: Any) -> str:
@@ -328,8 +328,8 @@ def _part(block: Any) -> str:
 def _wrong(error: Exception) -> str:
     """Return pydantic's errors for the fields of an invalid result, or the exception's text."""
     problems = error.errors(include_url=False) if isinstance(error, ValidationError) else ()
-    message = "; ".join(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in problems[:3])
-    return message or f"{type(error).__name__}: {error}"
+    problem_text = "; ".join(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in problems[:3])
+    return problem_text or f"{type(error).__name__}: {error}"
 
 
 def _cause(error: BaseException) -> str:
