@@ -20,14 +20,14 @@ JSON = typer.Option(False, "--json", help="Print everything as one JSON object."
 
 
 def add_commands(app: typer.Typer) -> None:
-    group = typer.Typer(
+    cost_app = typer.Typer(
         help="Costs: of a device's hour, of a run, live or published, against a service.", no_args_is_help=True
     )
-    group.command("tco", epilog="Example: headway cost tco H200 --catalogue mine.toml")(tco)
-    group.command("run", epilog="Example: headway cost run slime --price rented.H200")(run)
-    group.command("service", epilog="Example: headway cost service tinker-235b --run slime --tenants 8")(service)
-    group.command("live", epilog="Example: headway cost live runs/arithmetic/rl --price rented.H200")(live)
-    app.add_typer(group, name="cost")
+    cost_app.command("tco", epilog="Example: headway cost tco H200 --catalogue mine.toml")(tco)
+    cost_app.command("run", epilog="Example: headway cost run slime --price rented.H200")(run)
+    cost_app.command("service", epilog="Example: headway cost service tinker-235b --run slime --tenants 8")(service)
+    cost_app.command("live", epilog="Example: headway cost live runs/arithmetic/rl --price rented.H200")(live)
+    app.add_typer(cost_app, name="cost")
 
 
 def tco(
@@ -77,7 +77,7 @@ def service(
     from headway.planner.cost_tables import service_rows
     from headway.planner.costs import service_comparison
 
-    load = TenantLoad(slots=64, rollouts=64, mean_s=1.0, spread=spread, train_s=train, steps=30)
+    tenant_load = TenantLoad(slots=64, rollouts=64, mean_s=1.0, spread=spread, train_s=train, steps=30)
     comparison = service_comparison(
         read_catalogue(catalogue),
         name,
@@ -85,7 +85,7 @@ def service(
         price=price,
         failures_per_hour=failures_per_day / 24,
         lost_hours=lost_minutes / 60,
-        tenant=load if tenants > 1 else None,
+        tenant=tenant_load if tenants > 1 else None,
         most_tenants=tenants,
     )
     print_result(comparison, as_json, lambda: print_rows(service_rows(comparison)))
@@ -113,6 +113,6 @@ def read_catalogue(paths: list[str]) -> Catalogue:
     from headway.planner.catalogue.read import Catalogue
 
     catalogue = Catalogue.read(paths)
-    for text in catalogue.old_prices(date.today()):
-        typer.echo(f"warning: {text}", err=True)
+    for price_warning in catalogue.old_prices(date.today()):
+        typer.echo(f"warning: {price_warning}", err=True)
     return catalogue

@@ -59,9 +59,9 @@ def given_overrides(context: typer.Context) -> list[str]:
     """Return the command's overrides; raises a usage error for any other unknown argument, and without a file."""
     if (config := str(context.params.get("config"))).startswith("--"):
         context.fail(f"the experiment file is missing before {config}: {context.command_path} experiment.toml {config}")
-    known = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
+    known_options = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
     try:
-        return overrides(context.args, known)
+        return overrides(context.args, known_options)
     except ValueError as error:
         context.fail(str(error))
 
@@ -73,13 +73,13 @@ def overrides(arguments: Sequence[str], known_options: Sequence[str] = ()) -> li
     remaining = list(arguments)
     while remaining:
         argument = remaining.pop(0)
-        name, equals, _ = argument.partition("=")
-        if not name.startswith("--") or "." not in name:
+        option_name, equals_sign, _ = argument.partition("=")
+        if not option_name.startswith("--") or "." not in option_name:
             raise ValueError(_explain(argument, known_options))
-        if not equals:
+        if not equals_sign:
             if not remaining or remaining[0].startswith("--"):
-                raise ValueError(f"{name} needs a value: {name}=VALUE")
-            argument = f"{name}={remaining.pop(0)}"
+                raise ValueError(f"{option_name} needs a value: {option_name}=VALUE")
+            argument = f"{option_name}={remaining.pop(0)}"
         assignments.append(argument)
     return assignments
 

@@ -38,15 +38,15 @@ TIMEOUT_S = typer.Option(600.0, "--timeout-s", min=1.0, metavar="S", help="Longe
 
 
 def add_commands(app: typer.Typer) -> None:
-    group = typer.Typer(help="Models that write kernels: tasks, scores, data.", no_args_is_help=True)
+    kernels_app = typer.Typer(help="Models that write kernels: tasks, scores, data.", no_args_is_help=True)
     for function, example in (
         (tasks, "headway kernels tasks tasks.jsonl --held-out 0.25"),
         (evaluate, "headway kernels eval --tasks tasks.jsonl --answers answers.jsonl --out report --local"),
         (sft_data, "headway kernels sft-data --conversations rows.jsonl --tasks tasks.jsonl --out sft.jsonl --local"),
     ):
         name = "eval" if function is evaluate else function.__name__.replace("_", "-")
-        group.command(name, epilog=f"Example: {example}")(function)
-    app.add_typer(group, name="kernels", rich_help_panel="Kernels")
+        kernels_app.command(name, epilog=f"Example: {example}")(function)
+    app.add_typer(kernels_app, name="kernels", rich_help_panel="Kernels")
 
 
 def tasks(
@@ -71,28 +71,28 @@ def tasks(
     """Write kernel tasks with their prompts, for tasks.train.path and the like: the built-in ones, or a source's."""
     from headway.kernels.jobs.task_files import distinct_tasks, require_new, split_tasks, task_row, write_rows
 
-    files = {"": out, "held out": out.with_suffix(f".held-out{out.suffix}")} if held_out else {"": out}
-    for file in files.values():
+    file_by_part = {"": out, "held out": out.with_suffix(f".held-out{out.suffix}")} if held_out else {"": out}
+    for file in file_by_part.values():
         require_new(file, "OUT")
     if held_out >= 1.0:
         raise ConfigurationError(f"--held-out {held_out:g}: valid: from 0 to below 1")
-    read = _read_kernel_tasks(kernelbench, jsonl, backend, level, full_size=full_size)
-    kept = distinct_tasks(read)
-    if len(kept) < len(read):
-        typer.echo(f"{len(read) - len(kept)} tasks left out: an earlier one has the same prompt", err=as_json)
-    parts = split_tasks(kept, held_out, seed)
-    if held_out and not all(parts):
-        raise ConfigurationError(f"--held-out {held_out:g} of {len(kept)} tasks leaves one file without tasks")
-    written = []
-    for part, (name, file) in zip(parts, files.items(), strict=False):
-        write_rows(file, map(task_row, part))
-        counts = dict(sorted(Counter(task.level for task in part).items()))
-        written.append({"file": str(file), "tasks": len(part), "levels": counts})
-        levels = ", ".join(f"level {key}: {count}" for key, count in counts.items())
+    read_tasks = _read_kernel_tasks(kernelbench, jsonl, backend, level, full_size=full_size)
+    distinct = distinct_tasks(read_tasks)
+    if len(distinct) < len(read_tasks):
+        typer.echo(f"{len(read_tasks) - len(distinct)} tasks left out: an earlier one has the same prompt", err=as_json)
+    task_parts = split_tasks(distinct, held_out, seed)
+    if held_out and not all(task_parts):
+        raise ConfigurationError(f"--held-out {held_out:g} of {len(distinct)} tasks leaves one file without tasks")
+    written_files = []
+    for part_tasks, (part_name, file) in zip(task_parts, file_by_part.items(), strict=False):
+        write_rows(file, map(task_row, part_tasks))
+        count_by_level = dict(sorted(Counter(task.level for task in part_tasks).items()))
+        written_files.append({"file": str(file), "tasks": len(part_tasks), "levels": count_by_level})
+        levels_text = ", ".join(f"level {key}: {count}" for key, count in count_by_level.items())
         if not as_json:
-            typer.echo(f"{file}: {len(part)} tasks{' ' + name if name else ''} ({levels})")
+            typer.echo(f"{file}: {len(part_tasks)} tasks{' ' + part_name if part_name else ''} ({levels_text})")
     if as_json:
-        print_json({"written": written, "left_out": len(read) - len(kept)})
+        print_json({"written": written_files, "left_out": len(read_tasks) - len(distinct)})
 
 
 def _read_kernel_tasks(
@@ -161,28 +161,28 @@ def evaluate(
     from headway.kernels.jobs.task_files import KernelTaskFile, require_new
     from headway.runtime.run_directory import write_atomically
 
-    files = [Path(f"{out}{ending}") for ending in (".json", ".md")]
-    for file in files:
+    report_files = [Path(f"{out}{ending}") for ending in (".json", ".md")]
+    for file in report_files:
         require_new(file, "--out")
     task_file = KernelTaskFile(tasks)
-    sources, surplus = read_answers(answers, task_file, n)
-    limit = max(map(len, sources.values()))
+    sources_by_task, surplus = read_answers(answers, task_file, n)
+    limit = max(map(len, sources_by_task.values()))
     for requested_k in k:
         if requested_k > limit:
             raise ConfigurationError(f"-k {requested_k}: no task has more than {limit} answers; valid: 1 to {limit}")
     settings = JudgeSettings(correct_trials=trials, timed=not untimed, timeout_s=timeout_s)
 
-    async def judged() -> list[JudgedTask]:
+    async def score() -> list[JudgedTask]:
         async with _open_judge(addresses, key_file, concurrency, local=local) as judge:
-            return await evaluate_answers(judge, task_file, sources, settings)
+            return await evaluate_answers(judge, task_file, sources_by_task, settings)
 
-    report = kernel_report(asyncio.run(judged()), sorted(set(k)), settings, model, (str(tasks), str(answers)), surplus)
+    report = kernel_report(asyncio.run(score()), sorted(set(k)), settings, model, (str(tasks), str(answers)), surplus)
     report_json = msgspec.json.encode({"row": report.row, **msgspec.to_builtins(report)})
-    write_atomically(files[0], msgspec.json.format(report_json, indent=2) + b"\n")
-    write_atomically(files[1], markdown_report(report).encode())
+    write_atomically(report_files[0], msgspec.json.format(report_json, indent=2) + b"\n")
+    write_atomically(report_files[1], markdown_report(report).encode())
     if as_json:
         return typer.echo(report_json.decode())
-    for line in [*leaderboard(report), *caveats(report.scores), f"{files[0]}, {files[1]}"]:
+    for line in [*leaderboard(report), *caveats(report.scores), f"{report_files[0]}, {report_files[1]}"]:
         typer.echo(line)
 
 
@@ -235,31 +235,31 @@ def sft_data(
     # The options are named as the settings are.
     settings = msgspec.convert({**context.params, "counted_by": model or "characters / 4"}, SftSettings)
     encode = Tokenizer.load(model).encode if model else None
-    data = SftData(
+    builder = SftData(
         KernelTaskFile(tasks), settings, lambda text: len(encode(text)) if encode else math.ceil(len(text) / 4)
     )
 
     async def make() -> tuple[list[dict[str, Any]], SftCounts]:
         async with _open_judge(addresses, key_file, concurrency, local=local) as judge:
-            return await data.make(conversations, judge)
+            return await builder.make(conversations, judge)
 
-    rows, counts = asyncio.run(make())
+    conversation_rows, counts = asyncio.run(make())
     write_atomically(counts_file, msgspec.json.format(msgspec.json.encode(counts), indent=2) + b"\n")
     if as_json:
-        print_json({**msgspec.to_builtins(counts), "missing": data.missing})
+        print_json({**msgspec.to_builtins(counts), "missing": builder.missing})
     else:
         _print_counts(counts)
-    for task, reason in data.missing:
+    for task, reason in builder.missing:
         typer.echo(f"{task} not evaluated: {reason}", err=True)
-    if not rows:
+    if not conversation_rows:
         raise HeadwayError(f"no conversation passed, so {out} isn't written; counts: {counts_file}")
-    write_rows(out, rows)
+    write_rows(out, conversation_rows)
     typer.echo(f"{out}, {counts_file}; tokens: {settings.counted_by}", err=as_json)
 
 
 def _print_counts(counts: SftCounts) -> None:
-    by_turns = ", ".join(f"{count} of {turns} turn{'s' * (turns != '1')}" for turns, count in counts.turns.items())
-    typer.echo(f"{counts.written} of {counts.rows} rows written{': ' * bool(by_turns)}{by_turns}")
+    turns_text = ", ".join(f"{count} of {turns} turn{'s' * (turns != '1')}" for turns, count in counts.turns.items())
+    typer.echo(f"{counts.written} of {counts.rows} rows written{': ' * bool(turns_text)}{turns_text}")
     for reason, count in counts.left_out.items():
         typer.echo(f"{count} left out: {reason}")
 
@@ -276,19 +276,19 @@ async def _open_judge(
     if local:
         from headway.services.serve_kernels import KernelSettings, make_evaluator
 
-        serving = KernelSettings(concurrency=concurrency)
-        opened, concurrent = make_evaluator(serving), serving.limits().concurrency
+        kernel_settings = KernelSettings(concurrency=concurrency)
+        evaluator, most_at_once = make_evaluator(kernel_settings), kernel_settings.limits().concurrency
     else:
         from headway.kernels.client import KernelClient
         from headway.runtime.addresses import read_keys
         from headway.runtime.clock import RealClock
 
         key = next(iter(read_keys(key_file, "--key-file")), "")
-        opened = KernelClient(addresses, RealClock(), key=key)
-        concurrent = concurrency or 8 * len(addresses)
-    async with opened as judge:
+        evaluator = KernelClient(addresses, RealClock(), key=key)
+        most_at_once = concurrency or 8 * len(addresses)
+    async with evaluator as judge:
         with _progress() as show:
-            yield partial(judge_all, judge, concurrent=concurrent, on_judged=show)
+            yield partial(judge_all, judge, concurrent=most_at_once, on_judged=show)
 
 
 @contextmanager

@@ -68,25 +68,26 @@ def page_about(error: HeadwayError) -> str:
     names; "" when there is none, or when its message already names a page."""
     if error.page or "docs/" in str(error):
         return error.page if "docs/" not in str(error) else ""
-    key = _KEY.search(str(error))
-    return f"docs/configuration.md#{SECTIONS[key[1]]}" if key else ""
+    key_match = _KEY.search(str(error))
+    return f"docs/configuration.md#{SECTIONS[key_match[1]]}" if key_match else ""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command and end the process with its exit code.
+    """Run one command and return its exit code.
 
-    HeadwayError is printed as one ``error: ...`` line (with a traceback when HEADWAY_TRACEBACK=1) and ends with its
-    ``exit_code``; wrong usage ends with 2; Ctrl-C with 130. Any other exception is a defect and keeps its traceback.
+    A HeadwayError is printed as one ``error: ...`` line (``interrupted: ...`` for Interrupted) and gives its
+    ``exit_code``; with HEADWAY_TRACEBACK=1 it is raised instead. Wrong usage gives 2, Ctrl-C 130. Any other exception
+    is a defect and is raised.
     """
     try:
         app(args=arguments, prog_name="headway")
-    except SystemExit as ended:  # Typer ends every command so, --help included
-        return ended.code if isinstance(ended.code, int) else 1
+    except SystemExit as system_exit:  # Typer ends every command so, --help included
+        return system_exit.code if isinstance(system_exit.code, int) else 1
     except HeadwayError as error:
         if os.environ.get("HEADWAY_TRACEBACK") == "1":
             raise
-        kind, page = "interrupted" if isinstance(error, Interrupted) else "error", page_about(error)
-        print(f"{kind}: {error}" + (f" ({page})" if page else ""), file=sys.stderr)
+        prefix, page = "interrupted" if isinstance(error, Interrupted) else "error", page_about(error)
+        print(f"{prefix}: {error}" + (f" ({page})" if page else ""), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -56,7 +56,7 @@ def init_model(
     from headway.models.initialise import initialise_model
     from headway.models.sizes import sizes_of
 
-    made = initialise_model(
+    model_config = initialise_model(
         output,
         corpus,
         vocabulary_size=vocabulary_size,
@@ -74,14 +74,14 @@ def init_model(
         experts_per_token=experts_per_token,
         character_level=character_level,
     )
-    sizes = sizes_of(output)
+    model_sizes = sizes_of(output)
     if as_json:
-        counts = {"parameters": sizes.parameters, "active_parameters": sizes.active_parameters}
-        return print_json({"model": output, **counts, "vocabulary_size": made.vocabulary_size})
-    size = f"{sizes.parameters / 1e6:.2f} M parameters"
-    if made.mixture is not None:
-        size += f" ({sizes.active_parameters / 1e6:.2f} M for each token)"
-    typer.echo(f"{output}: {size}, vocabulary of {made.vocabulary_size}")
+        parameter_counts = {"parameters": model_sizes.parameters, "active_parameters": model_sizes.active_parameters}
+        return print_json({"model": output, **parameter_counts, "vocabulary_size": model_config.vocabulary_size})
+    size_text = f"{model_sizes.parameters / 1e6:.2f} M parameters"
+    if model_config.mixture is not None:
+        size_text += f" ({model_sizes.active_parameters / 1e6:.2f} M for each token)"
+    typer.echo(f"{output}: {size_text}, vocabulary of {model_config.vocabulary_size}")
 
 
 def sft(
@@ -100,8 +100,8 @@ def sft(
     from headway.report.tables import sft_rows
 
     with SftProgress(silent=quiet or as_json, time_limit_s=experiment.run.time_limit_s) as progress:
-        result = run_sft(experiment, on_progress=progress)
-    print_result(result, as_json, lambda: print_rows(sft_rows(result)))
+        outcome = run_sft(experiment, on_progress=progress)
+    print_result(outcome, as_json, lambda: print_rows(sft_rows(outcome)))
 
 
 def merge(

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 def add_commands(app: typer.Typer) -> None:
-    described = "headway simulate examples/scenarios/long_tail.toml --queue.budget=8 --run.seed=3"
-    recorded = "headway simulate runs/mine --hardware.generator.replicas=2"
-    experiments.add_command(app, simulate, described, recorded)
-    planned = "headway plan experiment.toml --pool pool.toml --output plan.json"
-    experiments.add_command(app, plan, planned, "headway plan --graph examples/placement/hybrid.json")
+    scenario_example = "headway simulate examples/scenarios/long_tail.toml --queue.budget=8 --run.seed=3"
+    run_example = "headway simulate runs/mine --hardware.generator.replicas=2"
+    experiments.add_command(app, simulate, scenario_example, run_example)
+    plan_example = "headway plan experiment.toml --pool pool.toml --output plan.json"
+    experiments.add_command(app, plan, plan_example, "headway plan --graph examples/placement/hybrid.json")
 
 
 def simulate(
@@ -54,12 +54,12 @@ def simulate(
     if Path(scenario).is_dir():
         _simulate_run(context, scenario, overrides, steps, beside, write, as_json)
         return
-    for option, value in (("--steps", steps), ("--beside", beside), ("--write", write)):
-        if value:
+    for option, option_text in (("--steps", steps), ("--beside", beside), ("--write", write)):
+        if option_text:
             context.fail(f"{option} needs a run's folder, and {scenario} isn't one")
-    described = load_scenario(scenario, overrides)
-    outcome = _simulate_with_progress(described, Path(scenario).stem, quiet=as_json)
-    print_result(outcome, as_json, lambda: _print_outcome(outcome, described.run.directory))
+    loaded_scenario = load_scenario(scenario, overrides)
+    outcome = _simulate_with_progress(loaded_scenario, Path(scenario).stem, quiet=as_json)
+    print_result(outcome, as_json, lambda: _print_outcome(outcome, loaded_scenario.run.directory))
 
 
 def _simulate_run(
@@ -75,17 +75,17 @@ def _simulate_run(
     fitted = scenario_from(recorded, step_window, overrides, beside=None if other is None else (other, window(other)))
     if write:
         _write(fitted, write)
-    directory = fitted.scenario.run.directory
-    name = f"{path}, steps {fitted.first_step} to {fitted.last_step}"
-    outcome = _simulate_with_progress(fitted.scenario, name, quiet=as_json)
-    compared = agreement(fitted, read_ledger(directory), overrides)
+    run_folder = fitted.scenario.run.directory
+    simulation_name = f"{path}, steps {fitted.first_step} to {fitted.last_step}"
+    outcome = _simulate_with_progress(fitted.scenario, simulation_name, quiet=as_json)
+    comparison = agreement(fitted, read_ledger(run_folder), overrides)
     if as_json:
-        print_json({"outcome": outcome, "agreement": compared})
+        print_json({"outcome": outcome, "agreement": comparison})
         return
-    _print_outcome(outcome, directory)
-    print_agreement(compared)
-    if compared.unidentified:
-        print_rows(compared.unidentified, "Not in the ledger")
+    _print_outcome(outcome, run_folder)
+    print_agreement(comparison)
+    if comparison.unidentified:
+        print_rows(comparison.unidentified, "Not in the ledger")
 
 
 def _print_outcome(outcome: SimulationOutcome, run_dir: str) -> None:
@@ -125,9 +125,9 @@ def _write(run_scenario: RunScenario, path: str) -> None:
     from headway.planner.scenario_text import toml_text
     from headway.records.errors import ConfigurationError
 
-    steps = f"steps {run_scenario.first_step} to {run_scenario.last_step}"
+    steps_text = f"steps {run_scenario.first_step} to {run_scenario.last_step}"
     comments = [
-        f"What the ledger of {run_scenario.run} says, {steps}: headway simulate {path}",
+        f"What the ledger of {run_scenario.run} says, {steps_text}: headway simulate {path}",
         *(f"{name}: {reason}" for name, reason in run_scenario.unidentified.items()),
     ]
     try:
@@ -185,9 +185,9 @@ def plan(
     if not 0 <= tolerance < 1:
         raise ConfigurationError(f"--tolerance {tolerance}: valid: 0 to less than 1")
     experiments.given_overrides(context)  # refuses unknown options
-    ways = {"CONFIG with --pool or --profile": bool(config), "--graph": bool(graph), "--compare": bool(compare[0])}
-    if sum(ways.values()) != 1 or bool(config) != (bool(pool) != profile):
-        context.fail(f"give one of {', '.join(ways)}")
+    requested = {"CONFIG with --pool or --profile": bool(config), "--graph": bool(graph), "--compare": bool(compare[0])}
+    if sum(requested.values()) != 1 or bool(config) != (bool(pool) != profile):
+        context.fail(f"give one of {', '.join(requested)}")
     validated_objective: Objective = "time" if objective == "time" else "cost"
     if profile:
         _profile(experiments.load(context, config), calibrate_s, output, as_json)
@@ -204,9 +204,9 @@ def plan(
 
         experiment, outputs = experiments.load(context, config), PlanOutputs(output, write, picture)
         require_writable(outputs)  # a plan takes seconds
-        entries = read_catalogue(catalogue)
+        full_catalogue = read_catalogue(catalogue)
         with ProgressBar("simulated steps", silent=as_json) as bar:
-            run_plan = plan_for(experiment, pool, entries, validated_objective, simulated=simulated, on_step=bar)
+            run_plan = plan_for(experiment, pool, full_catalogue, validated_objective, simulated=simulated, on_step=bar)
         write_outputs(experiment, run_plan, outputs)
         if picture:
             write_atomically(Path(picture), draw_plan(run_plan).encode())
@@ -236,8 +236,8 @@ def _profile(experiment: Experiment, seconds: float, output: str, as_json: bool)
     if as_json:
         print_json(profile)
     else:
-        points = [(point.generators, point.trainers, point.measured) for point in profile.points]
-        print_rows(profile_rows(points, profile.missed))
+        point_rows = [(point.generators, point.trainers, point.measured) for point in profile.points]
+        print_rows(profile_rows(point_rows, profile.missed))
         typer.echo(f'\n{path} written; in a pool file: profile = "{path}"')
 
 
@@ -245,14 +245,14 @@ def _compare(paths: tuple[str, str], as_json: bool) -> None:
     from headway.planner.plan_files import read_plan
     from headway.report.plans.run_plan import plan_rows
 
-    first, second = map(read_plan, paths)
+    plan_a, plan_b = map(read_plan, paths)
     if as_json:
-        print_json({"plans": [first, second], "samples_per_s_ratio": second.samples_per_s / first.samples_per_s})
+        print_json({"plans": [plan_a, plan_b], "samples_per_s_ratio": plan_b.samples_per_s / plan_a.samples_per_s})
         return
-    rows_a, rows_b = plan_rows(first), plan_rows(second)
-    both = {key: (rows_a.get(key, "–"), rows_b.get(key, "–")) for key in dict.fromkeys((*rows_a, *rows_b))}
-    print_rows({key: f"A: {a}\nB: {b}" for key, (a, b) in both.items() if a != b})
-    typer.echo(f"B makes {second.samples_per_s / first.samples_per_s:.3f} times the samples/s of A")
+    rows_a, rows_b = plan_rows(plan_a), plan_rows(plan_b)
+    row_pairs = {key: (rows_a.get(key, "–"), rows_b.get(key, "–")) for key in dict.fromkeys((*rows_a, *rows_b))}
+    print_rows({key: f"A: {a}\nB: {b}" for key, (a, b) in row_pairs.items() if a != b})
+    typer.echo(f"B makes {plan_b.samples_per_s / plan_a.samples_per_s:.3f} times the samples/s of A")
 
 
 def _plan_graph(graph: str, objective: Objective, tolerance: float, expansions: int, as_json: bool) -> None:
@@ -275,20 +275,20 @@ def _plan_rows(placement: PlacementReport) -> dict[str, str]:
 
     plan = placement.plan
     unit = "s" if plan.objective == "time" else "$"
-    cost = "" if plan.cost_usd is None else f", ${plan.cost_usd:.4g}"
-    proof = "proven best" if plan.gap == 0 else f"at most {plan.gap:.1%} above the best"
-    rows = {"plan": f"{plan.mode}, {plan.seconds:.4g} s a step{cost}; {proof}"}
+    cost_text = "" if plan.cost_usd is None else f", ${plan.cost_usd:.4g}"
+    proof_text = "proven best" if plan.gap == 0 else f"at most {plan.gap:.1%} above the best"
+    rows = {"plan": f"{plan.mode}, {plan.seconds:.4g} s a step{cost_text}; {proof_text}"}
     for number, phase in enumerate(pipelines_of(plan.phases)):
         rounds = f", {phase.rounds} rounds" if phase.rounds > 1 else ""
         rows[f"{number + 1}. {phase.name}"] = f"{phase.seconds:.4g} s, chunks of {phase.items_per_chunk}{rounds}"
-        for level, parts in enumerate(phase.levels):
-            for part in parts:
-                devices = ", ".join(f"{name} {first}-{first + n - 1}" for name, (first, n) in part.devices.items())
-                turns = ", ".join(turn.name for turn in part.turns)
-                rows[f"   {number + 1}.{level + 1} {turns}"] = f"{devices}: {part.seconds:.4g} s a chunk"
+        for level, parallel_parts in enumerate(phase.levels):
+            for part in parallel_parts:
+                devices_text = ", ".join(f"{name} {first}-{first + n - 1}" for name, (first, n) in part.devices.items())
+                turns_text = ", ".join(turn.name for turn in part.turns)
+                rows[f"   {number + 1}.{level + 1} {turns_text}"] = f"{devices_text}: {part.seconds:.4g} s a chunk"
     if placement.second_best is not None:
         rows["second best"] = f"{placement.second_best.value:.4g} {unit}: {placement.second_best.name}"
     rows["binds"] = "; ".join(placement.binds)
-    for other in (*placement.relaxations, *placement.one_more):
-        rows[other.name] = "no plan" if other.value is None else f"{other.value:.4g} {unit}"
+    for alternative in (*placement.relaxations, *placement.one_more):
+        rows[alternative.name] = "no plan" if alternative.value is None else f"{alternative.value:.4g} {unit}"
     return rows

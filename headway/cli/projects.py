@@ -56,21 +56,21 @@ def quickstart(
     if folder.startswith("--"):  # an override, which the parser takes for a missing folder
         context.args.insert(0, folder)
         folder = ""
-    extra = experiments.given_overrides(context)
+    user_overrides = experiments.given_overrides(context)
     if engine not in ("torch", "vllm"):
         raise ConfigurationError(f"--engine {engine!r}: valid: torch, vllm (docs/vllm.md)")
-    target = Path(folder or f"runs/arithmetic-{seed}")
-    if not (target / "make_tasks.py").exists():
-        write_files(QUICKSTART, target)
+    target_folder = Path(folder or f"runs/arithmetic-{seed}")
+    if not (target_folder / "make_tasks.py").exists():
+        write_files(QUICKSTART, target_folder)
     _note_missing_compiler()
-    config, recipe = target / "experiment.toml", Recipe(target, seed, extra)
-    heads = ("--heads", 3, "--kv-heads", 1) if engine == "vllm" else ()  # of 32 dimensions
-    initial = ("--character-level", *heads)
-    model, keys = recipe.cold_start(config, target / "make_tasks.py", initial=initial, sft=extra)
+    config, recipe = target_folder / "experiment.toml", Recipe(target_folder, seed, user_overrides)
+    head_options = ("--heads", 3, "--kv-heads", 1) if engine == "vllm" else ()  # of 32 dimensions
+    model_options = ("--character-level", *head_options)
+    model, keys = recipe.cold_start(config, target_folder / "make_tasks.py", initial=model_options, sft=user_overrides)
     if not cold_start_only:
         # vLLM's fixed cost of a step exceeds what it saves for a model this small: more time gives as many steps
-        slow = ("--generator.engine=vllm", "--run.time_limit_s=600") if engine == "vllm" else ()
-        recipe.train(config, model, *keys, *slow)
+        vllm_keys = ("--generator.engine=vllm", "--run.time_limit_s=600") if engine == "vllm" else ()
+        recipe.train(config, model, *keys, *vllm_keys)
 
 
 def new(
@@ -95,11 +95,11 @@ def new(
         close_matches = difflib.get_close_matches(template, (*PROJECTS, GPU), n=1)
         hint = f"did you mean {close_matches[0]}? " if close_matches else ""
         raise ConfigurationError(f"--template {template!r}: {hint}valid: {', '.join((*PROJECTS, GPU))} (docs/new.md)")
-    folder, module = Path(name), _module_name(name, template)
+    folder, module_name = Path(name), _module_name(name, template)
     compiler = _compiler()
     if template == "kernel" and not compiler:
         raise ConfigurationError(f"--template kernel: {_no_compiler()}")
-    write_files(template, folder, _substitutions(module))
+    write_files(template, folder, _substitutions(module_name))
     typer.echo(
         f"{folder}: {PROJECTS[template]}\n\n  cd {folder}\n  make test   seconds\n  make run    minutes, on two cores"
     )
@@ -115,32 +115,32 @@ def _new_gpu_project(name: str, model: str, pool: str) -> None:
 
     if not model:
         raise ConfigurationError(f"--template {GPU} needs --model; valid: a folder, or the like of Qwen/Qwen3-4B")
-    folder, module = Path(name), _module_name(name, "math")
+    folder, module_name = Path(name), _module_name(name, "math")
     machine = experiments.described_machine(pool) or read_machine()
     model_path = model_folder(model, weights=False, key="--model")
-    tables = {
+    setting_tables = {
         "run": {"directory": "runs/rl", "steps": 200},
         "model": {"template": "chat" if has_chat_template(model_path) else "raw"},
         "tasks": {split: {"path": f"tasks/{split}.jsonl"} for split in ("train", "validation", "test")},
-        "verifier": {"name": f"{module}:score"},
+        "verifier": {"name": f"{module_name}:score"},
         "rollout": {"group_size": 8},
         "queue": {"groups_per_step": 32, "budget": 2},
         "algorithm": {"loss": "decoupled_ppo"},
         "evaluation": {"every_steps": 20},
     }
-    name = str(Path(model).resolve()) if model_path == model else model
-    experiment = fitted_experiment(machine, name, model_path, tables)
-    write_files("math", folder, _substitutions(module), (TEMPLATES / GPU, experiment))
-    check = "make check" if not pool else f"headway check experiment.toml --machine {Path(pool).resolve()}"
-    typer.echo(f"{folder}: {model} on its GPUs\n\n  cd {folder}\n  make tasks\n  {check}\n  make run")
+    model_name = str(Path(model).resolve()) if model_path == model else model
+    experiment_text = fitted_experiment(machine, model_name, model_path, setting_tables)
+    write_files("math", folder, _substitutions(module_name), (TEMPLATES / GPU, experiment_text))
+    check_command = "make check" if not pool else f"headway check experiment.toml --machine {Path(pool).resolve()}"
+    typer.echo(f"{folder}: {model} on its GPUs\n\n  cd {folder}\n  make tasks\n  {check_command}\n  make run")
 
 
 def _substitutions(module: str) -> dict[str, str]:
-    on_path = shutil.which("python")
-    activated = on_path is not None and os.path.samefile(Path(on_path).parent, Path(sys.executable).parent)
+    python_path = shutil.which("python")
+    is_activated = python_path is not None and os.path.samefile(Path(python_path).parent, Path(sys.executable).parent)
     # lets `make` find this interpreter even if its environment isn't activated, or its path has blanks
-    python = "python" if activated else shlex.quote(sys.executable).replace("$", "$$").replace("#", "\\#")
-    return {PLACEHOLDER: module, "PYTHON ?= python\n": f"PYTHON ?= {python}\n"}
+    python_command = "python" if is_activated else shlex.quote(sys.executable).replace("$", "$$").replace("#", "\\#")
+    return {PLACEHOLDER: module, "PYTHON ?= python\n": f"PYTHON ?= {python_command}\n"}
 
 
 def write_files(
@@ -158,40 +158,40 @@ def write_files(
     ConfigurationError for a folder that isn't empty, or can't be written.
     """
     remedy = "choose a folder that doesn't exist yet, or an empty one"
-    scratch: Path | None = None
+    scratch_folder: Path | None = None
     try:
         if folder.exists() and not folder.is_dir():
             raise ConfigurationError(f"{folder} is a file; {remedy}")
         if folder.is_dir() and (existing_names := sorted(os.listdir(folder))):
             raise ConfigurationError(f"{folder} isn't empty: it holds {', '.join(existing_names[:3])}; {remedy}")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        beside = folder if folder.is_dir() else folder.parent
-        scratch = Path(tempfile.mkdtemp(dir=beside, prefix=f".{folder.name}.", suffix=".partial"))
-        staged = scratch / "files"
-        staged.mkdir()  # with the rights that a new folder has here; those of `scratch` are its owner's alone
-        files = {file.name: file for file in sorted((TEMPLATES / template).iterdir())}
-        for file in (files | ({file.name: file for file in changed[0].iterdir()} if changed else {})).values():
+        scratch_parent = folder if folder.is_dir() else folder.parent
+        scratch_folder = Path(tempfile.mkdtemp(dir=scratch_parent, prefix=f".{folder.name}.", suffix=".partial"))
+        staged_folder = scratch_folder / "files"
+        staged_folder.mkdir()  # with the rights that a new folder has here; `scratch_folder`'s are its owner's alone
+        file_by_name = {file.name: file for file in sorted((TEMPLATES / template).iterdir())}
+        for file in (file_by_name | ({file.name: file for file in changed[0].iterdir()} if changed else {})).values():
             if file.is_file():
-                (staged / _substitute(file.name, substitutions)).write_text(
+                (staged_folder / _substitute(file.name, substitutions)).write_text(
                     _substitute(file.read_text(encoding="utf-8"), substitutions), encoding="utf-8"
                 )
         if changed:
-            (staged / "experiment.toml").write_text(changed[1], encoding="utf-8")
+            (staged_folder / "experiment.toml").write_text(changed[1], encoding="utf-8")
         if folder.is_dir():
-            for file in staged.iterdir():
+            for file in staged_folder.iterdir():
                 file.rename(folder / file.name)
         else:
-            staged.rename(folder)
+            staged_folder.rename(folder)
     except OSError as error:
         raise ConfigurationError(f"{folder} can't be written ({error.strerror}); choose a folder of your own") from None
     finally:
-        if scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
+        if scratch_folder is not None:
+            shutil.rmtree(scratch_folder, ignore_errors=True)
 
 
 def _substitute(text: str, substitutions: Mapping[str, str] | None) -> str:
-    for word, replacement in (substitutions or {}).items():
-        text = text.replace(word, replacement)
+    for placeholder, replacement in (substitutions or {}).items():
+        text = text.replace(placeholder, replacement)
     return text
 
 

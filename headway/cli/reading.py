@@ -40,11 +40,11 @@ def runs(
 
     run_folders = find_runs(folders or ["runs"])
     with ProgressBar("runs", silent=as_json) as bar:
-        listed = list_runs(run_folders, price_from(usd_per_device_hour), progress=bar)
+        listed_runs = list_runs(run_folders, price_from(usd_per_device_hour), progress=bar)
     if as_json:
-        print_json({"runs": listed})
-    elif listed:
-        print_runs(listed)
+        print_json({"runs": listed_runs})
+    elif listed_runs:
+        print_runs(listed_runs)
     else:
         typer.echo(f"no runs in {', '.join(folders or ['runs'])}")
 
@@ -83,21 +83,21 @@ def report(
     from headway.report.run_view import as_json as to_json
     from headway.report.run_view import view_run
 
-    view = with_cost(view_run(run[0]), price)
+    view_with_cost = with_cost(view_run(run[0]), price)
     if as_json:
-        print_json(to_json(view))
+        print_json(to_json(view_with_cost))
         return
 
-    print_rows(view.verdict.sentences, gap=2)
-    if view.verdict.pages:
-        typer.echo(f"what to do: {' '.join(view.verdict.pages)}")
+    print_rows(view_with_cost.verdict.sentences, gap=2)
+    if view_with_cost.verdict.pages:
+        typer.echo(f"what to do: {' '.join(view_with_cost.verdict.pages)}")
     if html:
         from headway.services.watch.page_file import write_run_page
 
         write_run_page(run[0], html, price)
-    page = html or str(Path(run[0]) / "report.html")
-    if Path(page).is_file():
-        typer.echo(f"report: {page}")
+    page_path = html or str(Path(run[0]) / "report.html")
+    if Path(page_path).is_file():
+        typer.echo(f"report: {page_path}")
 
 
 def _compare(run_dirs: list[str], price: float | None, html: str, as_json: bool) -> None:
@@ -126,8 +126,8 @@ def doctor(
     if live:
         from headway.report.live_waits import live_waits_text, read_live_waits
 
-        waits = read_live_waits(run)
-        return print_result(waits, as_json, lambda: typer.echo(live_waits_text(waits)))
+        live_waits = read_live_waits(run)
+        return print_result(live_waits, as_json, lambda: typer.echo(live_waits_text(live_waits)))
     from headway.report.doctor import diagnose_run, print_report
 
     price = price_from(usd_per_device_hour)
@@ -188,11 +188,11 @@ def explain_task(
     from headway.report.curriculum_text import overview_text, task_text
 
     history = RunHistory(run, simulated_tasks(Path(run)))
-    reason = history.explain(history.find(task)) if task else history.overview()
+    answer = history.explain(history.find(task)) if task else history.overview()
     if as_json:
-        print_json(reason)
+        print_json(answer)
     else:
-        typer.echo(overview_text(reason) if isinstance(reason, CurriculumExplanation) else task_text(reason, full=full))
+        typer.echo(overview_text(answer) if isinstance(answer, CurriculumExplanation) else task_text(answer, full=full))
 
 
 def trace(
@@ -205,8 +205,8 @@ def trace(
     """Write a timeline of workers and rollouts for https://ui.perfetto.dev. Default: the newest 30 steps."""
     from headway.report.trace import describe, write_trace
 
-    written = write_trace(run, out or None, from_step, to_step)
+    trace_summary = write_trace(run, out or None, from_step, to_step)
     if as_json:
-        print_json(dataclasses.asdict(written) | {"path": str(written.path)})
+        print_json(dataclasses.asdict(trace_summary) | {"path": str(trace_summary.path)})
     else:
-        typer.echo(describe(written))
+        typer.echo(describe(trace_summary))

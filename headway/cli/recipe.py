@@ -40,11 +40,11 @@ class Recipe:
         parser.add_argument("--seed", type=int, default=0, help="of tasks, model, cold start and RL")
         parser.add_argument("--directory", help=f"default: runs/{name}-SEED")
         parser.add_argument("--cold-start-only", action="store_true", help="stop before RL")
-        for option, (default, text) in options.items():
-            kind: dict[str, Any] = (
+        for option, (default, help_text) in options.items():
+            argument_settings: dict[str, Any] = (
                 {"action": "store_true"} if default is False else {"type": type(default), "default": default}
             )
-            parser.add_argument(f"--{option.replace('_', '-')}", help=text, **kind)
+            parser.add_argument(f"--{option.replace('_', '-')}", help=help_text, **argument_settings)
         namespace, overrides = parser.parse_known_args()
         arguments = vars(namespace)
         seed: int = arguments.pop("seed")
@@ -57,8 +57,8 @@ class Recipe:
         program, *arguments = map(str, words)
         print(f"\n$ {shlex.join((program, *arguments))}", flush=True)
         command = [sys.executable, *(("-m", "headway.cli.main") if program == "headway" else ()), *arguments]
-        if code := subprocess.run(command).returncode:
-            sys.exit(code if code > 0 else 1)
+        if exit_code := subprocess.run(command).returncode:
+            sys.exit(exit_code if exit_code > 0 else 1)
 
     def cold_start(
         self,
@@ -73,41 +73,41 @@ class Recipe:
         """Make tasks, a random model and its cold start on the tasks' ``sft.jsonl``. Returns the model's folder, and
         the keys of ``config`` that name tasks and seed. ``initial``, ``sft``: further arguments of init-model and sft;
         ``template``: the model's chat template."""
-        tasks, first, model = (self.folder / name for name in ("tasks", "init", "sft"))
+        tasks, init, model_folder = (self.folder / name for name in ("tasks", "init", "sft"))
         keys = [*(f"--tasks.{split}.path={tasks}/{split}.jsonl" for split in splits), f"--run.seed={self.seed}"]
         seed = ("--seed", self.seed)
         self.run("python", make_tasks, tasks, *seed, unless=tasks / f"{splits[-1]}.jsonl")
-        self.run("headway", "init-model", first, "--texts", tasks / "sft.jsonl", *initial, *seed, unless=first)
-        if template and not model.exists():
-            (first / "chat_template.jinja").write_text(template, encoding="utf-8")
-        files = (f"--model.path={first}", f"--sft.data={tasks}/sft.jsonl", f"--sft.output={model}")
-        self.run("headway", "sft", config, *files, *keys, *sft, unless=model)
-        return model, keys
+        self.run("headway", "init-model", init, "--texts", tasks / "sft.jsonl", *initial, *seed, unless=init)
+        if template and not model_folder.exists():
+            (init / "chat_template.jinja").write_text(template, encoding="utf-8")
+        path_options = (f"--model.path={init}", f"--sft.data={tasks}/sft.jsonl", f"--sft.output={model_folder}")
+        self.run("headway", "sft", config, *path_options, *keys, *sft, unless=model_folder)
+        return model_folder, keys
 
     def quickstart(self, template: str) -> tuple[Path, list[str]]:
         """Run the cold start of `headway quickstart`, and add a chat template to the model. Returns as `cold_start`."""
         self.run("headway", "quickstart", self.folder, "--seed", self.seed, "--cold-start-only")
-        model = self.folder / "chat"
-        if not model.exists():
-            shutil.copytree(self.folder / "sft", model)
-            (model / "chat_template.jinja").write_text(template, encoding="utf-8")
-        paths = [f"--tasks.{split}.path={self.folder}/tasks/{split}.jsonl" for split in ("train", "validation")]
-        return model, [*paths, f"--run.seed={self.seed}"]
+        model_folder = self.folder / "chat"
+        if not model_folder.exists():
+            shutil.copytree(self.folder / "sft", model_folder)
+            (model_folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+        task_paths = [f"--tasks.{split}.path={self.folder}/tasks/{split}.jsonl" for split in ("train", "validation")]
+        return model_folder, [*task_paths, f"--run.seed={self.seed}"]
 
     def train(self, config: str | Path, model: Path, *keys: str, command: str = "train", name: str = "rl") -> Path:
         """Train a model by RL in the folder ``name``, or resume that run, and print its report. Returns the run's
         folder."""
-        rl = self.folder / name
-        if _finished(rl):
-            print(f"\n{rl} holds a finished run; remove {self.folder} to start again.")
+        run_folder = self.folder / name
+        if _finished(run_folder):
+            print(f"\n{run_folder} holds a finished run; remove {self.folder} to start again.")
         else:
-            resume = ("--resume",) if (rl / "config.json").exists() else ()
-            files = (f"--model.path={model}", f"--run.directory={rl}")
-            self.run("headway", command, config, *resume, *files, *keys, *self.overrides)
-        self.run("headway", "report", rl)
-        return rl
+            resume_option = ("--resume",) if (run_folder / "config.json").exists() else ()
+            path_options = (f"--model.path={model}", f"--run.directory={run_folder}")
+            self.run("headway", command, config, *resume_option, *path_options, *keys, *self.overrides)
+        self.run("headway", "report", run_folder)
+        return run_folder
 
 
 def _finished(run: Path) -> bool:
-    summary = run / "summary.json"
-    return summary.exists() and bool(json.loads(summary.read_text(encoding="utf-8"))["finished"])
+    summary_file = run / "summary.json"
+    return summary_file.exists() and bool(json.loads(summary_file.read_text(encoding="utf-8"))["finished"])

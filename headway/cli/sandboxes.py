@@ -28,13 +28,13 @@ BACKEND = typer.Option("", "--backend", help="A provider as well: modal, e2b or 
 
 
 def add_commands(app: typer.Typer) -> None:
-    group = typer.Typer(help="Sandboxes of this machine.", no_args_is_help=True)
-    group.command("list")(list_)
-    group.command("reap")(reap)
-    experiments.add_command(group, check)
-    group.command("images")(list_images)
-    group.command("prune")(prune)
-    app.add_typer(group, name="sandboxes")
+    sandboxes_app = typer.Typer(help="Sandboxes of this machine.", no_args_is_help=True)
+    sandboxes_app.command("list")(list_)
+    sandboxes_app.command("reap")(reap)
+    experiments.add_command(sandboxes_app, check)
+    sandboxes_app.command("images")(list_images)
+    sandboxes_app.command("prune")(prune)
+    app.add_typer(sandboxes_app, name="sandboxes")
 
 
 def list_(state: Path | None = STATE, as_json: bool = JSON) -> None:
@@ -44,13 +44,13 @@ def list_(state: Path | None = STATE, as_json: bool = JSON) -> None:
     if as_json:
         return print_json({"sandboxes": [{"record": record, "owner_lives": alive} for record, alive in records]})
     for record, alive in records:
-        owner = f"{record.owner_pid} ({'alive' if alive else 'dead'})"
+        owner_text = f"{record.owner_pid} ({'alive' if alive else 'dead'})"
         labels = " ".join(f"{key}={value}" for key, value in sorted(record.labels.items()))
-        age = f"{time.time() - record.created_s:.0f} of {record.ttl_s:.0f} s"
-        typer.echo(f"{record.id}  {record.backend}  owner {owner}  run {record.run or '-'}  {age}  {labels}")
-    dead = sum(not alive for _, alive in records)
-    remedy = ": `headway sandboxes reap` removes those" if dead else ""
-    typer.echo(f"{len(records)} sandboxes, {dead} of dead owners{remedy}")
+        age_text = f"{time.time() - record.created_s:.0f} of {record.ttl_s:.0f} s"
+        typer.echo(f"{record.id}  {record.backend}  owner {owner_text}  run {record.run or '-'}  {age_text}  {labels}")
+    dead_count = sum(not alive for _, alive in records)
+    remedy = ": `headway sandboxes reap` removes those" if dead_count else ""
+    typer.echo(f"{len(records)} sandboxes, {dead_count} of dead owners{remedy}")
 
 
 def reap(state: Path | None = STATE, backend: str = BACKEND, as_json: bool = JSON) -> None:
@@ -65,12 +65,12 @@ def reap(state: Path | None = STATE, backend: str = BACKEND, as_json: bool = JSO
         reaped += daemon.query_default_daemon(daemon.reap)
     if backend:
         reaped += asyncio.run(_reap_hosted(backend))
-    living = sum(alive for _, alive in _sandbox_records(state))
+    living_count = sum(alive for _, alive in _sandbox_records(state))
     if as_json:
-        return print_json({"reaped": reaped, "living": living})
-    for owner in reaped:
-        typer.echo(str(owner))
-    typer.echo(f"{len(reaped)} dead owners were cleaned up; {living} sandboxes of living owners were kept")
+        return print_json({"reaped": reaped, "living": living_count})
+    for reaped_owner in reaped:
+        typer.echo(str(reaped_owner))
+    typer.echo(f"{len(reaped)} dead owners were cleaned up; {living_count} sandboxes of living owners were kept")
 
 
 def _sandbox_records(state: Path | None) -> list[tuple[SandboxRecord, bool]]:
@@ -120,10 +120,10 @@ def check(
     from headway.sandbox.local.backend import LocalBackend
     from headway.sandbox.preflight import findings
 
-    settings, needed = SandboxConfig(image=image, store=str(store or "")), 1
+    settings, needed_sandboxes = SandboxConfig(image=image, store=str(store or "")), 1
     if config:
         experiment = experiments.load(context, config)
-        settings, needed = experiment.sandbox, experiment.concurrent_rollouts
+        settings, needed_sandboxes = experiment.sandbox, experiment.concurrent_rollouts
     elif context.args:
         context.fail(f"unexpected argument: {context.args[0]}")
 
@@ -131,7 +131,7 @@ def check(
         spec = await spec_of(settings)
         backend = LocalBackend(state) if state is not None and settings.backend == "local" else backend_of(settings)
         try:
-            return await findings(settings, backend, needed, spec=spec)
+            return await findings(settings, backend, needed_sandboxes, spec=spec)
         finally:
             await backend.close()
 
@@ -144,25 +144,25 @@ def check(
     for finding in preflight_findings:
         if not finding.fatal:
             typer.echo(f"warning: {finding}")
-    fatal = [str(finding) for finding in preflight_findings if finding.fatal]
-    if fatal:
-        raise ConfigurationError("sandboxes: " + "; ".join(fatal))
+    fatal_texts = [str(finding) for finding in preflight_findings if finding.fatal]
+    if fatal_texts:
+        raise ConfigurationError("sandboxes: " + "; ".join(fatal_texts))
     typer.echo("sandboxes work here, with all limits" if not settings.allow_unbounded else "sandboxes work here")
 
 
 def list_images(store: Path | None = STORE, as_json: bool = JSON) -> None:
     """List unpacked images, the longest unused first: size, last use, whether a sandbox uses it, source."""
-    opened = _store(store)
-    images = opened.images() if opened is not None else []
-    used = opened.used_bytes() if opened is not None else 0
+    opened_store = _store(store)
+    images = opened_store.images() if opened_store is not None else []
+    used_bytes = opened_store.used_bytes() if opened_store is not None else 0
     if as_json:
-        return print_json({"images": images, "used_bytes": used})
+        return print_json({"images": images, "used_bytes": used_bytes})
     for image in images:
         idle_h = max(0.0, time.time() - image.used_s) / 3600
         use = "in use" if image.in_use else "unused"
         name, layers = image.record.id[:12], len(image.record.layers)
         typer.echo(f"{name}  {_size(image.bytes)} in {layers} layers  {idle_h:.1f} h ago  {use}  {image.record.source}")
-    typer.echo(f"{len(images)} images, {_size(used)} on disk: shared layers are stored once")
+    typer.echo(f"{len(images)} images, {_size(used_bytes)} on disk: shared layers are stored once")
 
 
 def prune(
@@ -171,14 +171,14 @@ def prune(
     as_json: bool = JSON,
 ) -> None:
     """Remove unused unpacked images, the longest unused first, and layers of no image."""
-    opened = _store(store)
+    opened_store = _store(store)
     removed: list[str] = []
     remaining_bytes = 0
-    if opened is not None:
-        with opened.changing() as change:
+    if opened_store is not None:
+        with opened_store.changing() as change:
             change.prune(to_bytes)
             removed = change.removed
-        remaining_bytes = opened.used_bytes()
+        remaining_bytes = opened_store.used_bytes()
     if as_json:
         return print_json({"removed": removed, "left_bytes": remaining_bytes})
     for line in removed:

@@ -50,11 +50,11 @@ def serve(
     from headway.services.serve import serve_settings_from
 
     settings = serve_settings_from(model, address, context_tokens, keys, record, overrides, adapters)
-    endpoint, tokens = settings.experiment.endpoint, settings.experiment.max_sequence_tokens
+    endpoint, max_tokens = settings.experiment.endpoint, settings.experiment.max_sequence_tokens
 
     def ready(url: str) -> None:
-        names = ", ".join(map(repr, (endpoint.model, *settings.adapters)))
-        typer.echo(f"{model} as {names}, {tokens} tokens of context, on {', '.join(devices)}")
+        names_text = ", ".join(map(repr, (endpoint.model, *settings.adapters)))
+        typer.echo(f"{model} as {names_text}, {max_tokens} tokens of context, on {', '.join(devices)}")
         typer.echo(f"OPENAI_BASE_URL={url}/v1")
 
     devices = settings.experiment.generator.devices

@@ -22,11 +22,11 @@ AUTO = "auto"  # for --plan
 
 
 def add_commands(app: typer.Typer) -> None:
-    file = "experiment.toml"
-    experiments.add_command(app, train, f"headway train {file} --queue.budget=8 --run.seed=3")
-    experiments.add_command(app, serve_buffer, f"headway serve-buffer {file} --endpoint.address=127.0.0.1:8000")
-    experiments.add_command(app, check, f"headway check {file} --no-calibrate")
-    experiments.add_command(app, evaluate, f"headway eval {file} --model runs/rl/best", name="eval")
+    file_name = "experiment.toml"
+    experiments.add_command(app, train, f"headway train {file_name} --queue.budget=8 --run.seed=3")
+    experiments.add_command(app, serve_buffer, f"headway serve-buffer {file_name} --endpoint.address=127.0.0.1:8000")
+    experiments.add_command(app, check, f"headway check {file_name} --no-calibrate")
+    experiments.add_command(app, evaluate, f"headway eval {file_name} --model runs/rl/best", name="eval")
 
 
 def train(
@@ -54,8 +54,8 @@ def train(
     """
     if machine:
         raise ConfigurationError(f"--machine {machine} describes a machine: valid with check; train runs on this one")
-    settings = _plan_settings(context, config, plan, resume)
-    experiment = experiments.load(context, config, *settings, resume=resume)
+    plan_overrides = _plan_settings(context, config, plan, resume)
+    experiment = experiments.load(context, config, *plan_overrides, resume=resume)
     _check(experiment, resume=resume, complete=dry_run, quiet=as_json)
     if dry_run:
         from headway.report.dry_run import dry_run_rows
@@ -74,11 +74,11 @@ def train(
 
             on_line = keep_plan(plan, experiment.run.directory, on_line)
         summary = run(experiment, resume=resume, take_over=take_over, on_line=on_line)
-    best = Path(experiment.run.directory) / "best"
-    if price is not None and best.is_dir():
+    best_folder = Path(experiment.run.directory) / "best"
+    if price is not None and best_folder.is_dir():
         from headway.orchestrator.jobs.model_card import write_run_card
 
-        write_run_card(best, experiment.run.directory, price)
+        write_run_card(best_folder, experiment.run.directory, price)
     _finish(summary, experiment.run.directory, as_json, price)
 
 
@@ -174,14 +174,14 @@ def check(
             on_progress=progress,
             on_findings=(lambda findings: None) if as_json else _print_findings,
         )
-    failed = any(finding.level == "error" for finding in report.findings)
+    has_error = any(finding.level == "error" for finding in report.findings)
     if as_json:
         print_json(report)
-    elif not failed:
+    elif not has_error:
         print_preview(report, experiment)
         if not report.findings:
             typer.echo("\nNothing found: the run can start.")
-    if failed:
+    if has_error:
         raise typer.Exit(2)
 
 
@@ -210,9 +210,9 @@ def evaluate(
     from headway.report.live_view import evaluation_line
     from headway.report.progress_bars import ProgressBar
 
-    path = model or experiment.model.path
+    model_path = model or experiment.model.path
     with ProgressBar("rollouts", silent=as_json) as bar:
-        record = evaluate_model(experiment, model_path=path, adapter_path=adapter, split=split, on_progress=bar)
+        record = evaluate_model(experiment, model_path=model_path, adapter_path=adapter, split=split, on_progress=bar)
     print_result(record, as_json, lambda: typer.echo(evaluation_line(record)))
 
 
@@ -226,8 +226,8 @@ def _check(experiment: Experiment, *, resume: bool, complete: bool, quiet: bool)
     if not quiet or errors:
         _print_findings(findings if complete or errors else [f for f in findings if f.level == "warning"])
     if errors:
-        count = "1 error" if len(errors) == 1 else f"{len(errors)} errors"
-        raise ConfigurationError(f"check found {count}; the run was not started")
+        count_text = "1 error" if len(errors) == 1 else f"{len(errors)} errors"
+        raise ConfigurationError(f"check found {count_text}; the run was not started")
 
 
 def _print_findings(findings: list[Finding]) -> None:

@@ -49,7 +49,7 @@ from headway.runtime.supervision import INTERRUPTS, handled_signals
 from headway.telemetry.exporters.exporters import start_exports
 from headway.telemetry.ledger import EVENT_END, Ledger, read_ledger, read_ledger_tail
 from headway.telemetry.rollouts.recorder import RolloutRecorder
-from headway.telemetry.summary import best_version, evaluations, is_finished, last_step, recorded_steps, summarise
+from headway.telemetry.summary import best_version, evaluations, is_finished, last_live_step, recorded_steps, summarise
 from headway.telemetry.trace_file import TraceFile
 from headway.tokens.tokenizer import Tokenizer
 from headway.trainer.checkpoints import remove_leftovers
@@ -128,7 +128,7 @@ async def _train(
         await stack.enter_async_context(watching)
         await stack.enter_async_context(watching_alerts(run.context, directory.path, ledger, recorded, ALERTS))
         observers.announce()
-        await run.begin(recorded_steps(recorded), last_step(recorded), best_version(recorded))
+        await run.begin(recorded_steps(recorded), last_live_step(recorded), best_version(recorded))
         if resume and (change := changed_tasks(run.context.tasks, recorded)):
             run.context.event("tasks_changed", change)
         await run.train()

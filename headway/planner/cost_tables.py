@@ -11,11 +11,11 @@ from headway.planner.costs import OwnedCost, PricedRun, ServiceComparison
 def owned_rows(owned: OwnedCost) -> dict[str, str]:
     """Label -> text, in the order they are printed."""
     lines, cost = owned.lines, owned.cost
-    bought = ("server", "service", "networking", "storage", "software", "installation")
+    cost_names = ("server", "service", "networking", "storage", "software", "installation")
     per_kw = cost.electricity_usd_per_kw_month + lines.colocation_usd_per_kw_month
     return {
         "capital": f"${cost.capital_usd:,.0f} for {lines.devices} devices, ${cost.capital_usd_per_device:,.0f} each",
-        "of which": ", ".join(f"{name} {getattr(lines, f'{name}_usd'):,.0f}" for name in bought),
+        "of which": ", ".join(f"{name} {getattr(lines, f'{name}_usd'):,.0f}" for name in cost_names),
         "annuity": (
             f"${cost.capital_usd_per_month:,.2f} a month over {lines.life_years:g} years at "
             f"{lines.capital_cost_per_year:.2%}; ${cost.capital_usd_per_device_hour:.4f} a device-hour"
@@ -45,11 +45,11 @@ def print_steps(priced: PricedRun, console: Console | None = None) -> None:
     if priced.service is not None:
         for name in ("prefill $", "sample", "train", "service", "$/M"):
             table.add_column(name, justify="right")
-    for index, (step, usd, ratio) in enumerate(
+    for index, (step, usd, usd_per_mtok) in enumerate(
         zip(priced.run.steps, priced.owned.usd, priced.owned.usd_per_mtok, strict=True)
     ):
-        tokens = priced.run.batch * step.sequence_tokens / 1e6
-        cells = [str(index), f"{step.seconds:g}", f"{tokens:.3f}", f"{usd:.2f}", f"{ratio:.2f}"]
+        million_tokens = priced.run.batch * step.sequence_tokens / 1e6
+        cells = [str(index), f"{step.seconds:g}", f"{million_tokens:.3f}", f"{usd:.2f}", f"{usd_per_mtok:.2f}"]
         if priced.service is not None:
             part = priced.service_parts[index]
             dollars = (part.prefill_usd, part.sample_usd, part.train_usd, part.usd, priced.service.usd_per_mtok[index])
@@ -106,6 +106,6 @@ def service_rows(costs: ServiceComparison) -> dict[str, str]:
 
 def _notes(costs: OwnedCost | PricedRun | ServiceComparison) -> dict[str, str]:
     """Rows of the contradictions in the source, and of the source."""
-    texts = [] if isinstance(costs, ServiceComparison) else costs.contradictions
-    rows = {"in the source" + f" {number}" * (number > 1): text for number, text in enumerate(texts, 1)}
+    contradictions = [] if isinstance(costs, ServiceComparison) else costs.contradictions
+    rows = {"in the source" + f" {number}" * (number > 1): text for number, text in enumerate(contradictions, 1)}
     return rows | {"source": f"{costs.source.source} ({costs.source.date})"}

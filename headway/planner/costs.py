@@ -66,18 +66,18 @@ def agrees(computed: float, printed: float) -> bool:
 
 def price_of(catalogue: Catalogue, name: str) -> float:
     """Dollars of a device's hour, in whole cents: ``owned.NAME`` by its total cost, ``rented.NAME``, or a number."""
-    section, _, entry = name.partition(".")
-    if section == "owned" and entry:
-        return round(owned_cost(catalogue, entry).cost.usd_per_device_hour, 2)
-    if section == "rented" and entry:
-        return catalogue.entry("rented", entry, RentedDevice).usd_per_device_hour
+    section, _, entry_name = name.partition(".")
+    if section == "owned" and entry_name:
+        return round(owned_cost(catalogue, entry_name).cost.usd_per_device_hour, 2)
+    if section == "rented" and entry_name:
+        return catalogue.entry("rented", entry_name, RentedDevice).usd_per_device_hour
     try:
         price = float(name)
     except ValueError:
         price = -1.0
     if not 0 <= price < float("inf"):
-        known = [f"{part}.{each}" for part in ("owned", "rented") for each in catalogue.names(part)]
-        raise ConfigurationError(f"price {name!r}: valid: dollars of at least 0, or {', '.join(known)}")
+        valid_names = [f"{kind}.{priced_name}" for kind in ("owned", "rented") for priced_name in catalogue.names(kind)]
+        raise ConfigurationError(f"price {name!r}: valid: dollars of at least 0, or {', '.join(valid_names)}")
     return price
 
 
@@ -104,20 +104,20 @@ def priced_run(catalogue: Catalogue, name: str, price: str = "", service: str = 
     """Price the run ``name`` of the catalogue by its own price and service, or by ``price`` and ``service``."""
     run = catalogue.entry("runs", name, RunTable)
     hour, devices = price_of(catalogue, price or run.price), run.generator_devices + run.trainer_devices
-    loads = [load_of(run, step) for step in run.steps]
-    owned = arithmetic.run_cost([arithmetic.step_usd(load.seconds, devices, hour) for load in loads], loads)
-    parts: tuple[ServiceCost, ...] = ()
+    step_loads = [load_of(run, step) for step in run.steps]
+    owned = arithmetic.run_cost([arithmetic.step_usd(load.seconds, devices, hour) for load in step_loads], step_loads)
+    service_costs: tuple[ServiceCost, ...] = ()
     if service := service or run.service:
         prices = catalogue.entry("services", service, TokenPrices)
         catalogue.known("services", service, "train_usd_per_mtok")
-        longest = max(load.sequence_tokens for load in loads)
-        if longest > (prices.context_tokens or longest):
+        longest_tokens = max(load.sequence_tokens for load in step_loads)
+        if longest_tokens > (prices.context_tokens or longest_tokens):
             raise ConfigurationError(
                 f"services.{service}: its prices hold for sequences of up to {prices.context_tokens:,} tokens; "
-                f"runs.{name} has a step with {longest:,.0f} in the mean"
+                f"runs.{name} has a step with {longest_tokens:,.0f} in the mean"
             )
-        parts = tuple(arithmetic.service_cost(load, prices) for load in loads)
-    rented = arithmetic.run_cost([part.usd for part in parts], loads) if parts else None
+        service_costs = tuple(arithmetic.service_cost(load, prices) for load in step_loads)
+    service_total = arithmetic.run_cost([part.usd for part in service_costs], step_loads) if service_costs else None
     return PricedRun(
         name=name,
         source=catalogue.source("runs", name),
@@ -125,10 +125,10 @@ def priced_run(catalogue: Catalogue, name: str, price: str = "", service: str = 
         usd_per_device_hour=hour,
         owned=owned,
         service_name=service,
-        service=rented,
-        service_parts=parts,
-        owned_over_service=rented
-        and (owned.mean_of_ratios / rented.mean_of_ratios, owned.ratio_of_means / rented.ratio_of_means),
+        service=service_total,
+        service_parts=service_costs,
+        owned_over_service=service_total
+        and (owned.mean_of_ratios / service_total.mean_of_ratios, owned.ratio_of_means / service_total.ratio_of_means),
         run=run,
         contradictions=[] if price else _run_contradictions(run, owned),
     )
@@ -141,12 +141,12 @@ def load_of(run: RunTable, step: PublishedStep) -> StepLoad:
 
 def _run_contradictions(run: RunTable, owned: RunCost) -> list[str]:
     """Return contradictions in the printed figures: say a mean of ratios where the printed means have another ratio."""
-    printed = run.published_usd_per_mtok
-    if printed is None:
+    printed_usd = run.published_usd_per_mtok
+    if printed_usd is None:
         return []
-    if not agrees(owned.mean_of_ratios, printed):
-        return [f"{printed:g} $/M tokens is printed; {owned.mean_of_ratios:.4f} follows from the steps"]
-    text = f"{printed:g} $/M tokens is a mean of ratios; all dollars over all tokens are {owned.ratio_of_means:.2f}"
+    if not agrees(owned.mean_of_ratios, printed_usd):
+        return [f"{printed_usd:g} $/M tokens is printed; {owned.mean_of_ratios:.4f} follows from the steps"]
+    text = f"{printed_usd:g} $/M tokens is a mean of ratios; all dollars over all tokens are {owned.ratio_of_means:.2f}"
     if run.mean is not None and {"usd", "tokens"} <= run.mean.printed.keys():
         usd, tokens = run.mean.printed["usd"], run.mean.printed["tokens"]
         text += f" (printed means: {usd:,.2f} / {tokens / 1e6:.3f} M = {1e6 * usd / tokens:.2f})"
@@ -189,25 +189,25 @@ def service_comparison(
     priced = priced_run(catalogue, run, price, service)
     assert priced.service is not None
     try:
-        factor = arithmetic.replay_factor(failures_per_hour, lost_hours)
+        replay_factor = arithmetic.replay_factor(failures_per_hour, lost_hours)
     except ValueError as error:
         raise ConfigurationError(str(error)) from None
-    loads = [load_of(priced.run, step) for step in priced.run.steps]
-    rate = sum(load.tokens for load in loads) / sum(load.seconds for load in loads)
-    hour = priced.usd_per_device_hour * factor
-    even = arithmetic.break_even_tokens_per_s(priced.devices, hour, priced.service.ratio_of_means)
-    counts = sorted({*(2**power for power in range(10) if 2**power < most_tenants), most_tenants})
+    step_loads = [load_of(priced.run, step) for step in priced.run.steps]
+    tokens_per_s = sum(load.tokens for load in step_loads) / sum(load.seconds for load in step_loads)
+    usd_per_hour = priced.usd_per_device_hour * replay_factor
+    break_even = arithmetic.break_even_tokens_per_s(priced.devices, usd_per_hour, priced.service.ratio_of_means)
+    tenant_counts = sorted({*(2**power for power in range(10) if 2**power < most_tenants), most_tenants})
     return ServiceComparison(
         service_name=service,
         source=catalogue.source("services", service),
         run_name=run,
         devices=priced.devices,
-        usd_per_device_hour=hour,
-        replay_factor=factor,
-        tokens_per_s=rate,
-        own_usd_per_mtok=priced.owned.ratio_of_means * factor,
+        usd_per_device_hour=usd_per_hour,
+        replay_factor=replay_factor,
+        tokens_per_s=tokens_per_s,
+        own_usd_per_mtok=priced.owned.ratio_of_means * replay_factor,
         service_usd_per_mtok=priced.service.ratio_of_means,
-        break_even_tokens_per_s=even,
-        utilization=even / rate,
-        pools=[] if tenant is None else [shared_pool(tenant, count) for count in counts],
+        break_even_tokens_per_s=break_even,
+        utilization=break_even / tokens_per_s,
+        pools=[] if tenant is None else [shared_pool(tenant, count) for count in tenant_counts],
     )

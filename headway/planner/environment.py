@@ -92,10 +92,10 @@ class EnvironmentGenerator:
 
     async def generate(self, request: GenerationRequest, watch: Watch | None = None) -> GenerationResult:
         """See :class:`headway.records.clients.Generator`."""
-        key = request.sampling.seed
-        state = self._states.get(key)
+        seed = request.sampling.seed
+        state = self._states.get(seed)
         if state is None:
-            state = self._states[key] = _RolloutState(plan=self._workload.plan(request))
+            state = self._states[seed] = _RolloutState(plan=self._workload.plan(request))
         state.cut = False
         self._open[request.request_id] = state
         try:
@@ -176,10 +176,10 @@ class EnvironmentGenerator:
         async with self._starting or contextlib.nullcontext():
             began_s = self.clock.now()
             counts.waiting_s += began_s - asked_s
-            step = self.engine.version
-            seconds = environment.start_s.draw(mix(key, _START), step)
-            seconds *= self._scenario.drifted("environment.start_s", step)
-            await self.clock.sleep(max(0.0, seconds))
+            version = self.engine.version
+            start_s = environment.start_s.draw(mix(key, _START), version)
+            start_s *= self._scenario.drifted("environment.start_s", version)
+            await self.clock.sleep(max(0.0, start_s))
             counts.starting_s += self.clock.now() - began_s
         if environment.start_failure and uniform(mix(key, _START, 1)) < environment.start_failure:
             counts.start_failures += 1
@@ -193,10 +193,10 @@ class EnvironmentGenerator:
         self.counts.tool_calls += 1
         began_s = self.clock.now()
         loop = asyncio.get_running_loop()
-        state.waking = replied = loop.create_future()
-        timer = loop.call_later(turn.tool_s, _wake, replied)  # the loop's time is the clock's
+        state.waking = reply_future = loop.create_future()
+        timer = loop.call_later(turn.tool_s, _wake, reply_future)  # the loop's time is the clock's
         try:
-            await replied
+            await reply_future
         finally:
             timer.cancel()
             state.waking = None
@@ -234,22 +234,22 @@ class _Turns:
 
     async def _run_turns(self) -> tuple[FinishReason, str]:
         state, environment = self._state, self._owner.environment
-        position, done = 0, len(state.so_far.ids)
+        planned_tokens, done_tokens = 0, len(state.so_far.ids)
         if environment.start == "rollout" and state.live_since_s is None:
             error = await self._start_sandbox()
             if error:
                 return "error", error
-        for number, turn in enumerate(state.plan.turns):
-            last = number == len(state.plan.turns) - 1
-            if done < position + turn.tokens:
-                reason = await self._model_call(position + turn.tokens - done, last)
+        for turn_index, turn in enumerate(state.plan.turns):
+            is_last = turn_index == len(state.plan.turns) - 1
+            if done_tokens < planned_tokens + turn.tokens:
+                reason = await self._model_call(planned_tokens + turn.tokens - done_tokens, is_last)
                 if reason != "stop":
                     return reason, "the engine failed"
-                done = position + turn.tokens
-            if last:
+                done_tokens = planned_tokens + turn.tokens
+            if is_last:
                 return "stop", ""
-            position += turn.tokens + turn.reply_tokens
-            if done < position:
+            planned_tokens += turn.tokens + turn.reply_tokens
+            if done_tokens < planned_tokens:
                 began_s = self._owner.clock.now()
                 try:
                     reason, error = await self._tool_call(turn)
@@ -257,7 +257,7 @@ class _Turns:
                     state.environment_s += self._owner.clock.now() - began_s
                 if reason != "stop":
                     return reason, error
-                done = position
+                done_tokens = planned_tokens
             if len(state.so_far.ids) >= self._request.sampling.max_tokens:
                 return "length", ""
         raise AssertionError("a plan has a last turn")
@@ -273,27 +273,27 @@ class _Turns:
             max_tokens=requested_tokens,
             stop_token_ids=request.sampling.stop_token_ids if last and requested_tokens == tokens else (),
         )
-        key = request.sampling.seed
-        call = GenerationRequest(
+        seed = request.sampling.seed
+        call_request = GenerationRequest(
             request_id=f"{request.request_id}/{state.turns}",
-            prompt_ids=CountedTokens.of(len(request.prompt_ids) + len(state.so_far.ids), seed=key),
+            prompt_ids=CountedTokens.of(len(request.prompt_ids) + len(state.so_far.ids), seed=seed),
             sampling=sampling,
             priority=request.priority,
             interruptible=request.interruptible,
-            session=str(key) if self._owner.environment.keep_kv else "",
+            session=str(seed) if self._owner.environment.keep_kv else "",
         )
         state.turns += 1
-        state.request_id = call.request_id
+        state.request_id = call_request.request_id
         try:
-            result = await self._owner.engine.generate(call, self._watch_of_call())
+            generation = await self._owner.engine.generate(call_request, self._watch_of_call())
         finally:
             state.request_id = ""
-        self._reprefills += result.reprefills
-        self._first_token_s = self._first_token_s or result.first_token_s
-        state.so_far = _extended(state.so_far, result.response)
-        if result.finish_reason == "stop" and requested_tokens < tokens:
+        self._reprefills += generation.reprefills
+        self._first_token_s = self._first_token_s or generation.first_token_s
+        state.so_far = _extended(state.so_far, generation.response)
+        if generation.finish_reason == "stop" and requested_tokens < tokens:
             return "length"
-        return result.finish_reason
+        return generation.finish_reason
 
     async def _tool_call(self, turn: TurnProfile) -> tuple[FinishReason, str]:
         """Wait for the sandbox's reply; "abort" when the rollout was cancelled meanwhile, even if a reply came."""

@@ -68,10 +68,11 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def last_session(self) -> list[StepRecord]:
-        """Informative steps since the run was last resumed, possibly with other settings."""
-        events = ((i, line) for i, line in enumerate(self.lines) if isinstance(line, EventRecord))
-        resumed = max((i for i, event in events if event.event == EVENT_RESUME), default=-1)
-        return usable(undisturbed(self.lines[resumed + 1 :]))
+        """The steps since the last resume (all, if there was none) that measure rates: trained, not rebuilt after a
+        kill, undisturbed by incidents. Settings may differ before it."""
+        numbered_events = ((index, line) for index, line in enumerate(self.lines) if isinstance(line, EventRecord))
+        resume_index = max((index for index, event in numbered_events if event.event == EVENT_RESUME), default=-1)
+        return usable(undisturbed(self.lines[resume_index + 1 :]))
 
 
 class RunScenario(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,15 +103,15 @@ def read_run(path: str | Path) -> RecordedRun:
     devices, ranks = experiment.generator.devices, experiment.trainer.devices
     shape = shape_of(experiment, len(sharing(devices, ranks)))
     if is_simulated(folder):
-        described = _read_scenario(folder / SCENARIO_FILE)
-        if described.workload.multi_turn:
+        scenario = _read_scenario(folder / SCENARIO_FILE)
+        if scenario.workload.multi_turn:
             raise ConfigurationError(
                 f"{folder} simulates rollouts of several turns: a ledger doesn't record what they took"
             )
-        hardware = described.hardware
-        yielded = len(devices) if hardware.generator.shares_devices else 0
+        hardware = scenario.hardware
+        yielded_replicas = len(devices) if hardware.generator.shares_devices else 0
         shape = msgspec.structs.replace(
-            shape, verifiers=hardware.verifiers, ranks=hardware.trainer.devices, yielded_replicas=yielded
+            shape, verifiers=hardware.verifiers, ranks=hardware.trainer.devices, yielded_replicas=yielded_replicas
         )
     return RecordedRun(path=folder, experiment=experiment, lines=lines, shape=shape)
 
@@ -118,11 +119,11 @@ def read_run(path: str | Path) -> RecordedRun:
 def _read_scenario(path: Path) -> Scenario:
     """The scenario of a simulated run, from its folder. Raises ConfigurationError."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw_scenario = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path} can't be read: {error}") from None
-    known = ("hardware", "workload")
-    return validate({name: raw[name] for name in known if name in raw}, str(path), Scenario)
+    known_sections = ("hardware", "workload")
+    return validate({name: raw_scenario[name] for name in known_sections if name in raw_scenario}, str(path), Scenario)
 
 
 def window(run: RecordedRun, asked: tuple[int | None, int | None] | None = None) -> list[StepRecord]:
@@ -130,16 +131,16 @@ def window(run: RecordedRun, asked: tuple[int | None, int | None] | None = None)
     ConfigurationError where they are too few."""
     budget, steps = run.experiment.queue.budget, run.steps
     if asked is not None:
-        first, end = asked[0] or 0, math.inf if asked[1] is None else asked[1]
-        chosen = [r for r in steps if first <= r.step < end]
+        first, end_step = asked[0] or 0, math.inf if asked[1] is None else asked[1]
+        chosen = [step for step in steps if first <= step.step < end_step]
         subset = f"of its steps from {first} to before {'the end' if asked[1] is None else asked[1]}"
     else:
         steps = run.last_session
         first = steps[0].step if steps else 0
-        settled = [r for r in steady(steps, budget, run.experiment.run.steps) if r.step > first + budget]
-        if len(settled) < LEAST_STEPS:  # a run that is as short as its queue
-            settled = [r for r in steps if r.step > first + budget]
-        chosen = settled[-max(LEAST_STEPS, len(settled) // 2) :]
+        settled_steps = [step for step in steady(steps, budget, run.experiment.run.steps) if step.step > first + budget]
+        if len(settled_steps) < LEAST_STEPS:  # a run that is as short as its queue
+            settled_steps = [step for step in steps if step.step > first + budget]
+        chosen = settled_steps[-max(LEAST_STEPS, len(settled_steps) // 2) :]
         subset = f"of its steps after the first {budget + 1}{' since the resume' * (first > 0)}, which fill the queue,"
     if len(chosen) < LEAST_STEPS:
         raise ConfigurationError(
@@ -164,35 +165,35 @@ def scenario_from(
         raise ConfigurationError(f"{run.path}: no response finished in steps {steps[0].step} to {steps[-1].step}")
     unidentified = dict(model.unidentified) | _not_simulated(run, steps, model)
     if beside is None:
-        rates = costs(steps, shape.replicas, shape.even_requests)
+        phase_costs = costs(steps, shape.replicas, shape.even_requests)
     else:
-        other, others = beside
+        other, other_steps = beside
         if other.shape.replicas != shape.replicas:
             raise ConfigurationError(
                 f"{other.path} has {other.shape.replicas} replicas and {run.path} {shape.replicas}: interference "
                 "can only be estimated from runs on the same machine"
             )
-        rates = separated_costs(steps, others, shape.replicas, shape.even_requests)
+        phase_costs = separated_costs(steps, other_steps, shape.replicas, shape.even_requests)
         del unidentified["interference"]
-        if rates.unknown:
+        if phase_costs.unknown:
             unidentified["interference"] = (
-                f"{' and '.join(rates.unknown)} meets the other side about equally in both runs: its rate "
+                f"{' and '.join(phase_costs.unknown)} meets the other side about equally in both runs: its rate "
                 "includes that cost"
             )
     seed, directory = run.experiment.run.seed, _default_directory(run.path)
-    raw = {
+    raw_scenario = {
         "run": {"seed": seed, "directory": directory, "steps": steps_to_simulate(run.experiment)},
         **kept_sections(run.experiment, unidentified),
-        "hardware": _hardware(run, steps, model, rates),
+        "hardware": _hardware(run, steps, model, phase_costs),
         "workload": _workload(run, steps, model, unidentified),
     }
-    apply_overrides(raw, overrides, Scenario)
-    scenario = validate(raw, f"the scenario of {run.path}", Scenario)
+    apply_overrides(raw_scenario, overrides, Scenario)
+    scenario = validate(raw_scenario, f"the scenario of {run.path}", Scenario)
     if Path(scenario.run.directory).resolve() == run.path.resolve():
         raise ConfigurationError(f"run.directory = {scenario.run.directory!r} is the run itself: choose another one")
     return RunScenario(
         scenario=scenario,
-        raw=raw,
+        raw=raw_scenario,
         run=str(run.path),
         first_step=steps[0].step,
         last_step=steps[-1].step,
@@ -208,9 +209,9 @@ def _default_directory(path: Path) -> str:
 
 
 def steps_to_simulate(experiment: Experiment) -> int:
-    filling = 2 * (experiment.queue.budget + 1)
-    samples = experiment.queue.groups_per_step * experiment.rollout.group_size
-    return filling + max(_LEAST_STEPS_SIMULATED, math.ceil(_ROLLOUTS / samples))
+    filling_steps = 2 * (experiment.queue.budget + 1)
+    samples_per_step = experiment.queue.groups_per_step * experiment.rollout.group_size
+    return filling_steps + max(_LEAST_STEPS_SIMULATED, math.ceil(_ROLLOUTS / samples_per_step))
 
 
 # --- from the experiment ---------------------------------------------------------------------------------
@@ -219,24 +220,24 @@ def steps_to_simulate(experiment: Experiment) -> int:
 def kept_sections(experiment: Experiment, unidentified: dict[str, str]) -> dict[str, Any]:
     """The experiment's sections that a scenario has as well; the user's own functions are left out and named."""
     configured = experiment.model_dump(mode="json", exclude_defaults=True)
-    raw: dict[str, Any] = {}
-    for section, dropped in _KEPT.items():
-        kept = {key: value for key, value in configured.get(section, {}).items() if key not in dropped}
-        if kept:
-            raw[section] = kept
-    raw["checkpoint"] = {"every_steps": experiment.checkpoint.every_steps}  # a scenario has another default
+    sections: dict[str, Any] = {}
+    for section, dropped_keys in _KEPT.items():
+        kept_keys = {key: value for key, value in configured.get(section, {}).items() if key not in dropped_keys}
+        if kept_keys:
+            sections[section] = kept_keys
+    sections["checkpoint"] = {"every_steps": experiment.checkpoint.every_steps}  # a scenario has another default
     names: list[str] = []
     if ":" in experiment.algorithm.advantage:
-        raw["algorithm"].pop("advantage")
+        sections["algorithm"].pop("advantage")
         names.append("algorithm.advantage")
     hooks = configured.get("hooks", {})
     names += [f"hooks.{key}" for key, value in hooks.items() if value not in HOOKS[key]]
-    builtin = {key: value for key, value in hooks.items() if value in HOOKS[key]}
-    if builtin:
-        raw["hooks"] = builtin
+    builtin_hooks = {key: value for key, value in hooks.items() if value in HOOKS[key]}
+    if builtin_hooks:
+        sections["hooks"] = builtin_hooks
     if names:
         unidentified["functions"] = f"{', '.join(names)}: the run's hooks are not called; acceptance includes them"
-    return raw
+    return sections
 
 
 def _not_simulated(run: RecordedRun, steps: Sequence[StepRecord], model: LedgerModel) -> dict[str, str]:
@@ -261,8 +262,8 @@ def _not_simulated(run: RecordedRun, steps: Sequence[StepRecord], model: LedgerM
             f"{run.shape.yielded_replicas} of {run.shape.replicas} replicas were idle during training steps: "
             f"{'all' if run.shape.yielded_share >= 0.5 else 'none'} of the simulated ones do"
         )
-    begun, ended = run.lines.index(steps[0]), run.lines.index(steps[-1])
-    evaluations = [line for line in run.lines[begun:ended] if isinstance(line, EvaluationRecord)]
+    first_index, last_index = run.lines.index(steps[0]), run.lines.index(steps[-1])
+    evaluations = [line for line in run.lines[first_index:last_index] if isinstance(line, EvaluationRecord)]
     if evaluations:
         omissions["evaluations"] = f"{len(evaluations)} ran beside these steps; they are not simulated"
     if model.preemptions_per_response > 0.01:
@@ -291,14 +292,14 @@ def _hardware(
         "step_fixed_s": _rounded(train.fixed),
         "token_s": _rounded(train.slope),
         "publish_s": _rounded(queue_model.publish_s),
-        "checkpoint_s": _rounded(_mean_of_positive([r.checkpoint_s for r in steps])),
+        "checkpoint_s": _rounded(_mean_of_positive([step.checkpoint_s for step in steps])),
     }
     if interference.trainer_beside > 1:
         trainer["beside"] = _rounded(interference.trainer_beside)
-    tokens = sum(r.flow.trained_tokens for r in steps)
-    flops = sum(r.flops_per_s * r.step_s for r in steps)
-    if flops and tokens and steps[-1].peak_flops_per_s:
-        trainer["flops_per_token"] = _rounded(flops / tokens)
+    trained_tokens = sum(step.flow.trained_tokens for step in steps)
+    flops = sum(step.flops_per_s * step.step_s for step in steps)
+    if flops and trained_tokens and steps[-1].peak_flops_per_s:
+        trainer["flops_per_token"] = _rounded(flops / trained_tokens)
         trainer["peak_flops_per_s"] = _rounded(steps[-1].peak_flops_per_s)
     return {"verifiers": run.shape.verifiers, "generator": generator, "trainer": trainer}
 
@@ -306,12 +307,12 @@ def _hardware(
 def _workload(
     run: RecordedRun, steps: Sequence[StepRecord], model: LedgerModel, unidentified: dict[str, str]
 ) -> dict[str, Any]:
-    experiment, size = run.experiment, run.experiment.rollout.group_size
+    experiment, group_size = run.experiment, run.experiment.rollout.group_size
     histogram = [sum(bins) for bins in zip(*(r.rewards.solve_rate_histogram for r in steps if r.rewards), strict=True)]
-    filtered = experiment.queue.filter_zero_variance
+    is_filtered = experiment.queue.filter_zero_variance
     acceptance = model.model.acceptance
-    rates = solve_rates(histogram, size, acceptance if filtered else None)
-    simulated = rates.mixed_groups if filtered else 1.0
+    rates = solve_rates(histogram, group_size, acceptance if is_filtered else None)
+    simulated = rates.mixed_groups if is_filtered else 1.0
     if abs(simulated - acceptance) > _ACCEPTANCE_DIFFERS:
         unidentified["acceptance"] = (
             f"{acceptance:.0%} of the groups were accepted, {simulated:.0%} of the simulated ones are: groups that "
@@ -333,44 +334,44 @@ def response_tokens(steps: Sequence[StepRecord], limit_tokens: int) -> Quantity:
     """Distribution of the lengths of finished responses: linear within the histogram's buckets, scaled to the exact
     mean; truncated ones count as a token longer than the limit. Discarded ones are taken to have been cut off at their
     mean length (control/lengths.py)."""
-    lengths = [r.lengths for r in steps if r.lengths]
-    counts = pooled(summary.histogram for summary in lengths)
-    tokens = sum(summary.mean * summary.responses for summary in lengths)
-    cut = round(_truncated_share(steps) * counts.total())
-    tokens -= cut * limit_tokens
-    remaining = cut
-    for end in sorted(counts, reverse=True):  # the longest are those that were cut
-        taken = min(remaining, counts[end])
-        counts[end] -= taken
-        remaining -= taken
-    ends = [end for end in sorted(counts) if counts[end] > 0]
-    rough = sum(bucket_middle(end) * counts[end] for end in ends)
-    factor = tokens / rough if rough else 1.0
-    shares = _shares(steps, counts, cut)
+    length_summaries = [step.lengths for step in steps if step.lengths]
+    counts = pooled(summary.histogram for summary in length_summaries)
+    total_tokens = sum(summary.mean * summary.responses for summary in length_summaries)
+    cut_count = round(_truncated_share(steps) * counts.total())
+    total_tokens -= cut_count * limit_tokens
+    cuts_left = cut_count
+    for bucket_end in sorted(counts, reverse=True):  # the longest are those that were cut
+        taken_count = min(cuts_left, counts[bucket_end])
+        counts[bucket_end] -= taken_count
+        cuts_left -= taken_count
+    bucket_ends = [bucket_end for bucket_end in sorted(counts) if counts[bucket_end] > 0]
+    rough_tokens = sum(bucket_middle(bucket_end) * counts[bucket_end] for bucket_end in bucket_ends)
+    scale = total_tokens / rough_tokens if rough_tokens else 1.0
+    share_by_end = _shares(steps, counts, cut_count)
     points: list[tuple[float, float]] = []
-    below = 0.0
-    for end in ends:
-        low, high = (end - bucket_width(end) + 0.5) * factor, (end + 0.5) * factor
+    share_below = 0.0
+    for bucket_end in bucket_ends:
+        low, high = (bucket_end - bucket_width(bucket_end) + 0.5) * scale, (bucket_end + 0.5) * scale
         if not points or low > points[-1][1]:
-            points.append((round(below, 6) + (_RAMP if points else 0.0), low))
-        below += shares[end]
-        points.append((round(below, 6), max(high, points[-1][1])))
-    if cut:
-        points += [(round(below, 6) + (_RAMP if points else 0.0), limit_tokens + 1.0), (1.0, limit_tokens + 1.0)]
-    longest = limit_tokens + 1.0 if cut else float(limit_tokens)
-    return Quantity(kind="quantiles", at=_strictly_rising(points, longest))
+            points.append((round(share_below, 6) + (_RAMP if points else 0.0), low))
+        share_below += share_by_end[bucket_end]
+        points.append((round(share_below, 6), max(high, points[-1][1])))
+    if cut_count:
+        points += [(round(share_below, 6) + (_RAMP if points else 0.0), limit_tokens + 1.0), (1.0, limit_tokens + 1.0)]
+    longest_tokens = limit_tokens + 1.0 if cut_count else float(limit_tokens)
+    return Quantity(kind="quantiles", at=_with_rising_shares(points, longest_tokens))
 
 
-def _strictly_rising(points: Sequence[tuple[float, float]], longest: float) -> tuple[tuple[float, float], ...]:
+def _with_rising_shares(points: Sequence[tuple[float, float]], longest: float) -> tuple[tuple[float, float], ...]:
     """Points with strictly rising shares up to 1: a bucket too light for six digits joins the one before it."""
-    rising: list[tuple[float, float]] = []
-    for share, value in points:
-        rounded_share, length = round(min(1.0, share), 6), round(min(value, longest), 2)
-        if rising and rounded_share <= rising[-1][0]:
-            rising[-1] = (rising[-1][0], max(length, rising[-1][1]))
+    rising_points: list[tuple[float, float]] = []
+    for share, raw_length in points:
+        rounded_share, length = round(min(1.0, share), 6), round(min(raw_length, longest), 2)
+        if rising_points and rounded_share <= rising_points[-1][0]:
+            rising_points[-1] = (rising_points[-1][0], max(length, rising_points[-1][1]))
         else:
-            rising.append((rounded_share, length))
-    return (*rising[:-1], (1.0, rising[-1][1]))
+            rising_points.append((rounded_share, length))
+    return (*rising_points[:-1], (1.0, rising_points[-1][1]))
 
 
 def _shares(steps: Sequence[StepRecord], counts: Counter[int], cut: int) -> dict[int, float]:
@@ -379,20 +380,20 @@ def _shares(steps: Sequence[StepRecord], counts: Counter[int], cut: int) -> dict
     begun = max(1, engines.slots if engines else 0)  # at most so many of a step's discarded rollouts had tokens
     discarded = sum(min(begun, r.endings.get("discarded", 0)) for r in steps)
     so_far = sum(r.tokens.ended.get("discarded", 0) for r in steps if r.tokens) / discarded if discarded else 0.0
-    ended = [(end, True) for end, count in counts.items() for _ in range(count)]
+    ended_lengths = [(end, True) for end, count in counts.items() for _ in range(count)]
     beyond = max(counts) + 1  # stands for the length of those that were cut
     distribution = length_distribution(
-        [*ended, *[(beyond, True)] * cut, *[(min(max(counts) - 1, round(so_far)), False)] * discarded], beyond
+        [*ended_lengths, *[(beyond, True)] * cut, *[(min(max(counts) - 1, round(so_far)), False)] * discarded], beyond
     )
-    survival = dict(zip(distribution.tokens, distribution.survival, strict=True))
+    survival_by_end = dict(zip(distribution.tokens, distribution.survival, strict=True))
     ends = sorted(end for end, count in counts.items() if count > 0)
-    levels = [1.0, *(survival[end] for end in ends)]
-    return {end: above - below for end, (above, below) in zip(ends, pairwise(levels), strict=True)}
+    survival_levels = [1.0, *(survival_by_end[end] for end in ends)]
+    return {end: above - below for end, (above, below) in zip(ends, pairwise(survival_levels), strict=True)}
 
 
 def _truncated_share(steps: Sequence[StepRecord]) -> float:
-    lengths = [r.lengths for r in steps if r.lengths]
-    return weighted_mean(lengths, lambda summary: summary.truncated_share, lambda summary: summary.responses)
+    length_summaries = [step.lengths for step in steps if step.lengths]
+    return weighted_mean(length_summaries, lambda summary: summary.truncated_share, lambda summary: summary.responses)
 
 
 def _as_toml(quantity: Quantity) -> Any:
@@ -403,8 +404,8 @@ def _as_toml(quantity: Quantity) -> Any:
 
 
 def _mean_of_positive(values: Sequence[float]) -> float:
-    happened = [value for value in values if value > 0]
-    return sum(happened) / len(happened) if happened else 0.0
+    positive_values = [value for value in values if value > 0]
+    return sum(positive_values) / len(positive_values) if positive_values else 0.0
 
 
 def _rounded(value: float) -> float:

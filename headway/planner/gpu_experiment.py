@@ -44,44 +44,44 @@ def fitted_experiment(machine: Machine, model: str, folder: str, tables: dict[st
     ``machine``; each value has its reason. ``tables``: the sections that have nothing to do with memory. Raises
     ConfigurationError with the bytes that are missing."""
     sizes, refusals = sizes_of(folder), dict[str, str]()
-    for rough in _methods(machine):
+    for method_choice in _methods(machine):
         try:
-            smallest = _experiment(machine, folder, tables, rough)
+            smallest_experiment = _experiment(machine, folder, tables, method_choice)
         except ConfigurationError as error:
-            refusals[_method(rough)] = str(error)
+            refusals[_method(method_choice)] = str(error)
             continue
-        if refused := _lacking(machine, smallest, sizes):
-            refusals[_method(rough)] = refused
+        if refusal := _lacking(machine, smallest_experiment, sizes):
+            refusals[_method(method_choice)] = refusal
             continue
-        for recompute, response, slots, micro in product((False, True), _RESPONSES, _SLOTS, _MICRO_BATCHES):
+        for recompute, response_tokens, slots, micro in product((False, True), _RESPONSES, _SLOTS, _MICRO_BATCHES):
             choice = MemoryChoice(
-                adapter=rough.adapter,
-                quantization=rough.quantization,
-                trainers=rough.trainers,
-                ranks=rough.ranks,
+                adapter=method_choice.adapter,
+                quantization=method_choice.quantization,
+                trainers=method_choice.trainers,
+                ranks=method_choice.ranks,
                 recompute=recompute,
-                response_tokens=response,
+                response_tokens=response_tokens,
                 slots=slots,
                 micro_batch_tokens=micro,
             )
             experiment = _experiment(machine, folder, tables, choice)
             if not _lacking(machine, experiment, sizes):
                 return _text(machine, model, experiment, sizes, tables, choice, refusals)
-    details = "; ".join(f"{method}: {refused}" for method, refused in refusals.items())
+    details_text = "; ".join(f"{method}: {refusal}" for method, refusal in refusals.items())
     raise ConfigurationError(
-        f"--model {model} doesn't fit {_describe(machine)}: {details}; valid: a smaller model, or larger GPUs"
+        f"--model {model} doesn't fit {_describe(machine)}: {details_text}; valid: a smaller model, or larger GPUs"
     )
 
 
 def _methods(machine: Machine) -> Iterator[MemoryChoice]:
-    count = len(machine.usable)
-    splits = (0, 1) if count >= 8 else (0,)
-    widths = [ranks for ranks in (1, 2, 4, 8) if ranks == 1 or ranks < count]
-    for (adapter, kind), trainers, ranks in product(
-        ((False, ""), (True, ""), (True, "8bit"), (True, "4bit")), splits, widths
+    gpu_count = len(machine.usable)
+    trainer_counts = (0, 1) if gpu_count >= 8 else (0,)
+    rank_counts = [ranks for ranks in (1, 2, 4, 8) if ranks == 1 or ranks < gpu_count]
+    for (adapter, quantization), trainers, ranks in product(
+        ((False, ""), (True, ""), (True, "8bit"), (True, "4bit")), trainer_counts, rank_counts
     ):
-        if not (kind and ranks > 1):  # vLLM would load the weights unquantised
-            yield MemoryChoice(adapter=adapter, quantization=kind, trainers=trainers, ranks=ranks)
+        if not (quantization and ranks > 1):  # vLLM would load the weights unquantised
+            yield MemoryChoice(adapter=adapter, quantization=quantization, trainers=trainers, ranks=ranks)
 
 
 def _method(choice: MemoryChoice) -> str:
@@ -91,11 +91,11 @@ def _method(choice: MemoryChoice) -> str:
 
 
 def _experiment(machine: Machine, folder: str, tables: dict[str, Any], choice: MemoryChoice) -> Experiment:
-    raw = tables | _keys(choice)
-    raw["model"] = {**tables.get("model", {}), "path": folder, **raw["model"]}
+    raw_settings = tables | _keys(choice)
+    raw_settings["model"] = {**tables.get("model", {}), "path": folder, **raw_settings["model"]}
     if choice.trainers and machine.usable:
-        raw["trainer"]["devices"] = [f"cuda:{n}" for n in machine.usable[-choice.trainers :]]
-    return validate_experiment(resolve(raw, machine), "the experiment")
+        raw_settings["trainer"]["devices"] = [f"cuda:{n}" for n in machine.usable[-choice.trainers :]]
+    return validate_experiment(resolve(raw_settings, machine), "the experiment")
 
 
 def _keys(choice: MemoryChoice) -> dict[str, dict[str, Any]]:
@@ -122,19 +122,19 @@ def _keys(choice: MemoryChoice) -> dict[str, dict[str, Any]]:
 def _lacking(machine: Machine, experiment: Experiment, sizes: ModelSizes) -> str:
     """The devices or memory whose capacity is too small, with both numbers; "" if none is."""
     for place in memory_places(uses := memory_uses(experiment, sizes), machine=machine):
-        of_devices = place.name.startswith("cuda:") or (place.name == "memory" and not machine.usable)
-        if of_devices and place.capacity_bytes and place.needed_bytes > FULL_SHARE * place.capacity_bytes:
-            largest = max((use for use in uses if use.location == place.name), key=lambda use: use.total_bytes)
-            needs = f"{largest.name} makes {place.name} need {gibibytes(place.needed_bytes)}"
-            return f"{needs} of {FULL_SHARE:.0%} of {gibibytes(place.capacity_bytes)}"
+        is_device = place.name.startswith("cuda:") or (place.name == "memory" and not machine.usable)
+        if is_device and place.capacity_bytes and place.needed_bytes > FULL_SHARE * place.capacity_bytes:
+            largest_use = max((use for use in uses if use.location == place.name), key=lambda use: use.total_bytes)
+            need_text = f"{largest_use.name} makes {place.name} need {gibibytes(place.needed_bytes)}"
+            return f"{need_text} of {FULL_SHARE:.0%} of {gibibytes(place.capacity_bytes)}"
     return ""
 
 
 def _describe(machine: Machine) -> str:
     if not machine.usable:
         return "a machine without GPUs"
-    first = machine.cuda[machine.usable[0]]
-    return f"{len(machine.usable)} × {first.name} with {gibibytes(first.memory_bytes)}"
+    first_gpu = machine.cuda[machine.usable[0]]
+    return f"{len(machine.usable)} × {first_gpu.name} with {gibibytes(first_gpu.memory_bytes)}"
 
 
 def _text(
@@ -150,20 +150,20 @@ def _text(
     places = memory_places(memory_uses(experiment, sizes), machine=machine)
     needed = {place.name: gibibytes(place.needed_bytes) for place in places}
     generator, trainer, keys = experiment.generator, experiment.trainer, _keys(choice)
-    refused = "; ".join(f"{method}: {reason}" for method, reason in refusals.items() if method != _method(choice))
-    shared = experiment.run.offload
+    refusal_text = "; ".join(f"{method}: {reason}" for method, reason in refusals.items() if method != _method(choice))
+    takes_turns = experiment.run.offload
     on_gpus = [name for name in (generator.devices[0], trainer.devices[0]) if name in needed]
-    reasons = {
+    reason_by_key = {
         "run.offload": "the sides take turns on one GPU: each frees its memory for the other",
         "model.path": f"{sizes.parameters / 1e9:.2f} G weights, which each rank of the trainer holds completely",
         "model.dtype": "what all of the GPUs multiply fastest" if machine.usable else "the fastest on most CPU cores",
-        "model.adapter": f"{_method(choice)}, because {refused}",
+        "model.adapter": f"{_method(choice)}, because {refusal_text}",
         "model.quantization": "type of the weights beside the adapter",
         "rollout.max_prompt_tokens": "raise it where check names longer prompts",
         "rollout.max_response_tokens": "what fits beside the weights; KV and activations grow with it",
         "generator.engine": "vLLM divides a replica among GPUs" if choice.ranks > 1 else "Headway's own",
         "generator.engine_arguments": f"one GPU doesn't hold a replica: {choice.ranks} do",
-        "generator.devices": "generation is most of the work" if not shared else "shared with the trainer",
+        "generator.devices": "generation is most of the work" if not takes_turns else "shared with the trainer",
         "generator.slots": f"requests at once of a replica: {needed.get((on_gpus or [''])[0], '?')} of its GPU at most",
         "generator.update_mode": "vLLM keeps no two revisions of an adapter for one request",
         "trainer.devices": f"{needed.get((on_gpus or [''])[-1], '?')} of each at most",
@@ -173,22 +173,22 @@ def _text(
         "trainer.micro_batch_tokens": "the largest whose activations fit",
         "trainer.gradient_checkpointing": "true where activations don't fit otherwise",
     }
-    keys["run"] = {"offload": True} if shared else {}
+    keys["run"] = {"offload": True} if takes_turns else {}
     keys["model"] = {"path": model, "dtype": trainer.dtype} | keys["model"]
     keys["generator"] = {"engine": generator.engine, "devices": [*generator.devices]} | keys["generator"]
     keys["trainer"] = {"devices": [*trainer.devices]} | keys["trainer"]
     lines = [f"# Fits {_describe(machine)}, by the memory model of headway check. Every other key has a default."]
     for name in dict.fromkeys((*tables, *keys)):
         section = tables.get(name, {}) | keys.get(name, {})
-        nested = {key: value for key, value in section.items() if key in ("train", "validation", "test")}
-        values = {key: value for key, value in section.items() if key not in nested}
-        if values:
+        nested_tables = {key: value for key, value in section.items() if key in ("train", "validation", "test")}
+        plain_values = {key: value for key, value in section.items() if key not in nested_tables}
+        if plain_values:
             lines += ["", f"[{name}]"]
-        for key, value in values.items():
-            reason = reasons.get(f"{name}.{key}", "")
+        for key, value in plain_values.items():
+            reason = reason_by_key.get(f"{name}.{key}", "")
             lines.append(f"{key} = {_toml(value)}" + (f"  # {reason}" if reason else ""))
-        for key, table in nested.items():
-            lines += ["", f"[{name}.{key}]", *(f"{part} = {_toml(value)}" for part, value in table.items())]
+        for key, table in nested_tables.items():
+            lines += ["", f"[{name}.{key}]", *(f"{table_key} = {_toml(value)}" for table_key, value in table.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -200,7 +200,7 @@ def _toml(value: Any) -> str:
 
 def has_chat_template(folder: str) -> bool:
     """Whether the tokenizer in ``folder`` has a chat template, by its files."""
-    file = Path(folder) / "tokenizer_config.json"
+    config_file = Path(folder) / "tokenizer_config.json"
     return (Path(folder) / "chat_template.jinja").is_file() or (
-        file.is_file() and '"chat_template"' in file.read_text()
+        config_file.is_file() and '"chat_template"' in config_file.read_text()
     )

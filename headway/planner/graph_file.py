@@ -32,9 +32,9 @@ def read_problem(path: str | Path) -> PlacementProblem:
     except OSError as error:
         raise ConfigurationError(f"{path} can't be read: {error.strerror}") from None
     except msgspec.ValidationError as error:
-        unknown = re.search(r"unknown field `([^`]*)`", str(error))
-        near = difflib.get_close_matches(unknown[1], _KEYS, n=1, cutoff=0.5) if unknown else []
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        field_match = re.search(r"unknown field `([^`]*)`", str(error))
+        close_fields = difflib.get_close_matches(field_match[1], _KEYS, n=1, cutoff=0.5) if field_match else []
+        hint = f"; did you mean {close_fields[0]!r}?" if close_fields else ""
         raise ConfigurationError(f"{path}: {error}{hint}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path} is not valid JSON: {error}") from None

@@ -31,9 +31,9 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
 def agreement(run: RunScenario, simulated: Sequence[LedgerLine], overrides: Sequence[str]) -> Agreement:
     """Compare ``run`` with the ledger of its simulation. Raises HeadwayError where the simulation trained nothing."""
     scenario = run.scenario
-    records = [line for line in simulated if isinstance(line, StepRecord)]
-    chosen = steady(records, scenario.queue.budget, scenario.run.steps) or records
-    simulated_figures = figures(chosen)
+    steps = [line for line in simulated if isinstance(line, StepRecord)]
+    steady_steps = steady(steps, scenario.queue.budget, scenario.run.steps) or steps
+    simulated_figures = figures(steady_steps)
     if simulated_figures is None:
         raise HeadwayError("the simulated run trained nothing")
     return Agreement(
@@ -56,7 +56,7 @@ def print_agreement(comparison: Agreement) -> None:
     table.add_column(f"steps {comparison.first_step} to {comparison.last_step} of {comparison.run}")
     for name in ("live", "changed" if comparison.changed else "simulated", "ratio"):
         table.add_column(name, justify="right")
-    for label, form, a, b in (
+    for label, number_format, a, b in (
         ("trained samples/s", "{:.4g}", live.samples_per_s, simulated.samples_per_s),
         ("trainer waits", "{:.1%}", live.trainer_wait, simulated.trainer_wait),
         ("generator waits", "{:.1%}", live.generator_wait, simulated.generator_wait),
@@ -64,7 +64,7 @@ def print_agreement(comparison: Agreement) -> None:
         ("mean length, tokens", "{:.1f}", live.length_mean, simulated.length_mean),
         ("groups accepted", "{:.1%}", live.acceptance, simulated.acceptance),
     ):
-        table.add_row(label, form.format(a), form.format(b), f"{b / a:.2f}" if a >= 0.05 else "")
+        table.add_row(label, number_format.format(a), number_format.format(b), f"{b / a:.2f}" if a >= 0.05 else "")
     console.print(table)
     if comparison.changed:
         console.print(f"changed: {' '.join(comparison.changed)}", soft_wrap=True)

@@ -49,12 +49,12 @@ def measure(
 ) -> SimulationOutcome:
     """Compute the figures of a run that has ended."""
     steps = [line for line in lines if isinstance(line, StepRecord)]
-    tokens = [(step.tokens, step.step_s) for step in steps if step.tokens]
-    bias = (steps[-1].length_bias if steps else None) or LengthBiasStatistics()
+    timed_tokens = [(step.tokens, step.step_s) for step in steps if step.tokens]
+    length_bias = (steps[-1].length_bias if steps else None) or LengthBiasStatistics()
     total_s = sum(step.step_s for step in steps)
-    generated = sum(engine.generated_tokens for engine in engines)
-    trained = round(sum(statistics.trained_per_s * step_s for statistics, step_s in tokens))
-    hours = scenario.devices * summary.duration_s / 3600
+    generated_tokens = sum(engine.generated_tokens for engine in engines)
+    trained_tokens = round(sum(statistics.trained_per_s * step_s for statistics, step_s in timed_tokens))
+    device_hours = scenario.devices * summary.duration_s / 3600
     return SimulationOutcome(
         summary=summary,
         samples_per_s=summary.trained_per_s,
@@ -63,20 +63,20 @@ def measure(
         generator_wait=summary.generator_wait_ratio,
         staleness_mean=weighted_mean(steps, lambda s: s.trajectory_staleness.mean, lambda s: s.samples),
         staleness_max=summary.max_trajectory_staleness,
-        generated_tokens=generated,
-        trained_tokens=trained,
-        wasted_share=max(0.0, 1.0 - trained / generated) if generated else 0.0,
+        generated_tokens=generated_tokens,
+        trained_tokens=trained_tokens,
+        wasted_share=max(0.0, 1.0 - trained_tokens / generated_tokens) if generated_tokens else 0.0,
         model_calls=sum(engine.finished for engine in engines),
         prefilled_tokens=sum(engine.prefilled_tokens for engine in engines),
         preemptions=sum(engine.preemptions for engine in engines),
         length_mean=weighted_mean([s.lengths for s in steps if s.lengths], lambda s: s.mean, lambda s: s.responses),
-        length_bias_ks=bias.ks,
-        length_bias_scheduling_ks=bias.scheduling_ks,
-        length_bias_filter_ks=bias.filter_ks,
-        length_bias_pruning_ks=bias.pruning_ks,
+        length_bias_ks=length_bias.ks,
+        length_bias_scheduling_ks=length_bias.scheduling_ks,
+        length_bias_filter_ks=length_bias.filter_ks,
+        length_bias_pruning_ks=length_bias.pruning_ks,
         mfu_step=weighted_mean(steps, lambda s: s.mfu_step, lambda s: s.step_s),
         mfu_compute=weighted_mean(steps, lambda s: s.mfu_compute, lambda s: s.trainer_compute_s),
-        device_hours=hours,
-        dollars=hours * scenario.hardware.dollars_per_device_hour,
+        device_hours=device_hours,
+        dollars=device_hours * scenario.hardware.dollars_per_device_hour,
         environment=environment,
     )

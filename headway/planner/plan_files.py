@@ -53,12 +53,12 @@ def plan_for(
     """Plan a run on the pool in the file ``pool``; ``simulated``: with the rate that the real orchestrator reaches by
     it in virtual time, whose steps ``on_step`` counts. Raises ConfigurationError."""
     sizes = sizes_of(experiment.model.path)
-    read = read_pool(pool, catalogue)
-    trained = 1.0
+    plan_pool = read_pool(pool, catalogue)
+    trained_share = 1.0
     if experiment.model.adapter is not None:
-        trained = trained_weights(experiment, sizes) / sizes.parameters
-    curves = _curves(experiment, model_figures(sizes), trained, read)
-    planned = plan_run(experiment, read, curves, objective)
+        trained_share = trained_weights(experiment, sizes) / sizes.parameters
+    curves = _curves(experiment, model_figures(sizes), trained_share, plan_pool)
+    planned = plan_run(experiment, plan_pool, curves, objective)
     if not simulated or planned.plan.mode == "hybrid":  # a scenario's replicas all pause while it trains, or none do
         return planned.plan
     with tempfile.TemporaryDirectory(prefix="headway-plan-") as folder:
@@ -68,8 +68,8 @@ def plan_for(
             if isinstance(line, StepRecord):
                 on_step(line.version, scenario.run.steps)
 
-        rate = simulate(scenario, name="plan", on_line=show).samples_per_s
-    return msgspec.structs.replace(planned.plan, simulated_samples_per_s=rate)
+        samples_per_s = simulate(scenario, name="plan", on_line=show).samples_per_s
+    return msgspec.structs.replace(planned.plan, simulated_samples_per_s=samples_per_s)
 
 
 def _curves(experiment: Experiment, model: ModelFigures, trained: float, pool: PlanPool) -> StageCurves:
@@ -83,7 +83,7 @@ def _scenario(experiment: Experiment, planned: PlannedRun, folder: str) -> Scena
     """The plan's run as `headway simulate` takes it."""
     generation, training, measured = planned.best.generation, planned.best.training, planned.best.measured
     workload = planned.workload
-    raw: dict[str, Any] = {
+    raw_scenario: dict[str, Any] = {
         "run": {"directory": f"{folder}/run", "steps": steps_to_simulate(experiment), "seed": experiment.run.seed},
         **kept_sections(experiment, {}),
         "hardware": {
@@ -111,10 +111,10 @@ def _scenario(experiment: Experiment, planned: PlannedRun, folder: str) -> Scena
             "impossible_share": 1.0 - workload.acceptance if experiment.queue.filter_zero_variance else 0.0,
         },
     }
-    raw.setdefault("generator", {})["slots"] = generation.slots
+    raw_scenario.setdefault("generator", {})["slots"] = generation.slots
     if experiment.generator.update_mode == "finish":  # of adapters, which a scenario doesn't have; they end no request
-        raw["generator"]["update_mode"] = "keep"
-    return validate(raw, "the plan's scenario", Scenario)
+        raw_scenario["generator"]["update_mode"] = "keep"
+    return validate(raw_scenario, "the plan's scenario", Scenario)
 
 
 def read_plan(path: str | Path) -> RunPlan:
@@ -149,24 +149,24 @@ def write_outputs(experiment: Experiment, plan: RunPlan, outputs: PlanOutputs) -
     if outputs.experiment and plan.refused:
         raise ConfigurationError(f"--write {outputs.experiment}: {'; '.join(plan.refused)}")
     require_writable(outputs)
-    changed = changed_experiment(experiment, plan.settings) if outputs.experiment else experiment
+    planned_experiment = changed_experiment(experiment, plan.settings) if outputs.experiment else experiment
     if outputs.plan:
         write_atomically(Path(outputs.plan), msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
     if outputs.experiment:
-        settings = changed.model_dump(mode="json", exclude_defaults=True)
+        settings = planned_experiment.model_dump(mode="json", exclude_defaults=True)
         comment = f"Planned for {plan.pool}: {plan.mode}, {plan.samples_per_s:.3g} samples/s expected"
         write_atomically(Path(outputs.experiment), toml_text(settings, [comment]).encode())
 
 
 def keep_plan(path: str, run_directory: str, on_line: OnLine | None) -> OnLine:
     """Wrap ``on_line`` so that the run's folder gets the plan, for its report, once the run has begun."""
-    data, kept = Path(path).read_bytes(), False
+    plan_bytes, is_kept = Path(path).read_bytes(), False
 
     def observe(line: LedgerLine) -> None:
-        nonlocal kept
-        if not kept:
-            kept = True
-            write_atomically(Path(run_directory) / PLAN_FILE, data)
+        nonlocal is_kept
+        if not is_kept:
+            is_kept = True
+            write_atomically(Path(run_directory) / PLAN_FILE, plan_bytes)
         if on_line is not None:
             on_line(line)
 

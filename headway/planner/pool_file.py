@@ -54,9 +54,9 @@ class PlannedWorkload(Section):
 
     @model_validator(mode="after")
     def _lengths(self) -> PlannedWorkload:
-        for name, least in (("prompt_tokens", 0), ("response_tokens", 2)):
-            if (median := getattr(self, name).at_normal(0.0)) < least:
-                raise ValueError(f"{name}: a median of {median:g}; valid: {least} or more")
+        for name, least_tokens in (("prompt_tokens", 0), ("response_tokens", 2)):
+            if (median := getattr(self, name).at_normal(0.0)) < least_tokens:
+                raise ValueError(f"{name}: a median of {median:g}; valid: {least_tokens} or more")
         return self
 
 
@@ -92,11 +92,11 @@ class PlanPool(msgspec.Struct, frozen=True, kw_only=True):
 def read_pool(path: str | Path, catalogue: Catalogue) -> PlanPool:
     """Read the TOML file at ``path``. Raises ConfigurationError that names the key and what would be valid."""
     tables = validate(read_toml(path), str(path), PoolTables)
-    for section, kind in (("generate", GenerationRecipe), ("train", TrainingRecipe)):
-        recipe(tables, section, kind)
-    named = [node for entry in tables.devices for node in entry.nodes]
-    if twice := {node for node in named if named.count(node) > 1}:
-        raise ConfigurationError(f"{path}: nodes: {min(twice)} is listed twice; valid: each machine's node once")
+    for section, recipe_class in (("generate", GenerationRecipe), ("train", TrainingRecipe)):
+        recipe(tables, section, recipe_class)
+    node_names = [node for entry in tables.devices for node in entry.nodes]
+    if repeated := {node for node in node_names if node_names.count(node) > 1}:
+        raise ConfigurationError(f"{path}: nodes: {min(repeated)} is listed twice; valid: each machine's node once")
     return PlanPool(classes=tuple(_devices(entry, catalogue) for entry in tables.devices), tables=tables)
 
 
@@ -124,30 +124,30 @@ def machine_of(pool: PlanPool, path: str) -> Machine:
 def recipe(tables: PoolTables, section: str, kind: type[Any], **defaults: Any) -> Any:
     """Make a recipe from the file's options over ``defaults``. Raises ConfigurationError."""
     try:
-        parsed = msgspec.convert(defaults | getattr(tables, section), kind)
+        parsed_recipe = msgspec.convert(defaults | getattr(tables, section), kind)
     except msgspec.ValidationError as error:
-        known = ", ".join(field.name for field in msgspec.structs.fields(kind))
-        raise ConfigurationError(f"pool: [{section}]: {error}; keys: {known}") from None
+        known_keys = ", ".join(field.name for field in msgspec.structs.fields(kind))
+        raise ConfigurationError(f"pool: [{section}]: {error}; keys: {known_keys}") from None
     for key in ("dtype", "kv_dtype"):
-        if (value := getattr(parsed, key, "bfloat16")) not in NUMBER_BYTES:
-            raise ConfigurationError(f"pool: [{section}]: {key} = {value!r}; valid: {', '.join(NUMBER_BYTES)}")
-    return parsed
+        if (dtype_name := getattr(parsed_recipe, key, "bfloat16")) not in NUMBER_BYTES:
+            raise ConfigurationError(f"pool: [{section}]: {key} = {dtype_name!r}; valid: {', '.join(NUMBER_BYTES)}")
+    return parsed_recipe
 
 
 def _devices(entry: PoolEntry, catalogue: Catalogue) -> PlanDevices:
-    name, count, per_node, network = entry.device, entry.count, entry.count, entry.network_bytes_per_s
+    name, count, per_node, network_bytes_per_s = entry.device, entry.count, entry.count, entry.network_bytes_per_s
     if entry.machine:
         machine = catalogue.entry("machines", entry.machine, MachineFigures)
         name, per_node, count = machine.device, machine.devices, entry.machines * machine.devices
-        if network is None and machine.network_bytes_per_s is not None:
-            network = machine.network_bytes_per_s / machine.devices
+        if network_bytes_per_s is None and machine.network_bytes_per_s is not None:
+            network_bytes_per_s = machine.network_bytes_per_s / machine.devices
     if entry.nodes and len(entry.nodes) != entry.machines:
         raise ConfigurationError(f"pool: {entry.machine or name}: {entry.machines} machines, {len(entry.nodes)} nodes")
     device = RatedDevice(
         name=name,
         figures=catalogue.entry("devices", name, DeviceFigures),
         per_node=per_node,
-        network_bytes_per_s=network,
+        network_bytes_per_s=network_bytes_per_s,
     )
-    price = price_of(catalogue, entry.price) if entry.price else None
-    return PlanDevices(device=device, count=count, nodes=entry.nodes, usd_per_hour=price)
+    usd_per_hour = price_of(catalogue, entry.price) if entry.price else None
+    return PlanDevices(device=device, count=count, nodes=entry.nodes, usd_per_hour=usd_per_hour)

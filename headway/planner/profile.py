@@ -62,9 +62,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
 def fingerprint() -> str:
     """A hash that identifies this machine: of its processor, number of cores, and GPUs."""
-    text = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
-    named = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
-    parts = (named[1] if named else platform.processor(), len(machine_cores()), cuda_device_count() or 0)
+    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
+    model_match = re.search(r"^model name\s*:\s*(.*)$", cpuinfo, re.MULTILINE)
+    parts = (model_match[1] if model_match else platform.processor(), len(machine_cores()), cuda_device_count() or 0)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
@@ -74,39 +74,39 @@ def measure_profile(experiment: Experiment, seconds: float, on_progress: Callabl
 
     Raises ConfigurationError for a machine with a single device, and what `calibrate` raises."""
     family = "cuda" if cuda_device_count() else "cpu"
-    count = cuda_device_count() or len(machine_cores())
-    if count < 2:
-        raise ConfigurationError(f"--profile: this machine has {count} device; two sides need two")
-    devices_per_side, half = count // 2, max(1, experiment.queue.groups_per_step // 2)
-    placements = [(range(1), range(1, 2)), (range(count), range(count))]
+    device_count = cuda_device_count() or len(machine_cores())
+    if device_count < 2:
+        raise ConfigurationError(f"--profile: this machine has {device_count} device; two sides need two")
+    devices_per_side, half = device_count // 2, max(1, experiment.queue.groups_per_step // 2)
+    placements = [(range(1), range(1, 2)), (range(device_count), range(device_count))]
     if devices_per_side > 1:
         placements.append((range(devices_per_side), range(devices_per_side, 2 * devices_per_side)))
     tasks = load_task_sets(experiment)["train"]
     points: list[ProfilePoint] = []
     shares: tuple[tuple[float, float], ...] = ()
     reduced = {"generator.slots": str(max(2, experiment.generator.slots // 2)), "queue.groups_per_step": str(half)}
-    for number, (generators, trainers) in enumerate([*placements, placements[0]]):
-        names = [str([f"{family}:{index}" for index in ids]).replace("'", '"') for ids in (generators, trainers)]
-        settings = {"generator.devices": names[0], "trainer.devices": names[1]}
-        settings |= reduced if number == len(placements) else {}
+    for placement_index, (generators, trainers) in enumerate([*placements, placements[0]]):
+        device_lists = [str([f"{family}:{index}" for index in ids]).replace("'", '"') for ids in (generators, trainers)]
+        settings = {"generator.devices": device_lists[0], "trainer.devices": device_lists[1]}
+        settings |= reduced if placement_index == len(placements) else {}
         on_progress(
-            f"{len(generators)} generate, {len(trainers)} train ({number + 1} of {len(placements) + 1})",
-            number,
+            f"{len(generators)} generate, {len(trainers)} train ({placement_index + 1} of {len(placements) + 1})",
+            placement_index,
             len(placements) + 1,
         )
-        placed = changed_experiment(experiment, settings)
-        measured, lengths = calibrate(placed, tasks, seconds=seconds)
+        placed_experiment = changed_experiment(experiment, settings)
+        measured, lengths = calibrate(placed_experiment, tasks, seconds=seconds)
         points.append(
             ProfilePoint(
                 generators=len(generators),
                 trainers=len(trainers),
-                slots=placed.generator.slots,
-                samples=placed.queue.groups_per_step * placed.rollout.group_size,
+                slots=placed_experiment.generator.slots,
+                samples=placed_experiment.queue.groups_per_step * placed_experiment.rollout.group_size,
                 measured=measured,
             )
         )
         shares = shares or tuple((i / 200, float(lengths.quantile(min(i / 200, 0.9999)))) for i in range(201))
-    held_out = points.pop()
+    held_out_point = points.pop()
     return Profile(
         machine=fingerprint(),
         date=date.today(),
@@ -115,26 +115,26 @@ def measure_profile(experiment: Experiment, seconds: float, on_progress: Callabl
         model=model_figures(sizes_of(experiment.model.path)),
         points=tuple(points),
         response_tokens=_non_decreasing(shares),
-        missed=_relative_errors(points[0].measured, held_out.measured),
+        missed=_relative_errors(points[0].measured, held_out_point.measured),
     )
 
 
 def _non_decreasing(shares: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
     """Points whose values never fall."""
-    rising: list[tuple[float, float]] = []
+    rising_points: list[tuple[float, float]] = []
     for share, value in shares:
-        rising.append((share, max(value, rising[-1][1] if rising else 0.0)))
-    return tuple(rising)
+        rising_points.append((share, max(value, rising_points[-1][1] if rising_points else 0.0)))
+    return tuple(rising_points)
 
 
 def _relative_errors(by: Calibration, held_out: Calibration) -> dict[str, float]:
     """Relative errors of the predictions from ``by`` for the held-out placement."""
-    decode = held_out.decode_running / (by.decode_fixed_s + by.decode_request_s * held_out.decode_running)
-    tokens = held_out.train_samples * (held_out.prompt_tokens + held_out.lengths.mean_tokens)
-    train = tokens / (by.train_fixed_s + by.train_token_s * tokens)
+    predicted_decode = held_out.decode_running / (by.decode_fixed_s + by.decode_request_s * held_out.decode_running)
+    step_tokens = held_out.train_samples * (held_out.prompt_tokens + held_out.lengths.mean_tokens)
+    predicted_train = step_tokens / (by.train_fixed_s + by.train_token_s * step_tokens)
     return {
-        "generate": abs(decode / held_out.decode_tokens_per_s - 1),
-        "train": abs(train / held_out.train_tokens_per_s - 1),
+        "generate": abs(predicted_decode / held_out.decode_tokens_per_s - 1),
+        "train": abs(predicted_train / held_out.train_tokens_per_s - 1),
     }
 
 
@@ -162,8 +162,8 @@ class ProfiledCurves(StageCurves):
         self.profile = profile
         self.error = max(_LEAST_ERROR, *profile.missed.values())
         self.error_is = f"the profile of {profile.date} missed held-out placements by no more, or 10 %"
-        trained = profile.model
-        self._flops_per_s = 6.0 * trained.active / max(1e-12, first.train_token_s)
+        profiled_model = profile.model
+        self._flops_per_s = 6.0 * profiled_model.active / max(1e-12, first.train_token_s)
 
     def _point(self, key: Callable[[ProfilePoint], int], devices: int) -> ProfilePoint:
         """The measured placement nearest to a number of devices."""
@@ -179,12 +179,12 @@ class ProfiledCurves(StageCurves):
             extra_s * layers + min(measured.decode_request_s, 2.0 * base.active * per_flop) * model.active / base.active
         )
         queue = self.experiment.queue
-        admitted = queue.groups_per_step * (queue.budget + 1) * self.experiment.rollout.group_size
+        admitted_rollouts = queue.groups_per_step * (queue.budget + 1) * self.experiment.rollout.group_size
         return GenerationCurve(
             replicas=devices,
             per_replica=1,
             spread="1 device",
-            slots=max(1, min(self.experiment.generator.slots, -(-admitted // devices))),
+            slots=max(1, min(self.experiment.generator.slots, -(-admitted_rollouts // devices))),
             fixed_s=measured.decode_fixed_s * layers,
             request_s=request_s,
         )
@@ -192,14 +192,14 @@ class ProfiledCurves(StageCurves):
     def _training(self, class_index: int, devices: int) -> TrainingCurve | None:
         """See :meth:`StageCurves._training`."""
         point = self._point(lambda point: point.trainers, devices)
-        measured, base, model = point.measured, self.profile.model, self.model
-        ranks = rank_speed(point.trainers) / rank_speed(devices)
-        moved_s = 32.0 * (model.parameters - base.parameters) / self._bytes_per_s(class_index)  # AdamW's, both ways
+        measured, profiled, model = point.measured, self.profile.model, self.model
+        rank_ratio = rank_speed(point.trainers) / rank_speed(devices)
+        moved_s = 32.0 * (model.parameters - profiled.parameters) / self._bytes_per_s(class_index)  # AdamW's, both ways
         return TrainingCurve(
             copies=devices,
             spread="1 device",
             fixed_s=max(0.0, measured.train_fixed_s + moved_s),
-            token_s=measured.train_token_s * model.active / base.active * ranks,
+            token_s=measured.train_token_s * model.active / profiled.active * rank_ratio,
         )
 
     def _bytes_per_s(self, class_index: int) -> float:
@@ -207,15 +207,15 @@ class ProfiledCurves(StageCurves):
 
     def shared_costs(self, kind: PlanDevices, generation: GenerationCurve) -> SharedCosts:
         """See :meth:`StageCurves.shared_costs`. A verification is one call for a group, whose size hardly matters."""
-        more = self.model.parameters - self.profile.model.parameters
+        more_parameters = self.model.parameters - self.profile.model.parameters
         measured = self._point(lambda point: point.generators, generation.replicas).measured
-        groups = self.profile.group_size / self.experiment.rollout.group_size
-        moved_s = 8.0 * more / kind.device.figure("memory_bytes_per_s")
-        beside = measured.decode_beside_tokens_per_s
+        group_ratio = self.profile.group_size / self.experiment.rollout.group_size
+        moved_s = 8.0 * more_parameters / kind.device.figure("memory_bytes_per_s")
+        beside_rate = measured.decode_beside_tokens_per_s
         return SharedCosts(
             publish_s=max(0.0, measured.publish_s + moved_s),
             apply_s=max(0.0, measured.apply_s + moved_s),
             pause_s=measured.pause_s,
-            verify_s=(measured.verify_response_s or self.workload.verify_s) * groups,
-            beside=max(1.0, measured.decode_tokens_per_s / beside) if beside else 1.0,
+            verify_s=(measured.verify_response_s or self.workload.verify_s) * group_ratio,
+            beside=max(1.0, measured.decode_tokens_per_s / beside_rate) if beside_rate else 1.0,
         )

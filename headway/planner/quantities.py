@@ -42,13 +42,13 @@ class Quantity(Section):
 
     @model_validator(mode="after")
     def _complete(self) -> Quantity:
-        needed = _KEYS[self.kind]
-        missing = [name for name in needed if not getattr(self, name) and getattr(self, name) != 0]
-        if missing:
-            raise ValueError(f"kind = {self.kind!r} needs {' and '.join(missing)}")
-        others = sorted({name for names in _KEYS.values() for name in names} & self.model_fields_set - set(needed))
+        needed_keys = _KEYS[self.kind]
+        missing_keys = [name for name in needed_keys if not getattr(self, name) and getattr(self, name) != 0]
+        if missing_keys:
+            raise ValueError(f"kind = {self.kind!r} needs {' and '.join(missing_keys)}")
+        others = sorted({name for names in _KEYS.values() for name in names} & self.model_fields_set - set(needed_keys))
         if others:
-            raise ValueError(f"kind = {self.kind!r} takes {', '.join(needed)}, not {', '.join(others)}")
+            raise ValueError(f"kind = {self.kind!r} takes {', '.join(needed_keys)}, not {', '.join(others)}")
         if self.median is not None and self.p99 is not None and self.p99 < self.median:
             raise ValueError(f"p99 = {self.p99:g} is below the median {self.median:g}")
         shares, values = [share for share, _ in self.at], [value for _, value in self.at]
@@ -94,8 +94,8 @@ class Quantity(Section):
 
     def _interpolated(self, share: float) -> float:
         position = min(bisect_right(self.at, (share, math.inf)), len(self.at) - 1)
-        (low_share, low), (high_share, high) = self.at[position - 1], self.at[position]
-        return low + (high - low) * min(1.0, (share - low_share) / (high_share - low_share))
+        (low_share, low_value), (high_share, high_value) = self.at[position - 1], self.at[position]
+        return low_value + (high_value - low_value) * min(1.0, (share - low_share) / (high_share - low_share))
 
 
 def constant(value: float) -> Quantity:

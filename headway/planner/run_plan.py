@@ -86,29 +86,29 @@ def plan_run(experiment: Experiment, pool: PlanPool, curves: StageCurves, object
     """
     if objective == "cost" and any(kind.usd_per_hour is None for kind in pool.classes):
         raise ConfigurationError("pool: price is missing: a plan by cost needs one for each class of devices")
-    candidates = [fit for layout in _placements(pool) if (fit := _candidate(experiment, pool, curves, layout))]
+    candidates = [fit for placement in _placements(pool) if (fit := _candidate(experiment, pool, curves, placement))]
     if not candidates:
         raise ConfigurationError(
             "; ".join(curves.reasons.values()) or "pool: needs two devices, or one on which both sides fit"
         )
-    bound = max(candidate.ideal for candidate in candidates)
+    ideal_bound = max(candidate.ideal for candidate in candidates)
     candidates.sort(key=lambda candidate: -_merit(candidate, candidate.ideal, objective))
     chosen: list[Candidate] = []
     for mode in ("temporal", "spatial", "hybrid"):  # the best of each mode, then the best of all
         chosen += [candidate for candidate in candidates if candidate.placement.mode == mode][:2]
     chosen += [candidate for candidate in candidates if candidate not in chosen][: max(0, _SIMULATED - len(chosen))]
-    outcomes = [(candidate, _queue_rate(candidate)) for candidate in chosen]
-    outcomes.sort(key=lambda pair: -_merit(*pair, objective))
-    best = outcomes[0][0]
+    rated_finalists = [(candidate, _queue_rate(candidate)) for candidate in chosen]
+    rated_finalists.sort(key=lambda pair: -_merit(*pair, objective))
+    best = rated_finalists[0][0]
     predicted = forecast(best.shape, best.measured, curves.lengths)
-    others: dict[Mode, Alternative] = {}
-    for candidate, rate in outcomes[1:]:
+    alternatives: dict[Mode, Alternative] = {}
+    for candidate, rate in rated_finalists[1:]:
         mode = candidate.placement.mode
-        if mode != best.placement.mode and mode not in others:
+        if mode != best.placement.mode and mode not in alternatives:
             value = rate if objective == "time" else 1e6 * (candidate.usd_per_hour or 0.0) / 3600 / rate
-            name = f"{candidate.placement.generators} generate, {candidate.placement.trainers} train"
-            others[mode] = Alternative(name=name, value=value)
-    plan = _make_plan(experiment, pool, curves, objective, best, predicted, bound, others)
+            alternative_name = f"{candidate.placement.generators} generate, {candidate.placement.trainers} train"
+            alternatives[mode] = Alternative(name=alternative_name, value=value)
+    plan = _make_plan(experiment, pool, curves, objective, best, predicted, ideal_bound, alternatives)
     return PlannedRun(plan, best, curves.workload)
 
 
@@ -146,12 +146,12 @@ def planned_settings(experiment: Experiment, plan: RunPlan, origin: str) -> dict
 
 def _device_counts(available: int) -> list[int]:
     """Numbers of devices to offer: all up to 8, then four for each power of two, and all devices."""
-    counts = {c for c in range(1, min(available, 8) + 1)} | {available}
+    device_counts = {count for count in range(1, min(available, 8) + 1)} | {available}
     step = 2
     while 5 * step <= available:
-        counts |= {part * step for part in (5, 6, 7, 8) if part * step <= available}
+        device_counts |= {multiple * step for multiple in (5, 6, 7, 8) if multiple * step <= available}
         step *= 2
-    return sorted(counts)
+    return sorted(device_counts)
 
 
 def _placements(pool: PlanPool) -> Iterator[Placement]:
@@ -161,9 +161,9 @@ def _placements(pool: PlanPool) -> Iterator[Placement]:
                 if g != t:
                     yield from (Placement(g, n, t, trainers, 0) for n in _device_counts(generating.count))
                     continue
-                separate = {n for n in _device_counts(training.count) if n + trainers <= training.count}
-                separate |= {training.count - trainers} - {0}
-                yield from (Placement(g, n, t, trainers, 0) for n in sorted(separate))
+                separate_counts = {n for n in _device_counts(training.count) if n + trainers <= training.count}
+                separate_counts |= {training.count - trainers} - {0}
+                yield from (Placement(g, n, t, trainers, 0) for n in sorted(separate_counts))
                 yield Placement(g, trainers, t, trainers, trainers)
                 if trainers < training.count:
                     yield Placement(g, training.count, t, trainers, trainers)
@@ -177,17 +177,17 @@ def _candidate(experiment: Experiment, pool: PlanPool, curves: StageCurves, plac
     generation = curves.generation(placement.generate_on, placement.generators, resident)
     if generation is None or (placement.mode == "hybrid" and placement.shared % generation.per_replica):
         return None
-    shape = _shape(experiment, generation, training, placement)
+    run_shape = _shape(experiment, generation, training, placement)
     measured = curves.calibration(pool.classes[placement.train_on], generation, training, shared=bool(placement.shared))
-    model = queue_model(shape, measured, curves.lengths)
-    mean = curves.lengths.mean_tokens
-    production = production_rate(model, mean) * model.acceptance
-    ideal = ideal_rate(production, consumption_rate(model, mean), shape.yielded_share)
+    model = queue_model(run_shape, measured, curves.lengths)
+    mean_tokens = curves.lengths.mean_tokens
+    accepted_rate = production_rate(model, mean_tokens) * model.acceptance
+    ideal = ideal_rate(accepted_rate, consumption_rate(model, mean_tokens), run_shape.yielded_share)
     prices = [pool.classes[placement.generate_on].usd_per_hour, pool.classes[placement.train_on].usd_per_hour]
     usd_per_hour = None
     if prices[0] is not None and prices[1] is not None:
         usd_per_hour = prices[0] * placement.generators + prices[1] * (placement.trainers - placement.shared)
-    return Candidate(placement, generation, training, shape, measured, model, ideal, usd_per_hour)
+    return Candidate(placement, generation, training, run_shape, measured, model, ideal, usd_per_hour)
 
 
 def _shape(experiment: Experiment, generation: GenerationCurve, training: TrainingCurve, placed: Placement) -> RunShape:
@@ -223,15 +223,15 @@ def _make_plan(
 ) -> RunPlan:
     placement, outcome = best.placement, predicted.outcome
     generating, training = pool.classes[placement.generate_on], pool.classes[placement.train_on]
-    first = 0 if placement.generate_on != placement.train_on else placement.generators - placement.shared
-    names = _names(generating, 0, placement.generators), _names(training, first, placement.trainers)
-    tokens = curves.prompt_tokens + curves.lengths.mean_tokens
-    rate, error = outcome.samples_per_s, curves.error
+    first_trainer = 0 if placement.generate_on != placement.train_on else placement.generators - placement.shared
+    device_names = _names(generating, 0, placement.generators), _names(training, first_trainer, placement.trainers)
+    sample_tokens = curves.prompt_tokens + curves.lengths.mean_tokens
+    samples_per_s, error = outcome.samples_per_s, curves.error
     stages = (
         PlannedStage(
             name="generate",
             device=generating.device.name,
-            names=names[0],
+            names=device_names[0],
             copies=best.generation.replicas,
             spread=best.generation.spread,
             samples_per_s=predicted.production_per_s,
@@ -241,7 +241,7 @@ def _make_plan(
         PlannedStage(
             name="train",
             device=training.device.name,
-            names=names[1],
+            names=device_names[1],
             copies=best.training.copies,
             spread=best.training.spread,
             samples_per_s=predicted.consumption_per_s,
@@ -249,16 +249,16 @@ def _make_plan(
         ),
     )
     settings = {
-        "generator.devices": json.dumps(names[0][:: best.generation.per_replica]),
+        "generator.devices": json.dumps(device_names[0][:: best.generation.per_replica]),
         "generator.slots": str(best.generation.slots),
-        "trainer.devices": json.dumps(names[1]),
+        "trainer.devices": json.dumps(device_names[1]),
     }
     full_cache_tokens = best.generation.slots * experiment.max_sequence_tokens
     if best.generation.kv_tokens is not None and best.generation.kv_tokens < full_cache_tokens:  # else all slots fit
         settings["generator.kv_capacity_tokens"] = str(best.generation.kv_tokens)
-    configured = experiment.generator.engine_arguments
-    if best.generation.tensor != configured.get("tensor_parallel_size", 1):
-        arguments = configured | {"tensor_parallel_size": best.generation.tensor}
+    set_arguments = experiment.generator.engine_arguments
+    if best.generation.tensor != set_arguments.get("tensor_parallel_size", 1):
+        arguments = set_arguments | {"tensor_parallel_size": best.generation.tensor}
         settings["generator.engine_arguments"] = json.dumps(arguments)
     usd_per_hour = best.usd_per_hour
     return RunPlan(
@@ -268,15 +268,15 @@ def _make_plan(
         mode=placement.mode,
         stages=stages,
         items_per_chunk=curves.samples,
-        samples_per_s=rate,
-        samples_per_s_range=(rate / (1 + error), rate * (1 + error)),
+        samples_per_s=samples_per_s,
+        samples_per_s_range=(samples_per_s / (1 + error), samples_per_s * (1 + error)),
         error=error,
         error_is=curves.error_is,
         trainer_wait=outcome.trainer_wait,
         generator_wait=outcome.generator_wait,
         staleness_mean=outcome.staleness_mean,
         usd_per_hour=usd_per_hour,
-        usd_per_mtok=None if usd_per_hour is None else 1e6 * usd_per_hour / 3600 / (rate * tokens),
+        usd_per_mtok=None if usd_per_hour is None else 1e6 * usd_per_hour / 3600 / (samples_per_s * sample_tokens),
         bound_samples_per_s=bound,
         others=others,
         changes=tuple(
@@ -309,6 +309,6 @@ def _unsupported(
         yield f"generate: {best.generation.spread}: a replica is spread by tensor parallelism alone"
     for key in curves.unusual:
         yield f"{key}: the configuration has another value, or no key for it"
-    several = kinds[0] is not kinds[1] or kinds[0].count > kinds[0].device.per_node
-    if several and not all(kind.nodes for kind in kinds):
+    needs_machines = kinds[0] is not kinds[1] or kinds[0].count > kinds[0].device.per_node
+    if needs_machines and not all(kind.nodes for kind in kinds):
         yield "several machines: name them in the pool (nodes), as in [cluster]"

@@ -145,9 +145,9 @@ class Drift(Section):
         """The value of ``initial``, a share or a factor, under this drift at a training step."""
         if step < self.from_step or (self.until_step is not None and step >= self.until_step):
             return initial
-        done = 1.0 if not self.over_steps else min(1.0, (step - self.from_step) / self.over_steps)
-        end = self.value if self.value is not None else initial * (self.factor or 1.0)
-        return initial + (end - initial) * done
+        done_share = 1.0 if not self.over_steps else min(1.0, (step - self.from_step) / self.over_steps)
+        final_value = self.value if self.value is not None else initial * (self.factor or 1.0)
+        return initial + (final_value - initial) * done_share
 
 
 _NOT_SIMULATED = {
@@ -187,24 +187,25 @@ class Scenario(Experiment):
     def _fill_defaults(cls, raw: Any) -> Any:
         if not isinstance(raw, dict):
             return raw
-        filled: dict[str, Any] = dict(cast("dict[str, Any]", raw))  # of a TOML file
-        for section, why in _NOT_SIMULATED.items():
-            if section in filled:
-                raise ValueError(f"[{section}] isn't valid in a scenario: {why}")
-        table = filled.get("environment", {})
+        settings: dict[str, Any] = dict(cast("dict[str, Any]", raw))  # of a TOML file
+        for section, reason in _NOT_SIMULATED.items():
+            if section in settings:
+                raise ValueError(f"[{section}] isn't valid in a scenario: {reason}")
+        section_table = settings.get("environment", {})
         for key in endpoint.EnvironmentConfig.model_fields:
-            if isinstance(table, dict) and key in table:
+            if isinstance(section_table, dict) and key in section_table:
                 raise ValueError(f"environment.{key} has no place in a scenario: turns are described by [workload]")
-        for section, keys in _DEFAULTS.items():
-            table = filled.get(section, {})
-            if isinstance(table, dict):
-                filled[section] = keys | table
-        return _with_devices(filled)
+        for section, default_keys in _DEFAULTS.items():
+            section_table = settings.get(section, {})
+            if isinstance(section_table, dict):
+                settings[section] = default_keys | section_table
+        return _with_devices(settings)
 
     def experiment(self) -> Experiment:
-        """The experiment that is simulated: the scenario without hardware, workload and drift."""
-        fields = self.model_dump(mode="json", include=set(Experiment.model_fields) - {"environment"})
-        return Experiment.model_validate(fields | {"verifier": {"workers": self.hardware.verifiers}})
+        """The experiment that is simulated: the scenario without hardware, workload, drift and environment; the
+        hardware's verifiers become ``verifier.workers``."""
+        experiment_fields = self.model_dump(mode="json", include=set(Experiment.model_fields) - {"environment"})
+        return Experiment.model_validate(experiment_fields | {"verifier": {"workers": self.hardware.verifiers}})
 
     def drifted(self, key: str, step: int, current: float = 1.0) -> float:
         """The value of a share, or the factor of a quantity (initially 1), under all drifts at a training step."""
@@ -223,8 +224,8 @@ class Scenario(Experiment):
 def _with_devices(raw: dict[str, Any]) -> dict[str, Any]:
     """``raw`` with a device name for each replica and rank: the run counts these, and derives from them which devices
     generator and trainer share."""
-    described: Any = raw.get("hardware", {})
-    tables = [described.get(section, {}) if isinstance(described, dict) else {} for section in ("generator", "trainer")]
+    hardware: Any = raw.get("hardware", {})
+    tables = [hardware.get(section, {}) if isinstance(hardware, dict) else {} for section in ("generator", "trainer")]
     if not all(isinstance(section, dict) for section in (raw.get("generator", {}), raw.get("trainer", {}), *tables)):
         return raw  # validation reports this error
     replicas, ranks = tables[0].get("replicas", 1), tables[1].get("devices", 1)
@@ -233,12 +234,12 @@ def _with_devices(raw: dict[str, Any]) -> dict[str, Any]:
     for section, key in (("generator", "replicas"), ("trainer", "devices")):
         if "devices" in raw.get(section, {}):
             raise ValueError(f"{section}.devices has no place in a scenario: set hardware.{section}.{key}")
-    first = [f"cuda:{index}" for index in range(max(1, replicas))]
-    others = [f"cuda:{index}" for index in range(len(first), len(first) + max(1, ranks))]
-    trainer = first if tables[0].get("shares_devices") is True else others
+    generator_devices = [f"cuda:{index}" for index in range(max(1, replicas))]
+    trainer_only = [f"cuda:{index}" for index in range(len(generator_devices), len(generator_devices) + max(1, ranks))]
+    trainer_devices = generator_devices if tables[0].get("shares_devices") is True else trainer_only
     return raw | {
-        "generator": raw.get("generator", {}) | {"devices": first},
-        "trainer": raw.get("trainer", {}) | {"devices": trainer},
+        "generator": raw.get("generator", {}) | {"devices": generator_devices},
+        "trainer": raw.get("trainer", {}) | {"devices": trainer_devices},
     }
 
 
@@ -247,6 +248,6 @@ def load_scenario(path: str | Path, overrides: Sequence[str] = ()) -> Scenario:
     runs/simulated/NAME, after the file's name. Raises ConfigurationError."""
     scenario = load_file(path, overrides, Scenario)
     if scenario.run.directory == _DEFAULTS["run"]["directory"]:
-        run = scenario.run.model_copy(update={"directory": f"runs/simulated/{Path(path).stem}"})
-        scenario = scenario.model_copy(update={"run": run})
+        run_config = scenario.run.model_copy(update={"directory": f"runs/simulated/{Path(path).stem}"})
+        scenario = scenario.model_copy(update={"run": run_config})
     return scenario

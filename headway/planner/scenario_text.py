@@ -21,11 +21,11 @@ def toml_text(raw: Mapping[str, Any], comments: Sequence[str] = ()) -> str:
 
 def _section(name: str, section: Mapping[str, Any]) -> Iterator[str]:
     tables = {key: value for key, value in section.items() if isinstance(value, dict) and not _is_quantity(value)}
-    plain = {key: value for key, value in section.items() if key not in tables}
-    if plain or not tables:
+    plain_values = {key: value for key, value in section.items() if key not in tables}
+    if plain_values or not tables:
         yield ""
         yield f"[{name}]"
-        for key, value in plain.items():
+        for key, value in plain_values.items():
             yield f"{_key(key)} = {_value(value)}"
     for key, table in tables.items():
         yield from _section(f"{name}.{_key(key)}", table)
@@ -53,5 +53,5 @@ def _value(value: Any) -> str:
         return "[" + ", ".join(map(_value, cast("Sequence[Any]", value))) + "]"
     if isinstance(value, dict):
         items = cast("dict[str, Any]", value).items()
-        return "{ " + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in items) + " }"
+        return "{ " + ", ".join(f"{_key(key)} = {_value(member)}" for key, member in items) + " }"
     return repr(value)  # int, float: TOML writes 1e-05 as Python does

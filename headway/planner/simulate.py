@@ -83,11 +83,11 @@ def _clear_earlier(directory: RunDirectory) -> None:
         raise ConfigurationError(f"{path} holds a live run: choose another run.directory for the simulation")
     directory.acquire()
     try:
-        for entry in path.iterdir():
-            if entry.is_dir():
-                shutil.rmtree(entry)
-            elif entry != directory.lock:
-                entry.unlink()
+        for child_path in path.iterdir():
+            if child_path.is_dir():
+                shutil.rmtree(child_path)
+            elif child_path != directory.lock:
+                child_path.unlink()
     finally:
         directory.release()
 
@@ -102,20 +102,20 @@ async def _simulate(
     simulated_run = SimulatedRun(scenario, clock)
     observe = None
     if scenario.ledger.trace:
-        trace = stack.enter_context(TraceFile(directory.path, clock, 0.0, on_failure=ledger.event))
-        ledger.subscribe(trace.on_line)
-        observe = trace.write
+        trace_file = stack.enter_context(TraceFile(directory.path, clock, 0.0, on_failure=ledger.event))
+        ledger.subscribe(trace_file.on_line)
+        observe = trace_file.write
     actors = simulated_run.actors(record=ledger.record, observe=observe, recorder=recorder)
     run = assemble(scenario.experiment(), actors, clock, directory.buffer, stack)
     generator, trainer = scenario.hardware.generator, scenario.hardware.trainer
     run.context.meter.peak_flops_per_s = trainer.peak_flops_per_s
-    devices = {"devices_per_replica": generator.devices_per_replica, "trainer_devices": trainer.devices}
-    ledger.event(EVENT_SIMULATED, name, seed=scenario.run.seed, **devices)
+    device_counts = {"devices_per_replica": generator.devices_per_replica, "trainer_devices": trainer.devices}
+    ledger.event(EVENT_SIMULATED, name, seed=scenario.run.seed, **device_counts)
     await drive(run)
     counts = msgspec.to_builtins(simulated_run.environment.counts)
     if scenario.workload.multi_turn:
-        data = {key: round(value, 6) for key, value in counts.items()}
-        ledger.event("environment", "what the sandboxes did", **data)
+        rounded_counts = {key: round(value, 6) for key, value in counts.items()}
+        ledger.event("environment", "what the sandboxes did", **rounded_counts)
     lines = read_ledger(directory.path)
     summary = summarise(lines)
     directory.write_json(directory.summary, summary)
@@ -157,9 +157,9 @@ class SimulatedRun:
         recorder: RolloutRecorder | None = None,
     ) -> Actors:
         """The fake actors, as ``orchestrator.assembly.assemble`` takes them."""
-        several, hardware = self.scenario.workload.multi_turn, self.scenario.hardware.generator
+        is_multi_turn, hardware = self.scenario.workload.multi_turn, self.scenario.hardware.generator
         return Actors(
-            generator=self.environment if several else self.engine,
+            generator=self.environment if is_multi_turn else self.engine,
             trainer=self.trainer,
             verifier=self.verifier,
             tokenizer=CountingTokenizer(self.workload),
@@ -170,17 +170,17 @@ class SimulatedRun:
             recorder=recorder,
             shared=range(hardware.replicas if hardware.shares_devices else 0),
             cpu_s=lambda: 0.0,  # the simulation's own CPU time isn't the run's
-            rollouts=functools.partial(FakeRollout, environment=self.environment) if several else None,
+            rollouts=functools.partial(FakeRollout, environment=self.environment) if is_multi_turn else None,
         )
 
     def _trainer(self, clock: Clock) -> FakeTrainer:
         hardware, scenario = self.scenario.hardware.trainer, self.scenario
-        shares = scenario.hardware.generator.shares_devices
+        shares_devices = scenario.hardware.generator.shares_devices
 
         def step_s(batch: TrainBatch) -> float:
-            tokens = sum(s.rollout.all_tokens for s in batch.samples)
-            more_s = hardware.step_s.draw(scenario.run.seed * 1_000_003 + batch.step, batch.step)
-            seconds = hardware.step_fixed_s + tokens * hardware.token_s + more_s
+            batch_tokens = sum(s.rollout.all_tokens for s in batch.samples)
+            extra_s = hardware.step_s.draw(scenario.run.seed * 1_000_003 + batch.step, batch.step)
+            seconds = hardware.step_fixed_s + batch_tokens * hardware.token_s + extra_s
             return max(0.0, seconds * scenario.drifted("hardware.trainer.step_s", batch.step))
 
         return FakeTrainer(
@@ -191,33 +191,33 @@ class SimulatedRun:
             keep_checkpoints=scenario.checkpoint.keep_last,
             flops_per_token=hardware.flops_per_token,
             keep_batches=False,
-            on_work=lambda computes: self.engine.trainer_computes(computes and not shares),
+            on_work=lambda computes: self.engine.trainer_computes(computes and not shares_devices),
             lost_s=None if hardware.beside == 1.0 else lambda: self.engine.busy_s * (1.0 - 1.0 / hardware.beside),
         )
 
     def _engine(self, clock: Clock) -> FakeGenerator:
         scenario, settings = self.scenario, self.scenario.generator
         hardware = scenario.hardware.generator
-        several, drifts = self.scenario.workload.multi_turn, bool(scenario.drift)
+        is_multi_turn, has_drift = self.scenario.workload.multi_turn, bool(scenario.drift)
 
         def step_s(running: int) -> float:
             seconds = hardware.decode_fixed_s + hardware.decode_request_s * running
-            if not drifts:
+            if not has_drift:
                 return seconds
             return seconds * scenario.drifted("hardware.generator.decode_s", self.trainer.version)
 
         def length_of(request: GenerationRequest) -> int:
-            return request.sampling.max_tokens if several else self.workload.plan(request).tokens
+            return request.sampling.max_tokens if is_multi_turn else self.workload.plan(request).tokens
 
-        rate = hardware.prefill_tokens_per_s
-        delay = _delay(rate) if rate and hardware.prefill_elsewhere else None
+        prefill_rate = hardware.prefill_tokens_per_s
+        prefill_delay = _delay(prefill_rate) if prefill_rate and hardware.prefill_elsewhere else None
         return FakeGenerator(
             clock,
             slots=settings.slots,
             token_s=step_s,
             length_of=length_of,
-            prefill_s=delay,
-            prefill_token_s=1 / rate if rate and delay is None else 0.0,
+            prefill_s=prefill_delay,
+            prefill_token_s=1 / prefill_rate if prefill_rate and prefill_delay is None else 0.0,
             update_s=hardware.update_s,
             update_mode=settings.update_mode,
             beside=hardware.beside,

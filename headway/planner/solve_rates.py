@@ -46,42 +46,42 @@ def solve_rates(histogram: Sequence[int], size: int, mixed: float | None) -> Sol
     weights = _maximum_likelihood(histogram, size)
     if weights is None:
         return SolveRates(trivial_share=0.0, impossible_share=0.0, solve_rate=constant(0.5))
-    middle = [(rate, weight) for rate, weight in weights if 0.0 < rate < 1.0 and weight >= _LEAST_WEIGHT]
-    total = sum(weight for _, weight in middle)
-    if not total:
-        middle, total = [(0.5, 1.0)], 1.0
-    middle = [(rate, weight / total) for rate, weight in middle]
-    ends = {rate: weight for rate, weight in weights if rate in (0.0, 1.0)}
-    extreme = max(0.0, 1.0 - sum(weight for rate, weight in weights if 0.0 < rate < 1.0))
-    among = sum(weight * (1.0 - rate**size - (1.0 - rate) ** size) for rate, weight in middle)
+    middle_weights = [(rate, weight) for rate, weight in weights if 0.0 < rate < 1.0 and weight >= _LEAST_WEIGHT]
+    middle_total = sum(weight for _, weight in middle_weights)
+    if not middle_total:
+        middle_weights, middle_total = [(0.5, 1.0)], 1.0
+    middle_weights = [(rate, weight / middle_total) for rate, weight in middle_weights]
+    weight_by_end = {rate: weight for rate, weight in weights if rate in (0.0, 1.0)}
+    extreme_share = max(0.0, 1.0 - sum(weight for rate, weight in weights if 0.0 < rate < 1.0))
+    among = sum(weight * (1.0 - rate**size - (1.0 - rate) ** size) for rate, weight in middle_weights)
     if mixed is not None:
-        extreme = max(0.0, 1.0 - mixed / among)
-    solved, unsolved = ends.get(1.0, 0.0), ends.get(0.0, 0.0)
-    trivial = solved / (solved + unsolved) if solved + unsolved else 0.0
+        extreme_share = max(0.0, 1.0 - mixed / among)
+    solved_weight, unsolved_weight = weight_by_end.get(1.0, 0.0), weight_by_end.get(0.0, 0.0)
+    trivial_part = solved_weight / (solved_weight + unsolved_weight) if solved_weight + unsolved_weight else 0.0
     return SolveRates(
-        trivial_share=round(extreme * trivial, 4),
-        impossible_share=round(extreme * (1.0 - trivial), 4),
-        solve_rate=_steps(middle),
+        trivial_share=round(extreme_share * trivial_part, 4),
+        impossible_share=round(extreme_share * (1.0 - trivial_part), 4),
+        solve_rate=_steps(middle_weights),
         among=among,
     )
 
 
 def _maximum_likelihood(histogram: Sequence[int], size: int) -> list[tuple[float, float]] | None:
     """(rate, weight) pairs on the grid; None where no group was seen."""
-    groups = sum(histogram)
-    if not groups or len(histogram) != SOLVE_RATE_BINS:
+    group_count = sum(histogram)
+    if not group_count or len(histogram) != SOLVE_RATE_BINS:
         return None
-    bins = [_bins(rate, size) for rate in _GRID]
+    chances_by_rate = [_bins(rate, size) for rate in _GRID]
     weights = [1.0 / len(_GRID)] * len(_GRID)
     for _ in range(_ROUNDS):
         expected = [0.0] * len(_GRID)
         for number, count in enumerate(histogram):
             if not count:
                 continue
-            parts = [weight * chances[number] for weight, chances in zip(weights, bins, strict=True)]
-            total = sum(parts)
+            joint_chances = [weight * chances[number] for weight, chances in zip(weights, chances_by_rate, strict=True)]
+            total = sum(joint_chances)
             if total:
-                expected = [prior + count * part / total for prior, part in zip(expected, parts, strict=True)]
+                expected = [prior + count * part / total for prior, part in zip(expected, joint_chances, strict=True)]
         expected_total = sum(expected)
         if not expected_total:
             return None
@@ -101,10 +101,10 @@ def _steps(points: Sequence[tuple[float, float]]) -> Quantity:
     """A quantity that takes each value with its weight (weights sum to 1, values rise)."""
     if len(points) == 1:
         return constant(points[0][0])
-    pairs: list[tuple[float, float]] = []
-    below = 0.0
-    for number, (value, weight) in enumerate(points):
-        pairs.append((round(below, 6), value))
-        below += weight
-        pairs.append((1.0 if number == len(points) - 1 else round(below - _RAMP, 6), value))
-    return Quantity(kind="quantiles", at=tuple(pairs))
+    quantile_points: list[tuple[float, float]] = []
+    share_below = 0.0
+    for point_index, (rate, weight) in enumerate(points):
+        quantile_points.append((round(share_below, 6), rate))
+        share_below += weight
+        quantile_points.append((1.0 if point_index == len(points) - 1 else round(share_below - _RAMP, 6), rate))
+    return Quantity(kind="quantiles", at=tuple(quantile_points))

@@ -100,10 +100,10 @@ class StageCurves(ABC):
         self, kind: PlanDevices, generation: GenerationCurve, training: TrainingCurve, *, shared: bool
     ) -> Calibration:
         """Predict what a calibration of this placement would measure."""
-        workload, mean, costs = self.workload, self.lengths.mean_tokens, self.shared_costs(kind, generation)
+        workload, mean_tokens, costs = self.workload, self.lengths.mean_tokens, self.shared_costs(kind, generation)
         requests = float(generation.slots * generation.replicas)
         tokens_per_s = requests / (generation.fixed_s + generation.request_s * requests / generation.replicas)
-        tokens = self.samples * (self.prompt_tokens + mean)
+        step_tokens = self.samples * (self.prompt_tokens + mean_tokens)
         return Calibration(
             measured_s=0.0,
             start_s=0.0,
@@ -116,7 +116,7 @@ class StageCurves(ABC):
             decode_beside_tokens_per_s=tokens_per_s / costs.beside,
             decode_fixed_s=generation.fixed_s,
             decode_request_s=generation.request_s,
-            train_tokens_per_s=tokens / (training.fixed_s + tokens * training.token_s),
+            train_tokens_per_s=step_tokens / (training.fixed_s + step_tokens * training.token_s),
             train_samples=self.samples,
             train_fixed_s=training.fixed_s,
             train_token_s=training.token_s,
@@ -143,35 +143,35 @@ class RooflineCurves(StageCurves):
                 "response_tokens, or measure with headway plan --profile"
             )
         super().__init__(experiment, model, pool, pool.tables.workload)
-        settings = experiment.trainer
-        plain = TrainingRecipe(
-            dtype=settings.dtype,
+        trainer_settings = experiment.trainer
+        run_training = TrainingRecipe(
+            dtype=trainer_settings.dtype,
             sharded=False,
-            recompute=settings.gradient_checkpointing,
-            micro_batch_tokens=settings.micro_batch_tokens,
+            recompute=trainer_settings.gradient_checkpointing,
+            micro_batch_tokens=trainer_settings.micro_batch_tokens,
             logit_tokens=max(1, CHUNK_LOGITS // model.vocabulary),
             trained_share=trained_share,
         )
-        self._train = recipe(pool.tables, "train", TrainingRecipe, **msgspec.structs.asdict(plain))
-        usual = GenerationRecipe(dtype=experiment.generator.dtype, slots=experiment.generator.slots)
-        self._generate = recipe(pool.tables, "generate", GenerationRecipe, **msgspec.structs.asdict(usual))
+        self._train = recipe(pool.tables, "train", TrainingRecipe, **msgspec.structs.asdict(run_training))
+        run_generation = GenerationRecipe(dtype=experiment.generator.dtype, slots=experiment.generator.slots)
+        self._generate = recipe(pool.tables, "generate", GenerationRecipe, **msgspec.structs.asdict(run_generation))
         self.shards = self._train.sharded
-        recipes = (("generate", self._generate, usual), ("train", self._train, plain))
+        recipes = (("generate", self._generate, run_generation), ("train", self._train, run_training))
         self.unusual = tuple(
             f"{section}: {key}"
-            for section, asked, runs in recipes
-            for key, value in msgspec.structs.asdict(asked).items()
-            if value != getattr(runs, key) and key not in _PLANNED_OPTIONS
+            for section, pool_recipe, run_recipe in recipes
+            for key, value in msgspec.structs.asdict(pool_recipe).items()
+            if value != getattr(run_recipe, key) and key not in _PLANNED_OPTIONS
         )
 
     def _generation(self, class_index: int, devices: int, resident: float) -> GenerationCurve | None:
         """See :meth:`StageCurves._generation`: the fastest way of all."""
-        kind, candidates = self.pool.classes[class_index], list[tuple[float, GenerationCurve]]()
-        for spread in self._spreads(kind, devices):
+        device_class, rated_curves = self.pool.classes[class_index], list[tuple[float, GenerationCurve]]()
+        for parallelism in self._spreads(device_class, devices):
             rates = ReplicaRates(
                 model=self.model,
-                device=_with_memory_taken(kind.device, resident),
-                recipe=msgspec.structs.replace(self._generate, parallelism=spread),
+                device=_with_memory_taken(device_class.device, resident),
+                recipe=msgspec.structs.replace(self._generate, parallelism=parallelism),
             )
             if devices % rates.devices:
                 continue
@@ -182,62 +182,62 @@ class RooflineCurves(StageCurves):
                 self.reasons.setdefault("generate", str(error))
                 continue
             step_s = curve.fixed_s + curve.request_s * curve.slots
-            candidates.append((replicas * curve.slots / step_s, curve))
-        return max(candidates, key=lambda pair: pair[0])[1] if candidates else None
+            rated_curves.append((replicas * curve.slots / step_s, curve))
+        return max(rated_curves, key=lambda pair: pair[0])[1] if rated_curves else None
 
     def _curve(self, rates: ReplicaRates, replicas: int) -> GenerationCurve:
-        mean = self.lengths.mean_tokens
-        context, queue = self.prompt_tokens + mean / 2, self.experiment.queue
-        admitted = queue.groups_per_step * (queue.budget + 1) * self.experiment.rollout.group_size
-        slots = max(1, min(rates.concurrency(context), math.ceil(admitted / replicas)))
-        many, few = rates.step_s(slots, context), rates.step_s(max(1.0, slots / 2), context)
-        request_s = (many - few) / (slots / 2) if slots > 1 else 0.0
+        mean_tokens = self.lengths.mean_tokens
+        context_tokens, queue = self.prompt_tokens + mean_tokens / 2, self.experiment.queue
+        admitted_rollouts = queue.groups_per_step * (queue.budget + 1) * self.experiment.rollout.group_size
+        slots = max(1, min(rates.concurrency(context_tokens), math.ceil(admitted_rollouts / replicas)))
+        full_s, half_s = rates.step_s(slots, context_tokens), rates.step_s(max(1.0, slots / 2), context_tokens)
+        request_s = (full_s - half_s) / (slots / 2) if slots > 1 else 0.0
         prefill_s = self.prompt_tokens / rates.prefill_tokens_per_s(max(1.0, self.prompt_tokens))
-        cached = rates.cached_bytes(context)  # of a request
+        cached_bytes = rates.cached_bytes(context_tokens)  # of a request
         return GenerationCurve(
             replicas=replicas,
             per_replica=rates.devices,
             spread=_spread_text(rates.recipe.parallelism),
             tensor=rates.recipe.parallelism.tensor,
             slots=slots,
-            fixed_s=many - request_s * slots,
-            request_s=request_s + (0.0 if rates.recipe.prefill_devices else prefill_s / mean),
-            kv_tokens=int(rates.cache_bytes() // (cached / context)),
-            bytes_per_device=rates.weight_bytes() + slots * cached / rates.recipe.parallelism.devices,
+            fixed_s=full_s - request_s * slots,
+            request_s=request_s + (0.0 if rates.recipe.prefill_devices else prefill_s / mean_tokens),
+            kv_tokens=int(rates.cache_bytes() // (cached_bytes / context_tokens)),
+            bytes_per_device=rates.weight_bytes() + slots * cached_bytes / rates.recipe.parallelism.devices,
         )
 
     def _training(self, class_index: int, devices: int) -> TrainingCurve | None:
         """See :meth:`StageCurves._training`: the fastest way of all."""
-        kind, candidates = self.pool.classes[class_index], list[tuple[float, TrainingCurve]]()
-        mean = self.prompt_tokens + self.lengths.mean_tokens
-        longest, tokens = float(self.experiment.max_sequence_tokens), self.samples * mean
-        for spread in self._training_spreads(kind, devices):
+        device_class, timed_curves = self.pool.classes[class_index], list[tuple[float, TrainingCurve]]()
+        sample_tokens = self.prompt_tokens + self.lengths.mean_tokens
+        longest_tokens, tokens = float(self.experiment.max_sequence_tokens), self.samples * sample_tokens
+        for parallelism in self._training_spreads(device_class, devices):
             rates = TrainerRates(
                 model=self.model,
-                device=kind.device,
+                device=device_class.device,
                 devices=devices,
-                recipe=msgspec.structs.replace(self._train, parallelism=spread),
+                recipe=msgspec.structs.replace(self._train, parallelism=parallelism),
             )
             try:
                 copies = rates.copies
-                rates.require_memory(longest)
-                step_s, half_step_s = rates.step_s(tokens, mean), rates.step_s(tokens / 2, mean)
+                rates.require_memory(longest_tokens)
+                step_s, half_step_s = rates.step_s(tokens, sample_tokens), rates.step_s(tokens / 2, sample_tokens)
                 if self.experiment.algorithm.kl_coefficient > 0:
-                    step_s += rates.step_s(tokens, mean, scoring=True)
-                    half_step_s += rates.step_s(tokens / 2, mean, scoring=True)
+                    step_s += rates.step_s(tokens, sample_tokens, scoring=True)
+                    half_step_s += rates.step_s(tokens / 2, sample_tokens, scoring=True)
             except ConfigurationError as error:
                 self.reasons.setdefault("train", str(error))
                 continue
             token_s = max(0.0, (step_s - half_step_s) / (tokens / 2))
             curve = TrainingCurve(
                 copies=copies,
-                spread=_spread_text(spread) + (f", sharded over {devices}" if self._train.sharded else ""),
+                spread=_spread_text(parallelism) + (f", sharded over {devices}" if self._train.sharded else ""),
                 fixed_s=max(0.0, step_s - token_s * tokens),
                 token_s=token_s,
-                bytes_per_device=rates.memory(longest).total,
+                bytes_per_device=rates.memory(longest_tokens).total,
             )
-            candidates.append((step_s, curve))
-        return min(candidates, key=lambda pair: pair[0])[1] if candidates else None
+            timed_curves.append((step_s, curve))
+        return min(timed_curves, key=lambda pair: pair[0])[1] if timed_curves else None
 
     def _spreads(self, kind: PlanDevices, devices: int) -> Iterator[Parallelism]:
         """Yield ways to spread a replica: the file's, or for vLLM tensor parallelism by powers of two, experts too."""
@@ -255,21 +255,21 @@ class RooflineCurves(StageCurves):
         if configured != Parallelism() or not self._train.sharded:
             yield configured
             return
-        inside = [count for count in _powers(min(8, kind.device.per_node)) if devices % count == 0]
-        experts = [1, *(_powers(devices)[1:] if self.model.expert_parameters else ())]
-        for tensor, context, expert in product(inside, inside, experts):
+        node_counts = [count for count in _powers(min(8, kind.device.per_node)) if devices % count == 0]
+        expert_counts = [1, *(_powers(devices)[1:] if self.model.expert_parameters else ())]
+        for tensor, context, expert in product(node_counts, node_counts, expert_counts):
             if devices % (tensor * context) == 0 and devices % expert == 0:
                 yield Parallelism(tensor=tensor, context=context, expert=expert)
 
     def shared_costs(self, kind: PlanDevices, generation: GenerationCurve) -> SharedCosts:
         """See :meth:`StageCurves.shared_costs`."""
-        tables, size = self.pool.tables, self.model.parameters * self._train.trained_share * 2.0
-        speed = tables.transport_bytes_per_s
-        if speed is None:
-            alone = kind.count == 1 or kind.device.name == "cpu"  # weights stay in one memory
-            speed = kind.device.memory_bytes_per_s if alone else kind.device.link_bytes_per_s(kind.count)
-        seconds = publish_s(size, tables.transport, {tables.transport: speed}, generation.replicas)
-        return SharedCosts(publish_s=seconds, apply_s=seconds, verify_s=self.workload.verify_s)
+        tables, weight_bytes = self.pool.tables, self.model.parameters * self._train.trained_share * 2.0
+        bytes_per_s = tables.transport_bytes_per_s
+        if bytes_per_s is None:
+            is_local = kind.count == 1 or kind.device.name == "cpu"  # weights stay in one memory
+            bytes_per_s = kind.device.memory_bytes_per_s if is_local else kind.device.link_bytes_per_s(kind.count)
+        transfer_s = publish_s(weight_bytes, tables.transport, {tables.transport: bytes_per_s}, generation.replicas)
+        return SharedCosts(publish_s=transfer_s, apply_s=transfer_s, verify_s=self.workload.verify_s)
 
 
 def lengths_of(quantity: Quantity, limit: int) -> LengthDistribution:
@@ -278,8 +278,8 @@ def lengths_of(quantity: Quantity, limit: int) -> LengthDistribution:
 
 
 def _values(quantity: Quantity) -> list[float]:
-    normal = NormalDist()
-    return [quantity.at_normal(normal.inv_cdf((index + 0.5) / _QUANTILES)) for index in range(_QUANTILES)]
+    normal_dist = NormalDist()
+    return [quantity.at_normal(normal_dist.inv_cdf((index + 0.5) / _QUANTILES)) for index in range(_QUANTILES)]
 
 
 def _powers(limit: int) -> list[int]:

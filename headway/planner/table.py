@@ -28,13 +28,13 @@ def outcome_rows(outcome: SimulationOutcome) -> dict[str, str]:
             f"failures"
         )
     if counts["resumed_states"] or counts["restarted_states"]:
-        mean = counts["state_staleness_sum"] / max(1.0, counts["resumed_states"])
+        mean_staleness = counts["state_staleness_sum"] / max(1.0, counts["resumed_states"])
         rows["environment states"] = (
-            f"{counts['resumed_states']:,.0f} resumed, {mean:.2f} versions old in the mean, "
+            f"{counts['resumed_states']:,.0f} resumed, {mean_staleness:.2f} versions old in the mean, "
             f"{counts['state_staleness_max']:.0f} at worst; {counts['restarted_states']:,.0f} restarted"
         )
-    cost = f"{outcome.device_hours:,.2f} device-hours"
+    cost_text = f"{outcome.device_hours:,.2f} device-hours"
     if outcome.dollars:
-        per_sample = outcome.dollars / max(1, outcome.summary.samples_trained)
-        cost += f", ${outcome.dollars:,.2f}, ${per_sample:.3g} a sample"
-    return rows | {"cost": cost}
+        usd_per_sample = outcome.dollars / max(1, outcome.summary.samples_trained)
+        cost_text += f", ${outcome.dollars:,.2f}, ${usd_per_sample:.3g} a sample"
+    return rows | {"cost": cost_text}

@@ -54,51 +54,51 @@ class WorkloadModel:
     def prompt(self, index: int) -> CountedTokens:
         """The prompt of the task with this index."""
         key = mix(self._seed, _PROMPT, index)
-        tokens = self._draw(self._workload.prompt_tokens, "workload.prompt_tokens", key)
-        return CountedTokens.of(max(1, round(tokens)), seed=mix(self._seed, _TASK, index))
+        token_count = self._draw(self._workload.prompt_tokens, "workload.prompt_tokens", key)
+        return CountedTokens.of(max(1, round(token_count)), seed=mix(self._seed, _TASK, index))
 
     def plan(self, request: GenerationRequest) -> Plan:
         """The plan of the rollout that ``request`` begins; depends on its seed, its group and the present step."""
         key = mix(self._seed, request.sampling.seed)
-        shared = normal(mix(self._seed, _SHARED, request.priority)) if self._group_weight else 0.0
+        shared_normal = normal(mix(self._seed, _SHARED, request.priority)) if self._group_weight else 0.0
         if not self._workload.multi_turn:
-            score = self._score(key, shared)
-            tokens = self._at_score(self._workload.response_tokens, "workload.response_tokens", score)
+            normal_score = self._score(key, shared_normal)
+            tokens = self._at_normal_score(self._workload.response_tokens, "workload.response_tokens", normal_score)
             return Plan(turns=(TurnProfile(tokens=max(1, round(tokens))),))
-        score = self._score(mix(key, _TURNS), shared)
-        count = max(1, round(self._at_score(self._workload.turns, "workload.turns", score)))
+        normal_score = self._score(mix(key, _TURNS), shared_normal)
+        count = max(1, round(self._at_normal_score(self._workload.turns, "workload.turns", normal_score)))
         return Plan(
-            turns=tuple(self._turn(mix(key, _TURN, index), shared, index == count - 1) for index in range(count))
+            turns=tuple(self._turn(mix(key, _TURN, index), shared_normal, index == count - 1) for index in range(count))
         )
 
     def solved(self, task: Task, seed: int) -> bool:
         """Whether the rollout with this sampling seed solves ``task``, if it is verified now."""
-        workload, index, step = self._workload, int(task.prompt), self._step()
-        trivial = self._scenario.drifted("workload.trivial_share", step, workload.trivial_share)
-        impossible = self._scenario.drifted("workload.impossible_share", step, workload.impossible_share)
-        kind = uniform(mix(self._seed, _KIND, index))
-        if kind < trivial:
+        workload, index, present_step = self._workload, int(task.prompt), self._step()
+        trivial_share = self._scenario.drifted("workload.trivial_share", present_step, workload.trivial_share)
+        impossible_share = self._scenario.drifted("workload.impossible_share", present_step, workload.impossible_share)
+        task_draw = uniform(mix(self._seed, _KIND, index))
+        if task_draw < trivial_share:
             return True
-        if kind < trivial + impossible:
+        if task_draw < trivial_share + impossible_share:
             return False
-        rate = workload.solve_rate.draw(mix(self._seed, _RATE, index))
-        if 0.0 < rate < 1.0 and workload.learning:
-            odds = math.log(rate / (1.0 - rate)) + workload.learning * step
-            rate = 1.0 / (1.0 + math.exp(-max(-700.0, min(700.0, odds))))
-        return uniform(mix(self._seed, _SOLVED, seed)) < rate
+        solve_rate = workload.solve_rate.draw(mix(self._seed, _RATE, index))
+        if 0.0 < solve_rate < 1.0 and workload.learning:
+            log_odds = math.log(solve_rate / (1.0 - solve_rate)) + workload.learning * present_step
+            solve_rate = 1.0 / (1.0 + math.exp(-max(-700.0, min(700.0, log_odds))))
+        return uniform(mix(self._seed, _SOLVED, seed)) < solve_rate
 
     def verify_s(self, seed: int) -> float:
         return max(0.0, self._draw(self._workload.verify_s, "workload.verify_s", mix(self._seed, seed)))
 
     def _turn(self, key: int, shared: float, last: bool) -> TurnProfile:
         workload = self._workload
-        score = self._score(key, shared)
-        tokens = max(1, round(self._at_score(workload.turn_tokens, "workload.turn_tokens", score)))
+        normal_score = self._score(key, shared)
+        token_count = max(1, round(self._at_normal_score(workload.turn_tokens, "workload.turn_tokens", normal_score)))
         if last:
-            return TurnProfile(tokens=tokens)
-        reply = self._draw(workload.reply_tokens, "workload.reply_tokens", mix(key, _REPLY))
+            return TurnProfile(tokens=token_count)
+        reply_tokens = self._draw(workload.reply_tokens, "workload.reply_tokens", mix(key, _REPLY))
         tool_s = self._draw(workload.tool_s, "workload.tool_s", mix(key, _TOOL))
-        return TurnProfile(tokens=tokens, reply_tokens=max(1, round(reply)), tool_s=max(0.0, tool_s))
+        return TurnProfile(tokens=token_count, reply_tokens=max(1, round(reply_tokens)), tool_s=max(0.0, tool_s))
 
     def _score(self, key: int, shared: float) -> float:
         """A standard normal score; scores of one group have the scenario's correlation (a Gaussian copula)."""
@@ -106,9 +106,9 @@ class WorkloadModel:
         return self._group_weight * shared + self._member_weight * normal(key)
 
     def _draw(self, quantity: Quantity, name: str, key: int) -> float:
-        return self._at_score(quantity, name, 0.0 if quantity.fixed else normal(key))
+        return self._at_normal_score(quantity, name, 0.0 if quantity.fixed else normal(key))
 
-    def _at_score(self, quantity: Quantity, name: str, score: float) -> float:
-        step = self._step()
-        drawn = quantity.at_normal(score, step)
-        return drawn * self._scenario.drifted(name, step) if self._scenario.drift else drawn
+    def _at_normal_score(self, quantity: Quantity, name: str, normal_score: float) -> float:
+        present_step = self._step()
+        drawn_value = quantity.at_normal(normal_score, present_step)
+        return drawn_value * self._scenario.drifted(name, present_step) if self._scenario.drift else drawn_value

@@ -26,8 +26,8 @@ def task_text(task: TaskExplanation, *, full: bool = False) -> str:
         f"  now    {task.region}: {_REGION_MEANS[task.region]}; {_posterior(task.now)}",
     ]
     draws = task.draws if full else task.draws[-MAX_DRAWS:]
-    hidden = len(task.draws) - len(draws)
-    lines += ["", f"drawn {_times(len(task.draws))}" + (f", the last {len(draws)}:" if hidden else "")]
+    hidden_count = len(task.draws) - len(draws)
+    lines += ["", f"drawn {_times(len(task.draws))}" + (f", the last {len(draws)}:" if hidden_count else "")]
     for draw in draws:
         lines += _draw_lines(draw)
     lines += ["", *_next_draw_lines(task)]
@@ -42,10 +42,10 @@ def _draw_lines(draw: DrawExplanation) -> list[str]:
     if draw.solved is None:
         lines.append(f"    -> {draw.outcome}")
     else:
-        moved = ""
-        if (before := draw.posterior_before) is not None and (after := draw.posterior_after) is not None:
-            moved = f": solve rate {before.mean:.2f} -> {after.mean:.2f}, signal {after.signal:.2f}"
-        lines.append(f"    -> solved {draw.solved} of {draw.valid}{moved}; {draw.outcome}")
+        change_text = ""
+        if (prior := draw.posterior_before) is not None and (updated := draw.posterior_after) is not None:
+            change_text = f": solve rate {prior.mean:.2f} -> {updated.mean:.2f}, signal {updated.signal:.2f}"
+        lines.append(f"    -> solved {draw.solved} of {draw.valid}{change_text}; {draw.outcome}")
     return lines
 
 
@@ -72,14 +72,14 @@ def _next_draw_lines(task: TaskExplanation) -> list[str]:
 def overview_text(curriculum: CurriculumExplanation) -> str:
     """Describe the curriculum of a run on one screen."""
     if not curriculum.adaptive:
-        head = "every task in turn (curriculum.mode = 'uniform'); what a curriculum would see:"
+        head_line = "every task in turn (curriculum.mode = 'uniform'); what a curriculum would see:"
     else:
         low, high = curriculum.known_limits
-        head = (
+        head_line = (
             f"band: attempts of a group of {curriculum.group_size} differ with probability "
             f"{curriculum.min_signal:.2f} or more (known solve rates of {low:.2f} to {high:.2f})"
         )
-    lines = [head, "", f"{curriculum.tasks:,} tasks, {curriculum.groups:,} groups drawn"]
+    lines = [head_line, "", f"{curriculum.tasks:,} tasks, {curriculum.groups:,} groups drawn"]
     lines += [f"  {region:9}{curriculum.regions.get(region, 0):>8,}  {_REGION_MEANS[region]}" for region in REGIONS]
     lines += ["", "seen tasks by expected solve rate", *_histogram(curriculum.solve_rates)]
     lines += ["", "draws" + " " * 10 + "groups   flat"]
@@ -87,12 +87,12 @@ def overview_text(curriculum: CurriculumExplanation) -> str:
         share = curriculum.zero_variance_share.get(reason)
         lines.append(f"  {reason:9}{count:>10,}   " + ("   –" if share is None else f"{share:4.0%}"))
     if curriculum.band_changes:
-        hidden = len(curriculum.band_changes) - MAX_BAND_CHANGES
-        lines += ["", "the band moved" + (f" {len(curriculum.band_changes)} times, lastly" if hidden > 0 else "")]
+        hidden_count = len(curriculum.band_changes) - MAX_BAND_CHANGES
+        lines += ["", "the band moved" + (f" {len(curriculum.band_changes)} times, lastly" if hidden_count > 0 else "")]
         lines += [
-            f"  {move.old_limit:.2f} -> {move.new_limit:.2f}  {move.reason} "
-            f"({move.zero_variance_share:.0%} of {move.groups})"
-            for move in curriculum.band_changes[-MAX_BAND_CHANGES:]
+            f"  {band_change.old_limit:.2f} -> {band_change.new_limit:.2f}  {band_change.reason} "
+            f"({band_change.zero_variance_share:.0%} of {band_change.groups})"
+            for band_change in curriculum.band_changes[-MAX_BAND_CHANGES:]
         ]
     if curriculum.following:
         lines += ["", "next, if no group finishes before"]

@@ -62,12 +62,12 @@ def diagnose_run(run_dir: str | Path, usd_per_device_hour: float | None = None) 
         raise ConfigurationError(f"--usd-per-device-hour {usd_per_device_hour:g}: must be at least 0")
     view = view_run(run_dir)
     experiment = stored_experiment(view)
-    ranks = experiment.trainer.devices
-    shared_devices = len(sharing(experiment.generator.devices, ranks))
-    busy_ranks = sharing(ranks, experiment.generator.devices)
-    free_ranks = [rank for index, rank in enumerate(ranks) if index not in busy_ranks]
-    separate = not shared_devices and interchangeable([*experiment.generator.devices, *ranks])
-    splits = device_splits(experiment) if separate else ()
+    rank_devices = experiment.trainer.devices
+    shared_devices = len(sharing(experiment.generator.devices, rank_devices))
+    busy_indices = sharing(rank_devices, experiment.generator.devices)
+    free_ranks = [rank for index, rank in enumerate(rank_devices) if index not in busy_indices]
+    is_separate = not shared_devices and interchangeable([*experiment.generator.devices, *rank_devices])
+    splits = device_splits(experiment) if is_separate else ()
     diagnosis = diagnose(undisturbed(view.lines), experiment, shape_of(experiment, shared_devices), free_ranks, splits)
     alerts = alerts_of(view.lines)
     if isinstance(diagnosis, str):
@@ -88,21 +88,21 @@ def diagnose_run(run_dir: str | Path, usd_per_device_hour: float | None = None) 
 def alerts_of(lines: Sequence[LedgerLine]) -> tuple[str, ...]:
     """List the alerts of a run, each in a sentence. A ledger without alerts may belong to a run without rules; the
     rules about steps are then applied to its lines."""
-    tracker, recorded, replayed = AlertTracker(["all"], 0.0), list[str](), list[str]()
+    tracker, recorded_texts, replayed_texts = AlertTracker(["all"], 0.0), list[str](), list[str]()
     for line in lines:
         if isinstance(line, EventRecord) and line.event == EVENT_ALERT:
-            recorded.append(f"step {line.step}, {event_detail(line)}")
+            recorded_texts.append(f"step {line.step}, {event_detail(line)}")
         for rule, change in tracker.take(line):
             alert_text = f"step {line.step}, {rule}: {tracker.raised.get(rule)} ({alert_page(rule)})"
-            replayed += [alert_text] if change == "raised" else []
-    return tuple(recorded or replayed)
+            replayed_texts += [alert_text] if change == "raised" else []
+    return tuple(recorded_texts or replayed_texts)
 
 
 def device_costs(view: RunView, experiment: Experiment, usd_per_device_hour: float | None) -> DeviceCosts:
     """Compute ``costs_of`` a run's steps; a simulated run has recorded the number of devices in its scenario."""
-    description = next((event.data for event in view.events if event.event == EVENT_SIMULATED), {})
-    per_replica, trained_on = (int(description.get(key, 0)) for key in ("devices_per_replica", "trainer_devices"))
-    return costs_of(view.steps, experiment, usd_per_device_hour, per_replica or 1, trained_on or None)
+    event_data = next((event.data for event in view.events if event.event == EVENT_SIMULATED), {})
+    per_replica, trainer_devices = (int(event_data.get(key, 0)) for key in ("devices_per_replica", "trainer_devices"))
+    return costs_of(view.steps, experiment, usd_per_device_hour, per_replica or 1, trainer_devices or None)
 
 
 def stored_experiment(view: RunView) -> Experiment:
@@ -123,37 +123,37 @@ def costs_of(
 ) -> DeviceCosts:
     """Compute the device-hours of all steps, and the lost ones by cause. ``per_replica``: devices of a replica;
     ``trainer_devices``: devices of the trainer, by default one for each rank."""
-    generator, ranks = experiment.generator.devices, experiment.trainer.devices
-    replicas = {parse_device(name) for name in generator}
-    trainer = len(ranks) if trainer_devices is None else trainer_devices
-    devices = len({*replicas, *map(parse_device, ranks)}) + len(replicas) * (per_replica - 1)
-    seconds = sum(step.step_s for step in steps)
-    device_h = devices * seconds / 3600
-    own_ranks = len(ranks) - len(sharing(ranks, generator))  # a shared device is used meanwhile
-    lost: dict[str, float] = {
-        "trainer: waits for groups": own_ranks * sum(_starved_s(s) for s in steps),
-        "trainer: waits for stragglers": own_ranks * sum(s.flow.straggler_wait_s for s in steps),
-        "trainer: waits for its devices": trainer * sum(s.flow.device_wait_s for s in steps),
-        "trainer: waits for an update": trainer * sum(s.flow.update_wait_s for s in steps),
-        "trainer: publishes": trainer * sum(s.publish_s for s in steps),
-        "trainer: writes checkpoints": trainer * sum(s.checkpoint_s for s in steps),
+    generator_devices, rank_devices = experiment.generator.devices, experiment.trainer.devices
+    replicas = {parse_device(name) for name in generator_devices}
+    trainer_count = len(rank_devices) if trainer_devices is None else trainer_devices
+    device_count = len({*replicas, *map(parse_device, rank_devices)}) + len(replicas) * (per_replica - 1)
+    total_s = sum(step.step_s for step in steps)
+    device_h = device_count * total_s / 3600
+    sole_ranks = len(rank_devices) - len(sharing(rank_devices, generator_devices))  # a shared device is used meanwhile
+    lost_s_by_cause: dict[str, float] = {
+        "trainer: waits for groups": sole_ranks * sum(_starved_s(s) for s in steps),
+        "trainer: waits for stragglers": sole_ranks * sum(s.flow.straggler_wait_s for s in steps),
+        "trainer: waits for its devices": trainer_count * sum(s.flow.device_wait_s for s in steps),
+        "trainer: waits for an update": trainer_count * sum(s.flow.update_wait_s for s in steps),
+        "trainer: publishes": trainer_count * sum(s.publish_s for s in steps),
+        "trainer: writes checkpoints": trainer_count * sum(s.checkpoint_s for s in steps),
         "generator: has nothing to do": per_replica * sum(s.generator_wait_ratio * s.flow.generator_s for s in steps),
         "generator: stands still for updates": per_replica * sum(_paused_s(s) for s in steps),
     }
-    ended = Counter[str]()
+    tokens_by_ending = Counter[str]()
     for step in steps:
-        ended.update(step.tokens.ended if step.tokens else {})
-    busy_s, tokens = sum(s.flow.generator_busy_s for s in steps), ended.total()
-    for ending, count in ended.items():
-        if ending != "trained" and tokens:
-            lost[f"generator: rollouts that ended {ending}"] = per_replica * busy_s * count / tokens
-    hours = {cause: lost_s / 3600 for cause, lost_s in lost.items() if lost_s > 0.0005 * seconds}
+        tokens_by_ending.update(step.tokens.ended if step.tokens else {})
+    busy_s, total_tokens = sum(s.flow.generator_busy_s for s in steps), tokens_by_ending.total()
+    for ending, count in tokens_by_ending.items():
+        if ending != "trained" and total_tokens:
+            lost_s_by_cause[f"generator: rollouts that ended {ending}"] = per_replica * busy_s * count / total_tokens
+    lost_h_by_cause = {cause: lost_s / 3600 for cause, lost_s in lost_s_by_cause.items() if lost_s > 0.0005 * total_s}
     return DeviceCosts(
-        devices=devices,
-        duration_s=seconds,
+        devices=device_count,
+        duration_s=total_s,
         device_h=device_h,
         usd=None if usd_per_device_hour is None else device_h * usd_per_device_hour,
-        lost_h=dict(sorted(hours.items(), key=lambda item: -item[1])),
+        lost_h=dict(sorted(lost_h_by_cause.items(), key=lambda item: -item[1])),
     )
 
 
@@ -163,8 +163,8 @@ def _starved_s(step: StepRecord) -> float:
 
 
 def _paused_s(step: StepRecord) -> float:
-    known = step.generator_wait_ratio + step.generator_yielded_ratio
-    return max(0.0, step.flow.generator_s * (1 - known) - step.flow.generator_busy_s)
+    idle_ratio = step.generator_wait_ratio + step.generator_yielded_ratio
+    return max(0.0, step.flow.generator_s * (1 - idle_ratio) - step.flow.generator_busy_s)
 
 
 # --- printing --------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def _paused_s(step: StepRecord) -> float:
 def print_report(report: DoctorReport, usd_per_device_hour: float | None, console: Console | None = None) -> None:
     """Print the report on one screen."""
     console = console or Console(highlight=False)
-    diagnosis, costs, bound = report.diagnosis, report.costs, CONSTRAINTS[report.diagnosis.binding]
+    diagnosis, costs, bound_name = report.diagnosis, report.costs, CONSTRAINTS[report.diagnosis.binding]
     error = f"± {diagnosis.error:.0%}"
     model_deviation = diagnosis.simulated_per_s / diagnosis.samples_per_s - 1
     rows = {
@@ -182,7 +182,7 @@ def print_report(report: DoctorReport, usd_per_device_hour: float | None, consol
             f"{quantity(diagnosis.samples_per_s)} samples/s {error}, {quantity(diagnosis.useful_per_s)} of them useful "
             f"(the model of the run predicts {model_deviation:+.0%})"
         ),
-        "bound by": f"{bound}: {diagnosis.reason} ({troubleshooting(f'Bound by {bound}')})",
+        "bound by": f"{bound_name}: {diagnosis.reason} ({troubleshooting(f'Bound by {bound_name}')})",
         "waits": (
             f"trainer {percent(diagnosis.trainer_wait)} ({percent(diagnosis.straggler_wait)} for stragglers), "
             f"generator {percent(diagnosis.generator_wait)}"
@@ -203,8 +203,8 @@ def print_report(report: DoctorReport, usd_per_device_hour: float | None, consol
         rows["alerts"] = "\n".join(report.alerts)
     print_rows(rows, console=console)
     if costs.lost_h:
-        lost = {cause: _lost_text(hours, costs) for cause, hours in list(costs.lost_h.items())[:6]}
-        print_rows(lost, "Device-hours lost", console)
+        lost_rows = {cause: _lost_text(hours, costs) for cause, hours in list(costs.lost_h.items())[:6]}
+        print_rows(lost_rows, "Device-hours lost", console)
     console.print(Text("\nWhat would help most", style="bold underline"))
     if not diagnosis.changes:
         console.print("No simulated change gains 3 % or more.")
@@ -223,15 +223,15 @@ def _cost_text(costs: DeviceCosts, usd_per_device_hour: float | None) -> str:
 
 
 def _lost_text(hours: float, costs: DeviceCosts) -> str:
-    money = "" if costs.usd is None else f", {costs.usd * hours / costs.device_h:,.2f} USD"
-    return f"{hours:.3g} h, {hours / costs.device_h:.0%}{money}"
+    money_text = "" if costs.usd is None else f", {costs.usd * hours / costs.device_h:,.2f} USD"
+    return f"{hours:.3g} h, {hours / costs.device_h:.0%}{money_text}"
 
 
 def _change_lines(number: int, change: Recommendation) -> list[str]:
-    keys = " ".join(f"--{key}={_quoted(value)}" for key, value in change.settings.items())
+    options_text = " ".join(f"--{key}={_quoted(value)}" for key, value in change.settings.items())
     text = f"{quantity(change.samples_per_s)} samples/s, {quantity(change.useful_per_s)} useful ({change.gain:+.0%}), "
     text += f"± {change.error:.0%}; mean staleness {change.staleness_mean:.1f}"
-    return [f"{number}  {keys}", f"   {text}{f'; {change.needs}' if change.needs else ''}"]
+    return [f"{number}  {options_text}", f"   {text}{f'; {change.needs}' if change.needs else ''}"]
 
 
 def _quoted(value: str) -> str:

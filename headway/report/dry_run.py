@@ -15,13 +15,13 @@ def dry_run_rows(experiment: Experiment, environment_scores: bool = False) -> Ro
     defines `score`."""
     run, rollout, queue = experiment.run, experiment.rollout, experiment.queue
     samples = queue.groups_per_step * rollout.group_size
-    slots = experiment.generator.slots * len(experiment.generator.devices)
+    slot_count = experiment.generator.slots * len(experiment.generator.devices)
     mode = "synchronous, on-policy" if queue.budget == 0 else f"asynchronous, budget {queue.budget} ({queue.overdue})"
-    until = f"{run.steps:,} steps" + (f" or {duration(run.time_limit_s)}" if run.time_limit_s else "")
+    end_text = f"{run.steps:,} steps" + (f" or {duration(run.time_limit_s)}" if run.time_limit_s else "")
     if experiment.evaluation.stop_at_solve_rate is not None:
-        until += f", or a validation solve rate of {experiment.evaluation.stop_at_solve_rate:g}"
+        end_text += f", or a validation solve rate of {experiment.evaluation.stop_at_solve_rate:g}"
     return {
-        "run": f"{run.directory}, seed {run.seed}, until {until}",
+        "run": f"{run.directory}, seed {run.seed}, until {end_text}",
         "model": f"{experiment.model.path} ({experiment.model.template} prompts)",
         "train on": _sources(experiment.tasks.train, shares=True),
         "evaluate on": _evaluation(experiment),
@@ -31,7 +31,7 @@ def dry_run_rows(experiment: Experiment, environment_scores: bool = False) -> Ro
         ),
         "queue": f"{mode}; at most {queue.groups_per_step * (queue.budget + 1)} groups open before the first step",
         "generator": (
-            f"{', '.join(experiment.generator.devices)} ({experiment.generator.dtype}), {slots} slots, "
+            f"{', '.join(experiment.generator.devices)} ({experiment.generator.dtype}), {slot_count} slots, "
             f"{experiment.concurrent_rollouts} rollouts at once, updates: {experiment.generator.update_mode}"
         ),
         "trainer": (
@@ -56,17 +56,17 @@ def _scoring_row(experiment: Experiment, environment_scores: bool) -> Rows:
     if environment.name == "verifiers":
         return {"scored by": "its environment of the package verifiers"}
     never_rewards = environment.name == "single_turn" or (environment.command and not environment.posts_reward)
-    condition = "" if never_rewards else f", where {environment.name} gives no reward"
-    return {"verifier": f"{verifier.name}, {verifier.timeout_s:g} s limit{condition}"}
+    condition_text = "" if never_rewards else f", where {environment.name} gives no reward"
+    return {"verifier": f"{verifier.name}, {verifier.timeout_s:g} s limit{condition_text}"}
 
 
 def _sources(sources: Sequence[TaskSource], *, shares: bool = False) -> str:
     """Describe all task sources; ``shares``: with the share of the tasks that each source provides."""
     if len(sources) == 1:
         return _source(sources[0])
-    total = sum(source.weight for source in sources)
+    total_weight = sum(source.weight for source in sources)
     return "; ".join(
-        (f"{source.weight / total:.0%} " if shares else "")
+        (f"{source.weight / total_weight:.0%} " if shares else "")
         + (f"{source.label}: " if source.label else "")
         + _source(source)
         for source in sources
@@ -74,57 +74,57 @@ def _sources(sources: Sequence[TaskSource], *, shares: bool = False) -> str:
 
 
 def _source(source: TaskSource) -> str:
-    details = f", the first {source.limit:,}" if source.limit is not None else ""
+    details_text = f", the first {source.limit:,}" if source.limit is not None else ""
     if source.verifier:
-        details += f", verifier {source.verifier}"
+        details_text += f", verifier {source.verifier}"
     if source.source == "jsonl":
-        return source.path + details
+        return source.path + details_text
     if source.source == "datasets":
-        origin = "" if source.path else " from the Hugging Face hub"
-        part = "".join(f" {name}" for name in (source.subset, source.split) if name)
-        return f"{source.path or source.name}{part}{origin}{details}"
+        origin_text = "" if source.path else " from the Hugging Face hub"
+        part_text = "".join(f" {name}" for name in (source.subset, source.split) if name)
+        return f"{source.path or source.name}{part_text}{origin_text}{details_text}"
     if source.source == "function":
-        arguments = ", ".join(f"{name}={value!r}" for name, value in source.parameters.items())
-        return f"{source.name}({arguments}){details}"
+        arguments_text = ", ".join(f"{name}={value!r}" for name, value in source.parameters.items())
+        return f"{source.name}({arguments_text}){details_text}"
     size, seed = (source.generator_parameters[key] for key in ("size", "seed"))
-    return f"reasoning-gym {source.name}, {size:,} tasks, seed {seed}{details}"
+    return f"reasoning-gym {source.name}, {size:,} tasks, seed {seed}{details_text}"
 
 
 def _evaluation(experiment: Experiment) -> str:
     tasks, evaluation = experiment.tasks, experiment.evaluation
-    parts: list[str] = []
+    part_texts: list[str] = []
     if tasks.validation is not None and (evaluation.every_steps or evaluation.every_s is not None):
-        when = [f"every {_every(evaluation.every_steps)}"] if evaluation.every_steps else []
-        when += [f"every {duration(evaluation.every_s)}"] if evaluation.every_s is not None else []
-        parts.append(f"validation ({_sources(tasks.validation)}) {' and '.join(when)}")
+        times = [f"every {_every(evaluation.every_steps)}"] if evaluation.every_steps else []
+        times += [f"every {duration(evaluation.every_s)}"] if evaluation.every_s is not None else []
+        part_texts.append(f"validation ({_sources(tasks.validation)}) {' and '.join(times)}")
     if tasks.test is not None and (evaluation.before or evaluation.after):
-        when = [word for word, enabled in (("before", evaluation.before), ("after", evaluation.after)) if enabled]
-        parts.append(f"test ({_sources(tasks.test)}) {' and '.join(when)}")
-    return "; ".join(parts) or "nothing"
+        times = [word for word, enabled in (("before", evaluation.before), ("after", evaluation.after)) if enabled]
+        part_texts.append(f"test ({_sources(tasks.test)}) {' and '.join(times)}")
+    return "; ".join(part_texts) or "nothing"
 
 
 def _objective(experiment: Experiment) -> str:
     """Describe the settings of the objective that take effect, with the values that a preset filled in."""
     algorithm = experiment.algorithm
-    parts = [f"preset {algorithm.preset}"] if algorithm.preset else []
-    parts += [algorithm.loss, f"advantage {algorithm.advantage}", *_bounds(algorithm), algorithm.aggregation]
+    part_texts = [f"preset {algorithm.preset}"] if algorithm.preset else []
+    part_texts += [algorithm.loss, f"advantage {algorithm.advantage}", *_bounds(algorithm), algorithm.aggregation]
     if algorithm.kl_coefficient:
-        target = "" if algorithm.kl_target is None else f" at first, for {algorithm.kl_target:g} nats per token"
-        parts.append(
-            f"KL {algorithm.kl_coefficient:g}{target} ({algorithm.kl_estimator}, in the {algorithm.kl_in}) to "
+        target_text = "" if algorithm.kl_target is None else f" at first, for {algorithm.kl_target:g} nats per token"
+        part_texts.append(
+            f"KL {algorithm.kl_coefficient:g}{target_text} ({algorithm.kl_estimator}, in the {algorithm.kl_in}) to "
             f"{experiment.model.reference or experiment.model.path}"
         )
     if algorithm.token_mask:
-        parts.append(f"token weights within {_range(algorithm.token_mask)}")
+        part_texts.append(f"token weights within {_range(algorithm.token_mask)}")
     if algorithm.sequence_mask:
-        parts.append(f"response weights ({algorithm.sequence_mask_by}) within {_range(algorithm.sequence_mask)}")
+        part_texts.append(f"response weights ({algorithm.sequence_mask_by}) within {_range(algorithm.sequence_mask)}")
     if algorithm.second_moment_limit is not None:
-        parts.append(f"second moment at most {algorithm.second_moment_limit:g}")
+        part_texts.append(f"second moment at most {algorithm.second_moment_limit:g}")
     if algorithm.overlong != "score":
-        parts.append(f"overlong responses: {algorithm.overlong}")
+        part_texts.append(f"overlong responses: {algorithm.overlong}")
     if experiment.queue.filter_zero_variance:
-        parts.append("groups of equal rewards filtered")
-    return ", ".join(parts)
+        part_texts.append("groups of equal rewards filtered")
+    return ", ".join(part_texts)
 
 
 def _bounds(algorithm: AlgorithmConfig) -> list[str]:

@@ -32,18 +32,18 @@ def incident_text(lines: Sequence[LedgerLine]) -> str:
     events = incidents(lines)
     if not events:
         return ""
-    died = Counter(event.worker for event in events if event.event.endswith("_died"))
-    stalled = Counter(event.worker for event in events if event.event in _STALLED)
-    restored = sum(event.event.endswith(("_restarted", "_restored")) for event in events)
-    replays = sum(event.lost_samples for event in events if event.event.endswith("restored"))
-    moved = sum(event.lost_samples for event in events) - replays
-    parts = [f"{verb}: {_counts(workers)}" for verb, workers in (("died", died), ("stalled", stalled)) if workers]
-    parts += [f"{restored} brought back"] if restored else []
-    parts += [f"{replays:,} samples trained again"] if replays else []
-    parts += [f"{moved:,} rollouts moved, scored or generated again"] if moved else []
+    deaths = Counter(event.worker for event in events if event.event.endswith("_died"))
+    stalls = Counter(event.worker for event in events if event.event in _STALLED)
+    restored_count = sum(event.event.endswith(("_restarted", "_restored")) for event in events)
+    replayed_samples = sum(event.lost_samples for event in events if event.event.endswith("restored"))
+    moved_rollouts = sum(event.lost_samples for event in events) - replayed_samples
+    part_texts = [f"{verb}: {_counts(workers)}" for verb, workers in (("died", deaths), ("stalled", stalls)) if workers]
+    part_texts += [f"{restored_count} brought back"] if restored_count else []
+    part_texts += [f"{replayed_samples:,} samples trained again"] if replayed_samples else []
+    part_texts += [f"{moved_rollouts:,} rollouts moved, scored or generated again"] if moved_rollouts else []
     lost_s = sum(event.lost_s for event in events if event.event not in _STALLED)  # its end's event has the total
-    parts += [f"{duration(lost_s)} of workers' time lost"] if lost_s else []
-    return "Workers: " + "; ".join(parts) + "."
+    part_texts += [f"{duration(lost_s)} of workers' time lost"] if lost_s else []
+    return "Workers: " + "; ".join(part_texts) + "."
 
 
 def incident_rows(lines: Sequence[LedgerLine]) -> list[list[str]]:

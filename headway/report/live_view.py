@@ -140,26 +140,26 @@ def step_line(state: LiveState) -> str:
 
 
 def _failed_text(step: StepRecord) -> str:
-    failed = sum(step.failures.values())
-    return f" ({failed:,} failed)" if failed else ""
+    failed_count = sum(step.failures.values())
+    return f" ({failed_count:,} failed)" if failed_count else ""
 
 
 def evaluation_line(record: EvaluationRecord) -> str:
-    versions = (
+    versions_text = (
         f"version {record.first_version}" if record.held else f"versions {record.first_version}–{record.last_version}"
     )
     if record.phase == "after":  # it evaluates the best weights, which need not be the last
-        last = record.last_version == record.step
-        versions += ", the last" if last else f", the best by validation of {record.step}"
-    failed = f"; {record.failures_text}" if record.failed else ""
-    rate = score(record.solve_rate if record.samples else None, record.standard_error)
-    sources = "".join(f"; {label} {format_score(source)}" for label, source in record.by_source.items())
-    rate += "".join(f", {text}" for text in format_pass_at(record.pass_at))
-    kernels = "".join(f"; {name} {text}" for name, text in format_kernel_shares(record.kernels).items())
-    judged = f" of {record.samples:,}" if record.failed and record.samples else ""
+        is_last = record.last_version == record.step
+        versions_text += ", the last" if is_last else f", the best by validation of {record.step}"
+    failed_text = f"; {record.failures_text}" if record.failed else ""
+    rate_text = score(record.solve_rate if record.samples else None, record.standard_error)
+    sources_text = "".join(f"; {label} {format_score(source)}" for label, source in record.by_source.items())
+    rate_text += "".join(f", {text}" for text in format_pass_at(record.pass_at))
+    kernels_text = "".join(f"; {name} {text}" for name, text in format_kernel_shares(record.kernels).items())
+    judged_text = f" of {record.samples:,}" if record.failed and record.samples else ""
     return (
-        f"{record.split} {record.phase}: solve rate {rate}{judged} ({record.tasks} tasks, {versions})"
-        f"{failed}{sources}{kernels}"
+        f"{record.split} {record.phase}: solve rate {rate_text}{judged_text} ({record.tasks} tasks, {versions_text})"
+        f"{failed_text}{sources_text}{kernels_text}"
     )
 
 
@@ -194,17 +194,17 @@ def screen(state: LiveState) -> RenderableType:
         rows.add_row("Learning?", _learning(state, step))
         rows.add_row("Rates", _rates(state, step))
         rows.add_row("Endings", _endings(state))
-        if (change := state.placement) is not None:
-            expected = quantity(float(change.data["gain"]) * float(change.data["rate"]))
-            since = f"{change.data['after']}, since version {change.step}; {expected} samples/s expected"
-            rows.add_row("Plan", since)
+        if (plan_event := state.placement) is not None:
+            expected_text = quantity(float(plan_event.data["gain"]) * float(plan_event.data["rate"]))
+            plan = f"{plan_event.data['after']}, since version {plan_event.step}; {expected_text} samples/s expected"
+            rows.add_row("Plan", plan)
         if (cost := state.cost()) is not None:
             rows.add_row("Cost", cost_sentence(cost))
-    for stall in state.stalls.values():
-        rows.add_row(Text("Stalled", style="bold red"), Text(stall, style="red"))
-    for rule, alert in state.alerts.items():
+    for stall_text in state.stalls.values():
+        rows.add_row(Text("Stalled", style="bold red"), Text(stall_text, style="red"))
+    for rule, alert_text in state.alerts.items():
         if rule != "stall":  # it has a row already
-            rows.add_row(Text("Alert", style="bold red"), Text(alert, style="red"))
+            rows.add_row(Text("Alert", style="bold red"), Text(alert_text, style="red"))
     for record in state.evaluations:
         rows.add_row("Evaluation", evaluation_line(record))
     for event in state.events:
@@ -223,16 +223,16 @@ def _title(state: LiveState) -> str:
 
 def bar(share: float, width: int, colour: str) -> Text:
     """Draw a horizontal bar of ``width`` cells; ``share`` is clamped to 0..1."""
-    full = round(min(1.0, max(0.0, share)) * width) if math.isfinite(share) else 0
-    return Text.assemble(("█" * full, colour), ("░" * (width - full), "dim"))
+    full_cells = round(min(1.0, max(0.0, share)) * width) if math.isfinite(share) else 0
+    return Text.assemble(("█" * full_cells, colour), ("░" * (width - full_cells), "dim"))
 
 
 def sparkline(values: list[float], width: int, top: float = 1.0) -> str:
     """Draw the means of ``width`` equal parts of ``values`` as block characters, on a scale from 0 to ``top``."""
     if not values:
         return ""
-    cells = min(width, len(values))
-    edges = [round(i * len(values) / cells) for i in range(cells + 1)]
+    cell_count = min(width, len(values))
+    edges = [round(i * len(values) / cell_count) for i in range(cell_count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     return "".join(_block_character(mean / top) for mean in means)
 
@@ -277,15 +277,15 @@ def _queue(step: StepRecord) -> Text:
 
 def _staleness(state: LiveState, step: StepRecord) -> Text:
     budget = state.experiment.queue.budget
-    counts = pooled(record.trajectory_staleness.histogram for record in state.recent)
-    columns = range(min(24, max([budget, *counts]) + 1))
-    peak = max(counts.values(), default=1)
-    shape = " ".join(f"{value}{_BLOCKS[round(counts[value] / peak * 7)]}" for value in columns)
+    staleness_counts = pooled(record.trajectory_staleness.histogram for record in state.recent)
+    columns = range(min(24, max([budget, *staleness_counts]) + 1))
+    peak_count = max(staleness_counts.values(), default=1)
+    histogram_text = " ".join(f"{value}{_BLOCKS[round(staleness_counts[value] / peak_count * 7)]}" for value in columns)
     style = "bold red" if state.worst_staleness > budget else ""
     return Text.assemble(
         f"mean {step.trajectory_staleness.mean:.1f} · ",
         (f"worst {state.worst_staleness} of {budget}", style),
-        f" · {shape if counts else ''}",
+        f" · {histogram_text if staleness_counts else ''}",
     )
 
 
@@ -293,16 +293,16 @@ def _learning(state: LiveState, step: StepRecord) -> Text:
     loss = step.metrics.get("loss")
     entropy = step.metrics.get("entropy")
     rewards, lengths = step.rewards, step.lengths
-    details = [f"reward {rewards.mean:.3f}", f"no variance {rewards.zero_variance_share:.0%}"] if rewards else []
-    details += [f"loss {loss:+.4f}"] if loss is not None else []
-    details += [f"entropy {entropy:.3f}"] if entropy is not None else []
-    details += [f"length {lengths.mean:.0f}, p99 {lengths.p99:.0f}"] if lengths else []
+    detail_texts = [f"reward {rewards.mean:.3f}", f"no variance {rewards.zero_variance_share:.0%}"] if rewards else []
+    detail_texts += [f"loss {loss:+.4f}"] if loss is not None else []
+    detail_texts += [f"entropy {entropy:.3f}"] if entropy is not None else []
+    detail_texts += [f"length {lengths.mean:.0f}, p99 {lengths.p99:.0f}"] if lengths else []
     if state.evaluation_before is not None:
-        details.append(f"before {state.evaluation_before.solve_rate:.3f}")
+        detail_texts.append(f"before {state.evaluation_before.solve_rate:.3f}")
     return Text.assemble(
         f"solve rate {score(rewards and rewards.solve_rate)}{_failed_text(step)} ",
         (sparkline(list(state.solve_rates), 30), "green"),
-        "\n" + " · ".join(details),
+        "\n" + " · ".join(detail_texts),
     )
 
 
@@ -322,9 +322,9 @@ def _rates(state: LiveState, step: StepRecord) -> Text:
 
 
 def _endings(state: LiveState) -> Text:
-    order = [ending for ending in ENDINGS if ending in state.endings]
-    order += sorted(set(state.endings) - set(ENDINGS))
-    return Text(" · ".join(f"{ending} {state.endings[ending]:,}" for ending in order) or "none yet")
+    ordered_endings = [ending for ending in ENDINGS if ending in state.endings]
+    ordered_endings += sorted(set(state.endings) - set(ENDINGS))
+    return Text(" · ".join(f"{ending} {state.endings[ending]:,}" for ending in ordered_endings) or "none yet")
 
 
 # --- the two views ---------------------------------------------------------------------------------------

@@ -59,14 +59,14 @@ def live_waits_text(live: LiveWaits) -> str:
     lines += [f"{stall.sentence(graph.now_s)} ({stall_page(stall.kind)})" for stall in graph.stalls]
     if not lines:
         lines.append("nothing is stalled")
-    grouped = Counter((_waiter_kind(wait), wait.kind, wait.owner) for wait in graph.waits)
-    listed: set[tuple[str, str, str]] = set()
+    equal_waits = Counter((_waiter_kind(wait), wait.kind, wait.owner) for wait in graph.waits)
+    listed_keys: set[tuple[str, str, str]] = set()
     for wait in graph.waits:
-        key = _waiter_kind(wait), wait.kind, wait.owner
-        if key in listed or len(listed) >= _MAX_LINES:
+        wait_key = _waiter_kind(wait), wait.kind, wait.owner
+        if wait_key in listed_keys or len(listed_keys) >= _MAX_LINES:
             continue
-        listed.add(key)
-        others = f" (and {grouped[key] - 1} like it)" if grouped[key] > 1 else ""
+        listed_keys.add(wait_key)
+        others = f" (and {equal_waits[wait_key] - 1} like it)" if equal_waits[wait_key] > 1 else ""
         waited, expected = duration(graph.now_s - wait.since_s), duration(graph.expected_s.get(wait.kind, 0.0))
         lines.append(f"  {wait.waiter}{others} -> {wait.owner}: {wait.kind}, {waited} (expected at most {expected})")
     for state in graph.workers:

@@ -47,22 +47,22 @@ def memory_table(uses: list[MemoryUse], locations: list[MemoryPlace]) -> Table:
     if measured:
         table.add_column("seen", justify="right")
     table.add_column("of which (GiB)")
-    for pool in locations:
+    for memory_place in locations:
         for use in uses:
-            if use.location == pool.name:
-                peak = [_gib(use.measured_bytes) if use.measured_bytes is not None else ""] if measured else []
-                table.add_row(Text(use.name), _gib(use.total_bytes), *peak, Text(_parts(use)))
-        free = "size unknown" if pool.available_bytes is None else f"{_gib(pool.available_bytes)} free"
-        if pool.capacity_bytes is not None:
-            free += f" of {_gib(pool.capacity_bytes)}"
-        line = [Text(f"= {pool.name}", style="bold"), Text(_gib(pool.needed_bytes), style="bold")]
-        table.add_row(*line, *([""] if measured else []), Text(free, style="bold"))
+            if use.location == memory_place.name:
+                peak_cells = [_gib(use.measured_bytes) if use.measured_bytes is not None else ""] if measured else []
+                table.add_row(Text(use.name), _gib(use.total_bytes), *peak_cells, Text(_parts(use)))
+        free = "size unknown" if memory_place.available_bytes is None else f"{_gib(memory_place.available_bytes)} free"
+        if memory_place.capacity_bytes is not None:
+            free += f" of {_gib(memory_place.capacity_bytes)}"
+        line_cells = [Text(f"= {memory_place.name}", style="bold"), Text(_gib(memory_place.needed_bytes), style="bold")]
+        table.add_row(*line_cells, *([""] if measured else []), Text(free, style="bold"))
     return table
 
 
 def _parts(use: MemoryUse) -> str:
-    ordered = sorted(use.parts.items(), key=lambda part: -part[1])
-    return ", ".join(f"{name} {_gib(size)}" for name, size in ordered if size)
+    largest_first = sorted(use.parts.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {_gib(size)}" for name, size in largest_first if size)
 
 
 def _gib(size: int) -> str:
@@ -75,20 +75,20 @@ def _gib(size: int) -> str:
 
 def calibration_rows(measured: Calibration, experiment: Experiment) -> Rows:
     """Describe the measurements of the calibration as rows."""
-    decode = f"{quantity(measured.decode_tokens_per_s)} tokens/s with {measured.decode_running:.0f} requests"
+    decode_text = f"{quantity(measured.decode_tokens_per_s)} tokens/s with {measured.decode_running:.0f} requests"
     beside = measured.decode_beside_tokens_per_s
     if beside is not None and measured.decode_tokens_per_s:
-        decode += f"; {quantity(beside)} beside the trainer ({beside / measured.decode_tokens_per_s - 1:+.0%})"
+        decode_text += f"; {quantity(beside)} beside the trainer ({beside / measured.decode_tokens_per_s - 1:+.0%})"
     full = experiment.queue.groups_per_step * experiment.rollout.group_size
-    timed = (
+    timed_text = (
         "a whole step" if measured.train_samples == full else f"{measured.train_samples} of {full} samples of a step"
     )
     rows = {
         "took": f"{duration(measured.measured_s)}, after {duration(measured.start_s)} for starting the workers",
         "responses": _lengths(measured.lengths),
         "prompts": f"{measured.prompt_tokens:.0f} tokens, {quantity(measured.prefill_tokens_per_s)} tokens/s",
-        "decoding": decode,
-        "training": f"{quantity(measured.train_tokens_per_s)} tokens/s, prompts included ({timed})",
+        "decoding": decode_text,
+        "training": f"{quantity(measured.train_tokens_per_s)} tokens/s, prompts included ({timed_text})",
         "measured": (
             "generator alone first, then both at once"
             if measured.at_once
@@ -108,12 +108,12 @@ def _lengths(lengths: LengthSummary) -> str:
     counts_text = f"{lengths.finished:,} ended, {lengths.censored:,} cut off by the calibration's end"
     if not lengths.finished:
         return f"{counts_text}; the longest had {lengths.longest_tokens} tokens: lengths are unknown"
-    mean = f"mean {lengths.mean_tokens:.0f} tokens"
+    mean_text = f"mean {lengths.mean_tokens:.0f} tokens"
     if lengths.mean_most_tokens > 1.05 * lengths.mean_least_tokens:
-        mean += f" (between {lengths.mean_least_tokens:.0f} and {lengths.mean_most_tokens:.0f})"
-    p99 = f"p99 {lengths.p99_tokens}" + ("" if lengths.p99_seen else " (extrapolated)")
-    truncated = f", {lengths.truncated:,} at the limit" if lengths.truncated else ""
-    return f"{mean}, median {lengths.p50_tokens}, {p99}; {counts_text}{truncated}"
+        mean_text += f" (between {lengths.mean_least_tokens:.0f} and {lengths.mean_most_tokens:.0f})"
+    p99_text = f"p99 {lengths.p99_tokens}" + ("" if lengths.p99_seen else " (extrapolated)")
+    truncated_text = f", {lengths.truncated:,} at the limit" if lengths.truncated else ""
+    return f"{mean_text}, median {lengths.p50_tokens}, {p99_text}; {counts_text}{truncated_text}"
 
 
 # --- forecast --------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def _lengths(lengths: LengthSummary) -> str:
 def forecast_rows(predicted: Forecast, experiment: Experiment) -> Rows:
     """Describe the forecast of the run as rows."""
     outcome, budget = predicted.outcome, experiment.queue.budget
-    share, ideal = outcome.samples_per_s / max(predicted.ideal_per_s, 1e-9), quantity(predicted.ideal_per_s)
+    ideal_share, ideal_text = outcome.samples_per_s / max(predicted.ideal_per_s, 1e-9), quantity(predicted.ideal_per_s)
     if predicted.acceptance is None:
         effective = "filtering unknown (too few groups ended): none is assumed"
     else:
@@ -131,7 +131,7 @@ def forecast_rows(predicted: Forecast, experiment: Experiment) -> Rows:
         "production": f"{quantity(predicted.production_per_s)} samples/s; {effective}",
         "consumption": f"{quantity(predicted.consumption_per_s)} samples/s if the trainer never waits",
         "balance": _balance(predicted),
-        "trained": f"{quantity(outcome.samples_per_s)} samples/s, {share:.0%} of the ideal {ideal}",
+        "trained": f"{quantity(outcome.samples_per_s)} samples/s, {ideal_share:.0%} of the ideal {ideal_text}",
         "waits": f"trainer {outcome.trainer_wait:.0%}, generator {outcome.generator_wait:.0%}",
         "staleness": (
             f"{outcome.staleness_mean:.1f} versions in the mean, {outcome.staleness_max} at most (budget {budget})"
@@ -141,8 +141,8 @@ def forecast_rows(predicted: Forecast, experiment: Experiment) -> Rows:
         "binds": f"{CONSTRAINTS[predicted.binding]}: {predicted.reason}",
     }
     for number, change in enumerate(predicted.changes, start=1):
-        needs = f"; needs {change.needs}" if change.needs else ""
-        rows[f"change {number}"] = f"{change.key} = {change.value}: {change.gain:+.0%} samples/s{needs}"
+        needs_text = f"; needs {change.needs}" if change.needs else ""
+        rows[f"change {number}"] = f"{change.key} = {change.value}: {change.gain:+.0%} samples/s{needs_text}"
     if not predicted.changes:
         rows["change"] = "no single change that was tried gains 3 % or more"
     return rows
@@ -160,21 +160,21 @@ def _time(predicted: Forecast, experiment: Experiment) -> str:
     run = experiment.run
     steps = round(predicted.training_s * predicted.steps_per_h / 3600)
     until = f"{steps:,} of {run.steps:,} steps when the time is up" if steps < run.steps else f"{run.steps:,} steps"
-    held = f" and {duration(predicted.evaluation_s)} of held evaluation" if predicted.evaluation_s else ""
+    held_text = f" and {duration(predicted.evaluation_s)} of held evaluation" if predicted.evaluation_s else ""
     return (
-        f"{predicted.steps_per_h:,.0f} steps/h; {until}, {duration(predicted.training_s)}{held} "
+        f"{predicted.steps_per_h:,.0f} steps/h; {until}, {duration(predicted.training_s)}{held_text} "
         "(checkpoints not counted)"
     )
 
 
 def _budget(predicted: Forecast, experiment: Experiment) -> str:
     longest = "max_response_tokens" if predicted.longest_is == "limit" else "p99"
-    shares = ", ".join(
+    shares_text = ", ".join(
         f"η = {option.budget} reaches {option.share:.0%}"
         + (" (configured)" if option.budget == experiment.queue.budget else "")
         for option in predicted.budgets
     )
     return (
         f"η ≥ {predicted.needed_budget} lets the longest responses ({predicted.longest_tokens} tokens: {longest}) end "
-        f"in time; of the ideal rate {shares}"
+        f"in time; of the ideal rate {shares_text}"
     )

@@ -111,11 +111,11 @@ class CalibrationProgress:
         if self._console is None:
             return
         self._console.print(Text(f"{self._now() - self._started_s:5.1f} s  {doing}", style="dim"), soft_wrap=True)
-        begins = next((share for name, share in _ACTIVITY_STARTS.items() if doing.startswith(name)), None)
+        start_share = next((share for name, share in _ACTIVITY_STARTS.items() if doing.startswith(name)), None)
         if total:
             self._bar(done, total, doing)
-        elif begins is not None:
-            self._bar(begins, 1.0, doing, left_s=(1.0 - begins) * self._seconds)
+        elif start_share is not None:
+            self._bar(start_share, 1.0, doing, left_s=(1.0 - start_share) * self._seconds)
 
 
 class SftProgress:
@@ -155,15 +155,15 @@ class SftProgress:
         self._print()
 
     def _line(self, measured: Mapping[str, Any]) -> str:
-        rest = dict(measured)
-        step, steps = rest.pop("step", None), rest.pop("steps", None)
-        kernels, failed = format_kernel_shares(rest.pop("kernels", {})), rest.pop("failed", "")
-        parts = [f"step {step}" + (f"/{steps}" if steps else "")] if step is not None else []
-        for name, value in rest.items():
+        other_figures = dict(measured)
+        step, steps = other_figures.pop("step", None), other_figures.pop("steps", None)
+        kernels, failed_text = format_kernel_shares(other_figures.pop("kernels", {})), other_figures.pop("failed", "")
+        part_texts = [f"step {step}" + (f"/{steps}" if steps else "")] if step is not None else []
+        for name, value in other_figures.items():
             text = quantity(value) if isinstance(value, float) else str(value)
-            parts.append(f"{name.replace('_', ' ')} {text}")
-        parts += [f"{name} {text}" for name, text in kernels.items()] + ([failed] if failed else [])
-        return " · ".join(parts)
+            part_texts.append(f"{name.replace('_', ' ')} {text}")
+        part_texts += [f"{name} {text}" for name, text in kernels.items()] + ([failed_text] if failed_text else [])
+        return " · ".join(part_texts)
 
     def _print(self) -> None:
         if self._console is not None and self._pending is not None:

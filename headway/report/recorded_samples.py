@@ -75,15 +75,15 @@ class RecordedSamples:
 
     def select(self, selection: SampleSelection) -> tuple[list[int], list[int]]:
         """Return the rows of the selected rollouts, and all steps in which rollouts were trained."""
-        chosen: list[int] = []
+        chosen_rows: list[int] = []
         steps: set[int | None] = set()
         for start, batch in self._rollouts.record.batches(["group", "solved", "removal", "removal_reason", "failure"]):
             for row, rollout in enumerate(batch.to_pylist(), start=start):
                 ending, _, step = self._rollouts.end_of(rollout)
                 steps.add(step)
                 if selection.matches(step=step, group=rollout["group"], solved=rollout["solved"], ending=ending):
-                    chosen.append(row)
-        return chosen if selection.limit is None else chosen[-selection.limit :], sorted(
+                    chosen_rows.append(row)
+        return chosen_rows if selection.limit is None else chosen_rows[-selection.limit :], sorted(
             step for step in steps if step is not None
         )
 
@@ -96,13 +96,13 @@ class RecordedSamples:
 
 def _sample_of(row: dict[str, Any]) -> RecordedSample:
     advantages = row["trainer_advantages"]
-    unread = "({} tokens: the run's tokenizer can't be read)"
+    unread_text = "({} tokens: the run's tokenizer can't be read)"
     return RecordedSample(
         step=row["step"],
         group=row["group"],
         member=row["member"],
-        prompt=unread.format(len(row["prompt_ids"])) if row["prompt"] is None else row["prompt"],
-        response=unread.format(len(row["response_ids"])) if row["response"] is None else row["response"],
+        prompt=unread_text.format(len(row["prompt_ids"])) if row["prompt"] is None else row["prompt"],
+        response=unread_text.format(len(row["response_ids"])) if row["response"] is None else row["response"],
         reward=row["reward"],
         solved=row["solved"],
         advantage=round(sum(advantages) / len(advantages), 6) if advantages else None,
@@ -129,34 +129,34 @@ def show_samples(
     console: Console | None = None,
 ) -> None:
     """Print the selected rollouts, on a terminal through its pager. Raises ConfigurationError when none matches."""
-    kept = RecordedSamples(run_dir, decode)
-    chosen, steps = kept.select(selection)
+    samples = RecordedSamples(run_dir, decode)
+    chosen_rows, steps = samples.select(selection)
     if as_json:
-        for sample in kept.read(chosen):
+        for sample in samples.read(chosen_rows):
             sys.stdout.write(msgspec.json.encode(sample).decode() + "\n")
         return
-    if not chosen:
-        held = f"it holds steps {steps[0]} to {steps[-1]}" if steps else "no step has been trained"
-        raise ConfigurationError(f"no rollout matches; {held}")
+    if not chosen_rows:
+        held_text = f"it holds steps {steps[0]} to {steps[-1]}" if steps else "no step has been trained"
+        raise ConfigurationError(f"no rollout matches; {held_text}")
     console = console or Console(highlight=False)
     with console.pager(styles=True) if console.is_terminal else nullcontext():
-        for panel in _panels(kept.read(chosen), len(chosen)):
+        for panel in _panels(samples.read(chosen_rows), len(chosen_rows)):
             console.print(panel)
 
 
 def _panels(samples: Iterable[RecordedSample], count: int) -> Iterator[Panel]:
     for position, sample in enumerate(samples, start=1):
-        step = "no step" if sample.step is None else f"step {sample.step}"
-        title = Text(f"{position}/{count} · {step} · group {sample.group}, member {sample.member}")
+        step_text = "no step" if sample.step is None else f"step {sample.step}"
+        title = Text(f"{position}/{count} · {step_text} · group {sample.group}, member {sample.member}")
         yield Panel(_body(sample), title=title, title_align="left", border_style="green" if sample.solved else "red")
 
 
 def _body(sample: RecordedSample) -> Text:
     body = Text()
-    advantage = "" if sample.advantage is None else f" · advantage {sample.advantage:+.3f}"
+    advantage_text = "" if sample.advantage is None else f" · advantage {sample.advantage:+.3f}"
     body.append("solved" if sample.solved else "not solved", style="bold green" if sample.solved else "bold red")
     body.append(
-        f" · reward {sample.reward:g}{advantage} · {sample.tokens} tokens · "
+        f" · reward {sample.reward:g}{advantage_text} · {sample.tokens} tokens · "
         f"{_versions(sample)} · finish {sample.finish_reason} · {sample.ending}\n\n",
         style="dim",
     )
@@ -193,8 +193,8 @@ def _pruned(pruned: Pruned) -> str:
     description = f"by {pruned.pruner} at {pruned.at_tokens} tokens: {pruned.reason}"
     if not pruned.audited:
         return f"pruned {description}; about {pruned.saved_tokens:.0f} tokens saved"
-    reward = "" if pruned.cut_reward is None else f"; pruning would have given {pruned.cut_reward:g}"
-    return f"audited, else pruned {description}{reward}"
+    reward_text = "" if pruned.cut_reward is None else f"; pruning would have given {pruned.cut_reward:g}"
+    return f"audited, else pruned {description}{reward_text}"
 
 
 def visible(text: str) -> str:

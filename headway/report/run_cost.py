@@ -60,18 +60,18 @@ def with_cost(view: RunView, price: float | None) -> RunView:
     """Add the run's cost to the verdict of ``view``. ``price``: dollars of a device-hour; None: no change."""
     if price is None:
         return view
-    text = cost_sentence(cost_of_run(view, price))
-    return dataclasses.replace(view, verdict=msgspec.structs.replace(view.verdict, cost_text=text))
+    cost_text = cost_sentence(cost_of_run(view, price))
+    return dataclasses.replace(view, verdict=msgspec.structs.replace(view.verdict, cost_text=cost_text))
 
 
 def cost_rows(cost: LiveCost) -> dict[str, str]:
     """Describe the cost as a text by label, in printing order."""
-    waits = cost.trainer_waits_usd + cost.generator_waits_usd
-    share = f", {waits / cost.usd:.0%} of it" if cost.usd else ""
+    waits_usd = cost.trainer_waits_usd + cost.generator_waits_usd
+    share_text = f", {waits_usd / cost.usd:.0%} of it" if cost.usd else ""
     rows = {
         "so far": f"${cost.usd:,.2f}: {cost.devices} devices for {duration(cost.duration_s)} at "
         f"${cost.usd_per_device_hour:g} an hour each",
-        "waits": f"${waits:,.2f}{share}: trainer ${cost.trainer_waits_usd:,.2f}, generator "
+        "waits": f"${waits_usd:,.2f}{share_text}: trainer ${cost.trainer_waits_usd:,.2f}, generator "
         f"${cost.generator_waits_usd:,.2f}",
     }
     if cost.usd_per_step is not None:
@@ -83,5 +83,5 @@ def cost_rows(cost: LiveCost) -> dict[str, str]:
 
 def cost_sentence(cost: LiveCost) -> str:
     """Join `cost_rows` into one sentence."""
-    first, *others = cost_rows(cost).items()
-    return "; ".join([first[1], *(f"{label} {text}" for label, text in others)])
+    first_row, *other_rows = cost_rows(cost).items()
+    return "; ".join([first_row[1], *(f"{label} {text}" for label, text in other_rows)])

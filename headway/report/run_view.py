@@ -95,8 +95,8 @@ def as_json(view: RunView) -> dict[str, Any]:
     """Convert a run to one JSON object: RunSummary's fields, the verdict, means over the run. NaN becomes null."""
     steps = view.steps
     trained = [step for step in steps if step.samples and not step.skipped]
-    stale = [step.tokens.staleness for step in trained if step.tokens]
-    bias = (steps[-1].length_bias if steps else None) or LengthBiasStatistics()
+    token_staleness = [step.tokens.staleness for step in trained if step.tokens]
+    length_bias = (steps[-1].length_bias if steps else None) or LengthBiasStatistics()
     tokens = [(step.tokens, step.step_s) for step in steps if step.tokens]
     document = {
         **msgspec.to_builtins(view.summary),
@@ -107,12 +107,12 @@ def as_json(view: RunView) -> dict[str, Any]:
         "solve_rate_before_error": _error(view, "before"),
         "solve_rate_after_error": _error(view, "after"),
         "mean_trajectory_staleness": weighted_mean(trained, lambda s: s.trajectory_staleness.mean, lambda s: s.samples),
-        "mean_token_staleness": weighted_mean(stale, lambda s: s.mean, lambda s: sum(s.histogram.values())),
+        "mean_token_staleness": weighted_mean(token_staleness, lambda s: s.mean, lambda s: sum(s.histogram.values())),
         "max_optimizer_step_staleness": int(max((step.optimizer_step_staleness.max for step in steps), default=0)),
-        "length_bias_scheduling_ks": bias.scheduling_ks,
-        "length_bias_filter_ks": bias.filter_ks,
-        "length_bias_pruning_ks": bias.pruning_ks,
-        "censored_share": bias.censored_share,
+        "length_bias_scheduling_ks": length_bias.scheduling_ks,
+        "length_bias_filter_ks": length_bias.filter_ks,
+        "length_bias_pruning_ks": length_bias.pruning_ks,
+        "censored_share": length_bias.censored_share,
         "generated_tokens_per_s": weighted_mean(tokens, lambda pair: pair[0].generated_per_s, lambda pair: pair[1]),
         "trained_tokens_per_s": weighted_mean(tokens, lambda pair: pair[0].trained_per_s, lambda pair: pair[1]),
         "mfu_step": weighted_mean(steps, lambda s: s.mfu_step, lambda s: s.step_s),

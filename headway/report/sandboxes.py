@@ -18,14 +18,14 @@ _LATENCIES = {
 
 def sandbox_sentences(steps: Sequence[StepRecord]) -> list[str]:
     """Summarise the sandboxes of all steps in sentences; [] where no step has any."""
-    per_step = [step.sandboxes for step in steps if step.sandboxes]
-    if not per_step:
+    step_statistics = [step.sandboxes for step in steps if step.sandboxes]
+    if not step_statistics:
         return []
-    total, last = (SandboxStatistics.total([stats.counted() for stats in per_step]).pool, per_step[-1])
+    total, last = (SandboxStatistics.total([stats.counted() for stats in step_statistics]).pool, step_statistics[-1])
     pool, reaper = last.pool, last.reaper
     sentences = [
         f"{total.started:,} were started and {total.execs:,} commands run; at most "
-        f"{max(s.pool.peak for s in per_step):,} of {pool.capacity:,} slots were used. At the last step "
+        f"{max(s.pool.peak for s in step_statistics):,} of {pool.capacity:,} slots were used. At the last step "
         f"{pool.live:,} were alive, {pool.paused:,} of them paused, and {pool.waiters:,} rollouts waited for one.",
         *_failures(total),
         f"LEAKED: {pool.leaked:,} couldn't be ended." if pool.leaked else "None leaked.",
@@ -37,25 +37,25 @@ def sandbox_sentences(steps: Sequence[StepRecord]) -> list[str]:
         )
     if reaper.owners or reaper.stuck or reaper.failed:
         stuck = f", {reaper.stuck:,} owners can't be cleaned up after" if reaper.stuck else ""
-        failed = f"; the last check failed: {reaper.failed}" if reaper.failed else ""
+        failed_text = f"; the last check failed: {reaper.failed}" if reaper.failed else ""
         sentences.append(
-            f"Left by dead owners and removed: {reaper.sandboxes:,} of {reaper.owners:,} owners{stuck}{failed}."
+            f"Left by dead owners and removed: {reaper.sandboxes:,} of {reaper.owners:,} owners{stuck}{failed_text}."
         )
-    injected = SandboxStatistics.total(per_step).injected
-    if injected:
-        sentences.append(f"Faults on purpose (HEADWAY_INJECT_SANDBOX_FAULTS): {_counts_text(injected)}.")
+    injected_counts = SandboxStatistics.total(step_statistics).injected
+    if injected_counts:
+        sentences.append(f"Faults on purpose (HEADWAY_INJECT_SANDBOX_FAULTS): {_counts_text(injected_counts)}.")
     return sentences
 
 
 def _failures(total: PoolStatistics) -> list[str]:
     sentences: list[str] = []
-    for operation, causes, tries in (
+    for operation, causes, try_count in (
         ("starts", total.start_failures, total.started + sum(total.start_failures.values())),
         ("commands", total.exec_failures, total.execs),
     ):
         if causes:
-            share = sum(causes.values()) / max(1, tries)
-            sentences.append(f"Of {tries:,} {operation} {percent(share)} failed: {_counts_text(causes)}.")
+            failed_share = sum(causes.values()) / max(1, try_count)
+            sentences.append(f"Of {try_count:,} {operation} {percent(failed_share)} failed: {_counts_text(causes)}.")
     if not sentences:
         sentences.append("No start and no command failed.")
     if total.lost:

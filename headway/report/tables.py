@@ -47,9 +47,9 @@ def summary_rows(summary: RunSummary) -> Rows:
         "solve rate": f"{score(summary.solve_rate_before)} before → {score(summary.solve_rate_after)} after"
         + (f", of version {summary.version_after:,}" if summary.version_after is not None else ""),
     }
-    failed = {"before": summary.failed_before, "after": summary.failed_after}
-    if any(failed.values()):
-        rows["failed"] = "; ".join(f"{phase}: {text}" for phase, text in failed.items() if text)
+    failed_by_phase = {"before": summary.failed_before, "after": summary.failed_after}
+    if any(failed_by_phase.values()):
+        rows["failed"] = "; ".join(f"{phase}: {text}" for phase, text in failed_by_phase.items() if text)
     if summary.best_version is not None:
         rows["best version"] = f"{summary.best_version:,}"
     elif summary.finished and not summary.simulated:
@@ -69,14 +69,14 @@ def summary_rows(summary: RunSummary) -> Rows:
 
 def steps_time(summary: RunSummary) -> str:
     """Describe the duration of the steps, as far as the ledger has it."""
-    lost = f" and the time of {summary.untimed_steps:,} that the ledger has lost" if summary.untimed_steps else ""
-    return duration(summary.duration_s) + lost
+    lost_text = f" and the time of {summary.untimed_steps:,} that the ledger has lost" if summary.untimed_steps else ""
+    return duration(summary.duration_s) + lost_text
 
 
 def sft_rows(result: Mapping[str, Any]) -> Rows:
     """Describe the result of `headway sft` as rows, without its evaluations, which were printed during the run."""
-    displayed = {name: value for name, value in result.items() if name not in ("evaluations", "kernels")}
-    return mapping_rows(displayed | format_kernel_shares(result.get("kernels", {})))
+    displayed_values = {name: value for name, value in result.items() if name not in ("evaluations", "kernels")}
+    return mapping_rows(displayed_values | format_kernel_shares(result.get("kernels", {})))
 
 
 def mapping_rows(values: Mapping[str, Any]) -> Rows:

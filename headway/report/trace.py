@@ -75,26 +75,26 @@ def write_trace(
     steps, from_s, until_s = _window(timeline, first_step, last_step)
     events = TraceEvents((_DEVICES, _QUEUE, _TRAINER, _GENERATOR, _VERIFIERS, _OTHER))
     _draw_workers(events, timeline, from_s, until_s)
-    lives = [life for life in timeline.groups.values() if life.start_s < until_s and life.end_s > from_s]
-    lives.sort(key=lambda life: life.start_s)
-    draw_groups(events, lives[-GROUPS:], timeline.steps)
+    group_lives = [life for life in timeline.groups.values() if life.start_s < until_s and life.end_s > from_s]
+    group_lives.sort(key=lambda life: life.start_s)
+    draw_groups(events, group_lives[-GROUPS:], timeline.steps)
     _draw_queue(events, timeline, from_s, until_s)
     _write(path, events.as_json({"run": str(run_dir)}))
-    numbers = [step.step for step in steps]
+    step_numbers = [step.step for step in steps]
     return TraceExport(
         path=path,
         events=len(events),
-        first_step=min(numbers, default=-1),
-        last_step=max(numbers, default=-1),
+        first_step=min(step_numbers, default=-1),
+        last_step=max(step_numbers, default=-1),
         seconds=events.duration_s,
-        left_out=_left_out(timeline, steps, len(lives)),
+        left_out=_left_out(timeline, steps, len(group_lives)),
     )
 
 
 def describe(written: TraceExport) -> str:
     """Describe the written trace, and how to open it."""
-    steps = f"steps {written.first_step} to {written.last_step}" if written.first_step >= 0 else "no training step"
-    lines = [f"trace: {written.path} ({written.events:,} events, {steps}, {duration(written.seconds)})"]
+    steps_text = f"steps {written.first_step} to {written.last_step}" if written.first_step >= 0 else "no training step"
+    lines = [f"trace: {written.path} ({written.events:,} events, {steps_text}, {duration(written.seconds)})"]
     if written.left_out:
         lines.append(f"left out: {written.left_out}; --from-step and --to-step choose others")
     lines.append("open it at https://ui.perfetto.dev")
@@ -136,10 +136,10 @@ def _end_group(timeline: Timeline, line: GroupEnd, offset: float, session_s: flo
 
 def _add_line(timeline: Timeline, line: Span | StepTrace | QueueSnapshot | Mark, offset: float) -> None:
     times = {name: getattr(line, name) + offset for name in ("start_s", "end_s", "time_s") if hasattr(line, name)}
-    shifted = msgspec.structs.replace(line, **times)
+    shifted_line = msgspec.structs.replace(line, **times)
     timeline.end_s = max([timeline.end_s, *times.values()])
     lists: dict[type, list[Any]] = {StepTrace: timeline.steps, Span: timeline.spans, QueueSnapshot: timeline.snapshots}
-    lists.get(type(shifted), timeline.marks).append(shifted)
+    lists.get(type(shifted_line), timeline.marks).append(shifted_line)
 
 
 def _window(timeline: Timeline, first: int | None, last: int | None) -> tuple[list[StepTrace], float, float]:
@@ -151,37 +151,37 @@ def _window(timeline: Timeline, first: int | None, last: int | None) -> tuple[li
             raise ConfigurationError("no step is completed yet: leave --from-step and --to-step out")
         return [], -float("inf"), float("inf")
     if first is None and last is None:
-        chosen = steps[-STEPS:]
+        chosen_steps = steps[-STEPS:]
     else:
-        low = 0 if first is None else first
-        chosen = [step for step in steps if low <= step.step and (last is None or step.step <= last)]
-    if not chosen:
+        low_step = 0 if first is None else first
+        chosen_steps = [step for step in steps if low_step <= step.step and (last is None or step.step <= last)]
+    if not chosen_steps:
         held = sorted({step.step for step in steps})
         raise ConfigurationError(
             f"no step between --from-step {first} and --to-step {last}: the trace holds steps {held[0]} to {held[-1]}"
         )
-    from_s = -float("inf") if chosen[0] is steps[0] else chosen[0].start_s
-    until_s = float("inf") if chosen[-1] is steps[-1] else chosen[-1].end_s
-    return chosen, from_s, until_s
+    from_s = -float("inf") if chosen_steps[0] is steps[0] else chosen_steps[0].start_s
+    until_s = float("inf") if chosen_steps[-1] is steps[-1] else chosen_steps[-1].end_s
+    return chosen_steps, from_s, until_s
 
 
 def _draw_workers(events: TraceEvents, timeline: Timeline, from_s: float, until_s: float) -> None:
     spans = _merge_spans(timeline.spans)
-    ranks = max((len(step.rank_compute_s) for step in timeline.steps), default=1)
+    rank_count = max((len(step.rank_compute_s) for step in timeline.steps), default=1)
     for step in timeline.steps:
         for rank, compute_s in enumerate(step.rank_compute_s):
             name = f"step {step.step}" + (" (skipped)" if step.skipped else "")
             start_s = max(step.start_s, step.end_s - compute_s)
             spans.append(Span(track=f"trainer-{rank}", name=name, start_s=start_s, end_s=step.end_s, step=step.step))
     for span in [span for span in spans if span.track == "trainer-0" and span.name == "wait"]:
-        spans += [msgspec.structs.replace(span, track=f"trainer-{rank}") for rank in range(1, ranks)]
+        spans += [msgspec.structs.replace(span, track=f"trainer-{rank}") for rank in range(1, rank_count)]
     spans += _device_spans(spans, timeline.snapshots)
-    trained = {f"step {step.step}": step.samples for step in timeline.steps}
+    samples_by_name = {f"step {step.step}": step.samples for step in timeline.steps}
     for span in sorted(spans, key=lambda span: (span.track, span.start_s)):
         if span.start_s < until_s and span.end_s > from_s:
             process = PROCESS_BY_WORKER_KIND.get(span.track.rpartition("-")[0], _OTHER)
             process = _DEVICES if span.track.startswith(_ON_DEVICE) else process
-            arguments = {"samples": trained[span.name]} if span.name in trained else {}
+            arguments = {"samples": samples_by_name[span.name]} if span.name in samples_by_name else {}
             events.slice(process, span.track, span.name, span.start_s, span.end_s, arguments)
     for mark in timeline.marks:
         if from_s <= mark.time_s <= until_s:
@@ -191,36 +191,36 @@ def _draw_workers(events: TraceEvents, timeline: Timeline, from_s: float, until_
 def _device_spans(spans: Sequence[Span], snapshots: Sequence[QueueSnapshot]) -> list[Span]:
     """Make a track for each device with the spans of its workers. A span is on the device that its worker had at the
     first snapshot after its start; `IDLE_SPANS` are left out."""
-    placements: dict[str, list[tuple[float, str]]] = {}  # worker -> (since, device)
+    placements_by_worker: dict[str, list[tuple[float, str]]] = {}  # worker -> (since, device)
     for snapshot in snapshots:
         for worker in snapshot.workers:
-            devices = placements.setdefault(worker.name, [])
+            devices = placements_by_worker.setdefault(worker.name, [])
             if worker.device and (not devices or devices[-1][1] != worker.device):
                 devices.append((snapshot.time_s, worker.device))
     device_spans: list[Span] = []
     for span in spans:
-        devices = placements.get(span.track, [])
+        devices = placements_by_worker.get(span.track, [])
         if devices and span.name not in IDLE_SPANS:
-            device = next((name for since_s, name in reversed(devices) if since_s <= span.end_s), devices[0][1])
+            device_name = next((name for since_s, name in reversed(devices) if since_s <= span.end_s), devices[0][1])
             name = f"{span.track}: {span.name}"
-            device_spans.append(msgspec.structs.replace(span, track=_ON_DEVICE + device, name=name))
+            device_spans.append(msgspec.structs.replace(span, track=_ON_DEVICE + device_name, name=name))
     return device_spans
 
 
 def _merge_spans(spans: Sequence[Span]) -> list[Span]:
     """Merge the spans that were split only by a snapshot: those of one track and name without a gap."""
-    merged: list[Span] = []
-    newest: dict[str, int] = {}  # track -> index of its newest span
+    merged_spans: list[Span] = []
+    newest_by_track: dict[str, int] = {}  # track -> index of its newest span
     for span in spans:
-        index = newest.get(span.track)
+        index = newest_by_track.get(span.track)
         if index is not None:
-            previous = merged[index]
-            if previous.name == span.name and abs(span.start_s - previous.end_s) < 1e-6:
-                merged[index] = msgspec.structs.replace(previous, end_s=span.end_s)
+            previous_span = merged_spans[index]
+            if previous_span.name == span.name and abs(span.start_s - previous_span.end_s) < 1e-6:
+                merged_spans[index] = msgspec.structs.replace(previous_span, end_s=span.end_s)
                 continue
-        newest[span.track] = len(merged)
-        merged.append(span)
-    return merged
+        newest_by_track[span.track] = len(merged_spans)
+        merged_spans.append(span)
+    return merged_spans
 
 
 def _draw_queue(events: TraceEvents, timeline: Timeline, from_s: float, until_s: float) -> None:

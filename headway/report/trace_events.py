@@ -45,20 +45,20 @@ class TraceEvents:
     ) -> None:
         """Add a slice from ``start_s`` to ``end_s``; slices below a microsecond are left out."""
         track_id = self._track(process, track)
-        stack = self._open.setdefault(track_id, [])
+        open_slices = self._open.setdefault(track_id, [])
         start_s = max(start_s, self._begun.get(track_id, start_s))
-        while stack and stack[-1][1] <= start_s:
-            stack.pop()
+        while open_slices and open_slices[-1][1] <= start_s:
+            open_slices.pop()
         # A slice mostly inside the open one is cut to its end; one mostly beyond it starts at that end.
-        while stack and end_s > (outer_s := stack[-1][1]):
+        while open_slices and end_s > (outer_s := open_slices[-1][1]):
             if outer_s - start_s < end_s - outer_s:
-                stack.pop()
+                open_slices.pop()
                 start_s = outer_s
             else:
                 end_s = outer_s
         if end_s - start_s < _MIN_SPAN_S:
             return
-        stack.append((start_s, end_s))
+        open_slices.append((start_s, end_s))
         self._begun[track_id] = start_s
         self._add({"ph": "X", "name": name, "args": arguments or {}}, track_id, start_s, end_s)
 
@@ -79,11 +79,11 @@ class TraceEvents:
                 continue
             events.append({"ph": "M", "pid": number, "name": "process_name", "args": {"name": name}})
             events.append({"ph": "M", "pid": number, "name": "process_sort_index", "args": {"sort_index": number}})
-        for (_, track), (process, thread) in self._threads.items():
+        for (_, track), (process_id, thread_id) in self._threads.items():
             if track:
-                names = {"ph": "M", "pid": process, "tid": thread}
-                events.append({**names, "name": "thread_name", "args": {"name": track}})
-                events.append({**names, "name": "thread_sort_index", "args": {"sort_index": thread}})
+                thread_fields = {"ph": "M", "pid": process_id, "tid": thread_id}
+                events.append({**thread_fields, "name": "thread_name", "args": {"name": track}})
+                events.append({**thread_fields, "name": "thread_sort_index", "args": {"sort_index": thread_id}})
         for event in self._events:
             start_us = self._microseconds(event.pop("start_s"))
             end_us = self._microseconds(event.pop("end_s"))
@@ -97,8 +97,8 @@ class TraceEvents:
         track_id = self._threads.get((process, track))
         if track_id is None:
             self._tracks[process] += 1
-            number = self._processes.setdefault(process, len(self._processes) + 1)
-            track_id = self._threads[process, track] = (number, self._tracks[process])
+            process_number = self._processes.setdefault(process, len(self._processes) + 1)
+            track_id = self._threads[process, track] = (process_number, self._tracks[process])
         return track_id
 
     def _add(self, event: dict[str, Any], track_id: tuple[int, int], start_s: float, end_s: float) -> None:

@@ -38,8 +38,8 @@ class GroupLife:
     @property
     def staleness(self) -> int | None:
         """Return the staleness of the oldest trajectory at its training step; None: not trained, or no token."""
-        versions = [r.first_version for r in self.trace.rollouts if r.first_version >= 0] if self.trace else []
-        return self.step - min(versions) if versions and self.ending == "trained" else None
+        first_versions = [r.first_version for r in self.trace.rollouts if r.first_version >= 0] if self.trace else []
+        return self.step - min(first_versions) if first_versions and self.ending == "trained" else None
 
 
 @dataclass
@@ -114,15 +114,15 @@ def draw_groups(events: TraceEvents, lives: Sequence[GroupLife], steps: Sequence
     """Draw ``lives``, which are in order of their start: a slice for each group over its whole life, and a slice for
     each rollout until it is verified. The members of a group are drawn side by side."""
     computing = {s.step: max(s.start_s, s.end_s - max(s.rank_compute_s, default=0.0)) for s in steps if not s.skipped}
-    lanes, blocks = LaneAllocator(), LaneAllocator()
+    group_lanes, member_blocks = LaneAllocator(), LaneAllocator()
     for life in lives:
-        track = f"group lane {lanes.take(life.start_s, life.end_s):03d}"
+        track = f"group lane {group_lanes.take(life.start_s, life.end_s):03d}"
         _draw_group(events, track, life, computing.get(life.step))
     for life in lives:
         if life.trace is not None and life.finished_s is not None:
-            block = blocks.take(life.start_s, life.finished_s)
+            block_number = member_blocks.take(life.start_s, life.finished_s)
             for rollout, phases in rollout_phases(life):
-                _draw_rollout(events, f"lane {block:03d} member {rollout.member:02d}", life, rollout, phases)
+                _draw_rollout(events, f"lane {block_number:03d} member {rollout.member:02d}", life, rollout, phases)
 
 
 def _draw_group(events: TraceEvents, track: str, life: GroupLife, computing_s: float | None) -> None:
@@ -142,12 +142,12 @@ def _draw_group(events: TraceEvents, track: str, life: GroupLife, computing_s: f
 def _draw_rollout(
     events: TraceEvents, track: str, life: GroupLife, rollout: RolloutTrace, phases: Sequence[Phase]
 ) -> None:
-    sampled = rollout.first_version >= 0  # it has at least one token
+    has_tokens = rollout.first_version >= 0  # it has at least one token
     arguments = {
         "tokens": rollout.tokens,
         "reward": rollout.reward,
-        "versions": f"{rollout.first_version} to {rollout.last_version}" if sampled else None,
-        "staleness": life.step - rollout.first_version if sampled and life.ending == "trained" else None,
+        "versions": f"{rollout.first_version} to {rollout.last_version}" if has_tokens else None,
+        "staleness": life.step - rollout.first_version if has_tokens and life.ending == "trained" else None,
         "ending": "failed" if rollout.failure else life.ending or "buffered",
         "failed at": rollout.failure or None,
         "resumes": rollout.resumes,

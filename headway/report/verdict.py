@@ -64,7 +64,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def pages(self) -> list[str]:
         """Return the sections of the documentation about the problems of the run."""
-        titles = {
+        holds_by_title = {
             str(self.balance): self.balance not in ("matched", "unknown"),
             "Budget broken": self.staleness_within_budget is False,
             "Not learning": self.learning in ("worse", "no measurable change"),
@@ -75,7 +75,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
             "Most groups are filtered": self.untrained_reason == "zero_variance",
             "No progress": self.untrained_reason not in ("", "too_few_valid", "zero_variance"),
         }
-        return [troubleshooting(title) for title, holds in titles.items() if holds]
+        return [troubleshooting(title) for title, holds in holds_by_title.items() if holds]
 
 
 def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) -> Judgement:
@@ -86,20 +86,20 @@ def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) 
         balance_text += f" {measured_limits(steps)}" if balance == "other-bound" else ""
     else:
         balance, balance_text = "unknown", "No training step is recorded yet."
-    within, staleness_text = judge_staleness(steps, summary.max_trajectory_staleness, budget)
-    learning, change, error, learning_text = judge_learning(lines)
-    failed, untrained = failures(lines), _untrained(lines)
-    alarm = untrained is not None and untrained.event == EVENT_NO_PROGRESS
-    no_failures = "No recorded step shows a cause, but no step completes." if alarm else "Nothing."
+    is_within, staleness_text = judge_staleness(steps, summary.max_trajectory_staleness, budget)
+    learning, rate_change, change_error, learning_text = judge_learning(lines)
+    failed, untrained_event = failures(lines), _untrained(lines)
+    is_alarm = untrained_event is not None and untrained_event.event == EVENT_NO_PROGRESS
+    no_failures = "No recorded step shows a cause, but no step completes." if is_alarm else "Nothing."
     return Judgement(
         balance=balance,
         balance_text=balance_text,
         staleness_budget=budget,
-        staleness_within_budget=within,
+        staleness_within_budget=is_within,
         staleness_text=staleness_text,
         learning=learning,
-        solve_rate_change=change,
-        solve_rate_change_error=error,
+        solve_rate_change=rate_change,
+        solve_rate_change_error=change_error,
         learning_text=learning_text,
         accounting_text=_accounting_text(lines, summary),
         failures=failed,
@@ -107,8 +107,8 @@ def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) 
         pruning_text=_pruning_text(steps),
         plan_text=_plan_text(lines),
         changes_text=change_sentence(lines),
-        untrained_text=f"At version {untrained.step} {untrained.detail}." if untrained else "",
-        untrained_reason=str(untrained.data.get("reason", "")) if untrained else "",
+        untrained_text=f"At version {untrained_event.step} {untrained_event.detail}." if untrained_event else "",
+        untrained_reason=str(untrained_event.data.get("reason", "")) if untrained_event else "",
     )
 
 
@@ -124,22 +124,22 @@ def _untrained(lines: Sequence[LedgerLine]) -> EventRecord | None:
 
 def _plan_text(lines: Sequence[LedgerLine]) -> str:
     control_events = [event for event in lines if isinstance(event, EventRecord) and event.event == EVENT_CONTROL]
-    last = next((event for event in reversed(control_events) if event.data.get("kind") == "recommended"), None)
-    return f"At version {last.step} the controller {last.detail}" if last else ""
+    recommended = next((event for event in reversed(control_events) if event.data.get("kind") == "recommended"), None)
+    return f"At version {recommended.step} the controller {recommended.detail}" if recommended else ""
 
 
 def judge_balance(waits: WaitShares, budget: int | None) -> tuple[Balance, str]:
     """Return the bottleneck by `balance_of`, and a sentence about it."""
     numbers = f"the trainer waits {waits.trainer:.0%} of the time, the generator {waits.generator:.0%}"
-    busy = max(waits.trainer, waits.generator) < BUSY
-    both = "Both sides are busy" if busy else "Neither side is clearly the bottleneck"
-    texts: dict[Balance, str] = {
+    both_busy = max(waits.trainer, waits.generator) < BUSY
+    busy_text = "Both sides are busy" if both_busy else "Neither side is clearly the bottleneck"
+    text_by_balance: dict[Balance, str] = {
         "time-shared": _time_shared(waits.generator, budget, waits.yielded),
         "synchronous": (
             f"Synchronous (budget 0): the two sides take turns by design; {numbers}. "
             "A budget of 1 or more lets them overlap."
         ),
-        "matched": f"Matched: {numbers}. {both}.",
+        "matched": f"Matched: {numbers}. {busy_text}.",
         "environment-bound": (
             f"Environment-bound: {numbers}; rollouts spend {waits.environment:.0%} of their time in their environments "
             "(tools, sandboxes). More of them at once (queue.max_concurrent_rollouts, sandbox.live) or quicker "
@@ -156,7 +156,7 @@ def judge_balance(waits: WaitShares, budget: int | None) -> tuple[Balance, str]:
         "other-bound": f"Bound by neither model: {numbers}, both high.",
     }
     balance = balance_of(waits, budget)
-    return balance, texts[balance]
+    return balance, text_by_balance[balance]
 
 
 def _time_shared(generator_wait: float, budget: int | None, yielded: float) -> str:
@@ -173,64 +173,64 @@ def _time_shared(generator_wait: float, budget: int | None, yielded: float) -> s
 
 def judge_staleness(steps: Sequence[StepRecord], worst: int, budget: int | None) -> tuple[bool | None, str]:
     """Judge whether the oldest trained trajectory was within the budget. Returns (judgement or None, sentence)."""
-    trained = [step for step in steps if step.samples and not step.skipped]
-    if not trained:
+    trained_steps = [step for step in steps if step.samples and not step.skipped]
+    if not trained_steps:
         return None, "Nothing has been trained yet."
-    samples = sum(step.samples for step in trained)
-    mean = sum(step.trajectory_staleness.mean * step.samples for step in trained) / samples
-    measured = f"at most {_versions(worst)} old, {mean:.1f} on average"
+    sample_count = sum(step.samples for step in trained_steps)
+    mean_staleness = sum(step.trajectory_staleness.mean * step.samples for step in trained_steps) / sample_count
+    measured_text = f"at most {_versions(worst)} old, {mean_staleness:.1f} on average"
     if budget is None:
-        return None, f"Trajectories were {measured} when trained; the budget isn't recorded here."
+        return None, f"Trajectories were {measured_text} when trained; the budget isn't recorded here."
     if worst > budget:
-        return False, f"BUDGET BROKEN: trajectories were {measured} when trained, against a budget of {budget}."
-    return True, f"Within budget: trajectories were {measured} when trained, against a budget of {budget}."
+        return False, f"BUDGET BROKEN: trajectories were {measured_text} when trained, against a budget of {budget}."
+    return True, f"Within budget: trajectories were {measured_text} when trained, against a budget of {budget}."
 
 
 def judge_learning(lines: Sequence[LedgerLine]) -> tuple[Learning, float | None, float | None, str]:
     """Judge whether the solve rate changed by more than chance, by the held evaluations before and after where both
     exist, else by the first and last validation. Returns (judgement, change, its standard error, sentence)."""
-    pair = _evaluation_pair(lines)
-    if pair is None:
+    record_pair = _evaluation_pair(lines)
+    if record_pair is None:
         return "unknown", None, None, _training_trend(lines)
-    first, last = pair
-    change = last.solve_rate - first.solve_rate
-    error = math.hypot(first.standard_error, last.standard_error)
+    first, last = record_pair
+    rate_change = last.solve_rate - first.solve_rate
+    change_error = math.hypot(first.standard_error, last.standard_error)
     task_set = "held-out tasks" if first.split == "test" else f"{first.split} tasks"
-    numbers = (
+    numbers_text = (
         f"solve rate on {first.tasks:,} {task_set} {first.solve_rate:.3f} ± {first.standard_error:.3f} (version "
         f"{first.last_version}) → {last.solve_rate:.3f} ± {last.standard_error:.3f} (version {last.last_version}), "
-        f"change {change:+.3f} ± {error:.3f}"
+        f"change {rate_change:+.3f} ± {change_error:.3f}"
     )
-    failed = "".join(
-        f"; {when}: {record.failures_text}" for when, record in (("before", first), ("after", last)) if record.failed
+    failed_text = "".join(
+        f"; {phase}: {record.failures_text}" for phase, record in (("before", first), ("after", last)) if record.failed
     )
-    numbers += failed
+    numbers_text += failed_text
     if first.mostly_failed or last.mostly_failed:
-        return "unknown", None, None, f"{_NOT_MEASURED}: {numbers}."
-    if abs(change) <= SIGNIFICANT_Z * error or change == 0:
-        return "no measurable change", change, error, f"No measurable change: {numbers}."
-    if change > 0:
-        return "improved", change, error, f"Yes: {numbers}."
-    return "worse", change, error, f"NO, it got worse: {numbers}."
+        return "unknown", None, None, f"{_NOT_MEASURED}: {numbers_text}."
+    if abs(rate_change) <= SIGNIFICANT_Z * change_error or rate_change == 0:
+        return "no measurable change", rate_change, change_error, f"No measurable change: {numbers_text}."
+    if rate_change > 0:
+        return "improved", rate_change, change_error, f"Yes: {numbers_text}."
+    return "worse", rate_change, change_error, f"NO, it got worse: {numbers_text}."
 
 
 def _evaluation_pair(lines: Sequence[LedgerLine]) -> tuple[EvaluationRecord, EvaluationRecord] | None:
     baseline, final = measured_evaluation(lines, "before"), measured_evaluation(lines, "after")
     if baseline is not None and final is not None and baseline.split == final.split:
         return baseline, final
-    validation = [record for record in evaluations(lines) if record.split == "validation" and record.samples]
-    return (validation[0], validation[-1]) if len(validation) > 1 else None
+    validation_records = [record for record in evaluations(lines) if record.split == "validation" and record.samples]
+    return (validation_records[0], validation_records[-1]) if len(validation_records) > 1 else None
 
 
 def _training_trend(lines: Sequence[LedgerLine]) -> str:
     rates = [line.rewards.solve_rate for line in lines if isinstance(line, StepRecord) and line.rewards]
     if len(rates) < 10:
         return "Too early to tell: no two evaluations to compare."
-    fifth = len(rates) // 5
-    first, last = sum(rates[:fifth]) / fifth, sum(rates[-fifth:]) / fifth
+    fifth_count = len(rates) // 5
+    first, last_rate = sum(rates[:fifth_count]) / fifth_count, sum(rates[-fifth_count:]) / fifth_count
     return (
         f"No two evaluations to compare. On the training tasks the solve rate went from {first:.3f} (first fifth of "
-        f"the steps) to {last:.3f} (last fifth)."
+        f"the steps) to {last_rate:.3f} (last fifth)."
     )
 
 
@@ -247,10 +247,10 @@ def _accounting_text(lines: Sequence[LedgerLine], summary: RunSummary) -> str:
 def _failures_text(failures: dict[str, int], summary: RunSummary) -> str:
     if not failures:
         return ""
-    total = sum(summary.endings.values())
-    share = f" of {total:,} rollouts" if total else ""
-    parts = ", ".join(f"{count:,} at the {boundary}" for boundary, count in sorted(failures.items()))
-    return f"{sum(failures.values()):,}{share}: {parts}."
+    total_rollouts = sum(summary.endings.values())
+    share_text = f" of {total_rollouts:,} rollouts" if total_rollouts else ""
+    parts_text = ", ".join(f"{count:,} at the {boundary}" for boundary, count in sorted(failures.items()))
+    return f"{sum(failures.values()):,}{share_text}: {parts_text}."
 
 
 def _versions(count: int) -> str:
@@ -262,13 +262,13 @@ def _pruning_text(steps: Sequence[StepRecord]) -> str:
     if not total.rollouts and not total.audits:
         return ""
     pruners = sorted({pruner for step in steps for pruner in step.pruning})
-    by = {name: PrunerFigures.total(s.pruning[name] for s in steps if name in s.pruning) for name in pruners}
-    saved = sum(figures.saving_tokens for figures in by.values())
-    counts = ", ".join(f"{name} {figures.rollouts:,}" for name, figures in by.items())
-    generated = sum(sum(step.tokens.ended.values()) for step in steps if step.tokens)
+    pruner_totals = {name: PrunerFigures.total(s.pruning[name] for s in steps if name in s.pruning) for name in pruners}
+    saved = sum(figures.saving_tokens for figures in pruner_totals.values())
+    counts_text = ", ".join(f"{name} {figures.rollouts:,}" for name, figures in pruner_totals.items())
+    generated_tokens = sum(sum(step.tokens.ended.values()) for step in steps if step.tokens)
     text = (
-        f"{total.rollouts:,} rollouts ended early ({counts}), {total.dropped:,} of them left their group; about "
-        f"{saved:,.0f} response tokens saved, {saved / max(1.0, saved + generated):.0%} of what would have been "
+        f"{total.rollouts:,} rollouts ended early ({counts_text}), {total.dropped:,} of them left their group; about "
+        f"{saved:,.0f} response tokens saved, {saved / max(1.0, saved + generated_tokens):.0%} of what would have been "
         "generated. "
     )
     if not total.audits:

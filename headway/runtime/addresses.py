@@ -48,9 +48,9 @@ def is_loopback_host(host: str) -> bool:
 
 def machine_addresses() -> list[str]:
     """IPv4 addresses of this machine by which others might reach it; empty where the kernel doesn't say."""
-    routes = Path("/proc/net/fib_trie")
-    local = set(re.findall(r"(\S+)\n\s+/32 host LOCAL", routes.read_text() if routes.is_file() else ""))
-    return sorted(address for address in local if not is_loopback(f"{address}:0"))
+    routes_file = Path("/proc/net/fib_trie")
+    local_ips = set(re.findall(r"(\S+)\n\s+/32 host LOCAL", routes_file.read_text() if routes_file.is_file() else ""))
+    return sorted(address for address in local_ips if not is_loopback(f"{address}:0"))
 
 
 def listening_socket(address: str, key: str = "") -> socket.socket:
@@ -58,12 +58,12 @@ def listening_socket(address: str, key: str = "") -> socket.socket:
     ConfigurationError, with the ``key`` of the experiment that names the address, where that isn't possible."""
     host, port = split_address(address)
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
+        family, socket_type, protocol, _, socket_address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket_type, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.setblocking(False)
-            listener.bind(target)
+            listener.bind(socket_address)
             listener.listen(BACKLOG)
         except OSError:
             listener.close()
@@ -88,9 +88,9 @@ def read_keys(file: str, option: str) -> tuple[str, ...]:
     keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
     if not keys:
         raise ConfigurationError(f"{option} {file}: holds no key; one key a line is needed")
-    if short := [key for key in keys if len(key) < _SHORTEST]:
+    if short_keys := [key for key in keys if len(key) < _SHORTEST]:
         raise ConfigurationError(
-            f"{option} {file}: {len(short)} keys are shorter than {_SHORTEST} characters: too easily guessed"
+            f"{option} {file}: {len(short_keys)} keys are shorter than {_SHORTEST} characters: too easily guessed"
         )
     return keys
 

@@ -63,7 +63,7 @@ class BoundedQueue(Generic[T]):
         self._items: deque[tuple[float, T]] = deque()  # (time it was put, item)
         self._getters: deque[asyncio.Future[tuple[float, T]]] = deque()
         self._putters: deque[asyncio.Future[None]] = deque()
-        self._reserved = 0  # places given to putters that have not run yet
+        self._reserved_places = 0  # places given to putters that have not run yet
         self._peak = 0
         self._closed = False
 
@@ -98,12 +98,12 @@ class BoundedQueue(Generic[T]):
             return item
         if self._closed:
             raise QueueClosed(self.name)
-        handed: asyncio.Future[tuple[float, T]] = asyncio.get_running_loop().create_future()
-        self._getters.append(handed)
+        getter: asyncio.Future[tuple[float, T]] = asyncio.get_running_loop().create_future()
+        self._getters.append(getter)
         try:
-            _, item = await handed
+            _, item = await getter
         except asyncio.CancelledError:
-            self._withdraw(handed)
+            self._withdraw(getter)
             raise
         return item
 
@@ -123,13 +123,13 @@ class BoundedQueue(Generic[T]):
         for item in remaining:
             self._add(item)
         self._closed = True
-        for reserved in self._putters:
-            if not reserved.done():
-                reserved.set_exception(QueueClosed(self.name))
+        for putter in self._putters:
+            if not putter.done():
+                putter.set_exception(QueueClosed(self.name))
         self._putters.clear()
-        for handed in self._getters:  # there are getters only when it is empty
-            if not handed.done():
-                handed.set_exception(QueueClosed(self.name))
+        for getter in self._getters:  # there are getters only when it is empty
+            if not getter.done():
+                getter.set_exception(QueueClosed(self.name))
         self._getters.clear()
 
     def statistics(self) -> QueueStatistics:
@@ -138,62 +138,62 @@ class BoundedQueue(Generic[T]):
             used=len(self._items),
             capacity=self.capacity,
             peak=self._peak,
-            getters=sum(not handed.done() for handed in self._getters),
-            putters=sum(not reserved.done() for reserved in self._putters),
+            getters=sum(not getter.done() for getter in self._getters),
+            putters=sum(not putter.done() for putter in self._putters),
             oldest_age_s=max(0.0, self._clock.now() - self._items[0][0]) if self._items else 0.0,
             closed=self._closed,
         )
 
     def _full(self) -> bool:
         """Whether a new putter has to wait. True whenever a putter waits, so that none is overtaken."""
-        return len(self._items) + self._reserved >= self.capacity
+        return len(self._items) + self._reserved_places >= self.capacity
 
     async def _reserve(self) -> None:
         """Wait for a place; on return it is the caller's to fill at once."""
-        reserved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._putters.append(reserved)
+        putter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._putters.append(putter)
         try:
-            await reserved
+            await putter
         except asyncio.CancelledError:
-            if reserved in self._putters:
-                self._putters.remove(reserved)
-            elif reserved.done() and not reserved.cancelled() and reserved.exception() is None:
-                self._reserved -= 1
+            if putter in self._putters:
+                self._putters.remove(putter)
+            elif putter.done() and not putter.cancelled() and putter.exception() is None:
+                self._reserved_places -= 1
                 self._admit_putters()
             raise
-        self._reserved -= 1
+        self._reserved_places -= 1
 
     def _add(self, item: T) -> None:
-        stamped = (self._clock.now(), item)
+        timed_item = (self._clock.now(), item)
         while self._getters:
-            handed = self._getters.popleft()
-            if not handed.done():
-                handed.set_result(stamped)
+            getter = self._getters.popleft()
+            if not getter.done():
+                getter.set_result(timed_item)
                 self._admit_putters()  # the item took no place
                 return
-        self._items.append(stamped)
+        self._items.append(timed_item)
         self._peak = max(self._peak, len(self._items))
 
     def _admit_putters(self) -> None:
         while self._putters and not self._full():
-            reserved = self._putters.popleft()
-            if not reserved.done():
-                reserved.set_result(None)
-                self._reserved += 1
+            putter = self._putters.popleft()
+            if not putter.done():
+                putter.set_result(None)
+                self._reserved_places += 1
 
-    def _withdraw(self, handed: asyncio.Future[tuple[float, T]]) -> None:
+    def _withdraw(self, getter: asyncio.Future[tuple[float, T]]) -> None:
         """Remove a cancelled getter. An item handed to it goes to the next getter, or back to the front."""
-        if not handed.done() or handed.cancelled():
-            if handed in self._getters:
-                self._getters.remove(handed)
+        if not getter.done() or getter.cancelled():
+            if getter in self._getters:
+                self._getters.remove(getter)
             return
-        if handed.exception() is not None:
+        if getter.exception() is not None:
             return
-        stamped = handed.result()
+        timed_item = getter.result()
         while self._getters:
-            other = self._getters.popleft()
-            if not other.done():
-                other.set_result(stamped)
+            next_getter = self._getters.popleft()
+            if not next_getter.done():
+                next_getter.set_result(timed_item)
                 return
-        self._items.appendleft(stamped)
+        self._items.appendleft(timed_item)
         self._peak = max(self._peak, len(self._items))

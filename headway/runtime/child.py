@@ -79,15 +79,15 @@ class ParentConnection:
         if not self._sending.acquire(timeout=patience_s):
             return  # another send is under way: a sign of life already, or the parent is not reading
         try:
-            data = b"".join(chunks)
+            frame_bytes = b"".join(chunks)
             try:
-                sent = self._socket.send(data, socket.MSG_DONTWAIT)
+                sent_count = self._socket.send(frame_bytes, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             except OSError:
                 os._exit(EXIT_PARENT_GONE)
-            if sent < len(data):
-                self._socket.sendall(data[sent:])
+            if sent_count < len(frame_bytes):
+                self._socket.sendall(frame_bytes[sent_count:])
         finally:
             self._sending.release()
 
@@ -95,12 +95,12 @@ class ParentConnection:
         """Wait for the next frame. The parent's death ends the process."""
         while not self._frames:
             try:
-                count = self._socket.recv_into(self._reader.target())
+                byte_count = self._socket.recv_into(self._reader.target())
             except OSError:
-                count = 0
-            if count == 0:
+                byte_count = 0
+            if byte_count == 0:
                 os._exit(EXIT_PARENT_GONE)
-            self._frames = self._reader.received(count)[::-1]
+            self._frames = self._reader.received(byte_count)[::-1]
         return self._frames.pop()
 
 
@@ -153,34 +153,34 @@ class CallServer:
             self._running = (method, time.monotonic())
             if method.startswith("_"):
                 raise AttributeError(f"{method} is not a public method")
-            outcome = getattr(worker, method)(*positional, **named)
-            if isinstance(outcome, Future):
-                cast("Future[Any]", outcome).add_done_callback(partial(self._reply, frame.call))
+            returned = getattr(worker, method)(*positional, **named)
+            if isinstance(returned, Future):
+                cast("Future[Any]", returned).add_done_callback(partial(self._reply, frame.call))
                 self._running = ("", 0.0)
                 return
-            reply = encode(Kind.RESULT, frame.call, outcome)
+            reply_chunks = encode(Kind.RESULT, frame.call, returned)
         except Exception as error:  # the boundary of a remote call: its failure belongs to the caller
-            reply = encode_error(frame.call, error)
-        self._connection.send(reply)
+            reply_chunks = encode_error(frame.call, error)
+        self._connection.send(reply_chunks)
         self._running = ("", 0.0)
 
-    def _reply(self, call: int, outcome: Future[Any]) -> None:
+    def _reply(self, call: int, future: Future[Any]) -> None:
         """Answer a call that returned a future, once it is done: others run meanwhile."""
         try:
-            reply = encode(Kind.RESULT, call, outcome.result())
+            reply_chunks = encode(Kind.RESULT, call, future.result())
         except Exception as error:  # the boundary of a remote call: its failure belongs to the caller
-            reply = encode_error(call, error)
-        self._connection.send(reply)
+            reply_chunks = encode_error(call, error)
+        self._connection.send(reply_chunks)
 
     def _status(self) -> WorkerStatus:
         """Describe what the worker is doing. A worker with an event loop of its own has it as ``loop``; one that knows
         an obstacle to its work has it as ``trouble``."""
-        call, since_s = self._running
+        method, since_s = self._running
         loop = getattr(self._worker, "loop", None)
         stacks = [*thread_stacks(skip=("reader",)), *(task_stacks(loop) if loop is not None else ())]
         return WorkerStatus(
-            call=call,
-            call_s=time.monotonic() - since_s if call else 0.0,
+            call=method,
+            call_s=time.monotonic() - since_s if method else 0.0,
             collective=COLLECTIVES.name,
             collectives=COLLECTIVES.entered,
             in_collective_s=COLLECTIVES.waiting_s,
@@ -191,14 +191,14 @@ class CallServer:
 
 def resolve(factory: str) -> Callable[..., Any]:
     """Import ``module:Class``. Raises ConfigurationError for another form or a missing name."""
-    module_name, _, path = factory.partition(":")
-    if not module_name or not path:
+    module_name, _, attribute_path = factory.partition(":")
+    if not module_name or not attribute_path:
         raise ConfigurationError(f"worker factory {factory!r}: must be module:Class")
     attribute: Any = importlib.import_module(module_name)
-    for part in path.split("."):
-        if not hasattr(attribute, part):
-            raise ConfigurationError(f"worker factory {factory!r}: {module_name} has no {path}")
-        attribute = getattr(attribute, part)
+    for attribute_name in attribute_path.split("."):
+        if not hasattr(attribute, attribute_name):
+            raise ConfigurationError(f"worker factory {factory!r}: {module_name} has no {attribute_path}")
+        attribute = getattr(attribute, attribute_name)
     return attribute
 
 
@@ -215,7 +215,7 @@ def _build(server: CallServer, connection: ParentConnection, device_name: str, c
         device = parse_device(device_name)
         device.apply(cores)
         name, factory, import_path = connection.receive().load()
-        sys.path.extend(entry for entry in import_path if entry not in sys.path)
+        sys.path.extend(folder for folder in import_path if folder not in sys.path)
         arguments_frame = connection.receive()
         threading.Thread(target=server.read_forever, name="reader", daemon=True).start()
         logging.basicConfig(
@@ -242,26 +242,26 @@ def end_process(code: int) -> NoReturn:
 
 def main(arguments: list[str]) -> int:
     """Run the worker's process, from its command line to its exit code."""
-    descriptor, parent, device, cores = arguments
+    socket_fd, parent_pid, device_name, core_ids = arguments
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
-    die_with_parent(int(parent))
+    die_with_parent(int(parent_pid))
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL)
-    os.set_inheritable(int(descriptor), False)  # a grandchild must not keep the connection open
-    sock = socket.socket(fileno=int(descriptor))
+    os.set_inheritable(int(socket_fd), False)  # a grandchild must not keep the connection open
+    sock = socket.socket(fileno=int(socket_fd))
     tune(sock)
     connection = ParentConnection(sock)
     server = CallServer(connection)
-    worker = _build(server, connection, device, [int(core) for core in cores.split(",") if core])
+    worker = _build(server, connection, device_name, [int(core) for core in core_ids.split(",") if core])
     if worker is None:
         return EXIT_FAILED
     connection.send(encode(Kind.READY, 0, None))
     try:
         server.serve(worker)
     except BaseException:  # the boundary of the process: the parent reports it as the cause of death
-        trace = traceback.format_exc()
-        sys.stderr.write(trace)
-        connection.send(encode(Kind.FATAL, 0, trace))
+        traceback_text = traceback.format_exc()
+        sys.stderr.write(traceback_text)
+        connection.send(encode(Kind.FATAL, 0, traceback_text))
         return EXIT_FAILED
     return 0
 

@@ -82,9 +82,9 @@ class Device:
         if self.kind != "cuda":
             self.core_ids()
             return
-        available = cuda_device_count()
-        if available is not None and self.first >= available:
-            raise ConfigurationError(f"device {self}: {_available_gpus(available)}")
+        gpu_count = cuda_device_count()
+        if gpu_count is not None and self.first >= gpu_count:
+            raise ConfigurationError(f"device {self}: {_available_gpus(gpu_count)}")
 
     def core_ids(self, available: Sequence[int] | None = None) -> tuple[int, ...]:
         """Operating-system ids of its cores out of ``available`` (default: this machine's).
@@ -95,8 +95,8 @@ class Device:
             return ()
         cores = machine_cores() if available is None else tuple(available)
         if self.last >= len(cores):
-            listed = "cpu:0" if len(cores) == 1 else f"cpu:0 to cpu:{len(cores) - 1}"
-            raise ConfigurationError(f"device {self}: this machine has {len(cores)} usable core(s), {listed}")
+            valid_names = "cpu:0" if len(cores) == 1 else f"cpu:0 to cpu:{len(cores) - 1}"
+            raise ConfigurationError(f"device {self}: this machine has {len(cores)} usable core(s), {valid_names}")
         return cores[self.first : self.last + 1]
 
     def shares_with(self, other: Device) -> bool:
@@ -174,8 +174,8 @@ def parse_device(text: str) -> Device:
 def sharing(devices: Sequence[str], others: Iterable[str]) -> list[int]:
     """Indices of the ``devices`` that share cores or a GPU with one of the ``others``: a replica on such a device takes
     turns on it with the trainer."""
-    parsed = [parse_device(name) for name in others]
-    return [index for index, name in enumerate(devices) if any(parse_device(name).shares_with(peer) for peer in parsed)]
+    peers = [parse_device(name) for name in others]
+    return [index for index, name in enumerate(devices) if any(parse_device(name).shares_with(peer) for peer in peers)]
 
 
 def interchangeable(devices: Iterable[str]) -> bool:
@@ -192,18 +192,18 @@ def cpu_multiplies_bfloat16(cpuinfo: str | None = None) -> bool:
             cpuinfo = Path("/proc/cpuinfo").read_text()
         except OSError:
             return True
-    line = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo, re.MULTILINE)
-    return line is None or bool({"avx512bw", "avx512_bf16", "amx_bf16", "bf16"} & set(line.group(1).split()))
+    match = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo, re.MULTILINE)
+    return match is None or bool({"avx512bw", "avx512_bf16", "amx_bf16", "bf16"} & set(match.group(1).split()))
 
 
 def cuda_device_count() -> int | None:
     """Number of GPUs this process may use, counted without a GPU library; None when it can't be determined."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
+    visible_gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible_gpus is not None:
+        return len([gpu_id for gpu_id in visible_gpus.split(",") if gpu_id.strip() not in ("", "-1")])
     if Path("/dev/dxg").exists() or Path("/dev/kfd").exists():  # WSL, ROCm: no device file per GPU
         return None
-    return sum(re.fullmatch(r"nvidia\d+", entry) is not None for entry in os.listdir("/dev"))
+    return sum(re.fullmatch(r"nvidia\d+", file_name) is not None for file_name in os.listdir("/dev"))
 
 
 def _available_gpus(count: int) -> str:

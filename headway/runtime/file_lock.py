@@ -57,9 +57,9 @@ class FileLock:
                 continue
             except OSError as error:
                 raise ConfigurationError(f"{self.path} can't be locked: {error.strerror}") from None
-        holder = self._recorded_pid()
-        by = f"process {holder}" if holder is not None else "another process"
-        raise RunLocked(f"{self._value} is in use by {by}: wait for it, or choose another {self._key}")
+        holder_pid = self._recorded_pid()
+        holder_name = f"process {holder_pid}" if holder_pid is not None else "another process"
+        raise RunLocked(f"{self._value} is in use by {holder_name}: wait for it, or choose another {self._key}")
 
     def release(self) -> None:
         """Release the lock; no-op when it isn't held."""

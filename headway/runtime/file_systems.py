@@ -19,15 +19,15 @@ _NETWORK = re.compile(
 
 def network_file_system(path: Path) -> str:
     """Type of the file system that holds ``path`` (which need not exist) when it is reached over a network; else ""."""
-    kind = _mount_of(path)
-    return kind if _NETWORK.fullmatch(kind) else ""
+    fs_type = _mount_of(path)
+    return fs_type if _NETWORK.fullmatch(fs_type) else ""
 
 
 def require_local(folder: Path) -> None:
     """Raise ConfigurationError when the group buffer can't lie in ``folder``."""
-    if kind := network_file_system(folder):
+    if fs_type := network_file_system(folder):
         raise ConfigurationError(
-            f"{folder} is on a network file system ({kind}): SQLite's write-ahead log needs memory that all readers "
+            f"{folder} is on a network file system ({fs_type}): SQLite's write-ahead log needs memory that all readers "
             "share, and locks that hold; there buffer.db would be damaged: set cluster.accounting_directory to a "
             "folder on a local disk"
         )
@@ -36,17 +36,17 @@ def require_local(folder: Path) -> None:
 def _mount_of(path: Path) -> str:
     """Type of the last mount on the longest mount point above ``path``; "" where the kernel doesn't say."""
     resolved = path.resolve()
-    longest, kind = -1, ""
+    longest_depth, fs_type = -1, ""
     try:
         lines = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return ""
     for line in lines:
-        mount, _, source = line.partition(" - ")
-        point = Path(_unescaped(mount.split(" ")[4]))
-        if resolved.is_relative_to(point) and len(point.parts) >= longest:
-            longest, kind = len(point.parts), source.split(" ")[0]
-    return kind
+        mount_fields, _, source_fields = line.partition(" - ")
+        mount_point = Path(_unescaped(mount_fields.split(" ")[4]))
+        if resolved.is_relative_to(mount_point) and len(mount_point.parts) >= longest_depth:
+            longest_depth, fs_type = len(mount_point.parts), source_fields.split(" ")[0]
+    return fs_type
 
 
 def _unescaped(field: str) -> str:

@@ -50,10 +50,10 @@ class ForkedProcess:
         """Wait for its end; return its exit code, negative for a signal."""
         if self.returncode is None:
             try:
-                status = os.waitpid(self.pid, 0)[1]
+                wait_status = os.waitpid(self.pid, 0)[1]
             except ChildProcessError:  # another thread has waited for it: 0, as subprocess has it
-                status = 0
-            self.returncode = os.waitstatus_to_exitcode(status)
+                wait_status = 0
+            self.returncode = os.waitstatus_to_exitcode(wait_status)
         return self.returncode
 
 
@@ -73,9 +73,9 @@ class ForkServer:
             str(os.getpid()),
             *modules,
         ]
-        silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         with theirs:
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, process_group=0, **silent)
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, process_group=0, **streams)
         self._adopt(process, ours)
 
     def _adopt(self, process: subprocess.Popen[Any], sock: socket.socket) -> None:
@@ -103,24 +103,24 @@ class ForkServer:
             with _adopting_orphans():
                 socket.send_fds(self._socket, [request], [log, sock])
                 try:
-                    reply = self._socket.recv(8)
+                    pid_bytes = self._socket.recv(8)
                 except TimeoutError:
                     self._process.kill()
-                    reply = self._socket.recv(8)  # of a child that it forked before; empty: there is none
+                    pid_bytes = self._socket.recv(8)  # of a child that it forked before; empty: there is none
         except OSError as error:
             if error.errno == errno.EMSGSIZE:
                 return None  # an environment that is too large; others may come from it
             if isinstance(error, TimeoutError):
                 self.end()
                 raise
-            reply = b""
+            pid_bytes = b""
         except BaseException:
             self.end()  # its reply would be taken for that of the next request
             raise
-        if not reply:
+        if not pid_bytes:
             self.end()
             return None
-        return ForkedProcess(int.from_bytes(reply, sys.byteorder))
+        return ForkedProcess(int.from_bytes(pid_bytes, sys.byteorder))
 
     def end(self) -> None:
         """Kill the server, unless it is dead; processes that were forked from it live on."""
@@ -170,15 +170,15 @@ async def fork_server(modules: Sequence[str], added: dict[str, str]) -> ForkServ
 def _adopting_orphans() -> Iterator[None]:
     """Inside the block, descendants of this process whose parent ends become its children. Raises OSError where the
     kernel can't do that."""
-    libc, previous = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
+    libc, previous_flag = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
     with _SERVERS_LOCK:
-        libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(previous), 0, 0, 0)
+        libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(previous_flag), 0, 0, 0)
         if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
             raise OSError(ctypes.get_errno(), "PR_SET_CHILD_SUBREAPER")
         try:
             yield
         finally:
-            libc.prctl(PR_SET_CHILD_SUBREAPER, previous.value, 0, 0, 0)
+            libc.prctl(PR_SET_CHILD_SUBREAPER, previous_flag.value, 0, 0, 0)
 
 
 def serve(sock: socket.socket) -> int:
@@ -186,7 +186,7 @@ def serve(sock: socket.socket) -> int:
     program here and exits."""
     sock.send(b"r")  # ready
     while True:
-        data, descriptors, _, _ = socket.recv_fds(sock, _MESSAGE_BYTES, 2)
+        request_bytes, descriptors, _, _ = socket.recv_fds(sock, _MESSAGE_BYTES, 2)
         if not descriptors:
             return 0
         if _fork_adopted(sock):
@@ -194,54 +194,54 @@ def serve(sock: socket.socket) -> int:
         for descriptor in descriptors:
             os.close(descriptor)
     sock.close()
-    log, connection = descriptors
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    program, arguments, environment = json.loads(data)
+    log_fd, connection_fd = descriptors
+    os.dup2(log_fd, 1)
+    os.dup2(log_fd, 2)
+    os.close(log_fd)
+    program, arguments, environment = json.loads(request_bytes)
     os.environ.clear()
     os.environ.update(environment)
     if (torch := sys.modules.get("torch")) is not None:
         torch.default_generator.seed()  # else all that are forked here draw the same numbers
-    if (numbers := sys.modules.get("numpy.random")) is not None:
-        numbers.seed()
-    child.end_process(importlib.import_module(program).main([str(connection), *arguments]))
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()
+    child.end_process(importlib.import_module(program).main([str(connection_fd), *arguments]))
 
 
 def _fork_adopted(sock: socket.socket) -> bool:
     """Fork a process that the server's parent adopts. True in it, False in the server. Raises OSError when there is
     no process to be had: the server ends."""
-    waiting, go = os.pipe()
-    middle = os.fork()
-    if middle:
-        os.close(waiting)
-        os.waitpid(middle, 0)
-        os.write(go, b"g")
-        os.close(go)
+    go_read_fd, go_write_fd = os.pipe()
+    middle_pid = os.fork()
+    if middle_pid:
+        os.close(go_read_fd)
+        os.waitpid(middle_pid, 0)
+        os.write(go_write_fd, b"g")
+        os.close(go_write_fd)
         return False
     if os.fork():
         os._exit(0)  # its child is an orphan now: the next ancestor that adopts orphans is the server's parent
-    os.close(go)
+    os.close(go_write_fd)
     os.setpgid(0, 0)
-    if not os.read(waiting, 1):
+    if not os.read(go_read_fd, 1):
         os._exit(child.EXIT_PARENT_GONE)
-    os.close(waiting)
+    os.close(go_read_fd)
     sock.send(os.getpid().to_bytes(8, sys.byteorder))
     return True
 
 
 def main(arguments: list[str]) -> int:
     """Run a server's process, from its command line to its exit code, or that of what is forked from it."""
-    descriptor, parent, *modules = arguments
+    socket_fd, parent_pid, *modules = arguments
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
-    child.die_with_parent(int(parent))
+    child.die_with_parent(int(parent_pid))
     for module in modules:
         importlib.import_module(module)
     if threading.active_count() > 1:  # a fork would have its locks, and not the thread
         return child.EXIT_FAILED
     gc.collect()
     gc.freeze()  # the collector would write to pages that are shared
-    return serve(socket.socket(fileno=int(descriptor)))
+    return serve(socket.socket(fileno=int(socket_fd)))
 
 
 if __name__ == "__main__":

@@ -74,34 +74,34 @@ class Frame(NamedTuple):
 
 def encode(kind: Kind, call: int, message: Any) -> list[Chunk]:
     """Pickle ``message`` into the chunks of one frame. Raises the errors of pickling."""
-    views: list[Chunk] = []
-    sizes: list[int] = []
+    buffer_chunks: list[Chunk] = []
+    buffer_sizes: list[int] = []
 
     def in_band(buffer: pickle.PickleBuffer) -> bool:
         view = buffer.raw()
         if view.nbytes < OUT_OF_BAND_BYTES:
             return True
-        sizes.append(view.nbytes)
-        views.append(view)
-        if padding := -view.nbytes % ALIGNMENT:
-            views.append(bytes(padding))
+        buffer_sizes.append(view.nbytes)
+        buffer_chunks.append(view)
+        if padding_bytes := -view.nbytes % ALIGNMENT:
+            buffer_chunks.append(bytes(padding_bytes))
         return False
 
     payload = pickle.dumps(message, protocol=5, buffer_callback=in_band)
-    head = HEADER.pack(kind, len(sizes), call, len(payload)) + b"".join(map(SIZE.pack, sizes))
+    head = HEADER.pack(kind, len(buffer_sizes), call, len(payload)) + b"".join(map(SIZE.pack, buffer_sizes))
     if len(payload) < SCRATCH_BYTES:
-        return [head + payload, *views]
-    return [head, payload, *views]
+        return [head + payload, *buffer_chunks]
+    return [head, payload, *buffer_chunks]
 
 
 def encode_error(call: int, error: Exception) -> list[Chunk]:
     """Encode a failed call: (one line, traceback, the exception where it is one of ours and survives pickling)."""
-    line = "".join(traceback.format_exception_only(error)).strip()
-    trace = "".join(traceback.format_exception(error))
+    error_line = "".join(traceback.format_exception_only(error)).strip()
+    traceback_text = "".join(traceback.format_exception(error))
     if isinstance(error, HeadwayError):
         with contextlib.suppress(Exception):  # an exception with its own constructor may not be picklable
-            return _encode_pickled(call, line, trace, error)
-    return encode(Kind.ERROR, call, (line, trace, None))
+            return _encode_pickled(call, error_line, traceback_text, error)
+    return encode(Kind.ERROR, call, (error_line, traceback_text, None))
 
 
 def _encode_pickled(call: int, line: str, trace: str, error: HeadwayError) -> list[Chunk]:
@@ -142,22 +142,22 @@ class FrameReader:
                 frames.append(frame)
                 offset += HEADER.size + len(frame.payload)
                 continue
-            taken = min(count - offset, len(self._part) - self._filled)
-            self._part[self._filled : self._filled + taken] = self._scratch[offset : offset + taken]
-            self._filled += taken
-            offset += taken
+            copied_bytes = min(count - offset, len(self._part) - self._filled)
+            self._part[self._filled : self._filled + copied_bytes] = self._scratch[offset : offset + copied_bytes]
+            self._filled += copied_bytes
+            offset += copied_bytes
             self._advance(frames)
         return frames
 
     def _small_frame(self, offset: int, end: int) -> Frame | None:
         """A frame without buffers that is complete in the scratch buffer at ``offset``, as most events; else None."""
-        first = offset + HEADER.size
-        if first > end:
+        payload_start = offset + HEADER.size
+        if payload_start > end:
             return None
-        kind, buffers, call, payload_bytes = HEADER.unpack_from(self._scratch, offset)
-        if buffers or first + payload_bytes > end:
+        kind, buffer_count, call, payload_bytes = HEADER.unpack_from(self._scratch, offset)
+        if buffer_count or payload_start + payload_bytes > end:
             return None
-        return Frame(kind, call, memoryview(bytes(self._scratch[first : first + payload_bytes])), [])
+        return Frame(kind, call, memoryview(bytes(self._scratch[payload_start : payload_start + payload_bytes])), [])
 
     def _begin(self) -> None:
         """Start a frame: expect a header next."""
@@ -171,15 +171,15 @@ class FrameReader:
                 _require_sane(self._count, payload_bytes)
                 self._expect("body", bytearray(SIZE.size * self._count + payload_bytes))
             elif self._stage == "body":
-                sizes = self._part[: SIZE.size * self._count]
-                self._payload = self._part[len(sizes) :]
-                self._sizes = [size for (size,) in SIZE.iter_unpack(sizes)]
+                packed_sizes = self._part[: SIZE.size * self._count]
+                self._payload = self._part[len(packed_sizes) :]
+                self._sizes = [size for (size,) in SIZE.iter_unpack(packed_sizes)]
                 self._firsts = [0, *accumulate(size + -size % ALIGNMENT for size in self._sizes)]
                 _require_sane(self._count, len(self._payload) + self._firsts[-1])
                 self._expect("block", _allocate(self._firsts[-1]))
             else:
-                places = zip(self._firsts, self._sizes, strict=False)
-                buffers = [self._part[first : first + size] for first, size in places]
+                extents = zip(self._firsts, self._sizes, strict=False)
+                buffers = [self._part[start : start + size] for start, size in extents]
                 frames.append(Frame(self._kind, self._call, self._payload, buffers))
                 self._begin()
                 return
@@ -194,21 +194,21 @@ def _allocate(size: int) -> bytearray | mmap.mmap:
     """Memory of ``size`` bytes."""
     if size < MAPPED_BYTES:
         return bytearray(size)
-    mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    return mapped
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
 
 
 def send_some(sock: socket.socket, outgoing: deque[memoryview]) -> None:
     """Send the first bytes of ``outgoing``, several buffers at once, and remove them from it. Raises the errors of
     ``send``."""
-    single = len(outgoing) == 1
-    sent = sock.send(outgoing[0]) if single else sock.sendmsg(islice(outgoing, BUFFERS_AT_ONCE))
-    while outgoing and sent >= len(outgoing[0]):
-        sent -= len(outgoing.popleft())
-    if sent:
-        outgoing[0] = outgoing[0][sent:]
+    is_single = len(outgoing) == 1
+    sent_count = sock.send(outgoing[0]) if is_single else sock.sendmsg(islice(outgoing, BUFFERS_AT_ONCE))
+    while outgoing and sent_count >= len(outgoing[0]):
+        sent_count -= len(outgoing.popleft())
+    if sent_count:
+        outgoing[0] = outgoing[0][sent_count:]
 
 
 def _require_sane(buffers: int, total_bytes: int) -> None:

@@ -24,7 +24,7 @@ async def short_collections(clock: Clock, short_s: float = _SHORT_S, whole_s: fl
     conversations that is a pause of a tenth of a second, every few seconds. Nearly all garbage is freed at once by its
     reference count. Only cycles that survived a short collection wait for the full one.
     """
-    enabled = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     gc.collect()
     gc.freeze()
@@ -38,7 +38,7 @@ async def short_collections(clock: Clock, short_s: float = _SHORT_S, whole_s: fl
                 await task
         finally:
             gc.unfreeze()
-            if enabled:
+            if was_enabled:
                 gc.enable()
 
 

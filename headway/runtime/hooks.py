@@ -59,8 +59,8 @@ class Hook:
 
     def raised(self, error: Exception) -> HookFailed:
         """Make the error for a function that raised ``error``, with the line that did."""
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        location = f"{PurePath(last.filename).name}, line {last.lineno}"
+        last_frame = traceback.extract_tb(error.__traceback__)[-1]
+        location = f"{PurePath(last_frame.filename).name}, line {last_frame.lineno}"
         return self.failed(f"raised {error_text(error)} ({location})")
 
 
@@ -76,22 +76,22 @@ def is_infrastructure(error: BaseException) -> bool:
         return error.failure.cause == "infrastructure"
     if isinstance(error, (InfrastructureError, ConnectionError, TimeoutError)):
         return True
-    kinds = [f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__]
-    if any(map(_TRANSPORT.fullmatch, kinds)):
-        return not any(map(_NOT_SENT.fullmatch, kinds))
+    class_names = [f"{cls.__module__.partition('.')[0]}.{cls.__name__}" for cls in type(error).__mro__]
+    if any(map(_TRANSPORT.fullmatch, class_names)):
+        return not any(map(_NOT_SENT.fullmatch, class_names))
     reason = vars(error).get("reason")  # urllib's, urllib3's
     if isinstance(reason, BaseException) and reason is not error:
         return is_infrastructure(reason)
-    number = error.errno if isinstance(error, OSError) and isinstance(error.errno, int) else 0
-    return _MACHINE.fullmatch(errno.errorcode.get(number, "")) is not None
+    error_number = error.errno if isinstance(error, OSError) and isinstance(error.errno, int) else 0
+    return _MACHINE.fullmatch(errno.errorcode.get(error_number, "")) is not None
 
 
 def error_text(error: BaseException) -> str:
     """Format an exception of a user's code as its type and text; making the text may raise as well."""
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception as broken:  # the boundary to a user's __str__
-        return f"{type(error).__name__}, whose text raises {type(broken).__name__}"
+    except Exception as str_error:  # the boundary to a user's __str__
+        return f"{type(error).__name__}, whose text raises {type(str_error).__name__}"
 
 
 def storable(text: str) -> str:
@@ -125,8 +125,8 @@ def _require_arguments(key: str, name: str, function: Callable[..., Any], argume
     try:
         signature.bind(*arguments)
     except TypeError as error:
-        called = f"{name.rpartition(':')[2]}({', '.join(arguments)})"
-        raise ConfigurationError(f"{key} = {name!r} is called as {called}, and takes {signature}: {error}") from None
+        call_text = f"{name.rpartition(':')[2]}({', '.join(arguments)})"
+        raise ConfigurationError(f"{key} = {name!r} is called as {call_text}, and takes {signature}: {error}") from None
 
 
 def source_location(error: BaseException) -> str:

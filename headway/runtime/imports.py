@@ -27,8 +27,8 @@ def import_function(name: str, key: str, known: Collection[str], *, asynchronous
     """
     function = _import_target(name, key, known)
     if not callable(function) or (inspect.iscoroutinefunction(function) and not asynchronous):
-        kind = "function (not a class)" if asynchronous else "plain function (not a class, not async)"
-        raise ConfigurationError(f"{key} = {name!r}: must be a {kind}")
+        required_kind = "function (not a class)" if asynchronous else "plain function (not a class, not async)"
+        raise ConfigurationError(f"{key} = {name!r}: must be a {required_kind}")
     return cast("Callable[..., Any]", function)
 
 
@@ -36,8 +36,8 @@ def import_class(name: str, key: str, base: type[T]) -> type[T]:
     """Import the class ``module:Class``, which extends ``base``. Raises ConfigurationError as `import_function`."""
     imported = _import_target(name, key, (), "module:Class")
     if not (isinstance(imported, type) and issubclass(imported, base)):
-        required = f"{base.__module__}:{base.__qualname__}"
-        raise ConfigurationError(f"{key} = {name!r}: must be a class that extends {required}")
+        base_name = f"{base.__module__}:{base.__qualname__}"
+        raise ConfigurationError(f"{key} = {name!r}: must be a class that extends {base_name}")
     return imported
 
 
@@ -47,8 +47,8 @@ def require_module(name: str, key: str, known: Collection[str]) -> None:
     module_name, _ = _split(name, key, known)
     _search_working_directory()
     if not _exists(module_name):
-        searched = "on the path or in the working directory"
-        raise ConfigurationError(f"{key} = {name!r}: there is no module {module_name!r} {searched}; {_valid(known)}")
+        scope_text = "on the path or in the working directory"
+        raise ConfigurationError(f"{key} = {name!r}: there is no module {module_name!r} {scope_text}; {_valid(known)}")
 
 
 def import_extra(module: str, extra: str, needed_by: str) -> Any:
@@ -65,32 +65,32 @@ def import_extra(module: str, extra: str, needed_by: str) -> Any:
 
 def _import_target(name: str, key: str, known: Collection[str], form: str = _FUNCTION) -> Any:
     """Import the object that ``module:path`` names. Raises ConfigurationError."""
-    module_name, path = _split(name, key, known, form)
+    module_name, attribute_path = _split(name, key, known, form)
     _search_working_directory()
     try:
         target: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
-        cause, top = f"{type(error).__name__}: {error}", module_name.partition(".")[0]
-        if isinstance(error, ModuleNotFoundError) and error.name == top:
-            cause += f" (nor in the working directory: run the command in the folder that has {top}.py)"
+        cause_text, top_package = f"{type(error).__name__}: {error}", module_name.partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and error.name == top_package:
+            cause_text += f" (nor in the working directory: run the command in the folder that has {top_package}.py)"
         raise ConfigurationError(
-            f"{key} = {name!r}: {module_name} can't be imported: {cause}; {_valid(known, form)}"
+            f"{key} = {name!r}: {module_name} can't be imported: {cause_text}; {_valid(known, form)}"
         ) from error
-    for part in path.split("."):
-        if not hasattr(target, part):
-            near = _nearest(part, [public for public in vars(target) if not public.startswith("_")])
-            raise ConfigurationError(f"{key} = {name!r}: {module_name} has no {part!r}; {near}{_valid(known, form)}")
-        target = getattr(target, part)
+    for member in attribute_path.split("."):
+        if not hasattr(target, member):
+            hint = _nearest(member, [public for public in vars(target) if not public.startswith("_")])
+            raise ConfigurationError(f"{key} = {name!r}: {module_name} has no {member!r}; {hint}{_valid(known, form)}")
+        target = getattr(target, member)
     return target
 
 
 def _split(name: str, key: str, known: Collection[str], form: str = _FUNCTION) -> tuple[str, str]:
-    module_name, colon, path = name.partition(":")
+    module_name, colon, attribute_path = name.partition(":")
     if not colon:
         raise ConfigurationError(f"{key} = {name!r} is unknown; {_nearest(name, known)}{_valid(known, form)}")
-    if not module_name or not path:
+    if not module_name or not attribute_path:
         raise ConfigurationError(f"{key} = {name!r}: expected {form}; {_valid(known, form)}")
-    return module_name, path
+    return module_name, attribute_path
 
 
 def _search_working_directory() -> None:
@@ -100,21 +100,21 @@ def _search_working_directory() -> None:
 
 
 def _exists(module_name: str) -> bool:
-    top, *rest = module_name.split(".")
+    top_package, *submodules = module_name.split(".")
     try:
-        spec = importlib.util.find_spec(top)
+        spec = importlib.util.find_spec(top_package)
     except (ImportError, ValueError):  # already loaded, without a specification
-        return top in sys.modules
-    for part in rest:
+        return top_package in sys.modules
+    for submodule in submodules:
         if spec is None or spec.submodule_search_locations is None:
             return False
-        spec = PathFinder.find_spec(f"{spec.name}.{part}", spec.submodule_search_locations)
+        spec = PathFinder.find_spec(f"{spec.name}.{submodule}", spec.submodule_search_locations)
     return spec is not None
 
 
 def _nearest(name: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}? " if near else ""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"did you mean {matches[0]!r}? " if matches else ""
 
 
 def _valid(known: Collection[str], form: str = _FUNCTION) -> str:

@@ -31,21 +31,21 @@ class LineFile:
         end = os.fstat(self._fd).st_size
         while end:
             start = max(0, end - _BLOCK_BYTES)
-            newline = os.pread(self._fd, end - start, start).rfind(b"\n")
-            if newline >= 0:
-                return start + newline + 1
+            newline_index = os.pread(self._fd, end - start, start).rfind(b"\n")
+            if newline_index >= 0:
+                return start + newline_index + 1
             end = start
         return 0
 
     def append(self, line: bytes) -> None:
         """Append ``line``, which has no line break. Raises HeadwayError on a full disk."""
-        written, reason = 0, "no space left"
+        written_bytes, reason = 0, "no space left"
         try:
-            written = os.write(self._fd, line + b"\n")
+            written_bytes = os.write(self._fd, line + b"\n")
         except OSError as error:
             reason = error.strerror or str(error)
-        if written <= len(line):
-            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+        if written_bytes <= len(line):
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written_bytes)
             raise HeadwayError(f"{self.path} can't be written: {reason}")
 
     def __enter__(self) -> LineFile:

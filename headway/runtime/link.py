@@ -112,22 +112,22 @@ class Link:
 
     async def _request(self, kind: Kind, method: str, message: Any, timeout_s: float | None) -> Any:
         self._calls += 1
-        number = self._calls
-        chunks = encode(kind, number, message)
-        reply: asyncio.Future[Any] = self._loop.create_future()
-        self._pending[number] = (method, reply)
+        call_number = self._calls
+        chunks = encode(kind, call_number, message)
+        reply_future: asyncio.Future[Any] = self._loop.create_future()
+        self._pending[call_number] = (method, reply_future)
         self.send(chunks)
         try:
             if timeout_s is None:
-                return await reply
+                return await reply_future
             async with asyncio.timeout(timeout_s):
-                return await reply
+                return await reply_future
         except TimeoutError as error:
-            if reply.cancelled():
+            if reply_future.cancelled():
                 raise TimeoutError(f"{self.name}.{method} gave no result in {timeout_s} s") from error
             raise
         finally:
-            self._pending.pop(number, None)
+            self._pending.pop(call_number, None)
 
     def stop(self) -> None:
         """Ask the worker to stop after its present call; later calls are refused, events that don't fit dropped."""
@@ -140,9 +140,9 @@ class Link:
 
     def send(self, chunks: list[Chunk]) -> None:
         """Send a frame, after those sent before."""
-        idle = not self._outgoing
+        was_idle = not self._outgoing
         self._outgoing.extend(memoryview(chunk) for chunk in chunks)
-        if idle:
+        if was_idle:
             self._flush()
 
     def _flush(self) -> None:
@@ -170,12 +170,12 @@ class Link:
     def _read_once(self) -> bool:
         """Read once from the socket and handle the frames. False when there is nothing more for now."""
         try:
-            count = self._socket.recv_into(self._reader.target())
+            byte_count = self._socket.recv_into(self._reader.target())
         except BlockingIOError:
             return False
         except OSError:
-            count = 0
-        if count == 0:
+            byte_count = 0
+        if byte_count == 0:
             self._loop.remove_reader(self._socket)
             if not self.at_end:
                 self.at_end = True
@@ -183,7 +183,7 @@ class Link:
             return False
         self._received = True
         try:
-            frames = self._reader.received(count)
+            frames = self._reader.received(byte_count)
         except FrameTooLarge as error:
             self._loop.remove_reader(self._socket)
             self._on_broken(f"sent {error}")
@@ -226,11 +226,11 @@ class Link:
         try:
             if method.startswith("_"):
                 raise AttributeError(f"{method} is not a public method")
-            reply = encode(Kind.RESULT, call, await getattr(self._serves, method)(*positional, **named))
+            reply_chunks = encode(Kind.RESULT, call, await getattr(self._serves, method)(*positional, **named))
         except Exception as error:  # the boundary of a remote call: its failure belongs to the caller
-            reply = encode_error(call, error)
+            reply_chunks = encode_error(call, error)
         if not self.at_end:
-            self.send(reply)
+            self.send(reply_chunks)
 
     def _deliver(self, event: Any) -> None:
         if not self._deferred:
@@ -260,13 +260,13 @@ class Link:
             self._loop.add_reader(self._socket, self._on_readable)
 
     def _settle(self, call: int, result: Any) -> None:
-        _, reply = self._pending.pop(call, ("", None))
-        if reply is None or reply.done():
+        _, reply_future = self._pending.pop(call, ("", None))
+        if reply_future is None or reply_future.done():
             return  # its caller gave up
         if isinstance(result, RemoteError):
-            reply.set_exception(result)
+            reply_future.set_exception(result)
         else:
-            reply.set_result(result)
+            reply_future.set_result(result)
 
     def _fail(self, call: int, line: str, trace: str, original: Exception | None) -> None:
         method = self._pending[call][0] if call in self._pending else "start"
@@ -301,8 +301,8 @@ class Link:
         stalled = False
 
         def report(event: str, observation: str) -> None:
-            fields = {"worker": self.name, "cause": "no heartbeat", "found_by": "health", "lost_s": self.silent_s}
-            checks.on_event(event, f"{self.name}: {observation} {self.silent_s:.1f} s", **fields)
+            event_fields = {"worker": self.name, "cause": "no heartbeat", "found_by": "health", "lost_s": self.silent_s}
+            checks.on_event(event, f"{self.name}: {observation} {self.silent_s:.1f} s", **event_fields)
 
         while True:
             if not self._outgoing:  # unsent bytes ask for a sign of life as well as a ping does
@@ -340,9 +340,9 @@ class Link:
         if not self.built.done():
             self.built.set_exception(error)
             self.built.exception()  # start() may have been cancelled: no one else retrieves it
-        for _, reply in self._pending.values():
-            if not reply.done():
-                reply.set_exception(WorkerDied(self.name, error.cause))
+        for _, reply_future in self._pending.values():
+            if not reply_future.done():
+                reply_future.set_exception(WorkerDied(self.name, error.cause))
         self._pending.clear()
         for task in self._tasks:
             task.cancel()

@@ -120,11 +120,11 @@ class ProcessWorker:
         except (WorkerDied, RemoteError):
             return None
         except TimeoutError:
-            stopped, dump = await self._process.inspect()
+            is_stopped, dump_text = await self._process.inspect()
         if self._link.blocks_events:
-            return WorkerStatus(worker=self.name, blocked_events=True, stacks=tuple(parse_dump(dump)))
-        condition = "stopped" if stopped else "silent"
-        return WorkerStatus(worker=self.name, condition=condition, stacks=tuple(parse_dump(dump)))
+            return WorkerStatus(worker=self.name, blocked_events=True, stacks=tuple(parse_dump(dump_text)))
+        condition = "stopped" if is_stopped else "silent"
+        return WorkerStatus(worker=self.name, condition=condition, stacks=tuple(parse_dump(dump_text)))
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """See :meth:`headway.runtime.workers.WorkerHandle.stop`."""
@@ -151,7 +151,7 @@ class ProcessWorker:
         RemoteError, WorkerDied. ``interval_s``: between signs of life to it."""
         self._link.send(encode(Kind.SETUP, 0, (self.name, factory, list(sys.path))))
         self._link.send(encode(Kind.ARGUMENTS, 0, arguments))
-        living = asyncio.create_task(self._link.keep_alive(clock, interval_s), name=f"{self.name}: keep alive")
+        keep_alive_task = asyncio.create_task(self._link.keep_alive(clock, interval_s), name=f"{self.name}: keep alive")
         try:
             async with asyncio.timeout(timeout_s):
                 await self._link.built
@@ -161,7 +161,7 @@ class ProcessWorker:
             self._kill(f"not built within {timeout_s:g} s")
             raise await self._died from None
         finally:
-            living.cancel()
+            keep_alive_task.cancel()
 
     def watch(self, clock: Clock, interval_s: float, timeout_s: float, on_event: Callable[..., object]) -> None:
         """Start health checks; ``on_event`` is an `EventCallback`."""
@@ -216,7 +216,7 @@ class ProcessWorker:
         """Describe the cause of death: one line, then the traceback it sent or the end of its output."""
         if self._link.stopping and end.code == 0:
             return "stopped"
-        line = f"{self._reason} ({end})" if self._reason else str(end)
+        cause_line = f"{self._reason} ({end})" if self._reason else str(end)
         if self._link.fatal:
-            return f"{line}\n{self._link.fatal.rstrip()}"
-        return f"{line}\nlast output:\n{end.output}" if end.output else line
+            return f"{cause_line}\n{self._link.fatal.rstrip()}"
+        return f"{cause_line}\nlast output:\n{end.output}" if end.output else cause_line

@@ -109,24 +109,24 @@ class Breaker:
         if self._open_until_s is not None:
             return False
         self._failures.append(now)
-        enough = len(self._failures) == self._settings.failures_to_open
-        if alone or not enough or self._failures[0] < now - self._settings.failure_window_s:
+        reached_limit = len(self._failures) == self._settings.failures_to_open
+        if alone or not reached_limit or self._failures[0] < now - self._settings.failure_window_s:
             return False
         self._open(now)
         return True
 
     def trip(self, now: float) -> bool:
         """Open the breaker at once: the replica is dead. True: it wasn't open before."""
-        opened = self.state(now) != "open"
-        if opened:
+        newly_opened = self.state(now) != "open"
+        if newly_opened:
             self._open(now)
-        return opened
+        return newly_opened
 
     def reset(self) -> bool:
         """Close the breaker: the replica was replaced, and its successor has answered. True: it wasn't closed."""
-        closed = self._open_until_s is not None
+        was_open = self._open_until_s is not None
         self._close()
-        return closed
+        return was_open
 
     def withdraw(self) -> None:
         """Record that the probe ended without a result: cancelled, or moved elsewhere. Another may be sent."""

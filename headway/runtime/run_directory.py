@@ -62,10 +62,10 @@ class RunDirectory:
     def accounting(self) -> Path:
         """The folder of buffer.db: as ``cluster.accounting_directory`` of the stored experiment says, or this one."""
         try:
-            cluster = json.loads(self.config.read_bytes()).get("cluster", {})
+            cluster_settings = json.loads(self.config.read_bytes()).get("cluster", {})
         except (OSError, ValueError, AttributeError):  # no run, or a damaged file, which `read_experiment` reports
             return self.path
-        return Path(cluster.get("accounting_directory") or self.path)
+        return Path(cluster_settings.get("accounting_directory") or self.path)
 
     @property
     def buffer(self) -> Path:
@@ -79,14 +79,14 @@ class RunDirectory:
         """Read the stored experiment. Raises ConfigurationError when there is none, it can't be read, or its run is of
         another schema."""
         try:
-            raw = json.loads(self.config.read_text(encoding="utf-8"))
+            raw_settings = json.loads(self.config.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigurationError(f"{self.path} holds no run: there is no {self.config}") from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"{self.config} is damaged: {error}") from None
-        if not isinstance(raw, dict):
+        if not isinstance(raw_settings, dict):
             raise ConfigurationError(f"{self.config} is damaged: a JSON object is needed")
-        return validate_experiment(without_schema(cast("dict[str, Any]", raw), self.path), str(self.config))
+        return validate_experiment(without_schema(cast("dict[str, Any]", raw_settings), self.path), str(self.config))
 
     def store(self, experiment: Experiment) -> None:
         """Write the experiment, and the schema of the run's files, to RUN/config.json. Raises as `write_json`."""
@@ -104,18 +104,18 @@ class RunDirectory:
         try:
             accounting_folder = Path(experiment.cluster.accounting_directory or self.path)
             require_local(accounting_folder)
-            stored = self._admit(experiment, resume, accounting_folder / "buffer.db")
+            stored_experiment = self._admit(experiment, resume, accounting_folder / "buffer.db")
             for folder in (self.checkpoints, self.logs):
                 folder.mkdir(exist_ok=True)
             if accounting_folder != self.path:
                 self._lock_accounting(accounting_folder)
-            if stored is None:
+            if stored_experiment is None:
                 write_atomically(self.start, f"{self.started().isoformat()}\n".encode())
             self.store(experiment)
         except BaseException:
             self.release()
             raise
-        return stored
+        return stored_experiment
 
     def _lock_accounting(self, folder: Path) -> None:
         try:
@@ -139,15 +139,15 @@ class RunDirectory:
             raise ConfigurationError(
                 f"{self.path} already holds a run: continue it with --resume, or choose another run.directory"
             )
-        stored = self.read_experiment()
-        require_resumable(stored, experiment)
+        stored_experiment = self.read_experiment()
+        require_resumable(stored_experiment, experiment)
         if not buffer.is_file() and self._has_trained():
             raise BufferCorrupt(
                 f"{buffer} is missing, and the run can't be resumed without it: its batches and open groups are "
                 f"there. Put it back, or start in another run.directory, from a checkpoint's weights if you like: "
                 f"--model.path={self.path}/checkpoints/step_N/model"
             )
-        return stored
+        return stored_experiment
 
     def _has_trained(self) -> bool:
         """Whether the run has completed a step, by its checkpoints and its ledger."""
@@ -198,16 +198,16 @@ class RunDirectory:
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file atomically: a reader sees the old or the new one whole, also after a kill. Raises HeadwayError, with
     the old one left, when it can't be written."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary_path, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.replace(temporary_path, path)
     except OSError as error:
         with contextlib.suppress(OSError):
-            temporary.unlink()
+            temporary_path.unlink()
         raise HeadwayError(f"{path} can't be written: {error.strerror}") from error
 
 
@@ -222,32 +222,32 @@ def with_saved_placement(experiment: Experiment, directory: RunDirectory) -> Exp
     if experiment.control.devices != "move" or not directory.placement.is_file():
         return experiment
     try:
-        kept = msgspec.json.decode(directory.placement.read_bytes(), type=PlacementFile)
+        saved_placement = msgspec.json.decode(directory.placement.read_bytes(), type=PlacementFile)
     except msgspec.DecodeError as error:
         raise ConfigurationError(f"{directory.placement} is damaged: {error}; without it --resume uses the "
                                  "configuration's devices") from None  # fmt: skip
-    if kept.configured != placement_of(experiment):
+    if saved_placement.configured != placement_of(experiment):
         return experiment
-    return changed_experiment(experiment, kept.present.settings)
+    return changed_experiment(experiment, saved_placement.present.settings)
 
 
 def require_schema(run_dir: str | Path) -> None:
     """Raise ConfigurationError for a run whose files have another schema. A folder without a configuration that can be
     read says nothing of it, and is accepted: its readers report what is missing."""
     try:
-        raw = msgspec.json.decode((Path(run_dir) / "config.json").read_bytes(), type=dict[str, Any])
+        raw_settings = msgspec.json.decode((Path(run_dir) / "config.json").read_bytes(), type=dict[str, Any])
     except (OSError, ValueError, RecursionError):
         return
-    without_schema(raw, run_dir)
+    without_schema(raw_settings, run_dir)
 
 
 def without_schema(raw: dict[str, Any], run_dir: str | Path) -> dict[str, Any]:
     """Return a stored configuration without its schema's number. Raises ConfigurationError for another schema."""
     if raw.get(KEY) != SCHEMA:
-        stored = f"schema {raw[KEY]!r}" if KEY in raw else "no schema's number"
+        schema = f"schema {raw[KEY]!r}" if KEY in raw else "no schema's number"
         raise ConfigurationError(
-            f"{run_dir} was written by another Headway: its files have {stored}, and this one reads schema {SCHEMA}. "
+            f"{run_dir} was written by another Headway: its files have {schema}, and this one reads schema {SCHEMA}. "
             "Read and resume the run with the Headway that wrote it, or start in another run.directory, from its "
             f"weights if you like: --model.path={run_dir}/checkpoints/step_N/model"
         )
-    return {name: value for name, value in raw.items() if name != KEY}
+    return {name: section for name, section in raw.items() if name != KEY}

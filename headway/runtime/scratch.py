@@ -23,9 +23,9 @@ class ScratchFolder:
     def __init__(self, prefix: str, suffix: str = "", directory: str | Path | None = None) -> None:
         """``directory``: where it is made; default the machine's temporary folder."""
         directory = Path(directory or tempfile.gettempdir())
-        same_name = re.compile(f"{re.escape(prefix)}[a-z0-9_]{{8}}{re.escape(suffix)}")  # as tempfile names them
+        name_pattern = re.compile(f"{re.escape(prefix)}[a-z0-9_]{{8}}{re.escape(suffix)}")  # as tempfile names them
         for path in directory.glob(f"{glob.escape(prefix)}*{glob.escape(suffix)}"):
-            if same_name.fullmatch(path.name):
+            if name_pattern.fullmatch(path.name):
                 _remove_if_unlocked(path, stat.S_ISDIR)
         self.path, self._lock = _make_locked(prefix, suffix, directory)
 
@@ -47,12 +47,12 @@ def _make_locked(prefix: str, suffix: str, directory: Path) -> tuple[Path, int |
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=directory))
         with suppress(FileNotFoundError):  # another process's `remove_unlocked` was quicker
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             with suppress(OSError):  # no locks in this file system: then no process removes it either
-                fcntl.flock(lock, fcntl.LOCK_SH)
+                fcntl.flock(lock_fd, fcntl.LOCK_SH)
             if path.exists():  # else that came before the lock
-                return path, lock
-            os.close(lock)
+                return path, lock_fd
+            os.close(lock_fd)
 
 
 def remove_unlocked(directory: str | Path, pattern: str) -> list[Path]:
@@ -68,14 +68,14 @@ def _is_file_or_folder(mode: int) -> bool:
 def _remove_if_unlocked(path: Path, fits: Callable[[int], bool] = _is_file_or_folder) -> bool:
     """Remove ``path`` if its mode ``fits``, it is this user's and no process has locked it. Returns whether it did."""
     try:
-        lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would block for ever
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would block for ever
     except OSError:
         return False
     try:
-        status = os.fstat(lock)
+        status = os.fstat(fd)
         if status.st_uid != os.getuid() or not fits(status.st_mode):
             return False
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Under the lock: a process that has just made it waits for its own, then sees that it is gone.
         if path.is_dir():
             shutil.rmtree(path)
@@ -84,7 +84,7 @@ def _remove_if_unlocked(path: Path, fits: Callable[[int], bool] = _is_file_or_fo
     except OSError:
         return False
     finally:
-        os.close(lock)
+        os.close(fd)
     return True
 
 

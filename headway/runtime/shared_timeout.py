@@ -50,9 +50,9 @@ class SharedTimeout:
         assert self._timer is not None
         now_s = max(loop.time(), self._timer.when())  # a timer may come a rounding error early
         self._timer = None
-        while self._open and (oldest := next(iter(self._open))).due_s <= now_s:
-            del self._open[oldest]
-            oldest.expire()
+        while self._open and (oldest_block := next(iter(self._open))).due_s <= now_s:
+            del self._open[oldest_block]
+            oldest_block.expire()
         if self._open:
             self._timer = loop.call_at(next(iter(self._open)).due_s, self._expire)
 

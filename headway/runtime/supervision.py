@@ -36,13 +36,13 @@ class _Finished(Exception):
 def handled_signals(on_signal: Callable[[], object], numbers: Sequence[int] = INTERRUPTS) -> Iterator[None]:
     """Call ``on_signal`` in the running loop at each signal of ``numbers`` that arrives during the block."""
     loop = asyncio.get_running_loop()
-    for number in numbers:
-        loop.add_signal_handler(number, on_signal)
+    for signal_number in numbers:
+        loop.add_signal_handler(signal_number, on_signal)
     try:
         yield
     finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
+        for signal_number in numbers:
+            loop.remove_signal_handler(signal_number)
 
 
 @asynccontextmanager
@@ -79,13 +79,13 @@ async def supervise(loops: Mapping[str, Loop], until: str | None = None) -> Any:
     if until is not None and until not in loops:
         raise ValueError(f"until={until!r} is none of the loops {sorted(loops)}")
     errors: list[Exception] = []
-    results: list[Any] = []
+    until_results: list[Any] = []
 
     async def guard(name: str, loop: Loop) -> None:
         try:
-            result = await loop()
+            returned = await loop()
             if name == until:
-                results.append(result)
+                until_results.append(returned)
                 raise _Finished
             raise LoopReturned(name)
         except _Finished:
@@ -97,27 +97,27 @@ async def supervise(loops: Mapping[str, Loop], until: str | None = None) -> Any:
             raise error from error.__cause__
 
     try:
-        async with asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as task_group:
             for name, loop in loops.items():
-                group.create_task(guard(name, loop), name=name)
-    except BaseExceptionGroup:  # `errors` and `results` have what `guard` raised; anything else is re-raised
-        if not errors and not results:
+                task_group.create_task(guard(name, loop), name=name)
+    except BaseExceptionGroup:  # `errors` and `until_results` have what `guard` raised; anything else is re-raised
+        if not errors and not until_results:
             raise
     if errors:
-        first, *others = errors
-        for other in others:
-            first.add_note(f"then: {type(other).__name__}: {other} ({'; '.join(getattr(other, '__notes__', []))})")
-        raise first
-    return results[0] if results else None
+        earliest, *later_errors = errors
+        for other in later_errors:
+            earliest.add_note(f"then: {type(other).__name__}: {other} ({'; '.join(getattr(other, '__notes__', []))})")
+        raise earliest
+    return until_results[0] if until_results else None
 
 
 def _first(error: Exception) -> Exception:
     """Return the first error in time of a task group inside a loop; the others become its notes."""
     while isinstance(error, ExceptionGroup):
-        first, *others = error.exceptions
-        for other in others:
-            first.add_note(f"then: {type(other).__name__}: {other}")
-        error = first
+        earliest, *later_errors = error.exceptions
+        for other in later_errors:
+            earliest.add_note(f"then: {type(other).__name__}: {other}")
+        error = earliest
     return error
 
 
@@ -140,9 +140,9 @@ async def cancel_all(*tasks: asyncio.Future[Any] | None) -> None:
 async def end_group(process: asyncio.subprocess.Process, signals: Sequence[int], wait_s: float) -> None:
     """End a process that leads a group: send the group these signals (0: none yet), one after the other, until the
     process has ended within ``wait_s``."""
-    for number in signals:
+    for signal_number in signals:
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, number)
+            os.killpg(process.pid, signal_number)
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await process.wait()

@@ -14,8 +14,8 @@ from typing import BinaryIO
 def cache_root(name: str) -> Path:
     """The folder of the caches called ``name``, readable by its user alone, in $XDG_CACHE_HOME or ~/.cache; where that
     can't be written, a temporary one."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    for parent in (Path(home), Path(tempfile.gettempdir()) / f"headway-{os.getuid()}"):
+    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    for parent in (Path(cache_home), Path(tempfile.gettempdir()) / f"headway-{os.getuid()}"):
         root = parent.joinpath("headway", name)
         with contextlib.suppress(OSError):
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -26,11 +26,11 @@ def cache_root(name: str) -> Path:
 
 def write_cached(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a cache's file atomically, by rename: of two processes the later one wins. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    temporary_path = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with temporary_path.open("wb") as file:
             write(file)
-        temporary.replace(path)
+        temporary_path.replace(path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        temporary_path.unlink(missing_ok=True)
         raise

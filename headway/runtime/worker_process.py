@@ -88,10 +88,10 @@ class ChildProcess:
         self._on_exit: Callable[[ProcessExit], None] | None = None
         self._log, self._log_start = _open_log(log)
         try:
-            forked = server and server.fork(
+            forked_process = server and server.fork(
                 "headway.runtime.child", arguments, environment, self._log.fileno(), descriptor
             )
-            self._process: ForkedProcess | subprocess.Popen[bytes] = forked or subprocess.Popen(
+            self._process: ForkedProcess | subprocess.Popen[bytes] = forked_process or subprocess.Popen(
                 [sys.executable, "-m", "headway.runtime.child", str(descriptor), *arguments],
                 pass_fds=[descriptor],
                 stdin=subprocess.DEVNULL,
@@ -132,11 +132,11 @@ class ChildProcess:
         """See :meth:`WorkerProcess.inspect`. The stacks stand in its log as well."""
         if self._process.returncode is not None:
             return False, ""
-        log = os.dup(self._log.fileno())  # which may have no name, and is closed when the process ends
+        log_fd = os.dup(self._log.fileno())  # which may have no name, and is closed when the process ends
         try:
-            return await asyncio.to_thread(dump_of, self.pid, Path(f"/proc/self/fd/{log}"))
+            return await asyncio.to_thread(dump_of, self.pid, Path(f"/proc/self/fd/{log_fd}"))
         finally:
-            os.close(log)
+            os.close(log_fd)
 
     def _poll(self) -> None:
         if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -158,8 +158,8 @@ class ChildProcess:
 
     def _log_tail(self) -> str:
         """The last lines that this process wrote; the log may have the output of predecessors."""
-        end = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(self._log_start, end - LOG_TAIL_BYTES))
+        log_end = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(self._log_start, log_end - LOG_TAIL_BYTES))
         return "\n".join(self._log.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:])
 
 
@@ -169,8 +169,8 @@ def _open_log(path: str | Path | None) -> tuple[IO[bytes], int]:
         return tempfile.TemporaryFile("a+b"), 0
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     # Not in a `with`: the worker writes to it, and the cause of its death is read from it when it has ended.
-    log = open(path, "a+b")  # noqa: SIM115
-    return log, log.seek(0, os.SEEK_END)
+    log_file = open(path, "a+b")  # noqa: SIM115
+    return log_file, log_file.seek(0, os.SEEK_END)
 
 
 def _signal_name(number: int) -> str:

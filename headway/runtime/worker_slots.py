@@ -49,12 +49,12 @@ class OutageReporter:
         self.report("restarted", f"{self._worker}: after {self._now() - self._down_since_s:.1f} s")
 
     def report(self, stage: str, detail: str, lost_samples: int = 0) -> None:
-        fields: dict[str, Any] = {"worker": self._worker}
+        event_fields: dict[str, Any] = {"worker": self._worker}
         if self.death is not None:
-            fields = {**death_fields(self.death, lost_samples), "restarts": self.restarts}
+            event_fields = {**death_fields(self.death, lost_samples), "restarts": self.restarts}
             if stage in ("restarted", "lost"):
-                fields["lost_s"] = round(self._now() - self._down_since_s, 3)
-        self._on_event(f"{self._worker.rstrip('-0123456789')}_{stage}", detail, **fields)
+                event_fields["lost_s"] = round(self._now() - self._down_since_s, 3)
+        self._on_event(f"{self._worker.rstrip('-0123456789')}_{stage}", detail, **event_fields)
 
 
 class WorkerSlot:
@@ -154,9 +154,9 @@ class WorkerSlot:
     async def restart(self, timeout_s: float | None = None) -> WorkerHandle | None:
         """Wait for a successor (or for the first worker, where there was none), its pause included. None: the start
         failed, as ``fault`` explains, takes longer than ``timeout_s`` and continues, or the slot is stopped."""
-        restarting = self.begin_restart()
-        await asyncio.wait((restarting,), timeout=timeout_s)
-        return restarting.result() if restarting.done() and not restarting.cancelled() else None
+        restart_task = self.begin_restart()
+        await asyncio.wait((restart_task,), timeout=timeout_s)
+        return restart_task.result() if restart_task.done() and not restart_task.cancelled() else None
 
     async def dead(self) -> None:
         """Wait until the worker's death is reported. Raises the errors of the event callback."""
@@ -193,10 +193,10 @@ class WorkerSlot:
             if self._prepare is not None:
                 await self._prepare(worker)
         except BaseException:
-            if (failed := self.worker) is not None:
+            if (failed_worker := self.worker) is not None:
                 self.worker = None
-                failed.kill()
-                await failed.died
+                failed_worker.kill()
+                await failed_worker.died
             raise
         self._watching = asyncio.create_task(self._watch(worker), name=f"{self.name}-watch")
         return worker
@@ -216,15 +216,15 @@ class WorkerSlot:
         await self.dead()
         if (pause_s := backoff_s(self.failures - 1, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)) > 0:
             await self._clock.sleep(pause_s)
-        first = self._watching is None
-        extra = {} if first else self._restart_arguments
+        is_first = self._watching is None
+        extra_arguments = {} if is_first else self._restart_arguments
         try:
-            worker = await self._start(dataclasses.replace(self.spec, arguments=self.spec.arguments | extra))
+            worker = await self._start(dataclasses.replace(self.spec, arguments=self.spec.arguments | extra_arguments))
         except Exception as error:  # the capture point of restarts: callers find it in `fault`
             self._fail(error)
             self._reporter.report("restart_failed", f"{self.name}: {error}")
             return None
-        if not first:
+        if not is_first:
             self._reporter.restarted()
         return worker
 
@@ -238,11 +238,11 @@ class WorkerSlot:
 async def start_all(slots: Sequence[WorkerSlot]) -> list[WorkerHandle]:
     """Start the first workers of all slots concurrently. When all starts have ended, raises the error of the first slot
     that failed: the worker's own typed error, where it is one of ours."""
-    started = await asyncio.gather(*(slot.start() for slot in slots), return_exceptions=True)
-    for error in started:
-        if isinstance(error, BaseException):
-            raise typed_cause(error)
-    return [worker for worker in started if not isinstance(worker, BaseException)]
+    outcomes = await asyncio.gather(*(slot.start() for slot in slots), return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise typed_cause(outcome)
+    return [worker for worker in outcomes if not isinstance(worker, BaseException)]
 
 
 async def stop_all(slots: Sequence[WorkerSlot], grace_s: float) -> None:
@@ -257,5 +257,5 @@ def live_pids(slots: Sequence[WorkerSlot]) -> list[int]:
 
 def typed_cause(error: BaseException) -> BaseException:
     """The typed error that a worker raised, where it is one of ours; ``error`` otherwise."""
-    typed = isinstance(error, RemoteError) and isinstance(error.__cause__, HeadwayError)
-    return error.__cause__ or error if typed else error
+    has_typed_cause = isinstance(error, RemoteError) and isinstance(error.__cause__, HeadwayError)
+    return error.__cause__ or error if has_typed_cause else error

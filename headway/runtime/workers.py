@@ -122,12 +122,12 @@ async def call_all(
     workers: Sequence[WorkerHandle], method: str, *args: Any, timeout_s: float | None = None, **named: Any
 ) -> list[Any]:
     """Call a method of all workers at once; results in their order. The first failure is raised at once."""
-    calls = [asyncio.ensure_future(worker.call(method, *args, timeout_s=timeout_s, **named)) for worker in workers]
+    call_tasks = [asyncio.ensure_future(worker.call(method, *args, timeout_s=timeout_s, **named)) for worker in workers]
     try:
-        return list(await asyncio.gather(*calls))
+        return list(await asyncio.gather(*call_tasks))
     finally:
-        for call in calls:
-            call.cancel()
+        for call_task in call_tasks:
+            call_task.cancel()
 
 
 class LocalLauncher:
@@ -201,9 +201,9 @@ def start_child(
 ) -> ChildProcess:
     """Start the process of a worker on this machine, which serves ``theirs``; forked from ``server`` where there is
     one. Raises OSError, with nothing left."""
-    everything = os.environ | added_environment(device, environment)
-    cores = ",".join(str(core) for core in machine_cores())
-    return ChildProcess([str(os.getpid()), device, cores], everything, log, theirs.fileno(), server)
+    full_environment = os.environ | added_environment(device, environment)
+    core_list = ",".join(str(core) for core in machine_cores())
+    return ChildProcess([str(os.getpid()), device, core_list], full_environment, log, theirs.fileno(), server)
 
 
 def added_environment(device: str, environment: dict[str, str]) -> dict[str, str]:

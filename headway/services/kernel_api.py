@@ -81,9 +81,9 @@ class KernelApi(HttpApp):
             self._keys.require(exchange.key)
         if route not in self._routes:
             raise unknown_url(exchange)
-        method, answered = self._routes[route]
+        method, handler = self._routes[route]
         require_method(exchange, method)
-        await exchange.reply_with(await answered(exchange))
+        await exchange.reply_with(await handler(exchange))
 
     def route(self, path: str) -> str:
         if path.startswith(_RESET):
@@ -91,8 +91,8 @@ class KernelApi(HttpApp):
         return path if path in self._routes else "other"
 
     def error_body(self, exchange: HttpExchange, error: HttpError) -> bytes:
-        body = msgspec.json.decode(error.openai())
-        return msgspec.json.encode({**body, "retryable": error.status in (408, 429) or error.status >= 500})
+        error_fields = msgspec.json.decode(error.openai())
+        return msgspec.json.encode({**error_fields, "retryable": error.status in (408, 429) or error.status >= 500})
 
     async def _eval(self, exchange: HttpExchange) -> dict[str, Any]:
         """Evaluate a candidate; the evaluation is cancelled when its client disconnects."""
@@ -104,8 +104,8 @@ class KernelApi(HttpApp):
         except KernelServiceFailed as error:
             headers = ((b"retry-after", str(_FAILED_RETRY_S).encode()),)
             raise HttpError(503, str(error), code="infrastructure", headers=headers) from None
-        hardware = next((row["name"] for row in self._devices.describe() if row["device"] == evaluation.device), "")
-        return answer_of(evaluation, hardware)
+        device_name = next((row["name"] for row in self._devices.describe() if row["device"] == evaluation.device), "")
+        return answer_of(evaluation, device_name)
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class KernelApi(HttpApp):
         return {"total_devices": len(devices), "devices": devices}
 
     async def _backend_info(self, exchange: HttpExchange) -> dict[str, Any]:
-        backends = {
+        backend_facts = {
             name: {
                 "available": not self._requests.missing(name),
                 "missing": self._requests.missing(name),
@@ -136,9 +136,9 @@ class KernelApi(HttpApp):
             }
             for name in BACKENDS
         }
-        available = self._requests.available
-        default = next(iter(available), None)
-        return {"supported_backends": available, "default_backend": default, "backends": backends}
+        available_names = self._requests.available
+        default_name = next(iter(available_names), None)
+        return {"supported_backends": available_names, "default_backend": default_name, "backends": backend_facts}
 
     async def _fault_statistics(self, exchange: HttpExchange) -> dict[str, Any]:
         counts = self._dispatch.counts
@@ -156,12 +156,12 @@ class KernelApi(HttpApp):
         return KernelMetrics(self.responses, self._dispatch, self._devices).text()
 
     async def _document(self, exchange: HttpExchange) -> dict[str, Any]:
-        any_object, text = {"type": "object"}, {"text/plain": {"schema": {"type": "string"}}}
-        answer = {"type": "object", "properties": _OUTCOMES, "required": list(_OUTCOMES)}
+        any_object, text_content = {"type": "object"}, {"text/plain": {"schema": {"type": "string"}}}
+        answer_schema = {"type": "object", "properties": _OUTCOMES, "required": list(_OUTCOMES)}
         request_schema = msgspec.json.schema(EvalRequest)["$defs"]["EvalRequest"]
         operations = {path: operation(path, any_object) for path in self._routes}
-        operations["/eval"] = operation("/eval", answer, request_schema)
-        operations["/metrics"] = operation("/metrics", None, stream=text)
+        operations["/eval"] = operation("/eval", answer_schema, request_schema)
+        operations["/metrics"] = operation("/metrics", None, stream=text_content)
         operations[_RESET] = operation(_RESET, any_object, None, "device")
         paths = {path: {self._routes[path][0].lower(): specification} for path, specification in operations.items()}
         paths[f"{_RESET}{{device}}"] = paths.pop(_RESET)

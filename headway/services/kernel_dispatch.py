@@ -27,7 +27,7 @@ _OVERTIME_S = 30.0  # beyond a submission's own limit, until the evaluator itsel
 
 @dataclass(frozen=True, kw_only=True)
 class KernelLimits:
-    """Limits of the kernel service."""
+    """Limits of the kernel service: evaluations at once, waiting submissions and their wait, retries, duration."""
 
     concurrency: int = 2  # evaluations at once that need no device of their own
     queue: int = 256  # submissions that wait for a permit, of each kind; more are refused
@@ -80,15 +80,15 @@ class KernelDispatch:
         self._clock = clock
         self._on_event = on_event
         # A permit counts as a token of the limiter: the capacity bounds open permits, the rest waits or is refused.
-        settings = RouterConfig(overcommit=1.0, queue_requests=limits.queue, queue_s=limits.queue_s)
-        capacities = {
+        limiter_settings = RouterConfig(overcommit=1.0, queue_requests=limits.queue, queue_s=limits.queue_s)
+        capacity_by_resource = {
             "gpu": lambda: devices.usable("gpu"),
             "cpu": lambda: devices.usable("cpu") + limits.concurrency * leases_cores,
             "shared": lambda: limits.concurrency,
         }
         self._limiters = {
-            name: Limiter(settings, clock, capacity, lambda name, detail, /, **_: on_event(name, detail))
-            for name, capacity in capacities.items()
+            name: Limiter(limiter_settings, clock, capacity, lambda name, detail, /, **_: on_event(name, detail))
+            for name, capacity in capacity_by_resource.items()
         }
 
     @property
@@ -99,7 +99,7 @@ class KernelDispatch:
     async def evaluate(self, submission: KernelSubmission) -> KernelEvaluation:
         """Evaluate a submission, on the device that it names if that is free; the result concerns the candidate alone.
         Raises Overloaded, ConfigurationError (the task is at fault) and KernelServiceFailed (the service is)."""
-        causes: list[str] = []
+        failure_causes: list[str] = []
         began_s = self._clock.now()
         for attempt in range(self._limits.retries + 1):
             try:
@@ -107,34 +107,34 @@ class KernelDispatch:
                     waited_s = self._clock.now() - began_s
                     evaluation = await self._evaluate_once(msgspec.structs.replace(submission, device=device))
             except DeviceUnavailable as error:
-                causes.append(str(error))
+                failure_causes.append(str(error))
                 await self._devices.refresh()  # a lost device may have returned
                 continue
             if not evaluation.infrastructure:
                 seconds = {**evaluation.seconds, "wait": evaluation.seconds.get("wait", 0.0) + waited_s}
                 self._count(evaluation, waited_s)
                 return msgspec.structs.replace(evaluation, seconds=seconds)
-            causes.append(evaluation.infrastructure)
+            failure_causes.append(evaluation.infrastructure)
             self.counts.retries += attempt < self._limits.retries
             began_s = self._clock.now()
         self.counts.failures += 1
-        raise KernelServiceFailed("; then: ".join(dict.fromkeys(causes)))
+        raise KernelServiceFailed("; then: ".join(dict.fromkeys(failure_causes)))
 
     @asynccontextmanager
     async def _acquire_device(self, submission: KernelSubmission, priority: int) -> AsyncIterator[str]:
         """Hold a permit within the block; yields its device, "" for the shared cores."""
-        kinds, preferred = device_kinds(submission.task.backend), submission.device
-        present: list[DeviceKind] = [candidate for candidate in kinds if self._devices.names((candidate,))]
-        kind = self._devices.kind(preferred) if preferred else (present or kinds)[0]
-        if kind == "cpu" and not submission.timed:
+        allowed_kinds, preferred = device_kinds(submission.task.backend), submission.device
+        present: list[DeviceKind] = [candidate for candidate in allowed_kinds if self._devices.names((candidate,))]
+        device_kind = self._devices.kind(preferred) if preferred else (present or allowed_kinds)[0]
+        if device_kind == "cpu" and not submission.timed:
             async with self._limiters["shared"].permit(1, priority):
                 yield ""
             return
-        async with self._limiters[kind].permit(1, priority):
-            if kind == "cpu" and self._leases_cores:
+        async with self._limiters[device_kind].permit(1, priority):
+            if device_kind == "cpu" and self._leases_cores:
                 yield preferred
                 return
-            with self._devices.lease(kind, preferred) as device:
+            with self._devices.lease(device_kind, preferred) as device:
                 yield device
 
     async def _evaluate_once(self, submission: KernelSubmission) -> KernelEvaluation:
@@ -171,10 +171,10 @@ class KernelDispatch:
 
     def reset(self, names: tuple[str, ...]) -> list[str]:
         """Reset devices, see `DeviceTable.reset`, and admit the submissions that wait for them."""
-        usable = self._devices.reset(names)
+        usable_names = self._devices.reset(names)
         for limiter in self._limiters.values():
             limiter.admit_waiting()
-        return usable
+        return usable_names
 
     def stop(self) -> None:
         """Refuse all waiting submissions."""

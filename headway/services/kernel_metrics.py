@@ -36,11 +36,11 @@ class KernelMetrics(ServiceMetrics):
         counts = self.dispatch.counts
         for name, meaning in _COUNTED.items():
             yield CounterMetricFamily(f"headway_kernels_{name}", meaning, getattr(counts, name))
-        faults = CounterMetricFamily("headway_kernels_faults", "faulty candidates by class", labels=["fault"])
-        yield labelled(faults, (([fault], count) for fault, count in sorted(counts.faults.items())))
+        fault_family = CounterMetricFamily("headway_kernels_faults", "faulty candidates by class", labels=["fault"])
+        yield labelled(fault_family, (([fault], count) for fault, count in sorted(counts.faults.items())))
         yield GaugeMetricFamily("headway_kernels_running", "running evaluations", self.dispatch.running)
-        waiting = GaugeMetricFamily("headway_kernels_waiting", "waiting submissions", labels=["place"])
-        yield labelled(waiting, (([queue], count) for queue, count in self.dispatch.waiting.items()))
+        waiting_family = GaugeMetricFamily("headway_kernels_waiting", "waiting submissions", labels=["place"])
+        yield labelled(waiting_family, (([queue], count) for queue, count in self.dispatch.waiting.items()))
         meaning = "1: the device is in this state"
-        states = GaugeMetricFamily("headway_kernels_device", meaning, labels=["device", "state"])
-        yield labelled(states, (([device["device"], device["state"]], 1.0) for device in self.devices.describe()))
+        state_family = GaugeMetricFamily("headway_kernels_device", meaning, labels=["device", "state"])
+        yield labelled(state_family, (([device["device"], device["state"]], 1.0) for device in self.devices.describe()))

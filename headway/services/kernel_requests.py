@@ -93,41 +93,41 @@ class KernelRequests:
 
     def device_named(self, name: str, requested: int | str, *, status: int = 400) -> str:
         """Return the device with the requested index or name. ``name``: of the field. Raises HttpError."""
-        known = self._devices.names()
-        by_index = {str(index): device for index, device in enumerate(known)}
-        if (device := by_index.get(str(requested), requested)) in known:
+        device_names = self._devices.names()
+        device_by_index = {str(index): device for index, device in enumerate(device_names)}
+        if (device := device_by_index.get(str(requested), requested)) in device_names:
             return str(device)
-        listed = ", ".join(f"{index} ({device})" for index, device in by_index.items())
-        text, code = f"{name} = {formatted(requested)}: there is no such device; valid: {listed}", {404: "no_device"}
-        raise HttpError(status, text, code=code.get(status), param=name)
+        listed = ", ".join(f"{index} ({device})" for index, device in device_by_index.items())
+        text, codes = f"{name} = {formatted(requested)}: there is no such device; valid: {listed}", {404: "no_device"}
+        raise HttpError(status, text, code=codes.get(status), param=name)
 
     def _preferred(self, requested: int | str | None, backend: KernelBackend) -> str:
         if requested is None:
             return ""
         device, fitting = self.device_named("preferred_device", requested), self._devices.names(device_kinds(backend))
         if device not in fitting:
-            valid = f"for backend = {backend!r}: {', '.join(fitting) or 'no device of this machine'}"
-            raise refused("preferred_device", requested, valid)
+            valid_text = f"for backend = {backend!r}: {', '.join(fitting) or 'no device of this machine'}"
+            raise refused("preferred_device", requested, valid_text)
         return device
 
     def _source(self, request: EvalRequest, name: str) -> str:
         """Return a source that the request has as text or in base64. Raises RequestRefused and HttpError 413."""
-        needed, text, coded = _REQUIRED_NAMES[name], getattr(request, name), getattr(request, f"{name}_b64")
-        if (text is None) == (coded is None):
+        needed_names, text, encoded = _REQUIRED_NAMES[name], getattr(request, name), getattr(request, f"{name}_b64")
+        if (text is None) == (encoded is None):
             problem = "neither is given" if text is None else "both are given"
             raise RequestRefused(f"{name}: {problem}; valid: {name} or {name}_b64, one of them", param=name)
-        name, raw = (f"{name}_b64", coded) if text is None else (name, text.encode(errors="surrogatepass"))
-        if len(raw) > self._max_source_bytes:
-            problem = f"{name}: {len(raw)} bytes; valid: at most {self._max_source_bytes}"
+        name, source_bytes = (f"{name}_b64", encoded) if text is None else (name, text.encode(errors="surrogatepass"))
+        if len(source_bytes) > self._max_source_bytes:
+            problem = f"{name}: {len(source_bytes)} bytes; valid: at most {self._max_source_bytes}"
             raise HttpError(413, problem, code="request_too_large", param=name)
         try:
-            source = raw.decode()
+            source = source_bytes.decode()
         except UnicodeDecodeError as error:
             problem = f"not UTF-8: byte {error.object[error.start]:#04x} at {error.start}; valid: UTF-8"
             raise RequestRefused(f"{name}: {problem}", param=name) from None
-        for definition in needed:  # the evaluator checks whether it is the definition
+        for definition in needed_names:  # the evaluator checks whether it is the definition
             if re.search(rf"\b{definition}\b", source) is None:
-                problem = f"defines no {definition}; valid: a module with {', '.join(needed)}"
+                problem = f"defines no {definition}; valid: a module with {', '.join(needed_names)}"
                 raise RequestRefused(f"{name}: {problem}", param=name)
         return source
 
@@ -137,5 +137,5 @@ def _convert(body: Mapping[str, Any]) -> EvalRequest:
         return msgspec.convert(body, EvalRequest)
     except msgspec.ValidationError as error:
         message, _, location = str(error).partition(" - at `")
-        name = (re.findall(r"\$\.(\w+)", location) or [""])[0]
-        raise refused(name, body.get(name), _VALID_VALUES.get(name, message.removeprefix("Expected "))) from None
+        field = (re.findall(r"\$\.(\w+)", location) or [""])[0]
+        raise refused(field, body.get(field), _VALID_VALUES.get(field, message.removeprefix("Expected "))) from None

@@ -91,14 +91,14 @@ def serve_settings_from(
     """Make the settings from the command's arguments. ``adapters``: NAME=FOLDER. Raises ConfigurationError for a
     missing model or adapter, an address that other machines reach without keys, and a file without keys."""
     max_tokens = read_config(ModelConfig(path=model)).max_positions
-    tokens = context_tokens or min(max_tokens, _CONTEXT_TOKENS)
-    if not 2 <= tokens <= max_tokens:
-        raise ConfigurationError(f"--context {tokens}: valid: 2 to {max_tokens}, the context of {model}")
-    raw: dict[str, Any] = {
+    context = context_tokens or min(max_tokens, _CONTEXT_TOKENS)
+    if not 2 <= context <= max_tokens:
+        raise ConfigurationError(f"--context {context}: valid: 2 to {max_tokens}, the context of {model}")
+    raw_settings: dict[str, Any] = {
         "run": {"directory": "none", "offload": False},
         "model": {"path": model, "template": "chat"},
         "tasks": {"train": {"path": "none"}},
-        "rollout": {"max_prompt_tokens": tokens - 1, "max_response_tokens": 1},  # a call may divide their sum freely
+        "rollout": {"max_prompt_tokens": context - 1, "max_response_tokens": 1},  # a call may divide their sum freely
         "generator": {"slots": _SLOTS},
         "endpoint": {"address": address},
     }
@@ -106,7 +106,7 @@ def serve_settings_from(
         section = override.lstrip("-").partition(".")[0]
         if section not in ("generator", "endpoint", "router"):
             raise ConfigurationError(f"{override}: valid: keys of [generator], [router] and [endpoint]")
-    experiment = prepared(apply_overrides(raw, overrides, Experiment), "headway serve")
+    experiment = prepared(apply_overrides(raw_settings, overrides, Experiment), "headway serve")
     endpoint_address = experiment.endpoint.address
     keys = service_keys(keys_file, "--keys", endpoint_address, f"endpoint.address = {endpoint_address!r}")
     by_name = _adapters(adapters, experiment)
@@ -144,7 +144,7 @@ def _adapters(arguments: Sequence[str], experiment: Experiment) -> dict[str, Ada
 async def serve(settings: ServeSettings, on_ready: Callable[[str], None], on_event: Callable[[str, str], None]) -> None:
     """Serve until Ctrl-C or SIGTERM. ``on_ready(address)`` is called once, ``on_event(name, detail)`` at problems."""
     experiment, clock = settings.experiment, RealClock()
-    async with until_interrupted() as stopped, AsyncExitStack() as stack:
+    async with until_interrupted() as stop_event, AsyncExitStack() as stack:
         listener = stack.enter_context(closing(listening_socket(experiment.endpoint.address, "endpoint.address")))
         tokenizer = Tokenizer.of(experiment)
         if tokenizer.added_stops:
@@ -158,21 +158,21 @@ async def serve(settings: ServeSettings, on_ready: Callable[[str], None], on_eve
         pool = GeneratorPool(machines.launcher, experiment, clock, on_event=worker_event, adapters=settings.adapters)
         record = None
         if settings.record is not None:
-            file = stack.enter_context(LineFile(settings.record))
-            record = stack.enter_context(SessionRecord(file, on_event))
-        log = _discard_session if record is None else record.add
+            line_file = stack.enter_context(LineFile(settings.record))
+            record = stack.enter_context(SessionRecord(line_file, on_event))
+        add = _discard_session if record is None else record.add
         stack.push_async_callback(pool.stop)
         await pool.start()
-        api = served_pool(experiment, pool, tokenizer, clock, settings.keys, log, listener, settings.adapters, on_event)
-        address, access = await stack.enter_async_context(api)
+        api = served_pool(experiment, pool, tokenizer, clock, settings.keys, add, listener, settings.adapters, on_event)
+        address, sessions = await stack.enter_async_context(api)
         await stack.enter_async_context(short_collections(clock))
         on_ready(address)
-        while not stopped.is_set():
+        while not stop_event.is_set():
             try:
                 async with asyncio.timeout(_SWEEP_S):
-                    await stopped.wait()
+                    await stop_event.wait()
             except TimeoutError:
-                access.sweep()
+                sessions.sweep()
                 if record is not None:
                     record.write()
 
@@ -196,35 +196,35 @@ async def served_pool(
     """Serve the endpoint over a started pool inside the block; yields its address and its sessions. Each call takes a
     permit from the pool's limiter, since callers aren't the orchestrator. ``adapters``: names of its adapters."""
     chat = Chat(tokenizer, experiment.endpoint.tools)
-    sample_of = sampling(pool.generate, tokenizer, pool.limiter.permit)
-    access = ServedSessions(chat, experiment, sample_of, clock, keys, on_session_end)
+    sampler_of = sampling(pool.generate, tokenizer, pool.limiter.permit)
+    sessions = ServedSessions(chat, experiment, sampler_of, clock, keys, on_session_end)
 
     def metrics(responses: Mapping[tuple[str, int], int]) -> bytes:
-        kept = len(access), access.kept_tokens
-        return ServeMetrics(responses, pool.routing(), pool.worker_states, *kept, app.compiling).text()
+        session_counts = len(sessions), sessions.kept_tokens
+        return ServeMetrics(responses, pool.routing(), pool.worker_states, *session_counts, app.compiling).text()
 
-    tokens = experiment.max_sequence_tokens
+    max_tokens = experiment.max_sequence_tokens
     path = experiment.model.path
     endpoint = EndpointConfig.of(experiment.endpoint)
-    app = App(access, chat, endpoint, path, tokens, adapters=adapters, metrics=metrics, on_event=on_event)
+    app = App(sessions, chat, endpoint, path, max_tokens, adapters=adapters, metrics=metrics, on_event=on_event)
     try:
         async with serving(app, endpoint, listener) as address:
-            yield address, access
+            yield address, sessions
     finally:
-        access.seal_all()
+        sessions.seal_all()
 
 
 def sampling(generate: Generate, tokenizer: Tokenizer, permit_for: PermitFor) -> Callable[[str], SampleTurn]:
     """Return a factory of samplers by name of the session ("": none), which sample with the client's parameters. A call
     waits in ``permit_for(tokens)``, or is refused there. Without a client's seed, each answer has its own seed."""
-    salt, serial = secrets.randbits(63), 0
+    salt, call_count = secrets.randbits(63), 0
 
     async def sample(session: str, turn: TurnRequest, on_tokens: OnTokens, /) -> GenerationResult:
-        nonlocal serial
-        serial += 1
-        client, number = turn.client, serial
-        seeded = client.seed is not None
-        seed = rollout_seed(0, 0, 0, turn.purpose) if seeded else rollout_seed(salt, number, 0)
+        nonlocal call_count
+        call_count += 1
+        client, call_number = turn.client, call_count
+        has_seed = client.seed is not None
+        seed = rollout_seed(0, 0, 0, turn.purpose) if has_seed else rollout_seed(salt, call_number, 0)
         parameters = SamplingParameters(
             temperature=1.0 if client.temperature is None else client.temperature,
             top_p=1.0 if client.top_p is None else max(client.top_p, 1e-6),
@@ -236,24 +236,24 @@ def sampling(generate: Generate, tokenizer: Tokenizer, permit_for: PermitFor) ->
             grammar=turn.grammar,
         )
         request = GenerationRequest(
-            request_id=f"call-{number}",
+            request_id=f"call-{call_number}",
             prompt_ids=turn.prompt_ids,
             sampling=parameters,
-            priority=number,
+            priority=call_number,
             session=session,
             adapter=turn.adapter,
         )
         prompt_tokens = len(turn.prompt_ids)
         async with permit_for(prompt_tokens + turn.max_tokens) as permit:
 
-            def on_partial(partial: PartialResponse) -> None:
-                permit.used_tokens = prompt_tokens + len(partial.ids)
-                on_tokens(partial)
+            def on_partial(response: PartialResponse) -> None:
+                permit.used_tokens = prompt_tokens + len(response.ids)
+                on_tokens(response)
 
             on_partial(PartialResponse())
-            result = await generate(request, Watch(1, on_partial))
-            permit.used_tokens = prompt_tokens + len(result.response.ids)
-            return result
+            generation = await generate(request, Watch(1, on_partial))
+            permit.used_tokens = prompt_tokens + len(generation.response.ids)
+            return generation
 
     return lambda session: functools.partial(sample, session)
 
@@ -332,17 +332,17 @@ class ServedSessions:
         """End the sessions that are idle for _IDLE_S and, the least recently used first, those beyond the limits on
         sessions and tokens. Sessions with open calls and ``spared`` are never ended."""
         now, max_kept_tokens = self._clock.now(), self._max_kept_tokens
-        expired: list[_SessionKey] = []
-        tokens = self._kept_tokens
-        for name, named in self._named.items():
-            within_limits = len(self._named) - len(expired) <= _SESSIONS and tokens <= max_kept_tokens
-            if within_limits and now < named.used_s + _IDLE_S:
+        expired_keys: list[_SessionKey] = []
+        kept_tokens = self._kept_tokens
+        for session_key, named_session in self._named.items():
+            within_limits = len(self._named) - len(expired_keys) <= _SESSIONS and kept_tokens <= max_kept_tokens
+            if within_limits and now < named_session.used_s + _IDLE_S:
                 break
-            if name != spared and not named.session.busy:
-                expired.append(name)
-                tokens -= named.tokens
-        for name in expired:
-            self._end(name)
+            if session_key != spared and not named_session.session.busy:
+                expired_keys.append(session_key)
+                kept_tokens -= named_session.tokens
+        for session_key in expired_keys:
+            self._end(session_key)
 
     def seal_all(self) -> None:
         """End all named sessions."""
@@ -350,18 +350,18 @@ class ServedSessions:
             self._end(name)
 
     def _end(self, name: _SessionKey) -> None:
-        named = self._named.pop(name)
-        self._kept_tokens -= named.tokens
-        named.session.seal()
+        named_session = self._named.pop(name)
+        self._kept_tokens -= named_session.tokens
+        named_session.session.seal()
 
     def _record_use(self, name: _SessionKey) -> _NamedSession:
         """Update the session's tokens, time of use and position in the order when a call starts or ends."""
-        named = self._named[name]
-        tokens = named.session.recorder.kept_tokens
-        self._kept_tokens += tokens - named.tokens
-        named.tokens, named.used_s = tokens, self._clock.now()
+        named_session = self._named[name]
+        tokens = named_session.session.recorder.kept_tokens
+        self._kept_tokens += tokens - named_session.tokens
+        named_session.tokens, named_session.used_s = tokens, self._clock.now()
         self._named.move_to_end(name)
-        return named
+        return named_session
 
     def _call_ended(self, name: _SessionKey, session: Session) -> None:
         named = self._named.get(name)
@@ -369,10 +369,10 @@ class ServedSessions:
             self._record_use(name)
 
     def _new(self, key: str, name: str, session_key: _SessionKey | None = None) -> Session:
-        unique = f"{self._salt}-{next(self._serials)}"
-        recorder = Recorder(self._chat, self._endpoint, self._experiment.max_sequence_tokens, unique)
+        unique_id = f"{self._salt}-{next(self._serials)}"
+        recorder = Recorder(self._chat, self._endpoint, self._experiment.max_sequence_tokens, unique_id)
         options: dict[str, Any] = {"key": key}
         if session_key is not None:
             options |= {"on_seal": self._on_end, "on_call_end": functools.partial(self._call_ended, session_key)}
-        sample = self._sample_of(f"session-{unique}" if name else "")
-        return Session(name, recorder, sample, self._endpoint.call_timeout_s, fixed_sampling=False, **options)
+        sample_turn = self._sample_of(f"session-{unique_id}" if name else "")
+        return Session(name, recorder, sample_turn, self._endpoint.call_timeout_s, fixed_sampling=False, **options)

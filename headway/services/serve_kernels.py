@@ -53,19 +53,19 @@ class KernelSettings:
         machine lacks, or that are named twice."""
         names = [f"cpu:{core_set.strip()}" for core_set in self.cores.split(",")] if self.cores else default_core_sets()
         try:
-            sets = {name: parse_device(name).core_ids() for name in names}
+            cores_by_device = {name: parse_device(name).core_ids() for name in names}
         except ConfigurationError as error:
             raise ConfigurationError(f"--cores {self.cores}: {error}; valid: sets of cores, say 2-3,4-5") from None
-        counted = [core for name in names for core in sets[name]]
-        if len(set(counted)) < len(counted):
+        all_cores = [core for name in names for core in cores_by_device[name]]
+        if len(set(all_cores)) < len(all_cores):
             raise ConfigurationError(f"--cores {self.cores}: a core is named twice; valid: sets that share none")
-        return sets
+        return cores_by_device
 
     def limits(self) -> KernelLimits:
         """Return the limits of the service. Raises ConfigurationError as `core_sets` does."""
-        timing = sum(map(len, self.core_sets().values()))
+        timing_core_count = sum(map(len, self.core_sets().values()))
         return KernelLimits(
-            concurrency=self.concurrency or max(1, len(machine_cores()) - timing),
+            concurrency=self.concurrency or max(1, len(machine_cores()) - timing_core_count),
             queue=self.queue,
             queue_s=self.queue_s,
             timeout_s=self.timeout_s,
@@ -78,16 +78,16 @@ async def serve_kernels(
     """Serve until Ctrl-C or SIGTERM. ``on_ready(address, description)`` is called once, ``on_event(name, detail)`` at
     problems. Raises ConfigurationError for invalid cores, an address that is taken, or that other machines reach
     without keys, and a file without keys."""
-    limits, sets = settings.limits(), settings.core_sets()
+    limits, cores_by_device = settings.limits(), settings.core_sets()
     keys = service_keys(settings.key_file, "--key-file", settings.address, f"--host {settings.host}")
-    async with until_interrupted() as stopped, AsyncExitStack() as stack:
+    async with until_interrupted() as stop_event, AsyncExitStack() as stack:
         listener = stack.enter_context(closing(listening_socket(settings.address, "--host and --port")))
         own_evaluator = not settings.evaluator
-        if own_evaluator and (others := {*machine_cores()}.difference(*sets.values())):
+        if own_evaluator and (other_cores := {*machine_cores()}.difference(*cores_by_device.values())):
             stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
-            os.sched_setaffinity(0, others)  # compiling and checking mustn't use the cores for timing
+            os.sched_setaffinity(0, other_cores)  # compiling and checking mustn't use the cores for timing
         # Headway's own evaluator uses cores alone, so its table has no GPU to which a submission could be sent.
-        devices = DeviceTable(core_devices(list(sets)), tuple if own_evaluator else query_gpus, on_event)
+        devices = DeviceTable(core_devices(list(cores_by_device)), tuple if own_evaluator else query_gpus, on_event)
         await devices.refresh()
         evaluator = make_evaluator(settings, devices)
         await evaluator.start()
@@ -100,7 +100,7 @@ async def serve_kernels(
         app = KernelApi(dispatch, devices, requests, endpoint, ApiKeys(keys))
         async with serving(app, endpoint, listener) as address:
             on_ready(address, f"{', '.join(devices.names())}; untimed at once: {limits.concurrency}")
-            await stopped.wait()
+            await stop_event.wait()
 
 
 def make_evaluator(settings: KernelSettings, devices: DeviceTable | None = None) -> Any:
@@ -117,9 +117,9 @@ def make_evaluator(settings: KernelSettings, devices: DeviceTable | None = None)
 
     devices = devices or DeviceTable.of_cores(list(settings.core_sets()))
     default_timing = TimingSettings()
-    wider = (default_timing.most_s / settings.timing_s) ** 0.5  # less time, wider: as 1 / sqrt(time)
+    scale = (default_timing.most_s / settings.timing_s) ** 0.5  # less time, wider: as 1 / sqrt(time)
     timing = TimingSettings(
-        most_s=settings.timing_s, width=default_timing.width * wider, refused_width=default_timing.refused_width * wider
+        most_s=settings.timing_s, width=default_timing.width * scale, refused_width=default_timing.refused_width * scale
     )
     # Some evaluations compile while others are timed, and some aren't timed at all.
     max_evaluations = 2 * settings.limits().concurrency + devices.usable("cpu")

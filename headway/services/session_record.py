@@ -56,19 +56,19 @@ class SessionRecord:
             raise HeadwayError(f"{len(self._kept)} sessions are lost: {self._why}")
 
     def _write_kept(self) -> None:
-        why = ""
-        while self._kept and not why:
+        error_text = ""
+        while self._kept and not error_text:
             try:
                 self._file.append(self._kept[0])
             except HeadwayError as error:
-                why = str(error)
+                error_text = str(error)
             else:
                 self._kept_bytes -= len(self._kept.popleft())
-        if why and not self._why:
-            self._on_event("record_waits", f"{why}; sessions that are over are kept until there is space")
-        elif self._why and not why:
+        if error_text and not self._why:
+            self._on_event("record_waits", f"{error_text}; sessions that are over are kept until there is space")
+        elif self._why and not error_text:
             self._on_event("record_goes_on", f"{self._file.path} takes them again")
-        self._why = why
+        self._why = error_text
 
     def __enter__(self) -> SessionRecord:
         return self
@@ -80,10 +80,10 @@ class SessionRecord:
 def recorded_line(session: Session) -> bytes | None:
     """Return the JSON line of an ended session: name, shortened digest of its key, reward and token-exact branches.
     None: the session has no answers."""
-    recorded = session.seal()
-    if not recorded.branches:
+    recorded_session = session.seal()
+    if not recorded_session.branches:
         return None
-    key = key_digest(session.key).hex()[:_KEY_DIGITS] if session.key else ""
+    key_text = key_digest(session.key).hex()[:_KEY_DIGITS] if session.key else ""
     return msgspec.json.encode(
-        {"rollout": session.rollout, "key": key, **msgspec.to_builtins(recorded, enc_hook=plain)}
+        {"rollout": session.rollout, "key": key_text, **msgspec.to_builtins(recorded_session, enc_hook=plain)}
     )

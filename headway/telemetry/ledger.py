@@ -132,8 +132,8 @@ def read_ledger_tail(run_dir: str | Path) -> LedgerTail:
     try:
         return _read_to_the_end(path)
     except (FileNotFoundError, NotADirectoryError):
-        here = "" if path.is_absolute() else f" in {Path.cwd()}"
-        raise ConfigurationError(f"{run_dir} holds no run: there is no {path}{here}") from None
+        folder_text = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise ConfigurationError(f"{run_dir} holds no run: there is no {path}{folder_text}") from None
 
 
 def _read_to_the_end(path: Path) -> LedgerTail:
@@ -141,9 +141,9 @@ def _read_to_the_end(path: Path) -> LedgerTail:
     tail.read()
     # The last line may be damaged: after a power failure its length may be on disk but not its bytes.
     if tail.damaged and (tail.first_damaged < tail.read_lines - 1 or tail.torn.strip()):
-        number = tail.first_damaged + 1
+        lineno = tail.first_damaged + 1
         raise ConfigurationError(
-            f"{path}, line {number} is damaged: {tail.damage}; remove it (sed -i {number}d {path}): reports and "
+            f"{path}, line {lineno} is damaged: {tail.damage}; remove it (sed -i {lineno}d {path}): reports and "
             "--resume need none of the lines, and lack what this one held"
         )
     return tail
@@ -190,8 +190,8 @@ class LedgerTail:
         may have grown since. Raises OSError."""
         with self.path.open("rb") as file:
             file.seek(max(0, self._offset - len(self._ending)))
-            same = file.read(len(self._ending)) == self._ending
-            return self._inode >= 0 and (os.fstat(file.fileno()).st_ino != self._inode or not same)
+            is_same = file.read(len(self._ending)) == self._ending
+            return self._inode >= 0 and (os.fstat(file.fileno()).st_ino != self._inode or not is_same)
 
     def read(self) -> None:
         """Read the appended lines. Raises OSError if the file can't be read."""
@@ -201,52 +201,52 @@ class LedgerTail:
         """Read the appended lines, and yield each with its number and the numbers of earlier lines that it replaces.
         Raises OSError if the file can't be read."""
         with self.path.open("rb") as file:
-            status, rest = os.fstat(file.fileno()), b""
-            if status.st_size == self._size:
+            file_status, incomplete = os.fstat(file.fileno()), b""
+            if file_status.st_size == self._size:
                 return
-            self._inode = status.st_ino
-            if self._max_bytes and not self._offset and status.st_size > self._max_bytes:
-                file.seek(status.st_size - self._max_bytes)
+            self._inode = file_status.st_ino
+            if self._max_bytes and not self._offset and file_status.st_size > self._max_bytes:
+                file.seek(file_status.st_size - self._max_bytes)
                 file.readline()  # a part of a line
             else:
                 file.seek(self._offset)
             position = file.tell()
             while block := file.read(_BLOCK_BYTES):
-                *texts, rest = (rest + block).split(b"\n")
+                *texts, incomplete = (incomplete + block).split(b"\n")
                 for text in texts:
                     position = self._offset = position + len(text) + 1  # where an interrupted read continues
                     self._ending = text[-_ENDING_BYTES:] + b"\n"
                     yield from self._take(text, position)
-                if len(rest) > _MAX_LINE_BYTES:  # no line of a ledger
-                    position, self._ending = position + len(rest), rest[-_ENDING_BYTES:]
+                if len(incomplete) > _MAX_LINE_BYTES:  # no line of a ledger
+                    position, self._ending = position + len(incomplete), incomplete[-_ENDING_BYTES:]
                     self._offset = position
-                    yield from self._take(rest, position)
-                    rest = b""
-            self.written_unix_s, self.torn = status.st_mtime, rest[:64]
-            self._size = status.st_size
+                    yield from self._take(incomplete, position)
+                    incomplete = b""
+            self.written_unix_s, self.torn = file_status.st_mtime, incomplete[:64]
+            self._size = file_status.st_size
 
     def _take(self, text: bytes, position: int) -> Iterator[tuple[int, LedgerLine, list[int]]]:
-        number, self.read_lines = self.read_lines, self.read_lines + 1
+        line_number, self.read_lines = self.read_lines, self.read_lines + 1
         try:
             line = decode_line(text)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             if not self.damaged:
-                self.first_damaged, self.damage = number, str(error)[:120]
+                self.first_damaged, self.damage = line_number, str(error)[:120]
             self.damaged += 1
             return
-        replaced = self._replays.take(number, line)
-        for old in replaced:
-            del self.lines[old]
-        self.lines[number], self.intact_bytes = line, position
-        yield number, line, replaced
+        replaced_numbers = self._replays.take(line_number, line)
+        for replaced_number in replaced_numbers:
+            del self.lines[replaced_number]
+        self.lines[line_number], self.intact_bytes = line, position
+        yield line_number, line, replaced_numbers
 
 
 def duration_of(lines: Iterable[LedgerLine]) -> float:
     """The summed time of all sessions in ``lines``, in seconds; each session restarts its clock."""
-    replays = Replays()
-    for number, line in enumerate(lines):
-        replays.take(number, line)
-    return replays.duration_s
+    sessions = Replays()
+    for line_number, line in enumerate(lines):
+        sessions.take(line_number, line)
+    return sessions.duration_s
 
 
 class Replays:
@@ -269,24 +269,24 @@ class Replays:
 
     def take(self, number: int, line: LedgerLine) -> list[int]:
         """The numbers of the earlier lines that ``line`` replaces. ``number``: the line's."""
-        replaced: list[int] = []
+        replaced_numbers: list[int] = []
         if isinstance(line, EventRecord):
             if line.event in (EVENT_START, EVENT_RESUME):
                 self._session += 1
                 self.earlier_s, self._session_s = self.duration_s, 0.0
         elif isinstance(line, EvaluationRecord):
-            key = (line.split, line.phase, line.step)
-            replaced = [self._of_evaluation[key]] if key in self._of_evaluation else []
-            self._of_evaluation[key] = number
+            evaluation_key = (line.split, line.phase, line.step)
+            replaced_numbers = [self._of_evaluation[evaluation_key]] if evaluation_key in self._of_evaluation else []
+            self._of_evaluation[evaluation_key] = number
         else:
             self._session += line.step < self._version
             self._version = line.version
-            recorded_in, numbers = self._of_step.get(line.step, (self._session, []))
-            if recorded_in != self._session:
-                replaced, numbers = numbers, []
-            self._of_step[line.step] = (self._session, [*numbers, number])
+            recorded_session, line_numbers = self._of_step.get(line.step, (self._session, []))
+            if recorded_session != self._session:
+                replaced_numbers, line_numbers = line_numbers, []
+            self._of_step[line.step] = (self._session, [*line_numbers, number])
         self._session_s = max(self._session_s, line.time_s)
-        return replaced
+        return replaced_numbers
 
 
 def decode_line(text: bytes) -> LedgerLine:
@@ -301,12 +301,12 @@ def _nulls_to_nan(value: Any) -> Any:
     if value is None:
         return math.nan
     if isinstance(value, dict):
-        return {key: _nulls_to_nan(item) for key, item in value.items()}
+        return {key: _nulls_to_nan(member) for key, member in value.items()}
     return value
 
 
 def _truncate_torn_end(path: Path) -> None:
     """Truncate a torn last line. Raises ConfigurationError if a line before it is damaged."""
-    length = _read_to_the_end(path).intact_bytes
-    if length < path.stat().st_size:
-        os.truncate(path, length)
+    intact_bytes = _read_to_the_end(path).intact_bytes
+    if intact_bytes < path.stat().st_size:
+        os.truncate(path, intact_bytes)

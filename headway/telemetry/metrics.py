@@ -139,9 +139,9 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             yield f"{prefix}_length_mean_tokens", line.length_mean
             yield f"{prefix}_duration_s", line.duration_s
             yield from _pass_at(f"{prefix}_", line.pass_at)
-            names = source_names({*sources, *line.by_source})
+            name_by_label = source_names({*sources, *line.by_source})
             for label, score in line.by_source.items():
-                yield f"evaluation_by_source/{line.split}_{names[label]}_solve_rate", score.solve_rate
+                yield f"evaluation_by_source/{line.split}_{name_by_label[label]}_solve_rate", score.solve_rate
             for name, share in line.kernels.items():
                 yield f"{prefix}_kernels_{name}", share.value
     elif isinstance(line, StepRecord):
@@ -149,9 +149,9 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             if (value := _value(line, field)) is not None:
                 yield name, float(value)
         for name, distribution in _staleness(line):
-            kind = name.removesuffix("_steps")
-            yield f"{kind}_mean_steps", distribution.mean
-            yield f"{kind}_max_steps", distribution.max
+            staleness_name = name.removesuffix("_steps")
+            yield f"{staleness_name}_mean_steps", distribution.mean
+            yield f"{staleness_name}_max_steps", distribution.max
         if line.flow.concurrent_rollouts:
             yield "control/open_groups", float(line.flow.open_groups)  # 0: no limit
             yield "control/concurrent_rollouts", float(line.flow.concurrent_rollouts)
@@ -160,8 +160,8 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             yield "rates/useful_samples_per_s", line.flow.useful_samples / line.step_s if line.step_s else 0.0
         for ending, count in line.endings.items():
             yield f"endings/{ending}_rollouts", float(count)
-        for ending, tokens in line.tokens.ended.items() if line.tokens else ():
-            yield f"endings/{ending}_tokens", float(tokens)
+        for ending, token_count in line.tokens.ended.items() if line.tokens else ():
+            yield f"endings/{ending}_tokens", float(token_count)
         for boundary, count in line.failures.items():
             yield f"failures/{boundary}_rollouts", float(count)
         for reason, count in line.filtered.items():
@@ -192,17 +192,17 @@ def _staleness(line: StepRecord) -> Iterator[tuple[str, Distribution]]:
 
 def _of_rewards(rewards: RewardStatistics, sources: Iterable[str]) -> Iterator[tuple[str, float]]:
     yield from _pass_at("reward/", rewards.pass_at)
-    names = source_names({*sources, *rewards.by_source})
+    name_by_label = source_names({*sources, *rewards.by_source})
     for label, score in rewards.by_source.items():
         if score.samples:
-            yield f"by_source/{names[label]}_solve_rate", score.solve_rate
-            yield f"by_source/{names[label]}_samples", float(score.samples)
+            yield f"by_source/{name_by_label[label]}_solve_rate", score.solve_rate
+            yield f"by_source/{name_by_label[label]}_samples", float(score.samples)
 
 
 def _pass_at(prefix: str, shares: Mapping[str, PassAt]) -> Iterator[tuple[str, float]]:
-    for k, share in shares.items():
-        yield f"{prefix}pass_at_{k}", share.value
-        yield f"{prefix}pass_at_{k}_standard_error", share.standard_error
+    for k, pass_at in shares.items():
+        yield f"{prefix}pass_at_{k}", pass_at.value
+        yield f"{prefix}pass_at_{k}_standard_error", pass_at.standard_error
 
 
 def _of_kernels(kernels: KernelScores) -> Iterator[tuple[str, float]]:
@@ -228,9 +228,9 @@ def _of_sandboxes(sandboxes: SandboxStatistics) -> Iterator[tuple[str, float]]:
     pool, reaper = sandboxes.pool, sandboxes.reaper
     for name in (*_POOL_GAUGES, "breaker_open", *POOL_COUNTERS):
         yield f"sandboxes/{name}", float(getattr(pool, name))
-    for kind in POOL_CAUSES:
-        for cause, count in getattr(pool, kind).items():
-            yield f"sandboxes/{kind}_{cause}", float(count)
+    for cause_field in POOL_CAUSES:
+        for cause, count in getattr(pool, cause_field).items():
+            yield f"sandboxes/{cause_field}_{cause}", float(count)
     for name in POOL_LATENCIES:
         latencies: Latencies = getattr(pool, name)
         if latencies.count:  # else nothing took any time
@@ -244,10 +244,10 @@ def _of_sandboxes(sandboxes: SandboxStatistics) -> Iterator[tuple[str, float]]:
 
 
 def _of_curriculum(curriculum: CurriculumStep) -> Iterator[tuple[str, float]]:
-    drawn = sum(curriculum.draws.values())
-    if drawn:  # else there is no mean
+    draw_count = sum(curriculum.draws.values())
+    if draw_count:  # else there is no mean
         for reason, count in curriculum.draws.items():
-            yield f"curriculum/{reason}_draw_share", count / drawn
+            yield f"curriculum/{reason}_draw_share", count / draw_count
         yield "curriculum/drawn_solve_rate", curriculum.solve_rate_mean
         yield "curriculum/drawn_signal", curriculum.signal_mean
         yield "curriculum/group_size_rollouts", curriculum.group_size_mean
@@ -286,13 +286,13 @@ def source_names(labels: Iterable[str]) -> dict[str, str]:
     dots. A long path keeps its end, which identifies it best. Labels that would get equal names get a hash of their
     characters, so that names don't depend on the labels' order; a label that needs no change keeps its name.
     """
-    cleaned = {label: _UNUSUAL_OR_SLASH.sub("_", label)[-_LONGEST_LABEL:].lstrip("._") for label in labels}
-    plainest = {label: _PLAINEST.sub("_", name) for label, name in cleaned.items()}
-    sharing = Counter(plainest.values())
+    cleaned_names = {label: _UNUSUAL_OR_SLASH.sub("_", label)[-_LONGEST_LABEL:].lstrip("._") for label in labels}
+    plain_names = {label: _PLAINEST.sub("_", name) for label, name in cleaned_names.items()}
+    plain_counts = Counter(plain_names.values())
     names: dict[str, str] = {}
-    for label, name in cleaned.items():
-        alone = name and sharing[plainest[label]] == 1
-        names[label] = name if alone or label == plainest[label] else f"{name or 'source'}_{_hash_suffix(label)}"
+    for label, name in cleaned_names.items():
+        is_unique = name and plain_counts[plain_names[label]] == 1
+        names[label] = name if is_unique or label == plain_names[label] else f"{name or 'source'}_{_hash_suffix(label)}"
     return names
 
 
@@ -313,35 +313,35 @@ def histograms(line: LedgerLine) -> dict[str, Histogram]:
     (tokens), and latencies of sandboxes (seconds). Empty histograms are left out."""
     if not isinstance(line, StepRecord):
         return {}
-    by_name = {name: _of_values(distribution.histogram) for name, distribution in _staleness(line)}
+    histogram_by_name = {name: _of_values(distribution.histogram) for name, distribution in _staleness(line)}
     if line.lengths:
-        by_name[LENGTHS] = _of_buckets(line.lengths.histogram)
+        histogram_by_name[LENGTHS] = _of_buckets(line.lengths.histogram)
     if pool := line.sandboxes and line.sandboxes.pool:
-        by_name |= {f"sandboxes/{name}_s": _of_latencies(getattr(pool, name)) for name in POOL_LATENCIES}
-    return {name: histogram for name, histogram in by_name.items() if histogram.counts}
+        histogram_by_name |= {f"sandboxes/{name}_s": _of_latencies(getattr(pool, name)) for name in POOL_LATENCIES}
+    return {name: histogram for name, histogram in histogram_by_name.items() if histogram.counts}
 
 
 def _of_values(counts: dict[str, int]) -> Histogram:
     """Make a histogram with a bucket for every integer from the smallest to the largest value."""
-    by_value = {int(value): count for value, count in counts.items() if count > 0}
-    if not by_value:
+    count_by_value = {int(value): count for value, count in counts.items() if count > 0}
+    if not count_by_value:
         return Histogram([], [])
-    values = range(min(by_value), max(by_value) + 1)
-    return Histogram([values[0] - 0.5, *(v + 0.5 for v in values)], [by_value.get(v, 0) for v in values])
+    values = range(min(count_by_value), max(count_by_value) + 1)
+    return Histogram([values[0] - 0.5, *(v + 0.5 for v in values)], [count_by_value.get(v, 0) for v in values])
 
 
 def _of_latencies(latencies: Latencies) -> Histogram:
     """Make a histogram with the latencies' buckets, from the first to the last nonempty one; the bucket beyond all
     edges ends at twice the last edge."""
     edges = (0.0, *EDGES_S, 2 * EDGES_S[-1])
-    filled = [index for index, count in enumerate(latencies.counts) if count]
-    if not filled:
+    filled_buckets = [index for index, count in enumerate(latencies.counts) if count]
+    if not filled_buckets:
         return Histogram([], [])
-    first, last = filled[0], filled[-1]
+    first, last = filled_buckets[0], filled_buckets[-1]
     return Histogram(list(edges[first : last + 2]), list(latencies.counts[first : last + 1]))
 
 
 def _of_buckets(counts: dict[str, int]) -> Histogram:
     """Make a histogram from counts by upper bound; empty buckets are merged with the next."""
-    ends = sorted(int(end) for end, count in counts.items() if count > 0)
-    return Histogram([0.0, *map(float, ends)], [counts[str(end)] for end in ends]) if ends else Histogram([], [])
+    bounds = sorted(int(end) for end, count in counts.items() if count > 0)
+    return Histogram([0.0, *map(float, bounds)], [counts[str(end)] for end in bounds]) if bounds else Histogram([], [])

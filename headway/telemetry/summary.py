@@ -32,23 +32,23 @@ def summarise(lines: Sequence[LedgerLine], duration_s: float | None = None) -> R
     a killed run has ``accounting_balanced = False`` and ``finished = False``.
     """
     steps = [line for line in lines if isinstance(line, StepRecord)]
-    timed = [step for step in steps if step.step_s > 0 and not step.skipped]
+    timed_steps = [step for step in steps if step.step_s > 0 and not step.skipped]
     total_s = sum(step.step_s for step in steps)
-    samples = sum(step.samples for step in timed)
+    trained_samples = sum(step.samples for step in timed_steps)
     wait_s = sum(step.trainer_wait_s for step in steps)
     accounting = accounting_event(lines)
-    ended = endings(lines)
-    end = last_event(lines, EVENT_START, EVENT_RESUME, EVENT_END)
+    ending_counts = endings(lines)
+    session_event = last_event(lines, EVENT_START, EVENT_RESUME, EVENT_END)
     return RunSummary(
         finished=is_finished(lines),
-        ended=end.detail if end is not None and end.event == EVENT_END else "",
+        ended=session_event.detail if session_event is not None and session_event.event == EVENT_END else "",
         steps=recorded_steps(steps),
-        untimed_steps=recorded_steps(steps) - len({step.version for step in timed}),
-        samples_trained=max(sum(step.samples for step in steps if not step.skipped), ended.get("trained", 0)),
+        untimed_steps=recorded_steps(steps) - len({step.version for step in timed_steps}),
+        samples_trained=max(sum(step.samples for step in steps if not step.skipped), ending_counts.get("trained", 0)),
         duration_s=duration_of(lines) if duration_s is None else duration_s,
         solve_rate_before=_solve_rate(lines, "before"),
         solve_rate_after=_solve_rate(lines, "after"),
-        version_after=None if (after := measured_evaluation(lines, "after")) is None else after.last_version,
+        version_after=None if (evaluation := measured_evaluation(lines, "after")) is None else evaluation.last_version,
         failed_before=_failed(lines, "before"),
         failed_after=_failed(lines, "after"),
         best_version=best_version(lines),
@@ -58,13 +58,13 @@ def summarise(lines: Sequence[LedgerLine], duration_s: float | None = None) -> R
         max_trajectory_staleness=int(max((step.trajectory_staleness.max for step in steps), default=0)),
         accounting_balanced=accounting is not None and bool(accounting.data.get("balanced", 0)),
         length_bias_ks=steps[-1].length_bias.ks if steps and steps[-1].length_bias else 0.0,
-        consumption_per_s=_share(samples, total_s - wait_s),
+        consumption_per_s=_share(trained_samples, total_s - wait_s),
         production_per_s=_share(sum(step.production_per_s * step.step_s for step in steps), total_s),
         effective_production_per_s=_share(
             sum(step.effective_production_per_s * step.step_s for step in steps), total_s
         ),
-        trained_per_s=_share(samples, total_s),
-        endings=ended,
+        trained_per_s=_share(trained_samples, total_s),
+        endings=ending_counts,
         simulated=last_event(lines, EVENT_SIMULATED) is not None,
     )
 
@@ -82,21 +82,21 @@ def is_incident(event: EventRecord) -> bool:
 def undisturbed(lines: Sequence[LedgerLine]) -> list[StepRecord]:
     """The steps without those that have an incident or a resume and the step after each, which don't measure the run's
     rate."""
-    kept: list[StepRecord] = []
-    left_out = 0
+    kept_steps: list[StepRecord] = []
+    steps_to_skip = 0
     for line in lines:
         if isinstance(line, EventRecord) and (is_incident(line) or line.event == EVENT_RESUME):
-            left_out = 2
+            steps_to_skip = 2
         elif isinstance(line, StepRecord):
-            kept += [] if left_out else [line]
-            left_out = max(0, left_out - 1)
-    return kept
+            kept_steps += [] if steps_to_skip else [line]
+            steps_to_skip = max(0, steps_to_skip - 1)
+    return kept_steps
 
 
-def last_step(lines: Sequence[LedgerLine]) -> StepRecord | None:
+def last_live_step(lines: Sequence[LedgerLine]) -> StepRecord | None:
     """The last step that was recorded when it happened; a record rebuilt after a kill lacks the knobs."""
-    steps = (line for line in reversed(lines) if isinstance(line, StepRecord))
-    return next((step for step in steps if step.flow.concurrent_rollouts), None)
+    newest_first = (line for line in reversed(lines) if isinstance(line, StepRecord))
+    return next((step for step in newest_first if step.flow.concurrent_rollouts), None)
 
 
 def last_event(lines: Sequence[LedgerLine], *names: str) -> EventRecord | None:
@@ -107,14 +107,14 @@ def last_event(lines: Sequence[LedgerLine], *names: str) -> EventRecord | None:
 
 def is_finished(lines: Sequence[LedgerLine]) -> bool:
     """Whether the run ended in order and was not resumed since."""
-    last = last_event(lines, EVENT_START, EVENT_RESUME, EVENT_END)
-    return last is not None and last.event == EVENT_END
+    newest = last_event(lines, EVENT_START, EVENT_RESUME, EVENT_END)
+    return newest is not None and newest.event == EVENT_END
 
 
 def accounting_event(lines: Sequence[LedgerLine]) -> EventRecord | None:
     """The event that closed the accounting; None: the run didn't close it, or was resumed since."""
-    last = last_event(lines, EVENT_ACCOUNTING, EVENT_START, EVENT_RESUME)
-    return last if last is not None and last.event == EVENT_ACCOUNTING else None
+    newest = last_event(lines, EVENT_ACCOUNTING, EVENT_START, EVENT_RESUME)
+    return newest if newest is not None and newest.event == EVENT_ACCOUNTING else None
 
 
 def evaluations(lines: Sequence[LedgerLine]) -> list[EvaluationRecord]:
@@ -124,12 +124,12 @@ def evaluations(lines: Sequence[LedgerLine]) -> list[EvaluationRecord]:
 def measured_evaluation(lines: Sequence[LedgerLine], phase: str) -> EvaluationRecord | None:
     """The evaluation ``before`` (the first) or ``after`` (the last) training, on the test split if there is one. None:
     there is none, or all its attempts failed."""
-    of_phase = [record for record in evaluations(lines) if record.phase == phase]
-    chosen = [record for record in of_phase if record.split == "test"] or of_phase
-    measured = [record for record in chosen if record.samples]
-    if not measured:
+    phase_records = [record for record in evaluations(lines) if record.phase == phase]
+    split_records = [record for record in phase_records if record.split == "test"] or phase_records
+    measured_records = [record for record in split_records if record.samples]
+    if not measured_records:
         return None
-    return measured[0] if phase == "before" else measured[-1]
+    return measured_records[0] if phase == "before" else measured_records[-1]
 
 
 def _solve_rate(lines: Sequence[LedgerLine], phase: str) -> float | None:
@@ -139,17 +139,17 @@ def _solve_rate(lines: Sequence[LedgerLine], phase: str) -> float | None:
 
 def _failed(lines: Sequence[LedgerLine], phase: str) -> str:
     """A text on failed attempts of the evaluation whose solve rate is reported, or of those that measured nothing."""
-    chosen = measured_evaluation(lines, phase)
-    of_phase = [chosen] if chosen is not None else [e for e in evaluations(lines) if e.phase == phase]
-    return next(filter(None, (record.failures_text for record in of_phase)), "")
+    evaluation = measured_evaluation(lines, phase)
+    records = [evaluation] if evaluation is not None else [e for e in evaluations(lines) if e.phase == phase]
+    return next(filter(None, (record.failures_text for record in records)), "")
 
 
 def best_version(lines: Sequence[LedgerLine]) -> int | None:
     """The version with the best validation result; None: no version was validated."""
-    last = last_event(lines, EVENT_LAST_KEPT, EVENT_BEST)
-    if last is None or last.event != EVENT_BEST or "version" not in last.data:
+    newest = last_event(lines, EVENT_LAST_KEPT, EVENT_BEST)
+    if newest is None or newest.event != EVENT_BEST or "version" not in newest.data:
         return None
-    return int(last.data["version"])
+    return int(newest.data["version"])
 
 
 def endings(lines: Sequence[LedgerLine]) -> dict[str, int]:
@@ -167,13 +167,13 @@ def _counted(
 ) -> dict[str, int]:
     """Counts by name: those of the last event with the accounting's counts (``names``: its data key -> name), plus
     those of later steps. Only the event counts a process that made no step."""
-    totals = Counter[str]()
+    count_by_name = Counter[str]()
     for line in lines:
         if isinstance(line, StepRecord):
-            totals.update(of_step(line))
+            count_by_name.update(of_step(line))
         elif isinstance(line, EventRecord) and line.event in _COUNTING and not names.keys().isdisjoint(line.data):
-            totals = Counter({name: int(line.data.get(key, 0)) for key, name in names.items()})
-    return {name: count for name, count in totals.items() if count}
+            count_by_name = Counter({name: int(line.data.get(key, 0)) for key, name in names.items()})
+    return {name: count for name, count in count_by_name.items() if count}
 
 
 def _share(part: float, total: float) -> float:

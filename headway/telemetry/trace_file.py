@@ -64,9 +64,9 @@ class TraceFile:
         """Append ``line`` at the next tick; never raises."""
         if self._file is None:
             return
-        data = _encoder.encode(line)
-        self._pending.append(data)
-        self._size += len(data) + 1
+        encoded_line = _encoder.encode(line)
+        self._pending.append(encoded_line)
+        self._size += len(encoded_line) + 1
         if self._size >= self._segment_bytes or self._clock.now() - self._written_s >= TICK_S:
             self._write_pending()
 
@@ -103,9 +103,9 @@ class TraceFile:
     def _open(self) -> None:
         self._file = LineFile(self.path)
         self._size = os.path.getsize(self.path)
-        data = _encoder.encode(self._session)
-        self._file.append(data)
-        self._size += len(data) + 1
+        encoded_line = _encoder.encode(self._session)
+        self._file.append(encoded_line)
+        self._size += len(encoded_line) + 1
 
     def _rotate(self) -> None:
         self.close()
@@ -128,25 +128,25 @@ def read_trace(run_dir: str | Path) -> list[TraceLine]:
     if not folder.is_dir():
         raise ConfigurationError(f"{run_dir} holds no run: there is no such folder")
     require_schema(folder)
-    data: dict[Path, bytes] = {}
-    for name in (folder / OLD_NAME, path):
+    content_by_path: dict[Path, bytes] = {}
+    for file in (folder / OLD_NAME, path):
         with contextlib.suppress(FileNotFoundError):
-            data[name] = name.read_bytes()
-    if path not in data:
-        missing = "no trace" if (folder / "ledger.jsonl").exists() else "no run"
-        hint = "; ledger.trace may be false" if missing == "no trace" else ""
-        raise ConfigurationError(f"{run_dir} holds {missing}: there is no {path}{hint}")
-    return [line for name, text in data.items() for line in decoded_lines(name, text, _decoder.decode)]
+            content_by_path[file] = file.read_bytes()
+    if path not in content_by_path:
+        missing_text = "no trace" if (folder / "ledger.jsonl").exists() else "no run"
+        hint_text = "; ledger.trace may be false" if missing_text == "no trace" else ""
+        raise ConfigurationError(f"{run_dir} holds {missing_text}: there is no {path}{hint_text}")
+    return [line for file, content in content_by_path.items() for line in decoded_lines(file, content, _decoder.decode)]
 
 
 def decoded_lines(path: Path, data: bytes, decode: Callable[[bytes], Line]) -> list[Line]:
     """Decode the lines of a file's ``data``, without a torn last line. Raises ConfigurationError, which names a damaged
     line."""
-    lines: list[Line] = []
+    decoded: list[Line] = []
     complete_lines = data.split(b"\n")[:-1]  # text after the last line break is torn, or empty
-    for number, text in enumerate(complete_lines, start=1):
+    for line_number, line_bytes in enumerate(complete_lines, start=1):
         try:
-            lines.append(decode(text))
+            decoded.append(decode(line_bytes))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigurationError(f"{path}, line {number} is damaged: {error}") from None
-    return lines
+            raise ConfigurationError(f"{path}, line {line_number} is damaged: {error}") from None
+    return decoded

@@ -23,7 +23,7 @@ from headway.records.trace import TraceLine
 from headway.rollout.fake import FakeVerifier
 from headway.runtime.clock import Clock, run_virtual
 from headway.telemetry.rollouts.recorder import RolloutRecorder
-from headway.telemetry.summary import last_step, recorded_steps
+from headway.telemetry.summary import last_live_step, recorded_steps
 from headway.trainer.fake import FakeTrainer, Latency
 
 
@@ -196,7 +196,7 @@ async def _session(
             await actor.start()
 
         async def whole() -> None:
-            await run.begin(recorded_steps(lines), last_step(lines))
+            await run.begin(recorded_steps(lines), last_live_step(lines))
             await run.train()
             await run.conclude()
 

@@ -94,12 +94,12 @@ class Catalogue:
         ConfigurationError."""
         entries: dict[str, dict[str, dict[str, Any]]] = {section: {} for section in _TYPES}
         for name in PACKAGED:
-            text = (files("headway.planner.catalogue") / name).read_text(encoding="utf-8")
-            _merge_entries(entries, tomllib.loads(text), name)
+            catalogue_text = (files("headway.planner.catalogue") / name).read_text(encoding="utf-8")
+            _merge_entries(entries, tomllib.loads(catalogue_text), name)
         for path in paths:
             _merge_entries(entries, read_toml(path), str(path))
         catalogue = cls(entries)
-        for section, name in ((section, name) for section, named in entries.items() for name in named):
+        for section, name in ((section, name) for section, named_entries in entries.items() for name in named_entries):
             catalogue.entry(section, name, _TYPES[section])
         return catalogue
 
@@ -111,22 +111,22 @@ class Catalogue:
 
     def entry(self, section: str, name: str, kind: type[Entry]) -> Entry:
         """The entry ``name`` of a section as a ``kind``. Raises ConfigurationError for an unknown or a wrong one."""
-        raw = self._raw(section, name)
+        raw_entry = self._raw(section, name)
         self.source(section, name)
-        figures = {key: value for key, value in raw.items() if key not in ("source", "date")}
+        figures = {key: value for key, value in raw_entry.items() if key not in ("source", "date")}
         return _convert(figures, kind, f"{section}.{name}")
 
     def known(self, section: str, name: str, key: str, part: str = "") -> float:
         """Return a needed figure: ``key`` of an entry, or its ``part`` (a dtype). Raises ConfigurationError where it
         isn't known."""
-        value = getattr(self.entry(section, name, _TYPES[section]), key)
-        value = value.get(part) if part else value
-        if value is None:
-            asked = f"{section}.{name}.{key}" + (f".{part}" if part else "")
+        figure = getattr(self.entry(section, name, _TYPES[section]), key)
+        figure = figure.get(part) if part else figure
+        if figure is None:
+            key_path = f"{section}.{name}.{key}" + (f".{part}" if part else "")
             raise ConfigurationError(
-                f"{asked} is not known ({self.source(section, name).source}): give it in a --catalogue"
+                f"{key_path} is not known ({self.source(section, name).source}): give it in a --catalogue"
             )
-        return value
+        return figure
 
     def old_prices(self, today: date) -> list[str]:
         """Descriptions of prices that are more than a year older than ``today``."""
@@ -144,10 +144,10 @@ class Catalogue:
 
 
 def _merge_entries(entries: dict[str, dict[str, dict[str, Any]]], sections: dict[str, Any], origin: str) -> None:
-    for section, named in sections.items():
+    for section, named_entries in sections.items():
         if section not in _TYPES:
             raise ConfigurationError(f"catalogue {origin}: unknown section {section!r}; valid: {', '.join(_TYPES)}")
-        for name, entry in named.items():
+        for name, entry in named_entries.items():
             if not isinstance(entry, dict) or not {"source", "date"} <= entry.keys():
                 raise ConfigurationError(
                     f"catalogue {origin}: {section}.{name} needs a source and a date: no number without"
@@ -159,8 +159,8 @@ def _convert(raw: dict[str, Any], kind: type[Entry], name: str, *, strict: bool 
     try:
         return msgspec.convert(raw, kind, strict=strict)
     except msgspec.ValidationError as error:
-        text, _, path = str(error).partition(" - at `$")
+        message, _, path = str(error).partition(" - at `$")
         key = path.rstrip("`")
-        value = raw.get(key.removeprefix("."))
-        value_text = f" = {value!r}" if value is not None else ""
-        raise ConfigurationError(f"{name}{key}{value_text}: {text[0].lower()}{text[1:]}") from None
+        bad_value = raw.get(key.removeprefix("."))
+        value_text = f" = {bad_value!r}" if bad_value is not None else ""
+        raise ConfigurationError(f"{name}{key}{value_text}: {message[0].lower()}{message[1:]}") from None

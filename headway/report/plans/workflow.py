@@ -30,17 +30,17 @@ def read_workflow(folder: str | Path) -> list[FlowLine]:
 def workflow_rows(lines: Sequence[FlowLine]) -> Rows:
     """Describe the steps and stages of each plan, and the events, as rows."""
     rows: Rows = {}
-    for number, steps in enumerate(_by_plan([line for line in lines if isinstance(line, FlowStep)]), start=1):
-        seconds = sum(step.seconds for step in steps) / len(steps)
-        expected = "" if steps[0].expected_s is None else f", expected {duration(steps[0].expected_s)}"
-        moved = f"; the change of plan before took {duration(steps[0].moved_s)}" if steps[0].moved_s else ""
-        name = f"plan {number}: steps {steps[0].step} to {steps[-1].step}"
-        rows[name] = f"{steps[0].mode}: {duration(seconds)} a step{expected}{moved}"
+    for plan_number, steps in enumerate(_by_plan([line for line in lines if isinstance(line, FlowStep)]), start=1):
+        mean_step_s = sum(step.seconds for step in steps) / len(steps)
+        expected_text = "" if steps[0].expected_s is None else f", expected {duration(steps[0].expected_s)}"
+        moved_text = f"; the change of plan before took {duration(steps[0].moved_s)}" if steps[0].moved_s else ""
+        row_label = f"plan {plan_number}: steps {steps[0].step} to {steps[-1].step}"
+        rows[row_label] = f"{steps[0].mode}: {duration(mean_step_s)} a step{expected_text}{moved_text}"
         for stage in steps[0].stages:
-            rows[f"plan {number}: {stage}"] = _stage_text([step.stages[stage] for step in steps], seconds)
+            rows[f"plan {plan_number}: {stage}"] = _stage_text([step.stages[stage] for step in steps], mean_step_s)
     for event in (line for line in lines if isinstance(line, EventRecord)):
-        name = f"step {event.step}: {event.event.replace('_', ' ')}"
-        rows[name] = f"{rows[name]}; {event.detail}" if name in rows else event.detail
+        row_label = f"step {event.step}: {event.event.replace('_', ' ')}"
+        rows[row_label] = f"{rows[row_label]}; {event.detail}" if row_label in rows else event.detail
     return rows
 
 
@@ -51,14 +51,14 @@ def print_workflow(folder: str | Path, console: Console | None = None) -> None:
 
 def _by_plan(steps: Sequence[FlowStep]) -> Iterator[list[FlowStep]]:
     """Split the steps into consecutive steps of one plan."""
-    run: list[FlowStep] = []
+    plan_steps: list[FlowStep] = []
     for step in steps:
-        if run and (step.moved_s or _devices(step) != _devices(run[-1])):
-            yield run
-            run = []
-        run.append(step)
-    if run:
-        yield run
+        if plan_steps and (step.moved_s or _devices(step) != _devices(plan_steps[-1])):
+            yield plan_steps
+            plan_steps = []
+        plan_steps.append(step)
+    if plan_steps:
+        yield plan_steps
 
 
 def _devices(step: FlowStep) -> dict[str, tuple[str, ...]]:
@@ -72,10 +72,10 @@ def _stage_text(steps: Sequence[StageStep], step_s: float) -> str:
     def share(name: str) -> str:
         return percent(sum(getattr(step, name) for step in steps) / total_s) if total_s else percent(0.0)
 
-    expected = steps[0].expected_s
+    expected_s = steps[0].expected_s
     return (
         f"on {', '.join(devices)}: busy {share('busy_s')}"
-        + ("" if expected is None or not step_s else f" (expected {percent(expected / step_s)})")
+        + ("" if expected_s is None or not step_s else f" (expected {percent(expected_s / step_s)})")
         + f", waits for data {share('data_wait_s')}, for its devices {share('device_wait_s')}, on- and offloading "
         f"{share('switch_s')}, transfers {share('transfer_s')}; {sum(step.items for step in steps):,} items"
     )

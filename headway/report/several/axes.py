@@ -32,8 +32,8 @@ def axis_positions(view: RunView, price: float | None) -> dict[str, dict[int, fl
         if isinstance(line, StepRecord) and not line.skipped:
             samples, tokens = samples + line.samples, tokens + line.flow.trained_tokens
             hours = (earlier_s + session_s) / 3600
-            for axis, value in (("steps", line.version), ("samples", samples), ("tokens", tokens), ("hours", hours)):
-                positions[axis][line.version] = float(value)
+            for axis, position in (("steps", line.version), ("samples", samples), ("tokens", tokens), ("hours", hours)):
+                positions[axis][line.version] = float(position)
     if not tokens:
         del positions["tokens"]
     try:

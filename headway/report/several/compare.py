@@ -38,19 +38,19 @@ def read_runs(run_dirs: Sequence[str | Path]) -> tuple[list[RunView], dict[str, 
 def differences(configurations: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
     """Return the keys whose values differ, each with its value in every configuration as JSON (– where it has none);
     run.directory is left out."""
-    flattened = [_flat(configuration, "") for configuration in configurations]
-    keys = dict.fromkeys(key for text_by_key in flattened for key in text_by_key if key != "run.directory")
-    rows = {key: [text_by_key.get(key, "–") for text_by_key in flattened] for key in keys}
-    return {key: values for key, values in rows.items() if len(set(values)) > 1}
+    flat_configurations = [_flat(configuration, "") for configuration in configurations]
+    keys = dict.fromkeys(key for text_by_key in flat_configurations for key in text_by_key if key != "run.directory")
+    texts_by_key = {key: [text_by_key.get(key, "–") for text_by_key in flat_configurations] for key in keys}
+    return {key: texts for key, texts in texts_by_key.items() if len(set(texts)) > 1}
 
 
 def _flat(value: Any, name: str) -> dict[str, str]:
-    if isinstance(value, list) and any(isinstance(entry, dict) for entry in value):
-        value = {str(number): entry for number, entry in enumerate(value)}
+    if isinstance(value, list) and any(isinstance(member, dict) for member in value):
+        value = {str(index): member for index, member in enumerate(value)}
     if not isinstance(value, dict) or not value:
         return {name: json.dumps(value, ensure_ascii=False)}
     return {
         key: text
-        for part, entry in value.items()
-        for key, text in _flat(entry, f"{name}.{part}" if name else part).items()
+        for key_part, member in value.items()
+        for key, text in _flat(member, f"{name}.{key_part}" if name else key_part).items()
     }

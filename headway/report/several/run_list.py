@@ -85,23 +85,23 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
 
 def list_runs(runs: Sequence[Path], price: float | None = None, progress: ProgressFn = no_progress) -> list[ListedRun]:
     """Summarise each run; running ones come first, then the newest. ``price``: dollars of a device-hour."""
-    listed = list[ListedRun]()
+    listed_runs = list[ListedRun]()
     for path in runs:
         try:
-            listed.append(_list_run(path, price))
+            listed_runs.append(_list_run(path, price))
         except Exception as error:
             # The boundary to folders that anyone may have written: the error is listed as the run's problem.
-            known = isinstance(error, ConfigurationError)
-            problem = str(error) if known else f"can't be read: {type(error).__name__}: {error}"
-            listed.append(ListedRun(run=_path_text(path), problems=(problem,)))
-        progress(len(listed), len(runs))
-    return sorted(listed, key=lambda run: (run.state != "running", -(run.started_unix_s or 0.0), run.run))
+            is_known = isinstance(error, ConfigurationError)
+            problem = str(error) if is_known else f"can't be read: {type(error).__name__}: {error}"
+            listed_runs.append(ListedRun(run=_path_text(path), problems=(problem,)))
+        progress(len(listed_runs), len(runs))
+    return sorted(listed_runs, key=lambda run: (run.state != "running", -(run.started_unix_s or 0.0), run.run))
 
 
 def _list_run(path: Path, price: float | None) -> ListedRun:
     require_schema(path)
     directory, problems = RunDirectory(path), list[str]()
-    raw = _read_object(directory.config, problems)
+    raw_settings = _read_object(directory.config, problems)
     # The hours include all sessions, so the whole ledger is read of runs that were resumed (by the epoch's number).
     ledger = LedgerTail(directory.ledger, TAIL_BYTES if any(path.glob("epoch/1-*")) else None)
     try:
@@ -116,29 +116,29 @@ def _list_run(path: Path, price: float | None) -> ListedRun:
         problems.append("it is being started or resumed: this session has recorded nothing yet")
     steps = [line for line in lines if isinstance(line, StepRecord)]
     recent = [(step.rewards, step.samples) for step in steps[-WINDOW:] if step.rewards]
-    seconds, hours = ledger.duration_s, None
+    duration_s, device_hours = ledger.duration_s, None
     if lines and not (path / "scenario.json").exists():
         try:
-            hours = costs_of([], directory.read_experiment(), None).devices * seconds / 3600
+            device_hours = costs_of([], directory.read_experiment(), None).devices * duration_s / 3600
         except ConfigurationError as error:
             problems.append(f"device-hours aren't known: {error}")
-    last_s = directory.ledger.stat().st_mtime if directory.ledger.exists() else None
-    rate, error, measured = _solve_rate(lines, recent, path)
+    last_unix_s = directory.ledger.stat().st_mtime if directory.ledger.exists() else None
+    solve_rate, standard_error, rate_source = _solve_rate(lines, recent, path)
     return ListedRun(
         run=_path_text(path),
         state="running" if holder else state,
         holder=holder,
         step=max((step.version for step in steps), default=0),
-        steps=raw.get("run", {}).get("steps"),
-        solve_rate=rate,
-        standard_error=error,
-        solve_rate_of=measured,
+        steps=raw_settings.get("run", {}).get("steps"),
+        solve_rate=solve_rate,
+        standard_error=standard_error,
+        solve_rate_of=rate_source,
         reward=weighted_mean(recent, lambda pair: pair[0].mean, lambda pair: pair[1]) if recent else None,
-        device_hours=hours,
-        usd=None if hours is None or price is None else step_usd(hours * 3600, 1, price),
+        device_hours=device_hours,
+        usd=None if device_hours is None or price is None else step_usd(device_hours * 3600, 1, price),
         disk_bytes=_disk_bytes(path),
-        started_unix_s=None if last_s is None else trace_start_s(path, last_s - seconds),
-        last_unix_s=last_s,
+        started_unix_s=None if last_unix_s is None else trace_start_s(path, last_unix_s - duration_s),
+        last_unix_s=last_unix_s,
         problems=tuple(problems),
     )
 
@@ -158,11 +158,11 @@ def _read_object(path: Path, problems: list[str]) -> dict[str, Any]:
 
 def state_of(lines: Sequence[LedgerLine], holder: str) -> RunState:
     """Return the run's state by the end of its ledger; ``running``: ``holder`` is in a session that has begun."""
-    last = last_event(lines, EVENT_START, EVENT_RESUME, EVENT_END, EVENT_ACCOUNTING, _INTERRUPT)
-    name = last.event if last is not None else ""
-    if name == EVENT_END:
+    last_record = last_event(lines, EVENT_START, EVENT_RESUME, EVENT_END, EVENT_ACCOUNTING, _INTERRUPT)
+    event_name = last_record.event if last_record is not None else ""
+    if event_name == EVENT_END:
         return "ended"
-    if name == EVENT_ACCOUNTING or (name == _INTERRUPT and not holder):
+    if event_name == EVENT_ACCOUNTING or (event_name == _INTERRUPT and not holder):
         return "interrupted"
     return "unknown" if not lines else "running" if holder else "died"
 
@@ -172,11 +172,11 @@ def holder_of(directory: RunDirectory) -> str:
     if (pid := directory.holder()) is not None:
         return f"process {pid}"
     folder = directory.path / "epoch"
-    registers = [path.name.split("-") for path in folder.glob("*-*-*")]
-    newest = max(registers, key=lambda parts: (int(parts[0]), int(parts[1]), len(parts)), default=[])
-    if len(newest) != 3:  # released, or none
+    register_parts = [path.name.split("-") for path in folder.glob("*-*-*")]
+    newest_parts = max(register_parts, key=lambda parts: (int(parts[0]), int(parts[1]), len(parts)), default=[])
+    if len(newest_parts) != 3:  # released, or none
         return ""
-    owner, status = _read_object(folder / f"{newest[2]}.json", []), folder.stat()
+    owner, status = _read_object(folder / f"{newest_parts[2]}.json", []), folder.stat()
     # This machine's lock was free; a copied folder has another inode.
     if owner.get("host") in (None, socket.gethostname()) or owner.get("inode") != status.st_ino:
         return ""
@@ -190,12 +190,12 @@ def _solve_rate(
     weights, else of training."""
     for line in reversed(lines):
         if isinstance(line, EvaluationRecord) and line.samples:
-            failed = f", {line.failed:,} of {line.failed + line.samples:,} failed" if line.failed else ""
-            return line.solve_rate, line.standard_error, f"{line.split} {line.phase}{failed}"
-    if (best := _read_object(path / "best" / "evaluation.json", []).get("solve_rate")) is not None:
-        return float(best), None, "best"
-    rate = weighted_mean(recent, lambda pair: pair[0].solve_rate, lambda pair: pair[1]) if recent else None
-    return rate, None, "training" if recent else ""
+            failed_text = f", {line.failed:,} of {line.failed + line.samples:,} failed" if line.failed else ""
+            return line.solve_rate, line.standard_error, f"{line.split} {line.phase}{failed_text}"
+    if (best_rate := _read_object(path / "best" / "evaluation.json", []).get("solve_rate")) is not None:
+        return float(best_rate), None, "best"
+    training_rate = weighted_mean(recent, lambda pair: pair[0].solve_rate, lambda pair: pair[1]) if recent else None
+    return training_rate, None, "training" if recent else ""
 
 
 def trace_start_s(path: Path, otherwise_s: float) -> float:
@@ -211,12 +211,12 @@ def trace_start_s(path: Path, otherwise_s: float) -> float:
 
 def _disk_bytes(folder: Path) -> int:
     """Return the bytes that a folder takes on its disk; files that vanish meanwhile don't count."""
-    total = 0
+    total_bytes = 0
     for parent, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(parent, name)).st_blocks * 512
-    return total
+                total_bytes += os.lstat(os.path.join(parent, name)).st_blocks * 512
+    return total_bytes
 
 
 # --- the table -------------------------------------------------------------------------------------------
@@ -231,14 +231,14 @@ def print_runs(runs: Sequence[ListedRun], console: Console | None = None) -> Non
     for name in (*heads, "last line"):
         table.add_column(name, no_wrap=name != "run", overflow="fold")
     for run in runs:
-        cost = quantity(run.device_hours or math.nan)
+        hours_text = quantity(run.device_hours or math.nan)
         cells = (
             visible(run.run),
             run.state,
             f"{run.step:,} of {'?' if run.steps is None else f'{run.steps:,}'}",
             f"{score(run.solve_rate, run.standard_error)} {run.solve_rate_of}",
             score(run.reward),
-            cost if not priced else "–" if run.usd is None else f"${run.usd:,.2f}",
+            hours_text if not priced else "–" if run.usd is None else f"${run.usd:,.2f}",
             f"{quantity(run.disk_bytes)}B",
             "–" if run.started_unix_s is None else f"{datetime.fromtimestamp(run.started_unix_s):%Y-%m-%d %H:%M}",
             _since(run.started_unix_s),

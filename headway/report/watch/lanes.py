@@ -94,7 +94,8 @@ class RunLanes:
 
     def lanes(self, since_s: float | None = None) -> dict[str, Any]:
         """Return tracks, names of spans (``waiting``: those that aren't work), and the marks, ended steps and published
-        versions after ``since_s``. Reads newly written lines first; ``indexed_share``: share of it read so far."""
+        versions after ``since_s``. Reads the trace's new lines first; ``indexed_share``: share of the trace's bytes
+        read so far."""
         self._refresh()
         state, errors = self._state, [self._problem] if self._problem else []
         if state.damaged:
@@ -112,20 +113,20 @@ class RunLanes:
             "indexed_share": self._share,
             "problems": errors,
         }
-        for kind, key in (("versions", "published_s"), ("marks", "time_s"), ("steps", "end_s")):
-            answer[kind] = [event for event in getattr(state, kind) if since_s is None or event[key] > since_s]
+        for kind, time_field in (("versions", "published_s"), ("marks", "time_s"), ("steps", "end_s")):
+            answer[kind] = [event for event in getattr(state, kind) if since_s is None or event[time_field] > since_s]
         return answer
 
     def window(self, from_s: float, to_s: float, pixels: int, tracks: Iterable[int]) -> dict[str, Any]:
         """Return the spans of ``tracks`` between two moments, as `SpanStore.window` does. Raises ConfigurationError for
         invalid arguments."""
-        known = [track for track in dict.fromkeys(tracks) if 0 <= track < len(self._state.tracks)]
+        valid_ids = [track for track in dict.fromkeys(tracks) if 0 <= track < len(self._state.tracks)]
         if not (from_s < to_s and np.isfinite(to_s - from_s)):
             raise ConfigurationError(f"from_s = {from_s}, to_s = {to_s}: valid: two moments, the earlier one first")
-        if not 2 <= pixels <= _MAX_PIXELS or len(known) > _MAX_TRACKS:
+        if not 2 <= pixels <= _MAX_PIXELS or len(valid_ids) > _MAX_TRACKS:
             raise ConfigurationError(f"valid: 2 to {_MAX_PIXELS} pixels, at most {_MAX_TRACKS} tracks")
-        works = self._work_flags()
-        return {"tracks": {str(track): self._store.window(track, from_s, to_s, pixels, works) for track in known}}
+        is_work = self._work_flags()
+        return {"tracks": {str(track): self._store.window(track, from_s, to_s, pixels, is_work) for track in valid_ids}}
 
     def _work_flags(self) -> np.ndarray:
         return np.array([name not in _WAITING for name in self._state.names], bool)
@@ -167,43 +168,43 @@ class RunLanes:
 
     def _read(self, file: BinaryIO, most_bytes: int) -> int:
         """Read whole lines of ``file``; returns the number of bytes."""
-        state, taken = self._state, 0
-        while taken < most_bytes and (data := file.read(_CHUNK_BYTES)):
-            cut = data.rfind(b"\n") + 1
-            if not cut and len(data) < _CHUNK_BYTES:
+        state, taken_bytes = self._state, 0
+        while taken_bytes < most_bytes and (chunk := file.read(_CHUNK_BYTES)):
+            cut_index = chunk.rfind(b"\n") + 1
+            if not cut_index and len(chunk) < _CHUNK_BYTES:
                 break  # torn, or being written
-            data = data[: cut or len(data)]
-            self._take(data)
-            state.offset, taken = state.offset + len(data), taken + len(data)
-            state.mark = ((state.mark or b"") + data)[-_MARK_BYTES:]
+            chunk = chunk[: cut_index or len(chunk)]
+            self._take(chunk)
+            state.offset, taken_bytes = state.offset + len(chunk), taken_bytes + len(chunk)
+            state.mark = ((state.mark or b"") + chunk)[-_MARK_BYTES:]
             file.seek(state.offset)
             if len(self._fresh) >= SEAL_ROWS:
                 self._flush()
-        return taken
+        return taken_bytes
 
     def _flush(self) -> None:
-        fresh, self._fresh = self._fresh, []
+        fresh_rows, self._fresh = self._fresh, []
         state = self._state
-        if fresh and self._store.add(fresh, self._work_flags(), state.to_s) and self._store.kept:
+        if fresh_rows and self._store.add(fresh_rows, self._work_flags(), state.to_s) and self._store.kept:
             state.spans = self._store.stored
             write_cached(self._kept, lambda file: file.write(msgspec.msgpack.encode(state)))
 
     def _take(self, data: bytes) -> None:
-        state, texts = self._state, list[bytes]()
+        state, line_texts = self._state, list[bytes]()
         try:
             lines = _lines_decoder.decode(b"[" + data.rstrip(b"\n").replace(b"\n", b",") + b"]")
         except _UNREADABLE:
-            lines, texts = [], data.split(b"\n")
-        for text in filter(None, texts):
+            lines, line_texts = [], data.split(b"\n")
+        for line_text in filter(None, line_texts):
             try:
-                lines.append(_decoder.decode(text))
+                lines.append(_decoder.decode(line_text))
             except _UNREADABLE as error:
                 state.damaged, state.first_damage = state.damaged + 1, state.first_damage or str(error)[:120]
         state.events += len(lines)
         for line in lines:
             self._take_line(line)
-        for kept in (state.steps, state.versions, state.marks):
-            del kept[:-_MAX_LINES]
+        for bounded_list in (state.steps, state.versions, state.marks):
+            del bounded_list[:-_MAX_LINES]
 
     # -- the lines -----------------------------------------------------------------------------------
 
@@ -246,8 +247,8 @@ class RunLanes:
     def _take_span(self, track: str, name: str, start_s: float, end_s: float) -> None:
         if (targets := self._targets.get((track, name))) is None:
             targets = self._targets[track, name] = self._find_targets(track, name)
-        for number, track_id, code in targets:
-            self._fresh.append((start_s, end_s, track_id, code, number, -1))
+        for name_number, track_id, code in targets:
+            self._fresh.append((start_s, end_s, track_id, code, name_number, -1))
         self._extend_range(start_s, end_s)
         if track == "trainer-0" and name == "publish":
             self._state.versions.append({"version": self._state.version, "published_s": end_s, "applied_s": None})
@@ -260,12 +261,12 @@ class RunLanes:
     def _find_targets(self, track: str, name: str) -> list[tuple[int, int, int]]:
         """Return where spans of this name are drawn: (number at the end of the name, track, code of the name)."""
         state = self._state
-        head = name.rstrip("0123456789")
-        number, head = int(name[len(head) :][:9] or -1), head.strip() or name
+        name_head = name.rstrip("0123456789")
+        name_number, name_head = int(name[len(name_head) :][:9] or -1), name_head.strip() or name
         group = "devices" if _DEVICE.fullmatch(track) else PROCESS_BY_WORKER_KIND.get(track.rpartition("-")[0], "other")
-        targets = [(number, self._track(group, track + " turns" * (group == "devices")), self._name(head))]
+        targets = [(name_number, self._track(group, track + " turns" * (group == "devices")), self._name(name_head))]
         if (device := state.devices.get(track)) and name not in IDLE_SPANS:
-            targets.append((number, self._track("devices", device), self._name(f"{track}: {head}")))
+            targets.append((name_number, self._track("devices", device), self._name(f"{track}: {name_head}")))
         if track == "trainer-0" and name == "wait":
             targets += [(-1, self._track(group, f"trainer-{rank}"), targets[0][2]) for rank in range(1, state.ranks)]
         if len(self._targets) > 10_000:
@@ -279,11 +280,11 @@ class RunLanes:
         return self._state.names.setdefault(name, len(self._state.names))
 
     def _take_step(self, line: StepTrace) -> None:
-        state, step = self._state, f"skipped step {line.step}" if line.skipped else f"step {line.step}"
+        state, step_name = self._state, f"skipped step {line.step}" if line.skipped else f"step {line.step}"
         start_s, end_s = line.start_s + state.shift_s, line.end_s + state.shift_s
         self._set_devices(state.devices, max(1, len(line.rank_compute_s)))
         for rank, compute_s in enumerate(line.rank_compute_s):
-            self._take_span(f"trainer-{rank}", step, max(start_s, end_s - compute_s), end_s)
+            self._take_span(f"trainer-{rank}", step_name, max(start_s, end_s - compute_s), end_s)
         state.steps.append({"step": line.step, "start_s": start_s, "end_s": end_s, "skipped": line.skipped})
         computing_s = max(start_s, end_s - max(line.rank_compute_s, default=0.0))
         for life, lane in state.trained:

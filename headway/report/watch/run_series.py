@@ -74,23 +74,23 @@ def names(run: WatchedRun) -> dict[str, Any]:
     """List the series that a run has measured, in the order of display: name, section, title, unit, caption. Series of
     one plot share section and title."""
     with run.tail(wide=True) as tail:
-        remaining, rows = tail.names(), list[dict[str, str]]()
+        remaining, series_rows = tail.names(), list[dict[str, str]]()
         for section, title, patterns in _PLOTS:
-            of_plot = [name for name in remaining if any(fnmatchcase(name, pattern) for pattern in patterns.split())]
-            remaining = [name for name in remaining if name not in of_plot]
-            rows += [_series_row(name, section, title) for name in of_plot]
+            plot_names = [name for name in remaining if any(fnmatchcase(name, pattern) for pattern in patterns.split())]
+            remaining = [name for name in remaining if name not in plot_names]
+            series_rows += [_series_row(name, section, title) for name in plot_names]
         for name in remaining:
-            group, _, rest = (part.replace("_", " ") for part in name.partition("/"))
-            section = _SECTIONS.get(group, group.capitalize())
-            rows.append(_series_row(name, section, rest))
-        return {"series": rows, "problems": tail.problems}
+            name_group, _, series_title = (part.replace("_", " ") for part in name.partition("/"))
+            section = _SECTIONS.get(name_group, name_group.capitalize())
+            series_rows.append(_series_row(name, section, series_title))
+        return {"series": series_rows, "problems": tail.problems}
 
 
 def _series_row(name: str, section: str, title: str) -> dict[str, str]:
     unit = next((unit for unit in _UNITS if name.endswith(f"_{unit}")), "")
     displayed_unit = unit.replace("_per_", "/") if unit else "share" if name.endswith(("share", "ratio")) else ""
-    _, caption = STEP_METRICS.get(name, ("", ""))
-    return {"name": name, "section": section, "title": title, "unit": displayed_unit, "caption": caption}
+    _, description = STEP_METRICS.get(name, ("", ""))
+    return {"name": name, "section": section, "title": title, "unit": displayed_unit, "caption": description}
 
 
 def series(
@@ -106,15 +106,15 @@ def series(
     requested = [name for name in names.split(",") if name]
     with run.tail(wide=True) as tail:
         known = set(tail.names())
-        if missing := [name for name in requested if name not in known]:
-            raise ConfigurationError(f"names = {missing[0]!r}: valid: {', '.join(sorted(known)) or 'none yet'}")
-        selected = tail.column("version") >= since
-        width = max(1, math.ceil(selected.sum() / checked("points", points, 2, 10_000)))
-        ys = {name: _binned(tail.column(name)[selected], width) for name in requested}
+        if missing_names := [name for name in requested if name not in known]:
+            raise ConfigurationError(f"names = {missing_names[0]!r}: valid: {', '.join(sorted(known)) or 'none yet'}")
+        is_selected = tail.column("version") >= since
+        width = max(1, math.ceil(is_selected.sum() / checked("points", points, 2, 10_000)))
+        ys = {name: _binned(tail.column(name)[is_selected], width) for name in requested}
         return {
-            **{"axis": axis, "label": AXES.get(axis), "steps": int(selected.sum()), "per_point": width},
-            "x": _binned(tail.axis_positions(axis, price)[selected], width)["mean"],
-            "unix_s": _binned(tail.unix_column()[selected], width)["mean"],
+            **{"axis": axis, "label": AXES.get(axis), "steps": int(is_selected.sum()), "per_point": width},
+            "x": _binned(tail.axis_positions(axis, price)[is_selected], width)["mean"],
+            "unix_s": _binned(tail.unix_column()[is_selected], width)["mean"],
             "series": ys if width > 1 else {name: {**curve, "low": None, "high": None} for name, curve in ys.items()},
             "evaluations": evaluations(tail, axis, price),
             "problems": tail.problems,
@@ -136,9 +136,9 @@ def evaluations(tail: RunTail, axis: str, price: float | None) -> list[dict[str,
     records = [record for record in tail.evaluations.values() if record.samples]
     mean_versions = [(record.first_version + record.last_version) / 2 for record in records]
     versions, positions = np.append(0.0, tail.column("version")), np.append(0.0, tail.axis_positions(axis, price))
-    fields = ("split", "phase", "solve_rate", "standard_error", "tasks", "failures_text")
+    field_names = ("split", "phase", "solve_rate", "standard_error", "tasks", "failures_text")
     return [
-        {"x": x, **{field: getattr(record, field) for field in fields}}
+        {"x": x, **{field: getattr(record, field) for field in field_names}}
         for record, x in zip(records, np.interp(mean_versions, versions, positions).tolist(), strict=True)
     ]
 
@@ -152,10 +152,10 @@ def event_of(tail: RunTail, number: int) -> dict[str, Any]:
     if event is None:
         record = tail.evaluations[number]
         event = EventRecord(event="evaluation", detail=evaluation_line(record), step=record.step, time_s=record.time_s)
-    fields = ("event", "detail", "worker", "cause", "step", "time_s", "data")
+    field_names = ("event", "detail", "worker", "cause", "step", "time_s", "data")
     return {
         **{"n": number, "kind": _kind(event.event), "version": event.step, "unix_s": tail.unix_s(number, event.time_s)},
-        **{field: getattr(event, field) for field in fields},
+        **{field: getattr(event, field) for field in field_names},
         "x": {"steps": event.step, "hours": tail.at_s[number] / 3600},
     }
 
@@ -168,10 +168,10 @@ def events(run: WatchedRun, after: int = -1) -> dict[str, Any]:
     """Return the newest events and evaluations after line ``after``."""
     with run.tail() as tail:
         numbers = sorted(number for number in {*tail.events, *tail.evaluations} if number > after)
-        listed = [event_of(tail, number) for number in numbers[-_MAX_EVENTS:]]
-        left_out = len(numbers) - len(listed)
-        problems = [*tail.problems, f"{left_out} older events are left out"] if left_out else tail.problems
-        return {"events": listed, "problems": problems}
+        listed_events = [event_of(tail, number) for number in numbers[-_MAX_EVENTS:]]
+        left_out_count = len(numbers) - len(listed_events)
+        problems = [*tail.problems, f"{left_out_count} older events are left out"] if left_out_count else tail.problems
+        return {"events": listed_events, "problems": problems}
 
 
 # --- logs and configuration ------------------------------------------------------------------------------
@@ -179,15 +179,15 @@ def events(run: WatchedRun, after: int = -1) -> dict[str, Any]:
 
 def _log_files(run: WatchedRun) -> dict[str, Path]:
     folder = RunDirectory(run.path).logs
-    files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if is_inside(path, run.path)}
-    return {os.fsencode(name).decode("utf-8", "replace"): path for name, path in files.items()}
+    paths = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if is_inside(path, run.path)}
+    return {os.fsencode(name).decode("utf-8", "replace"): path for name, path in paths.items()}
 
 
 def logs(run: WatchedRun) -> dict[str, Any]:
     """List the logs of a run's workers, those last written first."""
-    files = [(name, path.stat()) for name, path in _log_files(run).items()]
-    files.sort(key=lambda pair: -pair[1].st_mtime)
-    rows = [{"name": name, "size_bytes": st.st_size, "modified_unix_s": st.st_mtime} for name, st in files[:_MAX_LOGS]]
+    stats = [(name, path.stat()) for name, path in _log_files(run).items()]
+    stats.sort(key=lambda pair: -pair[1].st_mtime)
+    rows = [{"name": name, "size_bytes": st.st_size, "modified_unix_s": st.st_mtime} for name, st in stats[:_MAX_LOGS]]
     return {"logs": rows, "problems": [] if rows else ["no worker has written a log here"]}
 
 
@@ -196,28 +196,28 @@ def log(
 ) -> dict[str, Any]:
     """Read ``bytes`` of a log: those before offset ``end`` (default: the end of the file), or those around ``unix_s``.
     Raises ConfigurationError for a log that isn't listed."""
-    files, problems = _log_files(run), list[str]()
-    if name not in files:
-        raise ConfigurationError(f"name = {name!r}: valid: {', '.join(files) or 'there are no logs'}")
-    with files[name].open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
+    path_by_name, problems = _log_files(run), list[str]()
+    if name not in path_by_name:
+        raise ConfigurationError(f"name = {name!r}: valid: {', '.join(path_by_name) or 'there are no logs'}")
+    with path_by_name[name].open("rb") as file:
+        size_bytes = os.fstat(file.fileno()).st_size
 
         def time_at(offset: int) -> float:
             file.seek(offset)
-            timed = _TIME.search(file.read(_BLOCK_BYTES))
+            match = _TIME.search(file.read(_BLOCK_BYTES))
             return (
-                math.inf if timed is None else datetime.fromisoformat(timed[1].decode().replace(",", ".")).timestamp()
+                math.inf if match is None else datetime.fromisoformat(match[1].decode().replace(",", ".")).timestamp()
             )
 
         if unix_s is not None and time_at(0) == math.inf:
             problems.append("its lines have no times: this is its end")
         elif unix_s is not None:
-            end = bisect_left(range(0, size, _BLOCK_BYTES), unix_s, key=time_at) * _BLOCK_BYTES + bytes // 2
-        end = size if end is None else max(0, min(end, size))
+            end = bisect_left(range(0, size_bytes, _BLOCK_BYTES), unix_s, key=time_at) * _BLOCK_BYTES + bytes // 2
+        end = size_bytes if end is None else max(0, min(end, size_bytes))
         start = max(0, end - checked("bytes", bytes, 1, 1 << 20))
         file.seek(start)
         text = file.read(end - start).decode("utf-8", "replace")
-    return {"text": text, "start": start, "end": end, "size_bytes": size, "problems": problems}
+    return {"text": text, "start": start, "end": end, "size_bytes": size_bytes, "problems": problems}
 
 
 def configuration(run: WatchedRun) -> dict[str, Any]:

@@ -68,8 +68,8 @@ class SpanStore:
 
     def _add_blocks(self, blocks: NDArray[Any]) -> None:
         blocks = blocks[np.argsort(blocks["track"], kind="stable")]
-        for part in np.split(blocks, np.flatnonzero(np.diff(blocks["track"])) + 1):
-            self._blocks.setdefault(int(part["track"][0]) if len(part) else -1, []).append(part)
+        for track_blocks in np.split(blocks, np.flatnonzero(np.diff(blocks["track"])) + 1):
+            self._blocks.setdefault(int(track_blocks["track"][0]) if len(track_blocks) else -1, []).append(track_blocks)
 
     def _set_tail(self, tail: NDArray[Any]) -> None:
         self._tail, self._tail_tracks = tail, tail["track"].copy()
@@ -78,18 +78,18 @@ class SpanStore:
         """Add rows; returns whether the tail was sealed. ``works``: whether each name is work; ``to_s``: the latest end
         of all spans. Raises OSError when the disk is full."""
         self._set_tail(_sort_and_join(np.concatenate((self._tail, np.array(fresh, _ROW)))))
-        late = self._tail["end"] > to_s - _LATE_S
-        late &= len(late) < 2 * SEAL_ROWS
-        rows, tail = self._tail[~late], self._tail[late]
+        is_late = self._tail["end"] > to_s - _LATE_S
+        is_late &= len(is_late) < 2 * SEAL_ROWS
+        rows, tail_rows = self._tail[~is_late], self._tail[is_late]
         if len(rows) < SEAL_ROWS:
             return False
         blocks = _blocks(rows, works, self.stored.rows)
-        for file, data in zip(self._files, (rows, blocks), strict=True):
-            file.write(data.tobytes())
+        for file, array in zip(self._files, (rows, blocks), strict=True):
+            file.write(array.tobytes())
             file.flush()
         sizes = {"rows": self.stored.rows + len(rows), "blocks": self.stored.blocks + len(blocks)}
-        self.stored = StoredSpans(**sizes, tail=tail.tobytes())
-        self._set_tail(tail)
+        self.stored = StoredSpans(**sizes, tail=tail_rows.tobytes())
+        self._set_tail(tail_rows)
         self._add_blocks(blocks)
         return True
 
@@ -99,52 +99,52 @@ class SpanStore:
         ``share`` is a span's share of work. Spans that aren't joined keep their ends beyond the window, and only they
         have ``number`` and ``member``, which are left out where they would be -1 throughout."""
         width_s = 2 * (to_s - from_s) / pixels
-        blocks, inner, rows = self._units(track, from_s, to_s, width_s)
+        blocks, narrow_blocks, rows = self._units(track, from_s, to_s, width_s)
 
         def column(name: str) -> NDArray[Any]:  # copying whole rows takes ten times as long
-            return np.concatenate((blocks[name][inner], *(part[name] for part in rows)))
+            return np.concatenate((blocks[name][narrow_blocks], *(part[name] for part in rows)))
 
         whole_start, whole_end, name = map(column, ("start", "end", "name"))
-        most_s = np.where(works, np.inf, 0.0)
-        work = np.concatenate((blocks["work"][inner], *(most_s[part["name"]] for part in rows)))
+        max_work_s = np.where(works, np.inf, 0.0)
+        work = np.concatenate((blocks["work"][narrow_blocks], *(max_work_s[part["name"]] for part in rows)))
         order = np.argsort(whole_start, kind="stable")
         start, end = np.maximum(whole_start, from_s)[order], np.minimum(whole_end, to_s)[order]
         if (start[1:] < end[:-1]).any():
             _cut(start, end)
         order, start, end = (values[end > start] for values in (order, start, end))
         work = np.minimum(work[order], end - start)
-        narrow, pixel_index = end - start < width_s, np.floor((start - from_s) / width_s)
-        first = _part_starts(narrow[1:] & (pixel_index[1:] == pixel_index[:-1]), len(start))
-        if not len(first):
+        is_narrow, pixel_index = end - start < width_s, np.floor((start - from_s) / width_s)
+        part_starts = _part_starts(is_narrow[1:] & (pixel_index[1:] == pixel_index[:-1]), len(start))
+        if not len(part_starts):
             return {"start": [], "end": [], "name": [], "share": []}
-        last = np.append(first[1:], len(start)) - 1
-        alone, longest = first == last, order[_heaviest(work + (end - start) * 1e-9, first)]
-        share = np.add.reduceat(work, first) / (end[last] - start[first])
-        start = np.where(alone & (start[first] <= from_s), whole_start[longest], start[first])
-        end = np.where(alone & (end[last] >= to_s), whole_end[longest], end[last])
-        arrays = {"start": np.round(start - from_s, 7), "end": np.round(end - from_s, 7)}
-        arrays |= {"name": name[longest], "share": np.round(share, 4)}
+        part_ends = np.append(part_starts[1:], len(start)) - 1
+        is_single, heaviest_rows = part_starts == part_ends, order[_heaviest(work + (end - start) * 1e-9, part_starts)]
+        work_share = np.add.reduceat(work, part_starts) / (end[part_ends] - start[part_starts])
+        start = np.where(is_single & (start[part_starts] <= from_s), whole_start[heaviest_rows], start[part_starts])
+        end = np.where(is_single & (end[part_ends] >= to_s), whole_end[heaviest_rows], end[part_ends])
+        array_by_field = {"start": np.round(start - from_s, 7), "end": np.round(end - from_s, 7)}
+        array_by_field |= {"name": name[heaviest_rows], "share": np.round(work_share, 4)}
         for field in ("number", "member"):
-            values = np.concatenate((np.full(len(inner), -1), *(part[field] for part in rows)))
-            values = np.where(alone, values[longest], -1)
-            arrays |= {field: values} if (values >= 0).any() else {}
-        return {field: values.tolist() for field, values in arrays.items()}
+            values = np.concatenate((np.full(len(narrow_blocks), -1), *(part[field] for part in rows)))
+            values = np.where(is_single, values[heaviest_rows], -1)
+            array_by_field |= {field: values} if (values >= 0).any() else {}
+        return {field: values.tolist() for field, values in array_by_field.items()}
 
     def _units(self, track: int, from_s: float, to_s: float, width_s: float) -> tuple[Any, NDArray[Any], list[Any]]:
         """Return the blocks of a track, the indices of narrow blocks inside the window, and arrays of rows with all
         other spans that reach into it."""
-        parts = self._blocks.setdefault(track, [np.zeros(0, _BLOCK)])
-        parts[:] = [np.concatenate(parts)] if len(parts) > 1 else parts
-        blocks, start, end = parts[0], parts[0]["start"], parts[0]["end"]
-        reaching = np.flatnonzero((end > from_s) & (start < to_s))
-        start, end = start[reaching], end[reaching]
-        inside = (end - start < width_s) & (start >= from_s) & (end <= to_s)
-        begin, count = (blocks[name][reaching[~inside]] for name in ("row", "count"))
-        runs = _part_starts(begin[1:] == begin[:-1] + count[:-1], len(begin))  # adjacent in the file
-        sizes = np.add.reduceat(count, runs) if len(runs) else runs
-        rows = np.frombuffer(b"".join(map(self._read_rows, begin[runs].tolist(), sizes.tolist())), _ROW)
+        block_arrays = self._blocks.setdefault(track, [np.zeros(0, _BLOCK)])
+        block_arrays[:] = [np.concatenate(block_arrays)] if len(block_arrays) > 1 else block_arrays
+        blocks, start, end = block_arrays[0], block_arrays[0]["start"], block_arrays[0]["end"]
+        reaching_blocks = np.flatnonzero((end > from_s) & (start < to_s))
+        start, end = start[reaching_blocks], end[reaching_blocks]
+        fits_inside = (end - start < width_s) & (start >= from_s) & (end <= to_s)
+        begin, row_counts = (blocks[name][reaching_blocks[~fits_inside]] for name in ("row", "count"))
+        run_starts = _part_starts(begin[1:] == begin[:-1] + row_counts[:-1], len(begin))  # adjacent in the file
+        run_rows = np.add.reduceat(row_counts, run_starts) if len(run_starts) else run_starts
+        rows = np.frombuffer(b"".join(map(self._read_rows, begin[run_starts].tolist(), run_rows.tolist())), _ROW)
         low, high = np.searchsorted(self._tail_tracks, (track, track + 1))
-        return blocks, reaching[inside], [rows, self._tail[low:high]]
+        return blocks, reaching_blocks[fits_inside], [rows, self._tail[low:high]]
 
     def _read_rows(self, row: int, count: int) -> bytes:
         # Not mapped, since all pages that were ever read would count as this process's memory.
@@ -156,18 +156,18 @@ def _sort_and_join(rows: NDArray[Any]) -> NDArray[Any]:
     only by a snapshot are joined."""
     rows = rows[np.lexsort((rows["start"], rows["track"]))]
     track = rows["track"]
-    overlaps = (track[1:] == track[:-1]) & (rows["start"][1:] < rows["end"][:-1])
-    for track_id in np.unique(track[1:][overlaps]):
+    overlaps_next = (track[1:] == track[:-1]) & (rows["start"][1:] < rows["end"][:-1])
+    for track_id in np.unique(track[1:][overlaps_next]):
         low, high = np.searchsorted(track, (track_id, track_id + 1))
         _cut(rows["start"][low:high], rows["end"][low:high])
     rows = rows[rows["end"] > rows["start"]]
     continues = rows["start"][1:] - rows["end"][:-1] < _MIN_GAP_S
     for name in ("track", "name", "number", "member"):
         continues &= rows[name][1:] == rows[name][:-1]
-    first = _part_starts(continues, len(rows))
-    joined = rows[first]
-    joined["end"] = rows["end"][np.append(first[1:], len(rows))[: len(first)] - 1]
-    return joined
+    part_starts = _part_starts(continues, len(rows))
+    joined_rows = rows[part_starts]
+    joined_rows["end"] = rows["end"][np.append(part_starts[1:], len(rows))[: len(part_starts)] - 1]
+    return joined_rows
 
 
 def _cut(start: NDArray[Any], end: NDArray[Any]) -> None:
@@ -183,15 +183,15 @@ def _part_starts(continues: Flags, count: int) -> NDArray[np.intp]:
 def _heaviest(weights: NDArray[Any], first: NDArray[np.intp]) -> NDArray[np.intp]:
     """Return the index of the greatest weight of each part."""
     peaks = np.repeat(np.maximum.reduceat(weights, first), np.diff(np.append(first, len(weights))))
-    places = np.flatnonzero(weights == peaks)
-    return places[np.searchsorted(places, first)]
+    peak_positions = np.flatnonzero(weights == peaks)
+    return peak_positions[np.searchsorted(peak_positions, first)]
 
 
 def _blocks(rows: NDArray[Any], works: Flags, offset: int) -> NDArray[Any]:
     """Make the blocks of sorted rows; the first row has number ``offset`` in the file."""
-    tracks = _part_starts(np.diff(rows["track"]) == 0, len(rows))
-    within = np.arange(len(rows)) - np.repeat(tracks, np.diff(np.append(tracks, len(rows))))
-    first = np.flatnonzero(within % _BLOCK_ROWS == 0)
+    track_starts = _part_starts(np.diff(rows["track"]) == 0, len(rows))
+    row_in_track = np.arange(len(rows)) - np.repeat(track_starts, np.diff(np.append(track_starts, len(rows))))
+    first = np.flatnonzero(row_in_track % _BLOCK_ROWS == 0)
     took_s = rows["end"] - rows["start"]
     work_s = np.where(works[rows["name"]], took_s, 0.0)
     blocks = np.zeros(len(first), _BLOCK)

@@ -27,19 +27,19 @@ def compare(
     rows, problems, configurations = list[dict[str, Any]](), list[str](), list[dict[str, Any]]()
     for run in dict.fromkeys(runs):
         with run.tail(wide=True) as tail:
-            known = ",".join(set(tail.names()) & set(names.split(",")))
+            known_names = ",".join(set(tail.names()) & set(names.split(",")))
             state = tail.state(holder_of(RunDirectory(run.path)))
             row = {"id": run.id, "name": run.path.name, "numbers": _numbers(tail, state, price)}
         try:
-            run_series = series(run, known, axis, points, price=price)
+            run_series = series(run, known_names, axis, points, price=price)
         except ConfigurationError as error:
             if axis not in AXES:
                 raise
             run_series = {"x": [], "series": {}, "evaluations": [], "problems": [str(error)]}
         rows.append(row | {name: run_series[name] for name in ("x", "series", "evaluations")})
-        stored = configuration(run)
-        configurations.append(stored["configuration"])
-        problems += [f"{run.id}: {problem}" for problem in (*run_series["problems"], *stored["problems"])]
+        stored_settings = configuration(run)
+        configurations.append(stored_settings["configuration"])
+        problems += [f"{run.id}: {problem}" for problem in (*run_series["problems"], *stored_settings["problems"])]
     return {
         **{"runs": rows, "differences": differences(configurations), "problems": problems},
         **{"axis": axis, "label": AXES[axis], "axes": [key for key in AXES if key != "dollars" or price is not None]},

@@ -57,11 +57,11 @@ class TraceTail:
                 self._offset = file_stat.st_size - _TAIL_BYTES
                 self._finished.clear()  # some may have ended in the skipped lines
             file.seek(self._offset)
-            texts = file.read().split(b"\n")
-            self._offset, self.written_unix_s = file.tell() - len(texts[-1]), file_stat.st_mtime
-        for text in texts[torn_start:-1]:
+            line_texts = file.read().split(b"\n")
+            self._offset, self.written_unix_s = file.tell() - len(line_texts[-1]), file_stat.st_mtime
+        for line_text in line_texts[torn_start:-1]:
             try:
-                self._take(_decoder.decode(text))
+                self._take(_decoder.decode(line_text))
             except (msgspec.DecodeError, UnicodeDecodeError):
                 continue  # the view of devices counts damaged lines
 
@@ -87,9 +87,9 @@ class TraceTail:
 
 def stamp(run: WatchedRun) -> tuple[Any, ...]:
     """Return a value that changes when the view `now` may have changed."""
-    files = [stamp_of(run.path / name) for name in (FILE_NAME, _WAITS, "epoch")]
-    silent = files[1] and time.time() - files[1][2] / 1e9 > _SILENT_S
-    return run.stamp(), files, silent, holder_of(RunDirectory(run.path))
+    file_stamps = [stamp_of(run.path / name) for name in (FILE_NAME, _WAITS, "epoch")]
+    is_silent = file_stamps[1] and time.time() - file_stamps[1][2] / 1e9 > _SILENT_S
+    return run.stamp(), file_stamps, is_silent, holder_of(RunDirectory(run.path))
 
 
 def now(run: WatchedRun, price: float | None = None) -> dict[str, Any]:
@@ -108,16 +108,16 @@ def now(run: WatchedRun, price: float | None = None) -> dict[str, Any]:
         elif alive and state != "running" and _locked_s(run.path) > (tail.written_unix_s or 0.0) + 1e-3:  # else it ends
             problems.append("it is being started or resumed: this session has recorded nothing yet")
         state = "running" if alive else state
-        last, snapshot = tail.recent[-1] if tail.recent else None, trace.snapshot if alive else None
+        last_step, snapshot = tail.recent[-1] if tail.recent else None, trace.snapshot if alive else None
         return {
             **{"run": run.id, "name": run.path.name, "state": state, "holder": holder, **_verdict(tail, state, price)},
-            "step": last.version if last else 0,
+            "step": last_step.version if last_step else 0,
             "steps": tail.experiment and tail.experiment.run.steps,
-            "version": max(snapshot.version if snapshot else 0, last.version if last else 0),
+            "version": max(snapshot.version if snapshot else 0, last_step.version if last_step else 0),
             "applied_version": snapshot.applied_version if snapshot else None,
             "left_s": _remaining_s(tail) if alive else None,
             "updated_unix_s": max(filter(None, (tail.written_unix_s, trace.written_unix_s)), default=None),
-            "queue": _queue(tail, trace, waits, snapshot, last),
+            "queue": _queue(tail, trace, waits, snapshot, last_step),
             "rates": _rates(tail, state),
             "workers": _workers(snapshot, waits),
             "stalls": [
@@ -155,24 +155,24 @@ def _verdict(tail: RunTail, state: str, price: float | None) -> dict[str, Any]:
     """Summarise the verdict of `headway report` in a sentence, with its parts. In a live run ``waits`` are those of
     its newest steps, whose number is ``waits_of``."""
     verdict, cost = tail.view().verdict, tail.cost(price)
-    newest = list(tail.recent)[-WINDOW:] if state == "running" else tail.view().steps
-    waits = waits_of(newest)
+    newest_steps = list(tail.recent)[-WINDOW:] if state == "running" else tail.view().steps
+    waits = waits_of(newest_steps)
     state_texts = {"unknown": "Its end isn't recorded", "died": "It died"}
-    parts = [] if state == "running" else [state_texts.get(state, state.capitalize())]
+    part_texts = [] if state == "running" else [state_texts.get(state, state.capitalize())]
     if tail.recent:
-        parts.append(verdict.balance_text.partition(". ")[0])
-        lately, text = judge_balance(waits, verdict.staleness_budget)
-        if lately != verdict.balance:
-            parts.append(f"In the newest {len(newest)} steps: {text.partition('. ')[0]}")
-        learning = verdict.learning_text.removeprefix("No two evaluations to compare. ").removeprefix("Yes: ")
-        parts += [verdict.staleness_text, learning]
+        part_texts.append(verdict.balance_text.partition(". ")[0])
+        recent_balance, balance_text = judge_balance(waits, verdict.staleness_budget)
+        if recent_balance != verdict.balance:
+            part_texts.append(f"In the newest {len(newest_steps)} steps: {balance_text.partition('. ')[0]}")
+        learning_text = verdict.learning_text.removeprefix("No two evaluations to compare. ").removeprefix("Yes: ")
+        part_texts += [verdict.staleness_text, learning_text]
     if cost is not None:
-        parts.append(f"${cost.usd:,.2f} so far")
-    sentence = ". ".join(part[:1].upper() + part[1:].rstrip(".") for part in parts)
+        part_texts.append(f"${cost.usd:,.2f} so far")
+    sentence = ". ".join(part[:1].upper() + part[1:].rstrip(".") for part in part_texts)
     return {
         "sentence": f"{sentence}." if sentence else "",
         **{"learning": verdict.learning, "balance": verdict.balance},
-        **{"waits": msgspec.to_builtins(waits), "waits_of": len(newest)},
+        **{"waits": msgspec.to_builtins(waits), "waits_of": len(newest_steps)},
         "cost": None if cost is None else {**msgspec.to_builtins(cost), "text": cost_sentence(cost)},
     }
 
@@ -188,62 +188,62 @@ def _remaining_s(tail: RunTail) -> float | None:
 def _queue(
     tail: RunTail, trace: TraceTail, waits: WaitGraph | None, snapshot: QueueSnapshot | None, last: StepRecord | None
 ) -> dict[str, Any]:
-    state = snapshot or last or StepRecord(step=0, version=0)
-    engines = state.engines or EngineLoad()
-    kinds = Counter(wait.kind for wait in waits.waits) if waits is not None else Counter[str]()
-    experiment, training = tail.experiment, any(kind.startswith("trainer.") for kind in kinds)
+    queue_state = snapshot or last or StepRecord(step=0, version=0)
+    engines = queue_state.engines or EngineLoad()
+    waits_by_kind = Counter(wait.kind for wait in waits.waits) if waits is not None else Counter[str]()
+    experiment, is_training = tail.experiment, any(kind.startswith("trainer.") for kind in waits_by_kind)
     group_size = 1 if experiment is None else experiment.rollout.group_size
-    verifying = min(state.running_groups, kinds["verdicts"])
-    queued = min(state.running_groups - verifying, engines.waiting_rollouts // group_size)
-    rows = (
-        ("admitted", queued, engines.waiting_rollouts),
-        ("generating", state.running_groups - verifying - queued, engines.running_rollouts),
-        ("parked", state.parked_groups, None),
-        ("verifying", verifying, None),
-        ("buffered", state.buffered_groups, None),
-        ("batch", experiment.queue.groups_per_step if training and experiment is not None else 0, None),
+    verifying_groups = min(queue_state.running_groups, waits_by_kind["verdicts"])
+    queued_groups = min(queue_state.running_groups - verifying_groups, engines.waiting_rollouts // group_size)
+    stage_rows = (
+        ("admitted", queued_groups, engines.waiting_rollouts),
+        ("generating", queue_state.running_groups - verifying_groups - queued_groups, engines.running_rollouts),
+        ("parked", queue_state.parked_groups, None),
+        ("verifying", verifying_groups, None),
+        ("buffered", queue_state.buffered_groups, None),
+        ("batch", experiment.queue.groups_per_step if is_training and experiment is not None else 0, None),
     )
-    by_version, now_s = dict[int, list[float]](), snapshot.time_s if snapshot else 0.0
+    finished_by_version, now_s = dict[int, list[float]](), snapshot.time_s if snapshot else 0.0
     for group in trace.buffered() if snapshot is not None else ():
         versions = [rollout.first_version for rollout in group.rollouts if rollout.first_version >= 0]
-        by_version.setdefault(min(versions, default=group.admitted_version), []).append(group.finished_s)
+        finished_by_version.setdefault(min(versions, default=group.admitted_version), []).append(group.finished_s)
     return {
         "capacity": last.buffer_capacity_groups if last else None,
-        "stages": [{"name": name, "groups": groups, "rollouts": rollouts} for name, groups, rollouts in rows],
+        "stages": [{"name": name, "groups": groups, "rollouts": rollouts} for name, groups, rollouts in stage_rows],
         "version": snapshot.version if snapshot else None,  # trained when the groups were buffered
         "buffered_by_version": [
-            {"version": version, "groups": len(ends), "age_s": max(0.0, now_s - min(ends))}
-            for version, ends in sorted(by_version.items())
+            {"version": version, "groups": len(finish_times), "age_s": max(0.0, now_s - min(finish_times))}
+            for version, finish_times in sorted(finished_by_version.items())
         ],
         "budget": experiment and experiment.queue.budget,
-        "oldest_age_s": state.oldest_age_s,
+        "oldest_age_s": queue_state.oldest_age_s,
     }
 
 
 def _rates(tail: RunTail, state: str) -> dict[str, Any]:
     """Return the rates over the newest steps of a live run, else over the whole run."""
     names = ("production", "effective_production", "consumption", "trained")
-    means: dict[str, float | None] = dict.fromkeys(names)
+    mean_by_name: dict[str, float | None] = dict.fromkeys(names)
     if tail.recent and state == "running":
-        means = {name: _mean(tail, lambda s, field=f"{name}_per_s": getattr(s, field)) for name in names[:3]}
-        means["trained"] = _mean(tail, lambda step: step.samples / step.step_s if step.step_s else 0.0)
+        mean_by_name = {name: _mean(tail, lambda s, field=f"{name}_per_s": getattr(s, field)) for name in names[:3]}
+        mean_by_name["trained"] = _mean(tail, lambda step: step.samples / step.step_s if step.step_s else 0.0)
     elif tail.recent:
-        means = {name: getattr(tail.view().summary, f"{name}_per_s") for name in names}
+        mean_by_name = {name: getattr(tail.view().summary, f"{name}_per_s") for name in names}
     columns = [tail.unix_column(), *(tail.column(f"rates/{name}_samples_per_s") for name in (names[0], names[2]))]
     recent = [list(row) for row in zip(*(column[-RECENT:].tolist() for column in columns), strict=True)]
-    return {**means, "unit": "samples/s", "recent": recent}
+    return {**mean_by_name, "unit": "samples/s", "recent": recent}
 
 
 def _workers(snapshot: QueueSnapshot | None, waits: WaitGraph | None) -> list[dict[str, Any]]:
-    calls: dict[str, Counter[str]] = {}
+    calls_by_owner: dict[str, Counter[str]] = {}
     for wait in waits.waits if waits is not None else ():
-        calls.setdefault(wait.owner, Counter())[wait.kind.rpartition(".")[2].replace("_", " ")] += 1
-    doing = {
+        calls_by_owner.setdefault(wait.owner, Counter())[wait.kind.rpartition(".")[2].replace("_", " ")] += 1
+    doing_by_worker = {
         owner: ", ".join(f"{kind} ({count})" if count > 1 else kind for kind, count in counts.most_common(2))
-        for owner, counts in calls.items()
+        for owner, counts in calls_by_owner.items()
     }
     workers = snapshot.workers if snapshot is not None else ()
-    return [{**msgspec.to_builtins(worker), "doing": doing.get(worker.name, "")} for worker in workers]
+    return [{**msgspec.to_builtins(worker), "doing": doing_by_worker.get(worker.name, "")} for worker in workers]
 
 
 def _since(tail: RunTail, number: int, event: Any) -> float | None:

@@ -79,21 +79,21 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], text_columns: in
 
 
 def _figures(view: RunView) -> dict[str, str]:
-    s, budget = view.summary, view.budget
+    totals, budget = view.summary, view.budget
     figures = {
-        "trainer waits": percent(s.trainer_wait_ratio),
-        "generator waits": percent(s.generator_wait_ratio),
-        "trained, samples/s": quantity(s.trained_per_s),
-        "consumption, samples/s": quantity(s.consumption_per_s),
-        "production, samples/s": quantity(s.production_per_s),
-        "effective production, samples/s": quantity(s.effective_production_per_s),
-        "worst staleness, versions": f"{s.max_trajectory_staleness}" + ("" if budget is None else f" of {budget}"),
-        "length bias (KS)": f"{s.length_bias_ks:.3f}",
+        "trainer waits": percent(totals.trainer_wait_ratio),
+        "generator waits": percent(totals.generator_wait_ratio),
+        "trained, samples/s": quantity(totals.trained_per_s),
+        "consumption, samples/s": quantity(totals.consumption_per_s),
+        "production, samples/s": quantity(totals.production_per_s),
+        "effective production, samples/s": quantity(totals.effective_production_per_s),
+        "worst staleness, versions": f"{totals.max_trajectory_staleness}" + ("" if budget is None else f" of {budget}"),
+        "length bias (KS)": f"{totals.length_bias_ks:.3f}",
     }
     if skipped := sum(step.skipped for step in view.steps):
         figures["steps skipped (not finite)"] = f"{skipped:,}"
-    if s.best_version is not None:
-        figures["best version"] = f"{s.best_version:,}"
+    if totals.best_version is not None:
+        figures["best version"] = f"{totals.best_version:,}"
     return figures
 
 
@@ -101,14 +101,14 @@ def _evaluations(records: Sequence[EvaluationRecord]) -> Section:
     rows: list[list[str]] = []
     for record in records:
         versions = f"{record.first_version} (held)" if record.held else f"{record.first_version}–{record.last_version}"
-        cells = "–", "–", "–", "–"
+        score_cells = "–", "–", "–", "–"
         if record.samples:
-            best = ", ".join(format_pass_at(record.pass_at))
-            rate = score(record.solve_rate, record.standard_error)
-            cells = rate, best, f"{record.reward_mean:.3f}", f"{record.length_mean:.1f}"
-        failed = f"{record.failed:,}" + (f": {record.failure_cause}" if record.failure_cause else "")
-        counts = versions, f"{record.tasks:,}", f"{record.samples:,}"
-        rows.append([record.phase, record.split, *counts, *cells, failed, duration(record.duration_s)])
+            pass_text = ", ".join(format_pass_at(record.pass_at))
+            rate_text = score(record.solve_rate, record.standard_error)
+            score_cells = rate_text, pass_text, f"{record.reward_mean:.3f}", f"{record.length_mean:.1f}"
+        failed_text = f"{record.failed:,}" + (f": {record.failure_cause}" if record.failure_cause else "")
+        count_cells = versions, f"{record.tasks:,}", f"{record.samples:,}"
+        rows.append([record.phase, record.split, *count_cells, *score_cells, failed_text, duration(record.duration_s)])
         for label, source in record.by_source.items():
             rows.append(["", label, "", f"{source.tasks:,}", f"{source.samples:,}", format_score(source), *[""] * 5])
         for name, text in format_kernel_shares(record.kernels).items():
@@ -142,31 +142,31 @@ def _events(view: RunView) -> Section:
         ]
         for event in view.events[-_MAX_ROWS:]
     ]
-    left_out = [f"The last {_MAX_ROWS} of {len(view.events):,}."] if len(view.events) > _MAX_ROWS else []
+    left_out_texts = [f"The last {_MAX_ROWS} of {len(view.events):,}."] if len(view.events) > _MAX_ROWS else []
     heads = ("event", "detail", "data", "version", "time")
-    return {"title": "Events", "sentences": left_out, **_table(heads, rows, 3)}
+    return {"title": "Events", "sentences": left_out_texts, **_table(heads, rows, 3)}
 
 
 # --- histograms ------------------------------------------------------------------------------------------
 
 
 def _histograms(steps: Sequence[StepRecord]) -> list[Section]:
-    staleness = {
+    staleness_by_kind = {
         "trajectories": pooled(step.trajectory_staleness.histogram for step in steps if not step.skipped),
         "tokens": pooled(step.tokens.staleness.histogram for step in steps if step.tokens and not step.skipped),
     }
     staleness_caption = "Share of everything trained on, by versions between sampling and the gradient."
-    rows = [step.rewards.solve_rate_histogram for step in steps if step.rewards]
-    bins = len(rows[0]) if rows else 0
-    solved = _fifths([dict(enumerate(row)) for row in rows if len(row) == bins])
+    solve_histograms = [step.rewards.solve_rate_histogram for step in steps if step.rewards]
+    bins = len(solve_histograms[0]) if solve_histograms else 0
+    solved_by_fifth = _fifths([dict(enumerate(row)) for row in solve_histograms if len(row) == bins])
 
     def share(bin_index: float) -> str:
         return "none" if not bin_index else "all" if bin_index == bins - 1 else f"≤{bin_index * 100 / (bins - 1):.0f}%"
 
     solved_caption = "Groups by the share of their rollouts that solve the task. Those at either end carry no signal."
     return [
-        {"title": "Groups by share solved", "bars": _bars("", solved_caption, solved, share)},
-        {"title": "Staleness, whole run", "bars": _bars("", staleness_caption, staleness)},
+        {"title": "Groups by share solved", "bars": _bars("", solved_caption, solved_by_fifth, share)},
+        {"title": "Staleness, whole run", "bars": _bars("", staleness_caption, staleness_by_kind)},
     ]
 
 
@@ -185,16 +185,16 @@ Counts = Mapping[Any, int]
 
 def _fifths(rows: Sequence[Counts]) -> dict[str, dict[float, int]]:
     """Sum the first fifth of the histograms, and the last fifth."""
-    part = max(1, len(rows) // 5)
-    return {"first fifth of the steps": _summed(rows[:part]), "last fifth": _summed(rows[-part:])}
+    fifth_count = max(1, len(rows) // 5)
+    return {"first fifth of the steps": _summed(rows[:fifth_count]), "last fifth": _summed(rows[-fifth_count:])}
 
 
 def _summed(rows: Sequence[Counts]) -> dict[float, int]:
-    total: dict[float, int] = {}
+    count_by_value: dict[float, int] = {}
     for row in rows:
         for value, count in row.items():
-            total[float(value)] = total.get(float(value), 0) + count
-    return total
+            count_by_value[float(value)] = count_by_value.get(float(value), 0) + count
+    return count_by_value
 
 
 def _bars(
@@ -204,10 +204,10 @@ def _bars(
     totals = {name: sum(counts.values()) for name, counts in histograms.items()}
     if not any(totals.values()):
         return []
-    keys = sorted({key for counts in histograms.values() for key in counts})
-    series = [
-        {"name": name, "shares": [counts.get(key, 0) / max(1, totals[name]) for key in keys]}
+    bucket_keys = sorted({key for counts in histograms.values() for key in counts})
+    series_rows = [
+        {"name": name, "shares": [counts.get(key, 0) / max(1, totals[name]) for key in bucket_keys]}
         for name, counts in histograms.items()
         if totals[name]
     ]
-    return [{"title": title, "caption": caption, "labels": [label(key) for key in keys], "series": series}]
+    return [{"title": title, "caption": caption, "labels": [label(key) for key in bucket_keys], "series": series_rows}]

@@ -108,7 +108,7 @@ class RunTail:
                 raise FileNotFoundError(0, "there is no such file in the run's folder")
             if self._ledger.replaced():
                 self._restart()
-            read = self._ledger.read_lines
+            lines_before = self._ledger.read_lines
             steps = [step for line in self._ledger.refresh() for step in self._take_line(*line)]
         except OSError as error:
             self._unread = error.strerror or str(error)
@@ -116,12 +116,12 @@ class RunTail:
         self._unread = ""
         if steps and self.experiment is not None:  # a step that was replayed took its devices twice
             self._lost_h.update(costs_of(steps, self.experiment, None).lost_h)
-        if self._sessions and self.last and self.written_unix_s is not None and self._ledger.read_lines > read:
+        if self._sessions and self.last and self.written_unix_s is not None and self._ledger.read_lines > lines_before:
             began_s = self.written_unix_s - self.last.time_s
             if len(self._sessions) == 1:
                 began_s = trace_start_s(self.path, began_s)
-            first, known_s = self._sessions[-1]
-            self._sessions[-1] = (first, began_s if known_s is None else min(known_s, began_s))
+            first_line, known_s = self._sessions[-1]
+            self._sessions[-1] = (first_line, began_s if known_s is None else min(known_s, began_s))
 
     @property
     def lines(self) -> dict[int, LedgerLine]:
@@ -134,9 +134,9 @@ class RunTail:
         return self._ledger.written_unix_s
 
     def _take_line(self, number: int, line: LedgerLine, replaced: Sequence[int]) -> list[StepRecord]:
-        for old in replaced:
-            if self.evaluations.pop(old, None) is None:
-                self._dropped.add(bisect_left(self._numbers, old))
+        for replaced_number in replaced:
+            if self.evaluations.pop(replaced_number, None) is None:
+                self._dropped.add(bisect_left(self._numbers, replaced_number))
         self.last = line
         if isinstance(line, EventRecord):
             self._take_event(number, line)
@@ -146,15 +146,15 @@ class RunTail:
             self.at_s[number] = self._ledger.earlier_s + line.time_s
             return []
         self.recent.append(line)
-        row = len(self._numbers)
+        row_index = len(self._numbers)
         self._numbers.append(number)
-        more = {"version": line.version, "skipped": line.skipped, "samples": line.samples, "clock_s": line.time_s}
-        more |= {"time_s": self.duration_s, "tokens": line.flow.trained_tokens}
-        for name, value in (more | (scalars(line) if self._wide else _rate_series(line))).items():
+        row_values = {"version": line.version, "skipped": line.skipped, "samples": line.samples, "clock_s": line.time_s}
+        row_values |= {"time_s": self.duration_s, "tokens": line.flow.trained_tokens}
+        for name, value in (row_values | (scalars(line) if self._wide else _rate_series(line))).items():
             if (column := self._columns.get(name)) is None:
                 column = self._columns[name] = array("d")
-            if len(column) < row:
-                column.extend([np.nan] * (row - len(column)))
+            if len(column) < row_index:
+                column.extend([np.nan] * (row_index - len(column)))
             column.append(value)
         return [line]
 
@@ -184,9 +184,9 @@ class RunTail:
         return values[self._kept_rows()]
 
     def _kept_rows(self) -> npt.NDArray[np.bool_]:
-        kept = ~np.array(self._columns.get("skipped", ()), dtype=bool)
-        kept[list(self._dropped)] = False
-        return kept
+        is_kept = ~np.array(self._columns.get("skipped", ()), dtype=bool)
+        is_kept[list(self._dropped)] = False
+        return is_kept
 
     def axis_positions(self, axis: str, price: float | None) -> Floats:
         """Return the position of each trained step on an axis, [S]. Raises ConfigurationError for an unknown axis."""
@@ -222,8 +222,8 @@ class RunTail:
 
     def unix_column(self) -> Floats:
         """Return when each trained step ended, [S], seconds since 1970; NaN where that isn't known."""
-        starts, began_s = zip(*[(-1, None), *self._sessions], strict=True)
-        session_index = np.searchsorted(starts, np.array(self._numbers), side="right") - 1
+        session_lines, began_s = zip(*[(-1, None), *self._sessions], strict=True)
+        session_index = np.searchsorted(session_lines, np.array(self._numbers), side="right") - 1
         return np.array(began_s, dtype=np.float64)[session_index][self._kept_rows()] + self.column("clock_s")
 
     def cached(self, name: str, make: Callable[[], T]) -> T:
@@ -331,8 +331,8 @@ class WatchedRuns:
         schema."""
         path = self._paths().get(run_id)
         if path is None:
-            known = ", ".join(list(self._path_by_id)[:20]) or "none yet"
-            raise NoSuchRun(f"run = {run_id!r}: no such run is watched; valid: {known}")
+            known_ids = ", ".join(list(self._path_by_id)[:20]) or "none yet"
+            raise NoSuchRun(f"run = {run_id!r}: no such run is watched; valid: {known_ids}")
         with self._lock:
             run = self._open.get(run_id)
             if run is None or run.path != path:
@@ -350,17 +350,17 @@ class WatchedRuns:
 
     def listing(self) -> dict[str, Any]:
         """List all runs as `headway runs` does, with their ids, and the errors of folders that couldn't be read."""
-        ids, listed = {path: run_id for run_id, path in self._paths().items()}, []
-        for path in ids:
-            files = (path / ledger.FILE_NAME, path / "config.json", path / "epoch")
-            stamp = (*map(stamp_of, files), RunDirectory(path).holder())
-            known = self._listed.get(path)
-            age_s = time.monotonic() - known[1] if known is not None else 0.0
-            if known is None or age_s > _RELIST_S or (known[0] != stamp and age_s > _LISTING_SHARE * known[2]):
+        id_by_path, listed_runs = {path: run_id for run_id, path in self._paths().items()}, []
+        for path in id_by_path:
+            file_paths = (path / ledger.FILE_NAME, path / "config.json", path / "epoch")
+            stamp = (*map(stamp_of, file_paths), RunDirectory(path).holder())
+            cached = self._listed.get(path)
+            age_s = time.monotonic() - cached[1] if cached is not None else 0.0
+            if cached is None or age_s > _RELIST_S or (cached[0] != stamp and age_s > _LISTING_SHARE * cached[2]):
                 began_s = time.monotonic()
                 run = list_runs([path], self.price)[0]
-                known = self._listed[path] = (stamp, began_s, time.monotonic() - began_s, run)
-            listed.append((path, known[3]))
-        listed.sort(key=lambda pair: (pair[1].state != "running", -(pair[1].started_unix_s or 0.0), pair[1].run))
-        runs = [{"id": ids[path], "name": path.name, **msgspec.to_builtins(run)} for path, run in listed]
+                cached = self._listed[path] = (stamp, began_s, time.monotonic() - began_s, run)
+            listed_runs.append((path, cached[3]))
+        listed_runs.sort(key=lambda pair: (pair[1].state != "running", -(pair[1].started_unix_s or 0.0), pair[1].run))
+        runs = [{"id": id_by_path[path], "name": path.name, **msgspec.to_builtins(run)} for path, run in listed_runs]
         return {"runs": runs, "roots": list(map(str, self.roots)), "problems": list(self._problems)}

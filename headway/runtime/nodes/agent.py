@@ -74,11 +74,11 @@ class Agent:
                 on_silence=lambda silent_s: self._lost(f"sent no heartbeat for {silent_s:.0f} s"),
             )
         )
-        reporting = asyncio.create_task(self._report_conditions(clock))
+        reporting_task = asyncio.create_task(self._report_conditions(clock))
         try:
             return await asyncio.shield(self._ended)
         finally:
-            reporting.cancel()
+            reporting_task.cancel()
             self._kill_all()
             link.close(WorkerDied("orchestrator", "left"))
 
@@ -110,9 +110,9 @@ class Agent:
             sock.setblocking(True)
             # The worker ends itself when it receives nothing for so long, regardless of this agent's fate.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, TIMEVAL.pack(int(self._orphan_s), 0))
-            shared = bool(order.log) and Path(order.log).parent.is_dir()
-            log = order.log if shared else self._scratch / "logs" / f"{order.worker}.log"
-            process = start_child(sock, order.device, order.environment, log)
+            log_is_shared = bool(order.log) and Path(order.log).parent.is_dir()
+            log_path = order.log if log_is_shared else self._scratch / "logs" / f"{order.worker}.log"
+            process = start_child(sock, order.device, order.environment, log_path)
         self._processes[process.pid] = process
         process.watch(lambda end: self._on_exit(process.pid, end))
         return process.pid
@@ -179,13 +179,13 @@ async def run_agent(
         while True:
             try:
                 hello = Hello(purpose="node", subject=name, software=software())
-                sock, verdict = await dial(address, key, hello, orphan_s=60.0, encrypted=encrypted)
+                sock, admission = await dial(address, key, hello, orphan_s=60.0, encrypted=encrypted)
             except EncryptionRequired:
                 encrypted = True
                 continue
             except ConnectionRefused as error:
-                final = isinstance(error, NotAdmitted) and not error.later
-                if final or clock.now() - since_s > give_up_s:
+                is_final = isinstance(error, NotAdmitted) and not error.later
+                if is_final or clock.now() - since_s > give_up_s:
                     raise
                 failures += 1
                 encrypted = False
@@ -193,15 +193,15 @@ async def run_agent(
                     report(f"{error}; retrying for {give_up_s:g} s")
                 await clock.sleep(backoff_s(failures, _FIRST_PAUSE_S, _LONGEST_PAUSE_S))
                 continue
-            outlast(sock, verdict.orphan_s)
+            outlast(sock, admission.orphan_s)
             failures = 0
-            report(f"joined the run at {address} as {name}, epoch {verdict.epoch}")
+            report(f"joined the run at {address} as {name}, epoch {admission.epoch}")
             agent = Agent(
-                name, address, key, verdict.epoch, verdict.orphan_s, scratch, offers=offers, encrypted=encrypted
+                name, address, key, admission.epoch, admission.orphan_s, scratch, offers=offers, encrypted=encrypted
             )
-            reason, meant = await agent.serve(sock, clock)
+            reason, run_is_over = await agent.serve(sock, clock)
             report(reason)
-            if meant:
+            if run_is_over:
                 return
             since_s = clock.now()
 

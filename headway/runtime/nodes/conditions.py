@@ -27,11 +27,11 @@ class ConditionsReader:
         """The conditions now; ``processes``: of workers, running. Blocks for up to 5 s where there are GPUs."""
         busy_s, total_s = _cpu_s()
         elapsed_s = total_s - self._total_s
-        ratio = (busy_s - self._busy_s) / elapsed_s if elapsed_s > 0 else 0.0
+        cpu_ratio = (busy_s - self._busy_s) / elapsed_s if elapsed_s > 0 else 0.0
         self._busy_s, self._total_s = busy_s, total_s
         return NodeConditions(
             name=self._name,
-            cpu_ratio=min(1.0, max(0.0, ratio)),
+            cpu_ratio=min(1.0, max(0.0, cpu_ratio)),
             memory_free_bytes=(machine_memory() or (0, 0))[1],
             shared_memory_free_bytes=free_bytes(SHARED_MEMORY),
             disk_free_bytes=free_bytes(self._scratch),
@@ -91,18 +91,18 @@ def machine_memory() -> tuple[int, int] | None:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
-    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.split()}
-    if "MemTotal" not in kib or "MemAvailable" not in kib:
+    meminfo = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.split()}
+    if "MemTotal" not in meminfo or "MemAvailable" not in meminfo:
         return None
-    total, available = kib["MemTotal"] << 10, kib["MemAvailable"] << 10
+    total_bytes, available_bytes = meminfo["MemTotal"] << 10, meminfo["MemAvailable"] << 10
     for limit_file, used_file in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
-        limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in (limit_file, used_file))
-        if limit is not None and limit < total:
-            total, available = limit, min(available, max(0, limit - (used or 0)))
-    return total, available
+        limit_bytes, used_bytes = (_number(Path("/sys/fs/cgroup") / name) for name in (limit_file, used_file))
+        if limit_bytes is not None and limit_bytes < total_bytes:
+            total_bytes, available_bytes = limit_bytes, min(available_bytes, max(0, limit_bytes - (used_bytes or 0)))
+    return total_bytes, available_bytes
 
 
 def _number(file: Path) -> int | None:
@@ -119,6 +119,6 @@ def _cpu_s() -> tuple[float, float]:
         user, nice, system, idle, waiting, irq, soft, stolen = map(int, Path("/proc/stat").read_text().split()[1:9])
     except OSError:
         return 0.0, 0.0
-    ticks = os.sysconf("SC_CLK_TCK")
-    busy = user + nice + system + irq + soft
-    return busy / ticks, (busy + idle + waiting + stolen) / ticks
+    ticks_per_s = os.sysconf("SC_CLK_TCK")
+    busy_ticks = user + nice + system + irq + soft
+    return busy_ticks / ticks_per_s, (busy_ticks + idle + waiting + stolen) / ticks_per_s

@@ -24,16 +24,16 @@ async def dial(
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(CONNECT_S):
-            family, kind, _, _, target = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
-            sock = socket.socket(family, kind)
+            family, socket_type, _, _, socket_address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
+            sock = socket.socket(family, socket_type)
             try:
                 sock.setblocking(False)
                 outlast(sock, orphan_s)
-                await loop.sock_connect(sock, target)
+                await loop.sock_connect(sock, socket_address)
                 if not encrypted:
                     return sock, await perform_handshake(sock, key, hello)
-                sock = secret = await encrypted_client(sock)
-                return sock, await perform_handshake(sock, key, hello, secret.binding)
+                sock = encrypted_sock = await encrypted_client(sock)
+                return sock, await perform_handshake(sock, key, hello, encrypted_sock.binding)
             except BaseException:
                 sock.close()
                 raise

@@ -39,9 +39,9 @@ def make_certificate() -> str:
     """Make a certificate with its key, as PEM, by the `openssl` program: Python's ssl makes none, and a package for it
     would be one more to trust. Raises ConfigurationError."""
     with tempfile.TemporaryDirectory() as folder:  # of mode 0700
-        files = Path(folder, "key.pem"), Path(folder, "certificate.pem")
+        paths = Path(folder, "key.pem"), Path(folder, "certificate.pem")
         command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
-        command += ["-days", str(_VALID_DAYS), "-subj", "/CN=headway", "-keyout", str(files[0]), "-out", str(files[1])]
+        command += ["-days", str(_VALID_DAYS), "-subj", "/CN=headway", "-keyout", str(paths[0]), "-out", str(paths[1])]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         except OSError as error:
@@ -51,7 +51,7 @@ def make_certificate() -> str:
             ) from None
         if done.returncode:
             raise ConfigurationError(f"cluster.encryption: openssl makes no certificate: {done.stderr.strip()[-300:]}")
-        return "".join(file.read_text() for file in files)
+        return "".join(file.read_text() for file in paths)
 
 
 class ServerEncryption:
@@ -64,21 +64,21 @@ class ServerEncryption:
             file.write(certificate)
             file.flush()
             self._context.load_cert_chain(file.name)
-        public = certificate[certificate.index("-----BEGIN CERTIFICATE") :]
-        self._binding = _digest(ssl.PEM_cert_to_DER_cert(public.strip()))
+        public_pem = certificate[certificate.index("-----BEGIN CERTIFICATE") :]
+        self._binding = _digest(ssl.PEM_cert_to_DER_cert(public_pem.strip()))
 
     async def encrypted(self, sock: socket.socket) -> EncryptedSocket | None:
         """Accept the encrypted connection that begins on ``sock``; None when the client's isn't encrypted. Raises
         ConnectionRefused."""
         await _wait_until_ready(sock, write=False)
         try:
-            first = sock.recv(len(_TLS_HANDSHAKE), socket.MSG_PEEK)
+            first_bytes = sock.recv(len(_TLS_HANDSHAKE), socket.MSG_PEEK)
         except OSError as error:
             raise ConnectionRefused(f"the connection broke: {error}") from None
-        if not first or not _TLS_HANDSHAKE.startswith(first):
+        if not first_bytes or not _TLS_HANDSHAKE.startswith(first_bytes):
             return None
-        outer = await _handshake(self._context, sock, server=True)
-        return _relayed(outer, self._binding)
+        tls_socket = await _handshake(self._context, sock, server=True)
+        return _relayed(tls_socket, self._binding)
 
 
 async def encrypted_client(sock: socket.socket) -> EncryptedSocket:
@@ -87,10 +87,10 @@ async def encrypted_client(sock: socket.socket) -> EncryptedSocket:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE  # it is unsigned: the handshake that follows proves it by the run's key
-    outer = await _handshake(context, sock, server=False)
-    certificate = outer.getpeercert(binary_form=True)
-    assert certificate is not None
-    return _relayed(outer, _digest(certificate))
+    tls_socket = await _handshake(context, sock, server=False)
+    certificate_der = tls_socket.getpeercert(binary_form=True)
+    assert certificate_der is not None
+    return _relayed(tls_socket, _digest(certificate_der))
 
 
 def _digest(certificate: bytes) -> bytes:
@@ -99,48 +99,48 @@ def _digest(certificate: bytes) -> bytes:
 
 async def _handshake(context: ssl.SSLContext, sock: socket.socket, *, server: bool) -> ssl.SSLSocket:
     try:
-        outer = context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
+        tls_socket = context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
     except (OSError, ValueError) as error:  # gone already
         raise ConnectionRefused(f"no encryption: {error}") from None
     try:
         while True:
             try:
-                outer.do_handshake()
-                return outer
+                tls_socket.do_handshake()
+                return tls_socket
             except ssl.SSLWantReadError:
-                await _wait_until_ready(outer, write=False)
+                await _wait_until_ready(tls_socket, write=False)
             except ssl.SSLWantWriteError:
-                await _wait_until_ready(outer, write=True)
+                await _wait_until_ready(tls_socket, write=True)
     except OSError as error:
-        outer.close()
+        tls_socket.close()
         raise ConnectionRefused(f"no encryption: {error}") from None
     except BaseException:
-        outer.close()
+        tls_socket.close()
         raise
 
 
 async def _wait_until_ready(sock: socket.socket, write: bool) -> None:
     """Wait until a socket can be read, or written."""
     loop = asyncio.get_running_loop()
-    ready = loop.create_future()
-    add, remove = (loop.add_writer, loop.remove_writer) if write else (loop.add_reader, loop.remove_reader)
-    add(sock, lambda: ready.done() or ready.set_result(None))
+    ready_future = loop.create_future()
+    watch, unwatch = (loop.add_writer, loop.remove_writer) if write else (loop.add_reader, loop.remove_reader)
+    watch(sock, lambda: ready_future.done() or ready_future.set_result(None))
     try:
-        await ready
+        await ready_future
     finally:
-        remove(sock)
+        unwatch(sock)
 
 
 def _relayed(outer: ssl.SSLSocket, binding: bytes) -> EncryptedSocket:
-    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    for end in (near, far):
-        end.setblocking(False)
-        tune(end)
-    ours = EncryptedSocket(fileno=near.detach())
-    ours.setblocking(False)
-    ours.outer, ours.binding = outer, binding
-    threading.Thread(target=_relay, args=(outer, far), name="encryption", daemon=True).start()
-    return ours
+    near_socket, far_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    for sock in (near_socket, far_socket):
+        sock.setblocking(False)
+        tune(sock)
+    encrypted_socket = EncryptedSocket(fileno=near_socket.detach())
+    encrypted_socket.setblocking(False)
+    encrypted_socket.outer, encrypted_socket.binding = outer, binding
+    threading.Thread(target=_relay, args=(outer, far_socket), name="encryption", daemon=True).start()
+    return encrypted_socket
 
 
 class _Direction:
@@ -182,34 +182,34 @@ class _Direction:
     def _read(self) -> None:
         while self._last < BLOCK_BYTES:  # TLS gives no more than a record at a time
             try:
-                count = self._source.recv_into(self._buffer[self._last :])
+                byte_count = self._source.recv_into(self._buffer[self._last :])
             except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 return
             except OSError:
-                count = 0
-            self._last += count
-            if not count:
+                byte_count = 0
+            self._last += byte_count
+            if not byte_count:
                 self.ended = True
                 return
 
 
 def _relay(outer: ssl.SSLSocket, inner: socket.socket) -> None:
     """Carry bytes until one side ends; what it sent last still arrives, also where it ended before it read the rest."""
-    inbound, outbound = ways = _Direction(outer, inner), _Direction(inner, outer)
-    poll = select.poll()
+    inbound, outbound = flows = _Direction(outer, inner), _Direction(inner, outer)
+    poller = select.poll()
     with outer, inner:
         try:
-            while not all(way.done for way in ways) and not any(way.done and not way.cut for way in ways):
+            while not all(flow.done for flow in flows) and not any(flow.done and not flow.cut for flow in flows):
                 if inbound.move() | outbound.move():
                     continue
-                for sock, source, target in ((outer, inbound, outbound), (inner, outbound, inbound)):
-                    mask = (0 if source.holds or source.ended else select.POLLIN) | (
-                        select.POLLOUT if target.holds else 0
+                for sock, reading, writing in ((outer, inbound, outbound), (inner, outbound, inbound)):
+                    event_mask = (0 if reading.holds or reading.ended else select.POLLIN) | (
+                        select.POLLOUT if writing.holds else 0
                     )
-                    poll.register(sock, mask)
-                    if not mask:  # a closed end would wake it again and again
-                        poll.unregister(sock)
-                poll.poll()
+                    poller.register(sock, event_mask)
+                    if not event_mask:  # a closed end would wake it again and again
+                        poller.unregister(sock)
+                poller.poll()
             if outbound.ended:  # closed at once, with bytes unread, the connection would lose what was sent last
                 outer.shutdown(socket.SHUT_WR)
                 outer.settimeout(_LINGER_S)

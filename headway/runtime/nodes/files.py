@@ -37,10 +37,10 @@ def file_digests(folder: Path, *, deep: bool = False) -> dict[str, str]:
     digests: dict[str, str] = {}
     for name in file_names(folder):
         path = folder / name
-        size = path.stat().st_size
+        size_bytes = path.stat().st_size
         with open(path, "rb") as file:
-            digest = _full_digest(file) if deep else _sampled_digest(file, size, path.suffix == ".safetensors")
-        digests[name] = f"{size} bytes, {digest}"
+            digest = _full_digest(file) if deep else _sampled_digest(file, size_bytes, path.suffix == ".safetensors")
+        digests[name] = f"{size_bytes} bytes, {digest}"
     return digests
 
 
@@ -52,12 +52,12 @@ def file_names(folder: Path) -> list[str]:
 async def file_parts(path: Path) -> AsyncIterator[pickle.PickleBuffer]:
     """A file in parts of `PART_BYTES`, read in a thread; for calls of a worker, which gets a buffer for each without a
     copy here. An empty file is one empty part. Raises OSError."""
-    offset, count = 0, PART_BYTES
-    while count == PART_BYTES:
+    offset, byte_count = 0, PART_BYTES
+    while byte_count == PART_BYTES:
         part = await asyncio.to_thread(_part, path, offset)
         yield pickle.PickleBuffer(part)
-        count = len(part)
-        offset += count
+        byte_count = len(part)
+        offset += byte_count
 
 
 def _part(path: Path, offset: int) -> bytes:
@@ -72,22 +72,22 @@ def folder_digest(deep: dict[str, str]) -> str:
 
 
 def _full_digest(file: BinaryIO) -> str:
-    state = xxhash.xxh3_128()
+    hasher = xxhash.xxh3_128()
     while block := file.read(_BLOCK_BYTES):
-        state.update(block)
-    return state.hexdigest()
+        hasher.update(block)
+    return hasher.hexdigest()
 
 
 def _sampled_digest(file: BinaryIO, size: int, safetensors: bool) -> str:
-    state = xxhash.xxh3_128(file.read(_HEAD_BYTES))
+    hasher = xxhash.xxh3_128(file.read(_HEAD_BYTES))
     if safetensors:
         file.seek(0)
         header_bytes = int.from_bytes(file.read(8), "little")
-        state.update(file.read(min(header_bytes, _LARGEST_HEADER_BYTES)))
+        hasher.update(file.read(min(header_bytes, _LARGEST_HEADER_BYTES)))
     for index in range(_SAMPLES):
         file.seek((size - _SAMPLE_BYTES) * index // (_SAMPLES - 1) if size > _SAMPLE_BYTES else 0)
-        state.update(file.read(_SAMPLE_BYTES))
-    return state.hexdigest()
+        hasher.update(file.read(_SAMPLE_BYTES))
+    return hasher.hexdigest()
 
 
 class FilesService:
@@ -95,8 +95,8 @@ class FilesService:
 
     def __init__(self, context: WorkerContext, *, cache: str = "") -> None:
         """``cache``: folder of the copies; default: ``headway`` in the user's cache folder."""
-        home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-        self._cache = Path(cache or Path(home, "headway"))
+        cache_home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+        self._cache = Path(cache or Path(cache_home, "headway"))
         self._partial: ScratchFolder | None = None
 
     def digests(self, folder: str, deep: bool = False) -> dict[str, str] | None:
@@ -106,18 +106,18 @@ class FilesService:
     def problems(self, modules: dict[str, str], marker: str) -> dict[str, str]:
         """Return by key why a user's module of ``modules`` (by its key) isn't found here, and for ``run.directory`` why
         ``marker``, a file of the orchestrator in it, isn't found or its folder not writable; "": it isn't checked."""
-        problems: dict[str, str] = {}
+        problem_by_key: dict[str, str] = {}
         for key, name in modules.items():
             try:
                 require_module(name, key, ())
             except ConfigurationError as error:
-                problems[key] = str(error)
+                problem_by_key[key] = str(error)
         folder = Path(marker).parent
         if marker and not (Path(marker).is_file() and os.access(folder, os.W_OK)):
-            problems["run.directory"] = (
+            problem_by_key["run.directory"] = (
                 f"{folder} isn't the orchestrator's or can't be written to, as a trainer there must"
             )
-        return problems
+        return problem_by_key
 
     @staticmethod
     def copy_problem(folder: str) -> str:
@@ -126,8 +126,8 @@ class FilesService:
         ancestor = next(parent for parent in (path, *path.parents) if parent.exists())
         if not (ancestor.is_dir() and os.access(ancestor, os.W_OK)):
             return f"{ancestor} is no folder that can be written to"
-        kind = network_file_system(path)
-        return f"{folder} is on a network file system ({kind}), where SQLite's log isn't safe" if kind else ""
+        fs_type = network_file_system(path)
+        return f"{folder} is on a network file system ({fs_type}), where SQLite's log isn't safe" if fs_type else ""
 
     def copy_of(self, digest: str) -> str:
         """Path of the copy with this digest; empty: there is none."""
@@ -142,10 +142,10 @@ class FilesService:
 
     def store(self, name: str, part: bytes | memoryview) -> None:
         """Append to a file of the copy. Raises OSError when the disk is full; the copy is then removed."""
-        parts = PurePosixPath(name)
-        if self._partial is None or parts.is_absolute() or ".." in parts.parts:
+        relative_path = PurePosixPath(name)
+        if self._partial is None or relative_path.is_absolute() or ".." in relative_path.parts:
             raise ConfigurationError(f"no copy was started, or {name!r} lies outside it")
-        path = self._partial.path / parts
+        path = self._partial.path / relative_path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "ab") as file:
@@ -158,10 +158,10 @@ class FilesService:
         """Verify the copy that was stored, and keep it; returns its path. Raises CheckpointCorrupt."""
         if self._partial is None:
             raise ConfigurationError("no copy was started")
-        received = folder_digest(file_digests(self._partial.path, deep=True))
-        if received != digest:
+        received_digest = folder_digest(file_digests(self._partial.path, deep=True))
+        if received_digest != digest:
             self.close()
-            raise CheckpointCorrupt(f"the copy has digest {received} where {digest} was sent")
+            raise CheckpointCorrupt(f"the copy has digest {received_digest} where {digest} was sent")
         path = self._cache / digest
         if not path.is_dir():  # else another sender was quicker
             self._partial.path.chmod(0o755)

@@ -25,32 +25,32 @@ def read_machine(
     torch_cuda: str | None = None,
 ) -> Machine:
     """Read this machine's facts. ``ask``: runs the driver's program. Blocks for up to 10 s if the driver hangs."""
-    rows = ask("nvidia-smi", f"--query-gpu={_COLUMNS}", _FORMAT) or ""
-    holders = ask("nvidia-smi", "--query-compute-apps=gpu_uuid,pid", _FORMAT) or "" if rows else ""
-    cells = [[cell.strip() for cell in row.split(",")] for row in rows.splitlines()]
-    cells = [row for row in cells if len(row) == 7 and row[0].isdecimal() and row[3].isdecimal()]
+    gpus_text = ask("nvidia-smi", f"--query-gpu={_COLUMNS}", _FORMAT) or ""
+    holders_text = ask("nvidia-smi", "--query-compute-apps=gpu_uuid,pid", _FORMAT) or "" if gpus_text else ""
+    rows = [[cell.strip() for cell in row.split(",")] for row in gpus_text.splitlines()]
+    rows = [row for row in rows if len(row) == 7 and row[0].isdecimal() and row[3].isdecimal()]
     return Machine(
-        gpus=tuple(_gpu(row, holders) for row in cells),
+        gpus=tuple(_gpu(row, holders_text) for row in rows),
         visible=environment.get("CUDA_VISIBLE_DEVICES"),
         slurm=environment.get("SLURM_STEP_GPUS") or environment.get("SLURM_JOB_GPUS"),
-        driver=cells[0][6] if cells else "",
+        driver=rows[0][6] if rows else "",
         torch_cuda=installed_cuda() if torch_cuda is None else torch_cuda,
         vllm=installed_vllm(),
     )
 
 
 def _gpu(row: list[str], holders: str) -> Gpu:
-    index, uuid, name, total, free, capability, _ = row
-    memory = int(total) * _MIB
-    free_bytes = int(free) * _MIB if free.isdecimal() else memory
-    listed = re.findall(rf"^{re.escape(uuid)}, *(\d+)", holders, re.MULTILINE)
-    users = ", ".join(_process(int(pid)) for pid in listed if int(pid) != os.getpid())
-    if not users and memory - free_bytes > _IDLE_SHARE * memory:  # in a container their processes can't be seen
-        users = f"processes that hold {(memory - free_bytes) / (1 << 30):.1f} GiB"
+    index, uuid, name, total_mib, free_mib, capability, _ = row
+    size_bytes = int(total_mib) * _MIB
+    free_bytes = int(free_mib) * _MIB if free_mib.isdecimal() else size_bytes
+    pid_texts = re.findall(rf"^{re.escape(uuid)}, *(\d+)", holders, re.MULTILINE)
+    users = ", ".join(_process(int(pid)) for pid in pid_texts if int(pid) != os.getpid())
+    if not users and size_bytes - free_bytes > _IDLE_SHARE * size_bytes:  # in a container their processes can't be seen
+        users = f"processes that hold {(size_bytes - free_bytes) / (1 << 30):.1f} GiB"
     return Gpu(
         index=int(index),
         name=name,
-        memory_bytes=memory,
+        memory_bytes=size_bytes,
         free_bytes=free_bytes,
         bfloat16=not re.fullmatch(r"[0-7]\.\d+", capability),
         uuid=uuid,

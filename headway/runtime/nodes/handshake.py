@@ -139,10 +139,10 @@ async def authenticate(sock: socket.socket, key: str, epoch: int, binding: bytes
         await _send(sock, Admission(refused=f"protocol {hello.protocol} but this end uses {PROTOCOL}"))
         raise ConnectionRefused(f"speaks protocol {hello.protocol}, not {PROTOCOL}")
     nonce = secrets.token_hex(16)
-    seen = hello_bytes + nonce.encode() + binding
-    await _send(sock, Challenge(nonce=nonce, proof=_proof(key, b"server", seen)))
+    transcript = hello_bytes + nonce.encode() + binding
+    await _send(sock, Challenge(nonce=nonce, proof=_proof(key, b"server", transcript)))
     proof = _decode(await _receive(sock), Proof).proof
-    if not hmac.compare_digest(proof.encode(), _proof(key, b"client", seen).encode()):
+    if not hmac.compare_digest(proof.encode(), _proof(key, b"client", transcript).encode()):
         raise ConnectionRefused("did not prove the run's key")
     if hello.epoch not in (0, epoch):
         await _send(sock, Admission(refused=f"epoch {hello.epoch} has ended, this is {epoch}", epoch=epoch))
@@ -165,20 +165,20 @@ async def perform_handshake(sock: socket.socket, key: str, hello: Hello, binding
     """Run the client's part on a non-blocking ``sock``. Raises ConnectionRefused; NotAdmitted with its reason."""
     hello_bytes = msgspec.json.encode(hello)
     await _send_bytes(sock, hello_bytes)
-    answer = await _receive(sock)
-    if b'"refused"' in answer:
-        verdict = _decode(answer, Admission)
-        kind = EncryptionRequired if verdict.encryption == "tls" else NotAdmitted
-        raise kind(f"refused: {verdict.refused}")
-    challenge = _decode(answer, Challenge)
-    seen = hello_bytes + challenge.nonce.encode() + binding
-    if not hmac.compare_digest(challenge.proof.encode(), _proof(key, b"server", seen).encode()):
+    answer_bytes = await _receive(sock)
+    if b'"refused"' in answer_bytes:
+        admission = _decode(answer_bytes, Admission)
+        error_class = EncryptionRequired if admission.encryption == "tls" else NotAdmitted
+        raise error_class(f"refused: {admission.refused}")
+    challenge = _decode(answer_bytes, Challenge)
+    transcript = hello_bytes + challenge.nonce.encode() + binding
+    if not hmac.compare_digest(challenge.proof.encode(), _proof(key, b"server", transcript).encode()):
         raise ConnectionRefused("the other end has another key: is it this run's, and is the key the same?")
-    await _send(sock, Proof(proof=_proof(key, b"client", seen)))
-    verdict = _decode(await _receive(sock), Admission)
-    if verdict.refused:
-        raise NotAdmitted(f"refused: {verdict.refused}", later=verdict.later)
-    return verdict
+    await _send(sock, Proof(proof=_proof(key, b"client", transcript)))
+    admission = _decode(await _receive(sock), Admission)
+    if admission.refused:
+        raise NotAdmitted(f"refused: {admission.refused}", later=admission.later)
+    return admission
 
 
 def _proof(key: str, side: bytes, seen: bytes) -> str:
@@ -206,21 +206,21 @@ async def _send_bytes(sock: socket.socket, data: bytes) -> None:
 
 
 async def _receive(sock: socket.socket) -> bytes:
-    (length,) = _LENGTH.unpack(await _exactly(sock, _LENGTH.size))
-    if not 0 < length <= _LONGEST_MESSAGE_BYTES:
-        raise ConnectionRefused(f"announced a message of {length} bytes: not a node of Headway")
-    return await _exactly(sock, length)
+    (length_bytes,) = _LENGTH.unpack(await _exactly(sock, _LENGTH.size))
+    if not 0 < length_bytes <= _LONGEST_MESSAGE_BYTES:
+        raise ConnectionRefused(f"announced a message of {length_bytes} bytes: not a node of Headway")
+    return await _exactly(sock, length_bytes)
 
 
 async def _exactly(sock: socket.socket, count: int) -> bytes:
     loop = asyncio.get_running_loop()
-    data = b""
-    while len(data) < count:
+    received = b""
+    while len(received) < count:
         try:
-            more = await loop.sock_recv(sock, count - len(data))
+            block = await loop.sock_recv(sock, count - len(received))
         except OSError as error:
             raise ConnectionRefused(f"the connection broke: {error}") from None
-        if not more:
+        if not block:
             raise ConnectionRefused("closed the connection during the handshake")
-        data += more
-    return data
+        received += block
+    return received

@@ -75,54 +75,54 @@ class Listener:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, peer = await loop.sock_accept(listener)
+                sock, peer_address = await loop.sock_accept(listener)
             except OSError:  # no descriptors left, or the client is gone again
                 await asyncio.sleep(0.1)
                 continue
             sock.setblocking(False)
             if len(self._handshakes) >= MOST_HANDSHAKES:
-                oldest, _ = self._handshakes.popitem(last=False)
-                oldest.cancel()
+                oldest_task, _ = self._handshakes.popitem(last=False)
+                oldest_task.cancel()
                 self._refused(f"more than {MOST_HANDSHAKES} unfinished handshakes at once")
-            task = asyncio.create_task(self._admit(sock, peer[0]), name=f"handshake with {peer[0]}")
+            task = asyncio.create_task(self._admit(sock, peer_address[0]), name=f"handshake with {peer_address[0]}")
             self._handshakes[task] = None
             task.add_done_callback(lambda done: self._handshakes.pop(done, None))
 
     async def _admit(self, sock: socket.socket, peer: str) -> None:
-        taken = False
+        is_taken = False
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 binding = b""
                 if self._encryption is not None:
-                    secret = await self._encryption.encrypted(sock)
-                    if secret is None:
+                    encrypted_sock = await self._encryption.encrypted(sock)
+                    if encrypted_sock is None:
                         await require_tls(sock)
                         return
-                    sock, binding = secret, secret.binding
+                    sock, binding = encrypted_sock, encrypted_sock.binding
                 hello = await authenticate(sock, self._key, self._epoch, binding)
                 try:
                     await self._on_client(sock, hello, peer)
                 except NotAdmitted as refusal:
                     await admit(sock, Admission(refused=str(refusal), later=refusal.later, epoch=self._epoch))
                     raise
-                taken = True
+                is_taken = True
         except TimeoutError:
             self._refused(f"{peer} connected, but sent nothing in {HANDSHAKE_S:g} s: a firewall, or no node of Headway")
         except Exception as error:  # the boundary to a peer: refused, lost while it was taken, or it answers nonsense
-            cause = str(error) if isinstance(error, HeadwayError) else f"{type(error).__name__}: {error}"
-            self._refused(f"{peer}: {cause}")
+            cause_text = str(error) if isinstance(error, HeadwayError) else f"{type(error).__name__}: {error}"
+            self._refused(f"{peer}: {cause_text}")
         finally:
-            if not taken:
+            if not is_taken:
                 with contextlib.suppress(OSError):
                     sock.close()
 
     def _refused(self, cause: str) -> None:
         """Count a refusal, and report it unless its cause was reported in the last minute."""
         now = time.monotonic()
-        for old in [known for known, at_s in self._reported_s.items() if now - at_s >= _REPORTED_EVERY_S]:
-            del self._reported_s[old]
-            if times := self._refusals.pop(old, 0):
-                self._on_refusal(f"{old} ({times} more times)")
+        for old_cause in [known for known, at_s in self._reported_s.items() if now - at_s >= _REPORTED_EVERY_S]:
+            del self._reported_s[old_cause]
+            if repeat_count := self._refusals.pop(old_cause, 0):
+                self._on_refusal(f"{old_cause} ({repeat_count} more times)")
         if cause not in self._reported_s and len(self._reported_s) >= _MOST_CAUSES:
             cause = "connections refused for other reasons"  # a client that invents causes must fill no memory or log
         if cause in self._reported_s:

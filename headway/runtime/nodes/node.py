@@ -124,15 +124,15 @@ class Node:
         asked_s = time.time()
         facts: NodeFacts = await self.call("facts")
         self.time_offset_s = facts.time_s - (asked_s + time.time()) / 2
-        best = float("inf")
+        shortest_s = float("inf")
         for _ in range(_CLOCK_ROUNDS):
-            sent = self._clock.now()
-            there = await self.call("clock")
-            received = self._clock.now()
-            if received - sent < best:
-                best = received - sent
-                self.clock_offset_s = (sent + received) / 2 - there
-                self.clock_uncertainty_s = best / 2
+            sent_s = self._clock.now()
+            remote_s = await self.call("clock")
+            received_s = self._clock.now()
+            if received_s - sent_s < shortest_s:
+                shortest_s = received_s - sent_s
+                self.clock_offset_s = (sent_s + received_s) / 2 - remote_s
+                self.clock_uncertainty_s = shortest_s / 2
         self.facts = facts
         return facts
 

@@ -109,8 +109,8 @@ class Nodes:
 
     def conditions(self) -> list[NodeConditions]:
         """The last known conditions of this machine and of every node."""
-        known = [self._local_conditions, *(node.conditions for node in self.joined.values())]
-        return [conditions for conditions in known if conditions is not None]
+        reported = [self._local_conditions, *(node.conditions for node in self.joined.values())]
+        return [conditions for conditions in reported if conditions is not None]
 
     def take_offers(self, take: Callable[[str], Awaitable[object]]) -> None:
         """Call ``take(device)`` for every device that a node offers, now and later."""
@@ -124,9 +124,9 @@ class Nodes:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: name in self.joined)
         except TimeoutError:
-            here = ", ".join(sorted(self.joined)) or "none"
-            refused = "".join(f"; refused: {cause}" for cause in self._refused)
-            raise NodeLost(f"node {name} has not joined within {timeout_s:g} s (joined: {here}){refused}") from None
+            joined = ", ".join(sorted(self.joined)) or "none"
+            refusals = "".join(f"; refused: {cause}" for cause in self._refused)
+            raise NodeLost(f"node {name} has not joined within {timeout_s:g} s (joined: {joined}){refusals}") from None
         return self.joined[name]
 
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
@@ -143,7 +143,7 @@ class Nodes:
         except NodeLost as lost:
             raise WorkerDied(spec.name, str(lost), "node") from None
         token = secrets.token_hex(16)
-        awaited = self._awaited[token] = asyncio.get_running_loop().create_future()
+        socket_future = self._awaited[token] = asyncio.get_running_loop().create_future()
         order = ProcessOrder(
             worker=spec.name,
             token=token,
@@ -154,7 +154,7 @@ class Nodes:
         try:
             process = await node.start_process(order)
             async with asyncio.timeout(_CALL_S):
-                return process, await awaited
+                return process, await socket_future
         except NodeLost as lost:
             raise WorkerDied(spec.name, str(lost), "node") from None
         except RemoteError as error:
@@ -171,27 +171,27 @@ class Nodes:
     async def _take_client(self, sock: socket.socket, hello: Hello, peer: str) -> None:
         """Take a client that has proved the key: see `OnClient`."""
         outlast(sock, self._orphan_s)
-        verdict = Admission(epoch=self._epoch, orphan_s=self._orphan_s)
+        admission = Admission(epoch=self._epoch, orphan_s=self._orphan_s)
         if hello.purpose == "worker":
-            awaited = self._awaited.get(hello.subject)
-            if awaited is None or awaited.done():
+            socket_future = self._awaited.get(hello.subject)
+            if socket_future is None or socket_future.done():
                 raise NotAdmitted("no worker with this token is expected")
-            await admit(sock, verdict)
-            awaited.set_result(sock)
+            await admit(sock, admission)
+            socket_future.set_result(sock)
             return
         if hello.purpose != "node":
             raise NotAdmitted(f"connections of a {hello.purpose} aren't accepted here")
-        if (other := self.joined.get(hello.subject)) is not None:
-            raise NotAdmitted(f"node {other.name} has joined already, from {other.peer}", later=True)
+        if (other_node := self.joined.get(hello.subject)) is not None:
+            raise NotAdmitted(f"node {other_node.name} has joined already, from {other_node.peer}", later=True)
         if hello.subject in self._joining:
             raise NotAdmitted(f"another node {hello.subject} is just joining", later=True)
         if self._closing:
             raise NotAdmitted("the run is over", later=self._keep_agents)
-        if differences := _differences(hello.software):
-            raise NotAdmitted(f"node {hello.subject} has {differences}: install the same versions there")
+        if differences_text := _differences(hello.software):
+            raise NotAdmitted(f"node {hello.subject} has {differences_text}: install the same versions there")
         self._joining.add(hello.subject)
         try:
-            await admit(sock, verdict)
+            await admit(sock, admission)
             await self._join(sock, hello.subject, peer)
         finally:
             self._joining.discard(hello.subject)

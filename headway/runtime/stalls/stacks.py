@@ -32,26 +32,26 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 def short_path(path: str) -> str:
     """Shorten a source file's path: "headway/…" in this package, "<library>/…" in installed ones, else from the user's
     folder on. Locations decide, not names of folders: a checkout or a project may be called headway too."""
-    for package in _PACKAGE:
-        if path.startswith(f"{package}/"):
-            return f"headway{path[len(package) :]}"
-    installed = [entry for entry in sys.path if entry.endswith(("/site-packages", "/dist-packages"))]
-    if folders := [folder for folder in (_STANDARD, *installed) if path.startswith(f"{folder}/")]:
+    for package_folder in _PACKAGE:
+        if path.startswith(f"{package_folder}/"):
+            return f"headway{path[len(package_folder) :]}"
+    libraries = [folder for folder in sys.path if folder.endswith(("/site-packages", "/dist-packages"))]
+    if folders := [folder for folder in (_STANDARD, *libraries) if path.startswith(f"{folder}/")]:
         return f"<library>{path[len(max(folders, key=len)) :]}"
-    parts = path.split("/")
-    first = next((index for index in range(len(parts) - 2, 0, -1) if parts[index] != "headway"), 0)
-    return "/".join(parts[first:])
+    path_parts = path.split("/")
+    first_index = next((index for index in range(len(path_parts) - 2, 0, -1) if path_parts[index] != "headway"), 0)
+    return "/".join(path_parts[first_index:])
 
 
 def thread_stacks(skip: tuple[str, ...] = ()) -> list[Stack]:
     """Stacks of this process's threads, "main" first; threads named in ``skip`` are left out."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    names[threading.main_thread().ident] = "main"
-    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+    name_by_ident = {thread.ident: thread.name for thread in threading.enumerate()}
+    name_by_ident[threading.main_thread().ident] = "main"
+    frame_by_ident = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     stacks = [
-        Stack(of=names.get(ident) or f"thread {ident}", frames=_walk(frame))
-        for ident, frame in frames.items()
-        if names.get(ident) not in skip
+        Stack(of=name_by_ident.get(ident) or f"thread {ident}", frames=_walk(frame))
+        for ident, frame in frame_by_ident.items()
+        if name_by_ident.get(ident) not in skip
     ]
     return sorted(stacks, key=lambda stack: stack.of != "main")[:MOST_STACKS]
 
@@ -68,18 +68,18 @@ def parse_dump(text: str) -> list[Stack]:
     """Stacks out of the text that faulthandler writes, which lists the innermost frame first and the main thread
     last; "main" first here."""
     stacks: list[Stack] = []
-    name, frames = "", list[str]()
+    thread_name, frame_lines = "", list[str]()
 
     def finish() -> None:
-        if name:
-            stacks.append(Stack(of=name, frames=tuple(frames[::-1][-MOST_FRAMES:])))
+        if thread_name:
+            stacks.append(Stack(of=thread_name, frames=tuple(frame_lines[::-1][-MOST_FRAMES:])))
 
     for line in text.splitlines():
-        if (thread := _THREAD.match(line)) is not None:
+        if (thread_match := _THREAD.match(line)) is not None:
             finish()
-            name, frames = f"thread {thread[1].lstrip('0')}", []
-        elif name and (frame := _FRAME.match(line)) is not None:
-            frames.append(f"{short_path(frame[1])}:{frame[2]} {frame[3]}")
+            thread_name, frame_lines = f"thread {thread_match[1].lstrip('0')}", []
+        elif thread_name and (frame_match := _FRAME.match(line)) is not None:
+            frame_lines.append(f"{short_path(frame_match[1])}:{frame_match[2]} {frame_match[3]}")
     finish()
     if stacks:
         stacks.insert(0, Stack(of="main", frames=stacks.pop().frames))
@@ -91,42 +91,42 @@ def dump_of(pid: int, log: Path) -> tuple[bool, str]:
     instead, by a signal or a debugger, and the text written: "" where none comes for 1.5 s, and for a process without
     a handler of the signal. Blocks."""
     try:
-        status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-        if status["State"][:1] in "Tt":
+        status_by_field = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        if status_by_field["State"][:1] in "Tt":
             return True, ""
-        if not int(status["SigCgt"], 16) >> (DUMP_SIGNAL - 1) & 1:
+        if not int(status_by_field["SigCgt"], 16) >> (DUMP_SIGNAL - 1) & 1:
             return False, ""
-        start = log.stat().st_size
+        start_offset = log.stat().st_size
         os.kill(pid, DUMP_SIGNAL)
     except (OSError, ValueError):
         return False, ""
     for _ in range(_POLLS):
         time.sleep(_POLL_S)
         with suppress(OSError), log.open("rb") as file:
-            file.seek(start)
-            text = file.read(_MOST_BYTES).decode(errors="replace")
-            if text.endswith("\n") and "most recent call first" in text:
-                return False, text
+            file.seek(start_offset)
+            dump_text = file.read(_MOST_BYTES).decode(errors="replace")
+            if dump_text.endswith("\n") and "most recent call first" in dump_text:
+                return False, dump_text
     return False, ""
 
 
 def _walk(frame: FrameType | None) -> tuple[str, ...]:
-    frames: list[str] = []
-    while frame is not None and len(frames) < MOST_FRAMES:
-        frames.append(_line(frame))
+    frame_lines: list[str] = []
+    while frame is not None and len(frame_lines) < MOST_FRAMES:
+        frame_lines.append(_line(frame))
         frame = frame.f_back
-    return tuple(frames[::-1])
+    return tuple(frame_lines[::-1])
 
 
 def _awaited(coroutine: Any) -> tuple[str, ...]:
-    frames: list[str] = []
+    frame_lines: list[str] = []
     while coroutine is not None:
         frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
         if frame is None:
             break
-        frames.append(_line(frame))
+        frame_lines.append(_line(frame))
         coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
-    return tuple(frames[-MOST_FRAMES:])
+    return tuple(frame_lines[-MOST_FRAMES:])
 
 
 def _line(frame: FrameType) -> str:

@@ -55,13 +55,13 @@ class Waits:
     @contextmanager
     def on(self, kind: str, owner: str, waiter: str = "the orchestrator") -> Iterator[None]:
         """Register the block as a wait: see `Wait`."""
-        number, since_s = next(self._numbers), self._now()
-        self._open[number] = (kind, owner, waiter, since_s)
+        wait_number, since_s = next(self._numbers), self._now()
+        self._open[wait_number] = (kind, owner, waiter, since_s)
         try:
             yield
             self.durations.append((kind, self._now() - since_s))
         finally:
-            del self._open[number]
+            del self._open[wait_number]
 
     def open(self) -> list[Wait]:
         """The waits that are open, oldest first."""

@@ -53,9 +53,9 @@ class Packed(NamedTuple):
 
     def write(self, target: memoryview) -> None:
         """Write the message into ``target``, in the format that `packed_from` reads."""
-        sizes = np.fromiter(map(len, self.buffers), np.uint64).tobytes()
-        head = _HEADER.pack(len(self.pickled), len(self.buffers)) + sizes + self.pickled
-        target[: len(head)] = head
+        packed_sizes = np.fromiter(map(len, self.buffers), np.uint64).tobytes()
+        head_bytes = _HEADER.pack(len(self.pickled), len(self.buffers)) + packed_sizes + self.pickled
+        target[: len(head_bytes)] = head_bytes
         offset, array = self._first_offset, np.asarray(target)
         for buffer in self.buffers:
             np.copyto(array[offset : offset + len(buffer)], np.asarray(buffer))  # releases the interpreter's lock
@@ -74,14 +74,14 @@ class Packed(NamedTuple):
 
 def packed_from(content: memoryview) -> Packed:
     """Read the message that ``Packed.write`` has written, without a copy of its buffers."""
-    pickle_bytes, count = _HEADER.unpack_from(content)
-    first = _HEADER.size + 8 * count
-    sizes = np.frombuffer(content[_HEADER.size : first], np.uint64).tolist()
-    buffers, offset = list[memoryview](), _aligned(first + pickle_bytes)
+    pickle_bytes, buffer_count = _HEADER.unpack_from(content)
+    sizes_end = _HEADER.size + 8 * buffer_count
+    sizes = np.frombuffer(content[_HEADER.size : sizes_end], np.uint64).tolist()
+    buffers, offset = list[memoryview](), _aligned(sizes_end + pickle_bytes)
     for size in sizes:
         buffers.append(content[offset : offset + size])
         offset += _aligned(size)
-    return Packed(bytes(content[first : first + pickle_bytes]), buffers)
+    return Packed(bytes(content[sizes_end : sizes_end + pickle_bytes]), buffers)
 
 
 def _aligned(size: int) -> int:
@@ -96,10 +96,10 @@ def pack(message: Any, label: str = "", *, one_gpu: bool = False) -> Packed:
     try:
         pickler.dump(message)
     except Exception as error:  # the boundary of pickling, which runs the objects' own code
-        path, part = _unpicklable_part(message, "")
+        path, unpicklable = _unpicklable_part(message, "")
         path = path.removeprefix(".") if path.startswith(".") else f"message{path}"
         raise ConfigurationError(
-            f"{label or 'message'}: {path} = {_short_repr(part)} can't be sent to another process "
+            f"{label or 'message'}: {path} = {_short_repr(unpicklable)} can't be sent to another process "
             f"({type(error).__name__}: {error}); valid: data, and functions and classes of modules, as pickle requires"
         ) from error
     return Packed(file.getvalue(), [buffer.raw() for buffer in pickler.buffers])
@@ -116,20 +116,20 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=5, buffer_callback=self.buffers.append)
 
     def reducer_override(self, obj: Any, /) -> Any:
-        kind = cast("type[Any]", type(obj))
-        if kind is self._tensor_type:
-            dense = obj.layout is self._torch.strided and not (obj.is_quantized or obj.is_complex())
-            if not dense or not (obj.is_cpu or obj.is_cuda):
+        object_type = cast("type[Any]", type(obj))
+        if object_type is self._tensor_type:
+            is_dense = obj.layout is self._torch.strided and not (obj.is_quantized or obj.is_complex())
+            if not is_dense or not (obj.is_cpu or obj.is_cuda):
                 return NotImplemented  # torch's own way
             if obj.is_cuda and self._one_gpu:
                 return importlib.import_module("torch.multiprocessing.reductions").reduce_tensor(obj)
-            plain = obj.is_cpu and obj.is_contiguous() and not obj.is_neg()
-            part = obj if plain else obj.detach().cpu().resolve_neg().contiguous()
-            content: Any = (ctypes.c_char * part.nbytes).from_address(part.data_ptr())  # quicker than by NumPy
-            content.owner = part
+            is_plain = obj.is_cpu and obj.is_contiguous() and not obj.is_neg()
+            tensor = obj if is_plain else obj.detach().cpu().resolve_neg().contiguous()
+            memory: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())  # quicker than by NumPy
+            memory.owner = tensor
             gpu = obj.get_device() if obj.is_cuda else None
-            return _rebuild_tensor, (pickle.PickleBuffer(content), obj.dtype, tuple(obj.shape), obj.requires_grad, gpu)
-        if kind is np.ndarray and not obj.flags.forc and not obj.dtype.hasobject:
+            return _rebuild_tensor, (pickle.PickleBuffer(memory), obj.dtype, tuple(obj.shape), obj.requires_grad, gpu)
+        if object_type is np.ndarray and not obj.flags.forc and not obj.dtype.hasobject:
             return np.ascontiguousarray(obj).__reduce_ex__(5)  # else NumPy copies it into the pickle
         return NotImplemented
 
@@ -138,29 +138,29 @@ def _rebuild_tensor(content: Any, dtype: Any, shape: tuple[int, ...], grad: bool
     """Rebuild a tensor on the memory of ``content``; a GPU's tensor is copied to this machine's GPU of that number, if
     there is one."""
     torch: Any = sys.modules.get("torch") or importlib.import_module("torch")
-    made = torch.frombuffer(content, dtype=dtype) if len(content) else torch.empty(shape, dtype=dtype)
-    made = made if len(shape) == 1 else made.view(shape)
-    made = made.to(f"cuda:{gpu}") if gpu is not None and gpu < torch.cuda.device_count() else made
-    return made.requires_grad_() if grad else made
+    tensor = torch.frombuffer(content, dtype=dtype) if len(content) else torch.empty(shape, dtype=dtype)
+    tensor = tensor if len(shape) == 1 else tensor.view(shape)
+    tensor = tensor.to(f"cuda:{gpu}") if gpu is not None and gpu < torch.cuda.device_count() else tensor
+    return tensor.requires_grad_() if grad else tensor
 
 
 def _unpicklable_part(value: Any, path: str, depth: int = 0) -> tuple[str, Any]:
     """Return the path and the innermost part of ``value`` that can't be pickled."""
     if depth < _MAX_DEPTH:
-        for step, child in _children(value):
+        for path_step, child in _children(value):
             if not _is_picklable(child):
-                return _unpicklable_part(child, path + step, depth + 1)
+                return _unpicklable_part(child, path + path_step, depth + 1)
     return path, value
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    fields = getattr(value, "_fields", None)  # of a named tuple
+    tuple_fields = getattr(value, "_fields", None)  # of a named tuple
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", child) for key, child in cast("Mapping[Any, Any]", value).items())
-    elif isinstance(value, list | tuple) and fields is None:
+    elif isinstance(value, list | tuple) and tuple_fields is None:
         yield from ((f"[{index}]", child) for index, child in enumerate(cast("Sequence[Any]", value)))
     elif not isinstance(value, type) and not callable(value):
-        names: Sequence[str] = fields or getattr(value, "__struct_fields__", ()) or getattr(value, "__dict__", ())
+        names: Sequence[str] = tuple_fields or getattr(value, "__struct_fields__", ()) or getattr(value, "__dict__", ())
         yield from ((f".{name}", getattr(value, name, None)) for name in names)
 
 

@@ -23,8 +23,8 @@ class Location(NamedTuple):
     @classmethod
     def of(cls, device: str, machine: str | None = None) -> Location:
         """The location of a device's process, on ``machine``, or on that of the device's node."""
-        node, name = split_node(device)
-        return cls(node if machine is None else machine, name if name.startswith("cuda") else "")
+        node, device_name = split_node(device)
+        return cls(node if machine is None else machine, device_name if device_name.startswith("cuda") else "")
 
 
 def choose_path(
@@ -41,5 +41,5 @@ def choose_path(
 
 def machine_identity() -> str:
     """The identity of this machine for shared memory: a container with its own /dev/shm is another machine."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}:{os.stat('/dev/shm').st_dev}"
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot_id}:{os.stat('/dev/shm').st_dev}"

@@ -53,10 +53,10 @@ class AccessControl:
             raise HttpError(401, message, headers=((b"www-authenticate", b"Bearer"),)) from None
         if query_key is None:
             return ()
-        rest = urlencode({name: value for name, value in exchange.query.items() if name != "key"})
-        target = "/" + quote(exchange.path.lstrip("/\\")) + (f"?{rest}" if rest else "")
+        rest_query = urlencode({name: value for name, value in exchange.query.items() if name != "key"})
+        location = "/" + quote(exchange.path.lstrip("/\\")) + (f"?{rest_query}" if rest_query else "")
         cookie = f"{self._cookie}={self._token(key)}; HttpOnly; Path=/; SameSite=strict"
-        return (b"location", target.encode()), (b"set-cookie", cookie.encode())
+        return (b"location", location.encode()), (b"set-cookie", cookie.encode())
 
     def _token(self, key: str) -> str:
         return hmac.new(self._secret, key.encode(), hashlib.sha256).hexdigest()

@@ -80,16 +80,16 @@ async def watch(settings: PageSettings, on_ready: Callable[[str], None]) -> None
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     endpoint = EndpointConfig(address=f"{host}:{settings.port}")
     keys = service_keys(settings.key_file, "--key-file", endpoint.address, f"--host {settings.host}")
-    watched = WatchedRuns(settings.roots, settings.usd_per_device_hour)
+    watched_runs = WatchedRuns(settings.roots, settings.usd_per_device_hour)
     _prevent_pandas_import()
-    async with until_interrupted() as stopped, AsyncExitStack() as stack:
+    async with until_interrupted() as stop_event, AsyncExitStack() as stack:
         listener = stack.enter_context(closing(listening_socket(endpoint.address, "--host and --port")))
         await asyncio.to_thread(trim_cache)
-        stack.enter_context(closing(watched))
+        stack.enter_context(closing(watched_runs))
         answers = stack.enter_context(closing(SharedAnswers()))
-        async with serving(WatchApp(watched, answers, stopped, endpoint, keys), endpoint, listener) as address:
+        async with serving(WatchApp(watched_runs, answers, stop_event, endpoint, keys), endpoint, listener) as address:
             on_ready(address)
-            await stopped.wait()
+            await stop_event.wait()
 
 
 def _prevent_pandas_import() -> None:
@@ -118,8 +118,8 @@ class WatchApp(HttpApp):
         self._answers = answers
         self._stopped = stopped
         self._access = AccessControl(keys)
-        files = {f"/{file.relative_to(_STATIC)}": file for file in _STATIC.rglob("*") if file.is_file()}
-        self._files = {**files, "/": _STATIC / "index.html"}
+        file_by_path = {f"/{file.relative_to(_STATIC)}": file for file in _STATIC.rglob("*") if file.is_file()}
+        self._files = {**file_by_path, "/": _STATIC / "index.html"}
         self._routes: dict[str, Callable[[HttpExchange], Awaitable[bytes]]] = {
             "/api/health": self._health,
             "/api/runs": self._runs,
@@ -129,9 +129,9 @@ class WatchApp(HttpApp):
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                kept = [header for header in message["headers"] if header[0] != b"cache-control"]
-                cached = b"no-store" if scope["path"].startswith("/api/") else b"no-cache"
-                message = {**message, "headers": [*kept, *_HEADERS, (b"cache-control", cached)]}
+                kept_headers = [header for header in message["headers"] if header[0] != b"cache-control"]
+                cache_control = b"no-store" if scope["path"].startswith("/api/") else b"no-cache"
+                message = {**message, "headers": [*kept_headers, *_HEADERS, (b"cache-control", cache_control)]}
             await send(message)
 
         await super().__call__(scope, receive, send_with_headers)
@@ -167,26 +167,26 @@ class WatchApp(HttpApp):
         id of a run (``run``), or of several (``runs``, separated by commas). The server sets ``price``."""
         hints, (first, *rest) = get_type_hints(view), inspect.signature(view).parameters.values()
         several, extra = (first.name == "runs", {arg.name: self._watched.price for arg in rest if arg.name == "price"})
-        fields: dict[str, Any] = {
+        query_fields: dict[str, Any] = {
             arg.name: (hints.get(arg.name, arg.annotation), ... if arg.default is arg.empty else arg.default)
             for arg in rest
             if arg.name not in extra
         }
-        model = create_model("Query", **{first.name: (str, ...), **fields})
+        query_model = create_model("Query", **{first.name: (str, ...), **query_fields})
 
         async def read(exchange: HttpExchange) -> bytes:
             try:
-                query = dict(model.model_validate(exchange.query))
+                query = dict(query_model.model_validate(exchange.query))
             except ValidationError as error:
-                words = "; ".join(f"{detail['loc'][-1]}: {detail['msg']}" for detail in error.errors())
-                raise HttpError(400, words) from None
-            ids, run = query.pop(first.name), self._watched.run
+                error_text = "; ".join(f"{detail['loc'][-1]}: {detail['msg']}" for detail in error.errors())
+                raise HttpError(400, error_text) from None
+            ids, find_run = query.pop(first.name), self._watched.run
 
             def make() -> Any:
-                view_runs = [run(run_id) for run_id in ids.split(",") if run_id] if several else run(ids)
+                view_runs = [find_run(run_id) for run_id in ids.split(",") if run_id] if several else find_run(ids)
                 return view(view_runs, **query, **extra)
 
-            run_stamp = None if stamp is None else partial(lambda stamp_of: stamp_of(run(ids)), stamp)
+            run_stamp = None if stamp is None else partial(lambda stamp_of: stamp_of(find_run(ids)), stamp)
             return await self._answers.get((view, ids, *sorted(query.items())), make, run_stamp)
 
         return read
@@ -224,8 +224,8 @@ class WatchApp(HttpApp):
         """Return status, body, headers and type of a file of the page, as it is now. Raises HttpError 404."""
         if (file := self._files.get(exchange.path)) is None:
             raise HttpError(404, "Not Found")
-        body, kind = file.read_bytes(), mimetypes.guess_type(file)[0] or "text/plain"
-        kind += "; charset=utf-8" if kind.startswith("text/") else ""
-        tag = f'"{hashlib.sha256(body).hexdigest()}"'
-        known = tag in exchange.header("if-none-match")
-        return 304 if known else 200, b"" if known else body, ((b"etag", tag.encode()),), kind.encode()
+        body, content_type = file.read_bytes(), mimetypes.guess_type(file)[0] or "text/plain"
+        content_type += "; charset=utf-8" if content_type.startswith("text/") else ""
+        etag = f'"{hashlib.sha256(body).hexdigest()}"'
+        is_known = etag in exchange.header("if-none-match")
+        return 304 if is_known else 200, b"" if is_known else body, ((b"etag", etag.encode()),), content_type.encode()

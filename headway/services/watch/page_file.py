@@ -52,25 +52,25 @@ def write_compared_page(
     """Write a page that compares several runs; returns the errors of the runs that are left out, by path. Raises
     ConfigurationError when no run can be read, HeadwayError when the page can't be written."""
     runs, left_out = list[WatchedRun](), dict[str, str]()
-    names = [Path(run).resolve().name for run in run_dirs]
-    for run_dir, name in zip(run_dirs, names, strict=True):
+    folder_names = [Path(run).resolve().name for run in run_dirs]
+    for run_dir, name in zip(run_dirs, folder_names, strict=True):
         try:
-            runs.append(_run(run_dir, name if names.count(name) == 1 else str(run_dir)))
+            runs.append(_run(run_dir, name if folder_names.count(name) == 1 else str(run_dir)))
         except (HeadwayError, OSError) as error:
             left_out[str(run_dir)] = str(error)
     if not runs:
         raise ConfigurationError("; ".join(left_out.values()))
     comparison = view_compare.compare(runs, "", "steps", _COMPARED_POINTS, price)
-    comparison["problems"] += [f"Left out: {run}: {why}" for run, why in left_out.items()]
+    comparison["problems"] += [f"Left out: {run}: {reason}" for run, reason in left_out.items()]
     answers: dict[str, Any] = {}
     readers = [WatchedRollouts(run.path, token_table(run.path)) for run in runs]
-    rows = select_shared_tasks([reader.table() for reader in readers], _COMPARED_TASKS)
-    for run, reader, of_run in zip(runs, readers, rows, strict=True):
+    rows_by_run = select_shared_tasks([reader.table() for reader in readers], _COMPARED_TASKS)
+    for run, reader, run_rows in zip(runs, readers, rows_by_run, strict=True):
         with closing(reader):
-            answers[run.id] = _series(run, _COMPARED_POINTS, price) | _rollouts(reader, of_run, len(runs))
-            shared = {row["task_id"] for row in answers[run.id]["rollouts"]["rows"]}
+            answers[run.id] = _series(run, _COMPARED_POINTS, price) | _rollouts(reader, run_rows, len(runs))
+            common = {row["task_id"] for row in answers[run.id]["rollouts"]["rows"]}
             tasks = reader.tasks()
-            answers[run.id]["tasks"] = tasks | {"tasks": [row for row in tasks["tasks"] if row["task_id"] in shared]}
+            answers[run.id]["tasks"] = tasks | {"tasks": [row for row in tasks["tasks"] if row["task_id"] in common]}
     page = {"views": ("compare", "rollouts"), "runs": _run_listing(runs, price), "of": answers, "compare": comparison}
     _write(Path(output), "Headway: " + ", ".join(answers), page)
     return left_out
@@ -104,20 +104,20 @@ def _answers(run: WatchedRun, price: float | None) -> dict[str, Any]:
 
 def _series(run: WatchedRun, points: int, price: float | None) -> dict[str, Any]:
     """Return all series of a run, and its positions on each of its axes."""
-    named, axes = run_series.names(run), dict[str, Any]()
-    all_names = ",".join(description["name"] for description in named["series"])
+    names_answer, axis_answers = run_series.names(run), dict[str, Any]()
+    all_names = ",".join(description["name"] for description in names_answer["series"])
     all_series = run_series.series(run, all_names, "steps", points)
     for axis in AXES:
         try:
-            of_axis = run_series.series(run, "", axis, points, price=price)
-            axes[axis] = {"x": _rounded(of_axis["x"]), "evaluations": of_axis["evaluations"]}
+            axis_series = run_series.series(run, "", axis, points, price=price)
+            axis_answers[axis] = {"x": _rounded(axis_series["x"]), "evaluations": axis_series["evaluations"]}
         except ConfigurationError as error:
-            axes[axis] = {"x": [], "evaluations": [], "problems": [str(error)]}
+            axis_answers[axis] = {"x": [], "evaluations": [], "problems": [str(error)]}
     curves = {
-        name: {kind: values and _rounded(values) for kind, values in curve.items()}
+        name: {curve_kind: values and _rounded(values) for curve_kind, values in curve.items()}
         for name, curve in all_series["series"].items()
     }
-    return {"names": named, "series": {**all_series, "series": curves, "axes": axes}}
+    return {"names": names_answer, "series": {**all_series, "series": curves, "axes": axis_answers}}
 
 
 def _rounded(values: Sequence[float]) -> list[float]:
@@ -126,27 +126,27 @@ def _rounded(values: Sequence[float]) -> list[float]:
 
 def _rollouts(reader: WatchedRollouts, rows: Sequence[int], shares: int) -> dict[str, Any]:
     """Return the rollouts of these rows, each with as many tokens as the page's limits allow."""
-    details, remaining_tokens, cut = dict[int, dict[str, Any]](), _ALL_TOKENS // shares, 0
-    for number, row in enumerate(rows):
-        limit = min(_TOKENS, remaining_tokens // (len(rows) - number))
+    details, remaining_tokens, cut_count = dict[int, dict[str, Any]](), _ALL_TOKENS // shares, 0
+    for row_index, row in enumerate(rows):
+        max_tokens = min(_TOKENS, remaining_tokens // (len(rows) - row_index))
         try:
-            rollout = details[row] = reader.rollout(row, limit=limit)
+            rollout = details[row] = reader.rollout(row, limit=max_tokens)
         except ConfigurationError:  # its part of the record can't be read, which is in `problems`
             continue
-        if sum(len(sequence["ids"]) for sequence in rollout["sequences"]) > limit:
-            rollout = details[row] = reader.rollout(row, sequence=0, limit=limit)
+        if sum(len(sequence["ids"]) for sequence in rollout["sequences"]) > max_tokens:
+            rollout = details[row] = reader.rollout(row, sequence=0, limit=max_tokens)
         remaining_tokens -= sum(len(sequence["ids"]) for sequence in rollout["sequences"])
-        cut += any(len(sequence["ids"]) < sequence["total_tokens"] for sequence in rollout["sequences"])
-    kept = reader.summaries(list(details))
-    notes = []
-    if len(details) < kept["rollouts"]:
-        notes.append(
-            f"In this file are {len(details):,} of {kept['rollouts']:,} rollouts: the newest and the oldest of each "
+        cut_count += any(len(sequence["ids"]) < sequence["total_tokens"] for sequence in rollout["sequences"])
+    table = reader.summaries(list(details))
+    note_texts = []
+    if len(details) < table["rollouts"]:
+        note_texts.append(
+            f"In this file are {len(details):,} of {table['rollouts']:,} rollouts: the newest and the oldest of each "
             f"ending. {_FULL_PAGE_HINT}"
         )
-    if cut:
-        notes.append(f"This file has only the first tokens of {cut:,} long ones.")
-    return {"rollouts": {**kept, "problems": [*notes, *kept["problems"]]}, "details": details}
+    if cut_count:
+        note_texts.append(f"This file has only the first tokens of {cut_count:,} long ones.")
+    return {"rollouts": {**table, "problems": [*note_texts, *table["problems"]]}, "details": details}
 
 
 def _lanes(run: WatchedRun) -> dict[str, Any]:
@@ -159,8 +159,8 @@ def _lanes(run: WatchedRun) -> dict[str, Any]:
             return {"lanes": lanes, "spans": None}
         steps = lanes["steps"][-_STEPS:]
         from_s = max(lanes["from_s"], steps[0]["start_s"]) if len(steps) == _STEPS else lanes["from_s"]
-        order = {group: rank for rank, group in enumerate(_GROUPS)}
-        tracks = [track["id"] for track in sorted(lanes["tracks"], key=lambda track: order[track["group"]])][:_TRACKS]
+        ranks = {group: rank for rank, group in enumerate(_GROUPS)}
+        tracks = [track["id"] for track in sorted(lanes["tracks"], key=lambda track: ranks[track["group"]])][:_TRACKS]
         spans = reader.window(from_s, lanes["to_s"], _PIXELS, tracks)["tracks"]
     notes = [f"These are the newest {_STEPS} steps, at one zoom. {_FULL_PAGE_HINT}"] if from_s > lanes["from_s"] else []
     if len(lanes["tracks"]) > _TRACKS:
@@ -179,13 +179,13 @@ def _lanes(run: WatchedRun) -> dict[str, Any]:
 
 
 def _write(path: Path, title: str, page: dict[str, Any]) -> None:
-    details = {run: answers.pop("details", {}) for run, answers in page["of"].items()}
-    parts = {"answers": page, "rollouts": details}
-    packed = "".join(
-        f'<script type="text/plain" id="kept-{name}">{_base64(gzip.compress(encode(part), 6, mtime=0))}</script>\n'
-        for name, part in parts.items()
+    details_by_run = {run: answers.pop("details", {}) for run, answers in page["of"].items()}
+    content_by_name = {"answers": page, "rollouts": details_by_run}
+    scripts_html = "".join(
+        f'<script type="text/plain" id="kept-{name}">{_base64(gzip.compress(encode(content), 6, mtime=0))}</script>\n'
+        for name, content in content_by_name.items()
     )
-    write_atomically(path, _document(title).replace("<!-- kept -->", packed).encode("utf-8", "replace"))
+    write_atomically(path, _document(title).replace("<!-- kept -->", scripts_html).encode("utf-8", "replace"))
 
 
 def _base64(data: bytes) -> str:
@@ -195,24 +195,24 @@ def _base64(data: bytes) -> str:
 def _document(title: str) -> str:
     """Return the page with its styles and modules inlined. Modules are imported by an import map, since modules of a
     file can't import others by path."""
-    modules = {
+    text_by_module = {
         path.relative_to(_STATIC).as_posix(): path.read_text(encoding="utf-8") for path in sorted(_STATIC.rglob("*.js"))
     }
-    imports = {
-        f"headway/{name}": "data:text/javascript;base64," + _base64(_with_mapped_imports(name, text).encode())
-        for name, text in modules.items()
+    url_by_module = {
+        f"headway/{name}": "data:text/javascript;base64," + _base64(_with_mapped_imports(name, module_text).encode())
+        for name, module_text in text_by_module.items()
     }
-    text = (_STATIC / "index.html").read_text(encoding="utf-8")
-    text = re.sub(
-        r'<link rel="stylesheet" href="([^"]+)">', lambda of: f"<style>{(_STATIC / of[1]).read_text()}</style>", text
+    html = (_STATIC / "index.html").read_text(encoding="utf-8")
+    html = re.sub(
+        r'<link rel="stylesheet" href="([^"]+)">', lambda of: f"<style>{(_STATIC / of[1]).read_text()}</style>", html
     )
-    icon = "data:image/svg+xml;base64," + _base64((_STATIC / "icon.svg").read_bytes())
-    text = re.sub(r' *<link rel="modulepreload"[^>]*>\n', "", text).replace('href="icon.svg"', f'href="{icon}"')
-    script = f'<script type="importmap">{msgspec.json.encode({"imports": imports}).decode()}</script>'
-    script += '<script type="module">import "headway/app.js";</script>'
-    text = text.replace('<script type="module" src="app.js"></script>', "<!-- kept -->" + script)
-    policy = f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-    return text.replace("<title>Headway</title>", f"{policy}\n    <title>{escape(title)}</title>")
+    icon_url = "data:image/svg+xml;base64," + _base64((_STATIC / "icon.svg").read_bytes())
+    html = re.sub(r' *<link rel="modulepreload"[^>]*>\n', "", html).replace('href="icon.svg"', f'href="{icon_url}"')
+    script_html = f'<script type="importmap">{msgspec.json.encode({"imports": url_by_module}).decode()}</script>'
+    script_html += '<script type="module">import "headway/app.js";</script>'
+    html = html.replace('<script type="module" src="app.js"></script>', "<!-- kept -->" + script_html)
+    policy_html = f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+    return html.replace("<title>Headway</title>", f"{policy_html}\n    <title>{escape(title)}</title>")
 
 
 def _with_mapped_imports(name: str, text: str) -> str:
@@ -220,10 +220,10 @@ def _with_mapped_imports(name: str, text: str) -> str:
     folder = Path(name).parent
 
     def replacement(match: re.Match[str]) -> str:
-        parts = [part for part in (folder / match[2]).parts]
-        while ".." in parts:
-            index = parts.index("..")
-            del parts[index - 1 : index + 1]
-        return f'{match[1]}"headway/{"/".join(parts)}"'
+        path_parts = [part for part in (folder / match[2]).parts]
+        while ".." in path_parts:
+            index = path_parts.index("..")
+            del path_parts[index - 1 : index + 1]
+        return f'{match[1]}"headway/{"/".join(path_parts)}"'
 
     return re.sub(r'(\bfrom |\bmodule: )"(\.\.?/[^"]+\.js)"', replacement, text)

@@ -63,11 +63,11 @@ def _lanes(run: WatchedRun, since: float | None = None) -> Any:
 
 
 def _window(run: WatchedRun, from_s: float, to_s: float, pixels: int = 1600, tracks: str = "") -> Any:
-    chosen = [track for track in tracks.split(",") if track]
-    if not all(track.isdecimal() and len(track) < 10 for track in chosen):
+    track_ids = [track for track in tracks.split(",") if track]
+    if not all(track.isdecimal() and len(track) < 10 for track in track_ids):
         raise ConfigurationError(f"tracks = {tracks[:100]!r}: valid: ids of tracks, separated by commas")
     with run.reader(RunLanes) as reader:
-        return reader.window(from_s, to_s, checked("pixels", pixels, 1, 8000), list(map(int, chosen)))
+        return reader.window(from_s, to_s, checked("pixels", pixels, 1, 8000), list(map(int, track_ids)))
 
 
 VIEWS = {

@@ -37,15 +37,15 @@ class SharedAnswers:
         """Return ``make()`` as JSON. ``stamp()``: changes with the files that ``make`` reads; without a stamp, a stale
         answer is always made again. Raises the errors of ``make``."""
         loop = asyncio.get_running_loop()
-        known = self._kept.get(key)
-        if known is not None and loop.time() - known.made_s < FRESH_S:
-            return known.body
+        cached = self._kept.get(key)
+        if cached is not None and loop.time() - cached.made_s < FRESH_S:
+            return cached.body
         if key not in self._making:
 
             def run() -> _Answer:
                 current_stamp = stamp() if stamp is not None else None
-                if known is not None and current_stamp is not None and current_stamp == known.stamp:
-                    return known
+                if cached is not None and current_stamp is not None and current_stamp == cached.stamp:
+                    return cached
                 return _Answer(0.0, current_stamp, encode(make()))
 
             self._making[key] = future = asyncio.ensure_future(loop.run_in_executor(self._threads, run))
@@ -56,8 +56,8 @@ class SharedAnswers:
         self._making.pop(key, None)
         if done.cancelled() or done.exception() is not None:
             return
-        if (old := self._kept.pop(key, None)) is not None:
-            self._kept_bytes -= len(old.body)
+        if (replaced := self._kept.pop(key, None)) is not None:
+            self._kept_bytes -= len(replaced.body)
         answer = self._kept[key] = done.result()._replace(made_s=done.get_loop().time())
         self._kept_bytes += len(answer.body)
         while self._kept_bytes > _MAX_BYTES:
@@ -73,11 +73,11 @@ async def changes(
 ) -> AsyncIterator[bytes]:
     """Yield ``get()`` as server-sent events, at once and then whenever it has changed, until ``stopped``; comments are
     sent while nothing changes."""
-    sent, silent_s = b"", 0.0
+    sent_body, silent_s = b"", 0.0
     while not stopped.is_set():
         body = await get()
-        if body != sent:
-            sent, silent_s = body, 0.0
+        if body != sent_body:
+            sent_body, silent_s = body, 0.0
             yield b"event: %s\ndata: %s\n\n" % (event.encode(), body)
         elif silent_s >= HEARTBEAT_S:
             silent_s = 0.0

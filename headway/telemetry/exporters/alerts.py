@@ -84,9 +84,9 @@ class AlertWebhook(Exporter):
 
     def __init__(self, context: ExporterContext) -> None:
         """Raises ConfigurationError if the variable isn't set, or holds no URL of http or https."""
-        variable = context.experiment.alerts.webhook_env
-        self._url, self._folder = webhook_url(variable), context.folder.resolve()
-        self.destination = f"${variable}"
+        variable_name = context.experiment.alerts.webhook_env
+        self._url, self._folder = webhook_url(variable_name), context.folder.resolve()
+        self.destination = f"${variable_name}"
 
     def event(self, event: EventRecord) -> None:
         post(self._url, alert_json(event, self._folder))
@@ -95,21 +95,21 @@ class AlertWebhook(Exporter):
 def deliver(alert: EventRecord, alerts: AlertsConfig, folder: Path) -> None:
     """Deliver an alert from a process without exporters, and wait for it; failures are ignored, since such a process
     has no way to report them."""
-    text = alert_json(alert, folder)
+    payload = alert_json(alert, folder)
     with contextlib.suppress(OSError, HeadwayError):
         if alerts.command:
-            run_command(alerts.command, text, folder / "logs" / LOG)
+            run_command(alerts.command, payload, folder / "logs" / LOG)
     with contextlib.suppress(OSError, HeadwayError):
         if alerts.webhook_env:
-            post(webhook_url(alerts.webhook_env), text)
+            post(webhook_url(alerts.webhook_env), payload)
 
 
 def run_command(command: tuple[str, ...], text: bytes, log: Path) -> None:
     """Run ``command`` with ``text`` on its standard input and its output in ``log``. Raises HeadwayError when it fails
     or takes longer than COMMAND_S."""
-    with log.open("ab") as output:
+    with log.open("ab") as file:
         # A separate session: Ctrl-C doesn't reach the command, and the time limit also ends its child processes.
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=file, stderr=file, start_new_session=True)
         try:
             process.communicate(text, timeout=COMMAND_S)
         except subprocess.TimeoutExpired:
@@ -125,17 +125,17 @@ def post(url: str, text: bytes) -> None:
     import httpx  # here: a run without a webhook doesn't wait for the import
 
     logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs the URL of each request
-    cause, headers, verify = "", {"Content-Type": "application/json"}, machine_certificates()
+    cause_text, headers, ssl_context = "", {"Content-Type": "application/json"}, machine_certificates()
     for attempt in range(ATTEMPTS):
         time.sleep(backoff_s(attempt, RETRY_S))
         try:  # a redirect isn't followed: the POST would become a GET, and a token go elsewhere
-            status = httpx.post(url, content=text, headers=headers, timeout=REQUEST_S, verify=verify).status_code
+            status = httpx.post(url, content=text, headers=headers, timeout=REQUEST_S, verify=ssl_context).status_code
         except (httpx.RequestError, httpx.InvalidURL) as error:
-            cause = type(socket_error_of(error)).__name__  # only its type: some messages name the URL
+            cause_text = type(socket_error_of(error)).__name__  # only its type: some messages name the URL
             continue
         if status // 100 == 2:
             return
-        cause = f"HTTP {status}"
+        cause_text = f"HTTP {status}"
         if status not in (408, 429) and status < 500:
             break
-    raise HeadwayError(f"the webhook failed: {cause}")
+    raise HeadwayError(f"the webhook failed: {cause_text}")

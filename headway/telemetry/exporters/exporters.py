@@ -170,9 +170,9 @@ class Exports:
     def on_line(self, line: LedgerLine) -> None:
         """Queue a line of the ledger for every exporter."""
         self._newest = line
-        name = line.event if isinstance(line, EventRecord) else ""
+        event_name = line.event if isinstance(line, EventRecord) else ""
         for worker in self._workers:
-            if worker.exporter.only_event in ("", name):
+            if worker.exporter.only_event in ("", event_name):
                 worker.offer(lambda exporter: _export(exporter, line, self._sources))
             if worker.error and worker.name not in self._reported:
                 self._reported.add(worker.name)
@@ -232,8 +232,8 @@ class Exports:
         if kind is None:
             self.close()
         else:
-            ours = issubclass(kind, Exception) and not issubclass(kind, Interrupted)
-            self.close("failed" if ours else "interrupted")
+            is_failure = issubclass(kind, Exception) and not issubclass(kind, Interrupted)
+            self.close("failed" if is_failure else "interrupted")
 
 
 def _export(exporter: Exporter, line: LedgerLine, sources: tuple[str, ...]) -> None:
@@ -257,10 +257,10 @@ def exporter_names(experiment: Experiment) -> list[str]:
 def missing_packages(experiment: Experiment) -> Iterator[str]:
     """Yield an error text for every exporter whose package isn't installed."""
     for name in exporter_names(experiment):
-        _, package, install = EXPORTERS[name]
+        _, package, install_name = EXPORTERS[name]
         if importlib.util.find_spec(package) is None:
             key = _key(name)
-            yield f"{key}: {name!r} needs the package {package}: pip install '{install}'"
+            yield f"{key}: {name!r} needs the package {package}: pip install '{install_name}'"
 
 
 def start_exports(experiment: Experiment, directory: RunDirectory, ledger: Ledger, *, resume: bool) -> Exports:
@@ -269,25 +269,25 @@ def start_exports(experiment: Experiment, directory: RunDirectory, ledger: Ledge
 
     Raises ConfigurationError if a package is missing or an exporter refuses its settings; no exporter stays open then.
     """
-    if missing := list(missing_packages(experiment)):
-        raise ConfigurationError("; ".join(missing))
-    path = directory.path / "trackers.json"
-    ids = _stored_ids(path) if resume else {}
-    started: dict[str, Exporter] = {}
+    if error_texts := list(missing_packages(experiment)):
+        raise ConfigurationError("; ".join(error_texts))
+    ids_path = directory.path / "trackers.json"
+    run_ids = _stored_ids(ids_path) if resume else {}
+    exporter_by_name: dict[str, Exporter] = {}
     try:
         with contextlib.redirect_stdout(sys.stderr):
             for name in exporter_names(experiment):
-                started[name] = _start(name, experiment, directory.path, ids.get(name))
-        ids |= {name: exporter.run_id for name, exporter in started.items() if exporter.run_id is not None}
-        if ids:
-            directory.write_json(path, ids)
+                exporter_by_name[name] = _start(name, experiment, directory.path, run_ids.get(name))
+        run_ids |= {name: exporter.run_id for name, exporter in exporter_by_name.items() if exporter.run_id is not None}
+        if run_ids:
+            directory.write_json(ids_path, run_ids)
     except BaseException:
-        for exporter in started.values():
+        for exporter in exporter_by_name.values():
             with contextlib.suppress(Exception):  # the first error is the one to report
                 exporter.finish("failed")
         raise
-    every = experiment.ledger.table_every_steps
-    exports = Exports(started, ledger, table_every_steps=every, sources=_source_labels(experiment))
+    every_steps = experiment.ledger.table_every_steps
+    exports = Exports(exporter_by_name, ledger, table_every_steps=every_steps, sources=_source_labels(experiment))
     ledger.subscribe(exports.on_line)
     return exports
 
@@ -299,11 +299,11 @@ def _source_labels(experiment: Experiment) -> Iterator[str]:
 
 
 def _start(name: str, experiment: Experiment, folder: Path, run_id: str | None) -> Exporter:
-    module, _, cls = EXPORTERS[name][0].partition(":")
+    module_name, _, class_name = EXPORTERS[name][0].partition(":")
     run_name = experiment.ledger.name or folder.resolve().name
     context = ExporterContext(experiment=experiment, folder=folder, run_name=run_name, run_id=run_id)
     try:
-        return getattr(importlib.import_module(module), cls)(context)
+        return getattr(importlib.import_module(module_name), class_name)(context)
     except HeadwayError:
         raise
     except Exception as error:  # the boundary to a tracker: no key, no network, a version that differs
@@ -312,15 +312,15 @@ def _start(name: str, experiment: Experiment, folder: Path, run_id: str | None) 
 
 def _key(name: str) -> str:
     """The key of the experiment file that configures an exporter."""
-    keys = {PROMETHEUS: "ledger.prometheus", LOGGING: "hooks.logging", COMMAND: COMMAND, WEBHOOK: WEBHOOK}
-    return keys.get(name, "ledger.trackers")
+    key_by_name = {PROMETHEUS: "ledger.prometheus", LOGGING: "hooks.logging", COMMAND: COMMAND, WEBHOOK: WEBHOOK}
+    return key_by_name.get(name, "ledger.trackers")
 
 
 def _stored_ids(path: Path) -> dict[str, Any]:
     try:
-        ids = json.loads(path.read_text(encoding="utf-8"))
+        run_ids = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except ValueError as error:
         raise ConfigurationError(f"{path} is damaged: {error}; remove it to begin new runs in the trackers") from None
-    return ids if isinstance(ids, dict) else {}
+    return run_ids if isinstance(run_ids, dict) else {}

@@ -29,19 +29,19 @@ class MLflow(Exporter):
             self._run_id = self._client.get_run(context.run_id).info.run_id
             self._client.update_run(self._run_id, status="RUNNING")
         else:
-            known = self._client.get_experiment_by_name(ledger.project)
-            experiment_id = known.experiment_id if known else self._client.create_experiment(ledger.project)
+            existing = self._client.get_experiment_by_name(ledger.project)
+            experiment_id = existing.experiment_id if existing else self._client.create_experiment(ledger.project)
             tags = {tag: "true" for tag in ledger.tags}
-            run = self._client.create_run(experiment_id, run_name=context.run_name, tags=tags)
-            self._run_id: str = run.info.run_id
+            mlflow_run = self._client.create_run(experiment_id, run_name=context.run_name, tags=tags)
+            self._run_id: str = mlflow_run.info.run_id
             self._describe(context)
         self.run_id = self._run_id
         self.destination = f"{self._client.tracking_uri}, run {self.run_id}"
 
     def _describe(self, context: ExporterContext) -> None:
         parameters = [Param(key, str(value)[:_LONGEST_VALUE]) for key, value in flatten(context.experiment).items()]
-        for first in range(0, len(parameters), _PARAMETERS_PER_CALL):
-            self._client.log_batch(self._run_id, params=parameters[first : first + _PARAMETERS_PER_CALL])
+        for start in range(0, len(parameters), _PARAMETERS_PER_CALL):
+            self._client.log_batch(self._run_id, params=parameters[start : start + _PARAMETERS_PER_CALL])
 
     def log(self, step: int, values: dict[str, float], shapes: dict[str, Histogram]) -> None:
         now_ms = int(time.time() * 1000)

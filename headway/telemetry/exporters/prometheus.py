@@ -76,9 +76,9 @@ class Prometheus(Exporter, Collector):
         registry = CollectorRegistry()
         registry.register(self)
         self._server, self._thread = start_http_server(port, host, registry)
-        bound = self._server.server_port
+        bound_port = self._server.server_port
         printed_host = f"[{host}]" if ":" in host else host
-        self.destination = f"http://{printed_host}:{bound}/metrics"
+        self.destination = f"http://{printed_host}:{bound_port}/metrics"
         if not is_loopback(address):
             self.destination += " (any host that reaches it can read it)"
 
@@ -90,16 +90,16 @@ class Prometheus(Exporter, Collector):
             gauges = {name: value for name, value in gauges.items() if name not in self._of_step}
             self._of_step = values.keys()
         for name, value in values.items():
-            counted = _COUNTED.match(name)
-            if counted:
-                self._counts[counted[1]][counted[2]] += int(value)
+            count_match = _COUNTED.match(name)
+            if count_match:
+                self._counts[count_match[1]][count_match[2]] += int(value)
             else:
                 gauges[name] = value
         for name, histogram in shapes.items():
-            counts = Counter(self._shapes.get(name, {}))
+            bucket_counts = Counter(self._shapes.get(name, {}))
             for edge, count in zip(histogram.edges[1:], histogram.counts, strict=True):
-                counts[int(edge)] += count
-            self._shapes[name] = counts
+                bucket_counts[int(edge)] += count
+            self._shapes[name] = bucket_counts
             mean = values.get("length/mean_tokens" if name == LENGTHS else name.replace("_steps", "_mean_steps"), 0.0)
             self._sums[name] += mean * sum(histogram.counts)
         if "time/step_s" in values:
@@ -109,20 +109,20 @@ class Prometheus(Exporter, Collector):
 
     def event(self, event: EventRecord) -> None:
         self._counts["events"][event.event] += 1
-        stall = (event.worker, str(event.data.get("wait", "")))
-        begun = event.event == EVENT_STALLED
+        stall_key = (event.worker, str(event.data.get("wait", "")))
+        has_begun = event.event == EVENT_STALLED
         # A block of the event loop is reported by another process; this one sees only its end.
-        if begun or (event.event == EVENT_STALL_ENDED and stall not in self._stalled_at_s):
-            self._stalls[stall] += 1
-        if begun:
-            self._stalled_at_s[stall] = time.monotonic() - event.lost_s
+        if has_begun or (event.event == EVENT_STALL_ENDED and stall_key not in self._stalled_at_s):
+            self._stalls[stall_key] += 1
+        if has_begun:
+            self._stalled_at_s[stall_key] = time.monotonic() - event.lost_s
         elif event.event == EVENT_STALL_ENDED:
-            self._stalled_at_s.pop(stall, None)
+            self._stalled_at_s.pop(stall_key, None)
 
     def snapshot(self, snapshot: QueueSnapshot) -> None:
         self._snapshot = snapshot
-        figures = {f: getattr(snapshot, f) for f in _SNAPSHOT_GAUGES} | msgspec.structs.asdict(snapshot.engines)
-        self._gauges = self._gauges | {f"queue/{field}": float(value) for field, value in figures.items()}
+        value_by_field = {f: getattr(snapshot, f) for f in _SNAPSHOT_GAUGES} | msgspec.structs.asdict(snapshot.engines)
+        self._gauges = self._gauges | {f"queue/{field}": float(value) for field, value in value_by_field.items()}
 
     def finish(self, status: Status) -> None:
         self._server.shutdown()
@@ -142,46 +142,46 @@ class Prometheus(Exporter, Collector):
         if self._step_at_s is not None:
             age_s = time.monotonic() - self._step_at_s
             yield GaugeMetricFamily("headway_last_step_age_s", "since the newest step's record", age_s)
-        for group, label in _LABELS.items():
-            family = CounterMetricFamily(f"headway_{group}_rollouts", f"{group} of rollouts", labels=[label])
-            for value, count in list(self._counts[group].items()):
-                family.add_metric([value], count)
+        for count_kind, label in _LABELS.items():
+            family = CounterMetricFamily(f"headway_{count_kind}_rollouts", f"{count_kind} of rollouts", labels=[label])
+            for label_value, count in list(self._counts[count_kind].items()):
+                family.add_metric([label_value], count)
             yield family
-        events = CounterMetricFamily("headway_events", "events of the ledger", labels=["event"])
-        for event, count in list(self._counts["events"].items()):
-            events.add_metric([event], count)
-        yield events
+        event_family = CounterMetricFamily("headway_events", "events of the ledger", labels=["event"])
+        for event_name, count in list(self._counts["events"].items()):
+            event_family.add_metric([event_name], count)
+        yield event_family
         yield from self._stall_families()
-        for name, counts in list(self._shapes.items()):
-            yield _histogram(name, counts, self._sums[name])
+        for name, bucket_counts in list(self._shapes.items()):
+            yield _histogram(name, bucket_counts, self._sums[name])
         if (snapshot := self._snapshot) is not None:
-            lowest = "lowest that a replica samples with"
+            help_text = "lowest that a replica samples with"
             yield GaugeMetricFamily("headway_version", "completed training steps", snapshot.version)
-            yield GaugeMetricFamily("headway_applied_version", lowest, snapshot.applied_version)
+            yield GaugeMetricFamily("headway_applied_version", help_text, snapshot.applied_version)
             yield from worker_families(snapshot.workers)
             yield from node_families(snapshot.nodes)
 
     def _stall_families(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         labels = ["worker", "wait"]
-        stalls = CounterMetricFamily("headway_stalls", "stalls, by worker waited for and kind of wait", labels=labels)
-        lasting = GaugeMetricFamily("headway_stalled_s", "seconds that a present stall has lasted", labels=labels)
-        for stall, count in list(self._stalls.items()):
-            stalls.add_metric(stall, count)
-        for stall, since_s in list(self._stalled_at_s.items()):
-            lasting.add_metric(stall, time.monotonic() - since_s)
-        yield stalls
-        yield lasting
+        counter = CounterMetricFamily("headway_stalls", "stalls, by worker waited for and kind of wait", labels=labels)
+        gauge = GaugeMetricFamily("headway_stalled_s", "seconds that a present stall has lasted", labels=labels)
+        for stall_key, count in list(self._stalls.items()):
+            counter.add_metric(stall_key, count)
+        for stall_key, since_s in list(self._stalled_at_s.items()):
+            gauge.add_metric(stall_key, time.monotonic() - since_s)
+        yield counter
+        yield gauge
 
 
 def worker_families(workers: Iterable[WorkerState]) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
     """Metrics of the workers: whether each is alive, and its number of restarts."""
-    up = GaugeMetricFamily("headway_worker_up", "1: its process lives", labels=["worker"])
-    restarts = CounterMetricFamily("headway_worker_restarts", "of its process", labels=["worker"])
+    up_family = GaugeMetricFamily("headway_worker_up", "1: its process lives", labels=["worker"])
+    restarts_family = CounterMetricFamily("headway_worker_restarts", "of its process", labels=["worker"])
     for worker in workers:
-        up.add_metric([worker.name], float(worker.up))
-        restarts.add_metric([worker.name], worker.restarts)
-    yield up
-    yield restarts
+        up_family.add_metric([worker.name], float(worker.up))
+        restarts_family.add_metric([worker.name], worker.restarts)
+    yield up_family
+    yield restarts_family
 
 
 def node_families(nodes: Iterable[NodeConditions]) -> Iterator[GaugeMetricFamily]:
@@ -202,12 +202,12 @@ def node_families(nodes: Iterable[NodeConditions]) -> Iterator[GaugeMetricFamily
 def router_families(router: RouterStatistics) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
     """Metrics of a router: its present load, and its counters since it started."""
     for name, value in router_metrics(router):
-        counted = name.removeprefix("router/") in ROUTER_COUNTERS
-        yield (CounterMetricFamily if counted else GaugeMetricFamily)(metric_name(name), name, value)
+        is_counter = name.removeprefix("router/") in ROUTER_COUNTERS
+        yield (CounterMetricFamily if is_counter else GaugeMetricFamily)(metric_name(name), name, value)
 
 
 def _histogram(name: str, counts: Counter[int], total: float) -> HistogramMetricFamily:
     limits = _LENGTH_LIMITS if name == LENGTHS else _STALENESS_LIMITS
-    buckets = [(str(float(limit)), float(sum(n for end, n in counts.items() if end <= limit))) for limit in limits]
+    buckets = [(str(float(limit)), float(sum(n for edge, n in counts.items() if edge <= limit))) for limit in limits]
     buckets.append(("+Inf", float(counts.total())))
     return HistogramMetricFamily(metric_name(f"{name}_distribution"), f"{name}, of every step", buckets, total)

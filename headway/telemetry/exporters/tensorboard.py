@@ -31,9 +31,9 @@ class TensorBoard(Exporter):
     def log(self, step: int, values: dict[str, float], shapes: dict[str, Histogram]) -> None:
         summary = self._messages.Summary
         # One event for the complete line: tensorboardX's add_scalar makes one per number, at several times the cost.
-        numbers = [summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        drawn = [summary.Value(tag=name, histo=self._histogram(histogram)) for name, histogram in shapes.items()]
-        self._open(step).file_writer.add_summary(summary(value=numbers + drawn), step)
+        scalar_values = [summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        histograms = [summary.Value(tag=name, histo=self._histogram(histogram)) for name, histogram in shapes.items()]
+        self._open(step).file_writer.add_summary(summary(value=scalar_values + histograms), step)
         self._flush_if_due()
 
     def event(self, event: EventRecord) -> None:
@@ -41,12 +41,12 @@ class TensorBoard(Exporter):
         self._flush_if_due()
 
     def table(self, step: int, rows: Rows) -> None:
-        head = "| step | solved | reward | prompt | response |\n| --- | --- | --- | --- | --- |\n"
-        body = "\n".join(
+        head_text = "| step | solved | reward | prompt | response |\n| --- | --- | --- | --- | --- |\n"
+        body_text = "\n".join(
             "| " + " | ".join(_cell(row[key]) for key in ("step", "solved", "reward", "prompt", "response")) + " |"
             for row in rows
         )
-        self._open(step).add_text("samples", head + body, step)
+        self._open(step).add_text("samples", head_text + body_text, step)
 
     def finish(self, status: Status) -> None:
         if self._writer is not None:
@@ -89,13 +89,13 @@ def _cell(value: object) -> str:
 def _tensorboardx() -> tuple[Any, Any]:
     """Import tensorboardX's writer and messages without torch, which it needs only to recognise its tensors, and which
     would cost the orchestrator seconds and hundreds of megabytes."""
-    hidden = "torch" not in sys.modules
-    if hidden:
+    hides_torch = "torch" not in sys.modules
+    if hides_torch:
         sys.modules["torch"] = None  # type: ignore[assignment]  # makes `import torch` an ImportError
     try:
         from tensorboardX import SummaryWriter
         from tensorboardX.proto import summary_pb2
     finally:
-        if hidden:
+        if hides_torch:
             del sys.modules["torch"]
     return SummaryWriter, summary_pb2

@@ -33,15 +33,15 @@ class Trackio(Exporter):
         self.destination = f"project {ledger.project}, run {self._run.name}: trackio show --project {ledger.project}"
 
     def log(self, step: int, values: dict[str, float], shapes: dict[str, Histogram]) -> None:
-        drawn = {
+        histogram_by_name = {
             name: trackio.Histogram(np_histogram=(histogram.counts, histogram.edges))
             for name, histogram in shapes.items()
         }
-        self._run.log({**values, **drawn}, step=step)
+        self._run.log({**values, **histogram_by_name}, step=step)
 
     def table(self, step: int, rows: Rows) -> None:
-        data = [[row[name] for name in _COLUMNS] for row in rows]
-        self._run.log({"samples": trackio.Table(columns=_COLUMNS, data=data)}, step=step)
+        table_rows = [[row[name] for name in _COLUMNS] for row in rows]
+        self._run.log({"samples": trackio.Table(columns=_COLUMNS, data=table_rows)}, step=step)
 
     def finish(self, status: Status) -> None:
         self._run.finish()

@@ -57,8 +57,8 @@ class WeightsAndBiases(Exporter):
 
     def table(self, step: int, rows: Rows) -> None:
         columns: list[Any] = [*_COLUMNS]
-        data: list[Any] = [[_column(row, name) for name in _COLUMNS] for row in rows]
-        self._run.log({"step": step, "samples": wandb.Table(columns=columns, data=data)})
+        table_rows: list[Any] = [[_column(row, name) for name in _COLUMNS] for row in rows]
+        self._run.log({"step": step, "samples": wandb.Table(columns=columns, data=table_rows)})
 
     def finish(self, status: Status) -> None:
         self._run.finish(exit_code=0 if status == "finished" else 1)

@@ -94,7 +94,7 @@ _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Rollo
 
 def recorded_share(settings: LedgerConfig) -> float:
     """The share of the groups that is recorded."""
-    return {"all": 1.0, "none": 0.0}[rollouts] if isinstance(rollouts := settings.rollouts, str) else rollouts
+    return {"all": 1.0, "none": 0.0}[setting] if isinstance(setting := settings.rollouts, str) else setting
 
 
 def is_recorded(groups: NDArray[np.int64] | int, share: float) -> Any:
@@ -107,23 +107,23 @@ def finished_batch(
 ) -> pa.RecordBatch:
     """Rollouts as a batch of `FINISHED`, with the id of each rollout's task. ``reached``: response tokens of unfinished
     rollouts, by position."""
-    values = _values(rollouts)
+    values_by_field = _values(rollouts)
     columns: dict[str, Any] = {
-        **{name: _scalar_array(name, values[name]) for name in _SCALARS},
-        **_sequence_arrays(values),
-        **{name: _json_array(values[name]) for name in _JSON},
-        "turn_rewards": _short_lists(values["turn_rewards"], _TIMES),
-        "branches": _branch_array(values["branches"]),
-        **_nested_arrays(CallTimes, _CALLS, values["call_times"]),
-        **_nested_arrays(ToolTimes, _TOOLS, values["tool_times"]),
+        **{name: _scalar_array(name, values_by_field[name]) for name in _SCALARS},
+        **_sequence_arrays(values_by_field),
+        **{name: _json_array(values_by_field[name]) for name in _JSON},
+        "turn_rewards": _short_lists(values_by_field["turn_rewards"], _TIMES),
+        "branches": _branch_array(values_by_field["branches"]),
+        **_nested_arrays(CallTimes, _CALLS, values_by_field["call_times"]),
+        **_nested_arrays(ToolTimes, _TOOLS, values_by_field["tool_times"]),
         "task_id": pa.array(task_ids, pa.string()),
     }
-    tokens = np.diff(columns["response_ids"].offsets.to_numpy()).astype(np.int64)
-    if any(values["branches"]):
-        tokens[:] = [rollout.response_tokens for rollout in rollouts]
-    verified = np.ones(len(rollouts), np.bool_)
-    tokens[list(reached)], verified[list(reached)] = list(reached.values()), False
-    columns |= {"tokens": pa.array(tokens), "verified": pa.array(verified)}
+    token_counts = np.diff(columns["response_ids"].offsets.to_numpy()).astype(np.int64)
+    if any(values_by_field["branches"]):
+        token_counts[:] = [rollout.response_tokens for rollout in rollouts]
+    verified_flags = np.ones(len(rollouts), np.bool_)
+    token_counts[list(reached)], verified_flags[list(reached)] = list(reached.values()), False
+    columns |= {"tokens": pa.array(token_counts), "verified": pa.array(verified_flags)}
     return pa.RecordBatch.from_arrays([columns[name] for name in FINISHED.names], schema=FINISHED)
 
 
@@ -158,20 +158,20 @@ def _lengths(parts: Sequence[Any]) -> NDArray[Any]:
 
 def _values(records: Sequence[Rollout] | Sequence[Branch]) -> dict[str, tuple[Any, ...]]:
     """The values of each field, read in one pass because older records are in no CPU cache."""
-    values = zip(*map(msgspec.structs.astuple, records), strict=True)
-    return dict(zip(records[0].__struct_fields__, values, strict=True))
+    columns = zip(*map(msgspec.structs.astuple, records), strict=True)
+    return dict(zip(records[0].__struct_fields__, columns, strict=True))
 
 
 def _sequence_arrays(values: Mapping[str, tuple[Any, ...]]) -> dict[str, pa.Array]:
-    prompts, responses = _arrays(TokenIds, values["prompt_ids"]), _arrays(TokenIds, values["response_ids"])
-    ids, logprobs = _joined(responses), _joined(_arrays(TokenLogprobs, values["response_logprobs"]))
+    prompt_arrays, response_arrays = _arrays(TokenIds, values["prompt_ids"]), _arrays(TokenIds, values["response_ids"])
+    response_ids, logprobs = _joined(response_arrays), _joined(_arrays(TokenLogprobs, values["response_logprobs"]))
     mask = _joined(_arrays(TokenMask, values["response_mask"]))
-    if not len(ids) == len(logprobs) == len(mask):
-        raise ValueError(f"{len(ids)} ids, {len(logprobs)} log-probabilities and {len(mask)} mask values")
-    offsets, bits = _offsets(_lengths(responses)), pa.py_buffer(np.packbits(mask, bitorder="little"))
+    if not len(response_ids) == len(logprobs) == len(mask):
+        raise ValueError(f"{len(response_ids)} ids, {len(logprobs)} log-probabilities and {len(mask)} mask values")
+    offsets, bits = _offsets(_lengths(response_arrays)), pa.py_buffer(np.packbits(mask, bitorder="little"))
     return {
-        "prompt_ids": list_array(_joined(prompts), _lengths(prompts)),
-        "response_ids": pa.ListArray.from_arrays(offsets, pa.array(ids)),
+        "prompt_ids": list_array(_joined(prompt_arrays), _lengths(prompt_arrays)),
+        "response_ids": pa.ListArray.from_arrays(offsets, pa.array(response_ids)),
         "response_logprobs": pa.ListArray.from_arrays(offsets, pa.array(logprobs)),
         "response_mask": pa.ListArray.from_arrays(offsets, pa.Array.from_buffers(pa.bool_(), len(mask), [None, bits])),
         **_nested_arrays(VersionSpan, _SPANS, values["versions"]),
@@ -197,9 +197,9 @@ def _nested_arrays(
     """Lists of records as the columns ``names``, which correspond to the records' fields."""
     if not any(parts):
         return {name: _constant((), _KINDS[name], len(parts)) for name in names}
-    offsets, flat = _offsets(_lengths(parts)), list(chain.from_iterable(parts))
+    offsets, records = _offsets(_lengths(parts)), list(chain.from_iterable(parts))
     return {
-        name: pa.ListArray.from_arrays(offsets, _array(list(map(attrgetter(field), flat)), _KINDS[name].value_type))
+        name: pa.ListArray.from_arrays(offsets, _array(list(map(attrgetter(field), records)), _KINDS[name].value_type))
         for name, field in zip(names, kind.__struct_fields__, strict=True)
     }
 
@@ -207,22 +207,22 @@ def _nested_arrays(
 def _short_lists(values: Sequence[Sequence[Any]], kind: pa.DataType) -> pa.Array:
     if not any(values):
         return _constant((), kind, len(values))
-    flat = pa.array(list(chain.from_iterable(values)), kind.value_type)
-    return pa.ListArray.from_arrays(_offsets(_lengths(values)), flat)
+    flat_array = pa.array(list(chain.from_iterable(values)), kind.value_type)
+    return pa.ListArray.from_arrays(_offsets(_lengths(values)), flat_array)
 
 
 def _scalar_array(name: str, values: tuple[Any, ...]) -> pa.Array:
-    kind, default = _SCALARS[name], _DEFAULTS.get(name)
+    arrow_type, default = _SCALARS[name], _DEFAULTS.get(name)
     if values[0] == default and values.count(default) == len(values):  # true of most columns in most batches
-        return _constant(default, kind, len(values))
-    return _array(values, kind)
+        return _constant(default, arrow_type, len(values))
+    return _array(values, arrow_type)
 
 
 def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    if (format_ := _STRUCT_FORMATS.get(kind.id)) is not None:
+    if (struct_format := _STRUCT_FORMATS.get(kind.id)) is not None:
         with contextlib.suppress(struct.error):  # a value is null, or can't be written
-            packed = struct.pack(f"{len(values)}{format_}", *values)  # in half the time
-            return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(packed)])
+            packed_bytes = struct.pack(f"{len(values)}{struct_format}", *values)  # in half the time
+            return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(packed_bytes)])
     return pa.array(values, kind)
 
 
@@ -239,11 +239,11 @@ def _constants(value: Any, kind: pa.DataType, count: int) -> pa.Array:
 def _branch_array(branches: Sequence[tuple[Branch, ...]]) -> pa.Array:
     if not any(branches):
         return pa.nulls(len(branches), FINISHED.field("branches").type)
-    arrays = _sequence_arrays(_values([branch for members in branches for branch in members]))
-    structs = pa.StructArray.from_arrays(list(arrays.values()), names=list(arrays))
-    starts = np.cumsum([0, *map(len, branches)]).tolist()
-    offsets = [start if members else None for start, members in zip(starts, branches, strict=False)]
-    return pa.ListArray.from_arrays(pa.array([*offsets, starts[-1]], pa.int32()), structs)
+    array_by_field = _sequence_arrays(_values([branch for siblings in branches for branch in siblings]))
+    struct_array = pa.StructArray.from_arrays(list(array_by_field.values()), names=list(array_by_field))
+    start_offsets = np.cumsum([0, *map(len, branches)]).tolist()
+    offsets = [start if siblings else None for start, siblings in zip(start_offsets, branches, strict=False)]
+    return pa.ListArray.from_arrays(pa.array([*offsets, start_offsets[-1]], pa.int32()), struct_array)
 
 
 def _json_array(values: Sequence[Any]) -> pa.Array:

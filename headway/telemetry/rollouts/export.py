@@ -47,82 +47,83 @@ def export(
 ) -> ExportReport:
     """Write the rollouts of a run (those with this ``ending``; "": all) as JSON lines, one Parquet file, or a folder
     that `datasets.load_dataset` takes. An earlier output is replaced when the new one is complete. ``on_progress(done,
-    total)`` counts rollouts. Raises ConfigurationError, StorageFailed."""
+    total)`` counts rollouts. ``decode``: the tokenizer's method; None: rows have no text. Raises ConfigurationError,
+    StorageFailed."""
     if to not in OUTPUTS:
         raise ConfigurationError(f"--to {to}: valid: {', '.join(OUTPUTS)}")
     joined = JoinedRollouts(run_dir, decode)
     if not joined.record.exists():
         raise ConfigurationError(f"{run_dir} holds no record of rollouts: there is no {joined.record.folder}/finished")
     path = Path(output or Path(run_dir) / OUTPUTS[to])
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial_path = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        rollouts = _WRITERS[to](partial, _with_ending(joined, ending, on_progress))
+        rollout_count = _WRITERS[to](partial_path, _with_ending(joined, ending, on_progress))
         if to == "hf":
-            (partial / "README.md").write_text(_CARD.format(rollouts=rollouts, run=Path(run_dir).name))
-        _replace(partial, path)
+            (partial_path / "README.md").write_text(_CARD.format(rollouts=rollout_count, run=Path(run_dir).name))
+        _replace(partial_path, path)
     except OSError as error:
         raise StorageFailed(f"{path} can't be written: {error.strerror or error}") from None
     finally:
-        _remove(partial)
-    size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
+        _remove(partial_path)
+    size_bytes = sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
     problems = sorted(joined.record.problems.values())
-    return ExportReport(path=str(path), rollouts=rollouts, size_bytes=size, problems=problems)
+    return ExportReport(path=str(path), rollouts=rollout_count, size_bytes=size_bytes, problems=problems)
 
 
 def _with_ending(
     joined: JoinedRollouts, ending: str, on_progress: Callable[[float, float], None]
 ) -> Iterator[pa.RecordBatch]:
-    done, total = 0, joined.record.count()
+    done_count, total_count = 0, joined.record.count()
     for batch in joined.batches():
-        on_progress(done, total)
-        done += batch.num_rows
-        chosen = batch.filter(pc.field("ending") == ending) if ending else batch
-        if chosen.num_rows:
-            yield chosen
+        on_progress(done_count, total_count)
+        done_count += batch.num_rows
+        chosen_batch = batch.filter(pc.field("ending") == ending) if ending else batch
+        if chosen_batch.num_rows:
+            yield chosen_batch
 
 
 def _write_jsonl(path: Path, batches: Iterator[pa.RecordBatch]) -> int:
-    count, encoder = 0, msgspec.json.Encoder()
+    row_count, encoder = 0, msgspec.json.Encoder()
     with open(path, "wb") as file:
         for batch in batches:
             for row in batch.to_pylist():
-                for name in ("verdict", "failure", "pruned"):
-                    row[name] = None if row[name] is None else msgspec.Raw(row[name].encode())
+                for json_field in ("verdict", "failure", "pruned"):
+                    row[json_field] = None if row[json_field] is None else msgspec.Raw(row[json_field].encode())
                 file.write(encoder.encode(row) + b"\n")
-            count += batch.num_rows
-    return count
+            row_count += batch.num_rows
+    return row_count
 
 
 def _write_parquet(path: Path, batches: Iterator[pa.RecordBatch]) -> int:
-    count = 0
+    row_count = 0
     with pq.ParquetWriter(path, JOINED, compression="zstd") as writer:
         for batch in batches:
             writer.write_batch(batch)
-            count += batch.num_rows
-    return count
+            row_count += batch.num_rows
+    return row_count
 
 
 def _write_dataset(path: Path, batches: Iterator[pa.RecordBatch]) -> int:
-    data, shards, count = path / "data", 0, 0
-    data.mkdir(parents=True)
-    rest: list[pa.RecordBatch] = []
-    while (first := next(batches, None)) is not None or not shards:
-        rest = [] if first is None else [first]
-        count += _write_parquet(data / f"{shards}", _limited(rest, batches, SHARD_BYTES))
-        shards += 1
-    for number in range(shards):
-        os.rename(data / f"{number}", data / f"train-{number:05d}-of-{shards:05d}.parquet")
-    return count
+    data_folder, shard_count, row_count = path / "data", 0, 0
+    data_folder.mkdir(parents=True)
+    leading: list[pa.RecordBatch] = []
+    while (first_batch := next(batches, None)) is not None or not shard_count:
+        leading = [] if first_batch is None else [first_batch]
+        row_count += _write_parquet(data_folder / f"{shard_count}", _limited(leading, batches, SHARD_BYTES))
+        shard_count += 1
+    for shard_index in range(shard_count):
+        os.rename(data_folder / f"{shard_index}", data_folder / f"train-{shard_index:05d}-of-{shard_count:05d}.parquet")
+    return row_count
 
 
 def _limited(first: list[pa.RecordBatch], rest: Iterator[pa.RecordBatch], max_bytes: int) -> Iterator[pa.RecordBatch]:
     """Yield ``first``, and batches of ``rest`` until both together have about ``max_bytes``."""
-    size = 0
+    size_bytes = 0
     for batch in first:
-        size += batch.nbytes
+        size_bytes += batch.nbytes
         yield batch
-    while size < max_bytes and (batch := next(rest, None)) is not None:
-        size += batch.nbytes
+    while size_bytes < max_bytes and (batch := next(rest, None)) is not None:
+        size_bytes += batch.nbytes
         yield batch
 
 

@@ -49,8 +49,8 @@ class JoinedRollouts:
         """Yield the rollouts ``start`` .. ``stop``."""
         for _, batch in self.record.batches(None, start, stop):
             rows = [self._row(row) for row in batch.select(_JOIN_COLUMNS).to_pylist()]
-            more = [pa.array([row[field.name] for row in rows], field.type) for field in list(JOINED)[len(FINISHED) :]]
-            yield pa.RecordBatch.from_arrays([*batch.columns, *more], schema=JOINED)
+            added = [pa.array([row[field.name] for row in rows], field.type) for field in list(JOINED)[len(FINISHED) :]]
+            yield pa.RecordBatch.from_arrays([*batch.columns, *added], schema=JOINED)
 
     def end_of(self, row: dict[str, Any]) -> tuple[str, str, int | None]:
         """(ending, reason, step) of a rollout: its own if it failed or left its group, else its group's."""
@@ -58,23 +58,23 @@ class JoinedRollouts:
             return "failed", "", None
         if row["removal"] is not None:
             return row["removal"], row["removal_reason"], None
-        end = self.endings.get(row["group"])
-        return ("open", "", None) if end is None else (end.ending, end.reason, end.step)
+        group_end = self.endings.get(row["group"])
+        return ("open", "", None) if group_end is None else (group_end.ending, group_end.reason, group_end.step)
 
     def _row(self, row: dict[str, Any]) -> dict[str, Any]:
         ending, reason, step = self.end_of(row)
         trained = {} if step is None else self._trained(step)
         key = row["group"], row["member"]
-        trunk = _values(trained.get((*key, 0)), row)
-        branches = [
+        trunk_values = _values(trained.get((*key, 0)), row)
+        branch_values = [
             _values(trained.get((*key, number)), branch) for number, branch in enumerate(row["branches"] or (), start=1)
         ]
-        joined = {f"trainer_{name}": None if trunk is None else trunk[name] for name in _VALUES}
-        joined |= {"trainer_branches": branches if any(branches) else None}
-        joined |= {"ending": ending, "ending_reason": reason, "step": step}
+        joined_row = {f"trainer_{name}": None if trunk_values is None else trunk_values[name] for name in _VALUES}
+        joined_row |= {"trainer_branches": branch_values if any(branch_values) else None}
+        joined_row |= {"ending": ending, "ending_reason": reason, "step": step}
         for name in ("prompt", "response"):
-            joined[name] = None if self._decode is None else self._decode(row[f"{name}_ids"])
-        return joined
+            joined_row[name] = None if self._decode is None else self._decode(row[f"{name}_ids"])
+        return joined_row
 
 
 _JOIN_COLUMNS = ["group", "member", "removal", "removal_reason", "failure", "prompt_ids", "response_ids",

@@ -64,7 +64,7 @@ class RolloutRecord:
     def session(self) -> dict[str, Any] | None:
         """The metadata of the process that recorded last; None: there is no readable segment."""
         segments = list_segments(self.folder / "finished")
-        return next((stored for s in reversed(segments) if (stored := SegmentFile(s.path, FINISHED).metadata())), None)
+        return next((meta for s in reversed(segments) if (meta := SegmentFile(s.path, FINISHED).metadata())), None)
 
     def batches(
         self, columns: Sequence[str] | None = None, start: int = 0, stop: int | None = None
@@ -72,61 +72,61 @@ class RolloutRecord:
         """Yield rollouts ``start`` .. ``stop`` in the order of their arrival, as (number of the first, batch of the
         ``columns`` of `FINISHED`; None: all)."""
         segments = list_segments(self.folder / "finished")
-        for number, segment in enumerate(segments):
-            is_earlier = number + 1 < len(segments) and segments[number + 1].first <= start
+        for segment_index, segment in enumerate(segments):
+            is_earlier = segment_index + 1 < len(segments) and segments[segment_index + 1].first <= start
             if is_earlier or (stop is not None and segment.first >= stop):
                 continue
-            row = segment.first
-            for offset, rows, _ in self._index(segment.path, "group"):
-                skipped = max(0, start - row)
-                kept = (rows if stop is None else min(rows, stop - row)) - skipped
-                for batch in self._read(segment.path, columns, offset) if kept > 0 else ():
-                    yield row + skipped, batch.slice(skipped, kept)
-                row += rows
+            first_row = segment.first
+            for offset, batch_rows, _ in self._index(segment.path, "group"):
+                skipped_rows = max(0, start - first_row)
+                kept_rows = (batch_rows if stop is None else min(batch_rows, stop - first_row)) - skipped_rows
+                for batch in self._read(segment.path, columns, offset) if kept_rows > 0 else ():
+                    yield first_row + skipped_rows, batch.slice(skipped_rows, kept_rows)
+                first_row += batch_rows
 
     def endings(self) -> dict[int, GroupEnding]:
         """The ends of all ended groups, by group."""
         ending_by_group: dict[int, GroupEnding] = {}
         for segment in list_segments(self.folder / "ended"):
             for _, batch in self._scan(segment.path, ENDED.names):
-                groups, *rest = (column.to_pylist() for column in batch.columns)
-                ending_by_group.update(zip(groups, map(GroupEnding, *rest), strict=True))
+                groups, *other_columns = (column.to_pylist() for column in batch.columns)
+                ending_by_group.update(zip(groups, map(GroupEnding, *other_columns), strict=True))
         return ending_by_group
 
     def trained(self, step: int) -> dict[SequenceKey, TrainedSequence]:
         """The trainer's values of a step's samples; a replayed step has those of its last replay."""
-        by_key: dict[SequenceKey, TrainedSequence] = {}
+        sequence_by_key: dict[SequenceKey, TrainedSequence] = {}
         for segment in list_segments(self.folder / "trained"):
             for offset in [offset for offset, _, of_step in self._index(segment.path, "step") if of_step == step]:
                 for batch in self._read(segment.path, TRAINED.names, offset):
                     keys = zip(*(batch[name].to_pylist() for name in ("group", "member", "sequence")), strict=True)
-                    lists = [_arrays(batch[name]) for name in TrainedSequence._fields]
-                    by_key.update(zip(keys, map(TrainedSequence, *lists), strict=True))
-        return by_key
+                    columns = [_arrays(batch[name]) for name in TrainedSequence._fields]
+                    sequence_by_key.update(zip(keys, map(TrainedSequence, *columns), strict=True))
+        return sequence_by_key
 
     def _index(self, path: Path, column: str) -> list[tuple[int, int, int]]:
         """The (offset, rows, first value of ``column``) of each of a segment's batches."""
         size = path.stat().st_size
-        known = self._indices.get(path)
-        if known is None or known[0] != size:
+        cached_size, index = self._indices.get(path, (-1, []))
+        if cached_size != size:
             index = [(start, b.num_rows, b[column][0].as_py()) for start, b in self._scan(path, [column]) if b.num_rows]
-            self._indices[path] = known = (size, index)
-        return known[1]
+            self._indices[path] = (size, index)
+        return index
 
     def _scan(self, path: Path, columns: Sequence[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
-        file = SegmentFile(path, _STREAMS[path.parent.name])
-        yield from file.batches(columns)
+        segment = SegmentFile(path, _STREAMS[path.parent.name])
+        yield from segment.batches(columns)
         self.problems.pop(path, None)
-        if file.problem:
-            self.problems[path] = file.problem
+        if segment.problem:
+            self.problems[path] = segment.problem
 
     def _read(self, path: Path, columns: Sequence[str] | None, offset: int) -> Iterator[pa.RecordBatch]:
         """Yield the batch at ``offset``, or nothing if it can't be read."""
-        file = SegmentFile(path, _STREAMS[path.parent.name])
-        for _, batch in file.batches(columns, offset):
+        segment = SegmentFile(path, _STREAMS[path.parent.name])
+        for _, batch in segment.batches(columns, offset):
             yield batch
             return
-        self.problems[path] = file.problem
+        self.problems[path] = segment.problem
 
 
 def _arrays(column: pa.Array) -> list[np.ndarray]:

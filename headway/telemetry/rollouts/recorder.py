@@ -104,17 +104,17 @@ class RolloutRecorder:
         except Exception as error:  # the boundary to the record: its failure must not affect the run
             self._finished = self._ended = None
             self._arrivals, self._ends = [], []
-            cause = str(error) if isinstance(error, StorageFailed) else f"{type(error).__name__}: {error}"
-            self._on_event(EVENT_ROLLOUTS_ENDED, f"no further rollout is recorded: {cause}")
+            cause_text = str(error) if isinstance(error, StorageFailed) else f"{type(error).__name__}: {error}"
+            self._on_event(EVENT_ROLLOUTS_ENDED, f"no further rollout is recorded: {cause_text}")
 
     def _begin(self, counted: CountRollouts, ends: ListEndings) -> None:
         record = RolloutRecord(self._folder.parent)
         self._rows = record.count()
-        previous = record.session()
+        previous_session = record.session()
         counted_rollouts = counted(self._share)
-        if previous is not None:
-            then = counted(previous["share"]) - previous["counted"]
-            if (lost := then - (self._rows - previous["rows"])) > 0:
+        if previous_session is not None:
+            finished_since = counted(previous_session["share"]) - previous_session["counted"]
+            if (lost := finished_since - (self._rows - previous_session["rows"])) > 0:
                 detail = f"{lost} rollouts that had finished before this resume were not written yet, or not recorded"
                 self._on_event(EVENT_ROLLOUTS_LOST, detail, rollouts=lost)
         metadata = {"share": self._share, "counted": counted_rollouts, "rows": self._rows}
@@ -124,9 +124,9 @@ class RolloutRecorder:
         self._ended = SegmentWriter(self._folder / "ended", ENDED, **self._limits)
         pa.array([])  # imports pandas where it is installed, whose 0.2 s would delay the run later
         self._written_s = now_s = self._clock.now()
-        if previous is not None:
-            known = record.endings()
-            self._ends = [(*end, now_s) for end in ends() if end[0] not in known and self._is_recorded(end[0])]
+        if previous_session is not None:
+            recorded = record.endings()
+            self._ends = [(*row, now_s) for row in ends() if row[0] not in recorded and self._is_recorded(row[0])]
             self._write()
 
     def _add_arrivals(self, rollouts: Sequence[Rollout], task: str) -> None:
@@ -138,13 +138,13 @@ class RolloutRecorder:
 
     def _write(self) -> None:
         assert self._finished is not None, "it records"
-        arrivals, self._arrivals, reached, self._reached = self._arrivals, [], self._reached, {}
+        arrivals, self._arrivals, tokens_by_position, self._reached = self._arrivals, [], self._reached, {}
         self._arrived, self._tokens, self._written_s = 0, 0, self._clock.now()
         if arrivals:
-            rollouts = [rollout for group, _ in arrivals for rollout in group]
-            task_ids = [task for group, task in arrivals for _ in group]
-            self._finished.append(finished_batch(rollouts, task_ids, reached), self._rows)
+            rollouts = [rollout for members, _ in arrivals for rollout in members]
+            task_ids = [task for members, task in arrivals for _ in members]
+            self._finished.append(finished_batch(rollouts, task_ids, tokens_by_position), self._rows)
             self._rows += len(rollouts)
-        ends, self._ends = self._ends, []
-        if ends and self._ended is not None:
-            self._ended.append(ended_batch(ends), 0)
+        ending_rows, self._ends = self._ends, []
+        if ending_rows and self._ended is not None:
+            self._ended.append(ended_batch(ending_rows), 0)

@@ -38,9 +38,9 @@ def list_segments(folder: Path) -> list[StreamSegment]:
     """The segments of a stream, oldest first; [] if the folder doesn't exist."""
     segments: list[StreamSegment] = []
     for path in folder.glob("*-*.arrow"):
-        number, _, first = path.stem.partition("-")
-        if number.isdigit() and first.isdigit():
-            segments.append(StreamSegment(int(number), int(first), path))
+        number_text, _, first_text = path.stem.partition("-")
+        if number_text.isdigit() and first_text.isdigit():
+            segments.append(StreamSegment(int(number_text), int(first_text), path))
     return sorted(segments)
 
 
@@ -103,21 +103,21 @@ class SegmentWriter:
 
     def _require_quota(self) -> None:
         root = self._folder.parent
-        if self._max_bytes is not None and (stored := stored_bytes(root)) >= self._max_bytes:
-            raise StorageFailed(f"{root} has {stored} bytes, and ledger.rollouts_max_bytes = {self._max_bytes}")
+        if self._max_bytes is not None and (used_bytes := stored_bytes(root)) >= self._max_bytes:
+            raise StorageFailed(f"{root} has {used_bytes} bytes, and ledger.rollouts_max_bytes = {self._max_bytes}")
 
     def _write(self, data: pa.Buffer) -> None:
-        written, reason = 0, "no space left"
+        written_bytes, reason = 0, "no space left"
         try:
-            disk = os.fstatvfs(self._fd)
-            if (free := disk.f_bavail * disk.f_frsize) < self._reserve_bytes + data.size:
-                reason = f"{free >> 20} MiB are free, and {self._reserve_bytes >> 20} MiB are left to checkpoints"
+            disk_status = os.fstatvfs(self._fd)
+            if (free_space := disk_status.f_bavail * disk_status.f_frsize) < self._reserve_bytes + data.size:
+                reason = f"{free_space >> 20} MiB are free, and {self._reserve_bytes >> 20} MiB are left to checkpoints"
             else:
-                written = os.write(self._fd, data)  # pyright: ignore[reportArgumentType]  # it has the buffer protocol
+                written_bytes = os.write(self._fd, data)  # pyright: ignore[reportArgumentType]  # it has the buffer protocol
         except OSError as error:
             reason = error.strerror or str(error)
-        self._size += written
-        if written < data.size:
+        self._size += written_bytes
+        if written_bytes < data.size:
             self._release()
             raise StorageFailed(f"{self._folder} can't be written to: {reason}")
 
@@ -148,22 +148,22 @@ class SegmentFile:
         self.problem = ""
         kept = pa.schema([self._known.field(name) for name in (columns or self._known.names)])
         try:
-            with self.path.open("rb") as opened:
-                mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)  # unmapped with the last array
-            with pa.BufferReader(pa.py_buffer(mapped)) as file:
-                schema = pa.ipc.read_schema(file)
+            with self.path.open("rb") as segment_file:
+                mapping = mmap.mmap(segment_file.fileno(), 0, access=mmap.ACCESS_READ)  # unmapped with the last array
+            with pa.BufferReader(pa.py_buffer(mapping)) as reader:
+                schema = pa.ipc.read_schema(reader)
                 if offset:
-                    file.seek(offset)
-                offset = file.tell()
+                    reader.seek(offset)
+                offset = reader.tell()
                 if schema != self._known:
                     raise ValueError("its columns aren't those that this Headway writes")
-                while offset < file.size():
-                    full_batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), schema)
+                while offset < reader.size():
+                    full_batch = pa.ipc.read_record_batch(pa.ipc.read_message(reader), schema)
                     batch = pa.RecordBatch.from_arrays([full_batch.column(name) for name in kept.names], schema=kept)
                     batch.validate(full=True)  # pyarrow would follow offsets out of bounds
                     yield offset, batch
-                    mapped.madvise(mmap.MADV_DONTNEED, offset // mmap.PAGESIZE * mmap.PAGESIZE)
-                    offset = file.tell()
+                    mapping.madvise(mmap.MADV_DONTNEED, offset // mmap.PAGESIZE * mmap.PAGESIZE)
+                    offset = reader.tell()
         except EOFError:
             pass  # sealed
         except (pa.ArrowException, OSError, ValueError) as error:

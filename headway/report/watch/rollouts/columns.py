@@ -71,18 +71,18 @@ class StreamTail:
         for segment in list_segments(self.folder):
             if segment.number < position.segment:
                 continue
-            resumed = segment.number == position.segment and position.offset > 0
-            row = position.rows if resumed else segment.first
-            file = SegmentFile(segment.path, self._schema)
-            for offset, batch in file.batches(columns, position.offset if resumed else 0):
-                if resumed:  # the last batch that was read; it ends at ``row``
-                    resumed = False
+            is_resumed = segment.number == position.segment and position.offset > 0
+            first_row = position.rows if is_resumed else segment.first
+            segment_file = SegmentFile(segment.path, self._schema)
+            for offset, batch in segment_file.batches(columns, position.offset if is_resumed else 0):
+                if is_resumed:  # the last batch that was read; it ends at ``first_row``
+                    is_resumed = False
                     continue
-                yield StreamPosition(segment.number, offset, row + batch.num_rows), row, batch
-                row += batch.num_rows
+                yield StreamPosition(segment.number, offset, first_row + batch.num_rows), first_row, batch
+                first_row += batch.num_rows
             self.problems.pop(segment.path.name, None)
-            if file.problem:
-                self.problems[segment.path.name] = file.problem
+            if segment_file.problem:
+                self.problems[segment.path.name] = segment_file.problem
 
     def identity(self) -> str:
         """Return a text that differs for another record under the same path: a hash of the first segment's start."""
@@ -134,10 +134,10 @@ class RolloutColumns:
 
     def table(self) -> RolloutTable:
         """Read and return the rollouts that can be read now."""
-        previous, self.complete = (self.finished.position, self.ended.position), True
+        previous_positions, self.complete = (self.finished.position, self.ended.position), True
         self._ends = _append(self._ends, [self._endings(batch) for _, batch in self._fresh(self.ended, ENDED.names)])
         self._rows = _append(self._rows, [self._arrays(row, batch) for row, batch in self._fresh(self.finished, _READ)])
-        if self._table is None or previous != (self.finished.position, self.ended.position):
+        if self._table is None or previous_positions != (self.finished.position, self.ended.position):
             self._table = self._make_table()
             if self._path and self._count - self._written >= max(_KEEP_ROWS, _KEEP_SHARE * self._written):
                 with contextlib.suppress(OSError):  # the next watcher reads the record itself
@@ -164,8 +164,8 @@ class RolloutColumns:
             return None, None
         step, times_s = int(self._ends["step"][end_rows[-1]]), self._ends["time_s"]
         previous_times_s = times_s[(self._ends["step"] == step - 1) & (step > 0)]
-        began = np.append(previous_times_s, table["finished_s"][table["step"] == step])
-        return (float(began.max()) if step >= 0 and len(began) else None), float(times_s[end_rows[-1]])
+        begin_times_s = np.append(previous_times_s, table["finished_s"][table["step"] == step])
+        return (float(begin_times_s.max()) if step >= 0 and len(begin_times_s) else None), float(times_s[end_rows[-1]])
 
     def _fresh(self, tail: StreamTail, columns: list[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
         for number, (position, row, batch) in enumerate(tail.batches(columns), start=1):
@@ -182,12 +182,12 @@ class RolloutColumns:
         row, batch = row + max(0, -missing), batch.slice(max(0, -missing))
         arrays = {name: _numpy(batch[name], kind) for name, kind in _NUMBERS.items()}
         arrays["first_version"], arrays["last_version"] = _versions(batch)
-        own_endings, boundary = _codes(batch["removal"]), np.full(batch.num_rows, 255, np.uint8)
+        own_endings, boundary_codes = _codes(batch["removal"]), np.full(batch.num_rows, 255, np.uint8)
         for index in np.flatnonzero(batch["failure"].is_valid().to_numpy(zero_copy_only=False)).tolist():
-            boundary[index], own_endings[index] = _boundary(batch["failure"][index].as_py()), FAILED
-        arrays |= {"own": own_endings, "boundary": boundary, "task": self._name_codes(batch["task_id"])}
+            boundary_codes[index], own_endings[index] = _boundary(batch["failure"][index].as_py()), FAILED
+        arrays |= {"own": own_endings, "boundary": boundary_codes, "task": self._name_codes(batch["task_id"])}
         if missing > 0:
-            arrays = {name: np.concatenate([np.zeros(missing, a.dtype), a]) for name, a in arrays.items()}
+            arrays = {name: np.concatenate([np.zeros(missing, array.dtype), array]) for name, array in arrays.items()}
             arrays["member"][:missing] = -1
         return arrays | self._tool_columns(row, batch)
 
@@ -195,14 +195,14 @@ class RolloutColumns:
         lengths = _numpy(batch["tool_names"].value_lengths(), np.int64)
         names = self._name_codes(batch["tool_names"].flatten(), TOOL)
         keys, index = np.unique(row + np.repeat(np.arange(len(lengths)), lengths) << 32 | names, return_inverse=True)
-        errors = np.resize(_numpy(batch["tool_errors"].flatten(), np.bool_), len(names))  # where they are damaged
-        counts = [np.bincount(index, weights, len(keys)) for weights in (None, errors)]
+        error_flags = np.resize(_numpy(batch["tool_errors"].flatten(), np.bool_), len(names))  # where they are damaged
+        counts = [np.bincount(index, weights, len(keys)) for weights in (None, error_flags)]
         typed_columns = zip(_TOOLS.items(), [keys >> 32, keys & 0xFFFFFFFF, *counts], strict=True)
         return {name: values.astype(kind) for (name, kind), values in typed_columns}
 
     def _endings(self, batch: pa.RecordBatch) -> Arrays:
-        named = {"group": batch["group"], "step": batch["step"].fill_null(-1), "time_s": batch["time_s"]}
-        arrays = {name: _numpy(column, _ENDED[name]) for name, column in named.items()}
+        raw_columns = {"group": batch["group"], "step": batch["step"].fill_null(-1), "time_s": batch["time_s"]}
+        arrays = {name: _numpy(column, _ENDED[name]) for name, column in raw_columns.items()}
         return arrays | {"ending": _codes(batch["ending"]), "reason": self._name_codes(batch["reason"])}
 
     def _name_codes(self, column: pa.Array, prefix: str = "") -> NDArray[Any]:
@@ -211,14 +211,14 @@ class RolloutColumns:
 
     def _make_table(self) -> RolloutTable:
         """Join the rows with their groups' endings; the last ending counts where a group ended twice."""
-        groups, last = np.unique(self._ends["group"][::-1], return_index=True)
+        groups, last_index = np.unique(self._ends["group"][::-1], return_index=True)
         group_index = np.searchsorted(groups, self._rows["group"])
         group_index[np.append(groups, -1)[group_index] != self._rows["group"]] = len(groups)
-        columns, by_group = dict(self._rows), self._rows["own"] == OPEN
+        columns, ends_with_group = dict(self._rows), self._rows["own"] == OPEN
         for name, otherwise in (("ending", OPEN), ("step", -1), ("reason", -1)):
-            of_groups = np.append(self._ends[name][::-1][last], np.array(otherwise, _ENDED[name]))
+            group_values = np.append(self._ends[name][::-1][last_index], np.array(otherwise, _ENDED[name]))
             own_values = self._rows["own"] if name == "ending" else np.array(-1, np.int32)
-            columns[name] = np.where(by_group, of_groups[group_index], own_values)
+            columns[name] = np.where(ends_with_group, group_values[group_index], own_values)
         return RolloutTable(columns, list(self._names), self.first)
 
     def _store(self, path: Path) -> None:
@@ -244,13 +244,13 @@ class RolloutColumns:
 def _append(first: Arrays, further: Sequence[Arrays]) -> Arrays:
     if not further:
         return first
-    return {name: np.concatenate([array, *(part[name] for part in further)]) for name, array in first.items()}
+    return {name: np.concatenate([array, *(arrays[name] for arrays in further)]) for name, array in first.items()}
 
 
 def _numpy(column: pa.Array, kind: DTypeLike) -> NDArray[Any]:
     """Convert a column to an array; nulls become 0."""
-    filled = column.fill_null(False if pa.types.is_boolean(column.type) else 0) if column.null_count else column
-    return filled.to_numpy(zero_copy_only=False).astype(kind)
+    filled_column = column.fill_null(False if pa.types.is_boolean(column.type) else 0) if column.null_count else column
+    return filled_column.to_numpy(zero_copy_only=False).astype(kind)
 
 
 def _coded(column: pa.Array, code: Callable[[str], int]) -> NDArray[Any]:
@@ -273,13 +273,13 @@ def _versions(batch: pa.RecordBatch) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return (first, last) version of each rollout, its branches included; -1: no token was sampled."""
     first, last = _ends_of(batch["span_versions"])
     if batch["branches"].null_count < batch.num_rows:
-        counts = batch["branches"].value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-        owners = np.repeat(np.arange(batch.num_rows), counts)
-        more_first, more_last = _ends_of(batch["branches"].flatten().field("span_versions"))
-        sampled = more_first >= 0
+        branch_counts = batch["branches"].value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+        owner_rows = np.repeat(np.arange(batch.num_rows), branch_counts)
+        branch_first, branch_last = _ends_of(batch["branches"].flatten().field("span_versions"))
+        has_tokens = branch_first >= 0
         first[first < 0] = np.iinfo(np.int32).max
-        np.minimum.at(first, owners[sampled], more_first[sampled])
-        np.maximum.at(last, owners[sampled], more_last[sampled])
+        np.minimum.at(first, owner_rows[has_tokens], branch_first[has_tokens])
+        np.maximum.at(last, owner_rows[has_tokens], branch_last[has_tokens])
         first[last < 0] = -1
     return first, last
 

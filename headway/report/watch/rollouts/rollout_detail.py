@@ -26,11 +26,11 @@ Array = NDArray[Any]
 
 def scalars(batch: pa.RecordBatch) -> dict[str, Any]:
     """Return the single values of the rollout that ``batch`` consists of, with verdict, failure and pruning decoded."""
-    fields = {name: batch[name][0].as_py() for name in _SCALARS}
+    field_values = {name: batch[name][0].as_py() for name in _SCALARS}
     for name in ("verdict", "failure", "pruned"):
         text = batch[name][0].as_py()
-        fields[name] = None if text is None else _decode_object(text)
-    return fields
+        field_values[name] = None if text is None else _decode_object(text)
+    return field_values
 
 
 def cause_of(failure: str) -> str:
@@ -48,15 +48,15 @@ def _decode_object(text: str) -> dict[str, Any]:
 def life(batch: pa.RecordBatch, began_s: float | None, ended_s: float | None) -> list[dict[str, Any]]:
     """Return the periods of a rollout from admission to gradient. ``began_s``: clock when its training step could
     begin; None: there is no step; ``ended_s``: clock at its group's end; None: the group is open."""
-    opened, first, generated, finished = (
+    opened_s, token_s, generated_s, finished_s = (
         batch[name][0].as_py() for name in ("opened_s", "first_token_s", "generated_s", "finished_s")
     )
-    times = [
-        ("waiting", opened, first), ("generating", first, generated), ("verifying", generated, finished),
-        ("buffered", finished, began_s or ended_s), ("training", began_s, ended_s),
+    periods = [
+        ("waiting", opened_s, token_s), ("generating", token_s, generated_s), ("verifying", generated_s, finished_s),
+        ("buffered", finished_s, began_s or ended_s), ("training", began_s, ended_s),
     ]  # fmt: skip
     return [
-        {"name": name, "start_s": start, "end_s": end} for name, start, end in times if start and end and end >= start
+        {"name": name, "start_s": start, "end_s": end} for name, start, end in periods if start and end and end >= start
     ]
 
 
@@ -68,16 +68,16 @@ def sequences(
 ) -> list[dict[str, Any]]:
     """Return the sequences of the rollout that ``batch`` consists of: the trunk, then its branches. ``trained``: the
     trainer's values of each; ``window``: (sequence, None for all; first token; number of tokens)."""
-    tables = [{field.name: batch[field.name] for field in batch.schema}]
+    column_sets = [{field.name: batch[field.name] for field in batch.schema}]
     if (branches := batch["branches"][0].values) is not None:
         for number in range(len(branches)):
-            tables.append({field.name: branches.field(field.name).slice(number, 1) for field in branches.type})
-    only, offset, limit = window
-    cut = max(0, offset), min(max(limit, 0), MAX_TOKENS)
+            column_sets.append({field.name: branches.field(field.name).slice(number, 1) for field in branches.type})
+    only_number, offset, limit = window
+    token_range = max(0, offset), min(max(limit, 0), MAX_TOKENS)
     return [
         {"name": f"branch {number}" if number else "trunk"}
-        | _sequence(columns, tokens, trained_sequence, cut if only in (None, number) else (0, 0))
-        for number, (columns, trained_sequence) in enumerate(zip_longest(tables, trained))
+        | _sequence(columns, tokens, trained_sequence, token_range if only_number in (None, number) else (0, 0))
+        for number, (columns, trained_sequence) in enumerate(zip_longest(column_sets, trained))
     ]
 
 
@@ -92,9 +92,9 @@ def _sequence(
     in_prompt = (end - offset) - (high - low)  # tokens of the prompt in the window
     sampled = mask[low:high]
     logprobs = _array(columns["response_logprobs"])[low:high]
-    texts: list[Any] = [None] * (end - offset)
+    token_texts: list[Any] = [None] * (end - offset)
     if tokens is not None:
-        texts = tokens.strings(ids[offset:end], ids[max(0, offset - _CONTEXT_TOKENS) : offset])
+        token_texts = tokens.strings(ids[offset:end], ids[max(0, offset - _CONTEXT_TOKENS) : offset])
     values: dict[str, Any] = {
         "logprobs": _rounded(np.where(sampled, logprobs, np.nan)),
         "versions": [v if s else None for v, s in zip(versions[low:high].tolist(), sampled.tolist(), strict=False)],
@@ -107,7 +107,7 @@ def _sequence(
         values |= dict(zip(_TRAINER, rounded, strict=True))
     values = {name: None if column is None else [*[None] * in_prompt, *column] for name, column in values.items()}
     return {
-        "parts": _parts(len(prompt), mask, _array(columns["turn_ends"])), "tokens": texts,
+        "parts": _parts(len(prompt), mask, _array(columns["turn_ends"])), "tokens": token_texts,
         "ids": ids[offset:end].tolist(), "mask": [*[False] * in_prompt, *sampled.tolist()], **values, "offset": offset,
         "total_tokens": len(ids), "prompt_tokens": len(prompt),
         "span_versions": _array(columns["span_versions"]).tolist(),
@@ -117,26 +117,26 @@ def _sequence(
 def turns(parts: list[dict[str, Any]], batch: pa.RecordBatch) -> list[dict[str, Any]]:
     """Return the turns of the trunk, which has these ``parts``, of the rollout that ``batch`` consists of: tokens, and
     where they are recorded the reward and the times of the model call."""
-    sampled = [part for part in parts if part["kind"] == "sampled"]
-    recorded = {"reward": "turn_rewards", "start_s": "call_starts_s", "end_s": "call_ends_s"}
-    columns = {name: batch[column][0].as_py() for name, column in recorded.items()}
-    known = {name: values for name, values in columns.items() if len(values) == len(sampled)}
+    sampled_parts = [part for part in parts if part["kind"] == "sampled"]
+    column_by_name = {"reward": "turn_rewards", "start_s": "call_starts_s", "end_s": "call_ends_s"}
+    columns = {name: batch[column][0].as_py() for name, column in column_by_name.items()}
+    full_columns = {name: values for name, values in columns.items() if len(values) == len(sampled_parts)}
     return [
         {"index": index, "tokens": part["to"] - part["from"]}
-        | {name: known[name][index] if name in known else None for name in recorded}
-        for index, part in enumerate(sampled)
+        | {name: full_columns[name][index] if name in full_columns else None for name in column_by_name}
+        for index, part in enumerate(sampled_parts)
     ]
 
 
 def _parts(prompt: int, mask: Array, turn_ends: Array) -> list[dict[str, Any]]:
     """Split a sequence into prompt, sampled tokens and observations; sampled tokens are also split at ends of turns."""
-    cuts = np.flatnonzero(mask[1:] != mask[:-1]) + 1
-    inner = turn_ends[(turn_ends > 0) & (turn_ends < len(mask))]
-    cuts = np.unique(np.concatenate([[0], cuts, inner, [len(mask)]]).astype(int))
-    if len(cuts) > _MAX_PARTS:
-        cuts = np.append(cuts[:_MAX_PARTS], len(mask))
+    cut_positions = np.flatnonzero(mask[1:] != mask[:-1]) + 1
+    turn_cuts = turn_ends[(turn_ends > 0) & (turn_ends < len(mask))]
+    cut_positions = np.unique(np.concatenate([[0], cut_positions, turn_cuts, [len(mask)]]).astype(int))
+    if len(cut_positions) > _MAX_PARTS:
+        cut_positions = np.append(cut_positions[:_MAX_PARTS], len(mask))
     parts = [{"kind": "prompt", "from": 0, "to": prompt}] if prompt else []
-    for start, end in zip(cuts.tolist(), cuts[1:].tolist(), strict=False):
+    for start, end in zip(cut_positions.tolist(), cut_positions[1:].tolist(), strict=False):
         kind = "sampled" if mask[start] else "observation"
         if parts and parts[-1]["kind"] == kind == "observation":
             parts[-1]["to"] = prompt + end
@@ -152,5 +152,5 @@ def _array(lists: pa.Array) -> Array:
 
 
 def _rounded(values: Array) -> list[float | None]:
-    finite = np.isfinite(values)
-    return [float(f"{v:.5g}") if ok else None for v, ok in zip(values.tolist(), finite.tolist(), strict=True)]
+    is_finite = np.isfinite(values)
+    return [float(f"{v:.5g}") if ok else None for v, ok in zip(values.tolist(), is_finite.tolist(), strict=True)]

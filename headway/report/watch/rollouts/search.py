@@ -71,9 +71,9 @@ def select(table: RolloutTable, query: RolloutQuery) -> Array:
     if query.solved is not None:
         selected &= (table["solved"] == query.solved) & table["verified"]
     if query.task:
-        exact = [index for index, name in enumerate(table.names) if name == query.task]
-        prefixed = [index for index, name in enumerate(table.names) if name.startswith(query.task)]
-        selected &= np.isin(table["task"], exact or prefixed)
+        exact_tasks = [index for index, name in enumerate(table.names) if name == query.task]
+        prefixed_tasks = [index for index, name in enumerate(table.names) if name.startswith(query.task)]
+        selected &= np.isin(table["task"], exact_tasks or prefixed_tasks)
     if query.ending:
         selected &= table["ending"] == (OPEN if query.ending == "open" else ENDINGS.index(query.ending))
     if query.group is not None:
@@ -85,16 +85,16 @@ def select(table: RolloutTable, query: RolloutQuery) -> Array:
 
 def ordered(table: RolloutTable, rows: Array, query: RolloutQuery) -> Array:
     """Sort ``rows`` in the query's order, equal ones newest first, without those up to the end of the page before."""
-    name, sign = query.order.lstrip("-"), -1 if query.order.startswith("-") else 1
-    keys = table[name] * sign if name in ("reward", "tokens") else None
+    column_name, sign = query.order.lstrip("-"), -1 if query.order.startswith("-") else 1
+    sort_keys = table[column_name] * sign if column_name in ("reward", "tokens") else None
     rows = rows if query.order == "oldest" else rows[::-1]
     if query.after:
         last = min(max(int(query.after) - table.first, 0), len(table) - 1)
-        if keys is not None:
-            rows = rows[(keys[rows] > keys[last]) | ((keys[rows] == keys[last]) & (rows < last))]
+        if sort_keys is not None:
+            rows = rows[(sort_keys[rows] > sort_keys[last]) | ((sort_keys[rows] == sort_keys[last]) & (rows < last))]
         else:
             rows = rows[rows > last if query.order == "oldest" else rows < last]
-    return rows if keys is None else rows[np.argsort(keys[rows], kind="stable")]
+    return rows if sort_keys is None else rows[np.argsort(sort_keys[rows], kind="stable")]
 
 
 def snippet(text: bytes, pattern: bytes) -> dict[str, str] | None:

@@ -21,31 +21,31 @@ def tasks(table: RolloutTable, bins: int) -> dict[str, Any]:
     a uniform prior; a curriculum selects by it (control/curriculum)."""
     count, bins = len(table), min(max(bins, 1), 200)
     ends = np.linspace(0, count, bins + 1).astype(int)[1:]
-    step = np.maximum.accumulate(table["step"]) if count else table["step"]
-    newest, task_index, last = _newest(table)
+    steps_so_far = np.maximum.accumulate(table["step"]) if count else table["step"]
+    newest, task_index, last_rows = _newest(table)
     bin_index = np.searchsorted(ends, np.arange(count), side="right")
     failed, present = table["boundary"] != 255, (table["member"] >= 0) & (task_index < len(newest))
-    judged = present & table["verified"] & ~failed
-    by_time = _sum_by_bin(task_index, bin_index, judged, None, (len(newest), bins))
-    solved = _sum_by_bin(task_index, bin_index, judged, table["solved"], (len(newest), bins))
-    per_task = np.where(present, task_index, len(newest))
-    rollouts, failures, tokens = (
-        np.bincount(per_task, weights, len(newest) + 1)[:-1] for weights in (None, failed & present, table["tokens"])
+    is_judged = present & table["verified"] & ~failed
+    by_time = _sum_by_bin(task_index, bin_index, is_judged, None, (len(newest), bins))
+    solved = _sum_by_bin(task_index, bin_index, is_judged, table["solved"], (len(newest), bins))
+    task_of_row = np.where(present, task_index, len(newest))
+    rollout_counts, failure_counts, token_sums = (
+        np.bincount(task_of_row, weights, len(newest) + 1)[:-1] for weights in (None, failed & present, table["tokens"])
     )
     last_step = np.full(len(newest) + 1, -1)
-    np.maximum.at(last_step, per_task, table["step"])
-    size = int(np.median(np.bincount(np.unique(table["group"], return_inverse=True)[1]))) if count else 1
+    np.maximum.at(last_step, task_of_row, table["step"])
+    group_size = int(np.median(np.bincount(np.unique(table["group"], return_inverse=True)[1]))) if count else 1
     rows = [
         {
             "task_id": table.names[newest[n]],
             "prompt": "",
-            "row": int(last[n]) + table.first,
-            "rollouts": int(rollouts[n]),
+            "row": int(last_rows[n]) + table.first,
+            "rollouts": int(rollout_counts[n]),
             "solved_rate": _share(solved[n].sum(), by_time[n].sum()),
             "by_time": [_share(s, of) for s, of in zip(solved[n].tolist(), by_time[n].tolist(), strict=True)],
-            "tokens_mean": _share(tokens[n], rollouts[n]),
-            "failures": int(failures[n]),
-            "weight": float(mixed_probability(1 + solved[n].sum(), 1 + by_time[n].sum() - solved[n].sum(), size)),
+            "tokens_mean": _share(token_sums[n], rollout_counts[n]),
+            "failures": int(failure_counts[n]),
+            "weight": float(mixed_probability(1 + solved[n].sum(), 1 + by_time[n].sum() - solved[n].sum(), group_size)),
             "last_step": int(last_step[n]) if last_step[n] >= 0 else None,
         }
         for n in range(len(newest))
@@ -53,7 +53,7 @@ def tasks(table: RolloutTable, bins: int) -> dict[str, Any]:
     return {
         "tasks": rows,
         "tasks_total": len(np.unique(table["task"])),
-        "x": [int(step[end - 1]) if end and step[end - 1] >= 0 else None for end in ends.tolist()],
+        "x": [int(steps_so_far[end - 1]) if end and steps_so_far[end - 1] >= 0 else None for end in ends.tolist()],
         "tools": _failures(table, bin_index, bins),
     }
 
@@ -61,11 +61,11 @@ def tasks(table: RolloutTable, bins: int) -> dict[str, Any]:
 def _newest(table: RolloutTable) -> tuple[list[int], NDArray[Any], NDArray[Any]]:
     """Return the tasks with the newest rollouts: (indices of their names, each rollout's index among these tasks,
     index of each task's newest rollout)."""
-    names, first = np.unique(table["task"][::-1], return_index=True)
-    newest = np.argsort(first)[:MAX_TASKS]
-    places = np.full(max(len(table.names), 1), len(newest))
-    places[names[newest]] = np.arange(len(newest))
-    return names[newest].tolist(), places[table["task"]], len(table) - 1 - first[newest]
+    name_indices, first_index = np.unique(table["task"][::-1], return_index=True)
+    newest = np.argsort(first_index)[:MAX_TASKS]
+    task_positions = np.full(max(len(table.names), 1), len(newest))
+    task_positions[name_indices[newest]] = np.arange(len(newest))
+    return name_indices[newest].tolist(), task_positions[table["task"]], len(table) - 1 - first_index[newest]
 
 
 def _sum_by_bin(rows: Any, bins: Any, counted: Any, weights: Any, shape: tuple[int, int]) -> NDArray[Any]:
@@ -74,12 +74,12 @@ def _sum_by_bin(rows: Any, bins: Any, counted: Any, weights: Any, shape: tuple[i
 
 
 def _failures(table: RolloutTable, bin_index: NDArray[Any], bins: int) -> dict[str, list[float | None]]:
-    every = np.bincount(bin_index, minlength=bins)
+    total = np.bincount(bin_index, minlength=bins)
     shares_by_name: dict[str, list[float | None]] = {}
     for code, name in enumerate(BOUNDARIES):
         if (is_boundary := table["boundary"] == code).any():
             counts = np.bincount(bin_index[is_boundary], minlength=bins)
-            shares_by_name[name] = [_share(n, of) for n, of in zip(counts.tolist(), every.tolist(), strict=True)]
+            shares_by_name[name] = [_share(n, of) for n, of in zip(counts.tolist(), total.tolist(), strict=True)]
     bin_of = bin_index[table["tool_row"] - table.first]
     for code in np.unique(table["tool"]).tolist():
         mask = table["tool"] == code

@@ -54,35 +54,35 @@ class TokenTable:
 
     def joined(self, ids: Array) -> tuple[Array, Array]:
         """Return the bytes of ``ids``, of which -1 is a border, and the end of each id's bytes."""
-        known = np.where((ids >= 0) & (ids < self._size), ids, np.where(ids == -1, self._size, self._size + 1))
-        _, offsets, data = self._texts.take(pa.array(known)).buffers()
+        known_ids = np.where((ids >= 0) & (ids < self._size), ids, np.where(ids == -1, self._size, self._size + 1))
+        _, offsets, text_buffer = self._texts.take(pa.array(known_ids)).buffers()
         ends = np.frombuffer(offsets, np.int32)[1 : len(ids) + 1]
-        return np.frombuffer(data or b"", np.uint8, ends[-1] if len(ends) else 0), ends
+        return np.frombuffer(text_buffer or b"", np.uint8, ends[-1] if len(ends) else 0), ends
 
     def strings(self, ids: Array, context: Array) -> list[str]:
         """Return the text of each of ``ids``, which follow ``context``. A character of several tokens belongs to the
         last of them; bytes that aren't UTF-8 are written \\xNN."""
         decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
-        data, ends = self.joined(np.concatenate([context, ids]))
-        raw, starts = data.tobytes(), [0, *ends.tolist()]
-        texts = [decoder.decode(raw[a:b]) for a, b in pairwise(starts)]
+        byte_array, ends = self.joined(np.concatenate([context, ids]))
+        raw_bytes, boundaries = byte_array.tobytes(), [0, *ends.tolist()]
+        texts = [decoder.decode(raw_bytes[a:b]) for a, b in pairwise(boundaries)]
         return [*texts[:-1], texts[-1] + decoder.decode(b"", final=True)][len(context) :] if texts else []
 
 
 def fold(text: Array) -> Array:
     """Convert the letters of a text of UTF-8 bytes to lower case, in place; incomplete characters stay."""
     text |= (text - np.uint8(65) < 26).view(np.uint8) << np.uint8(5)
-    lower = _lower_case()
+    lower_table = _lower_case()
     lead = np.flatnonzero((text >= 0xC3) & (text <= 0xDF))
     lead = lead[lead < len(text) - 1]
     lead = lead[text[lead + 1] >> 6 == 2]
-    changed = lower[(text[lead].astype(np.int32) & 31) << 6 | text[lead + 1] & 63]
+    changed = lower_table[(text[lead].astype(np.int32) & 31) << 6 | text[lead + 1] & 63]
     text[lead], text[lead + 1] = 0xC0 | changed >> 6, 0x80 | changed & 63
     lead = np.flatnonzero(text >> 4 == 14)
     lead = lead[lead < len(text) - 2]
     lead = lead[(text[lead + 1] >> 6 == 2) & (text[lead + 2] >> 6 == 2)]
     first, second = text[lead].astype(np.int32), text[lead + 1].astype(np.int32)
-    changed = lower[(first & 15) << 12 | (second & 63) << 6 | text[lead + 2] & 63]
+    changed = lower_table[(first & 15) << 12 | (second & 63) << 6 | text[lead + 2] & 63]
     text[lead], text[lead + 1], text[lead + 2] = 0xE0 | changed >> 12, 0x80 | changed >> 6 & 63, 0x80 | changed & 63
     return text
 
@@ -107,17 +107,17 @@ def texts_of(batch: pa.RecordBatch, tokens: TokenTable) -> tuple[Array, Array]:
     """Return the text of a batch's rollouts, and the end of each rollout in it. A rollout's text is prompt, response
     and the responses of branches, each followed by a border."""
     count = batch.num_rows
-    lists, owners = [batch["prompt_ids"], batch["response_ids"]], [np.arange(count)] * 2
+    id_lists, owners = [batch["prompt_ids"], batch["response_ids"]], [np.arange(count)] * 2
     branches = batch["branches"]
     if branches.null_count < count:
         owners.append(np.repeat(np.arange(count), branches.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)))
-        lists.append(branches.flatten().field("response_ids"))
-    owner = np.concatenate(owners)
-    sequences = pa.concat_arrays(lists).take(pa.array(np.argsort(owner, kind="stable")))
+        id_lists.append(branches.flatten().field("response_ids"))
+    owner_of_sequence = np.concatenate(owners)
+    sequences = pa.concat_arrays(id_lists).take(pa.array(np.argsort(owner_of_sequence, kind="stable")))
     ids, ends = sequences.values.to_numpy(zero_copy_only=False), sequences.offsets.to_numpy()[1:]
     text, token_ends = tokens.joined(np.insert(np.where(ids < 0, np.iinfo(np.int32).max, ids), ends, -1))
-    last = np.cumsum(np.bincount(owner, minlength=count)) - 1  # sequence of each rollout
-    return text, token_ends[(ends + np.arange(len(ends)))[last]].astype(np.int64)
+    last_sequence = np.cumsum(np.bincount(owner_of_sequence, minlength=count)) - 1  # sequence of each rollout
+    return text, token_ends[(ends + np.arange(len(ends)))[last_sequence]].astype(np.int64)
 
 
 class _State(msgspec.Struct, frozen=True):
@@ -170,15 +170,15 @@ class TextIndex:
 
     def matching(self, text: bytes, rows: Array) -> Iterator[int]:
         """Yield those of ``rows``, in their order, that contain ``text``, which is `folded`; negative ones do."""
-        size = _FIRST_ROWS
+        chunk_size = _FIRST_ROWS
         while len(rows):
-            chunk, rows, size = rows[:size], rows[size:], size * _ROWS_FACTOR
-            contained = chunk < 0
-            inside = np.flatnonzero(~contained & (chunk < self.rows))
-            inside = inside[np.argsort(chunk[inside], kind="stable")]
-            if len(inside):
-                contained[inside] = self._contain(text, chunk[inside])
-            yield from chunk[contained].tolist()
+            chunk, rows, chunk_size = rows[:chunk_size], rows[chunk_size:], chunk_size * _ROWS_FACTOR
+            is_contained = chunk < 0
+            indexed = np.flatnonzero(~is_contained & (chunk < self.rows))
+            indexed = indexed[np.argsort(chunk[indexed], kind="stable")]
+            if len(indexed):
+                is_contained[indexed] = self._contain(text, chunk[indexed])
+            yield from chunk[is_contained].tolist()
 
     def _contain(self, text: bytes, rows: Array) -> Array:
         """Return whether each of ``rows``, which ascend, contains ``text``. Only their bytes are read, in chunks."""
@@ -186,12 +186,12 @@ class TextIndex:
         gaps_bytes = begins[1:] - stops[:-1]
         begins_read = np.append(True, (gaps_bytes > _GAP_BYTES) | (np.diff(begins // _READ_BYTES) > 0))
         begins_run = np.append(True, gaps_bytes > 0) | begins_read
-        reads = np.append(np.flatnonzero(begins_read), len(rows)).tolist()
-        runs = np.append(np.flatnonzero(begins_run), len(rows))
-        cuts = np.searchsorted(runs, reads).tolist()  # the first run of each read
-        contained, buffer = np.zeros(len(rows), bool), bytearray()
+        read_starts = np.append(np.flatnonzero(begins_read), len(rows)).tolist()
+        run_starts = np.append(np.flatnonzero(begins_run), len(rows))
+        first_runs = np.searchsorted(run_starts, read_starts).tolist()  # the first run of each read
+        is_contained, buffer = np.zeros(len(rows), bool), bytearray()
         with open(self._cache / _TEXT, "rb", buffering=0) as file:
-            for number, (low, high) in enumerate(pairwise(reads)):
+            for number, (low, high) in enumerate(pairwise(read_starts)):
                 base = int(begins[low])
                 size = int(stops[high - 1]) - base
                 if size > len(buffer):
@@ -199,14 +199,14 @@ class TextIndex:
                 if os.preadv(file.fileno(), [memoryview(buffer)[:size]], base) < size:
                     break  # truncated by another watcher, which rebuilds the index
                 starts, ends = (begins[low:high] - base).tolist(), (stops[low:high] - base).tolist()
-                read_runs = (runs[cuts[number] : cuts[number + 1] + 1] - low).tolist()
+                read_runs = (run_starts[first_runs[number] : first_runs[number + 1] + 1] - low).tolist()
                 for first, next_first in pairwise(read_runs):
                     match_start = buffer.find(text, starts[first], ends[next_first - 1])
                     while match_start >= 0:
                         row = bisect_right(starts, match_start, first, next_first) - 1
-                        contained[low + row] = True
+                        is_contained[low + row] = True
                         match_start = buffer.find(text, ends[row], ends[next_first - 1])
-        return contained
+        return is_contained
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):
@@ -233,27 +233,27 @@ class TextIndex:
             for file, size in ((text_file, state.size_bytes), (ends_file, 8 * state.rows)):
                 file.truncate(size)
                 file.seek(size)
-            further: list[Array] = []
+            further_ends: list[Array] = []
             for number, (position, row, batch) in enumerate(self._tail.batches(COLUMNS), start=1):
                 if self._closing:
                     break
-                missing = np.full(max(0, row - state.rows), state.size_bytes)  # lost in a damaged segment
+                missing_ends = np.full(max(0, row - state.rows), state.size_bytes)  # lost in a damaged segment
                 size_bytes = state.size_bytes
-                for first in range(max(0, state.rows - row), batch.num_rows, _SLICE_ROWS):
-                    text, ends = texts_of(batch.slice(first, _SLICE_ROWS), self._tokens)
-                    further += [missing, ends + size_bytes]
-                    size_bytes, missing = size_bytes + len(text), missing[:0]
+                for first_row in range(max(0, state.rows - row), batch.num_rows, _SLICE_ROWS):
+                    text, ends = texts_of(batch.slice(first_row, _SLICE_ROWS), self._tokens)
+                    further_ends += [missing_ends, ends + size_bytes]
+                    size_bytes, missing_ends = size_bytes + len(text), missing_ends[:0]
                     text_file.write(fold(text.copy()).data)
-                    ends_file.write(np.concatenate(further[-2:]).data)
+                    ends_file.write(np.concatenate(further_ends[-2:]).data)
                 self._tail.position = position
                 rows = max(position.rows, state.rows)
                 state = msgspec.structs.replace(state, position=position, rows=rows, size_bytes=size_bytes)
                 if number % _COMMIT_BATCHES == 0:
                     text_file.flush()
                     ends_file.flush()
-                    self._commit_state(state, further)
-        if further:
-            self._commit_state(state, further)
+                    self._commit_state(state, further_ends)
+        if further_ends:
+            self._commit_state(state, further_ends)
 
     def _commit_state(self, state: _State, further: list[Array]) -> None:
         write_cached(self._cache / _STATE, lambda file: file.write(msgspec.json.encode(state)))
@@ -262,22 +262,22 @@ class TextIndex:
 
     def _read_state(self) -> None:
         """Load the files that this or another watcher wrote; start empty if they are damaged or of another record."""
-        fresh = _State(record=self._tail.identity(), tokens=self._tokens.identity)
+        fresh_state = _State(record=self._tail.identity(), tokens=self._tokens.identity)
         try:
             state = msgspec.json.decode((self._cache / _STATE).read_bytes(), type=_State)
-            if (state.record, state.tokens) != (fresh.record, fresh.tokens):
+            if (state.record, state.tokens) != (fresh_state.record, fresh_state.tokens):
                 raise ValueError("of another record")
             for name, size in ((_TEXT, state.size_bytes), (_ENDS, 8 * state.rows)):
                 if (self._cache / name).stat().st_size < size:
                     raise ValueError("cut off")
             if state == self._state:
                 return
-            ends = np.append(0, np.fromfile(self._cache / _ENDS, np.int64, state.rows))
-            if ends[-1] != state.size_bytes or (np.diff(ends) < 0).any() or not self._bordered(ends):
+            text_ends = np.append(0, np.fromfile(self._cache / _ENDS, np.int64, state.rows))
+            if text_ends[-1] != state.size_bytes or (np.diff(text_ends) < 0).any() or not self._bordered(text_ends):
                 raise ValueError("damaged")
-            self._ends, self._state = ends, state
+            self._ends, self._state = text_ends, state
         except (OSError, ValueError, msgspec.MsgspecError):
-            self._ends, self._state = np.zeros(1, np.int64), fresh
+            self._ends, self._state = np.zeros(1, np.int64), fresh_state
 
     def _bordered(self, ends: Array) -> bool:
         """Return whether the rollouts, or a sample of many, end with a border in the text."""

@@ -52,23 +52,23 @@ class WatchedRollouts:
         query, problems = query_from(filters), list[str]()
         columns = self._newest(query) or self._all()
         table = columns.table()
-        places = select(table, query)
-        total: int | None = len(places) + table.first
-        places = ordered(table, places, query)
+        table_indices = select(table, query)
+        total_count: int | None = len(table_indices) + table.first
+        table_indices = ordered(table, table_indices, query)
         pattern = folded(query.text)
         recorded = len(table) + table.first
         if self._index is not None and columns is self._columns:
             self._index.extend(recorded, _INDEX_WAIT_S)
         if pattern:
-            rows, problems = self._with_text(pattern, places + table.first, query.limit + 1)
-            total = len(rows) if len(rows) <= query.limit and not query.after else None
+            rows, problems = self._with_text(pattern, table_indices + table.first, query.limit + 1)
+            total_count = len(rows) if len(rows) <= query.limit and not query.after else None
         else:
-            rows = (places[: query.limit + 1] + table.first).tolist()
+            rows = (table_indices[: query.limit + 1] + table.first).tolist()
         page_rows = rows[: query.limit]
         return {
             "rows": [self._summary(table, row, pattern) for row in page_rows],
             "after": str(page_rows[-1]) if len(rows) > query.limit else None,
-            "total": total,
+            "total": total_count,
             "rollouts": recorded,
             "indexed_share": min(1.0, (self._index.rows if self._index else 0) / recorded) if recorded else 1.0,
             "problems": [*problems, *self._problems(columns)],
@@ -99,22 +99,22 @@ class WatchedRollouts:
         table = self._all().table()
         index = row - table.first
         if not 0 <= index < len(table):
-            valid = (
+            valid_text = (
                 f"valid: {table.first} to {table.first + len(table) - 1}" if len(table) else "no rollout is recorded"
             )
-            raise ConfigurationError(f"row = {row}: {valid}")
-        siblings = np.flatnonzero((table["group"] == table["group"][index]) & (table["member"] >= 0))
+            raise ConfigurationError(f"row = {row}: {valid_text}")
+        sibling_indices = np.flatnonzero((table["group"] == table["group"][index]) & (table["member"] >= 0))
         common: dict[str, Any] = {**_figures(table, index), "rollouts": len(table)}
-        common["siblings"] = [_figures(table, sibling) for sibling in siblings.tolist() if sibling != index]
+        common["siblings"] = [_figures(table, sibling) for sibling in sibling_indices.tolist() if sibling != index]
         batch = self._row(row, None)
         if batch is None:
             raise ConfigurationError(f"row = {row} lies in a part of the record that can't be read")
-        trained = []
+        trained_sequences = []
         if common["ending"] == "trained" and common["step"] is not None:
             trained_by_key = self._record.trained(common["step"])
             numbers = range(1 + len(batch["branches"][0].values or ()))
-            trained = [trained_by_key.get((common["group"], common["member"], number)) for number in numbers]
-        sequences = rollout_detail.sequences(batch, self._tokens, trained, (sequence, offset, limit))
+            trained_sequences = [trained_by_key.get((common["group"], common["member"], number)) for number in numbers]
+        sequences = rollout_detail.sequences(batch, self._tokens, trained_sequences, (sequence, offset, limit))
         removal_reason = batch["removal_reason"][0].as_py()
         return {
             **common,
@@ -174,15 +174,15 @@ class WatchedRollouts:
     def _with_text(self, pattern: bytes, rows: Any, limit: int) -> tuple[list[int], list[str]]:
         if self._index is None:
             return [], ["text is searched only where the run's tokenizer can be read"] if len(rows) else []
-        matching, problems = list[int](), [self._index.problem] if self._index.problem else []
+        matching_rows, problems = list[int](), [self._index.problem] if self._index.problem else []
         try:
             for row in self._index.matching(pattern, rows):
-                matching.append(row)
-                if len(matching) == limit:
+                matching_rows.append(row)
+                if len(matching_rows) == limit:
                     break
         except OSError as error:
             problems.append(f"the index of texts can't be read, and is made again: {error.strerror}")
-        return matching, problems
+        return matching_rows, problems
 
     def _summary(self, table: RolloutTable, row: int, pattern: bytes) -> dict[str, Any]:
         summary: dict[str, Any] = {**_figures(table, row - table.first), "snippet": None, "failure": None}

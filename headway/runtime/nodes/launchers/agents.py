@@ -87,8 +87,8 @@ class LaunchedAgents:
     async def stop(self) -> None:
         """Wait until the agents have ended because of the run's end; end the remaining ones after 10 s."""
         self._over = True
-        if running := [task for name, task in self._tasks.items() if name not in self._pausing]:
-            await asyncio.wait(running, timeout=_LEAVE_S)
+        if running_tasks := [task for name, task in self._tasks.items() if name not in self._pausing]:
+            await asyncio.wait(running_tasks, timeout=_LEAVE_S)
         await cancel_all(*self._tasks.values())
         await self._launcher.close()
 
@@ -99,17 +99,17 @@ class LaunchedAgents:
         clock, `stop`."""
         failures = 0
         while not self._over:
-            started = self._clock.now()
+            started_s = self._clock.now()
             try:
-                end = await self._launcher.run(name, address, self._key)
+                agent_end = await self._launcher.run(name, address, self._key)
             except OSError as error:  # no process or descriptor left here, say
-                end = AgentEnd(code=None, output=f"its agent could not be run: {error.strerror or error}")
-            self.last_end[name] = end
+                agent_end = AgentEnd(code=None, output=f"its agent could not be run: {error.strerror or error}")
+            self.last_end[name] = agent_end
             if self._over:
                 return
-            failures = 1 if self._clock.now() - started > _STEADY_S else failures + 1
+            failures = 1 if self._clock.now() - started_s > _STEADY_S else failures + 1
             pause_s = backoff_s(failures, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
-            self._on_event("agent_ended", f"{name}: {describe(end)}; started again in {pause_s:g} s", worker=name)
+            self._on_event("agent_ended", f"{name}: {describe(agent_end)}; started again in {pause_s:g} s", worker=name)
             self._pausing.add(name)
             await self._clock.sleep(pause_s)
             while self._joined(name) and not self._over:  # ssh's or srun's client has gone, the agent has not

@@ -25,10 +25,10 @@ def make_launcher(cluster: ClusterConfig, devices: Iterable[Device], logs: Path 
     if cluster.launcher == "ray":
         from headway.runtime.nodes.launchers.ray import RayLauncher, bundle
 
-        used = list(devices)
+        run_devices = list(devices)
         return RayLauncher(
             {
-                name: bundle(_required(used, name, "cpu"), _required(used, name, "cuda"), location)
+                name: bundle(_required(run_devices, name, "cpu"), _required(run_devices, name, "cuda"), location)
                 for name, location in cluster.nodes.items()
             }
         )

@@ -78,15 +78,15 @@ class CommandLauncher:
 
     async def _keep_output(self, name: str, stream: asyncio.StreamReader) -> str:
         """Append what an agent writes to its log; returns the last lines when it has ended."""
-        last: deque[str] = deque(maxlen=_OUTPUT_LINES)
-        with self._open_log(name) as log:
-            while data := await stream.read(_LINE_BYTES):
+        last_texts: deque[str] = deque(maxlen=_OUTPUT_LINES)
+        with self._open_log(name) as log_file:
+            while block := await stream.read(_LINE_BYTES):
                 with contextlib.suppress(OSError):  # a full disk is no reason to end the agent
-                    log.write(data)
-                last.append(data.decode(errors="replace"))
-        return "\n".join("".join(last).strip().splitlines()[-_OUTPUT_LINES:])
+                    log_file.write(block)
+                last_texts.append(block.decode(errors="replace"))
+        return "\n".join("".join(last_texts).strip().splitlines()[-_OUTPUT_LINES:])
 
     def _open_log(self, name: str) -> IO[bytes]:
-        path = Path(os.devnull) if self._logs is None else self._logs / f"node-{name}.log"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return open(path, "ab", buffering=0)
+        log_path = Path(os.devnull) if self._logs is None else self._logs / f"node-{name}.log"
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        return open(log_path, "ab", buffering=0)

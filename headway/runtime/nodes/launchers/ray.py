@@ -79,11 +79,11 @@ class RayLauncher:
 
     def _placed(self, name: str) -> bool:
         """Whether Ray has a machine for node ``name``; waits for one for a while."""
-        table, number = self._ray.util.placement_group_table, list(self._bundles).index(name)
-        if not table(self._group)["bundles_to_node_id"][number]:
+        read_table, bundle_index = self._ray.util.placement_group_table, list(self._bundles).index(name)
+        if not read_table(self._group)["bundles_to_node_id"][bundle_index]:
             # Of the whole group, so not waited for where this node has its machine: another's may have died.
             self._ray.wait([self._group.ready()], timeout=_PLACED_S)
-        return bool(table(self._group)["bundles_to_node_id"][number])
+        return bool(read_table(self._group)["bundles_to_node_id"][bundle_index])
 
     def _release(self) -> None:
         self._ray.util.remove_placement_group(self._group)
@@ -96,13 +96,13 @@ class RayLauncher:
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             placement_group=self._group, placement_group_bundle_index=list(self._bundles).index(name)
         )
-        options = self._ray.remote(AgentActor).options(
+        actor_class = self._ray.remote(AgentActor).options(
             num_cpus=resources.pop("CPU"),
             num_gpus=resources.pop("GPU", 0.0),
             resources=resources,
             scheduling_strategy=strategy,
         )
-        return options.remote()
+        return actor_class.remote()
 
 
 class AgentActor:
