@@ -430,10 +430,10 @@ class GeneratorPool:
 
     def _fail_without_replicas(self, cause: HeadwayError | None = None) -> None:
         """Fail every call if no replica is left."""
-        if (pool_error := self._end()) is not None:
+        if (pool_error := self._pool_error()) is not None:
             self._router.fail_all(cause or pool_error)
 
-    def _end(self) -> HeadwayError | None:
+    def _pool_error(self) -> HeadwayError | None:
         """Return the error that ended the pool, if no replica will be live again; None while one may be."""
         if self._unrecoverable is not None:
             return self._unrecoverable
@@ -444,7 +444,7 @@ class GeneratorPool:
     def _require_running(self) -> None:
         if self._stopping:
             raise HeadwayError("the generator pool is stopped")
-        if (pool_error := self._end()) is not None:
+        if (pool_error := self._pool_error()) is not None:
             raise pool_error
 
     async def _apply(self, replica: Replica, weights: PublishedWeights) -> AppliedWeights:

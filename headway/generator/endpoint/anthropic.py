@@ -51,10 +51,10 @@ class MessageStream(AnswerWriter):
     def more(self, piece: Piece) -> bytes:
         encoded_events: list[bytes] = []
         if piece.reasoning:
-            encoded_events.append(self._into({"type": "thinking", "thinking": "", "signature": ""}))
+            encoded_events.append(self._open_block({"type": "thinking", "thinking": "", "signature": ""}))
             encoded_events.append(self._delta({"type": "thinking_delta", "thinking": piece.reasoning}))
         if piece.content:
-            encoded_events.append(self._into({"type": "text", "text": ""}))
+            encoded_events.append(self._open_block({"type": "text", "text": ""}))
             encoded_events.append(self._delta({"type": "text_delta", "text": piece.content}))
         return b"".join(encoded_events)
 
@@ -63,10 +63,10 @@ class MessageStream(AnswerWriter):
         encoded_events = [self.more(piece)]
         for block in _blocks(turn, self._setting):
             if block["type"] == "tool_use":
-                encoded_events += [self._shut(), self._into({**block, "input": {}})]
+                encoded_events += [self._close_block(), self._open_block({**block, "input": {}})]
                 arguments_json = msgspec.json.encode(block["input"]).decode()
                 encoded_events.append(self._delta({"type": "input_json_delta", "partial_json": arguments_json}))
-        return b"".join([*encoded_events, self._shut()])
+        return b"".join([*encoded_events, self._close_block()])
 
     def close(self) -> bytes:
         assert self._turn is not None
@@ -77,17 +77,17 @@ class MessageStream(AnswerWriter):
     def failed(self, error: HttpError) -> bytes:
         return b"event: error\ndata: " + error.anthropic(self._setting.answer_id) + b"\n\n"
 
-    def _into(self, block: dict[str, Any]) -> bytes:
+    def _open_block(self, block: dict[str, Any]) -> bytes:
         """Open a block of this type, closing one of another type."""
         if self._open == block["type"]:
             return b""
-        closing_event, self._open = self._shut(), block["type"]
+        closing_event, self._open = self._close_block(), block["type"]
         return closing_event + _named({"type": "content_block_start", "index": self._blocks, "content_block": block})
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return _named({"type": "content_block_delta", "index": self._blocks, "delta": delta})
 
-    def _shut(self) -> bytes:
+    def _close_block(self) -> bytes:
         if not self._open:
             return b""
         block_index, self._open = self._blocks, ""

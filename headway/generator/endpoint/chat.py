@@ -122,18 +122,19 @@ class ChatCompletions(Dialect):
 def _continues(values: Values) -> bool:
     """Whether the last message is the beginning of the answer. Raises RequestRefused for demands that contradict each
     other."""
-    extends, new_turn, messages = values["continue_final_message"], values["add_generation_prompt"], values["messages"]
+    asks_continuation, adds_prompt = values["continue_final_message"], values["add_generation_prompt"]
+    messages = values["messages"]
     marked = [n for n, message in enumerate(messages) if any(message.get(key) is True for key in ("prefix", "partial"))]
     if marked and marked != [len(messages) - 1]:
         reason = f"messages[{marked[0]}]: only the last message can be a prefix of the answer"
         raise RequestRefused(reason, param=f"messages[{marked[0]}]")
-    if new_turn is extends is True:
+    if adds_prompt is asks_continuation is True:
         reason = "add_generation_prompt = true with continue_final_message = true; valid: false"
         raise RequestRefused(reason, param="add_generation_prompt")
-    if new_turn is False and not extends and not marked:
+    if adds_prompt is False and not asks_continuation and not marked:
         reason = "add_generation_prompt = false; valid: true, or false with continue_final_message = true"
         raise RequestRefused(reason, param="add_generation_prompt")
-    return extends or bool(marked)
+    return asks_continuation or bool(marked)
 
 
 def _choice(number: int, turn: RecordedTurn, parsed: ParsedRequest) -> dict[str, Any]:

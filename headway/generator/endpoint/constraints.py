@@ -59,8 +59,8 @@ def tool_choice() -> Field:
             return ToolChoice(mode=value)
         choice_type = value.get("type") if isinstance(value, Mapping) else None
         if choice_type not in ("function", "custom", "allowed_tools"):
-            valid = "'none', 'auto', 'required', and objects of the types 'function', 'custom' and 'allowed_tools'"
-            raise RequestRefused(f"{name} = {formatted(value)}: valid: {valid}", param=name)
+            valid_text = "'none', 'auto', 'required', and objects of the types 'function', 'custom' and 'allowed_tools'"
+            raise RequestRefused(f"{name} = {formatted(value)}: valid: {valid_text}", param=name)
         path, choice_fields = _inner(name, value, choice_type)
         if choice_type != "allowed_tools":
             return ToolChoice(mode="required", names=(_name(path, choice_fields),), single=True)

@@ -50,17 +50,17 @@ class ResponseStream(AnswerWriter):
     def more(self, piece: Piece) -> bytes:
         encoded_events: list[bytes] = []
         if piece.reasoning:
-            encoded_events.append(self._into("reasoning"))
+            encoded_events.append(self._open_item("reasoning"))
             encoded_events.append(self._text("response.reasoning_text.delta", delta=piece.reasoning))
             self._texts["reasoning"] += piece.reasoning
         if piece.content:
-            encoded_events.append(self._into("message"))
+            encoded_events.append(self._open_item("message"))
             encoded_events.append(self._text("response.output_text.delta", delta=piece.content, logprobs=[]))
             self._texts["message"] += piece.content
         return b"".join(encoded_events)
 
     def end(self, piece: Piece, turn: RecordedTurn) -> bytes:
-        events = [self.more(piece), self._shut()]
+        events = [self.more(piece), self._close_item()]
         for output in _output(turn, self._parsed):
             if output["type"] not in ("function_call", "custom_tool_call"):
                 continue
@@ -84,18 +84,18 @@ class ResponseStream(AnswerWriter):
         error_fields = {"code": "server_error", "message": str(error)}
         return self._event("response.failed", response={**response, "status": "failed", "error": error_fields})
 
-    def _into(self, kind: str) -> bytes:
+    def _open_item(self, kind: str) -> bytes:
         """Open an item of this type, closing one of another type."""
         if self._open == kind:
             return b""
-        closing_events, self._open = self._shut(), kind
+        closing_events, self._open = self._close_item(), kind
         opened_item = {**_item(kind, "", self._identity, "in_progress"), "content": []}
         opening_events = self._event("response.output_item.added", output_index=self._done, item=opened_item)
         if kind == "message":
             opening_events += self._text("response.content_part.added", part=_part(kind, ""))
         return closing_events + opening_events
 
-    def _shut(self) -> bytes:
+    def _close_item(self) -> bytes:
         item_type, self._open = self._open, ""
         if not item_type:
             return b""

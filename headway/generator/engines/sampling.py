@@ -73,8 +73,8 @@ class Sampled(NamedTuple):
         tokens, kept_by_row = self.tokens.cpu().numpy(), dict[int, NDArray[np.int32] | int]()
         if self.kept is not None and self.sizes is not None and self.ids is not None:
             rows, limits, sizes = (tensor.cpu().numpy() for tensor in (self.kept.rows, self.kept.max_kept, self.sizes))
-            for n in np.flatnonzero((limits > 0) & (sizes > limits)):
-                kept_by_row[int(rows[n])] = int(sizes[n])
+            for index in np.flatnonzero((limits > 0) & (sizes > limits)):
+                kept_by_row[int(rows[index])] = int(sizes[index])
             returned_rows = np.flatnonzero((limits > 0) & (sizes >= 0) & (sizes <= limits))
             set_ends = sizes[returned_rows].cumsum()
             if len(set_ends):

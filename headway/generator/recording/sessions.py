@@ -261,12 +261,16 @@ class Sessions:
 
     def _note(self, client: ClientSampling) -> None:
         parameters = msgspec.structs.asdict(client)
-        further = parameters.pop("further") or {}
-        known = (*self._reported, "seed")  # a client's seed is used
-        new = {name: value for name, value in (parameters | further).items() if value is not None and name not in known}
-        if new:
-            self._reported |= set(new)
-            asked_text = ", ".join(f"{name} = {value}" for name, value in new.items())
+        others = parameters.pop("further") or {}
+        known_names = (*self._reported, "seed")  # a client's seed is used
+        new_parameters = {
+            name: value
+            for name, value in (parameters | others).items()
+            if value is not None and name not in known_names
+        }
+        if new_parameters:
+            self._reported |= set(new_parameters)
+            asked_text = ", ".join(f"{name} = {value}" for name, value in new_parameters.items())
             detail = f"a client asks for {asked_text}: the experiment's value is used (reported once)"
             self._on_event("client_sampling", detail)
 

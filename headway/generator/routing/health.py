@@ -56,7 +56,7 @@ class Health:
     async def _check(self, replica: Replica) -> None:
         """Ask a replica and wait for its answer; marks it silent meanwhile if overdue. Raises WorkerDied."""
         timeout_s = self._settings.health_timeout_s
-        answer_task = asyncio.create_task(self._answer(replica), name=f"{replica.name}-asked")
+        answer_task = asyncio.create_task(self._answer_error(replica), name=f"{replica.name}-asked")
         try:
             await asyncio.wait({answer_task}, timeout=timeout_s)
             if not answer_task.done():
@@ -84,7 +84,7 @@ class Health:
         for event_name, detail in events:
             self._on_event(event_name, detail)
 
-    async def _answer(self, replica: Replica) -> str:
+    async def _answer_error(self, replica: Replica) -> str:
         """Return the error that a replica answered with, or "" for a good answer."""
         try:
             await self._ask(replica)

@@ -87,7 +87,7 @@ class Replica:
         """See `GeneratorService.offload`. Raises WorkerDied, and StorageFailed with the memory still on the device."""
         self.onloaded.clear()
         try:
-            return await self._called("offload")
+            return await self._call_worker("offload")
         except StorageFailed:
             self.onloaded.set()
             raise
@@ -95,9 +95,9 @@ class Replica:
     async def onload(self) -> list[MemoryMove]:
         """See `GeneratorService.onload`. Raises WorkerDied."""
         self.onloaded.set()
-        return await self._called("onload")
+        return await self._call_worker("onload")
 
-    async def _called(self, method: str, *arguments: Any) -> Any:
+    async def _call_worker(self, method: str, *arguments: Any) -> Any:
         if self.worker is None:
             raise WorkerDied(self.name, "not running")
         try:
@@ -115,7 +115,7 @@ class Replica:
 
     async def _score(self, probe: Probe) -> ProbeScores:
         await self.onloaded.wait()
-        return await self._called("score", probe)
+        return await self._call_worker("score", probe)
 
     def standing(self, now: float, newest_update: int, grace_s: float) -> Standing:
         """The replica's standing for routing."""

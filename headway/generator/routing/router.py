@@ -368,8 +368,10 @@ class Router:
                 if encoded_requests := self._encoded(calls):
                     await call_replica(worker, "submit", encoded_requests)
             except RemoteError as error:
-                kept = [call for call, ticket in zip(calls, tickets, strict=True) if replica.calls.get(ticket) is call]
-                self._not_accepted(replica, kept, error)
+                refused_calls = [
+                    call for call, ticket in zip(calls, tickets, strict=True) if replica.calls.get(ticket) is call
+                ]
+                self._not_accepted(replica, refused_calls, error)
             try:
                 if aborted_tickets:
                     await call_replica(worker, "abort", aborted_tickets)
@@ -404,7 +406,7 @@ class Router:
         self._note_failure(replica, had_probe, str(error))
         for call in sorted(calls):
             retries_spent = len(call.refused_by) > self._settings.retries
-            if retries_spent or not self._others(call.refused_by):
+            if retries_spent or not self._has_others(call.refused_by):
                 call.finish("error", str(error))
             elif not call.future.done():
                 self._counts["retries"] += 1
@@ -446,7 +448,7 @@ class Router:
 
     # --- breakers -------------------------------------------------------------------------------------------
 
-    def _others(self, excluded: Collection[int]) -> bool:
+    def _has_others(self, excluded: Collection[int]) -> bool:
         """Whether any replica other than ``excluded`` takes requests."""
         standings = self.standings(self._clock.now())
         return any(standing in _ACCEPTING and index not in excluded for index, standing in enumerate(standings))
@@ -454,7 +456,7 @@ class Router:
     def _note_failure(self, replica: Replica, probe: bool, why: str) -> None:
         """Count a failed request on a replica's breaker."""
         now_s, breaker = self._clock.now(), replica.breaker
-        if breaker.fail(now_s, probe=probe, alone=not self._others((replica.index,))):
+        if breaker.fail(now_s, probe=probe, alone=not self._has_others((replica.index,))):
             self._note_opened(replica, why)
         elif probe and breaker.state(now_s) == "closed":
             self._note_closed(replica, f"it fails, but no other replica takes requests: {why}")

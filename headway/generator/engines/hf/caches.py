@@ -36,8 +36,8 @@ def join(caches: Sequence[Any]) -> Any:
     """Make one cache with the rows of all; the keys of the shorter ones are padded on the left."""
 
     def positions(parts: list[Tensor]) -> Tensor:
-        longest = max(part.shape[-2] for part in parts)
-        return torch.cat([functional.pad(part, (0, 0, longest - part.shape[-2], 0)) for part in parts])
+        longest_tokens = max(part.shape[-2] for part in parts)
+        return torch.cat([functional.pad(part, (0, 0, longest_tokens - part.shape[-2], 0)) for part in parts])
 
     return _mapped(caches, positions, torch.cat, max)
 

@@ -130,7 +130,7 @@ class HfEngine(SlotEngine[HfRevisions]):
         admitted: list[EngineRequest | None] = []
         while self._rows < self.slots and self._waiting:
             request = self._waiting[0]
-            needed_tokens = self._held([*row_tokens, request.tokens]) + self._rows * HEADROOM_TOKENS
+            needed_tokens = self._held_tokens([*row_tokens, request.tokens]) + self._rows * HEADROOM_TOKENS
             if self._scarce and self._rows and needed_tokens > self.kv_capacity_tokens:
                 break
             update = self._update_of(request)
@@ -154,7 +154,7 @@ class HfEngine(SlotEngine[HfRevisions]):
         """Feed the model every row's tokens that it hasn't seen. Returns the batches with their new caches, and the
         logits after them [n, v], in the batches' order."""
         table, batches, logits_by_batch = self._table, list[_Batch](), list[Tensor]()
-        for batch in self._joined():
+        for batch in self._joined_batches():
             running = batch.running
             slots = [request.slot for request in running]
             pending_ids, position = torch.from_numpy(table.pending[slots, None]), table.position[slots]
@@ -163,7 +163,7 @@ class HfEngine(SlotEngine[HfRevisions]):
                 batch_logits, batch.cache = self._runner.feed(pending_ids, batch.cache, position.tolist(), shifted)
             batches.append(batch)
             logits_by_batch.append(batch_logits)
-        for ids_uk, requests_by_row in self._new():
+        for ids_uk, requests_by_row in self._uncomputed():
             pictures = self._pictures(requests_by_row[0][0])
             picture_arguments = self._runner.beside(ids_uk, pictures)
             with self.adapters.computing(requests_by_row[0][0].update):
@@ -183,7 +183,7 @@ class HfEngine(SlotEngine[HfRevisions]):
                 batches.append(_Batch(list(requests), batch_cache))
         return batches, self._runner.model.sampled(torch.cat(logits_by_batch))
 
-    def _joined(self) -> Iterator[_Batch]:
+    def _joined_batches(self) -> Iterator[_Batch]:
         """Yield the batches that have a cache, without ended rows, joined as far as the model allows."""
         batches_by_key: dict[object, list[_Batch]] = {}
         for batch in self._batches:
@@ -200,7 +200,7 @@ class HfEngine(SlotEngine[HfRevisions]):
             cache = batches[0].cache if len(batches) == 1 else join([batch.cache for batch in batches])
             yield _Batch([request for batch in batches for request in batch.requests], cache)
 
-    def _new(self) -> Iterator[tuple[Tensor, list[list[EngineRequest]]]]:
+    def _uncomputed(self) -> Iterator[tuple[Tensor, list[list[EngineRequest]]]]:
         """Yield (tokens [u, k], requests of each row) of requests without computed tokens, as many at once as one step
         may begin. Rows with pictures are fed one by one."""
         groups: dict[tuple[int, int, str], dict[bytes, list[EngineRequest]]] = {}  # by update and pictures as well
@@ -246,12 +246,12 @@ class HfEngine(SlotEngine[HfRevisions]):
 
     # --- memory, statistics ---------------------------------------------------------------------------------
 
-    def _held(self, tokens: list[int]) -> int:
+    def _held_tokens(self, tokens: list[int]) -> int:
         """Count the KV tokens in the caches of rows with these numbers of tokens, padding included."""
         return len(tokens) * max(tokens, default=0) if self.batching == "padded" else sum(tokens)
 
     def _kv_used(self) -> int:
-        return self._held((self._table.position[: self._rows] + 1).tolist())
+        return self._held_tokens((self._table.position[: self._rows] + 1).tolist())
 
     def _tensors(self) -> Iterator[Tensor]:
         yield from self._model.parameters()
@@ -268,5 +268,5 @@ class HfEngine(SlotEngine[HfRevisions]):
 
     def statistics(self) -> EngineStatistics:
         """See `Engine.statistics`."""
-        held_tokens = self._held(self._table.position[: self._rows].tolist())
+        held_tokens = self._held_tokens(self._table.position[: self._rows].tolist())
         return self._statistics(self._rows, held_tokens, self.kv_capacity_tokens)

@@ -95,8 +95,8 @@ class ModelRunner:
             self.cache = SlotCache(*sizes, self.dtype, self.device, model.config.routing if keep_experts else None)
         self.adapters = AdapterRevisions(model, fixed_shapes)
         self._kernels = native.kernels_for(self.dtype, self.device) if native_kernels else None
-        fits = native.attention_fits(self.heads // self.kv_heads, self.head_dimension)
-        self._attention_kernels = self._kernels if fits else None
+        attention_fits = native.attention_fits(self.heads // self.kv_heads, self.head_dimension)
+        self._attention_kernels = self._kernels if attention_fits else None
         self._native_decode: NativeDecode | None = None
         self.weights_changed()
         self._plain_windows = {

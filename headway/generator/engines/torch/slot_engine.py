@@ -221,7 +221,7 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
 
     def apply(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
         """See `Engine.apply`; `update_weights` explains the modes."""
-        pause_base_s = self._paused_s
+        old_paused_s = self._paused_s
         if self._prefetched is None or self._prefetched[0] != published:
             with self.paused():
                 self.prefetch(published)
@@ -231,7 +231,7 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
             report = self.update_adapter(published.adapter, tensors, published.version, mode)
         else:  # a GPU's weights stay where they are
             report = self.update_weights(tensors, published.version, mode, adopt=not published.handle)
-        times = {"fetch_s": fetch_s, "check_s": self._subscriber.spent.hash_s, "pause_s": self._paused_s - pause_base_s}
+        times = {"fetch_s": fetch_s, "check_s": self._subscriber.spent.hash_s, "pause_s": self._paused_s - old_paused_s}
         return msgspec.structs.replace(report, **times)
 
     def update_weights(
@@ -248,7 +248,7 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         if mode == "finish" or self.adapters:
             fault = "adapters are registered beside them" if self.adapters else "update_mode = 'finish' is for adapters"
             raise ConfigurationError(f"an update of the model's own weights: {fault}")
-        pause_base_s = self._paused_s
+        old_paused_s = self._paused_s
         with self.paused():
             if not adopt:
                 copy_weights(self._model, tensors)
@@ -258,7 +258,7 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
             self._emit_ready()  # tokens so far are the old version's
             self._model_version = version
             in_flight_count, recomputed_tokens = self._cross_update("", mode)
-        return self._update_report(version, pause_base_s, in_flight_count, recomputed_tokens)
+        return self._update_report(version, old_paused_s, in_flight_count, recomputed_tokens)
 
     def update_adapter(
         self, name: str, tensors: Mapping[str, Tensor], version: int, mode: UpdateMode
@@ -266,13 +266,13 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         """Register a revision of an adapter between two steps. Modes as of `update_weights`, for its own requests;
         ``finish``: those that have begun keep their revision. Raises ConfigurationError, with nothing
         changed, when no adapter of this name, with these names and shapes, is registered."""
-        pause_base_s = self._paused_s
+        old_paused_s = self._paused_s
         with self.paused():
             self._register(name, tensors, version)
             self._emit_ready()
             in_flight_count, recomputed_tokens = (0, 0) if mode == "finish" else self._cross_update(name, mode)
             self.adapters.unload(self._open.values())
-        return self._update_report(version, pause_base_s, in_flight_count, recomputed_tokens)
+        return self._update_report(version, old_paused_s, in_flight_count, recomputed_tokens)
 
     def _cross_update(self, adapter: str, mode: UpdateMode) -> tuple[int, int]:
         """Move the requests of an adapter ("": of the model) to the weights of the last update; returns the counts of

@@ -359,7 +359,7 @@ class VllmRequests(Engine[VllmRequest]):
         interruptible. Where too many revisions are held, the oldest one's requests are submitted again.
 
         Raises WeightsCorrupt or ConfigurationError, with nothing changed, or WeightsMismatch."""
-        adapters, name, pause_base_s, started_s = self._adapters, published.adapter, self._paused_s, self._now()
+        adapters, name, old_paused_s, started_s = self._adapters, published.adapter, self._paused_s, self._now()
         if adapters is None or mode == "keep":
             reason = "a request's KV is of the revision that it came with" if adapters else "there is none"
             raise ConfigurationError(f"an update of adapter {name!r} with update_mode = {mode!r} in vLLM: {reason}")
@@ -389,7 +389,7 @@ class VllmRequests(Engine[VllmRequest]):
         return AppliedWeights(
             version=published.version,
             fetch_s=fetch_s,
-            pause_s=self._paused_s - pause_base_s,
+            pause_s=self._paused_s - old_paused_s,
             in_flight=in_flight_count,
             reprefilled_tokens=sum(req.tokens for req in moved),
         )

@@ -139,7 +139,7 @@ class VllmEngine(VllmRequests):
     # --- weights --------------------------------------------------------------------------------------------
 
     def _apply_model(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
-        pause_base_s = self._paused_s
+        old_paused_s = self._paused_s
         with self._drained():
             try:
                 fetch_s = self._core.update(published)
@@ -168,7 +168,7 @@ class VllmEngine(VllmRequests):
         return AppliedWeights(
             version=published.version,
             fetch_s=fetch_s,
-            pause_s=self._paused_s - pause_base_s,
+            pause_s=self._paused_s - old_paused_s,
             in_flight=len(running_requests),
             reprefilled_tokens=reprefilled_tokens,
         )

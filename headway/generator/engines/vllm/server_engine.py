@@ -292,7 +292,7 @@ class VllmServerEngine(VllmRequests):
         tensors = self._subscriber.fetch(published)
         fetch_s = self._now() - started_s
         self._model.take(tensors)
-        pause_base_s = self._paused_s
+        old_paused_s = self._paused_s
         with self._exit_if_gone(ServerError), self._written() as folder:
             crossing_count, reprefilled_tokens = self._update(folder, published.version, mode)
             if self._probe_due(self._updates):
@@ -301,7 +301,7 @@ class VllmServerEngine(VllmRequests):
         return AppliedWeights(
             version=published.version,
             fetch_s=fetch_s,
-            pause_s=self._paused_s - pause_base_s,
+            pause_s=self._paused_s - old_paused_s,
             in_flight=crossing_count,
             reprefilled_tokens=reprefilled_tokens,
         )
