@@ -37,12 +37,12 @@ class Activity:
     @contextmanager
     def during(self, state: str) -> Iterator[None]:
         """Hold ``state`` inside the block, and return to the previous state after it."""
-        previous = self._state
+        previous_state = self._state
         self.enter(state)
         try:
             yield
         finally:
-            self.enter(previous)
+            self.enter(previous_state)
 
     def take(self) -> list[ActivitySpan]:
         """Return the spans since the last call, oldest first; the current state's span is cut at this moment."""
@@ -85,12 +85,12 @@ class StepLog:
         return rows
 
     def _add(self, worked_s: float) -> None:
-        read_start_s, old = self._now(), self._previous
-        self._previous = new = self._statistics()
+        read_start_s, old_stats = self._now(), self._previous
+        self._previous = new_stats = self._statistics()
         self._rows.append(EngineStep(
-            end_s=round(worked_s, 4), busy_s=round(new.busy_s - old.busy_s, 4),
-            steps=new.decode_steps - old.decode_steps, tokens=new.generated_tokens - old.generated_tokens,
-            running=new.running, kv_used_tokens=new.kv_used_tokens, version=new.version,
+            end_s=round(worked_s, 4), busy_s=round(new_stats.busy_s - old_stats.busy_s, 4),
+            steps=new_stats.decode_steps - old_stats.decode_steps, running=new_stats.running, version=new_stats.version,
+            tokens=new_stats.generated_tokens - old_stats.generated_tokens, kv_used_tokens=new_stats.kv_used_tokens,
         ))  # fmt: skip
         self._worked_s, now_s = None, self._now()
         self._due_s = now_s + max(STEPS_S, 100 * (now_s - read_start_s))

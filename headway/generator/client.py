@@ -142,12 +142,12 @@ class GeneratorPool:
         applies it when it restarts. In the mode ``drain`` all requests under way finish first. Raises WeightsCorrupt if
         a replica could not verify the weights; that replica keeps its old ones."""
         settings = self._experiment.generator
-        drains = settings.update_mode == "drain"
-        async with self._updating, self._router.drained(settings.slots) if drains else contextlib.nullcontext():
+        drains_first = settings.update_mode == "drain"
+        async with self._updating, self._router.drained(settings.slots) if drains_first else contextlib.nullcontext():
             self._require_running()
             self._newest, self._updates = weights, self._updates + 1
-            applying = [self._apply(replica, weights) for replica in self._replicas if replica.live]
-            outcomes = await asyncio.gather(*applying, return_exceptions=True)
+            apply_coroutines = [self._apply(replica, weights) for replica in self._replicas if replica.live]
+            outcomes = await asyncio.gather(*apply_coroutines, return_exceptions=True)
         self._health.note_versions()
         for outcome in outcomes:
             if isinstance(outcome, _UNRECOVERABLE):
@@ -163,8 +163,8 @@ class GeneratorPool:
 
     async def score(self, probe: Probe) -> list[ProbeScores]:
         """See :class:`headway.records.clients.Generator`."""
-        current = (replica for replica in self._replicas if replica.update == self._updates)
-        return await Replica.score_all(current, probe)
+        current_replicas = (replica for replica in self._replicas if replica.update == self._updates)
+        return await Replica.score_all(current_replicas, probe)
 
     async def pause_replicas(self, indices: Collection[int]) -> None:
         """See :class:`headway.records.clients.Generator`. A replica that dies while paused stays paused."""
@@ -186,17 +186,17 @@ class GeneratorPool:
         """See :class:`headway.records.clients.Generator`."""
         for replica in self._replicas:
             replica.idle = replica.index in idle
-        live = [replica for replica in self._replicas if replica.live]
-        rested = [replica for replica in live if replica.idle]
-        for replica in rested if len(rested) < len(live) else ():
+        live_replicas = [replica for replica in self._replicas if replica.live]
+        resting_replicas = [replica for replica in live_replicas if replica.idle]
+        for replica in resting_replicas if len(resting_replicas) < len(live_replicas) else ():
             self._router.clear(replica)
         self._settle()
 
     async def statistics(self) -> list[EngineStatistics]:
         """Return the statistics of each replica, in order; counters accumulate across restarts."""
         self._require_running()
-        live = [replica for replica in self._replicas if replica.live]
-        raise_but_deaths(await asyncio.gather(*(self._refresh(replica) for replica in live), return_exceptions=True))
+        alive = [replica for replica in self._replicas if replica.live]
+        raise_but_deaths(await asyncio.gather(*(self._refresh(replica) for replica in alive), return_exceptions=True))
         return [
             msgspec.structs.replace(accumulated(replica.past, replica.present), idle=replica.idle or replica.removed)
             for replica in self._replicas
@@ -214,22 +214,22 @@ class GeneratorPool:
 
     async def activity(self) -> list[Span | EngineSteps]:
         """Return the spans and steps of live replicas since the last call, each on a track of its replica's name."""
-        live = [(replica.name, replica.worker) for replica in self._replicas if replica.live and replica.worker]
-        lines_by_replica = await asyncio.gather(*(activity_of(name, worker) for name, worker in live))
-        return [line for lines in lines_by_replica for line in lines]
+        live_workers = [(replica.name, replica.worker) for replica in self._replicas if replica.live and replica.worker]
+        records_by_replica = await asyncio.gather(*(activity_of(name, worker) for name, worker in live_workers))
+        return [record for records in records_by_replica for record in records]
 
     @property
     def worker_states(self) -> list[WorkerState]:
         """Health and restarts of every replica that wasn't removed."""
-        slots = [(replica.slot, replica.live) for replica in self._replicas if not replica.removed]
-        return [WorkerState(name=s.name, up=up, restarts=s.restarts, device=s.spec.device) for s, up in slots]
+        slot_states = [(replica.slot, replica.live) for replica in self._replicas if not replica.removed]
+        return [WorkerState(name=s.name, up=up, restarts=s.restarts, device=s.spec.device) for s, up in slot_states]
 
     async def stop(self) -> None:
         """Stop all replicas; calls that still wait raise HeadwayError."""
         self._stopping = True
         self.limiter.stop()
-        for supervisor in self._supervisors.values():
-            supervisor.cancel()
+        for supervisor_task in self._supervisors.values():
+            supervisor_task.cancel()
         await asyncio.gather(*self._supervisors.values(), self._router.stop(), return_exceptions=True)
         for replica in self._replicas:
             replica.live = False
@@ -308,14 +308,14 @@ class GeneratorPool:
         """Consume a replica's events, wait for its death and restart it, until it is lost or removed."""
         worker: WorkerHandle | None = first
         while worker is not None:
-            watch = asyncio.create_task(self._health.watch(replica), name=f"{replica.name}-health")
+            health_task = asyncio.create_task(self._health.watch(replica), name=f"{replica.name}-health")
             try:
                 async for event in worker.events:  # ends, drained, when the worker is dead
                     self._router.absorb(replica, event)
             finally:
-                watch.cancel()
+                health_task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
-                    await watch
+                    await health_task
             await replica.slot.dead()
             if self._stopping:
                 return
@@ -365,9 +365,9 @@ class GeneratorPool:
             assert slot.fault is not None
             if not isinstance(slot.fault, HeadwayError):
                 raise slot.fault
-            cause = typed_cause(slot.fault)
-            if isinstance(cause, _UNRECOVERABLE):
-                self._give_up(cause)
+            typed_error = typed_cause(slot.fault)
+            if isinstance(typed_error, _UNRECOVERABLE):
+                self._give_up(typed_error)
                 return None
         if not replica.draining:
             self._mark_lost(replica, f"gave up after {self._restart_limit} restarts; last: {slot.fault}")
@@ -404,13 +404,13 @@ class GeneratorPool:
     async def _catch_up(self, replica: Replica, patience_s: float = 0.0) -> None:
         """Apply the newest published weights, until no newer update has been announced. Waits up to ``patience_s``
         for weights that can't be read: if their publisher died too, its successor announces them again."""
-        while (newest := self._newest) is not None and replica.update != self._updates:
+        while (newest_weights := self._newest) is not None and replica.update != self._updates:
             try:
-                await self._apply(replica, newest)
+                await self._apply(replica, newest_weights)
             except WeightsCorrupt:
-                until_s = self._clock.now() + patience_s
-                while self._newest is newest:  # else a newer version overwrote the slot: apply that one
-                    if self._clock.now() >= until_s or replica.worker is None or not replica.worker.alive:
+                deadline_s = self._clock.now() + patience_s
+                while self._newest is newest_weights:  # else a newer version overwrote the slot: apply that one
+                    if self._clock.now() >= deadline_s or replica.worker is None or not replica.worker.alive:
                         raise
                     await self._clock.sleep(0.1)
 
@@ -430,10 +430,10 @@ class GeneratorPool:
 
     def _fail_without_replicas(self, cause: HeadwayError | None = None) -> None:
         """Fail every call if no replica is left."""
-        if (end := self._end()) is not None:
-            self._router.fail_all(cause or end)
+        if (pool_error := self._pool_error()) is not None:
+            self._router.fail_all(cause or pool_error)
 
-    def _end(self) -> HeadwayError | None:
+    def _pool_error(self) -> HeadwayError | None:
         """Return the error that ended the pool, if no replica will be live again; None while one may be."""
         if self._unrecoverable is not None:
             return self._unrecoverable
@@ -444,8 +444,8 @@ class GeneratorPool:
     def _require_running(self) -> None:
         if self._stopping:
             raise HeadwayError("the generator pool is stopped")
-        if (cause := self._end()) is not None:
-            raise cause
+        if (pool_error := self._pool_error()) is not None:
+            raise pool_error
 
     async def _apply(self, replica: Replica, weights: PublishedWeights) -> AppliedWeights:
         """Apply ``weights`` on one replica. Raises WeightsCorrupt, WorkerDied or RemoteError."""
@@ -453,7 +453,7 @@ class GeneratorPool:
             await replica.onloaded.wait()
         if (worker := replica.worker) is None:
             raise WorkerDied(replica.name, "not running")
-        number, mode = self._updates, self._experiment.generator.update_mode
+        update_number, mode = self._updates, self._experiment.generator.update_mode
         mode = "keep" if mode == "drain" else mode  # nothing is in flight
         replica.updating_since_s = self._clock.now()
         try:
@@ -468,17 +468,17 @@ class GeneratorPool:
             raise
         finally:
             replica.updating_since_s = None
-        replica.version, replica.update = applied.version, number
+        replica.version, replica.update = applied.version, update_number
         replica.epoch += 1
         self._router.standings(self._clock.now(), [replica])  # from now on others that lack it are behind
         self._settle()  # it may have been behind
         return applied
 
     async def _set_yielded(self, indices: Collection[int], *, yielded: bool) -> None:
-        chosen = [replica for replica in self._replicas if replica.index in indices]
-        for replica in chosen:
+        chosen_replicas = [replica for replica in self._replicas if replica.index in indices]
+        for replica in chosen_replicas:
             replica.yielded = yielded
-        await asyncio.gather(*(self._notify_yielded(replica) for replica in chosen if replica.live))
+        await asyncio.gather(*(self._notify_yielded(replica) for replica in chosen_replicas if replica.live))
         self._settle()
 
     async def _notify_yielded(self, replica: Replica) -> None:
@@ -493,6 +493,6 @@ class GeneratorPool:
         worker = replica.worker
         if worker is None:
             raise WorkerDied(replica.name, "not running")
-        present = await call_replica(worker, "statistics")
+        statistics = await call_replica(worker, "statistics")
         if replica.worker is worker and worker.alive:
-            replica.present = present
+            replica.present = statistics

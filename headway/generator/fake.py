@@ -114,35 +114,35 @@ class FakeGenerator:
         if request.request_id in self._open:
             raise ValueError(f"request {request.request_id!r} is already open")
         length, limit = max(1, self._length_of(request)), request.sampling.max_tokens
-        entry = FakeRequest(request, self._serial, min(length, limit), "stop" if length <= limit else "length", watch)
+        fake = FakeRequest(request, self._serial, min(length, limit), "stop" if length <= limit else "length", watch)
         self._serial += 1
         if self._error_of is not None and self._error_of(request):
-            entry.reason = "error"
-        replica = self._route(entry)
+            fake.reason = "error"
+        replica = self._route(fake)
         future: asyncio.Future[GenerationResult] = asyncio.get_running_loop().create_future()
-        self._open[request.request_id] = entry, replica, future
+        self._open[request.request_id] = fake, replica, future
         replica.advance()
-        replica.core.enter(entry)
-        if entry.length <= entry.resumed_tokens:
-            self._end(entry)
+        replica.core.enter(fake)
+        if fake.length <= fake.resumed_tokens:
+            self._end(fake)
         replica.settle()
         try:
             return await future
         finally:
-            record = self._open.get(request.request_id)
-            if record is not None and record[0] is entry:  # the caller was cancelled
+            open_tuple = self._open.get(request.request_id)
+            if open_tuple is not None and open_tuple[0] is fake:  # the caller was cancelled
                 del self._open[request.request_id]
                 replica.advance()
-                replica.core.withdraw(entry)
+                replica.core.withdraw(fake)
                 replica.settle()
                 self._note_emptied()
 
     def cancel(self, request_id: str) -> None:
         """End a request with reason "abort" and its tokens so far. Unknown ids: no-op."""
         if request_id in self._open:
-            entry, replica, _ = self._open[request_id]
+            fake_request, replica, _ = self._open[request_id]
             replica.advance()
-            self._end(entry, "abort")
+            self._end(fake_request, "abort")
             replica.settle()
 
     async def update_weights(self, weights: PublishedWeights) -> list[AppliedWeights]:
@@ -150,27 +150,27 @@ class FakeGenerator:
         async with self._updating:
             if self._drains:
                 await self._drain()
-            crossings: list[tuple[int, int]] = []
+            update_counts: list[tuple[int, int]] = []
             for replica in self._replicas:
                 replica.advance()
-                crossing, reprefilled = replica.core.begin_update(self._mode)
+                crossing_requests, token_count = replica.core.begin_update(self._mode)
                 if self._mode == "abort":
-                    for entry in crossing:
-                        if entry.request.interruptible:
-                            self._end(entry, "abort")
-                crossings.append((len(crossing), reprefilled))
+                    for fake_request in crossing_requests:
+                        if fake_request.request.interruptible:
+                            self._end(fake_request, "abort")
+                update_counts.append((len(crossing_requests), token_count))
                 replica.settle()
             if self._update_s > 0:
                 await self._clock.sleep(self._update_s)
-            for replica, (_, reprefilled) in zip(self._replicas, crossings, strict=True):
+            for replica, (_, token_count) in zip(self._replicas, update_counts, strict=True):
                 replica.advance()
-                replica.core.end_update(weights.version, reprefilled)
+                replica.core.end_update(weights.version, token_count)
                 replica.settle()
         return [
             AppliedWeights(
-                version=weights.version, pause_s=self._update_s, in_flight=crossing, reprefilled_tokens=reprefilled
+                version=weights.version, pause_s=self._update_s, in_flight=in_flight, reprefilled_tokens=token_count
             )
-            for crossing, reprefilled in crossings
+            for in_flight, token_count in update_counts
         ]
 
     async def score(self, probe: Probe) -> list[ProbeScores]:
@@ -206,16 +206,16 @@ class FakeGenerator:
             replica.idle = index in idle
         if all(replica.idle for replica in self._replicas):
             return
-        for name, (entry, replica, future) in list(self._open.items()):
+        for request_id, (fake_request, replica, future) in list(self._open.items()):
             if replica.idle:
                 replica.advance()
-                replica.core.interrupt(entry)
+                replica.core.interrupt(fake_request)
                 replica.settle()
-                other = self._route(entry)
-                other.advance()
-                other.core.enter(entry)
-                self._open[name] = entry, other, future
-                other.settle()
+                other_replica = self._route(fake_request)
+                other_replica.advance()
+                other_replica.core.enter(fake_request)
+                self._open[request_id] = fake_request, other_replica, future
+                other_replica.settle()
                 self._moves += 1
 
     async def statistics(self) -> list[EngineStatistics]:
@@ -255,9 +255,9 @@ class FakeGenerator:
         """See :class:`headway.records.clients.Generator`."""
         if request_id not in self._open:
             return 0
-        entry, replica, _ = self._open[request_id]
+        fake_request, replica, _ = self._open[request_id]
         replica.advance()
-        return entry.resumed_tokens + entry.done + replica.core.produced(entry)
+        return fake_request.resumed_tokens + fake_request.done + replica.core.produced(fake_request)
 
     async def stop(self) -> None:
         """Stop the generator; calls that still wait raise HeadwayError."""
@@ -279,25 +279,25 @@ class FakeGenerator:
             for replica in self._replicas:
                 if replica.core.holds(entry.session) and not replica.idle:
                     return replica
-        prompt = entry.request.prompt_ids
-        last, all_resting = self._last_route, all(candidate.idle for candidate in self._replicas)
-        known = last[1] if last is not None and last[0] == prompt else None
+        prompt_ids = entry.request.prompt_ids
+        last_route, all_idle = self._last_route, all(candidate.idle for candidate in self._replicas)
+        cached_index = last_route[1] if last_route is not None and last_route[0] == prompt_ids else None
         for replica in self._replicas:
             replica.advance()
-        chosen = choose_replica(
+        route = choose_replica(
             [
                 ReplicaLoad(
-                    standing="serving" if all_resting or not candidate.idle else "idle",
+                    standing="serving" if all_idle or not candidate.idle else "idle",
                     outstanding_tokens=candidate.core.outstanding_tokens,
-                    saved_tokens=len(prompt) if index == known else 0,
+                    saved_tokens=len(prompt_ids) if index == cached_index else 0,
                 )
                 for index, candidate in enumerate(self._replicas)
             ]
         )
-        assert chosen is not None  # all are live
-        self._last_route = prompt, chosen.replica
-        self._spills += chosen.spilled
-        return self._replicas[chosen.replica]
+        assert route is not None  # all are live
+        self._last_route = prompt_ids, route.replica
+        self._spills += route.spilled
+        return self._replicas[route.replica]
 
     async def _drain(self) -> None:
         """Wait until every request that has begun has finished; others don't begin until the update is applied."""
@@ -309,7 +309,7 @@ class FakeGenerator:
 
     def _note_emptied(self) -> None:
         if not self._emptied.is_set() and not any(
-            entry.begun or entry.reprefills for entry, _, _ in self._open.values()
+            fake_request.begun or fake_request.reprefills for fake_request, _, _ in self._open.values()
         ):
             self._emptied.set()
 
@@ -324,13 +324,13 @@ class FakeGenerator:
         reason = reason or entry.reason
         _, replica, future = self._open.pop(entry.request.request_id)
         core, begun = replica.core, entry.begun
-        response, produced = core.response(entry, reason)
+        response, produced_tokens = core.response(entry, reason)
         core.generated += core.produced(entry)
-        context = entry.context_tokens + core.produced(entry)
+        context_tokens = entry.context_tokens + core.produced(entry)
         core.withdraw(entry)
         core.finished += 1
         if entry.session and reason != "error":
-            core.keep_session(entry.session, context)
+            core.keep_session(entry.session, context_tokens)
         if not future.done():
             future.set_result(
                 GenerationResult(
@@ -339,7 +339,7 @@ class FakeGenerator:
                     finish_reason=reason,
                     error=self._error_of(entry.request) if reason == "error" and self._error_of is not None else "",
                     reprefills=entry.reprefills + bool(begun and entry.request.partial.ids),
-                    first_token_s=entry.first_token_s if produced else 0.0,
+                    first_token_s=entry.first_token_s if produced_tokens else 0.0,
                 )
             )
         self._note_emptied()

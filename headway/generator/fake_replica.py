@@ -133,11 +133,11 @@ class FakeReplica:
 
     @property
     def generated_tokens(self) -> int:
-        return self.generated + sum(self.produced(entry) for entry in self.running.values())
+        return self.generated + sum(self.produced(request) for request in self.running.values())
 
     @property
     def held_tokens(self) -> int:
-        return sum(entry.context_tokens + self.produced(entry) for entry in self.running.values())
+        return sum(request.context_tokens + self.produced(request) for request in self.running.values())
 
     def holds(self, session: str) -> bool:
         return session in self._sessions
@@ -146,8 +146,8 @@ class FakeReplica:
         """Count the tokens that a request has gained in its present stretch."""
         if not entry.decoding or entry.reason == "error":
             return 0
-        remaining = entry.length - entry.resumed_tokens - entry.done
-        return max(0, min(remaining, math.floor(self.work - entry.base + _ROUNDING)))
+        remaining_tokens = entry.length - entry.resumed_tokens - entry.done
+        return max(0, min(remaining_tokens, math.floor(self.work - entry.base + _ROUNDING)))
 
     # --- time -----------------------------------------------------------------------------------------------
 
@@ -163,9 +163,9 @@ class FakeReplica:
             self.busy_s += elapsed_s
         elif self.running:
             if self._decoding:
-                gained = self._tokens_in(elapsed_s)
-                self.work += gained
-                self.decode_steps += gained
+                gained_tokens = self._tokens_in(elapsed_s)
+                self.work += gained_tokens
+                self.decode_steps += gained_tokens
             self.busy_s += elapsed_s
         else:
             self.idle_s += elapsed_s
@@ -179,20 +179,20 @@ class FakeReplica:
             return min(due_s, self._now + max(0.0, self._prefill_left_s[0]))
         if not self._decoding:
             return due_s
-        due = self._due[0][0]
-        tokens = (min(due, self._watched[0][0]) if self._watched else due) - self.work
-        capacity = self.costs.kv_capacity_tokens
-        if capacity is not None and self._decoding > 1:
-            tokens = min(tokens, (capacity - self.kv_tokens) / self._decoding)
-        return min(due_s, self._now + self._seconds_of(max(0.0, tokens)))
+        due_work = self._due[0][0]
+        event_tokens = (min(due_work, self._watched[0][0]) if self._watched else due_work) - self.work
+        capacity_tokens = self.costs.kv_capacity_tokens
+        if capacity_tokens is not None and self._decoding > 1:
+            event_tokens = min(event_tokens, (capacity_tokens - self.kv_tokens) / self._decoding)
+        return min(due_s, self._now + self._seconds_of(max(0.0, event_tokens)))
 
     def _step_and_growth_s(self) -> tuple[float, float]:
         """Return (a, b): d more tokens of each request take a d + b d² seconds."""
-        running = self._decoding
-        factor = self.costs.beside if self.beside else 1.0
-        kv_s = self.costs.kv_token_s * factor
-        step_s = self.costs.step_s(running) * factor
-        return (step_s + kv_s * (self.kv_tokens - running / 2), kv_s * running / 2) if kv_s else (step_s, 0.0)
+        n_running = self._decoding
+        slowdown = self.costs.beside if self.beside else 1.0
+        kv_s = self.costs.kv_token_s * slowdown
+        step_s = self.costs.step_s(n_running) * slowdown
+        return (step_s + kv_s * (self.kv_tokens - n_running / 2), kv_s * n_running / 2) if kv_s else (step_s, 0.0)
 
     def _seconds_of(self, tokens: float) -> float:
         step_s, growth_s = self._step_and_growth_s()
@@ -213,18 +213,18 @@ class FakeReplica:
         self._evict_sessions()  # first, since KV only grows between two events
         self._notify_watches()
         while self._delayed and self._delayed[0][0] <= self._now + _ROUNDING_S:
-            _, _, stretch, entry = heapq.heappop(self._delayed)
-            if entry.begun and entry.stretch == stretch:
-                self._start_decoding(entry)
+            _, _, stretch_index, request = heapq.heappop(self._delayed)
+            if request.begun and request.stretch == stretch_index:
+                self._start_decoding(request)
         self._end_prefills()
         while self._due:
-            work, _, stretch, entry = self._due[0]
-            valid = entry.decoding and entry.stretch == stretch
-            if valid and work > self.work + _ROUNDING:
+            due_work, _, stretch_index, request = self._due[0]
+            is_current = request.decoding and request.stretch == stretch_index
+            if is_current and due_work > self.work + _ROUNDING:
                 break
             heapq.heappop(self._due)
-            if valid:
-                self._on_end(entry)
+            if is_current:
+                self._on_end(request)
         if self.costs.kv_capacity_tokens is not None:
             self._preempt_to_fit(self.costs.kv_capacity_tokens)
         self._fill()
@@ -232,11 +232,11 @@ class FakeReplica:
     def _notify_watches(self) -> None:
         """Notify due watches. A watch may cancel requests, which calls `settle` again."""
         while self._watched and self._watched[0][0] <= self.work + _ROUNDING:
-            _, _, stretch, entry = heapq.heappop(self._watched)
-            if entry.decoding and entry.stretch == stretch and entry.watch is not None:
-                entry.notified_tokens += entry.watch.every_tokens
-                self._watch(entry)
-                entry.watch.on_tokens(self.response(entry)[0])
+            _, _, stretch_index, request = heapq.heappop(self._watched)
+            if request.decoding and request.stretch == stretch_index and request.watch is not None:
+                request.notified_tokens += request.watch.every_tokens
+                self._watch(request)
+                request.watch.on_tokens(self.response(request)[0])
 
     def _watch(self, entry: FakeRequest) -> None:
         """Schedule the next notification of a request's watch, if one is due before its end."""
@@ -253,59 +253,59 @@ class FakeReplica:
     def _preempt_to_fit(self, capacity: int) -> None:
         """Preempt the youngest requests until the KV of the others fits."""
         while len(self.running) > 1 and self.kv_tokens >= capacity - _ROUNDING:
-            entry = max(self.running.values(), key=lambda candidate: (candidate.request.priority, candidate.serial))
-            self.interrupt(entry)
+            youngest = max(self.running.values(), key=lambda candidate: (candidate.request.priority, candidate.serial))
+            self.interrupt(youngest)
             self.preemptions += 1
-            self.enter(entry)
+            self.enter(youngest)
 
     def _fill(self) -> None:
         costs = self.costs
         while self.waiting and len(self.running) < costs.slots and not self.paused and not self.yielded:
-            _, _, stretch, entry = self.waiting[0]
-            if entry.stretch != stretch or entry.length < 0:  # moved elsewhere or cancelled
+            _, _, stretch_index, request = self.waiting[0]
+            if request.stretch != stretch_index or request.length < 0:  # moved elsewhere or cancelled
                 heapq.heappop(self.waiting)
                 continue
             if costs.kv_capacity_tokens is not None and self.running:
                 free_tokens = costs.kv_capacity_tokens * (1 - _FREE_SHARE) - self.kv_tokens
-                if entry.context_tokens > free_tokens:
+                if request.context_tokens > free_tokens:
                     return
             heapq.heappop(self.waiting)
-            self._begin(entry)
+            self._begin(request)
         self._end_prefills()  # of zero duration
 
     def _end_prefills(self) -> None:
         """Start decoding of requests whose prefill is done; skip prefills of requests that are gone."""
         while self._prefills:
-            entry, stretch = self._prefills[0]
-            gone = entry is not None and not (entry.begun and entry.stretch == stretch)
-            if not gone and self._prefill_left_s[0] > _ROUNDING_S:
+            request, stretch_index = self._prefills[0]
+            is_gone = request is not None and not (request.begun and request.stretch == stretch_index)
+            if not is_gone and self._prefill_left_s[0] > _ROUNDING_S:
                 return
             self._prefills.popleft()
             self._prefill_left_s.popleft()
-            if entry is not None and not gone:
-                self._start_decoding(entry)
+            if request is not None and not is_gone:
+                self._start_decoding(request)
 
     def _begin(self, entry: FakeRequest) -> None:
         costs = self.costs
         entry.begun = True
         self.running[entry.serial] = entry
-        context = entry.context_tokens
-        self._context += context
-        known = 0
+        context_tokens = entry.context_tokens
+        self._context += context_tokens
+        cached_tokens = 0
         if entry.session:
-            known = self._sessions.pop(entry.session, 0)
-            self._session_tokens -= known
+            cached_tokens = self._sessions.pop(entry.session, 0)
+            self._session_tokens -= cached_tokens
         if costs.prefill_token_s:
-            key = entry.prompt_key = (entry.request.prompt_ids, self.version)
-            if not known and self._prompts[key]:
-                known = len(entry.request.prompt_ids)  # a running sibling's KV has the prompt
-            self._prompts[key] += 1
-            fresh = max(0, context - known)
-            self.prefilled += fresh
+            prompt_key = entry.prompt_key = (entry.request.prompt_ids, self.version)
+            if not cached_tokens and self._prompts[prompt_key]:
+                cached_tokens = len(entry.request.prompt_ids)  # a running sibling's KV has the prompt
+            self._prompts[prompt_key] += 1
+            new_tokens = max(0, context_tokens - cached_tokens)
+            self.prefilled += new_tokens
             self._prefills.append((entry, entry.stretch))
-            self._prefill_left_s.append(fresh * costs.prefill_token_s)
+            self._prefill_left_s.append(new_tokens * costs.prefill_token_s)
             return
-        self.prefilled += max(0, context - known)
+        self.prefilled += max(0, context_tokens - cached_tokens)
         delay_s = costs.prefill_s(entry.request) if costs.prefill_s is not None else 0.0
         if delay_s > 0:
             heapq.heappush(self._delayed, (self._now + delay_s, entry.serial, entry.stretch, entry))
@@ -318,10 +318,10 @@ class FakeReplica:
         entry.change = len(self.changes) - 1
         self._decoding += 1
         self._bases += entry.base
-        remaining = 0 if entry.reason == "error" else entry.length - entry.resumed_tokens - entry.done
-        if entry.first_token_s == 0.0 and remaining:
+        remaining_tokens = 0 if entry.reason == "error" else entry.length - entry.resumed_tokens - entry.done
+        if entry.first_token_s == 0.0 and remaining_tokens:
             entry.first_token_s = self._now + self._seconds_of(1.0)
-        heapq.heappush(self._due, (entry.base + remaining, entry.serial, entry.stretch, entry))
+        heapq.heappush(self._due, (entry.base + remaining_tokens, entry.serial, entry.stretch, entry))
         self._watch(entry)
 
     # --- requests and versions ------------------------------------------------------------------------------
@@ -358,13 +358,13 @@ class FakeReplica:
 
     def interrupt(self, entry: FakeRequest) -> None:
         """Preempt a request: remove it with its tokens so far, which the replica it enters next prefills."""
-        produced, begun = self.produced(entry), entry.begun
+        produced_tokens, has_begun = self.produced(entry), entry.begun
         entry.spans = self.spans(entry)
         self.leave(entry)
-        self.generated += produced
-        entry.done += produced
+        self.generated += produced_tokens
+        entry.done += produced_tokens
         entry.stretch += 1
-        entry.reprefills += begun
+        entry.reprefills += has_begun
 
     def keep_session(self, session: str, tokens: int) -> None:
         """Keep the KV of a finished turn until its capacity is needed."""
@@ -385,14 +385,14 @@ class FakeReplica:
         self._sessions.clear()
         self._session_tokens = 0
         self._finishing = mode == "finish"
-        crossing = [] if self._finishing else list(self.running.values())
-        reprefilled = 0
+        crossing_requests = [] if self._finishing else list(self.running.values())
+        reprefilled_tokens = 0
         if mode == "recompute":
-            for entry in crossing:
-                entry.reprefills += 1
-                reprefilled += entry.context_tokens + self.produced(entry)
+            for request in crossing_requests:
+                request.reprefills += 1
+                reprefilled_tokens += request.context_tokens + self.produced(request)
         self.paused = True
-        return crossing, reprefilled
+        return crossing_requests, reprefilled_tokens
 
     def end_update(self, version: int, reprefilled: int) -> None:
         self.paused = False
@@ -409,48 +409,48 @@ class FakeReplica:
 
     def spans(self, entry: FakeRequest) -> list[list[int]]:
         """Return the version spans of a request's response, [version, tokens] each, present stretch included."""
-        produced, spans, counted = self.produced(entry), [[*span] for span in entry.spans], 0
-        if not produced:
+        produced_tokens, spans, counted_tokens = self.produced(entry), [[*span] for span in entry.spans], 0
+        if not produced_tokens:
             return spans
-        for index in range(entry.change, len(self.changes)):
-            version = self.changes[index][1]
-            end = produced
-            if index + 1 < len(self.changes) and not self._finishing:
-                work = self.changes[index + 1][0]
-                end = max(counted, min(produced, math.floor(work - entry.base + _ROUNDING)))
-            if end > counted and spans and spans[-1][0] == version:
-                spans[-1][1] += end - counted
-            elif end > counted:
-                spans.append([version, end - counted])
-            counted = end
+        for change_index in range(entry.change, len(self.changes)):
+            version = self.changes[change_index][1]
+            end_token = produced_tokens
+            if change_index + 1 < len(self.changes) and not self._finishing:
+                change_work = self.changes[change_index + 1][0]
+                end_token = max(counted_tokens, min(produced_tokens, math.floor(change_work - entry.base + _ROUNDING)))
+            if end_token > counted_tokens and spans and spans[-1][0] == version:
+                spans[-1][1] += end_token - counted_tokens
+            elif end_token > counted_tokens:
+                spans.append([version, end_token - counted_tokens])
+            counted_tokens = end_token
         return spans
 
     def response(self, entry: FakeRequest, ended: FinishReason | None = None) -> tuple[PartialResponse, int]:
         """Return (response so far, count of tokens gained here). ``ended``: the finish reason, if it has ended."""
-        produced, partial = entry.done + self.produced(entry), entry.request.partial
-        versions = tuple(VersionSpan(version=version, tokens=tokens) for version, tokens in self.spans(entry))
-        if not produced:
-            return PartialResponse(ids=partial.ids, logprobs=partial.logprobs, versions=versions), 0
-        new: Sequence[int]
+        gained, resumed = entry.done + self.produced(entry), entry.request.partial
+        version_spans = tuple(VersionSpan(version=version, tokens=tokens) for version, tokens in self.spans(entry))
+        if not gained:
+            return PartialResponse(ids=resumed.ids, logprobs=resumed.logprobs, versions=version_spans), 0
+        new_ids: Sequence[int]
         logprobs: Sequence[float]
         if self.costs.counted:
-            new = CountedTokens.of(produced, entry.request.sampling.seed, last=_last_id(entry, ended))
-            logprobs = Repeated.of(LOGPROB, produced)
+            new_ids = CountedTokens.of(gained, entry.request.sampling.seed, last=_last_id(entry, ended))
+            logprobs = Repeated.of(LOGPROB, gained)
         else:
-            new, logprobs = synthetic_tokens(entry, entry.resumed_tokens, entry.resumed_tokens + produced, ended)
-        ids, logprobs = joined(partial.ids, new), joined(partial.logprobs, logprobs)
-        return PartialResponse(ids=ids, logprobs=logprobs, versions=versions), produced
+            new_ids, logprobs = synthetic_tokens(entry, entry.resumed_tokens, entry.resumed_tokens + gained, ended)
+        ids, logprobs = joined(resumed.ids, new_ids), joined(resumed.logprobs, logprobs)
+        return PartialResponse(ids=ids, logprobs=logprobs, versions=version_spans), gained
 
 
 def synthetic_tokens(
     entry: FakeRequest, first: int, end: int, ended: FinishReason | None = None
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Make response tokens ``first`` to ``end``, and log-probabilities. ``ended``: the finish reason, at the end."""
-    ids, last = tokens_from(entry.request.sampling.seed, first, end - first), _last_id(entry, ended)
-    return ids if last < 0 else (*ids[:-1], last), (LOGPROB,) * (end - first)
+    ids, last_id = tokens_from(entry.request.sampling.seed, first, end - first), _last_id(entry, ended)
+    return ids if last_id < 0 else (*ids[:-1], last_id), (LOGPROB,) * (end - first)
 
 
 def _last_id(entry: FakeRequest, ended: FinishReason | None) -> int:
     """Return the id of a response's last token: a stop token after "stop", else -1 for an ordinary token."""
-    stops = entry.request.sampling.stop_token_ids
-    return stops[0] if ended == "stop" and stops else -1
+    stop_ids = entry.request.sampling.stop_token_ids
+    return stop_ids[0] if ended == "stop" and stop_ids else -1

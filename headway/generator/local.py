@@ -26,8 +26,8 @@ class LocalGenerator:
 
     def __init__(self, experiment: Experiment, context: WorkerContext) -> None:
         """``context``: the worker's. Raises ConfigurationError when the engine can't be built."""
-        arguments: dict[str, Any] = replica_spec(0, str(context.device), experiment, None).arguments
-        self.engine = build_engine(EngineSettings(**arguments), context)
+        engine_arguments: dict[str, Any] = replica_spec(0, str(context.device), experiment, None).arguments
+        self.engine = build_engine(EngineSettings(**engine_arguments), context)
         self._newest: PublishedWeights | None = None  # received while the engine was offloaded
         self._open: dict[str, OpenRequest] = {}
         self._numbers = itertools.count()
@@ -35,17 +35,17 @@ class LocalGenerator:
 
     async def generate(self, request: GenerationRequest, watch: Watch | None = None) -> GenerationResult:
         """Sample one response: see `headway.records.clients.Generator.generate`."""
-        call = OpenRequest(request, asyncio.get_running_loop().create_future(), watch)
-        call.ticket = f"{request.request_id}#{next(self._numbers)}"
-        self._open[call.ticket] = call
+        open_request = OpenRequest(request, asyncio.get_running_loop().create_future(), watch)
+        open_request.ticket = f"{request.request_id}#{next(self._numbers)}"
+        self._open[open_request.ticket] = open_request
         try:
-            self.engine.submit([call.resubmission()])
+            self.engine.submit([open_request.resubmission()])
             if self._decoding is None or self._decoding.done():
                 self._decoding = asyncio.create_task(self._decode(), name="decoding")
-            return await call.future
+            return await open_request.future
         finally:
-            if self._open.pop(call.ticket, None) is not None:
-                self.engine.abort([call.ticket])
+            if self._open.pop(open_request.ticket, None) is not None:
+                self.engine.abort([open_request.ticket])
 
     def cancel(self, request_id: str) -> None:
         """End a request with its tokens so far. Unknown ids: no-op."""
@@ -73,9 +73,9 @@ class LocalGenerator:
         """Undo `offload`, and apply the newest weights received meanwhile."""
         if self.engine.memory is not None:
             self.engine.memory.onload()
-        newest, self._newest = self._newest, None
-        if newest is not None:
-            self.engine.apply(newest, "keep")
+        newest_weights, self._newest = self._newest, None
+        if newest_weights is not None:
+            self.engine.apply(newest_weights, "keep")
 
     async def _decode(self) -> None:
         """Decode until no request is open. An error of the engine fails all of them."""
@@ -83,16 +83,16 @@ class LocalGenerator:
             while self._open:
                 self.engine.step()
                 for delta in self.engine.take_deltas():
-                    call = self._open.get(delta.request_id)
-                    if call is None:
+                    open_request = self._open.get(delta.request_id)
+                    if open_request is None:
                         continue
-                    call.absorb(delta, time.monotonic())
-                    call.notify_watch()
+                    open_request.absorb(delta, time.monotonic())
+                    open_request.notify_watch()
                     if delta.finish_reason is not None:
                         del self._open[delta.request_id]
-                        call.finish(delta.finish_reason, delta.error, refused=delta.refused)
+                        open_request.finish(delta.finish_reason, delta.error, refused=delta.refused)
                 await asyncio.sleep(0)
         except Exception as error:  # the boundary of the engine: every waiting caller gets the error
-            for call in self._open.values():
-                call.fail(HeadwayError(f"the engine failed: {type(error).__name__}: {error}"))
+            for open_request in self._open.values():
+                open_request.fail(HeadwayError(f"the engine failed: {type(error).__name__}: {error}"))
             self._open.clear()

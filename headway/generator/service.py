@@ -78,8 +78,8 @@ class GeneratorService:
         WeightsCorrupt, with nothing changed, or WeightsMismatch, after which the engine samples no more."""
         self._finish_update()  # an earlier one, whose caller has given up
         if self._engine.prefetches and self._engine.open_requests:
-            fetched = self._fetcher.submit(self._engine.prefetch, published)
-            self._update = _Update(published, mode, fetched)
+            fetch_future = self._fetcher.submit(self._engine.prefetch, published)
+            self._update = _Update(published, mode, fetch_future)
             return self._update.applied
         self._load()
         with self._activity.during("update"):
@@ -87,16 +87,16 @@ class GeneratorService:
 
     def _finish_update(self) -> None:
         """Apply the version that is being fetched, once it is."""
-        update, self._update = self._update, None
-        if update is None:
+        pending_update, self._update = self._update, None
+        if pending_update is None:
             return
         try:
-            update.fetched.result()
+            pending_update.fetched.result()
             self._load()
             with self._activity.during("update"):
-                update.applied.set_result(self._engine.apply(update.published, update.mode))
+                pending_update.applied.set_result(self._engine.apply(pending_update.published, pending_update.mode))
         except Exception as error:  # the boundary of a remote call: its failure belongs to the caller
-            update.applied.set_exception(error)
+            pending_update.applied.set_exception(error)
 
     def score(self, probe: Probe) -> ProbeScores:
         """Score a probe between two decode steps: see `Engine.score`."""
@@ -105,11 +105,11 @@ class GeneratorService:
 
     def yield_device(self, yielded: bool) -> None:
         """Yield the device to the trainer, or (``yielded`` False) reclaim it; requests keep their KV meanwhile."""
-        now = time.monotonic()
+        now_s = time.monotonic()
         if yielded and self._yielded_since_s is None:
-            self._yielded_since_s, self._idle_before_s = now, self._engine.statistics().idle_s
+            self._yielded_since_s, self._idle_before_s = now_s, self._engine.statistics().idle_s
         elif not yielded and self._yielded_since_s is not None:
-            self._yielded_s += now - self._yielded_since_s
+            self._yielded_s += now_s - self._yielded_since_s
             self._yielded_idle_s += self._engine.statistics().idle_s - self._idle_before_s
             self._yielded_since_s = None
 
@@ -135,17 +135,17 @@ class GeneratorService:
                 self._moved.append(memory.onload())
 
     def _take_moved(self) -> list[MemoryMove]:
-        moved, self._moved = self._moved, []
-        return moved
+        moved_memory, self._moved = self._moved, []
+        return moved_memory
 
     def statistics(self) -> EngineStatistics:
         """Return the engine's counters; time in which the device is yielded counts as ``yielded_s``, not as idle."""
-        engine = self._engine.statistics()
+        statistics = self._engine.statistics()
         yielded_s, yielded_idle_s = self._yielded_s, self._yielded_idle_s
         if self._yielded_since_s is not None:
             yielded_s += time.monotonic() - self._yielded_since_s
-            yielded_idle_s += engine.idle_s - self._idle_before_s
-        return msgspec.structs.replace(engine, idle_s=engine.idle_s - yielded_idle_s, yielded_s=yielded_s)
+            yielded_idle_s += statistics.idle_s - self._idle_before_s
+        return msgspec.structs.replace(statistics, idle_s=statistics.idle_s - yielded_idle_s, yielded_s=yielded_s)
 
     def activity(self) -> tuple[list[ActivitySpan], list[EngineStep]]:
         """Return the spans of this replica's states and its engine's steps since the last call."""
@@ -153,23 +153,23 @@ class GeneratorService:
 
     def tick(self) -> bool:
         """Run one engine step, and emit an event when due. Returns False when idle until the next call."""
-        yielded = self._yielded_since_s is not None
-        if self._update is not None and (yielded or self._update.fetched.done() or not self._engine.open_requests):
+        is_yielded = self._yielded_since_s is not None
+        if self._update is not None and (is_yielded or self._update.fetched.done() or not self._engine.open_requests):
             self._finish_update()
-        if self._engine.open_requests and not yielded:
+        if self._engine.open_requests and not is_yielded:
             self._load()
             self._activity.enter("busy")
-        worked = not yielded and self._engine.step()
+        worked = not is_yielded and self._engine.step()
         if not worked:
-            self._activity.enter("yielded" if yielded else "idle")
-        now = time.monotonic()
-        self._steps.note(worked, now)
+            self._activity.enter("yielded" if is_yielded else "idle")
+        now_s = time.monotonic()
+        self._steps.note(worked, now_s)
         if self._engine.ready_deltas and self._ready_since_s is None:
-            self._ready_since_s = now
-        if now - self._streamed_s >= STREAM_INTERVAL_S:
+            self._ready_since_s = now_s
+        if now_s - self._streamed_s >= STREAM_INTERVAL_S:
             self._emit(self._engine.take_deltas())
-            self._streamed_s = now
-        elif self._ready_since_s is not None and (not worked or now - self._ready_since_s >= FINISH_DELAY_S):
+            self._streamed_s = now_s
+        elif self._ready_since_s is not None and (not worked or now_s - self._ready_since_s >= FINISH_DELAY_S):
             self._emit(self._engine.take_deltas(running=False))
         return worked
 

@@ -50,9 +50,9 @@ class PassSeconds(NamedTuple):
 def blocks_of(extents: Iterable[tuple[int, int]]) -> list[Block]:
     """Divide tensors at these offsets, of these sizes in bytes, into the table's blocks; an empty tensor has none."""
     blocks = list[Block]()
-    for tensor, (offset, size) in enumerate(extents):
-        for first in range(offset, offset + size, BLOCK_BYTES):
-            blocks.append(Block(len(blocks), tensor, first, min(first + BLOCK_BYTES, offset + size)))
+    for tensor_index, (offset, size) in enumerate(extents):
+        for first_byte in range(offset, offset + size, BLOCK_BYTES):
+            blocks.append(Block(len(blocks), tensor_index, first_byte, min(first_byte + BLOCK_BYTES, offset + size)))
     return blocks
 
 
@@ -65,48 +65,48 @@ def hash_blocks(
     """Make the table of ``payload`` ([bytes] uint8) in threads; with ``source``, copy that into it in the same pass.
     ``on_progress(tensor, size)``: the first ``size`` bytes of a tensor are complete. It is called after every piece,
     while that is in the core's cache; with several threads, by one of them when the tensor is."""
-    table, spent, counting = np.zeros(len(blocks), np.uint64), list[PassSeconds](), threading.Lock()
-    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), payload.nbytes // _THREAD_BYTES)
-    remaining = Counter(block.tensor for block in blocks)  # blocks
-    starts = {block.tensor: block.first for block in reversed(blocks)}
-    ends = {block.tensor: block.last for block in blocks}
+    table, passes, counting_lock = np.zeros(len(blocks), np.uint64), list[PassSeconds](), threading.Lock()
+    thread_count = min(_MOST_THREADS, len(os.sched_getaffinity(0)), payload.nbytes // _THREAD_BYTES)
+    blocks_left = Counter(block.tensor for block in blocks)  # blocks
+    start_by_tensor = {block.tensor: block.first for block in reversed(blocks)}
+    end_by_tensor = {block.tensor: block.last for block in blocks}
 
     def hash_block(block: Block) -> None:
-        state, copy_s, hash_s = xxhash.xxh3_64(), 0.0, 0.0
-        for first in range(block.first, block.last, _PIECE_BYTES):
-            last, started = min(first + _PIECE_BYTES, block.last), time.perf_counter()
+        hasher, copy_s, hash_s = xxhash.xxh3_64(), 0.0, 0.0
+        for first_byte in range(block.first, block.last, _PIECE_BYTES):
+            end_byte, started_s = min(first_byte + _PIECE_BYTES, block.last), time.perf_counter()
             if source is not None:
-                np.copyto(payload[first:last], source[first:last])
-            copied = time.perf_counter()
-            state.update(payload[first:last].data)
-            copy_s, hash_s = copy_s + copied - started, hash_s + time.perf_counter() - copied
-            if threads <= 1:
-                on_progress(block.tensor, last - starts[block.tensor])
-        if threads > 1:
-            with counting:
-                remaining[block.tensor] -= 1
-                whole = not remaining[block.tensor]
-            if whole:
-                on_progress(block.tensor, ends[block.tensor] - starts[block.tensor])
-        table[block.row] = state.intdigest()
-        spent.append(PassSeconds(copy_s, hash_s))
+                np.copyto(payload[first_byte:end_byte], source[first_byte:end_byte])
+            copied_at_s = time.perf_counter()
+            hasher.update(payload[first_byte:end_byte].data)
+            copy_s, hash_s = copy_s + copied_at_s - started_s, hash_s + time.perf_counter() - copied_at_s
+            if thread_count <= 1:
+                on_progress(block.tensor, end_byte - start_by_tensor[block.tensor])
+        if thread_count > 1:
+            with counting_lock:
+                blocks_left[block.tensor] -= 1
+                is_complete = not blocks_left[block.tensor]
+            if is_complete:
+                on_progress(block.tensor, end_by_tensor[block.tensor] - start_by_tensor[block.tensor])
+        table[block.row] = hasher.intdigest()
+        passes.append(PassSeconds(copy_s, hash_s))
 
-    if threads > 1:
-        with ThreadPoolExecutor(threads) as pool:
+    if thread_count > 1:
+        with ThreadPoolExecutor(thread_count) as pool:
             list(pool.map(hash_block, blocks))
     else:
         for block in blocks:
             hash_block(block)
-    shared = max(threads, 1)
-    return table, PassSeconds(sum(part.copy_s for part in spent) / shared, sum(part.hash_s for part in spent) / shared)
+    divisor = max(thread_count, 1)
+    return table, PassSeconds(sum(s.copy_s for s in passes) / divisor, sum(s.hash_s for s in passes) / divisor)
 
 
 def hash_lanes(sums: np.ndarray, blocks: Sequence[Block]) -> np.ndarray:
     """Make the table from the sums of the payload's lanes ([lanes] uint64); blocks begin with a lane."""
     table = np.zeros(len(blocks), np.uint64)
     for block in blocks:
-        lanes = sums[block.first // LANE_BYTES : -(-block.last // LANE_BYTES)]
-        table[block.row] = xxhash.xxh3_64_intdigest(lanes.tobytes(), seed=block.last - block.first)
+        block_sums = sums[block.first // LANE_BYTES : -(-block.last // LANE_BYTES)]
+        table[block.row] = xxhash.xxh3_64_intdigest(block_sums.tobytes(), seed=block.last - block.first)
     return table
 
 
@@ -121,13 +121,13 @@ def lane_keys() -> np.ndarray:
 def root_of(version: int, manifest: bytes, table: np.ndarray) -> str:
     """The checksum of a version: XXH3, 128 bits, of its number, its manifest (names, shapes, the rows' hash) and its
     table, in hexadecimal."""
-    state = xxhash.xxh3_128(version.to_bytes(8, "little"))
-    state.update(len(manifest).to_bytes(8, "little") + manifest)
-    state.update(table.astype("<u8").tobytes())
-    return state.hexdigest()
+    hasher = xxhash.xxh3_128(version.to_bytes(8, "little"))
+    hasher.update(len(manifest).to_bytes(8, "little") + manifest)
+    hasher.update(table.astype("<u8").tobytes())
+    return hasher.hexdigest()
 
 
 def differing_block(table: np.ndarray, expected: np.ndarray, blocks: Sequence[Block]) -> Block | None:
     """The first block whose hash isn't the expected one; None if there is none."""
-    rows = np.flatnonzero(table != expected) if table.shape == expected.shape else np.empty(0, np.int64)
-    return blocks[int(rows[0])] if len(rows) else None
+    differing_rows = np.flatnonzero(table != expected) if table.shape == expected.shape else np.empty(0, np.int64)
+    return blocks[int(differing_rows[0])] if len(differing_rows) else None

@@ -59,8 +59,8 @@ class CudaMemory:
     @staticmethod
     def reaches(gpu: str, other: str) -> bool:
         """Whether a GPU of this machine reads another's memory: see `choose_path`."""
-        mine, theirs = torch.device(gpu).index, torch.device(other).index
-        return mine == theirs or torch.cuda.can_device_access_peer(mine, theirs)
+        gpu_index, other_index = torch.device(gpu).index, torch.device(other).index
+        return gpu_index == other_index or torch.cuda.can_device_access_peer(gpu_index, other_index)
 
     def allocate(self, size: int) -> Tensor:
         """See `DeviceMemory.allocate`."""
@@ -79,20 +79,20 @@ class CudaMemory:
 
     def pin(self, memory: np.ndarray) -> None:
         """See `DeviceMemory.pin`."""
-        runtime: Any = torch.cuda.cudart()
+        cuda_runtime: Any = torch.cuda.cudart()
         address = memory.ctypes.data
-        if int(runtime.cudaHostRegister(address, memory.nbytes, 0)) == 0:  # else copies are only slower
+        if int(cuda_runtime.cudaHostRegister(address, memory.nbytes, 0)) == 0:  # else copies are only slower
             owner: Any = memory if memory.base is None else memory.base
-            weakref.finalize(owner, runtime.cudaHostUnregister, address).atexit = False
+            weakref.finalize(owner, cuda_runtime.cudaHostUnregister, address).atexit = False
 
     def after_present_work(self) -> AbstractContextManager[None]:
         """See `DeviceMemory.after_present_work`."""
-        queued = torch.cuda.current_stream(self._device).record_event()
+        queued_event = torch.cuda.current_stream(self._device).record_event()
 
         @contextmanager
         def beside() -> Iterator[None]:
             stream: Any = torch.cuda.Stream(self._device)
-            stream.wait_event(queued)
+            stream.wait_event(queued_event)
             with torch.cuda.stream(stream):
                 yield
             stream.synchronize()

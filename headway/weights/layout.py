@@ -47,22 +47,22 @@ class Layout:
         """Lay out ``tensors``, floating ones as ``dtype``. Raises ConfigurationError for one that isn't publishable."""
         entries, offset, alignment = list[_Entry](), 0, _ALIGNMENT[algorithm]
         for name, tensor in tensors.items():
-            stored = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-            kind = str(stored).removeprefix("torch.")
-            if kind not in _DTYPES:
-                raise ConfigurationError(f"weights: {name} has dtype {kind}; publishable are {', '.join(_DTYPES)}")
-            size = tensor.numel() * stored.itemsize
-            entries.append(_Entry(name, kind, tuple(tensor.shape), offset, size))
-            offset += -(-size // alignment) * alignment
+            stored_dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            type_name = str(stored_dtype).removeprefix("torch.")
+            if type_name not in _DTYPES:
+                raise ConfigurationError(f"weights: {name} has dtype {type_name}; publishable are {', '.join(_DTYPES)}")
+            size_bytes = tensor.numel() * stored_dtype.itemsize
+            entries.append(_Entry(name, type_name, tuple(tensor.shape), offset, size_bytes))
+            offset += -(-size_bytes // alignment) * alignment
         manifest = msgspec.json.encode(_Manifest(algorithm, tuple(entries)))
         return cls.read(manifest, max(offset, alignment))
 
     @classmethod
     def read(cls, manifest: bytes, payload_size: int) -> Layout:
         """Read the layout of a payload from its manifest, which is verified."""
-        decoded = msgspec.json.decode(manifest, type=_Manifest)
-        blocks = tuple(blocks_of((entry.offset, entry.size) for entry in decoded.tensors))
-        return cls(manifest, decoded.algorithm, decoded.tensors, payload_size, blocks)
+        decoded_manifest = msgspec.json.decode(manifest, type=_Manifest)
+        blocks = tuple(blocks_of((entry.offset, entry.size) for entry in decoded_manifest.tensors))
+        return cls(manifest, decoded_manifest.algorithm, decoded_manifest.tensors, payload_size, blocks)
 
     @property
     def table_start(self) -> int:

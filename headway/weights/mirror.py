@@ -96,8 +96,8 @@ class MirrorService:
         self.served_bytes = 0
         self._loop = asyncio.new_event_loop()  # of the listener alone
         threading.Thread(target=self._loop.run_forever, name="mirror", daemon=True).start()
-        listening = listen_on_first(host, ports, key, epoch, self._accept, self._log.warning, certificate)
-        self._listener = asyncio.run_coroutine_threadsafe(listening, self._loop).result()
+        listen_coroutine = listen_on_first(host, ports, key, epoch, self._accept, self._log.warning, certificate)
+        self._listener = asyncio.run_coroutine_threadsafe(listen_coroutine, self._loop).result()
 
     def address(self) -> str:
         """The address at which other mirrors reach it."""
@@ -110,17 +110,17 @@ class MirrorService:
             self._published[published.version] = published
             if len(self._published) > SLOTS:
                 # The first, not the lowest version: the best one is published again at the end.
-                first = next(iter(self._published))
-                del self._published[first]
-                self._newest_overwritten = max(self._newest_overwritten, first)
+                oldest_version = next(iter(self._published))
+                del self._published[oldest_version]
+                self._newest_overwritten = max(self._newest_overwritten, oldest_version)
             self._changed.notify_all()
 
     def problem_with(self, source: str) -> str:
         """Explain why nothing can be fetched from the mirror at ``source``; "" where it can."""
         hello = Hello(purpose="mirror", subject="check", epoch=self._epoch)
         try:
-            dialling = dial(source, self._key, hello, self._orphan_s, encrypted=bool(self._certificate))
-            asyncio.run(dialling)[0].close()
+            dial_coroutine = dial(source, self._key, hello, self._orphan_s, encrypted=bool(self._certificate))
+            asyncio.run(dial_coroutine)[0].close()
         except ConnectionRefused as error:
             return str(error)
         return ""
@@ -135,31 +135,31 @@ class MirrorService:
         hello = Hello(purpose="mirror", subject=str(published.version), epoch=self._epoch)
 
         async def connect() -> list[socket.socket]:
-            dialling = (
+            dial_coroutines = (
                 dial(source, self._key, hello, self._orphan_s, encrypted=bool(self._certificate))
                 for _ in range(CONNECTIONS)
             )
-            return [sock for sock, _ in await asyncio.gather(*dialling)]
+            return [sock for sock, _ in await asyncio.gather(*dial_coroutines)]
 
         with _Transfer(source, published.version, connect) as transfer:
-            arriving = self._begin(published.version, transfer.size)
+            incoming = self._begin(published.version, transfer.size)
             try:
-                transfer.receive_into(arriving.content, lambda chunk: self._arrived(arriving, chunk))
+                transfer.receive_into(incoming.content, lambda chunk: self._arrived(incoming, chunk))
                 if version_in(transfer.header) != published.version:
                     raise WeightsCorrupt(
                         f"version {published.version} was overwritten at {source} while it was fetched"
                     )
             except BaseException:
                 with self._changed:
-                    arriving.failed = True
+                    incoming.failed = True
                     del self._arriving[published.version]
                     self._changed.notify_all()
                 raise
-        arriving.content[: HEADER.size] = transfer.header  # last: until now the slot is no version's
+        incoming.content[: HEADER.size] = transfer.header  # last: until now the slot is no version's
         with self._changed:
-            arriving.complete = True
+            incoming.complete = True
             self._changed.notify_all()
-        return msgspec.structs.replace(published, path=str(arriving.path))
+        return msgspec.structs.replace(published, path=str(incoming.path))
 
     def close(self) -> None:
         """Stop listening and remove the files; replicas that still map one keep what they have."""
@@ -171,32 +171,32 @@ class MirrorService:
 
     def _begin(self, version: int, size: int) -> _IncomingVersion:
         """Prepare the next slot for a version of ``size`` bytes."""
-        number, self._next = self._next, (self._next + 1) % SLOTS
-        known = self._slots.get(number)
-        if known is None or len(known[1]) != size:
-            if known is not None:
-                known[0].unlink(missing_ok=True)
-            known = self._slots[number] = self._create(number, size)
-        path, mapped = known
-        HEADER.pack_into(mapped, 0, b"", UNWRITTEN, UNWRITTEN, 0, 0, 0)
-        arriving = _IncomingVersion(version, memoryview(mapped), path)
+        slot_number, self._next = self._next, (self._next + 1) % SLOTS
+        cached_slot = self._slots.get(slot_number)
+        if cached_slot is None or len(cached_slot[1]) != size:
+            if cached_slot is not None:
+                cached_slot[0].unlink(missing_ok=True)
+            cached_slot = self._slots[slot_number] = self._create(slot_number, size)
+        path, slot_map = cached_slot
+        HEADER.pack_into(slot_map, 0, b"", UNWRITTEN, UNWRITTEN, 0, 0, 0)
+        incoming = _IncomingVersion(version, memoryview(slot_map), path)
         with self._changed:
-            for old in [v for v, other in self._arriving.items() if other.path == path]:
-                del self._arriving[old]
-                self._newest_overwritten = max(self._newest_overwritten, old)
-            self._arriving[version] = arriving
+            for old_version in [v for v, other in self._arriving.items() if other.path == path]:
+                del self._arriving[old_version]
+                self._newest_overwritten = max(self._newest_overwritten, old_version)
+            self._arriving[version] = incoming
             self._changed.notify_all()
-        return arriving
+        return incoming
 
     def _create(self, number: int, size: int) -> tuple[Path, mmap.mmap]:
-        refused = []
+        refusals = []
         for folder in default_folders():
             path = folder / f"{self._stem}-{number}.weights"
             try:
                 return path, new_slot(path, size)
             except OSError as error:
-                refused.append(f"{folder}: {error.strerror}")
-        raise ConfigurationError(f"no space for a mirror of {size / 1e6:.1f} MB x {SLOTS} ({'; '.join(refused)})")
+                refusals.append(f"{folder}: {error.strerror}")
+        raise ConfigurationError(f"no space for a mirror of {size / 1e6:.1f} MB x {SLOTS} ({'; '.join(refusals)})")
 
     def _arrived(self, arriving: _IncomingVersion, chunk: int) -> None:
         with self._changed:
@@ -225,18 +225,18 @@ class MirrorService:
     def _answer(self, sock: socket.socket, version: int, offset: int, count: int) -> None:
         try:
             with self._file(version, offset, count).open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if offset + count > size:
+                file_bytes = os.fstat(file.fileno()).st_size
+                if offset + count > file_bytes:
                     raise FileNotFoundError
-                sock.sendall(_ANSWER.pack(True, count or size), socket.MSG_MORE if count else 0)
-                last = offset + count
-                while offset < last:
+                sock.sendall(_ANSWER.pack(True, count or file_bytes), socket.MSG_MORE if count else 0)
+                end_offset = offset + count
+                while offset < end_offset:
                     # From the file's pages to the socket: nothing is copied here.
-                    sent = os.sendfile(sock.fileno(), file.fileno(), offset, last - offset)
-                    if not sent:
+                    sent_bytes = os.sendfile(sock.fileno(), file.fileno(), offset, end_offset - offset)
+                    if not sent_bytes:
                         raise OSError("the file is truncated")
-                    offset += sent
-                    self.served_bytes += sent
+                    offset += sent_bytes
+                    self.served_bytes += sent_bytes
         except FileNotFoundError:
             sock.sendall(_ANSWER.pack(False, 0))
 
@@ -244,18 +244,18 @@ class MirrorService:
         """The file of a version, once the bytes asked for are there. Raises FileNotFoundError when they won't be."""
 
         def ready() -> bool:
-            arriving = self._arriving.get(version)
-            if arriving is None:
+            incoming = self._arriving.get(version)
+            if incoming is None:
                 return version in self._published or version <= self._newest_overwritten
-            return arriving.failed or arriving.has(offset, count)
+            return incoming.failed or incoming.has(offset, count)
 
         with self._changed:
             if not self._changed.wait_for(ready, _PATIENCE_S):
                 raise FileNotFoundError
-            arriving, published = self._arriving.get(version), self._published.get(version)
-            if arriving is not None and not arriving.failed:
-                return arriving.path
-            if arriving is not None or published is None:
+            incoming, published = self._arriving.get(version), self._published.get(version)
+            if incoming is not None and not incoming.failed:
+                return incoming.path
+            if incoming is not None or published is None:
                 raise FileNotFoundError
             return Path(published.path)
 
@@ -290,23 +290,23 @@ class _Transfer:
 
     def receive_into(self, content: memoryview, on_chunk: Callable[[int], None]) -> None:
         """Fetch everything but the header into ``content``; ``on_chunk(number)`` is called after each chunk."""
-        chunks = iter(range(-(-self.size // CHUNK_BYTES)))
-        taking = threading.Lock()
+        chunk_numbers = iter(range(-(-self.size // CHUNK_BYTES)))
+        taking_lock = threading.Lock()
 
         def fetch(sock: socket.socket) -> None:
             while True:
-                with taking:
-                    chunk = next(chunks, None)
-                if chunk is None:
+                with taking_lock:
+                    chunk_number = next(chunk_numbers, None)
+                if chunk_number is None:
                     return
-                first = chunk * CHUNK_BYTES
-                last = min(first + CHUNK_BYTES, self.size)
-                self._request(sock, first, last - first)
-                skipped = HEADER.size if chunk == 0 else 0
-                if skipped:
-                    _receive_into(sock, memoryview(bytearray(skipped)))
-                _receive_into(sock, content[first + skipped : last])
-                on_chunk(chunk)
+                first_byte = chunk_number * CHUNK_BYTES
+                end_byte = min(first_byte + CHUNK_BYTES, self.size)
+                self._request(sock, first_byte, end_byte - first_byte)
+                skipped_bytes = HEADER.size if chunk_number == 0 else 0
+                if skipped_bytes:
+                    _receive_into(sock, memoryview(bytearray(skipped_bytes)))
+                _receive_into(sock, content[first_byte + skipped_bytes : end_byte])
+                on_chunk(chunk_number)
 
         try:
             with ThreadPoolExecutor(CONNECTIONS) as pool:
@@ -320,25 +320,25 @@ class _Transfer:
 
     def _request(self, sock: socket.socket, offset: int, count: int) -> int:
         sock.sendall(_REQUEST.pack(self._version, offset, count))
-        available, size = _ANSWER.unpack(_receive_exactly(sock, _ANSWER.size) or _ANSWER.pack(False, 0))
-        if not available:
+        is_available, answer_bytes = _ANSWER.unpack(_receive_exactly(sock, _ANSWER.size) or _ANSWER.pack(False, 0))
+        if not is_available:
             raise WeightsCorrupt(f"version {self._version} is no longer at {self._source}")
-        return size
+        return answer_bytes
 
 
 def _receive_exactly(sock: socket.socket, count: int) -> bytes:
     """The next ``count`` bytes; empty when the connection was closed before them."""
-    data = bytearray(count)
+    buffer = bytearray(count)
     try:
-        _receive_into(sock, memoryview(data))
+        _receive_into(sock, memoryview(buffer))
     except EOFError:
         return b""
-    return bytes(data)
+    return bytes(buffer)
 
 
 def _receive_into(sock: socket.socket, target: memoryview) -> None:
     while len(target):
-        count = sock.recv_into(target, len(target), socket.MSG_WAITALL)
-        if not count:
+        received_bytes = sock.recv_into(target, len(target), socket.MSG_WAITALL)
+        if not received_bytes:
             raise EOFError("the connection was closed")
-        target = target[count:]
+        target = target[received_bytes:]

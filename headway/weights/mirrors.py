@@ -53,25 +53,25 @@ class Mirrors:
         fails: a later version, or the same once more, may succeed."""
         if node == self._origin:
             return published
-        key = (published.version, published.checksum, node)
-        copying = self._copies.get(key)
-        if copying is None or (copying.done() and (copying.cancelled() or copying.exception() is not None)):
-            copying = self._copies[key] = asyncio.create_task(self._copy(published, node), name=f"mirror on {node}")
-            for old in [known for known in self._copies if known[0] <= published.version - _KEPT_VERSIONS]:
-                del self._copies[old]
-                self._chains.pop(old[0], None)
-        return await asyncio.shield(copying)
+        copy_key = (published.version, published.checksum, node)
+        task = self._copies.get(copy_key)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._copies[copy_key] = asyncio.create_task(self._copy(published, node), name=f"mirror on {node}")
+            for old_key in [known for known in self._copies if known[0] <= published.version - _KEPT_VERSIONS]:
+                del self._copies[old_key]
+                self._chains.pop(old_key[0], None)
+        return await asyncio.shield(task)
 
     async def problems(self, nodes: Iterable[str]) -> list[str]:
         """List what keeps ``nodes`` from fetching, each from the trainer's machine and from the node before it."""
-        failures, names = list[str](), list(dict.fromkeys((self._origin, *nodes)))
-        if names[1:]:  # start them together; failures are found below
-            await asyncio.gather(*map(self._mirror, names), return_exceptions=True)
-        for previous, reader in pairwise(names):
-            for source in dict.fromkeys((self._origin, previous)):
+        failures, node_names = list[str](), list(dict.fromkeys((self._origin, *nodes)))
+        if node_names[1:]:  # start them together; failures are found below
+            await asyncio.gather(*map(self._mirror, node_names), return_exceptions=True)
+        for previous_node, reader in pairwise(node_names):
+            for source in dict.fromkeys((self._origin, previous_node)):
                 try:
-                    (_, address), (mirror, _) = await self._mirror(source), await self._mirror(reader)
-                    why = await mirror.call("problem_with", address, timeout_s=_START_S)
+                    (_, address), (mirror_worker, _) = await self._mirror(source), await self._mirror(reader)
+                    why = await mirror_worker.call("problem_with", address, timeout_s=_START_S)
                 except (HeadwayError, TimeoutError) as error:
                     why = str(error)
                 if why:
@@ -84,16 +84,16 @@ class Mirrors:
         await asyncio.gather(*(slot.stop(1.0) for slot in self._slots.values()))
 
     async def _copy(self, published: PublishedWeights, node: str) -> PublishedWeights:
-        chain = self._chains.setdefault(published.version, [])
-        previous = chain[-1] if chain else self._origin
-        chain.append(node)
+        chain_nodes = self._chains.setdefault(published.version, [])
+        source_node = chain_nodes[-1] if chain_nodes else self._origin
+        chain_nodes.append(node)
         try:
             try:
-                return await self._fetch(published, node, previous)
+                return await self._fetch(published, node, source_node)
             except WeightsCorrupt:  # a mirror has died, here or there: its successor may do better
                 return await self._fetch(published, node, self._origin)
         except BaseException:
-            chain.remove(node)
+            chain_nodes.remove(node)
             raise
 
     async def _fetch(self, published: PublishedWeights, node: str, source: str) -> PublishedWeights:
@@ -120,9 +120,9 @@ class Mirrors:
         slot = self._slots.get(node)
         if slot is None or slot.spec.arguments["host"] != host:
             arguments = {**self._settings, "node": node, "host": host}
-            prefix = f"{node}/" if node else ""
+            device_prefix = f"{node}/" if node else ""
             spec = WorkerSpec(
-                name=f"mirror-{node or 'head'}", factory=_FACTORY, arguments=arguments, device=f"{prefix}cpu:all"
+                name=f"mirror-{node or 'head'}", factory=_FACTORY, arguments=arguments, device=f"{device_prefix}cpu:all"
             )
             slot = self._slots[node] = WorkerSlot(spec, self._launcher, self._clock, self._on_event)
         worker = slot.live or await slot.restart(timeout_s=_START_S)

@@ -78,7 +78,7 @@ class Publisher:
         thread, before the next one begins."""
         if version < 0:
             raise ValueError(f"version = {version}: must not be negative")
-        started = time.perf_counter()
+        started_s = time.perf_counter()
         layout = Layout.of(tensors, self._dtype, "lanes" if self._exports else "xxh3")
         slot = self._slot(layout)
         slot.write_versions(UNWRITTEN, UNWRITTEN)
@@ -91,9 +91,9 @@ class Publisher:
         with torch.no_grad():
             for name, view in views.items():
                 view.copy_(tensors[name])
-        beside = nullcontext() if self._memory is None else self._memory.after_present_work()
+        work_context = nullcontext() if self._memory is None else self._memory.after_present_work()
         self._next = (self._next + 1) % self._slots
-        return Publication(slot, version, snapshot, beside, time.perf_counter() - started)
+        return Publication(slot, version, snapshot, work_context, time.perf_counter() - started_s)
 
     def _slot(self, layout: Layout) -> _Slot:
         slot = self._open.get(self._next)
@@ -105,17 +105,17 @@ class Publisher:
         return slot
 
     def _create(self, layout: Layout) -> _Slot:
-        refused: list[str] = []
+        refusals: list[str] = []
         for folder in self._folders:
             try:
                 return _Slot(folder / f"{self._stem}-{self._next}.weights", layout, self._memory, self._exports)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.ENOENT, errno.EACCES, errno.EROFS, errno.ENOTDIR):
                     raise
-                refused.append(f"{folder}: {error.strerror}")
+                refusals.append(f"{folder}: {error.strerror}")
         raise ConfigurationError(
             f"weights: no space to publish {layout.payload_size / 1e6:.1f} MB x {self._slots} slots "
-            f"({'; '.join(refused)}); free or enlarge /dev/shm, or choose another directory"
+            f"({'; '.join(refusals)}); free or enlarge /dev/shm, or choose another directory"
         )
 
     def close(self) -> None:
@@ -147,16 +147,16 @@ class _Slot:
             self.handle = memory.export(self.payload)
             self.wait_for_readers(_READERS_S)  # there are none; none may come before it is written
         else:
-            content = np.frombuffer(self._map, dtype=np.uint8, offset=layout.payload_start)
+            payload_array = np.frombuffer(self._map, dtype=np.uint8, offset=layout.payload_start)
             if memory is not None:
-                memory.pin(content)
-            self.payload = torch.from_numpy(content)
+                memory.pin(payload_array)
+            self.payload = torch.from_numpy(payload_array)
         self.views = layout.views(self.payload)
 
     def write_versions(self, first: int, second: int) -> None:
         layout = self.layout
-        sizes = len(layout.manifest), 8 * len(layout.blocks), layout.payload_size
-        HEADER.pack_into(self._map, 0, MAGIC, first, second, *sizes)
+        section_sizes = len(layout.manifest), 8 * len(layout.blocks), layout.payload_size
+        HEADER.pack_into(self._map, 0, MAGIC, first, second, *section_sizes)
 
     def wait_for_readers(self, patience_s: float) -> bool:
         """Wait for the readers of device memory, and keep others out until `admit_readers`; False if one stays. Readers
@@ -186,28 +186,28 @@ class Publication:
 
     def finish(self) -> PublishedWeights:
         """Copy the snapshot, make the table and its root, and let readers in."""
-        slot, layout, started = self.slot, self.slot.layout, time.perf_counter()
+        slot, layout, started_s = self.slot, self.slot.layout, time.perf_counter()
         with torch.no_grad(), self.beside:
             if self.snapshot is not None:
                 slot.payload.copy_(self.snapshot)
-            copied = time.perf_counter()
+            copied_at_s = time.perf_counter()
             if slot.handle:
                 slot.table[:] = hash_lanes(lane_sums(slot.payload), layout.blocks)
             else:
                 slot.table[:] = hash_blocks(slot.payload.numpy(), layout.blocks)[0]
-        root = root_of(self.version, layout.manifest, slot.table)
+        checksum = root_of(self.version, layout.manifest, slot.table)
         slot.write_versions(self.version, self.version)
         slot.admit_readers()
-        finished = time.perf_counter()
+        finished_s = time.perf_counter()
         return PublishedWeights(
             version=self.version,
             path=str(slot.path),
-            checksum=root,
+            checksum=checksum,
             size_bytes=layout.payload_size,
-            publish_s=self.snapshot_s + finished - started,
+            publish_s=self.snapshot_s + finished_s - started_s,
             handle=slot.handle,
             snapshot_s=self.snapshot_s,
-            hash_s=finished - copied,
+            hash_s=finished_s - copied_at_s,
         )
 
 
@@ -239,18 +239,18 @@ class Subscriber:
         Raises WeightsCorrupt when the slot is gone, was overwritten before or while it was copied, or does not
         have the announced version and checksum; the remedy is to fetch a newer version.
         """
-        with self._opened(published) as (read, size):
-            layout, table = _read_head(read, published)
-            if not published.handle and layout.payload_start + layout.payload_size > size:
-                raise WeightsCorrupt(f"{published.path}: {size} bytes, which is too short")
+        with self._opened(published) as (read, file_bytes):
+            layout, expected_table = _read_head(read, published)
+            if not published.handle and layout.payload_start + layout.payload_size > file_bytes:
+                raise WeightsCorrupt(f"{published.path}: {file_bytes} bytes, which is too short")
             names = [entry.name for entry in layout.entries]
             tensors = self._tensors(layout, in_device=bool(published.handle))
-            copied = self._copy(published, layout, lambda i, size: on_progress(names[i], tensors[names[i]], size))
-            version_after = HEADER.unpack(read(0, HEADER.size))[1]
-        if version_after != published.version:
-            raise WeightsCorrupt(_wrong_version(published, version_after) + " (overwritten while it was read)")
-        if (damaged := differing_block(copied, table, layout.blocks)) is not None:
-            raise WeightsCorrupt(_other_checksum(published, f": {names[damaged.tensor]} differs"))
+            copied_table = self._copy(published, layout, lambda i, size: on_progress(names[i], tensors[names[i]], size))
+            final_version = HEADER.unpack(read(0, HEADER.size))[1]
+        if final_version != published.version:
+            raise WeightsCorrupt(_wrong_version(published, final_version) + " (overwritten while it was read)")
+        if (damaged_block := differing_block(copied_table, expected_table, layout.blocks)) is not None:
+            raise WeightsCorrupt(_other_checksum(published, f": {names[damaged_block.tensor]} differs"))
         return dict(tensors)
 
     def keep(self) -> None:
@@ -265,8 +265,8 @@ class Subscriber:
         self._buffer, self._views = torch.empty(0, dtype=torch.uint8), None
         self._kept = (self._buffer, self._in_device, self._views)
         self._sources.clear()
-        for _, source in self._maps.values():
-            source.madvise(mmap.MADV_DONTNEED)
+        for _, file_map in self._maps.values():
+            file_map.madvise(mmap.MADV_DONTNEED)
 
     def _tensors(self, layout: Layout, *, in_device: bool) -> dict[str, Tensor]:
         """The views of the private buffer, which is made, in device memory or the host's, unless it fits."""
@@ -275,10 +275,10 @@ class Subscriber:
             if in_device and self._memory is not None:
                 self._buffer = self._memory.allocate(layout.payload_size)
             else:
-                content = _aligned(layout.payload_size)
+                host_buffer = _aligned(layout.payload_size)
                 if self._memory is not None:
-                    self._memory.pin(content)
-                self._buffer = torch.from_numpy(content)
+                    self._memory.pin(host_buffer)
+                self._buffer = torch.from_numpy(host_buffer)
         if self._views is None or self._views[0] != layout.manifest:
             self._views = (layout.manifest, layout.views(self._buffer))
         return self._views[1]
@@ -286,26 +286,26 @@ class Subscriber:
     def _copy(self, published: PublishedWeights, layout: Layout, on_progress: Callable[[int, int], None]) -> np.ndarray:
         """Fill the buffer; returns its table."""
         if not published.handle:
-            mapped = self._maps[published.path][1]
-            source = np.frombuffer(mapped, np.uint8, layout.payload_size, layout.payload_start)
-            table, self.spent = hash_blocks(self._buffer.numpy(), layout.blocks, source, on_progress)
+            file_map = self._maps[published.path][1]
+            source_bytes = np.frombuffer(file_map, np.uint8, layout.payload_size, layout.payload_start)
+            table, self.spent = hash_blocks(self._buffer.numpy(), layout.blocks, source_bytes, on_progress)
             return table
         assert self._memory is not None
-        started = time.perf_counter()
+        started_s = time.perf_counter()
         with self._memory.after_present_work():
             self._buffer.copy_(self._sources[published.path][1])
-        copied = time.perf_counter()
+        copied_at_s = time.perf_counter()
         with self._memory.after_present_work():
             table = hash_lanes(lane_sums(self._buffer), layout.blocks)
-        self.spent = PassSeconds(copied - started, time.perf_counter() - copied)
+        self.spent = PassSeconds(copied_at_s - started_s, time.perf_counter() - copied_at_s)
         return table
 
     @contextmanager
     def _opened(self, published: PublishedWeights) -> Iterator[tuple[_Read, int]]:
         """Yield the bytes of the slot's file and their count; a slot of device memory is mapped, and locked."""
         if not published.handle:
-            mapped = self._map(published)
-            yield lambda first, last: mapped[first:last], len(mapped)
+            file_map = self._map(published)
+            yield lambda first, last: file_map[first:last], len(file_map)
             return
         if self._memory is None:
             raise WeightsCorrupt(f"{published.path}: version {published.version} is in a GPU's memory, not in the file")
@@ -321,8 +321,8 @@ class Subscriber:
                     f"{published.path}: version {published.version} went with its publisher's process; its successor "
                     "publishes it again"
                 )
-            known = self._sources.get(published.path)
-            if known is None or known[0] != published.handle:
+            cached_source = self._sources.get(published.path)
+            if cached_source is None or cached_source[0] != published.handle:
                 self._sources.pop(published.path, None)
                 self._sources[published.path] = published.handle, self._memory.map(published.handle)
             yield lock.read, lock.size
@@ -335,15 +335,15 @@ class Subscriber:
             raise WeightsCorrupt(_gone(published, error)) from None
         try:
             hold(descriptor)  # a reader too: should the publisher die, its last version must stay for a restart
-            status = os.fstat(descriptor)
-            identity = (status.st_dev, status.st_ino, status.st_size)
-            known = self._maps.get(published.path)
-            if known is None or known[0] != identity:
-                if status.st_size == 0:
+            file_status = os.fstat(descriptor)
+            file_identity = (file_status.st_dev, file_status.st_ino, file_status.st_size)
+            cached_map = self._maps.get(published.path)
+            if cached_map is None or cached_map[0] != file_identity:
+                if file_status.st_size == 0:
                     raise WeightsCorrupt(f"{published.path}: empty")
-                known = (identity, mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_READ))
-                self._maps[published.path] = known
-            return known[1]
+                cached_map = (file_identity, mmap.mmap(descriptor, file_status.st_size, access=mmap.ACCESS_READ))
+                self._maps[published.path] = cached_map
+            return cached_map[1]
         finally:
             os.close(descriptor)
 
@@ -360,8 +360,8 @@ def _read_head(read: _Read, published: PublishedWeights) -> tuple[Layout, np.nda
     if payload_size != published.size_bytes:
         raise WeightsCorrupt(f"{published.path}: {payload_size} bytes where {published.size_bytes} were announced")
     manifest = read(HEADER.size, HEADER.size + manifest_size)
-    first = table_start(manifest_size)
-    table = np.frombuffer(read(first, first + table_size // 8 * 8), np.uint64)
+    table_offset = table_start(manifest_size)
+    table = np.frombuffer(read(table_offset, table_offset + table_size // 8 * 8), np.uint64)
     if root_of(version, manifest, table) != published.checksum:
         raise WeightsCorrupt(_other_checksum(published, ""))
     return Layout.read(manifest, payload_size), table
@@ -369,9 +369,9 @@ def _read_head(read: _Read, published: PublishedWeights) -> tuple[Layout, np.nda
 
 def _aligned(size: int) -> np.ndarray:
     """A buffer of ``size`` bytes aligned like the slots, for the fastest reads."""
-    memory = np.empty(size + _ALIGNMENT, dtype=np.uint8)
-    first = -memory.ctypes.data % _ALIGNMENT
-    return memory[first : first + size]
+    padded_buffer = np.empty(size + _ALIGNMENT, dtype=np.uint8)
+    first_byte = -padded_buffer.ctypes.data % _ALIGNMENT
+    return padded_buffer[first_byte : first_byte + size]
 
 
 def _gone(published: PublishedWeights, error: OSError) -> str:
@@ -383,5 +383,5 @@ def _other_checksum(published: PublishedWeights, detail: str) -> str:
 
 
 def _wrong_version(published: PublishedWeights, actual: int) -> str:
-    state = "is being overwritten" if actual == UNWRITTEN else f"holds version {actual}"
-    return f"{published.path}: version {published.version} was announced, but the slot {state}"
+    state_text = "is being overwritten" if actual == UNWRITTEN else f"holds version {actual}"
+    return f"{published.path}: version {published.version} was announced, but the slot {state_text}"

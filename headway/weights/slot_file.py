@@ -20,8 +20,8 @@ def version_in(slot: bytes | bytearray | memoryview) -> int:
     """The version that a slot holds; `UNWRITTEN` for one that is being written or is no slot."""
     if len(slot) < HEADER.size:
         return UNWRITTEN
-    magic, version, again, *_ = HEADER.unpack_from(slot)
-    return version if magic == MAGIC and version == again else UNWRITTEN
+    magic, version, repeated_version, *_ = HEADER.unpack_from(slot)
+    return version if magic == MAGIC and version == repeated_version else UNWRITTEN
 
 
 def table_start(manifest_size: int) -> int:
@@ -56,5 +56,5 @@ def new_slot(path: Path, size: int) -> mmap.mmap:
 
 def default_folders() -> list[Path]:
     """The folders to make slots in: shared memory, then the temporary folder for where that is missing or too small."""
-    temporary = Path(tempfile.gettempdir())
-    return [SHARED_MEMORY, temporary] if os.access(SHARED_MEMORY, os.W_OK) else [temporary]
+    temporary_folder = Path(tempfile.gettempdir())
+    return [SHARED_MEMORY, temporary_folder] if os.access(SHARED_MEMORY, os.W_OK) else [temporary_folder]

@@ -33,16 +33,16 @@ def reap(run_id: str, *, directory: str | Path | None = None) -> list[str]:
     """Remove the slots that killed runs left behind: all of ``run_id``, and those of other runs that no process holds.
     Returns their paths. The caller must hold the lock of ``run_id``, whose processes must have ended."""
     folders = [Path(directory)] if directory is not None else [SHARED_MEMORY, Path(tempfile.gettempdir())]
-    run_slot = re.compile(re.escape(slot_stem(run_id)) + r"-\d+\.weights")
-    removed: list[str] = []
+    slot_pattern = re.compile(re.escape(slot_stem(run_id)) + r"-\d+\.weights")
+    removed_paths: list[str] = []
     for folder in folders:
         for file in folder.glob("headway-*.weights"):
-            if run_slot.fullmatch(file.name):
+            if slot_pattern.fullmatch(file.name):
                 file.unlink(missing_ok=True)
-                removed.append(str(file))
-        removed += map(str, remove_unlocked(folder, "headway-*-*.weights"))
-        removed += reap_folders(folder)
-    return sorted(removed)
+                removed_paths.append(str(file))
+        removed_paths += map(str, remove_unlocked(folder, "headway-*-*.weights"))
+        removed_paths += reap_folders(folder)
+    return sorted(removed_paths)
 
 
 def reap_folders(directory: str | Path) -> list[str]:
@@ -79,12 +79,12 @@ class SlotLock:
 
     def acquire(self, *, exclusive: bool, patience_s: float = 0.0) -> bool:
         """Lock the slot for an update (``exclusive``) or against updates; False when others have it for longer."""
-        until_s = time.monotonic() + patience_s
+        deadline_s = time.monotonic() + patience_s
         while True:
             try:
                 self._set(_READERS, fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK)
             except BlockingIOError:
-                if time.monotonic() >= until_s:
+                if time.monotonic() >= deadline_s:
                     return False
                 time.sleep(_POLL_S)
             else:
@@ -96,8 +96,8 @@ class SlotLock:
 
     def owner_lives(self) -> bool:
         """Whether the process that made the slot lives, and still has it."""
-        asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _OWNER, 1, 0)
-        return _LOCK.unpack(fcntl.fcntl(self._descriptor, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK
+        lock_query = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _OWNER, 1, 0)
+        return _LOCK.unpack(fcntl.fcntl(self._descriptor, fcntl.F_OFD_GETLK, lock_query))[0] != fcntl.F_UNLCK
 
     def read(self, first: int, last: int) -> bytes:
         """Read bytes of the file."""

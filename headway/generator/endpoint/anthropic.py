@@ -44,55 +44,55 @@ class MessageStream(AnswerWriter):
         self._turn: RecordedTurn | None = None
 
     def begin(self) -> bytes:
-        start = {"input_tokens": len(self._call.prompt_ids), "output_tokens": 0}
-        message = {**_envelope(self._parsed), "content": [], "usage": start}
+        start_usage = {"input_tokens": len(self._call.prompt_ids), "output_tokens": 0}
+        message = {**_envelope(self._parsed), "content": [], "usage": start_usage}
         return _named({"type": "message_start", "message": {**message, "stop_reason": None, "stop_sequence": None}})
 
     def more(self, piece: Piece) -> bytes:
-        parts: list[bytes] = []
+        encoded_events: list[bytes] = []
         if piece.reasoning:
-            parts.append(self._into({"type": "thinking", "thinking": "", "signature": ""}))
-            parts.append(self._delta({"type": "thinking_delta", "thinking": piece.reasoning}))
+            encoded_events.append(self._open_block({"type": "thinking", "thinking": "", "signature": ""}))
+            encoded_events.append(self._delta({"type": "thinking_delta", "thinking": piece.reasoning}))
         if piece.content:
-            parts.append(self._into({"type": "text", "text": ""}))
-            parts.append(self._delta({"type": "text_delta", "text": piece.content}))
-        return b"".join(parts)
+            encoded_events.append(self._open_block({"type": "text", "text": ""}))
+            encoded_events.append(self._delta({"type": "text_delta", "text": piece.content}))
+        return b"".join(encoded_events)
 
     def end(self, piece: Piece, turn: RecordedTurn) -> bytes:
         self._turn = turn
-        parts = [self.more(piece)]
+        encoded_events = [self.more(piece)]
         for block in _blocks(turn, self._setting):
             if block["type"] == "tool_use":
-                parts += [self._shut(), self._into({**block, "input": {}})]
-                written = msgspec.json.encode(block["input"]).decode()
-                parts.append(self._delta({"type": "input_json_delta", "partial_json": written}))
-        return b"".join([*parts, self._shut()])
+                encoded_events += [self._close_block(), self._open_block({**block, "input": {}})]
+                arguments_json = msgspec.json.encode(block["input"]).decode()
+                encoded_events.append(self._delta({"type": "input_json_delta", "partial_json": arguments_json}))
+        return b"".join([*encoded_events, self._close_block()])
 
     def close(self) -> bytes:
         assert self._turn is not None
-        delta = _stop(self._turn, self._setting)
-        last = _named({"type": "message_delta", "delta": delta, "usage": _usage(self._call)})
-        return last + _named({"type": "message_stop"})
+        stop_fields = _stop(self._turn, self._setting)
+        delta_event = _named({"type": "message_delta", "delta": stop_fields, "usage": _usage(self._call)})
+        return delta_event + _named({"type": "message_stop"})
 
     def failed(self, error: HttpError) -> bytes:
         return b"event: error\ndata: " + error.anthropic(self._setting.answer_id) + b"\n\n"
 
-    def _into(self, block: dict[str, Any]) -> bytes:
+    def _open_block(self, block: dict[str, Any]) -> bytes:
         """Open a block of this type, closing one of another type."""
         if self._open == block["type"]:
             return b""
-        shut, self._open = self._shut(), block["type"]
-        return shut + _named({"type": "content_block_start", "index": self._blocks, "content_block": block})
+        closing_event, self._open = self._close_block(), block["type"]
+        return closing_event + _named({"type": "content_block_start", "index": self._blocks, "content_block": block})
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return _named({"type": "content_block_delta", "index": self._blocks, "delta": delta})
 
-    def _shut(self) -> bytes:
+    def _close_block(self) -> bytes:
         if not self._open:
             return b""
-        index, self._open = self._blocks, ""
+        block_index, self._open = self._blocks, ""
         self._blocks += 1
-        return _named({"type": "content_block_stop", "index": index})
+        return _named({"type": "content_block_stop", "index": block_index})
 
 
 class Messages(Dialect):
@@ -115,9 +115,9 @@ class Messages(Dialect):
         }
 
     def request(self, values: Values) -> CallRequest:
-        paths: dict[str, str] = {}
-        chat_messages = openai_messages(values, paths)
-        with fields.client_names(paths):
+        client_paths: dict[str, str] = {}
+        chat_messages = openai_messages(values, client_paths)
+        with fields.client_names(client_paths):
             messages = normal_messages(chat_messages)
         return CallRequest(
             messages=messages,
@@ -129,19 +129,19 @@ class Messages(Dialect):
         )
 
     def constraint(self, values: Values) -> Constraint | None:
-        tools, text = placed_tools(values["tools"], "input_schema"), values["output_config"].get("format")
-        return constraint(values["tool_choice"], tools, text, key="input_schema")
+        tools, text_schema = placed_tools(values["tools"], "input_schema"), values["output_config"].get("format")
+        return constraint(values["tool_choice"], tools, text_schema, key="input_schema")
 
     def response_body(self, parsed: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
         [turn] = answers(call)
-        content = _blocks(turn, parsed.setting)
-        return {**_envelope(parsed), "content": content, **_stop(turn, parsed.setting), "usage": _usage(call)}
+        blocks = _blocks(turn, parsed.setting)
+        return {**_envelope(parsed), "content": blocks, **_stop(turn, parsed.setting), "usage": _usage(call)}
 
 
 def _refuse_thread(name: str, value: Any) -> None:
     """Refuse a conversation that the server would have to store, so that the client sends all of it instead."""
-    message = f"{name}: this server keeps no conversations; leave it out and send all messages"
-    raise RequestRefused(message, param=name, code="thread_unsupported_request")
+    reason = f"{name}: this server keeps no conversations; leave it out and send all messages"
+    raise RequestRefused(reason, param=name, code="thread_unsupported_request")
 
 
 def openai_messages(values: Values, paths: dict[str, str]) -> list[dict[str, Any]]:
@@ -156,24 +156,24 @@ def openai_messages(values: Values, paths: dict[str, str]) -> list[dict[str, Any
     if not isinstance(messages, list) or not messages:
         raise RequestRefused("messages: a list of one or more messages is needed", param="messages")
     for number, message in enumerate(messages):
-        field = f"messages[{number}]"
+        prefix = f"messages[{number}]"
         role = message.get("role") if isinstance(message, Mapping) else None
-        valid = ("user", "assistant", "system") if number else ("user", "assistant")  # else it is the field system
-        if not isinstance(role, str) or role not in valid:
-            raise RequestRefused(f"{field}.role: valid: {', '.join(map(repr, valid))}", param=f"{field}.role")
+        roles = ("user", "assistant", "system") if number else ("user", "assistant")  # else it is the field system
+        if not isinstance(role, str) or role not in roles:
+            raise RequestRefused(f"{prefix}.role: valid: {', '.join(map(repr, roles))}", param=f"{prefix}.role")
         content: Any = message.get("content")
         blocks: list[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
-            raise RequestRefused(f"{field}.content: a text or a list of blocks is needed", param=f"{field}.content")
-        block_paths = [f"{field}.content[{index}]" for index in range(len(blocks))] if blocks is content else [field]
+            raise RequestRefused(f"{prefix}.content: a text or a list of blocks is needed", param=f"{prefix}.content")
+        block_paths = [f"{prefix}.content[{index}]" for index in range(len(blocks))] if blocks is content else [prefix]
         if role == "assistant":
-            converted, field_paths = _assistant(blocks, block_paths)
+            new_messages, paths_by_message = _assistant(blocks, block_paths)
         else:
-            converted, field_paths = _user(blocks, block_paths, role)
-        for index, paths_by_field in enumerate(field_paths):
-            target = f"messages[{len(chat_messages) + index}]"
-            paths |= {target: field} | {f"{target}.{subfield}": path for subfield, path in paths_by_field.items()}
-        chat_messages += converted
+            new_messages, paths_by_message = _user(blocks, block_paths, role)
+        for index, paths_by_field in enumerate(paths_by_message):
+            new_path = f"messages[{len(chat_messages) + index}]"
+            paths |= {new_path: prefix} | {f"{new_path}.{subfield}": path for subfield, path in paths_by_field.items()}
+        chat_messages += new_messages
     return chat_messages
 
 
@@ -181,45 +181,45 @@ Converted = tuple[list[dict[str, Any]], list[dict[str, str]]]  # messages; of ea
 
 
 def _assistant(blocks: Sequence[Mapping[str, Any]], block_paths: Sequence[str]) -> Converted:
-    texts: list[Mapping[str, Any]] = []
+    text_parts: list[Mapping[str, Any]] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     paths: dict[str, str] = {}
     for path, block in zip(block_paths, blocks, strict=True):
-        kind = block.get("type")
-        if kind == "tool_use":
+        block_type = block.get("type")
+        if block_type == "tool_use":
             inputs: Any = block.get("input")
-            written = inputs.get(_RAW) if isinstance(inputs, Mapping) and list(inputs) == [_RAW] else json_text(inputs)
-            target = f"tool_calls[{len(calls)}]"
-            paths |= {target: path, f"{target}.function": path, f"{target}.function.arguments": f"{path}.input"}
-            calls.append({"id": block.get("id"), "function": {"name": block.get("name"), "arguments": written}})
-        elif kind == "thinking" and isinstance(block.get("thinking"), str):
+            encoded = inputs.get(_RAW) if isinstance(inputs, Mapping) and list(inputs) == [_RAW] else json_text(inputs)
+            new_path = f"tool_calls[{len(calls)}]"
+            paths |= {new_path: path, f"{new_path}.function": path, f"{new_path}.function.arguments": f"{path}.input"}
+            calls.append({"id": block.get("id"), "function": {"name": block.get("name"), "arguments": encoded}})
+        elif block_type == "thinking" and isinstance(block.get("thinking"), str):
             paths["reasoning_content"] = f"{path}.thinking"
             thoughts.append(block["thinking"])
-        elif kind == "text":
-            paths[f"content[{len(texts)}]"] = path
-            texts.append(block)
+        elif block_type == "text":
+            paths[f"content[{len(text_parts)}]"] = path
+            text_parts.append(block)
         else:
-            reason = f"{path}.type = {fields.formatted(kind)}: valid: text, thinking and tool_use"
+            reason = f"{path}.type = {fields.formatted(block_type)}: valid: text, thinking and tool_use"
             raise RequestRefused(reason, param=path)
-    answer = {"role": "assistant", "content": texts, "tool_calls": calls, "reasoning_content": "\n".join(thoughts)}
+    answer = {"role": "assistant", "content": text_parts, "tool_calls": calls, "reasoning_content": "\n".join(thoughts)}
     return [answer], [paths]
 
 
 def _user(blocks: Sequence[Mapping[str, Any]], block_paths: Sequence[str], role: str) -> Converted:
     """Convert a message of the user or the system: one tool message for each tool result, then one of its other
     blocks."""
-    placed = list(zip(blocks, block_paths, strict=True))
-    results = [(block, path) for block, path in placed if block.get("type") == "tool_result"]
-    rest = [(block, path) for block, path in placed if block.get("type") != "tool_result"]
+    blocks_with_paths = list(zip(blocks, block_paths, strict=True))
+    tool_results = [(block, path) for block, path in blocks_with_paths if block.get("type") == "tool_result"]
+    other_blocks = [(block, path) for block, path in blocks_with_paths if block.get("type") != "tool_result"]
     messages: list[dict[str, Any]] = [
         {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _result(block, path)}
-        for block, path in results
+        for block, path in tool_results
     ]
-    paths = [{"content": f"{path}.content", "tool_call_id": f"{path}.tool_use_id"} for _, path in results]
-    if rest or not messages:
-        messages.append({"role": role, "content": [block for block, _ in rest]})
-        paths.append({f"content[{number}]": path for number, (_, path) in enumerate(rest)})
+    paths = [{"content": f"{path}.content", "tool_call_id": f"{path}.tool_use_id"} for _, path in tool_results]
+    if other_blocks or not messages:
+        messages.append({"role": role, "content": [block for block, _ in other_blocks]})
+        paths.append({f"content[{block_index}]": path for block_index, (_, path) in enumerate(other_blocks)})
     return messages, paths
 
 
@@ -241,19 +241,19 @@ def openai_tools(raw: Any) -> list[dict[str, Any]] | None:
     if not isinstance(raw, list):
         raise RequestRefused("tools: a list is needed", param="tools")
     tools: list[dict[str, Any]] = []
-    for number, tool in enumerate(raw):
+    for tool_index, tool in enumerate(raw):
         schema = tool.get("input_schema") if isinstance(tool, Mapping) else None
         if not isinstance(schema, Mapping) or not isinstance(tool.get("name"), str):
-            path = f"tools[{number}]"
-            raise RequestRefused(f"{path}: valid: a tool with a name and an input_schema", param=path)
+            tool_path = f"tools[{tool_index}]"
+            raise RequestRefused(f"{tool_path}: valid: a tool with a name and an input_schema", param=tool_path)
         function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": dict(schema)}
         tools.append({"type": "function", "function": function})
     return tools
 
 
 def _envelope(parsed: ParsedRequest) -> dict[str, Any]:
-    identity = f"msg_{parsed.setting.answer_id}"
-    return {"id": identity, "type": "message", "role": "assistant", "model": parsed.body["model"]}
+    message_id = f"msg_{parsed.setting.answer_id}"
+    return {"id": message_id, "type": "message", "role": "assistant", "model": parsed.body["model"]}
 
 
 def _blocks(turn: RecordedTurn, setting: Setting) -> list[dict[str, Any]]:
@@ -271,29 +271,29 @@ def _blocks(turn: RecordedTurn, setting: Setting) -> list[dict[str, Any]]:
 
 def _input(arguments: str) -> dict[str, Any]:
     try:
-        value = msgspec.json.decode(arguments or "{}")  # strictly: no NaN, no half of a surrogate pair
+        decoded = msgspec.json.decode(arguments or "{}")  # strictly: no NaN, no half of a surrogate pair
     except (msgspec.DecodeError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {_RAW: arguments}
+        decoded = None
+    return decoded if isinstance(decoded, dict) else {_RAW: arguments}
 
 
 def _stop(turn: RecordedTurn, setting: Setting) -> dict[str, str | None]:
     """Fields ``stop_reason`` and ``stop_sequence``: the stop string that ended the answer, if one did."""
-    reason, matches = "end_turn", list[tuple[int, str]]()
+    stop_reason, matches = "end_turn", list[tuple[int, str]]()
     if turn.message.calls:
-        reason = "tool_use"
+        stop_reason = "tool_use"
     elif turn.finish_reason == "length":
-        reason = "max_tokens"
+        stop_reason = "max_tokens"
     elif turn.answer.ids[-1] not in setting.chat.tokenizer.stop_ids:
-        text = setting.chat.tokenizer.decode(turn.answer.ids)
-        matches = [(offset, stop) for stop in turn.answer.stop if (offset := text.find(stop)) >= 0]
-    sequence = min(matches)[1] if matches else None
-    return {"stop_reason": "stop_sequence" if matches else reason, "stop_sequence": sequence}
+        answer_text = setting.chat.tokenizer.decode(turn.answer.ids)
+        matches = [(offset, stop) for stop in turn.answer.stop if (offset := answer_text.find(stop)) >= 0]
+    stop_string = min(matches)[1] if matches else None
+    return {"stop_reason": "stop_sequence" if matches else stop_reason, "stop_sequence": stop_string}
 
 
 def _usage(call: RecordedCall) -> dict[str, int]:
-    tokens = usage(call)
-    return {"input_tokens": tokens["prompt_tokens"], "output_tokens": tokens["completion_tokens"]}
+    token_counts = usage(call)
+    return {"input_tokens": token_counts["prompt_tokens"], "output_tokens": token_counts["completion_tokens"]}
 
 
 def _named(data: dict[str, Any]) -> bytes:

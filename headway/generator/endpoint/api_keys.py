@@ -17,5 +17,5 @@ class ApiKeys:
     def require(self, key: str) -> None:
         """Raise KeyRefused unless ``key`` is accepted. Compares in constant time."""
         digest = key_digest(key)
-        if self._digests and not any([hmac.compare_digest(digest, known) for known in self._digests]):
+        if self._digests and not any([hmac.compare_digest(digest, accepted) for accepted in self._digests]):
             raise KeyRefused("incorrect API key provided" if key else "no API key: send 'Authorization: Bearer KEY'")

@@ -113,8 +113,8 @@ class App(HttpApp):
             await exchange.reply(200, b'{"status":"ok"}')
         elif path == "/openapi.json":
             require_method(exchange, "GET")
-            described = document(self.settings, _DIALECTS, metrics=self._metrics is not None)
-            await exchange.reply(200, msgspec.json.encode(described))
+            openapi_document = document(self.settings, _DIALECTS, metrics=self._metrics is not None)
+            await exchange.reply(200, msgspec.json.encode(openapi_document))
         elif path == "/metrics" and self._metrics is not None:
             require_method(exchange, "GET")
             self._access.session(exchange.key)
@@ -143,39 +143,39 @@ class App(HttpApp):
         """Answer a model call, whole or as a stream."""
         session = self._access.session(exchange.key, exchange.header("x-session-id"))
         with session.attended():
-            raw = await exchange.body()
-            body = decoded(raw)
+            raw_body = await exchange.body()
+            body = decoded(raw_body)
             adapter = self._adapter_of(body)
-            fingerprint = _fingerprint(exchange, raw)
+            fingerprint = _fingerprint(exchange, raw_body)
             with fields.limited_nesting(body), fields.client_names(dialect.names):
                 parsed = dialect.read(body, self._setting(session, exchange, adapter))
                 self._report(parsed.left_out)
-                planned: CallPlan | None = None
-                slow = len(raw) > _LARGE_BYTES or parsed.constraint is not None
-                if slow and session.recorder.earlier(fingerprint) is None:
-                    planned = await self._in_thread(session.recorder.plan, parsed.request)
-                    parsed = await self._constrained(parsed, dialect, planned.text)
-                answering = session.call(parsed.request, parsed.client, fingerprint, planned)
+                call_plan: CallPlan | None = None
+                needs_thread = len(raw_body) > _LARGE_BYTES or parsed.constraint is not None
+                if needs_thread and session.recorder.earlier(fingerprint) is None:
+                    call_plan = await self._in_thread(session.recorder.plan, parsed.request)
+                    parsed = await self._constrained(parsed, dialect, call_plan.text)
+                inflight_call = session.call(parsed.request, parsed.client, fingerprint, call_plan)
             if parsed.stream:
-                await stream(exchange, dialect, parsed, answering)
+                await stream(exchange, dialect, parsed, inflight_call)
                 return
-            if not answering.over:
-                await answering.wait(exchange.gone())
-            if not answering.over:
+            if not inflight_call.over:
+                await inflight_call.wait(exchange.gone())
+            if not inflight_call.over:
                 raise ClientGone
-            if answering.error is not None:
+            if inflight_call.error is not None:
                 with fields.client_names(dialect.names):
-                    raise answering.error
-            await exchange.reply(200, msgspec.json.encode(dialect.response_body(parsed, answering.call)))
-            exchange.note_received(answering.note_received)
+                    raise inflight_call.error
+            await exchange.reply(200, msgspec.json.encode(dialect.response_body(parsed, inflight_call.call)))
+            exchange.note_received(inflight_call.note_received)
 
     def _report(self, left_out: Sequence[str]) -> None:
         """Report hosted tools that a request names and the model isn't offered, each once."""
         for kind in dict.fromkeys(left_out):
             if kind not in self._reported and len(self._reported) < _MAX_REPORTED:
                 self._reported.add(kind)
-                message = f"a client offers the hosted tool {fields.formatted(kind)}: it is left out (reported once)"
-                self._on_event("hosted_tool", message)
+                detail = f"a client offers the hosted tool {fields.formatted(kind)}: it is left out (reported once)"
+                self._on_event("hosted_tool", detail)
 
     async def _constrained(self, parsed: ParsedRequest, dialect: Dialect, prompt: str) -> ParsedRequest:
         """Return the request with the grammar of its constraint after ``prompt``; the grammar was compiled once. Raises
@@ -184,12 +184,12 @@ class App(HttpApp):
         if constraint is None:
             return parsed
         try:
-            written = self._chat.written if dialect.parsed else OutputFormat()
-            grammar = answer_grammar(constraint, written, opened=begins_inside_reasoning(prompt, written))
+            output_format = self._chat.written if dialect.parsed else OutputFormat()
+            grammar = answer_grammar(constraint, output_format, opened=begins_inside_reasoning(prompt, output_format))
             await self._compiled(grammar)
         except GrammarRefused as error:
-            param, fault = await self._at_fault(constraint) or (constraint.param, error)
-            raise RequestRefused(f"{param}: {fault}", param=param) from None
+            param, schema_error = await self._at_fault(constraint) or (constraint.param, error)
+            raise RequestRefused(f"{param}: {schema_error}", param=param) from None
         return dataclasses.replace(parsed, request=dataclasses.replace(parsed.request, grammar=grammar))
 
     async def _at_fault(self, constraint: Constraint) -> tuple[str, GrammarRefused] | None:
@@ -199,8 +199,8 @@ class App(HttpApp):
                 for schema in constraint.schemas:
                     try:
                         await self._compiled(answer_grammar(Constraint(text=schema), OutputFormat()))
-                    except GrammarRefused as fault:
-                        return schema.param, fault
+                    except GrammarRefused as schema_error:
+                        return schema.param, schema_error
         return None
 
     async def _compiled(self, grammar: str) -> None:
@@ -227,24 +227,24 @@ class App(HttpApp):
         await exchange.reply(200, msgspec.json.encode({"input_tokens": tokens}))
 
     def _tokens_of(self, request: CallRequest) -> int:
-        text = self._chat.prompt(request.messages, request.tools, request.variables, continues=request.continues)
-        return len(self._chat.tokenizer.encode(text))
+        prompt_text = self._chat.prompt(request.messages, request.tools, request.variables, continues=request.continues)
+        return len(self._chat.tokenizer.encode(prompt_text))
 
     async def _reward(self, exchange: HttpExchange, rollout: str) -> None:
         """Post a rollout's reward, ``{"reward": number, "solved"?: true or false}``; the last one posted counts."""
         session = self._access.rollout(exchange.key, rollout)
         with session.attended():
             body = decoded(await exchange.body())
-        values = fields.read(body, REWARD)
-        session.post_reward(values["reward"], values["solved"])
-        posted = {"rollout": rollout, "reward": session.reward, "solved": session.solved}
-        await exchange.reply(200, msgspec.json.encode(posted))
+        field_values = fields.read(body, REWARD)
+        session.post_reward(field_values["reward"], field_values["solved"])
+        reply_fields = {"rollout": rollout, "reward": session.reward, "solved": session.solved}
+        await exchange.reply(200, msgspec.json.encode(reply_fields))
 
     def _models(self, path: str) -> dict[str, Any]:
         """Describe the served models: the model and its adapters in a list, or the one that ``path`` names."""
-        served = self.settings.model
+        served_name = self.settings.model
         model = {
-            "id": served,
+            "id": served_name,
             "object": "model",
             "created": int(self._now_s()),
             "owned_by": "headway",
@@ -253,10 +253,10 @@ class App(HttpApp):
         if path == _MODELS:
             return {
                 "object": "list",
-                "data": [model, *({**model, "id": adapter, "parent": served} for adapter in self._adapters)],
+                "data": [model, *({**model, "id": adapter, "parent": served_name} for adapter in self._adapters)],
             }
-        name = path[len(_MODELS) + 1 :]
-        return {**model, "id": name} | ({"parent": served} if self._adapter_of({"model": name}) else {})
+        path_name = path[len(_MODELS) + 1 :]
+        return {**model, "id": path_name} | ({"parent": served_name} if self._adapter_of({"model": path_name}) else {})
 
     async def _in_thread(self, work: Callable[[CallRequest], T], request: CallRequest) -> T:
         """Run ``work`` in a thread, at most `_THREADS` at once: other parts of the process share the thread pool."""
@@ -267,15 +267,15 @@ class App(HttpApp):
 
     def _adapter_of(self, body: Mapping[str, Any]) -> str:
         """Return the adapter that a request's ``model`` names; "" if it names the model itself."""
-        name = body.get("model")
-        if not isinstance(name, str):
+        model_name = body.get("model")
+        if not isinstance(model_name, str):
             raise RequestRefused("you must provide a model parameter", param="model")
-        if name in self._adapters:
-            return name
-        if name not in self._names and "*" not in self.settings.aliases:
-            known = ", ".join(dict.fromkeys((self.settings.model, *self.settings.aliases, *self._adapters)))
+        if model_name in self._adapters:
+            return model_name
+        if model_name not in self._names and "*" not in self.settings.aliases:
+            valid = ", ".join(dict.fromkeys((self.settings.model, *self.settings.aliases, *self._adapters)))
             raise HttpError(
-                404, f"the model {name!r} does not exist; valid: {known}", code="model_not_found", param="model"
+                404, f"the model {model_name!r} does not exist; valid: {valid}", code="model_not_found", param="model"
             )
         return ""
 
@@ -292,20 +292,20 @@ class App(HttpApp):
         )
 
     def error_body(self, exchange: HttpExchange, error: HttpError) -> bytes:
-        anthropic = exchange.path.startswith("/v1/messages")
-        return error.anthropic(exchange.request_id) if anthropic else error.openai()
+        is_anthropic = exchange.path.startswith("/v1/messages")
+        return error.anthropic(exchange.request_id) if is_anthropic else error.openai()
 
     def route(self, path: str) -> str:
         if path in _DIALECTS or path in (_COUNT, "/health", "/metrics"):
             return path
-        known = [prefix for prefix in (_MODELS, _ROLLOUTS) if path.startswith(prefix)]
-        return known[0] if known else "other"
+        matching_prefixes = [prefix for prefix in (_MODELS, _ROLLOUTS) if path.startswith(prefix)]
+        return matching_prefixes[0] if matching_prefixes else "other"
 
 
 def _fingerprint(exchange: HttpExchange, raw: bytes) -> str:
     """Return the fingerprint of a request with an Idempotency-Key, which its retries share. "" without a key: retry
     counters don't identify the request, and equal bodies may be separate requests for separate samples."""
-    named = exchange.header("idempotency-key")
-    if not named:
+    idempotency_key = exchange.header("idempotency-key")
+    if not idempotency_key:
         return ""
-    return hashlib.blake2b(f"{exchange.path}\n{named}\n".encode() + raw, digest_size=16).hexdigest()
+    return hashlib.blake2b(f"{exchange.path}\n{idempotency_key}\n".encode() + raw, digest_size=16).hexdigest()

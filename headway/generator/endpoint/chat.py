@@ -35,8 +35,8 @@ class ChatStream(AnswerWriter):
     kind = "chat.completion.chunk"
 
     def begin(self) -> bytes:
-        first = {"role": "assistant", "content": ""}
-        return b"".join(self._chunk(choice, first) for choice in range(self._call.request.choices))
+        first_delta = {"role": "assistant", "content": ""}
+        return b"".join(self._chunk(choice, first_delta) for choice in range(self._call.request.choices))
 
     def more(self, piece: Piece) -> bytes:
         delta = {
@@ -47,24 +47,24 @@ class ChatStream(AnswerWriter):
         return self._chunk(piece.choice, delta, piece=piece)
 
     def end(self, piece: Piece, turn: RecordedTurn) -> bytes:
-        written = self._setting.chat.written
-        calls: list[dict[str, Any]] = openai_message(turn.message, written).get("tool_calls", [])
-        parts = [self.more(piece)]
-        if calls:
-            numbered = [{"index": number, **call} for number, call in enumerate(calls)]
-            parts.append(self._chunk(piece.choice, {"tool_calls": numbered}))
-        parts.append(self._chunk(piece.choice, {}, finish_reason=_finish_reason(turn)))
-        return b"".join(parts)
+        output_format = self._setting.chat.written
+        tool_calls: list[dict[str, Any]] = openai_message(turn.message, output_format).get("tool_calls", [])
+        encoded_events = [self.more(piece)]
+        if tool_calls:
+            numbered_calls = [{"index": call_index, **call} for call_index, call in enumerate(tool_calls)]
+            encoded_events.append(self._chunk(piece.choice, {"tool_calls": numbered_calls}))
+        encoded_events.append(self._chunk(piece.choice, {}, finish_reason=_finish_reason(turn)))
+        return b"".join(encoded_events)
 
     def _chunk(
         self, choice: int, delta: dict[str, Any], *, finish_reason: str | None = None, piece: Piece | None = None
     ) -> bytes:
-        entry: dict[str, Any] = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        choice_map: dict[str, Any] = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
         if self._parsed.logprobs and piece is not None:
-            content = self._setting.texts.chat(piece.ids, piece.logprobs)
-            entry["logprobs"] = {"content": content, "refusal": None}
-        usages = {"usage": None} if self._parsed.include_usage else {}
-        return event({**self._common_fields, "choices": [entry], **usages})
+            token_logprobs = self._setting.texts.chat(piece.ids, piece.logprobs)
+            choice_map["logprobs"] = {"content": token_logprobs, "refusal": None}
+        usage_field = {"usage": None} if self._parsed.include_usage else {}
+        return event({**self._common_fields, "choices": [choice_map], **usage_field})
 
 
 class ChatCompletions(Dialect):
@@ -122,18 +122,19 @@ class ChatCompletions(Dialect):
 def _continues(values: Values) -> bool:
     """Whether the last message is the beginning of the answer. Raises RequestRefused for demands that contradict each
     other."""
-    asked, begins, messages = values["continue_final_message"], values["add_generation_prompt"], values["messages"]
+    asks_continuation, adds_prompt = values["continue_final_message"], values["add_generation_prompt"]
+    messages = values["messages"]
     marked = [n for n, message in enumerate(messages) if any(message.get(key) is True for key in ("prefix", "partial"))]
     if marked and marked != [len(messages) - 1]:
         reason = f"messages[{marked[0]}]: only the last message can be a prefix of the answer"
         raise RequestRefused(reason, param=f"messages[{marked[0]}]")
-    if begins is asked is True:
+    if adds_prompt is asks_continuation is True:
         reason = "add_generation_prompt = true with continue_final_message = true; valid: false"
         raise RequestRefused(reason, param="add_generation_prompt")
-    if begins is False and not asked and not marked:
+    if adds_prompt is False and not asks_continuation and not marked:
         reason = "add_generation_prompt = false; valid: true, or false with continue_final_message = true"
         raise RequestRefused(reason, param="add_generation_prompt")
-    return asked or bool(marked)
+    return asks_continuation or bool(marked)
 
 
 def _choice(number: int, turn: RecordedTurn, parsed: ParsedRequest) -> dict[str, Any]:
@@ -156,6 +157,6 @@ def _variables(variables: Values) -> Values:
     """Check ``chat_template_kwargs``: the client's own arguments of the chat template. Raises RequestRefused."""
     for name in variables:
         if name in _TEMPLATE_OWN or not name.isidentifier():
-            message = f"chat_template_kwargs.{name}: valid: names that only the template knows, say enable_thinking"
-            raise RequestRefused(message, param="chat_template_kwargs")
+            reason = f"chat_template_kwargs.{name}: valid: names that only the template knows, say enable_thinking"
+            raise RequestRefused(reason, param="chat_template_kwargs")
     return variables

@@ -52,13 +52,13 @@ class CompletionStream(AnswerWriter):
         if self._parsed.logprobs:
             logprobs = self._setting.texts.completions(piece.ids, piece.logprobs, self._offsets[piece.choice])
             self._offsets[piece.choice] += sum(map(len, logprobs["tokens"]))
-        entry = {
+        chunk_choice = {
             "index": piece.choice,
             "text": piece.content,
             "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
-        return event({**self._common_fields, "choices": [entry]})
+        return event({**self._common_fields, "choices": [chunk_choice]})
 
 
 class Completions(Dialect):
@@ -83,21 +83,21 @@ class Completions(Dialect):
         }
 
     def request(self, values: Values) -> CallRequest:
-        choices, best_of = values["n"] or 1, values["best_of"]
-        if best_of not in (None, choices):
-            message = f"best_of = {fields.formatted(best_of)}: this server samples only the n that it returns"
-            raise RequestRefused(message, param="best_of")
+        choice_count, best_of = values["n"] or 1, values["best_of"]
+        if best_of not in (None, choice_count):
+            reason = f"best_of = {fields.formatted(best_of)}: this server samples only the n that it returns"
+            raise RequestRefused(reason, param="best_of")
         return CallRequest(
             prompt=_prompt(values["prompt"]),
-            choices=choices,
+            choices=choice_count,
             max_tokens=values["max_tokens"] or _DEFAULT_TOKENS,
             stop=values["stop"],
             seed=values["seed"],
         )
 
     def constraint(self, values: Values) -> Constraint | None:
-        text = values["response_format"]
-        return None if text is None else Constraint(text=text)
+        text_schema = values["response_format"]
+        return None if text_schema is None else Constraint(text=text_schema)
 
     def response_body(self, parsed: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
         choices = [_choice(number, turn, parsed) for number, turn in enumerate(answers(call))]

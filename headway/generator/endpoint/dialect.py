@@ -92,10 +92,10 @@ class AnswerWriter(ABC):
 
     def close(self) -> bytes:
         """Events after the last choice: usage if asked for, and the end mark."""
-        last = b"data: [DONE]\n\n"
+        end_events = b"data: [DONE]\n\n"
         if self._parsed.include_usage:
-            last = event({**self._common_fields, "choices": [], "usage": usage(self._call)}) + last
-        return last
+            end_events = event({**self._common_fields, "choices": [], "usage": usage(self._call)}) + end_events
+        return end_events
 
     def failed(self, error: HttpError) -> bytes:
         """An error event that ends the stream early."""
@@ -129,9 +129,9 @@ class Dialect(ABC):
 
     def all_fields(self, settings: EndpointConfig) -> dict[str, Field]:
         """All fields of this API's requests that have an effect or are refused."""
-        model = fields.raw({"type": "string"}, required=True)
+        model_field = fields.raw({"type": "string"}, required=True)
         return {
-            "model": model,
+            "model": model_field,
             "stream": fields.flag(),
             **foreign_fields(),
             **fields.sampling(),
@@ -140,24 +140,24 @@ class Dialect(ABC):
 
     def read(self, body: Mapping[str, Any], setting: Setting) -> ParsedRequest:
         """Parse a request's body. Raises RequestRefused naming the field."""
-        known = self.all_fields(setting.settings)
-        require_no_foreign(body, known)
-        values = fields.read(body, known)
+        known_fields = self.all_fields(setting.settings)
+        require_no_foreign(body, known_fields)
+        values = fields.read(body, known_fields)
         logprobs = values.get("logprobs")
-        client = _client_sampling(values, fixed=setting.fixed_sampling)
+        client_sampling = _client_sampling(values, fixed=setting.fixed_sampling)
         request, constraint = self.request(values), self.constraint(values)
         _require_answerable(request, constraint, len(body.get(self.names.get("messages", "messages")) or ()))
         if request.tools and request.calls and setting.chat.written.unknown:
-            valid = f"{setting.chat.written.unknown}; valid: none, or tool_choice = 'none'"
-            raise RequestRefused(f"tools: {valid}", param="tools")
+            reason = f"{setting.chat.written.unknown}; valid: none, or tool_choice = 'none'"
+            raise RequestRefused(f"tools: {reason}", param="tools")
         if constraint is not None and not setting.constraints:
             if not constraint.optional:
                 raise RequestRefused(f"{constraint.param}: {_UNTRAINED}", param=constraint.param)
-            client, constraint = msgspec.structs.replace(client, strict_tools=True), None
+            client_sampling, constraint = msgspec.structs.replace(client_sampling, strict_tools=True), None
         return ParsedRequest(
             setting=setting,
             request=dataclasses.replace(request, adapter=setting.adapter),
-            client=client,
+            client=client_sampling,
             constraint=constraint,
             left_out=self.left_out(values),
             stream=values["stream"],
@@ -174,22 +174,22 @@ class Dialect(ABC):
 def _require_answerable(request: CallRequest, constraint: Constraint | None, message_count: int) -> None:
     """Raise RequestRefused for a conversation that ends with the assistant, unless its last message is to be continued
     and can be. ``message_count``: messages as the client counts them."""
-    path = f"messages[{message_count - 1}]"
+    message_path = f"messages[{message_count - 1}]"
     if not request.messages or request.messages[-1].role != "assistant":
         if request.continues:
-            reason = f"{path}: there is no message to continue; valid: the assistant's"
-            raise RequestRefused(reason, param=path)
+            reason = f"{message_path}: there is no message to continue; valid: the assistant's"
+            raise RequestRefused(reason, param=message_path)
         return
-    last = request.messages[-1]
+    last_message = request.messages[-1]
     if not request.continues:
         reason = (
             "a final message of the assistant is continued with continue_final_message = true, or prefix = true in it"
         )
-        raise RequestRefused(f"{path}: {reason}; or add another message after it", param=path)
-    _, opened, thought = last.inline.rpartition("<think>")
-    if last.calls or not last.content.strip() or (opened and "</think>" not in thought):
+        raise RequestRefused(f"{message_path}: {reason}; or add another message after it", param=message_path)
+    _, think_tag, thinking_text = last_message.inline.rpartition("<think>")
+    if last_message.calls or not last_message.content.strip() or (think_tag and "</think>" not in thinking_text):
         reason = "a text to be continued is needed, without calls or reasoning that is still open"
-        raise RequestRefused(f"{path}: {reason}", param=path)
+        raise RequestRefused(f"{message_path}: {reason}", param=message_path)
     if constraint is not None and not constraint.optional:
         reason = f"{constraint.param}: formats and tool choices don't apply to the continuation of a final message"
         raise RequestRefused(reason, param=constraint.param)
@@ -200,15 +200,15 @@ def _client_sampling(values: Values, *, fixed: bool) -> ClientSampling:
     experiment's parameters hold anyway (``fixed``)."""
     if values["logit_bias"]:
         raise RequestRefused("logit_bias: it isn't supported; valid: an empty object", param="logit_bias")
-    names = ("temperature", "top_p", "top_k", "seed")
-    further = foreign_sampling(values, fixed=fixed)
-    return ClientSampling(**{name: values[name] for name in names}, further=further or None)
+    parameter_names = ("temperature", "top_p", "top_k", "seed")
+    foreign_values = foreign_sampling(values, fixed=fixed)
+    return ClientSampling(**{name: values[name] for name in parameter_names}, further=foreign_values or None)
 
 
 def envelope(prefix: str, kind: str, parsed: ParsedRequest) -> dict[str, Any]:
     """Return the fields of OpenAI's answers and chunks beside ``choices``: id, object, created, model."""
-    identity = f"{prefix}-{parsed.setting.answer_id}"
-    return {"id": identity, "object": kind, "created": parsed.setting.created, "model": parsed.body["model"]}
+    answer_id = f"{prefix}-{parsed.setting.answer_id}"
+    return {"id": answer_id, "object": kind, "created": parsed.setting.created, "model": parsed.body["model"]}
 
 
 def answers(call: RecordedCall) -> list[RecordedTurn]:
@@ -224,11 +224,11 @@ def answer_texts(turn: RecordedTurn, setting: Setting) -> tuple[str, str]:
 
 def usage(call: RecordedCall) -> dict[str, int]:
     """Return the token counts of an answered call, under OpenAI's names."""
-    prompt, completion = len(call.prompt_ids), sum(len(turn.answer.ids) for turn in answers(call))
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    n_prompt, n_completion = len(call.prompt_ids), sum(len(turn.answer.ids) for turn in answers(call))
+    return {"prompt_tokens": n_prompt, "completion_tokens": n_completion, "total_tokens": n_prompt + n_completion}
 
 
 def event(data: Any, name: str = "") -> bytes:
     """Encode a server-sent event with JSON data."""
-    head = b"event: " + name.encode() + b"\n" if name else b""
-    return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
+    name_line = b"event: " + name.encode() + b"\n" if name else b""
+    return name_line + b"data: " + msgspec.json.encode(data) + b"\n\n"

@@ -50,15 +50,15 @@ class HttpError(Exception):
 
     def openai(self) -> bytes:
         """The body in OpenAI's format."""
-        error = {"message": str(self), "type": _TYPES[self.status][0], "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+        error_fields = {"message": str(self), "type": _TYPES[self.status][0], "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error_fields})
 
     def anthropic(self, request_id: str) -> bytes:
         """The body in Anthropic's format."""
-        error: dict[str, Any] = {"type": _TYPES[self.status][1], "message": str(self)}
+        error_fields: dict[str, Any] = {"type": _TYPES[self.status][1], "message": str(self)}
         if self.code in _DETAILED:
-            error["details"] = {"error_code": self.code}
-        return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
+            error_fields["details"] = {"error_code": self.code}
+        return msgspec.json.encode({"type": "error", "error": error_fields, "request_id": request_id})
 
 
 def http_error(error: Exception) -> HttpError:
@@ -86,8 +86,8 @@ def _of_recorder(error: RequestRefused) -> HttpError:
         return HttpError(409, message, code=code, headers=NO_RETRY)
     if code in ("rollout_limit_exceeded", "reward_refused"):
         return HttpError(403, message, code=code, headers=NO_RETRY)  # not 429: it won't pass
-    named = code in ("context_length_exceeded", *_DETAILED)
-    return HttpError(400, message, code=code if named else None, param=param)
+    keeps_code = code in ("context_length_exceeded", *_DETAILED)
+    return HttpError(400, message, code=code if keeps_code else None, param=param)
 
 
 def _retry_after(seconds: int) -> Headers:

@@ -69,36 +69,36 @@ class HttpExchange:
     @property
     def key(self) -> str:
         """The request's API key, from `authorization` or `x-api-key`, byte by byte; "" if absent."""
-        kind, _, token = self._headers.get(b"authorization", b"").partition(b" ")
-        key = (token.strip() if kind.lower() == b"bearer" else b"") or self._headers.get(b"x-api-key", b"")
-        return key.decode("utf-8", "surrogateescape")
+        auth_scheme, _, token = self._headers.get(b"authorization", b"").partition(b" ")
+        key_bytes = (token.strip() if auth_scheme.lower() == b"bearer" else b"") or self._headers.get(b"x-api-key", b"")
+        return key_bytes.decode("utf-8", "surrogateescape")
 
     async def body(self, most_bytes: int | None = None) -> bytes:
         """Read the request's body; ``most_bytes``: a limit below the server's. Raises HttpError 413 (too large), 408
         (too slow) or 415 (compressed), and ClientGone."""
-        limit = min(self._settings.max_body_bytes, most_bytes or sys.maxsize)
+        limit_bytes = min(self._settings.max_body_bytes, most_bytes or sys.maxsize)
         pieces: list[bytes] = []
-        size, more = 0, True
+        size_bytes, has_more = 0, True
         try:
             async with asyncio.timeout(self._settings.body_timeout_s):
-                while more and size <= limit * _DISCARDED:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
+                while has_more and size_bytes <= limit_bytes * _DISCARDED:
+                    asgi_message = await self._receive()
+                    if asgi_message["type"] == "http.disconnect":
                         raise ClientGone
-                    piece: bytes = message.get("body", b"")
-                    size += len(piece)
-                    if size <= limit:
+                    piece: bytes = asgi_message.get("body", b"")
+                    size_bytes += len(piece)
+                    if size_bytes <= limit_bytes:
                         pieces.append(piece)
                     else:
                         pieces.clear()
-                    more = message.get("more_body", False)
+                    has_more = asgi_message.get("more_body", False)
         except TimeoutError:
             reason = f"the request is incomplete after {self._settings.body_timeout_s:g} s"
             raise HttpError(408, reason, code="timeout", headers=((b"connection", b"close"),)) from None
         if (coding := self.header("content-encoding").strip().lower()) not in ("", "identity"):
             raise HttpError(415, f"content-encoding = {coding!r}: compression isn't supported; send it uncompressed")
-        if size > limit:
-            reason = f"the request's body is larger than {limit} bytes"
+        if size_bytes > limit_bytes:
+            reason = f"the request's body is larger than {limit_bytes} bytes"
             raise HttpError(413, reason, code="request_too_large", headers=((b"connection", b"close"),))
         return b"".join(pieces)
 
@@ -111,15 +111,15 @@ class HttpExchange:
     async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of ``work``. If the client disconnects, cancels it and raises ClientGone. Call this only
         after the body was read."""
-        working = asyncio.create_task(work, name="answer")
+        work_task = asyncio.create_task(work, name="answer")
         try:
-            await asyncio.wait({working, self.gone()}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
+            await asyncio.wait({work_task, self.gone()}, return_when=asyncio.FIRST_COMPLETED)
+            if not work_task.done():
                 raise ClientGone
-            return working.result()
+            return work_task.result()
         finally:
-            working.cancel()  # if it isn't done
-            await run_to_completion(asyncio.wait({working}))
+            work_task.cancel()  # if it isn't done
+            await run_to_completion(asyncio.wait({work_task}))
 
     async def _wait_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -129,10 +129,10 @@ class HttpExchange:
         self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (), kind: bytes = b"application/json"
     ) -> None:
         """Send a whole response. Raises ClientGone."""
-        length = () if status == 304 else ((b"content-length", str(len(body)).encode()),)
-        head = self._head(status, kind, [*length, *headers])
+        length_headers = () if status == 304 else ((b"content-length", str(len(body)).encode()),)
+        head_message = self._head(status, kind, [*length_headers, *headers])
         self.answered = True
-        await self._deliver(head, {"type": "http.response.body", "body": body})
+        await self._deliver(head_message, {"type": "http.response.body", "body": body})
 
     async def reply_with(self, payload: Any) -> None:
         """Send ``payload`` as JSON, or bytes as metrics in Prometheus' text format. Raises ClientGone."""
@@ -168,9 +168,9 @@ class HttpExchange:
             self._gone.cancel()
 
     def _head(self, status: int, kind: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Message:
-        self.status, name = status, self.request_id.encode()
-        named = [(b"content-type", kind), (b"x-request-id", name), (b"request-id", name), *headers]
-        return {"type": "http.response.start", "status": status, "headers": named}
+        self.status, request_id = status, self.request_id.encode()
+        all_headers = [(b"content-type", kind), (b"x-request-id", request_id), (b"request-id", request_id), *headers]
+        return {"type": "http.response.start", "status": status, "headers": all_headers}
 
     async def _deliver(self, *messages: Message) -> None:
         """Send ASGI messages. Raises ClientGone, also when the client reads nothing for ``body_timeout_s``."""

@@ -56,8 +56,8 @@ def limited_nesting(body: Mapping[str, Any]) -> Iterator[None]:
         yield
     except RecursionError:
         levels, name = max((_levels(value), name) for name, value in body.items())
-        text = f"{name}: nested {levels} levels deep; valid: {_MAX_LEVELS}, or fewer if a template reads them"
-        raise RequestRefused(text, param=name) from None
+        reason = f"{name}: nested {levels} levels deep; valid: {_MAX_LEVELS}, or fewer if a template reads them"
+        raise RequestRefused(reason, param=name) from None
 
 
 @contextmanager
@@ -67,21 +67,21 @@ def client_names(paths: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except RequestRefused as error:
-        ours, text = error.param or "", str(error)
-        known = [path for path in paths if ours == path or ours.startswith((f"{path}.", f"{path}["))]
-        if not known:
+        our_path, reason = error.param or "", str(error)
+        matching_paths = [path for path in paths if our_path == path or our_path.startswith((f"{path}.", f"{path}["))]
+        if not matching_paths:
             raise
-        longest = max(known, key=len)
-        name = paths[longest] + ours[len(longest) :]
-        text = name + text[len(ours) :] if text.startswith(ours) else text
-        raise RequestRefused(text, param=name, code=error.code) from None
+        longest_match = max(matching_paths, key=len)
+        client_path = paths[longest_match] + our_path[len(longest_match) :]
+        reason = client_path + reason[len(our_path) :] if reason.startswith(our_path) else reason
+        raise RequestRefused(reason, param=client_path, code=error.code) from None
 
 
 def _levels(value: Any) -> int:
-    levels, layer = 0, [value]
-    while layer := [node for node in layer if isinstance(node, dict | list)]:
+    levels, layer_nodes = 0, [value]
+    while layer_nodes := [node for node in layer_nodes if isinstance(node, dict | list)]:
         levels += 1
-        layer = [part for node in layer for part in (node.values() if isinstance(node, dict) else node)]
+        layer_nodes = [child for node in layer_nodes for child in (node.values() if isinstance(node, dict) else node)]
     return levels
 
 
@@ -103,18 +103,18 @@ def raw(schema: Schema, max_entries: int | None = None, *, required: bool = Fals
             raise RequestRefused(f"{name}: {len(value)} entries, at most {max_entries} are valid", param=name)
         return value
 
-    limit = {} if max_entries is None else {"maxItems": max_entries}
-    return Field(checked, {**schema, **limit}, required=required)
+    limit_schema = {} if max_entries is None else {"maxItems": max_entries}
+    return Field(checked, {**schema, **limit_schema}, required=required)
 
 
 def number(low: float, high: float, smallest: float = 0.0, *, required: bool = False) -> Field:
     """Make a field of a number in [low, high]; a value above 0 must be at least ``smallest``."""
 
     def checked(name: str, value: Any) -> float:
-        valid = not isinstance(value, bool) and isinstance(value, int | float) and low <= value <= high
-        if not valid or 0 < value < smallest:
-            above = f" (above 0: from {smallest:g} on)" if smallest else ""
-            raise refused(name, value, f"a number from {low:g} to {high:g}{above}")
+        is_valid = not isinstance(value, bool) and isinstance(value, int | float) and low <= value <= high
+        if not is_valid or 0 < value < smallest:
+            above_zero_text = f" (above 0: from {smallest:g} on)" if smallest else ""
+            raise refused(name, value, f"a number from {low:g} to {high:g}{above_zero_text}")
         return float(value)
 
     if smallest:
@@ -155,8 +155,8 @@ def stop() -> Field:
             raise RequestRefused(f"{name}: {len(texts)} texts, at most {_MAX_STOPS} are valid", param=name)
         return tuple(texts)
 
-    text = {"type": "string", "minLength": 1, "maxLength": _LONGEST_STOP}
-    return Field(checked, {"anyOf": [text, {"type": "array", "items": text, "maxItems": _MAX_STOPS}]}, default=())
+    schema = {"type": "string", "minLength": 1, "maxLength": _LONGEST_STOP}
+    return Field(checked, {"anyOf": [schema, {"type": "array", "items": schema, "maxItems": _MAX_STOPS}]}, default=())
 
 
 def structure(**fields: Field) -> Field:

@@ -75,19 +75,19 @@ _SAMPLING: Mapping[str, tuple[Any, ...]] = {
 
 def foreign_fields() -> dict[str, Field]:
     """Return the fields with complete names; `require_no_foreign` checks those given by their beginnings."""
-    forms = {name: only(*_NOTHING, why=why) for why, names in _FORMS.items() for name in names.split()}
-    forms |= {name: only(why=_TEMPLATE) for name in _ASKING}
-    forms |= {name: Field(_thinking, {}) for name in _THINKING}
-    defaults = {name: only(*valid, why=f"{why}; valid: {valid[0]}") for name, (valid, why) in _DEFAULTS.items()}
-    sampled = {name: Field(lambda name, value: value, {}) for name in _SAMPLING}
-    return {name: field for name, field in (forms | defaults | sampled).items() if not name.endswith("_")}
+    form_fields = {name: only(*_NOTHING, why=why) for why, names_text in _FORMS.items() for name in names_text.split()}
+    form_fields |= {name: only(why=_TEMPLATE) for name in _ASKING}
+    form_fields |= {name: Field(_thinking, {}) for name in _THINKING}
+    defaults = {name: only(*neutral, why=f"{why}; valid: {neutral[0]}") for name, (neutral, why) in _DEFAULTS.items()}
+    sampling_fields = {name: Field(lambda name, value: value, {}) for name in _SAMPLING}
+    return {name: field for name, field in (form_fields | defaults | sampling_fields).items() if not name.endswith("_")}
 
 
 def _thinking(name: str, value: Any) -> Any:
     """Accept a value that requests thinking; refuse one that turns it off, which only a template can do."""
-    parts = value if isinstance(value, Mapping) else {"type": value, "enabled": value, "effort": value}
-    for part, off in _OFF.items():
-        if part in parts and is_one_of(parts[part], off):
+    thinking_parts = value if isinstance(value, Mapping) else {"type": value, "enabled": value, "effort": value}
+    for part_name, off_values in _OFF.items():
+        if part_name in thinking_parts and is_one_of(thinking_parts[part_name], off_values):
             reason = "the model's template decides whether it reasons; chat completions take chat_template_kwargs"
             raise RequestRefused(f"{name} = {formatted(value)}: {reason}", param=name)
     return value
@@ -95,9 +95,9 @@ def _thinking(name: str, value: Any) -> Any:
 
 def require_no_foreign(body: Mapping[str, Any], known: Mapping[str, Field]) -> None:
     """Raise RequestRefused for a field whose name begins like a foreign one's, unless it is ``known``."""
-    for why, names in _FORMS.items():
-        for begin in (name for name in names.split() if name.endswith("_")):
-            for name in (name for name in body if name.startswith(begin) and name not in known):
+    for why, names_text in _FORMS.items():
+        for name_prefix in (name for name in names_text.split() if name.endswith("_")):
+            for name in (name for name in body if name.startswith(name_prefix) and name not in known):
                 if body[name] is not None:
                     only(*_NOTHING, why=why).read(name, body[name])
 
@@ -105,8 +105,8 @@ def require_no_foreign(body: Mapping[str, Any], known: Mapping[str, Field]) -> N
 def foreign_sampling(values: Values, *, fixed: bool) -> dict[str, Any]:
     """Return the fields that would change how tokens are sampled, if the experiment's parameters hold (``fixed``).
     Raises RequestRefused for one if they don't hold."""
-    asked = {name: values[name] for name in _SAMPLING if values[name] is not None}
-    effective = {name: value for name, value in asked.items() if not is_one_of(value, _SAMPLING[name])}
+    requested_values = {name: values[name] for name in _SAMPLING if values[name] is not None}
+    effective = {name: value for name, value in requested_values.items() if not is_one_of(value, _SAMPLING[name])}
     for name, value in effective.items():
         if not fixed:
             valid = " or ".join(repr(neutral) for neutral in _SAMPLING[name]) or "null"

@@ -72,18 +72,18 @@ class HttpApp(ABC):
         have its own name resolve to 127.0.0.1 (DNS rebinding)."""
         host = exchange.header("host")
         if host and not self._proxied and is_loopback(self.settings.address) and not is_loopback_host(host):
-            message = f"the header Host is {host!r}: valid: localhost, 127.0.0.1 and [::1]: only this machine is served"
-            raise HttpError(421, message, code="misdirected_request")
+            reason = f"the header Host is {host!r}: valid: localhost, 127.0.0.1 and [::1]: only this machine is served"
+            raise HttpError(421, reason, code="misdirected_request")
 
     async def _refuse(self, exchange: HttpExchange, error: Exception) -> None:
         """Respond with an error, unless a response has begun."""
-        refused = http_error(error)
-        if refused.status == 500:
-            _log.error("%s %s: %s", exchange.method, exchange.path, refused, exc_info=error)
+        reply_error = http_error(error)
+        if reply_error.status == 500:
+            _log.error("%s %s: %s", exchange.method, exchange.path, reply_error, exc_info=error)
         if exchange.streaming or exchange.answered:
             return  # the server closes the connection, so the client sees a truncated response
         with contextlib.suppress(ClientGone):
-            await exchange.reply(refused.status, self.error_body(exchange, refused), refused.headers)
+            await exchange.reply(reply_error.status, self.error_body(exchange, reply_error), reply_error.headers)
 
 
 class HeadRequest(Exception):

@@ -41,11 +41,11 @@ class TokenTexts:
 
     def completions(self, ids: Sequence[int], logprobs: Sequence[float], offset: int) -> dict[str, Any]:
         """``choices[].logprobs`` of tokens whose text begins ``offset`` characters after the prompt's end."""
-        texts = [self.text(token) for token in ids]
-        ends = itertools.accumulate(map(len, texts), initial=offset)
+        token_texts = [self.text(token) for token in ids]
+        end_offsets = itertools.accumulate(map(len, token_texts), initial=offset)
         return {
-            "tokens": texts,
+            "tokens": token_texts,
             "token_logprobs": list(logprobs),
             "top_logprobs": None,
-            "text_offset": list(ends)[:-1],
+            "text_offset": list(end_offsets)[:-1],
         }

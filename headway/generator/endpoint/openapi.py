@@ -24,16 +24,16 @@ def document(settings: EndpointConfig, dialects: Mapping[str, Dialect], metrics:
     """Generate the OpenAPI 3.1 document. ``metrics``: include ``/metrics``."""
     paths: dict[str, Any] = {}
     for path, dialect in dialects.items():
-        answer = {"type": "object", "properties": dialect.answer, "required": list(dialect.answer)}
-        asked = fields.schema_of(dialect.all_fields(settings))
-        stream = {"text/event-stream": {"schema": _EVENT}}
-        paths[path] = {"post": operation(path, answer, asked, stream=stream, session=True)}
-    counted = dialects["/v1/messages"].all_fields(settings)
-    del counted["max_tokens"]
-    count, tokens = "/v1/messages/count_tokens", {"type": "object", "properties": {"input_tokens": {"type": "integer"}}}
-    paths[count] = {"post": operation(count, tokens, fields.schema_of(counted), session=True)}
-    reward = "/v1/rollouts/{rollout}/reward"
-    paths[reward] = {"post": operation(reward, _ANY, fields.schema_of(REWARD), "rollout")}
+        answer_schema = {"type": "object", "properties": dialect.answer, "required": list(dialect.answer)}
+        request_schema = fields.schema_of(dialect.all_fields(settings))
+        stream_content = {"text/event-stream": {"schema": _EVENT}}
+        paths[path] = {"post": operation(path, answer_schema, request_schema, stream=stream_content, session=True)}
+    count_fields = dialects["/v1/messages"].all_fields(settings)
+    del count_fields["max_tokens"]
+    route, schema = "/v1/messages/count_tokens", {"type": "object", "properties": {"input_tokens": {"type": "integer"}}}
+    paths[route] = {"post": operation(route, schema, fields.schema_of(count_fields), session=True)}
+    reward_path = "/v1/rollouts/{rollout}/reward"
+    paths[reward_path] = {"post": operation(reward_path, _ANY, fields.schema_of(REWARD), "rollout")}
     paths["/v1/models"] = {"get": operation("/v1/models", _ANY)}
     paths["/v1/models/{model}"] = {"get": operation("/v1/models", _ANY, None, "model")}
     paths["/health"] = {"get": operation("/health", _ANY)}
@@ -59,19 +59,19 @@ def operation(
     session: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Describe an operation: request body ``asked``, path parameter ``named``, answers as JSON and as ``stream``."""
-    error = ANTHROPIC_ERROR if path.startswith("/v1/messages") else OPENAI_ERROR
-    content = {**({"application/json": {"schema": answer}} if answer is not None else {}), **(stream or {})}
+    error_schema = ANTHROPIC_ERROR if path.startswith("/v1/messages") else OPENAI_ERROR
+    answer_content = {**({"application/json": {"schema": answer}} if answer is not None else {}), **(stream or {})}
     parameters: list[Part] = []
     if named:
         parameters.append({"name": named, "in": "path", "required": True, "schema": {**_TEXT, "minLength": 1}})
     if session:
         parameters.append({"name": "X-Session-ID", "in": "header", "schema": {**_TEXT, "maxLength": 256}})
-    failed = {"description": "an error", "content": {"application/json": {"schema": error}}}
+    error_response = {"description": "an error", "content": {"application/json": {"schema": error_schema}}}
     spec: dict[str, Any] = {
         "parameters": parameters,
         "responses": {
-            "200": {"description": "the answer", "content": content},
-            **{str(status): failed for status in STATUSES},
+            "200": {"description": "the answer", "content": answer_content},
+            **{str(status): error_response for status in STATUSES},
         },
     }
     if asked is not None:

@@ -43,45 +43,46 @@ class ResponseTools:
             raise refused("tools", raw, "a list")
         self.left_out: list[str] = []
         self.tools: list[ResponseTool] = []
-        plain = (tool for tool in raw or () if isinstance(tool, Mapping) and tool.get("type") != "namespace")
-        self._taken = {name for tool in plain if isinstance(name := tool.get("name"), str)}
+        plain_tools = (tool for tool in raw or () if isinstance(tool, Mapping) and tool.get("type") != "namespace")
+        self._taken = {name for tool in plain_tools if isinstance(name := tool.get("name"), str)}
         self._add(raw or [], "tools", "", "")
 
     def _add(self, raw: Sequence[Any], field: str, namespace: str, about: str) -> None:
-        for number, tool in enumerate(raw):
-            path = f"{field}[{number}]"
+        for tool_index, tool in enumerate(raw):
+            tool_path = f"{field}[{tool_index}]"
             kind, name = (tool.get("type"), tool.get("name")) if isinstance(tool, Mapping) else (None, None)
             if kind not in _KINDS and isinstance(kind, str) and kind.isidentifier() and not namespace and name is None:
                 self.left_out.append(kind)
             elif kind not in _KINDS or not isinstance(name, str) or (namespace and kind == "namespace"):
                 valid = "an object with a name and type = 'function', 'custom' or, outside of one, 'namespace'"
-                raise refused(path, tool, f"{valid}, or a hosted tool, which has no name")
+                raise refused(tool_path, tool, f"{valid}, or a hosted tool, which has no name")
             elif kind == "namespace":
-                if not isinstance(inner := tool.get("tools"), list):
-                    raise refused(f"{path}.tools", inner, "a list of functions")
-                self._add(inner, f"{path}.tools", name, tool.get("description") or "")
+                if not isinstance(inner_tools := tool.get("tools"), list):
+                    raise refused(f"{tool_path}.tools", inner_tools, "a list of functions")
+                self._add(inner_tools, f"{tool_path}.tools", name, tool.get("description") or "")
             else:
-                self.tools.append(self._tool(tool, path, namespace, about))
+                self.tools.append(self._tool(tool, tool_path, namespace, about))
 
     def _tool(self, tool: Mapping[str, Any], path: str, namespace: str, about: str) -> ResponseTool:
-        own_name, custom = tool["name"], tool["type"] == "custom"
-        name = _joined(namespace, own_name)
-        while namespace and name in self._taken:
-            name += "_"
-        self._taken.add(name)
+        own_name, is_custom = tool["name"], tool["type"] == "custom"
+        unique_name = _joined(namespace, own_name)
+        while namespace and unique_name in self._taken:
+            unique_name += "_"
+        self._taken.add(unique_name)
         function = {
             key: value for key, value in tool.items() if key not in ("type", "strict", "format", "defer_loading")
         }
-        schema, asked = None, ""
-        if custom:
-            text: dict[str, Any] = {"type": "string"}
-            function["parameters"] = {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT]}
-            schema, asked = _constrained(tool.get("format") or {"type": "text"}, f"{path}.format")
-        texts = [text for text in (about, tool.get("description"), asked) if text]
-        described = {"description": "\n".join(map(str, texts))} if texts else {}
+        schema, format_description = None, ""
+        if is_custom:
+            text_schema: dict[str, Any] = {"type": "string"}
+            function["parameters"] = {"type": "object", "properties": {_INPUT: text_schema}, "required": [_INPUT]}
+            schema, format_description = _constrained(tool.get("format") or {"type": "text"}, f"{path}.format")
+        description_parts = [text for text in (about, tool.get("description"), format_description) if text]
+        description_field = {"description": "\n".join(map(str, description_parts))} if description_parts else {}
         return ResponseTool(
-            path=path, name=name, own_name=own_name, namespace=namespace, custom=custom, schema=schema,
-            function={**function, **described, "name": name} | ({"strict": tool["strict"]} if "strict" in tool else {}),
+            path=path, name=unique_name, own_name=own_name, namespace=namespace, custom=is_custom, schema=schema,
+            function={**function, **description_field, "name": unique_name}
+            | ({"strict": tool["strict"]} if "strict" in tool else {}),
         )  # fmt: skip
 
     @property
@@ -102,25 +103,25 @@ class ResponseTools:
             if tool.schema is None:
                 yield tool.path, tool.function, f"{tool.path}.parameters"
             else:
-                constrained = {"parameters": tool.schema, "strict": True}
-                yield tool.path, {**tool.function, **constrained}, f"{tool.path}.format.definition"
+                constraint_fields = {"parameters": tool.schema, "strict": True}
+                yield tool.path, {**tool.function, **constraint_fields}, f"{tool.path}.format.definition"
 
     def named(self, item: Mapping[str, Any]) -> Any:
         """Return the model's name of the tool that a call in the client's conversation names."""
         name, namespace = item.get("name"), item.get("namespace") or ""
         if not (isinstance(name, str) and isinstance(namespace, str)):
             return None  # no valid name of a call
-        names = [tool.name for tool in self.tools if (tool.own_name, tool.namespace) == (name, namespace)]
-        return names[0] if names else _joined(namespace, name)
+        matching_names = [tool.name for tool in self.tools if (tool.own_name, tool.namespace) == (name, namespace)]
+        return matching_names[0] if matching_names else _joined(namespace, name)
 
     def item(self, call: ToolCall, identity: str) -> dict[str, Any]:
         """Make the output item of a call by the model."""
         tool = next((tool for tool in self.tools if tool.name == call.name), None)
-        named = {"call_id": call.call_id, **({"name": call.name} if tool is None else tool.called)}
+        call_fields = {"call_id": call.call_id, **({"name": call.name} if tool is None else tool.called)}
         if tool is not None and tool.custom:
-            return {"id": f"ctc_{identity}", "type": "custom_tool_call", **named, "input": _text(call.arguments)}
-        asked = {**named, "arguments": call.arguments, "status": "completed"}
-        return {"id": f"fc_{identity}", "type": "function_call", **asked}
+            return {"id": f"ctc_{identity}", "type": "custom_tool_call", **call_fields, "input": _text(call.arguments)}
+        function_fields = {**call_fields, "arguments": call.arguments, "status": "completed"}
+        return {"id": f"fc_{identity}", "type": "function_call", **function_fields}
 
 
 def custom_arguments(text: Any) -> str:
@@ -135,22 +136,22 @@ def _joined(namespace: str, name: str) -> str:
 def _text(arguments: str) -> str:
     """Return the input of a custom tool's call; arguments of another form are returned unchanged."""
     try:
-        value = json.loads(arguments)
+        decoded = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    text = value.get(_INPUT) if isinstance(value, dict) else None
-    return text if isinstance(text, str) else arguments
+    input_text = decoded.get(_INPUT) if isinstance(decoded, dict) else None
+    return input_text if isinstance(input_text, str) else arguments
 
 
 def _constrained(spec: Any, path: str) -> tuple[Mapping[str, Any] | None, str]:
     """Return (schema of the arguments, None if any text is valid; its description for the model) of a format."""
-    kind, syntax = (spec.get("type"), spec.get("syntax")) if isinstance(spec, Mapping) else (None, None)
+    format_type, syntax = (spec.get("type"), spec.get("syntax")) if isinstance(spec, Mapping) else (None, None)
     definition = spec.get("definition") if isinstance(spec, Mapping) else None
-    if kind == "text":
+    if format_type == "text":
         return None, ""
-    if kind != "grammar" or syntax not in ("lark", "regex") or not isinstance(definition, str):
+    if format_type != "grammar" or syntax not in ("lark", "regex") or not isinstance(definition, str):
         valid = "{'type': 'text'} and {'type': 'grammar', 'syntax': 'lark' or 'regex', 'definition': a text}"
         raise RequestRefused(f"{path} = {formatted(spec)}: valid: {valid}", param=path)
-    text = {"type": "string", **({"pattern": f"^(?:{definition})$"} if syntax == "regex" else {LARK: definition})}
-    schema = {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT], "additionalProperties": False}
+    text_type = {"type": "string", **({"pattern": f"^(?:{definition})$"} if syntax == "regex" else {LARK: definition})}
+    schema = {"type": "object", "properties": {_INPUT: text_type}, "required": [_INPUT], "additionalProperties": False}
     return schema, f"Its {_INPUT} matches this {syntax} grammar:\n{definition}"

@@ -48,32 +48,32 @@ class ResponseStream(AnswerWriter):
         )
 
     def more(self, piece: Piece) -> bytes:
-        parts: list[bytes] = []
+        encoded_events: list[bytes] = []
         if piece.reasoning:
-            parts.append(self._into("reasoning"))
-            parts.append(self._text("response.reasoning_text.delta", delta=piece.reasoning))
+            encoded_events.append(self._open_item("reasoning"))
+            encoded_events.append(self._text("response.reasoning_text.delta", delta=piece.reasoning))
             self._texts["reasoning"] += piece.reasoning
         if piece.content:
-            parts.append(self._into("message"))
-            parts.append(self._text("response.output_text.delta", delta=piece.content, logprobs=[]))
+            encoded_events.append(self._open_item("message"))
+            encoded_events.append(self._text("response.output_text.delta", delta=piece.content, logprobs=[]))
             self._texts["message"] += piece.content
-        return b"".join(parts)
+        return b"".join(encoded_events)
 
     def end(self, piece: Piece, turn: RecordedTurn) -> bytes:
-        parts = [self.more(piece), self._shut()]
-        for item in _output(turn, self._parsed):
-            if item["type"] not in ("function_call", "custom_tool_call"):
+        events = [self.more(piece), self._close_item()]
+        for output in _output(turn, self._parsed):
+            if output["type"] not in ("function_call", "custom_tool_call"):
                 continue
-            item_ref = {"item_id": item["id"], "output_index": self._done}
-            key, named = ("arguments", {"name": item["name"]}) if item["type"] == "function_call" else ("input", {})
-            events = "response.function_call_arguments" if named else "response.custom_tool_call_input"
-            added = {**item, key: "", **({"status": "in_progress"} if named else {})}
-            parts.append(self._event("response.output_item.added", output_index=self._done, item=added))
-            parts.append(self._event(f"{events}.delta", **item_ref, delta=item[key]))
-            parts.append(self._event(f"{events}.done", **item_ref, **{key: item[key]}, **named))
-            parts.append(self._event("response.output_item.done", output_index=self._done, item=item))
+            item_fields = {"item_id": output["id"], "output_index": self._done}
+            key, named = ("arguments", {"name": output["name"]}) if output["type"] == "function_call" else ("input", {})
+            event_prefix = "response.function_call_arguments" if named else "response.custom_tool_call_input"
+            added_item = {**output, key: "", **({"status": "in_progress"} if named else {})}
+            events.append(self._event("response.output_item.added", output_index=self._done, item=added_item))
+            events.append(self._event(f"{event_prefix}.delta", **item_fields, delta=output[key]))
+            events.append(self._event(f"{event_prefix}.done", **item_fields, **{key: output[key]}, **named))
+            events.append(self._event("response.output_item.done", output_index=self._done, item=output))
             self._done += 1
-        return b"".join(parts)
+        return b"".join(events)
 
     def close(self) -> bytes:
         response = _response(self._parsed, self._call)
@@ -81,34 +81,34 @@ class ResponseStream(AnswerWriter):
 
     def failed(self, error: HttpError) -> bytes:
         response = _response(self._parsed)
-        failure = {"code": "server_error", "message": str(error)}
-        return self._event("response.failed", response={**response, "status": "failed", "error": failure})
+        error_fields = {"code": "server_error", "message": str(error)}
+        return self._event("response.failed", response={**response, "status": "failed", "error": error_fields})
 
-    def _into(self, kind: str) -> bytes:
+    def _open_item(self, kind: str) -> bytes:
         """Open an item of this type, closing one of another type."""
         if self._open == kind:
             return b""
-        shut, self._open = self._shut(), kind
-        item = {**_item(kind, "", self._identity, "in_progress"), "content": []}
-        added = self._event("response.output_item.added", output_index=self._done, item=item)
+        closing_events, self._open = self._close_item(), kind
+        opened_item = {**_item(kind, "", self._identity, "in_progress"), "content": []}
+        opening_events = self._event("response.output_item.added", output_index=self._done, item=opened_item)
         if kind == "message":
-            added += self._text("response.content_part.added", part=_part(kind, ""))
-        return shut + added
+            opening_events += self._text("response.content_part.added", part=_part(kind, ""))
+        return closing_events + opening_events
 
-    def _shut(self) -> bytes:
-        kind, self._open = self._open, ""
-        if not kind:
+    def _close_item(self) -> bytes:
+        item_type, self._open = self._open, ""
+        if not item_type:
             return b""
-        text = self._texts[kind]
-        if kind == "message":
-            done = self._text("response.output_text.done", text=text, logprobs=[])
-            done += self._text("response.content_part.done", part=_part(kind, text))
+        text = self._texts[item_type]
+        if item_type == "message":
+            closing_events = self._text("response.output_text.done", text=text, logprobs=[])
+            closing_events += self._text("response.content_part.done", part=_part(item_type, text))
         else:
-            done = self._text("response.reasoning_text.done", text=text)
-        item = _item(kind, text, self._identity, "completed")
-        done += self._event("response.output_item.done", output_index=self._done, item=item)
+            closing_events = self._text("response.reasoning_text.done", text=text)
+        finished_item = _item(item_type, text, self._identity, "completed")
+        closing_events += self._event("response.output_item.done", output_index=self._done, item=finished_item)
         self._done += 1
-        return done
+        return closing_events
 
     @property
     def _identity(self) -> str:
@@ -119,8 +119,8 @@ class ResponseStream(AnswerWriter):
         return self._event(kind, item_id=f"{prefix}_{self._identity}", output_index=self._done, content_index=0, **data)
 
     def _event(self, kind: str, **data: Any) -> bytes:
-        number, self._sequence = self._sequence, self._sequence + 1
-        return event({"type": kind, "sequence_number": number, **data}, kind)
+        sequence_number, self._sequence = self._sequence, self._sequence + 1
+        return event({"type": kind, "sequence_number": sequence_number, **data}, kind)
 
 
 class Responses(Dialect):
@@ -145,9 +145,9 @@ class Responses(Dialect):
         }
 
     def request(self, values: Values) -> CallRequest:
-        tools, paths = ResponseTools(values["tools"]), dict[str, str]()
-        chat_messages = _messages(values, tools, paths)
-        with fields.client_names(paths):
+        tools, client_paths = ResponseTools(values["tools"]), dict[str, str]()
+        chat_messages = _messages(values, tools, client_paths)
+        with fields.client_names(client_paths):
             messages = normal_messages(chat_messages)
         return CallRequest(
             messages=messages,
@@ -179,35 +179,35 @@ def _messages(values: Values, tools: ResponseTools, paths: dict[str, str]) -> li
         paths["messages[0].content"] = "instructions"
         messages.append({"role": "system", "content": instructions})
     raw_input = values["input"]
-    items: Any = [{"role": "user", "content": raw_input}] if isinstance(raw_input, str) else raw_input
-    if not isinstance(items, list) or not items:
+    input_items: Any = [{"role": "user", "content": raw_input}] if isinstance(raw_input, str) else raw_input
+    if not isinstance(input_items, list) or not input_items:
         raise RequestRefused("input: a text or a list of items is needed", param="input")
-    answer: dict[str, Any] | None = None  # the assistant's message that the next items extend
-    for number, item in enumerate(items):
-        field = f"input[{number}]"
-        if not isinstance(item, Mapping):
-            raise RequestRefused(f"{field}: an object is needed", param=field)
-        kind = item.get("type", "message")
-        begins = kind == "reasoning" or (kind == "message" and item.get("role") == "assistant")
+    assistant: dict[str, Any] | None = None  # the assistant's message that the next items extend
+    for item_index, element in enumerate(input_items):
+        source = f"input[{item_index}]"
+        if not isinstance(element, Mapping):
+            raise RequestRefused(f"{source}: an object is needed", param=source)
+        kind = element.get("type", "message")
+        begins_answer = kind == "reasoning" or (kind == "message" and element.get("role") == "assistant")
         path = f"messages[{len(messages)}]"
         if kind in ("function_call_output", "custom_tool_call_output"):
-            answer = None
-            paths |= {path: field, f"{path}.content": f"{field}.output", f"{path}.tool_call_id": f"{field}.call_id"}
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
-        elif kind == "message" and not begins:
-            answer = None
-            paths[path] = field
-            messages.append({"role": item.get("role"), "content": item.get("content")})
-        elif begins or kind in ("function_call", "custom_tool_call"):
-            if answer is None or (begins and (answer["tool_calls"] or answer["content"])):
-                answer = {"role": "assistant", "content": None, "reasoning_content": "", "tool_calls": []}
-                messages.append(answer)
-            _add(answer, kind, item, field, tools)
-            path, calls = f"messages[{len(messages) - 1}]", len(answer["tool_calls"])
-            paths |= {path: field, f"{path}.tool_calls[{calls - 1}].function": field} if calls else {path: field}
+            assistant = None
+            paths |= {path: source, f"{path}.content": f"{source}.output", f"{path}.tool_call_id": f"{source}.call_id"}
+            messages.append({"role": "tool", "tool_call_id": element.get("call_id"), "content": element.get("output")})
+        elif kind == "message" and not begins_answer:
+            assistant = None
+            paths[path] = source
+            messages.append({"role": element.get("role"), "content": element.get("content")})
+        elif begins_answer or kind in ("function_call", "custom_tool_call"):
+            if assistant is None or (begins_answer and (assistant["tool_calls"] or assistant["content"])):
+                assistant = {"role": "assistant", "content": None, "reasoning_content": "", "tool_calls": []}
+                messages.append(assistant)
+            _add(assistant, kind, element, source, tools)
+            path, n_calls = f"messages[{len(messages) - 1}]", len(assistant["tool_calls"])
+            paths |= {path: source, f"{path}.tool_calls[{n_calls - 1}].function": source} if n_calls else {path: source}
         else:
             valid = "message, function_call, custom_tool_call, the outputs of both, and reasoning"
-            raise RequestRefused(f"{field}.type = {fields.formatted(kind)}: valid: {valid}", param=f"{field}.type")
+            raise RequestRefused(f"{source}.type = {fields.formatted(kind)}: valid: {valid}", param=f"{source}.type")
     return messages
 
 
@@ -229,27 +229,27 @@ def _add(answer: dict[str, Any], kind: str, item: Mapping[str, Any], field: str,
 
 def _response(parsed: ParsedRequest, call: RecordedCall | None = None) -> dict[str, Any]:
     """The response object; ``call``: the answered call, None while in progress."""
-    body, setting, output = parsed.body, parsed.setting, list[dict[str, Any]]()
+    body, setting, output_items = parsed.body, parsed.setting, list[dict[str, Any]]()
     status: str = "in_progress"
-    used: dict[str, Any] | None = None
+    usage_fields: dict[str, Any] | None = None
     if call is not None:
         [turn] = answers(call)
         status = "incomplete" if turn.finish_reason == "length" else "completed"
-        output, used = _output(turn, parsed), _usage(call)
-    cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
-    blank = {"strict": None, "parameters": None, "description": None}
-    tools = [{**(blank if tool.get("type") == "function" else {}), **tool} for tool in body.get("tools") or ()]
+        output_items, usage_fields = _output(turn, parsed), _usage(call)
+    incomplete_details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+    blank_fields = {"strict": None, "parameters": None, "description": None}
+    tools = [{**(blank_fields if tool.get("type") == "function" else {}), **tool} for tool in body.get("tools") or ()]
     return {
         "id": f"resp_{setting.answer_id}",
         "object": "response",
         "created_at": float(setting.created),
         "status": status,
         "error": None,
-        "incomplete_details": cut,
+        "incomplete_details": incomplete_details,
         "instructions": body.get("instructions"),
         "metadata": {},
         "model": body["model"],
-        "output": output,
+        "output": output_items,
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "previous_response_id": None,
         "temperature": body.get("temperature"),
@@ -257,27 +257,27 @@ def _response(parsed: ParsedRequest, call: RecordedCall | None = None) -> dict[s
         "tools": tools,
         "top_p": body.get("top_p"),
         "max_output_tokens": body.get("max_output_tokens"),
-        "usage": used,
+        "usage": usage_fields,
     }
 
 
 def _output(turn: RecordedTurn, parsed: ParsedRequest) -> list[dict[str, Any]]:
     """Output items of an answer: reasoning, message, calls."""
     setting, tools = parsed.setting, ResponseTools(parsed.body.get("tools"))
-    items = list[dict[str, Any]]()
-    for kind, text in zip(("reasoning", "message"), answer_texts(turn, setting), strict=True):
+    output_items = list[dict[str, Any]]()
+    for item_type, text in zip(("reasoning", "message"), answer_texts(turn, setting), strict=True):
         if text:
-            items.append(_item(kind, text, f"{setting.answer_id}_{len(items)}", "completed"))
+            output_items.append(_item(item_type, text, f"{setting.answer_id}_{len(output_items)}", "completed"))
     for call in turn.message.calls:
-        items.append(tools.item(call, f"{setting.answer_id}_{len(items)}"))
-    return items
+        output_items.append(tools.item(call, f"{setting.answer_id}_{len(output_items)}"))
+    return output_items
 
 
 def _item(kind: str, text: str, identity: str, status: str) -> dict[str, Any]:
     if kind == "reasoning":
         return {"id": f"rs_{identity}", "type": kind, "summary": [], "content": [_part(kind, text)], "status": status}
-    content = [_part(kind, text)]
-    return {"id": f"msg_{identity}", "type": kind, "role": "assistant", "status": status, "content": content}
+    content_parts = [_part(kind, text)]
+    return {"id": f"msg_{identity}", "type": kind, "role": "assistant", "status": status, "content": content_parts}
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:
@@ -287,11 +287,11 @@ def _part(kind: str, text: str) -> dict[str, Any]:
 
 
 def _usage(call: RecordedCall) -> dict[str, Any]:
-    tokens = usage(call)
+    token_counts = usage(call)
     return {
-        "input_tokens": tokens["prompt_tokens"],
+        "input_tokens": token_counts["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens": tokens["completion_tokens"],
+        "output_tokens": token_counts["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": tokens["total_tokens"],
+        "total_tokens": token_counts["total_tokens"],
     }

@@ -30,8 +30,8 @@ _log = logging.getLogger("headway.endpoint")
 def _refusal(status: bytes, error: HttpError) -> bytes:
     """Encode a whole HTTP response to a request that the server refuses before the application."""
     body = error.openai()
-    head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-    return head % (status, len(body)) + body
+    head_format = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+    return head_format % (status, len(body)) + body
 
 
 _TOO_LARGE = _refusal(b"431 Request Header Fields Too Large", HttpError(431, "the head is too large"))
@@ -42,18 +42,18 @@ _TOO_LATE = _refusal(b"408 Request Timeout", HttpError(408, "the request's head 
 async def serving(app: Any, settings: EndpointConfig, listener: socket.socket | None = None) -> AsyncIterator[str]:
     """Serve ``app`` inside the block on ``listener`` (closed at the end), or on a new socket at ``settings.address``.
     Yields the server's address, http://HOST:PORT. Raises ConfigurationError as `listening_socket`."""
-    connections, files = min(settings.connections, _capacity()), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if connections < settings.connections:
+    open_limit, file_limit = min(settings.connections, _capacity()), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if open_limit < settings.connections:
         _log.warning(
             "%d connections may be open: this process may open %d files (ulimit -n), so %d stay open; those that "
-            "were never used are closed for others", settings.connections, files, connections,
+            "were never used are closed for others", settings.connections, file_limit, open_limit,
         )  # fmt: skip
-    connection_limits = {"max_connections": settings.connections, "capacity": connections}
-    limits = {**connection_limits, "timeout_s": settings.body_timeout_s, "idle": dict[_Protocol, None]()}
+    connection_limits = {"max_connections": settings.connections, "capacity": open_limit}
+    protocol_attributes = {**connection_limits, "timeout_s": settings.body_timeout_s, "idle": dict[_Protocol, None]()}
     with closing(listener or listening_socket(settings.address, "endpoint.address")) as listener:
         config = uvicorn.Config(
             app,
-            http=type("Protocol", (_Protocol,), limits),
+            http=type("Protocol", (_Protocol,), protocol_attributes),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -106,23 +106,23 @@ class _Protocol(HttpToolsProtocol):
             transport.abort()
         elif len(self.connections) > self.capacity:
             idle_peers = [peer for peer in self.idle if peer is not self and not peer.transport.get_write_buffer_size()]
-            unused = (peer for peer in reversed(idle_peers) if not peer.messages)
-            closed = next(unused, idle_peers[0] if idle_peers else self)
-            self.idle.pop(closed)
-            closed.transport.abort()
+            unused_peers = (peer for peer in reversed(idle_peers) if not peer.messages)
+            closed_peer = next(unused_peers, idle_peers[0] if idle_peers else self)
+            self.idle.pop(closed_peer)
+            closed_peer.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        messages = self.messages
+        earlier_messages = self.messages
         super().data_received(data)
-        still = self.in_head and messages == self.messages
-        self.unfinished_bytes = self.unfinished_bytes + len(data) if still else 0
+        still_in_head = self.in_head and earlier_messages == self.messages
+        self.unfinished_bytes = self.unfinished_bytes + len(data) if still_in_head else 0
         if self.unfinished_bytes > _HEAD_BYTES:
             self.refuse_head()
-        complete = self.in_head and not self.unfinished_bytes
-        if self.deadline is not None and (complete or messages != self.messages):
+        is_complete = self.in_head and not self.unfinished_bytes
+        if self.deadline is not None and (is_complete or earlier_messages != self.messages):
             self.deadline.cancel()
             self.deadline = None
-        if self.deadline is None and not complete:
+        if self.deadline is None and not is_complete:
             self.deadline = self.loop.call_later(self.timeout_s, self.refuse_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -130,11 +130,11 @@ class _Protocol(HttpToolsProtocol):
         if self.deadline is not None:
             self.deadline.cancel()
         sock = self.transport.get_extra_info("socket")
-        reset = exc is not None or sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
-        for exchange in self.unread:
-            exchange.lost = True
-            if reset and exchange.on_reset is not None:
-                exchange.on_reset()
+        was_reset = exc is not None or sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+        for connection in self.unread:
+            connection.lost = True
+            if was_reset and connection.on_reset is not None:
+                connection.on_reset()
         super().connection_lost(exc)
 
     def on_headers_complete(self) -> None:

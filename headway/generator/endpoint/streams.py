@@ -19,30 +19,30 @@ from headway.tokens.streaming import AnswerStream
 async def stream(exchange: HttpExchange, dialect: Dialect, parsed: ParsedRequest, answering: InflightCall) -> None:
     """Stream the answer of ``answering`` to its end. Raises ClientGone, and the call's error if it fails before the
     stream begins, when the response can still have an error's status."""
-    changed, patience_s = asyncio.Event(), parsed.setting.settings.stream_ping_s
-    leave = answering.join(changed.set)
+    changed_event, patience_s = asyncio.Event(), parsed.setting.settings.stream_ping_s
+    leave = answering.join(changed_event.set)
     try:
-        gone = exchange.gone()
-        gone.add_done_callback(lambda task: changed.set())
+        gone_task = exchange.gone()
+        gone_task.add_done_callback(lambda task: changed_event.set())
         writer = dialect.writer(parsed, answering.call)
         choices = [_Choice(dialect, parsed, answering, n) for n in range(answering.call.request.choices)]
-        await _wait_first(changed, answering, gone, patience_s)
+        await _wait_first(changed_event, answering, gone_task, patience_s)
         if answering.over and answering.error is not None:
             raise answering.error
         await exchange.begin_stream()
         await exchange.write(writer.begin())
         while not answering.over:
             await exchange.write(b"".join(writer.more(choice.increment(answering.partials)) for choice in choices))
-            if gone.done():
+            if gone_task.done():
                 raise ClientGone
-            if not await _wait_change(changed, answering, patience_s):
+            if not await _wait_change(changed_event, answering, patience_s):
                 await exchange.write(writer.ping)
         if answering.error is not None:
             await exchange.end_stream(writer.failed(http_error(answering.error)))
         else:
             turns = answers(answering.call)
-            last = [writer.end(choice.last(turn), turn) for choice, turn in zip(choices, turns, strict=True)]
-            await exchange.end_stream(b"".join([*last, writer.close()]))
+            last_events = [writer.end(choice.last(turn), turn) for choice, turn in zip(choices, turns, strict=True)]
+            await exchange.end_stream(b"".join([*last_events, writer.close()]))
             exchange.note_received(answering.note_received)
     except asyncio.CancelledError:
         if exchange.streaming and not exchange.answered:
@@ -55,7 +55,7 @@ async def stream(exchange: HttpExchange, dialect: Dialect, parsed: ParsedRequest
 async def _wait_first(changed: asyncio.Event, answering: InflightCall, gone: asyncio.Task[None], wait_s: float) -> None:
     """Wait for the first token, the end, or ``wait_s`` without a change. The patience counts only once the
     generator has accepted the call: until then it may be refused, so nothing may be written."""
-    while not (answering.over or gone.done() or any(partial.ids for partial in answering.partials)):
+    while not (answering.over or gone.done() or any(response.ids for response in answering.partials)):
         if not await _wait_change(changed, answering, wait_s if answering.accepted else None):
             return
 
@@ -91,15 +91,15 @@ class _Choice:
         )
 
     def increment(self, partials: list[PartialResponse]) -> Piece:
-        partial = partials[self._number]
-        self._streamed[self._number] = partial.ids
-        return self._piece(*self._stream.push(partial.ids), partial.ids, partial.logprobs)
+        response = partials[self._number]
+        self._streamed[self._number] = response.ids
+        return self._piece(*self._stream.push(response.ids), response.ids, response.logprobs)
 
     def last(self, turn: RecordedTurn) -> Piece:
         setting = self._setting
-        texts = answer_texts(turn, setting) if self._parsed else ("", completion_text(turn, setting))
-        return self._piece(*self._stream.finish(*texts), turn.answer.ids, turn.logprobs)
+        answer_text_pair = answer_texts(turn, setting) if self._parsed else ("", completion_text(turn, setting))
+        return self._piece(*self._stream.finish(*answer_text_pair), turn.answer.ids, turn.logprobs)
 
     def _piece(self, reasoning: str, content: str, ids: IdSequence, logprobs: LogprobSequence) -> Piece:
-        seen, self._tokens = self._tokens, max(self._tokens, len(ids))
-        return Piece(self._number, reasoning, content, ids[seen:], logprobs[seen:])
+        seen_tokens, self._tokens = self._tokens, max(self._tokens, len(ids))
+        return Piece(self._number, reasoning, content, ids[seen_tokens:], logprobs[seen_tokens:])

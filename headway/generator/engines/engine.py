@@ -134,10 +134,10 @@ class Engine(ABC, Generic[Entry]):
 
         Raises ValueError, with none queued, for an id that is already open: its deltas would be ambiguous.
         """
-        ids = [request.request_id for request in requests]
-        taken = [request_id for request_id in ids if request_id in self._open]
-        if taken or len(set(ids)) < len(ids):
-            raise ValueError(f"request ids must be unique among open requests: {taken or ids}")
+        request_ids = [request.request_id for request in requests]
+        open_ids = [request_id for request_id in request_ids if request_id in self._open]
+        if open_ids or len(set(request_ids)) < len(request_ids):
+            raise ValueError(f"request ids must be unique among open requests: {open_ids or request_ids}")
         for request in requests:
             self._accept(request)
         self._note_idleness()
@@ -161,29 +161,29 @@ class Engine(ABC, Generic[Entry]):
         return len(self._deltas)
 
     def _accept(self, request: GenerationRequest) -> None:
-        entry = self._entry(request, self._arrivals)
+        record = self._entry(request, self._arrivals)
         self._arrivals += 1
-        self._open[entry.request_id] = entry
-        error = refusal(request, self.context_tokens, self._vocabulary, self._tokenizer) or self._refusal(entry)
-        if not error and entry.pixels and not self.sees:
-            error = "its prompt has pictures, which this engine can't read; valid: a model of transformers that can"
-        if error:
-            self._end(entry, "error", error, refused=True)
-        elif (ended := entry.already_ended(self._tokenizer, self.context_tokens)) is not None:
-            self._end(entry, ended)
+        self._open[record.request_id] = record
+        reason = refusal(request, self.context_tokens, self._vocabulary, self._tokenizer) or self._refusal(record)
+        if not reason and record.pixels and not self.sees:
+            reason = "its prompt has pictures, which this engine can't read; valid: a model of transformers that can"
+        if reason:
+            self._end(record, "error", reason, refused=True)
+        elif (finish_reason := record.already_ended(self._tokenizer, self.context_tokens)) is not None:
+            self._end(record, finish_reason)
         elif self._compiling is not None and request.sampling.grammar:
-            self._compiling.start(entry)
+            self._compiling.start(record)
             self._take_compiled()
         else:
-            heapq.heappush(self._waiting, entry)
+            heapq.heappush(self._waiting, record)
 
     def _take_compiled(self, *, idle: bool = False) -> None:
         """Queue the requests whose grammars are compiled, and end those whose can't be."""
-        for entry, error, refused in () if self._compiling is None else self._compiling.take(idle=idle):
+        for record, error, refused in () if self._compiling is None else self._compiling.take(idle=idle):
             if error:
-                self._end(entry, "error", error, refused=refused)
+                self._end(record, "error", error, refused=refused)
             else:
-                heapq.heappush(self._waiting, entry)
+                heapq.heappush(self._waiting, record)
 
     def _end(self, entry: Entry, reason: FinishReason, error: str = "", *, refused: bool = False) -> None:
         """End a request with its last delta. ``refused``: the request itself is at fault."""
@@ -207,11 +207,11 @@ class Engine(ABC, Generic[Entry]):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Count the time inside the block as paused, not as idle: no request could have been decoded."""
-        started = self._now()
+        started_s = self._now()
         try:
             yield
         finally:
-            pause_s = self._now() - started
+            pause_s = self._now() - started_s
             self._paused_s += pause_s
             if self._idle_since is not None:
                 self._idle_since += pause_s

@@ -35,26 +35,26 @@ class CompilingGrammars(Generic[Entry]):
 
     def discard(self, entry: Entry) -> bool:
         """Forget a request; returns whether it waited here."""
-        if (pending := self._waiting.pop(entry, None)) is None:
+        if (pending_compile := self._waiting.pop(entry, None)) is None:
             return False
-        return pending[0].cancel() or True
+        return pending_compile[0].cancel() or True
 
     def take(self, *, idle: bool = False) -> Iterator[tuple[Entry, str, bool]]:
         """Yield (request, error, whether its grammar is at fault) for each request that waits no longer; error "": it
         has its matcher. ``idle``: wait a moment for the first."""
         if idle and self._waiting:
             wait([future for future, _ in self._waiting.values()], _PAUSE_S, FIRST_COMPLETED)
-        late = self._now()
-        for entry, (future, until) in list(self._waiting.items()):
-            if not future.done() and late < until:
+        now_s = self._now()
+        for waiter, (future, deadline_s) in list(self._waiting.items()):
+            if not future.done() and now_s < deadline_s:
                 continue
-            del self._waiting[entry]
+            del self._waiting[waiter]
             if not future.done():
                 future.cancel()
-                yield entry, f"grammar: it wasn't compiled within {COMPILE_S:.0f} s, others' before it included", False
+                yield waiter, f"grammar: it wasn't compiled within {COMPILE_S:.0f} s, others' before it included", False
             elif (error := future.exception()) is None:
-                entry.matcher = future.result()
-                yield entry, "", False
+                waiter.matcher = future.result()
+                yield waiter, "", False
             else:  # GrammarRefused, or any other error of the library
-                refused = isinstance(error, GrammarRefused)
-                yield entry, str(error) if refused else f"grammar: {error!r}", refused
+                is_refused = isinstance(error, GrammarRefused)
+                yield waiter, str(error) if is_refused else f"grammar: {error!r}", is_refused

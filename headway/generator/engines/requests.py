@@ -60,56 +60,56 @@ class EngineRequest:
     @property
     def truncated(self) -> bool:
         """Whether top-p or top-k restrict what is sampled."""
-        how = self.sampling
-        return how.temperature > 0 and (how.top_p < 1 or how.top_k > 0)
+        sampling = self.sampling
+        return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
 
     def take_kept(self, tokens: int, item_bytes: int) -> dict[str, TokenRows]:
         """Return the rows of kept sets that its caller lacks, of a sequence of ``tokens`` tokens; {} if none."""
         if not self.kept:
             return {}
-        lengths = np.zeros(tokens - self.kept_rows, RowLengths.dtype)  # 0 for tokens that the request came with
-        lengths[len(lengths) - len(self.kept) :] = [len(ids) for ids in self.kept]
-        values = np.concatenate(self.kept).astype(f"<u{item_bytes}").view(RowBytes.dtype)
+        set_lengths = np.zeros(tokens - self.kept_rows, RowLengths.dtype)  # 0 for tokens that the request came with
+        set_lengths[len(set_lengths) - len(self.kept) :] = [len(ids) for ids in self.kept]
+        id_bytes = np.concatenate(self.kept).astype(f"<u{item_bytes}").view(RowBytes.dtype)
         self.kept, self.kept_rows = [], tokens
-        return {KEPT: TokenRows(RowLengths.view(lengths), RowBytes.view(values), item_bytes)}
+        return {KEPT: TokenRows(RowLengths.view(set_lengths), RowBytes.view(id_bytes), item_bytes)}
 
     def already_ended(self, tokenizer: Tokenizer | None, context_tokens: int) -> FinishReason | None:
         """Return the finish reason of a resumed request with nothing left to sample, else None. Sets up its stop
         strings."""
-        response, how = self.response, self.sampling
-        if how.stop and tokenizer is not None:
-            self.stop_strings = IncrementalDecoder(tokenizer, how.stop)
+        response, sampling = self.response, self.sampling
+        if sampling.stop and tokenizer is not None:
+            self.stop_strings = IncrementalDecoder(tokenizer, sampling.stop)
             for token in response:
                 if self.stop_strings.push(token):
                     return "stop"
-        if response and response[-1] in how.stop_token_ids:
+        if response and response[-1] in sampling.stop_token_ids:
             return "stop"
-        if len(response) >= how.max_tokens or self.tokens >= context_tokens:
+        if len(response) >= sampling.max_tokens or self.tokens >= context_tokens:
             return "length"
         return None
 
 
 def refusal(request: GenerationRequest, context_tokens: int, vocabulary: int, tokenizer: Tokenizer | None) -> str:
     """Return why no engine can serve this request, or "" if valid."""
-    how = request.sampling
-    prompt, partial = TokenIds(request.prompt_ids), TokenIds(request.partial.ids)
-    if not prompt:
+    sampling = request.sampling
+    prompt_ids, partial_ids = TokenIds(request.prompt_ids), TokenIds(request.partial.ids)
+    if not prompt_ids:
         return "the prompt is empty"
-    if len(prompt) >= context_tokens:
-        return f"prompt of {len(prompt)} tokens fills the context of {context_tokens}"
-    for name, ids in (("prompt", prompt), ("partial", partial)):
+    if len(prompt_ids) >= context_tokens:
+        return f"prompt of {len(prompt_ids)} tokens fills the context of {context_tokens}"
+    for sequence_name, ids in (("prompt", prompt_ids), ("partial", partial_ids)):
         if ids and not (ids.array.min() >= 0 and ids.array.max() < vocabulary):
-            return f"{name} has a token id outside 0..{vocabulary - 1}"
-    if how.temperature != 0 and not LOWEST_TEMPERATURE <= how.temperature < math.inf:
-        return f"temperature = {how.temperature}: must be 0, or finite and >= {LOWEST_TEMPERATURE}"
-    if not 0 < how.top_p <= 1:
-        return f"top_p = {how.top_p}: must be in (0, 1]"
-    if how.top_k < 0:
-        return f"top_k = {how.top_k}: must be >= 0"
-    if how.max_tokens < 1:
-        return f"max_tokens = {how.max_tokens}: must be >= 1"
-    if how.kept_sets < 0:
-        return f"kept_sets = {how.kept_sets}: must be >= 0"
-    if (how.stop or how.grammar) and tokenizer is None:
-        return f"{'stop strings' if how.stop else 'grammars'} need a tokenizer"
+            return f"{sequence_name} has a token id outside 0..{vocabulary - 1}"
+    if sampling.temperature != 0 and not LOWEST_TEMPERATURE <= sampling.temperature < math.inf:
+        return f"temperature = {sampling.temperature}: must be 0, or finite and >= {LOWEST_TEMPERATURE}"
+    if not 0 < sampling.top_p <= 1:
+        return f"top_p = {sampling.top_p}: must be in (0, 1]"
+    if sampling.top_k < 0:
+        return f"top_k = {sampling.top_k}: must be >= 0"
+    if sampling.max_tokens < 1:
+        return f"max_tokens = {sampling.max_tokens}: must be >= 1"
+    if sampling.kept_sets < 0:
+        return f"kept_sets = {sampling.kept_sets}: must be >= 0"
+    if (sampling.stop or sampling.grammar) and tokenizer is None:
+        return f"{'stop strings' if sampling.stop else 'grammars'} need a tokenizer"
     return ""

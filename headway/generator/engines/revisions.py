@@ -42,12 +42,13 @@ class Revisions(Generic[R]):
 
     def held(self, name: str, version: int) -> R | None:
         """Return the newest registered revision of this adapter and version; None if there is none."""
-        key = (name or POLICY_ADAPTER, version)
-        matches = [revision for revision in self._by_update.values() if (revision.name, revision.version) == key]
+        identity = (name or POLICY_ADAPTER, version)
+        matches = [revision for revision in self._by_update.values() if (revision.name, revision.version) == identity]
         return matches[-1] if matches else None
 
     def of(self, update: int) -> R | None:
-        """Return the revision that this update made; None if it was an update of the model."""
+        """Return the adapter revision that update number ``update`` made; None if that update changed the model, or the
+        revision is unloaded."""
         return self._by_update.get(update)
 
     def unknown(self, name: str) -> str:
@@ -58,8 +59,8 @@ class Revisions(Generic[R]):
         """Drop the revisions that are neither newest nor held by one of the open ``requests``."""
         if len(self._by_update) == len(self._newest):
             return
-        kept = {revision.update for revision in self._newest.values()} | {request.update for request in requests}
-        for update in [update for update in self._by_update if update not in kept]:
+        in_use = {revision.update for revision in self._newest.values()} | {request.update for request in requests}
+        for update in [update for update in self._by_update if update not in in_use]:
             del self._by_update[update]
 
     @property

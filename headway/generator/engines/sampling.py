@@ -70,18 +70,18 @@ class Sampled(NamedTuple):
 
     def host(self) -> tuple[NDArray[np.int64], NDArray[np.float32], dict[int, NDArray[np.int32] | int]]:
         """Return tokens and log-probabilities on the host, and by row the kept set, or its size if it is too large."""
-        tokens, sets = self.tokens.cpu().numpy(), dict[int, NDArray[np.int32] | int]()
+        tokens, kept_by_row = self.tokens.cpu().numpy(), dict[int, NDArray[np.int32] | int]()
         if self.kept is not None and self.sizes is not None and self.ids is not None:
             rows, limits, sizes = (tensor.cpu().numpy() for tensor in (self.kept.rows, self.kept.max_kept, self.sizes))
-            for n in np.flatnonzero((limits > 0) & (sizes > limits)):
-                sets[int(rows[n])] = int(sizes[n])
-            returned = np.flatnonzero((limits > 0) & (sizes >= 0) & (sizes <= limits))
-            ends = sizes[returned].cumsum()
-            if len(ends):
-                ids, first = self.ids[: int(ends[-1])].cpu().numpy().copy(), 0
-                for row, end in zip(rows[returned].tolist(), ends.tolist(), strict=True):
-                    sets[row], first = ids[first:end], end
-        return tokens[0].astype(np.int64), tokens[1], sets
+            for index in np.flatnonzero((limits > 0) & (sizes > limits)):
+                kept_by_row[int(rows[index])] = int(sizes[index])
+            returned_rows = np.flatnonzero((limits > 0) & (sizes >= 0) & (sizes <= limits))
+            set_ends = sizes[returned_rows].cumsum()
+            if len(set_ends):
+                ids, set_start = self.ids[: int(set_ends[-1])].cpu().numpy().copy(), 0
+                for row, set_end in zip(rows[returned_rows].tolist(), set_ends.tolist(), strict=True):
+                    kept_by_row[row], set_start = ids[set_start:set_end], set_end
+        return tokens[0].astype(np.int64), tokens[1], kept_by_row
 
 
 def sample_tokens(logits_nv: Tensor, how: RowSampling) -> Sampled:
@@ -91,20 +91,20 @@ def sample_tokens(logits_nv: Tensor, how: RowSampling) -> Sampled:
     top-p or top-k restrict what is sampled, unless a row asks for it over the kept ids. A row's result does not
     depend on the other rows' parameters.
     """
-    fast, kept, n = native.active(logits_nv), how.kept, len(logits_nv)
-    if kept is not None and len(kept.rows) == n:
-        out = torch.empty(2, n, device=logits_nv.device)
-    elif fast is not None:
-        out = fast.sample(logits_nv, how.temperature_n, how.uniform_n)
+    kernels, kept_rows, n = native.active(logits_nv), how.kept, len(logits_nv)
+    if kept_rows is not None and len(kept_rows.rows) == n:
+        tokens_2n = torch.empty(2, n, device=logits_nv.device)
+    elif kernels is not None:
+        tokens_2n = kernels.sample(logits_nv, how.temperature_n, how.uniform_n)
     else:
-        out = _sample(logits_nv, how)
-    if kept is None:
-        return Sampled(out)
-    if fast is not None:
-        sizes, ids = fast.sample_kept(logits_nv, how.temperature_n, how.uniform_n, out, kept)
+        tokens_2n = _sample(logits_nv, how)
+    if kept_rows is None:
+        return Sampled(tokens_2n)
+    if kernels is not None:
+        sizes, ids = kernels.sample_kept(logits_nv, how.temperature_n, how.uniform_n, tokens_2n, kept_rows)
     else:
-        sizes, ids = _sample_kept(logits_nv, how, kept, out)
-    return Sampled(out, kept, sizes, ids)
+        sizes, ids = _sample_kept(logits_nv, how, kept_rows, tokens_2n)
+    return Sampled(tokens_2n, kept_rows, sizes, ids)
 
 
 def _sample(logits_nv: Tensor, how: RowSampling) -> Tensor:
@@ -131,17 +131,17 @@ def _sample_kept(logits_nv: Tensor, how: RowSampling, kept: KeptRows, out: Tenso
     whole_mv = _scaled(logits_nv[rows], None if how.temperature_n is None else how.temperature_n[rows])
     logits_mv = whole_mv
     if kept.masks is not None:
-        bits = torch.arange(32, dtype=torch.int32, device=rows.device)
-        allowed_mv = (kept.masks[:, :, None] >> bits & 1).bool().flatten(1)[:, :v]
+        bit_index = torch.arange(32, dtype=torch.int32, device=rows.device)
+        allowed_mv = (kept.masks[:, :, None] >> bit_index & 1).bool().flatten(1)[:, :v]
         logits_mv = whole_mv.masked_fill(~allowed_mv, -torch.inf)
     sizes = torch.full_like(rows, -1)
-    truncated = (~kept.greedy & ((kept.top_p < 1) | (kept.top_k < v))).nonzero()[:, 0]
-    if len(truncated):
-        mass_rv = torch.softmax(logits_mv[truncated], dim=-1)
-        kept_rv = _most_likely(mass_rv, kept.top_p[truncated], kept.top_k[truncated])
-        logits_mv = logits_mv.index_put((truncated,), logits_mv[truncated].masked_fill(~kept_rv, -torch.inf))
-        sizes[truncated] = kept_rv.sum(-1)
-        ids = kept_rv[sizes[truncated] <= kept.max_kept[truncated]].nonzero()[:, 1].int()
+    truncated_rows = (~kept.greedy & ((kept.top_p < 1) | (kept.top_k < v))).nonzero()[:, 0]
+    if len(truncated_rows):
+        mass_rv = torch.softmax(logits_mv[truncated_rows], dim=-1)
+        kept_rv = _most_likely(mass_rv, kept.top_p[truncated_rows], kept.top_k[truncated_rows])
+        logits_mv = logits_mv.index_put((truncated_rows,), logits_mv[truncated_rows].masked_fill(~kept_rv, -torch.inf))
+        sizes[truncated_rows] = kept_rv.sum(-1)
+        ids = kept_rv[sizes[truncated_rows] <= kept.max_kept[truncated_rows]].nonzero()[:, 1].int()
     else:
         ids = torch.empty(0, dtype=torch.int32, device=rows.device)
     logprobs_mv = torch.log_softmax(logits_mv, dim=-1)

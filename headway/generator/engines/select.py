@@ -39,9 +39,9 @@ def build_engine(settings: EngineSettings, context: WorkerContext) -> Engine[Any
         engine = _vllm_server(settings, context.device)
     else:
         engine = _hf(settings, context) if in_transformers else _torch(settings, context)
-    folder = settings.offload_directory
-    if engine.memory is not None and folder and Path(folder).is_dir():
-        engine.memory.directory = folder
+    offload_folder = settings.offload_directory
+    if engine.memory is not None and offload_folder and Path(offload_folder).is_dir():
+        engine.memory.directory = offload_folder
     return engine
 
 
@@ -64,8 +64,8 @@ def _torch(settings: EngineSettings, context: WorkerContext) -> TorchEngine:
 
 def _require_served(settings: EngineSettings) -> None:
     """Raise ConfigurationError for settings that exclude sampling from a model that runs in transformers."""
-    if refused := transformers_refusal(settings.engine, bool(settings.adapters)):
-        raise ConfigurationError(f"generator.engine = {refused}")
+    if refusal := transformers_refusal(settings.engine, bool(settings.adapters)):
+        raise ConfigurationError(f"generator.engine = {refusal}")
     if settings.quantization:
         raise ConfigurationError(
             f"model.quantization = {settings.quantization!r} on a model that runs in transformers can't be sampled "
@@ -78,8 +78,8 @@ def _hf(settings: EngineSettings, context: WorkerContext) -> Engine[Any]:
     from headway.models.hf.model import load_hf
 
     device = torch.device(context.device.torch_device())
-    narrow = settings.dtype == "bfloat16" and device.type == "cpu" and not cpu_multiplies_bfloat16()
-    dtype = "float32" if narrow else settings.dtype  # as `load_for_generation`
+    lacks_bfloat16 = settings.dtype == "bfloat16" and device.type == "cpu" and not cpu_multiplies_bfloat16()
+    dtype = "float32" if lacks_bfloat16 else settings.dtype  # as `load_for_generation`
     model = load_hf(settings.model_path, dtype, device, settings.trust_remote_code)
     path, seed = settings.model_path, settings.seed
     adapters = {name: open_hf_adapter(model, path, config, seed) for name, config in settings.adapters.items()}
@@ -119,27 +119,27 @@ def _vllm_server(settings: EngineSettings, device: Device) -> Engine[Any]:
     from headway.generator.engines.vllm.server_engine import VllmServerEngine
     from headway.generator.engines.vllm.server_info import connect
 
-    published = PublishedModel.of(_model_config(settings))
-    published.load(settings.dtype)
-    settings, managed = _with_context(settings, published.shape.max_positions), device.kind != "server"
-    if managed and settings.kv_capacity_tokens is not None:  # one request must always fit alone
+    published_model = PublishedModel.of(_model_config(settings))
+    published_model.load(settings.dtype)
+    settings, is_managed = _with_context(settings, published_model.shape.max_positions), device.kind != "server"
+    if is_managed and settings.kv_capacity_tokens is not None:  # one request must always fit alone
         settings = _with_context(settings, settings.kv_capacity_tokens)
-    adapters = VllmAdapters(settings, published) if settings.adapters else None
-    arguments = adapters.arguments if adapters is not None else {}
-    if managed:
-        _require_heads(settings, published.shape, device)
-        server = start_server(settings, published.shape, device, arguments)
+    adapters = VllmAdapters(settings, published_model) if settings.adapters else None
+    adapter_arguments = adapters.arguments if adapters is not None else {}
+    if is_managed:
+        _require_heads(settings, published_model.shape, device)
+        server = start_server(settings, published_model.shape, device, adapter_arguments)
     else:
         server = VllmServer(device.address)
-    served = connect(
+    server_info = connect(
         server,
         slots=settings.slots,
         context_tokens=settings.max_context_tokens,
-        adapters=arguments,
-        again=settings.restarted or managed,
+        adapters=adapter_arguments,
+        again=settings.restarted or is_managed,
     )
-    engine = VllmServerEngine(server, served, published, settings, _tokenizer(settings), adapters)
-    engine.bias = _bias(settings, published.shape)
+    engine = VllmServerEngine(server, server_info, published_model, settings, _tokenizer(settings), adapters)
+    engine.bias = _bias(settings, published_model.shape)
     return engine
 
 
@@ -150,31 +150,31 @@ def _vllm(settings: EngineSettings, device: Device) -> Engine[Any]:
     from headway.generator.engines.vllm.reference import PublishedModel
 
     prepare_process(device, settings.engine_arguments.get("tensor_parallel_size", 1))
-    chosen = _model_config(settings)
-    model = read_config(chosen)
-    _require_heads(settings, model, device)
-    settings = _with_context(settings, model.max_positions)
+    model_config = _model_config(settings)
+    shape = read_config(model_config)
+    _require_heads(settings, shape, device)
+    settings = _with_context(settings, shape.max_positions)
     if settings.kv_capacity_tokens is not None:  # one request must always fit alone
         settings = _with_context(settings, settings.kv_capacity_tokens)
     adapters = None
     if settings.adapters:
-        published = PublishedModel.of(chosen)
-        published.load(settings.dtype)
-        adapters = VllmAdapters(settings, published)
-    arguments = engine_arguments(settings, model, device) | (adapters.arguments if adapters is not None else {})
-    choice = {"implementation": chosen.implementation, "trust_remote_code": chosen.trust_remote_code}
-    core, tokenizer = VllmCore(arguments, choice), _tokenizer(settings)
-    engine = VllmEngine(core, settings, model.vocabulary_size, tokenizer, adapters, mixture=model.has_experts)
-    engine.bias = _bias(settings, model)
+        published_model = PublishedModel.of(model_config)
+        published_model.load(settings.dtype)
+        adapters = VllmAdapters(settings, published_model)
+    arguments = engine_arguments(settings, shape, device) | (adapters.arguments if adapters is not None else {})
+    model_choice = {"implementation": model_config.implementation, "trust_remote_code": model_config.trust_remote_code}
+    core, tokenizer = VllmCore(arguments, model_choice), _tokenizer(settings)
+    engine = VllmEngine(core, settings, shape.vocabulary_size, tokenizer, adapters, mixture=shape.has_experts)
+    engine.bias = _bias(settings, shape)
     return engine
 
 
 def _require_heads(settings: EngineSettings, model: DecoderConfig | HfConfig, device: Device) -> None:
     """Raise ConfigurationError for a model that vLLM doesn't compute on this device."""
     if isinstance(model, DecoderConfig):
-        mixture = bool(settings.adapters) and model.mixture is not None
-        if refused := cpu_refusal(settings.engine, (str(device),), model.head_dim, mixture):
-            raise ConfigurationError(f"generator.engine = {refused}")
+        has_mixture = bool(settings.adapters) and model.mixture is not None
+        if refusal := cpu_refusal(settings.engine, (str(device),), model.head_dim, has_mixture):
+            raise ConfigurationError(f"generator.engine = {refusal}")
 
 
 def _bias(settings: EngineSettings, model: DecoderConfig | HfConfig) -> dict[int, float]:
@@ -185,8 +185,8 @@ def _bias(settings: EngineSettings, model: DecoderConfig | HfConfig) -> dict[int
 
     from headway.models.hf.model import placeholders_of
 
-    keys: dict[str, Any] = {"local_files_only": True, "trust_remote_code": settings.trust_remote_code}
-    config = AutoConfig.from_pretrained(settings.model_path, **keys)
+    load_options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": settings.trust_remote_code}
+    config = AutoConfig.from_pretrained(settings.model_path, **load_options)
     return dict.fromkeys(placeholders_of(config, model.vocabulary_size), -100.0)  # the least that vLLM takes
 
 

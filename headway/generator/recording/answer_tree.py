@@ -48,11 +48,11 @@ class RecordedTurn:
     @property
     def sent(self) -> Message:
         """The message as a client sends it back, with the beginning that its own request gave."""
-        begun, message = self.begun, self.message
-        if begun is None:
+        begun_message, message = self.begun, self.message
+        if begun_message is None:
             return message
-        reasoning = begun.reasoning or message.reasoning
-        return assistant_message(begun.content + message.content, reasoning, message.calls, message.name)
+        reasoning = begun_message.reasoning or message.reasoning
+        return assistant_message(begun_message.content + message.content, reasoning, message.calls, message.name)
 
     @property
     def path(self) -> list[RecordedTurn]:
@@ -72,10 +72,10 @@ class RecordedTurn:
     def read_as_fed(self, text: str) -> int | None:
         """Character offset of this answer in a prompt's ``text``; None unless that begins with the answer's prompt."""
         offset = 0
-        for step in self.path:
-            if not text.startswith(step.text, offset):
+        for turn in self.path:
+            if not text.startswith(turn.text, offset):
                 return None
-            offset += len(step.text)
+            offset += len(turn.text)
         return offset
 
 
@@ -159,52 +159,52 @@ def branches_of(turns: Sequence[RecordedTurn]) -> tuple[Branch, ...]:
     Each answer carries loss in the first sequence that contains it; the tokens before it are the same in all of them.
     An answer that no client received is masked where others continue it, and left out elsewhere.
     """
-    continued: set[int] = set()  # numbers of answers that a received one continues
-    ends: list[RecordedTurn] = []
+    continued_numbers: set[int] = set()  # numbers of answers that a received one continues
+    end_turns: list[RecordedTurn] = []
     for turn in reversed(turns):  # children have higher numbers than their parents
-        if turn.received and turn.number not in continued:
-            ends.append(turn)
-        if turn.parent is not None and (turn.received or turn.number in continued):
-            continued.add(turn.parent.number)
-    if not ends:
+        if turn.received and turn.number not in continued_numbers:
+            end_turns.append(turn)
+        if turn.parent is not None and (turn.received or turn.number in continued_numbers):
+            continued_numbers.add(turn.parent.number)
+    if not end_turns:
         return ()
-    trunk = max(ends, key=lambda turn: (turn.call, -turn.choice))
-    ends.remove(trunk)
-    ends.sort(key=lambda turn: (turn.call, turn.choice))  # turns are in order of completion
-    learned: set[int] = set()
+    trunk = max(end_turns, key=lambda turn: (turn.call, -turn.choice))
+    end_turns.remove(trunk)
+    end_turns.sort(key=lambda turn: (turn.call, turn.choice))  # turns are in order of completion
+    loss_numbers: set[int] = set()
     branches: list[Branch] = []
-    for end in (trunk, *ends):
-        path = end.path
-        loss_turns = [turn for turn in path if turn.number not in learned]  # the path's answers from some point on
-        learned |= {turn.number for turn in loss_turns}
+    for end_turn in (trunk, *end_turns):
+        path = end_turn.path
+        loss_turns = [turn for turn in path if turn.number not in loss_numbers]  # the path's answers from some point on
+        loss_numbers |= {turn.number for turn in loss_turns}
         prefix_turns = path[: len(path) - len(loss_turns)]
         branches.append(_branch(prefix_turns, loss_turns))
     return tuple(branches)
 
 
 def _branch(prefix_turns: Sequence[RecordedTurn], loss_turns: Sequence[RecordedTurn]) -> Branch:
-    block, ends, known = TokenBlock(), list[int](), 0
-    grammars: dict[str, tuple[tuple[int, int], ...]] = {}
+    token_block, turn_ends, known_rows = TokenBlock(), list[int](), 0
+    runs_by_grammar: dict[str, tuple[tuple[int, int], ...]] = {}
     for turn in (*prefix_turns, *loss_turns):
-        block.append_rows(turn.token_rows, known)
-        known += _new_rows(turn)
+        token_block.append_rows(turn.token_rows, known_rows)
+        known_rows += _new_rows(turn)
     for turn in loss_turns:
         if turn is not loss_turns[0]:
-            ends.append(len(block) + len(turn.context_ids))
-            block.append_reply(turn.context_ids)
+            turn_ends.append(len(token_block) + len(turn.context_ids))
+            token_block.append_reply(turn.context_ids)
         if turn.grammar:
-            run = (len(block), len(block) + len(turn.answer.ids))
-            grammars[turn.grammar] = (*grammars.get(turn.grammar, ()), run)
-        block.extend(turn.answer.ids, turn.logprobs, turn.versions, learned=turn.received)
-    ends.append(len(block))
+            token_run = (len(token_block), len(token_block) + len(turn.answer.ids))
+            runs_by_grammar[turn.grammar] = (*runs_by_grammar.get(turn.grammar, ()), token_run)
+        token_block.extend(turn.answer.ids, turn.logprobs, turn.versions, learned=turn.received)
+    turn_ends.append(len(token_block))
     return Branch(
         prompt_ids=TokenIds.joined((_ids_of(prefix_turns), loss_turns[0].context_ids)),
-        response_ids=block.ids,
-        response_logprobs=block.logprobs,
-        response_mask=block.mask,
-        versions=block.versions,
-        token_rows=block.token_rows,
-        grammars=grammars,
-        turn_ends=tuple(ends),
+        response_ids=token_block.ids,
+        response_logprobs=token_block.logprobs,
+        response_mask=token_block.mask,
+        versions=token_block.versions,
+        token_rows=token_block.token_rows,
+        grammars=runs_by_grammar,
+        turn_ends=tuple(turn_ends),
         finish_reason="stop" if loss_turns[-1].own_limit else loss_turns[-1].finish_reason,
     )

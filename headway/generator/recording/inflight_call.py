@@ -40,8 +40,8 @@ class InflightCall:
         self._listeners: set[Callable[[], object]] = set()
         self._unaccepted = set(range(call.request.choices))
         for turn in call.turns or (None,) * call.request.choices:
-            done = turn is not None and PartialResponse(ids=turn.answer.ids, logprobs=turn.logprobs)
-            self.partials.append(done or PartialResponse())
+            answered_response = turn is not None and PartialResponse(ids=turn.answer.ids, logprobs=turn.logprobs)
+            self.partials.append(answered_response or PartialResponse())
 
     def begin(self, sample: SampleTurn, client: ClientSampling, timeout_s: float) -> None:
         """Start sampling; the call fails after ``timeout_s`` seconds."""
@@ -60,7 +60,7 @@ class InflightCall:
     @property
     def undelivered(self) -> list[GenerationResult]:
         """Tokens sampled so far, as aborted results."""
-        return [GenerationResult(request_id="", response=p, finish_reason="abort") for p in self.partials]
+        return [GenerationResult(request_id="", response=response, finish_reason="abort") for response in self.partials]
 
     def note_received(self, received: bool = True) -> None:
         """See `Recorder.note_received`."""
@@ -95,8 +95,8 @@ class InflightCall:
 
     def _extends_streamed(self, choice: int, partial: PartialResponse) -> bool:
         """Whether ``partial`` begins with the tokens of this choice that were sent to a client."""
-        streamed = self.streamed[choice]
-        return partial.ids[: len(streamed)] == streamed
+        streamed_ids = self.streamed[choice]
+        return partial.ids[: len(streamed_ids)] == streamed_ids
 
     def _notify_listeners(self) -> None:
         for listener in tuple(self._listeners):
@@ -111,19 +111,19 @@ class InflightCall:
     async def _answer(self, sample: SampleTurn, client: ClientSampling, timeout_s: float) -> None:
         recorder, call = self._recorder, self.call
         try:
-            async with asyncio.timeout(timeout_s) as limit:
+            async with asyncio.timeout(timeout_s) as timeout:
                 results = await self._sampled(sample, client)
-            failed = next((r for r in results if r.finish_reason not in ("stop", "length")), None)
-            if failed is not None:
+            failed_result = next((result for result in results if result.finish_reason not in ("stop", "length")), None)
+            if failed_result is not None:
                 recorder.abandon(call, results)
-                self.error = _failure(call, failed)
+                self.error = _failure(call, failed_result)
                 return
             recorder.commit(call, results)
             if call.state != "answered":
                 self.error = RequestRefused("this rollout has ended", code="rollout_closed")
         except Exception as error:  # the one capture point of a call: listeners get the error
-            late = isinstance(error, TimeoutError) and limit.expired()
-            self.error = CallFailed(f"no answer within {timeout_s:g} s", timeout=True) if late else error
+            timed_out = isinstance(error, TimeoutError) and timeout.expired()
+            self.error = CallFailed(f"no answer within {timeout_s:g} s", timeout=True) if timed_out else error
 
     async def _sampled(self, sample: SampleTurn, client: ClientSampling) -> list[GenerationResult]:
         """Sample all choices concurrently; returns a result for each. The first error cancels the others."""
@@ -148,18 +148,18 @@ class InflightCall:
                 adapter=call.request.adapter,
                 rows_known=rows_known(call.planned.parent),
             )
-            result = await sample(turn_request, on_partial)
-            if not self._extends_streamed(choice, result.response):
+            choice_result = await sample(turn_request, on_partial)
+            if not self._extends_streamed(choice, choice_result.response):
                 raise CallFailed(_VOID)
-            self.partials[choice] = result.response
-            return result
+            self.partials[choice] = choice_result.response
+            return choice_result
 
         if call.request.choices == 1:
             return [await sample_choice(0)]
         tasks = [asyncio.create_task(sample_choice(choice)) for choice in range(call.request.choices)]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
+            done_tasks, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done_tasks:
                 task.result()
             return [task.result() for task in tasks]
         finally:
@@ -168,7 +168,7 @@ class InflightCall:
 
 def _failure(call: RecordedCall, result: GenerationResult) -> Exception:
     """Error of a call whose choice ended with ``result``."""
-    why = result.error or f"the generator ended it ({result.finish_reason})"
+    reason = result.error or f"the generator ended it ({result.finish_reason})"
     if result.refused:
-        return RequestRefused(why, param=call.request.param)
-    return CallFailed(why)
+        return RequestRefused(reason, param=call.request.param)
+    return CallFailed(reason)

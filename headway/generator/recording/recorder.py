@@ -119,8 +119,8 @@ class Recorder:
     def _cuts_noted(self) -> Iterator[None]:
         try:
             yield
-        except RequestRefused as refused:
-            self._cut |= refused.code in ("context_length_exceeded", "rollout_limit_exceeded")
+        except RequestRefused as refusal:
+            self._cut |= refusal.code in ("context_length_exceeded", "rollout_limit_exceeded")
             raise
 
     def commit(self, call: RecordedCall, results: Sequence[GenerationResult]) -> None:
@@ -182,13 +182,13 @@ class Recorder:
         self._closed = True
         for call in list(self._open):
             self.abandon(call)
-        lost = [turn for call in self._unread.values() for turn in call.turns if turn is not None]
+        unread_turns = [turn for call in self._unread.values() for turn in call.turns if turn is not None]
         conversation = RecordedConversation(
             branches=branches_of(self._turns),
-            turns=len(self._turns) - len(lost),
+            turns=len(self._turns) - len(unread_turns),
             calls=sum(self._causes.values()),
             abandoned_calls=self._abandoned_calls + len(self._unread),
-            abandoned_tokens=self._abandoned_tokens + sum(len(turn.answer.ids) for turn in lost),
+            abandoned_tokens=self._abandoned_tokens + sum(len(turn.answer.ids) for turn in unread_turns),
             causes=dict(+self._causes),
             cut=self._cut,
             first_token_s=self._first_token_s,
@@ -211,7 +211,7 @@ class Recorder:
         chat, limit = self.chat, self._context_tokens
         if isinstance(request.prompt, tuple):
             return self._find_parent_of_ids(TokenIds(request.prompt), request.adapter)
-        raw = request.prompt is not None
+        is_raw = request.prompt is not None
         if request.prompt is not None:
             text, candidates = request.prompt, self._raw_candidates(keys[0])
         else:
@@ -222,57 +222,57 @@ class Recorder:
         for turn, answered in candidates:
             offset = turn.read_as_fed(text)
             if offset is None:
-                rewritten |= answered and not raw
+                rewritten |= answered and not is_raw
                 continue
-            if not answered and raw and offset < len(text):  # a token may cross the end of the shared prompt
+            if not answered and is_raw and offset < len(text):  # a token may cross the end of the shared prompt
                 continue
             if not answered:  # the same prompt, continued differently
-                more = chat.encode_after(turn.context_ids[-1] if turn.context_ids else None, text[offset:], limit)
-                cause: Cause = "rewritten" if rewritten else "branched" if more else "sibling"
-                return turn.parent, text[turn.start :], turn.context_ids + more, cause
-            behind = chat.answer_end(turn.answer, text, offset, exactly=raw, tools=request.tools)
-            if behind is None:
-                rewritten |= not raw
+                more_ids = chat.encode_after(turn.context_ids[-1] if turn.context_ids else None, text[offset:], limit)
+                cause: Cause = "rewritten" if rewritten else "branched" if more_ids else "sibling"
+                return turn.parent, text[turn.start :], turn.context_ids + more_ids, cause
+            end_offset = chat.answer_end(turn.answer, text, offset, exactly=is_raw, tools=request.tools)
+            if end_offset is None:
+                rewritten |= not is_raw
                 continue
-            ids = TokenIds(chat.encode_after(turn.answer.ids[-1], text[behind:], limit))
+            ids = TokenIds(chat.encode_after(turn.answer.ids[-1], text[end_offset:], limit))
             return turn, text[offset:], ids, "rewritten" if rewritten else "branched" if turn.children else "continued"
-        prompt_ids = chat.tokenizer.encode_prompt(text, limit) if raw else chat.encode(text, limit)
+        prompt_ids = chat.tokenizer.encode_prompt(text, limit) if is_raw else chat.encode(text, limit)
         return None, text, TokenIds(prompt_ids), "rewritten" if rewritten else "branched" if self._roots else "start"
 
     def _find_parent_of_ids(self, prompt: TokenIds, adapter: str) -> tuple[RecordedTurn | None, str, TokenIds, Cause]:
         """Find the longest path of an adapter that a prompt of token ids begins with; returns as `_find_parent`."""
-        best, taken = None, 0
-        further = [(turn, 0) for turn in self._roots if turn.adapter == adapter]
-        while further:
-            turn, offset = further.pop()
-            asked, end = offset + len(turn.context_ids), offset + len(turn.context_ids) + len(turn.answer.ids)
-            if prompt[offset:asked] == turn.context_ids and prompt[asked:end] == turn.answer.ids:
-                further += [(child, end) for child in turn.children]
-                if best is None or (end, turn.number) > (taken, best.number):  # ties: the newest
-                    best, taken = turn, end
-        children = [turn for turn in self._roots if turn.adapter == adapter] if best is None else best.children
-        cause: Cause = "start" if not self._roots else "branched" if children else "continued"
-        if any(prompt[taken:] == turn.context_ids for turn in children):
+        best, matched_tokens = None, 0
+        pending_turns = [(turn, 0) for turn in self._roots if turn.adapter == adapter]
+        while pending_turns:
+            turn, offset = pending_turns.pop()
+            prompt_end, end = offset + len(turn.context_ids), offset + len(turn.context_ids) + len(turn.answer.ids)
+            if prompt[offset:prompt_end] == turn.context_ids and prompt[prompt_end:end] == turn.answer.ids:
+                pending_turns += [(child, end) for child in turn.children]
+                if best is None or (end, turn.number) > (matched_tokens, best.number):  # ties: the newest
+                    best, matched_tokens = turn, end
+        child_turns = [turn for turn in self._roots if turn.adapter == adapter] if best is None else best.children
+        cause: Cause = "start" if not self._roots else "branched" if child_turns else "continued"
+        if any(prompt[matched_tokens:] == turn.context_ids for turn in child_turns):
             cause = "sibling"
-        text = self.chat.tokenizer.decode(prompt[taken:], keep_special=True)
-        return best, text, prompt[taken:], cause
+        rest_text = self.chat.tokenizer.decode(prompt[matched_tokens:], keep_special=True)
+        return best, rest_text, prompt[matched_tokens:], cause
 
     def _raw_candidates(self, key: bytes) -> Iterator[tuple[RecordedTurn, bool]]:
         """Yield (answer, answer included): answers to raw prompts, longest prompt first, then again for their prompts
         alone."""
         turns = self._asked.get(key, [])
-        longest = sorted(turns, key=lambda turn: turn.start + len(turn.text), reverse=True)
-        yield from ((turn, True) for turn in longest)
-        yield from ((turn, False) for turn in longest)
+        longest_first = sorted(turns, key=lambda turn: turn.start + len(turn.text), reverse=True)
+        yield from ((turn, True) for turn in longest_first)
+        yield from ((turn, False) for turn in longest_first)
 
     def _candidates(self, messages: Sequence[Message], keys: list[bytes]) -> Iterator[tuple[RecordedTurn, bool]]:
         """Yield (answer, answer included): answers whose conversation, or whose prompt alone, is a prefix of the
         request's, longest first."""
-        for length in range(len(messages), 0, -1):
-            turn = self._match(messages, keys, length)
+        for message_count in range(len(messages), 0, -1):
+            turn = self._match(messages, keys, message_count)
             if turn is not None:
                 yield turn, True
-            for sibling in self._asked.get(keys[length], [])[-1:]:
+            for sibling in self._asked.get(keys[message_count], [])[-1:]:
                 yield sibling, False
 
     def _match(
@@ -281,36 +281,36 @@ class Recorder:
         """Choose among the answers with the key of the first ``length`` messages: most tool call ids in common, then
         most identical texts, then the newest. Equal keys mean equal messages up to formatting and reasoning, which is
         compared here; ``missing``: the client may have left it out."""
-        best: RecordedTurn | None = None
+        best_turn: RecordedTurn | None = None
         best_score = (-1, -1)
         for turn in self._answered.get(keys[length], []):
-            ids, letters = 0, 0
-            for earlier in turn.path:
-                ours, sent = earlier.sent, messages[earlier.messages - 1]
-                if ours.reasoning != sent.reasoning and not (missing and not sent.reasoning):
+            equal_ids, equal_texts = 0, 0
+            for path_turn in turn.path:
+                ours, sent_message = path_turn.sent, messages[path_turn.messages - 1]
+                if ours.reasoning != sent_message.reasoning and not (missing and not sent_message.reasoning):
                     break
-                ids += sum(mine.call_id == theirs.call_id for mine, theirs in zip(ours.calls, sent.calls, strict=True))
-                letters += ours.content == sent.content
+                equal_ids += sum(a.call_id == b.call_id for a, b in zip(ours.calls, sent_message.calls, strict=True))
+                equal_texts += ours.content == sent_message.content
             else:
-                if (ids, letters) >= best_score:
-                    best, best_score = turn, (ids, letters)
-        return best
+                if (equal_ids, equal_texts) >= best_score:
+                    best_turn, best_score = turn, (equal_ids, equal_texts)
+        return best_turn
 
     def _restored(self, messages: tuple[Message, ...], keys: list[bytes]) -> tuple[Message, ...]:
         """Return the messages with the reasoning restored that the client left out, if configured. The longest match
         decides for all answers on its path."""
         if self._settings.history_reasoning == "as_sent":
             return messages
-        restored, settled = list(messages), set[int]()
+        restored, settled_indices = list(messages), set[int]()
         for index in range(len(messages) - 1, -1, -1):
-            if messages[index].role != "assistant" or messages[index].reasoning or index in settled:
+            if messages[index].role != "assistant" or messages[index].reasoning or index in settled_indices:
                 continue
             turn = self._match(messages, keys, index + 1, missing=True)
-            for earlier in [] if turn is None else turn.path:
-                pos, ours = earlier.messages - 1, earlier.sent
-                if pos not in settled and ours.reasoning and not messages[pos].reasoning:
+            for path_turn in [] if turn is None else turn.path:
+                pos, ours = path_turn.messages - 1, path_turn.sent
+                if pos not in settled_indices and ours.reasoning and not messages[pos].reasoning:
                     restored[pos] = dataclasses.replace(messages[pos], reasoning=ours.reasoning, written=ours.inline)
-                settled.add(pos)
+                settled_indices.add(pos)
         return tuple(restored)
 
     # Limits.
@@ -324,20 +324,20 @@ class Recorder:
     def _require_valid(self, request: CallRequest) -> None:
         if isinstance(request.prompt, tuple):
             self._require_context(len(request.prompt), request)
-        vocabulary = self.chat.tokenizer.vocabulary_size
-        if isinstance(request.prompt, tuple) and not all(0 <= i < vocabulary for i in request.prompt):
-            raise RequestRefused(f"prompt: valid token ids are 0 to {vocabulary - 1}", param="prompt")
+        vocabulary_size = self.chat.tokenizer.vocabulary_size
+        if isinstance(request.prompt, tuple) and not all(0 <= i < vocabulary_size for i in request.prompt):
+            raise RequestRefused(f"prompt: valid token ids are 0 to {vocabulary_size - 1}", param="prompt")
         if not 1 <= request.choices <= self._settings.choices:
             raise RequestRefused(f"n = {request.choices}: valid: 1 to {self._settings.choices}", param="n")
         if request.max_tokens is not None and request.max_tokens < 1:
             raise RequestRefused(f"max_tokens = {request.max_tokens}: 1 or more are needed", param="max_tokens")
 
     def _require_budget(self) -> None:
-        for unit, used, limit in (
+        for unit, used_count, limit in (
             ("calls", self._begun, self._settings.calls),
             ("sampled tokens", self._sampled, self._settings.sampled_tokens),
         ):
-            if used >= limit:
+            if used_count >= limit:
                 raise RequestRefused(f"this rollout has used its {limit} {unit}", code="rollout_limit_exceeded")
 
     def _response_limit(self, prompt_ids: TokenIds, request: CallRequest) -> int:
@@ -345,16 +345,16 @@ class Recorder:
         if not prompt_ids:
             raise RequestRefused("the prompt has no token", param=request.param)
         self._require_context(len(prompt_ids), request)
-        remaining = min(self._context_tokens - len(prompt_ids), self._settings.sampled_tokens - self._sampled)
-        return min(remaining, request.max_tokens or remaining)
+        remaining_tokens = min(self._context_tokens - len(prompt_ids), self._settings.sampled_tokens - self._sampled)
+        return min(remaining_tokens, request.max_tokens or remaining_tokens)
 
     def _require_context(self, tokens: int, request: CallRequest) -> None:
         """Raise RequestRefused if a prompt of ``tokens`` tokens leaves no token for the response."""
         limit = self._context_tokens
         if tokens >= limit:  # clients recognise an overflow by this text
-            count = tokens if tokens <= 2 * limit else f"more than {2 * limit}"
+            count_text = tokens if tokens <= 2 * limit else f"more than {2 * limit}"
             raise RequestRefused(
-                f"This model's maximum context length is {limit} tokens. However, your request has {count} prompt "
+                f"This model's maximum context length is {limit} tokens. However, your request has {count_text} prompt "
                 "tokens, which leaves none for the response. Please shorten it.",
                 param=request.param,
                 code="context_length_exceeded",
@@ -364,10 +364,10 @@ class Recorder:
         """Make the keys of the choices' random numbers: prompt tokens, the client's seed, and a count of equal requests
         before. So concurrent calls get the same random numbers in any order, and a fixed seed of a client's doesn't
         make rollouts equal."""
-        asked = f"{_digest(prompt_ids.array.astype('<i8').tobytes())}:{'' if request.seed is None else request.seed}"
-        first = self._siblings[asked]
-        self._siblings[asked] += request.choices
-        return tuple(f"{asked}:{first + choice}" for choice in range(request.choices))
+        prefix = f"{_digest(prompt_ids.array.astype('<i8').tobytes())}:{'' if request.seed is None else request.seed}"
+        first_index = self._siblings[prefix]
+        self._siblings[prefix] += request.choices
+        return tuple(f"{prefix}:{first_index + choice}" for choice in range(request.choices))
 
     # Results.
 
@@ -394,17 +394,17 @@ class Recorder:
         if not response.ids or (finish_reason != "stop" and finish_reason != "length"):
             self._abandoned_tokens += len(response.ids)
             return None
-        planned = call.planned
+        plan = call.planned
         turn = RecordedTurn(
             number=len(self._turns),
             call=call.number,
             choice=choice,
-            parent=planned.parent,
-            text=planned.text,
-            context_ids=planned.context_ids,
+            parent=plan.parent,
+            text=plan.text,
+            context_ids=plan.context_ids,
             answer=self.chat.answer(
                 response.ids,
-                planned.text,
+                plan.text,
                 calls=call.request.calls and bool(call.request.tools),
                 tools=call.request.tools,
                 stop=call.request.stop,
@@ -426,18 +426,18 @@ class Recorder:
         self.kept_tokens += len(turn.context_ids) + len(response.ids)
         (self._roots if turn.parent is None else turn.parent.children).append(turn)
         if not isinstance(call.request.prompt, tuple):
-            self._asked.setdefault(planned.keys[-1], []).append(turn)
+            self._asked.setdefault(plan.keys[-1], []).append(turn)
         if call.request.prompt is None:
-            key = planned.keys[-2 if call.request.continues else -1]
-            self._answered.setdefault(next_key(key, turn.sent), []).append(turn)
+            history_key = plan.keys[-2 if call.request.continues else -1]
+            self._answered.setdefault(next_key(history_key, turn.sent), []).append(turn)
         return turn
 
 
 def _root_key(request: CallRequest) -> str:
     """Return the key of a conversation's adapter, tools and template variables, which a continuation must share: the
     answers of another adapter are part of its prompt."""
-    raw = request.prompt is not None
-    return request.adapter + (_RAW if raw else canonical_value([request.tools or [], dict(request.variables)]))
+    is_raw = request.prompt is not None
+    return request.adapter + (_RAW if is_raw else canonical_value([request.tools or [], dict(request.variables)]))
 
 
 def _digest(data: bytes | str) -> str:

@@ -106,17 +106,17 @@ class Session:
     ) -> InflightCall:
         """Start a call, or return an earlier one with the same ``fingerprint``, open or answered ("": no fingerprint).
         ``planned``: result of `Recorder.plan`. Raises RequestRefused."""
-        earlier = self.recorder.earlier(fingerprint)
-        if earlier is not None and self._sealed is None:
-            return self._open.get(earlier) or InflightCall(self.recorder, earlier)
+        earlier_call = self.recorder.earlier(fingerprint)
+        if earlier_call is not None and self._sealed is None:
+            return self._open.get(earlier_call) or InflightCall(self.recorder, earlier_call)
         call = self.recorder.begin(request, fingerprint, planned)
         if self.fixed_sampling:
             self._on_client_sampling(client)
-        answering = self._open[call] = InflightCall(self.recorder, call)
-        answering.begin(self._sample, client, self._call_timeout_s)
-        if answering.task is not None:
-            answering.task.add_done_callback(lambda task: self._ended(call))
-        return answering
+        inflight_call = self._open[call] = InflightCall(self.recorder, call)
+        inflight_call.begin(self._sample, client, self._call_timeout_s)
+        if inflight_call.task is not None:
+            inflight_call.task.add_done_callback(lambda task: self._ended(call))
+        return inflight_call
 
     async def ask(
         self,
@@ -128,13 +128,13 @@ class Session:
     ) -> ChatAnswer:
         """See :class:`headway.records.conversations.OpenConversation`."""
         request = _request(messages, tools, stop, max_tokens)
-        long = sum(len(message.content) for message in request.messages) > _LARGE_CHARACTERS
-        planned = await asyncio.to_thread(self.recorder.plan, request) if long else None
-        answering = self.call(request, planned=planned)
-        await answering.wait()
-        if answering.error is not None:
-            raise answering.error
-        return self._delivered(answering.call)
+        is_long = sum(len(message.content) for message in request.messages) > _LARGE_CHARACTERS
+        call_plan = await asyncio.to_thread(self.recorder.plan, request) if is_long else None
+        inflight_call = self.call(request, planned=call_plan)
+        await inflight_call.wait()
+        if inflight_call.error is not None:
+            raise inflight_call.error
+        return self._delivered(inflight_call.call)
 
     def replay(
         self,
@@ -172,10 +172,10 @@ class Session:
         """Seal the session and return the recorded conversation. Open calls end without an answer, further ones are
         refused."""
         if self._sealed is None:
-            for answering in list(self._open.values()):
-                answering.cancel(RequestRefused("this rollout has ended", code="rollout_closed"))
-            recorded = self.recorder.close()
-            self._sealed = msgspec.structs.replace(recorded, reward=self.reward, solved=self.solved)
+            for inflight_call in list(self._open.values()):
+                inflight_call.cancel(RequestRefused("this rollout has ended", code="rollout_closed"))
+            conversation = self.recorder.close()
+            self._sealed = msgspec.structs.replace(conversation, reward=self.reward, solved=self.solved)
             self._on_seal(self)
         return self._sealed
 
@@ -253,22 +253,26 @@ class Sessions:
         return session
 
     def _revoke(self, session: Session) -> None:
-        digest, rewarding = key_digest(session.key), key_digest(session.reward_key)
-        del self._open[digest], self._rewarding[rewarding]
-        self._sealed[digest] = self._sealed[rewarding] = None
+        call_digest, reward_digest = key_digest(session.key), key_digest(session.reward_key)
+        del self._open[call_digest], self._rewarding[reward_digest]
+        self._sealed[call_digest] = self._sealed[reward_digest] = None
         while len(self._sealed) > _SEALED_KEPT:
             self._sealed.popitem(last=False)
 
     def _note(self, client: ClientSampling) -> None:
         parameters = msgspec.structs.asdict(client)
-        further = parameters.pop("further") or {}
-        known = (*self._reported, "seed")  # a client's seed is used
-        new = {name: value for name, value in (parameters | further).items() if value is not None and name not in known}
-        if new:
-            self._reported |= set(new)
-            asked = ", ".join(f"{name} = {value}" for name, value in new.items())
-            message = f"a client asks for {asked}: the experiment's value is used (reported once)"
-            self._on_event("client_sampling", message)
+        others = parameters.pop("further") or {}
+        known_names = (*self._reported, "seed")  # a client's seed is used
+        new_parameters = {
+            name: value
+            for name, value in (parameters | others).items()
+            if value is not None and name not in known_names
+        }
+        if new_parameters:
+            self._reported |= set(new_parameters)
+            asked_text = ", ".join(f"{name} = {value}" for name, value in new_parameters.items())
+            detail = f"a client asks for {asked_text}: the experiment's value is used (reported once)"
+            self._on_event("client_sampling", detail)
 
 
 def _request(
@@ -277,8 +281,8 @@ def _request(
     stop: tuple[str, ...],
     max_tokens: int | None,
 ) -> CallRequest:
-    normal = normal_messages(messages)
-    return CallRequest(messages=normal, tools=normal_tools(tools), stop=stop, max_tokens=max_tokens)
+    chat_messages = normal_messages(messages)
+    return CallRequest(messages=chat_messages, tools=normal_tools(tools), stop=stop, max_tokens=max_tokens)
 
 
 def key_digest(key: str) -> bytes:

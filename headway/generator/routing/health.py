@@ -56,14 +56,14 @@ class Health:
     async def _check(self, replica: Replica) -> None:
         """Ask a replica and wait for its answer; marks it silent meanwhile if overdue. Raises WorkerDied."""
         timeout_s = self._settings.health_timeout_s
-        asked = asyncio.create_task(self._answer(replica), name=f"{replica.name}-asked")
+        answer_task = asyncio.create_task(self._answer_error(replica), name=f"{replica.name}-asked")
         try:
-            await asyncio.wait({asked}, timeout=timeout_s)
-            if not asked.done():
+            await asyncio.wait({answer_task}, timeout=timeout_s)
+            if not answer_task.done():
                 self._note_silence(replica, f"no answer within {timeout_s:g} s")
-            self._note_silence(replica, await asked)
+            self._note_silence(replica, await answer_task)
         finally:
-            asked.cancel()
+            answer_task.cancel()
 
     def note_versions(self, replicas: Sequence[Replica] | None = None) -> None:
         """Report which of ``replicas``, by default of all, have fallen behind on versions, or have caught up, since the
@@ -72,19 +72,19 @@ class Health:
         standings = self._router.standings(self._clock.now(), replicas)
         events: list[tuple[str, str]] = []
         for replica, standing in zip(replicas, standings, strict=True):
-            behind = standing == "behind"
-            if not replica.live or behind == replica.reported_behind:
+            is_behind = standing == "behind"
+            if not replica.live or is_behind == replica.reported_behind:
                 continue
-            replica.reported_behind = behind
-            if behind:
-                why = f"still at version {replica.version}, which others have replaced: it takes no requests"
-                events.append(("generator_behind", f"{replica.name}: {why}"))
+            replica.reported_behind = is_behind
+            if is_behind:
+                reason = f"still at version {replica.version}, which others have replaced: it takes no requests"
+                events.append(("generator_behind", f"{replica.name}: {reason}"))
             else:
                 events.append(("generator_caught_up", f"{replica.name}: version {replica.version}"))
-        for name, detail in events:
-            self._on_event(name, detail)
+        for event_name, detail in events:
+            self._on_event(event_name, detail)
 
-    async def _answer(self, replica: Replica) -> str:
+    async def _answer_error(self, replica: Replica) -> str:
         """Return the error that a replica answered with, or "" for a good answer."""
         try:
             await self._ask(replica)
@@ -98,5 +98,5 @@ class Health:
             return
         replica.silent = bool(why)
         self._settle()
-        name = "generator_silent" if why else "generator_answers"
-        self._on_event(name, f"{replica.name}: {why or 'takes requests again'}")
+        event_name = "generator_silent" if why else "generator_answers"
+        self._on_event(event_name, f"{replica.name}: {why or 'takes requests again'}")

@@ -72,13 +72,13 @@ class Limiter:
     async def permit(self, tokens: int, priority: int = 0) -> AsyncIterator[Permit]:
         """Acquire a permit for a request of up to ``tokens``, prompt and response. Requests wait in order of priority
         (lower numbers first), then of arrival. Raises Overloaded when no permit will be free soon."""
-        name = str(next(self._names))
-        await self._admission(name, tokens, priority)
+        request_name = str(next(self._names))
+        await self._admission(request_name, tokens, priority)
         permit = Permit(tokens)
         try:
             yield permit
         finally:
-            self._rules.finish(name, permit.used_tokens, self._clock.now())
+            self._rules.finish(request_name, permit.used_tokens, self._clock.now())
             self.admit_waiting()
 
     async def _admission(self, name: str, tokens: int, priority: int) -> None:
@@ -88,25 +88,25 @@ class Limiter:
             self._refuse(decision)
         if decision == "admitted":
             return
-        waiting = self._waiting[name] = asyncio.get_running_loop().create_future()
+        admission_future = self._waiting[name] = asyncio.get_running_loop().create_future()
         self._wake()
         try:
-            refused = await waiting
+            refusal = await admission_future
         except asyncio.CancelledError:
-            if waiting.done() and not waiting.cancelled() and waiting.result() is None:
+            if admission_future.done() and not admission_future.cancelled() and admission_future.result() is None:
                 self._rules.finish(name, 0, self._clock.now())  # admitted in the same pass of the event loop
             self._rules.withdraw(name)
             self.admit_waiting()
             raise
         finally:
             self._waiting.pop(name, None)
-        if refused is not None:
-            self._refuse(refused)
+        if refusal is not None:
+            self._refuse(refusal)
 
     def _refuse(self, refusal: RateLimited) -> NoReturn:
-        now = self._clock.now()
-        if now >= self._reported_s + _EVENT_INTERVAL_S:
-            self._reported_s = now
+        now_s = self._clock.now()
+        if now_s >= self._reported_s + _EVENT_INTERVAL_S:
+            self._reported_s = now_s
             self._on_event("requests_refused", f"{refusal.reason}; {self._rules.refusals} so far")
         raise Overloaded(refusal.reason, refusal.retry_after_s)
 
@@ -117,13 +117,13 @@ class Limiter:
         self._wake()
 
     def _decide(self) -> None:
-        now = self._clock.now()
+        now_s = self._clock.now()
         self._rules.open_limit_tokens = self._settings.overcommit * self._capacity_tokens()
-        for name, refused in self._rules.decide(now):
-            if not self._waiting[name].done():
-                self._waiting[name].set_result(refused)
-            elif refused is None:  # its caller is being cancelled
-                self._rules.finish(name, 0, now)
+        for request_name, refusal in self._rules.decide(now_s):
+            if not self._waiting[request_name].done():
+                self._waiting[request_name].set_result(refusal)
+            elif refusal is None:  # its caller is being cancelled
+                self._rules.finish(request_name, 0, now_s)
 
     def _wake(self) -> None:
         now = self._clock.now()
@@ -138,7 +138,7 @@ class Limiter:
         """Refuse all waiting requests."""
         if self._timer is not None:
             self._timer.cancel()
-        for name, waiting in self._waiting.items():
-            self._rules.withdraw(name)
-            if not waiting.done():
-                waiting.set_result(RateLimited(reason="the server stops", retry_after_s=1))
+        for request_name, admission_future in self._waiting.items():
+            self._rules.withdraw(request_name)
+            if not admission_future.done():
+                admission_future.set_result(RateLimited(reason="the server stops", retry_after_s=1))

@@ -77,8 +77,8 @@ class OpenRequest:
         self._count()
 
     def _count(self) -> None:
-        remaining = self._max_tokens - self._block.tokens
-        self.outstanding_tokens = remaining if remaining > self._prompt_tokens else self._prompt_tokens
+        remaining_tokens = self._max_tokens - self._block.tokens
+        self.outstanding_tokens = remaining_tokens if remaining_tokens > self._prompt_tokens else self._prompt_tokens
 
     def absorb(self, delta: TokenDelta, now: float) -> None:
         """Append a delta's tokens. A void delta revokes all tokens sampled since the request was opened; if the request
@@ -91,10 +91,10 @@ class OpenRequest:
             self._start_over()
         if delta.token_rows:
             self._block.append_rows(delta.token_rows)
-        if data := delta.data:
+        if token_bytes := delta.data:
             if not self.first_token_s:
                 self.first_token_s = now
-            self._block.append(data, delta.version)
+            self._block.append(token_bytes, delta.version)
             remaining = self._max_tokens - self._block.tokens  # as _count: this runs for every delta
             self.outstanding_tokens = remaining if remaining > self._prompt_tokens else self._prompt_tokens
 
@@ -107,8 +107,8 @@ class OpenRequest:
 
     def partial(self) -> PartialResponse:
         """All tokens so far."""
-        asked = self.request.partial
-        return asked if self._block.tokens == len(asked.ids) else self._block.response()
+        initial_response = self.request.partial
+        return initial_response if self._block.tokens == len(initial_response.ids) else self._block.response()
 
     def resubmission(self) -> GenerationRequest:
         """Return the request for the next replica, which resumes after the tokens so far."""

@@ -36,7 +36,7 @@ class Replica:
     *removed* after it was drained."""
 
     def __init__(self, index: int, slot: WorkerSlot, experiment: Experiment, router: RouterConfig) -> None:
-        generator = experiment.generator
+        settings = experiment.generator
         self.index = index
         self.slot = slot
         self.node = parse_device(slot.spec.device).node
@@ -62,7 +62,7 @@ class Replica:
         self.flushing = False
         self.past = EngineStatistics()  # counters of its dead processes
         self.present = EngineStatistics()  # last statistics of its current process
-        self._capacity_tokens = generator.kv_capacity_tokens or generator.slots * experiment.max_sequence_tokens
+        self._capacity_tokens = settings.kv_capacity_tokens or settings.slots * experiment.max_sequence_tokens
 
     @property
     def name(self) -> str:
@@ -87,7 +87,7 @@ class Replica:
         """See `GeneratorService.offload`. Raises WorkerDied, and StorageFailed with the memory still on the device."""
         self.onloaded.clear()
         try:
-            return await self._called("offload")
+            return await self._call_worker("offload")
         except StorageFailed:
             self.onloaded.set()
             raise
@@ -95,9 +95,9 @@ class Replica:
     async def onload(self) -> list[MemoryMove]:
         """See `GeneratorService.onload`. Raises WorkerDied."""
         self.onloaded.set()
-        return await self._called("onload")
+        return await self._call_worker("onload")
 
-    async def _called(self, method: str, *arguments: Any) -> Any:
+    async def _call_worker(self, method: str, *arguments: Any) -> Any:
         if self.worker is None:
             raise WorkerDied(self.name, "not running")
         try:
@@ -108,14 +108,14 @@ class Replica:
     @staticmethod
     async def score_all(replicas: Iterable[Replica], probe: Probe) -> list[ProbeScores]:
         """Return the scores of live ``replicas`` that don't die meanwhile; see `GeneratorService.score`."""
-        scored = (replica._score(probe) for replica in replicas if replica.live)
-        outcomes = await asyncio.gather(*scored, return_exceptions=True)
+        score_coroutines = (replica._score(probe) for replica in replicas if replica.live)
+        outcomes = await asyncio.gather(*score_coroutines, return_exceptions=True)
         raise_but_deaths(outcomes)
         return [outcome for outcome in outcomes if isinstance(outcome, ProbeScores)]
 
     async def _score(self, probe: Probe) -> ProbeScores:
         await self.onloaded.wait()
-        return await self._called("score", probe)
+        return await self._call_worker("score", probe)
 
     def standing(self, now: float, newest_update: int, grace_s: float) -> Standing:
         """The replica's standing for routing."""
@@ -143,12 +143,12 @@ def replica_spec(
     adapters: Mapping[str, AdapterConfig] | None = None,
 ) -> WorkerSpec:
     """Make the worker specification of a replica on ``device``; ``adapters``: by name, beside the experiment's."""
-    name = f"generator-{index}"
+    replica_name = f"generator-{index}"
     settings, model = experiment.generator, experiment.model
-    sleeps = settings.engine == "vllm" and experiment.run.offload
-    policy_adapter = {} if model.adapter is None else {POLICY_ADAPTER: model.adapter}
+    uses_sleep_mode = settings.engine == "vllm" and experiment.run.offload
+    policy_adapters = {} if model.adapter is None else {POLICY_ADAPTER: model.adapter}
     return WorkerSpec(
-        name=name,
+        name=replica_name,
         factory=_FACTORY,
         arguments={
             "model_path": model.path,
@@ -156,7 +156,7 @@ def replica_spec(
             "implementation": model.implementation,
             "trust_remote_code": model.trust_remote_code,
             "quantization": model.quantization,
-            "adapters": {**policy_adapter, **(adapters or {})},
+            "adapters": {**policy_adapters, **(adapters or {})},
             "seed": experiment.run.seed,
             "adapter_revisions": experiment.queue.budget + 2,
             "dtype": settings.dtype,
@@ -167,7 +167,7 @@ def replica_spec(
             "kv_capacity_tokens": settings.kv_capacity_tokens,
             "deterministic": experiment.run.deterministic,
             "engine": settings.engine,
-            "engine_arguments": settings.engine_arguments | ({"enable_sleep_mode": True} if sleeps else {}),
+            "engine_arguments": settings.engine_arguments | ({"enable_sleep_mode": True} if uses_sleep_mode else {}),
             "probe_every_updates": settings.probe_every_updates,
             "exchange_directory": experiment.weights.exchange,
             "offload_directory": experiment.run.directory,
@@ -176,7 +176,7 @@ def replica_spec(
         },
         device=device,
         preload=MODEL_CODE if settings.engine == "torch" else (),
-        log_path=Path(log_directory) / f"{name}.log" if log_directory is not None else None,
+        log_path=Path(log_directory) / f"{replica_name}.log" if log_directory is not None else None,
     )
 
 
@@ -185,18 +185,18 @@ async def call_replica(worker: WorkerHandle, method: str, *args: Any) -> Any:
     try:
         return await worker.call(method, *args, timeout_s=_CALL_TIMEOUT_S)
     except TimeoutError:
-        cause = f"{method} gave no result in {_CALL_TIMEOUT_S:g} s"
-        worker.kill(cause)
-        raise WorkerDied(worker.name, cause) from None
+        kill_reason = f"{method} gave no result in {_CALL_TIMEOUT_S:g} s"
+        worker.kill(kill_reason)
+        raise WorkerDied(worker.name, kill_reason) from None
 
 
 async def activity_of(name: str, worker: WorkerHandle) -> list[Span | EngineSteps]:
     """See `GeneratorPool.activity`; empty for a dead worker."""
     with contextlib.suppress(WorkerDied):
-        spans, rows = await call_replica(worker, "activity")
+        raw_spans, step_rows = await call_replica(worker, "activity")
         shift_s = worker.clock_offset_s
-        lines = [Span(track=name, name=state, start_s=s + shift_s, end_s=e + shift_s) for state, s, e in spans]
-        return lines + ([EngineSteps(track=name, rows=tuple(rows)).shifted(shift_s)] if rows else [])
+        records = [Span(track=name, name=state, start_s=s + shift_s, end_s=e + shift_s) for state, s, e in raw_spans]
+        return records + ([EngineSteps(track=name, rows=tuple(step_rows)).shifted(shift_s)] if step_rows else [])
     return []
 
 

@@ -120,9 +120,9 @@ class Router:
 
     def statistics(self) -> RouterStatistics:
         """Return the statistics of the open requests and of the replicas' breakers."""
-        now = self._clock.now()
-        standings = self.standings(now)
-        first = next(iter(self._calls.values()), None)
+        now_s = self._clock.now()
+        standings = self.standings(now_s)
+        oldest_call = next(iter(self._calls.values()), None)
         breakers = [replica.breaker for replica in self._replicas if not replica.gone]
         return RouterStatistics(
             used_tokens=self._used_tokens,
@@ -130,16 +130,16 @@ class Router:
             peak_tokens=self._peak_tokens,
             open_requests=len(self._calls),
             waiters=sum(not call.future.done() for call in self._held),
-            oldest_age_s=0.0 if first is None else now - first.opened_s,
-            breakers_open=sum(breaker.state(now) != "closed" for breaker in breakers),
+            oldest_age_s=0.0 if oldest_call is None else now_s - oldest_call.opened_s,
+            breakers_open=sum(breaker.state(now_s) != "closed" for breaker in breakers),
             **self._counts,
         )
 
     def capacity_tokens(self, standings: Sequence[Standing] | None = None) -> int:
         """Return the total KV capacity, in tokens, of the replicas that take requests."""
         standings = self.standings(self._clock.now()) if standings is None else standings
-        pairs = zip(self._replicas, standings, strict=True)
-        return sum(replica.capacity_tokens for replica, standing in pairs if standing in _ACCEPTING)
+        replica_standings = zip(self._replicas, standings, strict=True)
+        return sum(replica.capacity_tokens for replica, standing in replica_standings if standing in _ACCEPTING)
 
     # --- replicas -------------------------------------------------------------------------------------------
 
@@ -149,14 +149,14 @@ class Router:
         for replica in replicas:
             if replica.live and replica.update > self._newest_update:
                 self._newest_update = replica.update
-        newest, grace_s = self._newest_update, self._settings.update_grace_s
+        newest_update, grace_s = self._newest_update, self._settings.update_grace_s
         return [  # inlined for healthy replicas: every request checks every replica
             "serving"
             if replica.live
-            and replica.update >= newest
+            and replica.update >= newest_update
             and not (replica.draining or replica.silent or replica.idle or replica.yielded)
             and replica.breaker.closed
-            else replica.standing(now, newest, grace_s)
+            else replica.standing(now, newest_update, grace_s)
             for replica in replicas
         ]
 
@@ -175,9 +175,9 @@ class Router:
         self._emptied = asyncio.Event()
         try:
             for replica in self._replicas:
-                waiting = [call for call in replica.calls.values() if call.tokens == len(call.request.partial.ids)]
-                over = max(0, len(replica.calls) - slots)
-                self.clear(replica, sorted(waiting, reverse=True)[:over])
+                unstarted = [call for call in replica.calls.values() if call.tokens == len(call.request.partial.ids)]
+                excess_count = max(0, len(replica.calls) - slots)
+                self.clear(replica, sorted(unstarted, reverse=True)[:excess_count])
             while any(replica.calls for replica in self._replicas):
                 self._emptied.clear()
                 await self._emptied.wait()
@@ -188,34 +188,34 @@ class Router:
 
     def clear(self, replica: Replica, calls: Collection[OpenRequest] | None = None) -> None:
         """Move the requests of a live replica, or ``calls`` among them, to others, with their tokens so far."""
-        moved = sorted(replica.calls.values() if calls is None else calls)
-        for call in moved:
+        moved_calls = sorted(replica.calls.values() if calls is None else calls)
+        for call in moved_calls:
             if replica.outbox.pop(call.ticket, None) is None:
                 replica.aborts.append(call.ticket)
                 call.resumes += 1
                 self._counts["moves"] += 1
             self._release(call)
         self._flush_soon(replica)
-        self._route_again(moved)
+        self._route_again(moved_calls)
 
     def reassign(self, replica: Replica) -> None:
         """Move the requests of a dead replica to others, with the tokens that were streamed. Opens its breaker, which
         the next ``report`` names."""
-        now = self._clock.now()
+        now_s = self._clock.now()
         replica.epoch += 1
         replica.silent = False
         replica.updating_since_s = None
         replica.aborts.clear()
-        waiting, replica.outbox = replica.outbox, {}
-        orphans = sorted(replica.calls.values())
-        for call in orphans:
-            if call.ticket not in waiting:
+        unsent_by_ticket, replica.outbox = replica.outbox, {}
+        orphan_calls = sorted(replica.calls.values())
+        for call in orphan_calls:
+            if call.ticket not in unsent_by_ticket:
                 call.resumes += 1
                 self._counts["moves"] += 1
             self._release(call)
-        if not replica.draining and replica.breaker.trip(now):
+        if not replica.draining and replica.breaker.trip(now_s):
             self._note_opened(replica, "it died")
-        self._route_again(orphans)
+        self._route_again(orphan_calls)
 
     def note_restarted(self, replica: Replica) -> None:
         """Close the breaker of a replica that was restarted and answers."""
@@ -236,32 +236,32 @@ class Router:
         """Assign a call to a replica; returns False when none takes it now."""
         if self._emptied is not None:
             return False
-        now = self._clock.now()
-        needed = call.outstanding_tokens
-        saved = self._saved_tokens(call) if len(self._replicas) > 1 else {}
-        candidates = self._replicas if call.refused_by else self._candidates(now, saved, needed)
-        standings = self.standings(now, candidates)
+        now_s = self._clock.now()
+        needed_tokens = call.outstanding_tokens
+        saved_by_index = self._saved_tokens(call) if len(self._replicas) > 1 else {}
+        candidates = self._replicas if call.refused_by else self._candidates(now_s, saved_by_index, needed_tokens)
+        standings = self.standings(now_s, candidates)
         if call.refused_by:  # prefer other replicas; retry there if there is no other
-            others: list[Standing] = [how if i not in call.refused_by else "down" for i, how in enumerate(standings)]
-            standings = others if any(how in _ACCEPTING for how in others) else standings
+            filtered: list[Standing] = [s if i not in call.refused_by else "down" for i, s in enumerate(standings)]
+            standings = filtered if any(standing in _ACCEPTING for standing in filtered) else standings
         loads = [
             ReplicaLoad(
-                standing=how,
+                standing=standing,
                 outstanding_tokens=candidate.outstanding_tokens,
-                saved_tokens=saved.get(candidate.index, 0),
+                saved_tokens=saved_by_index.get(candidate.index, 0),
                 capacity_tokens=candidate.capacity_tokens,
             )
-            for candidate, how in zip(candidates, standings, strict=True)
+            for candidate, standing in zip(candidates, standings, strict=True)
         ]
-        route = choose_replica(loads, needed)
+        route = choose_replica(loads, needed_tokens)
         if route is None:
             return False
         replica = candidates[route.replica]
-        call.probe = replica.breaker.send(now)
+        call.probe = replica.breaker.send(now_s)
         call.replica = replica.index
         call.ticket = str(next(self._tickets))  # never reused, so that no late delta matches the wrong call
         replica.calls[call.ticket] = call
-        replica.outstanding_tokens += needed
+        replica.outstanding_tokens += needed_tokens
         replica.outbox[call.ticket] = call
         self._flush_soon(replica)
         self._counts["routed"] += 1
@@ -273,35 +273,35 @@ class Router:
     def _candidates(self, now: float, saved: Mapping[int, int], needed: int) -> Sequence[Replica]:
         """Return the replicas to choose among, by index. If the least loaded serving replica has the capacity, these
         are that one and those that save tokens, since no other could be chosen; else all."""
-        least: Replica | None = None
+        least_loaded: Replica | None = None
         for replica in self._replicas:
-            lighter = least is None or replica.outstanding_tokens < least.outstanding_tokens
-            if lighter and self.standings(now, (replica,))[0] == "serving":
-                least = replica
-        if least is None or least.outstanding_tokens + needed > least.capacity_tokens:
+            is_lighter = least_loaded is None or replica.outstanding_tokens < least_loaded.outstanding_tokens
+            if is_lighter and self.standings(now, (replica,))[0] == "serving":
+                least_loaded = replica
+        if least_loaded is None or least_loaded.outstanding_tokens + needed > least_loaded.capacity_tokens:
             return self._replicas
-        return [self._replicas[index] for index in sorted({least.index, *saved})]
+        return [self._replicas[index] for index in sorted({least_loaded.index, *saved})]
 
     def _saved_tokens(self, call: OpenRequest) -> dict[int, int]:
         """Map replica index -> prompt tokens that it needn't prefill, weighted by ``router.affinity``."""
         affinity = self._settings.affinity
         if not affinity:
             return {}
-        epochs = {replica.index: replica.epoch for replica in self._replicas if replica.live}
+        epoch_by_index = {replica.index: replica.epoch for replica in self._replicas if replica.live}
         if call.prefix is None:
-            prompt, adapter = call.request.prompt_ids, call.request.adapter
-            if self._last_prompt[0] is not prompt or self._last_prompt[1] != adapter:  # a group shares the object
-                self._last_prompt, self._last_keys = (prompt, adapter), self._prefixes.keys(prompt, adapter)
+            prompt_ids, adapter = call.request.prompt_ids, call.request.adapter
+            if self._last_prompt[0] is not prompt_ids or self._last_prompt[1] != adapter:  # a group shares the object
+                self._last_prompt, self._last_keys = (prompt_ids, adapter), self._prefixes.keys(prompt_ids, adapter)
             call.prefix = self._last_keys
-        cached = self._prefixes.cached_tokens(call.prefix, epochs)
+        cached = self._prefixes.cached_tokens(call.prefix, epoch_by_index)
         return cached if affinity == 1.0 else {index: round(affinity * tokens) for index, tokens in cached.items()}
 
     def _remember_session(self, call: OpenRequest, replica: Replica) -> None:
         """Remember the call's whole context as this replica's: the session's next turn begins with it."""
         if call.request.session and call.prefix:
-            context = TokenIds.joined((call.request.prompt_ids, call.partial().ids))
-            keys = self._prefixes.keys(context, call.request.adapter)
-            self._prefixes.remember(keys, replica.index, replica.epoch)
+            context_ids = TokenIds.joined((call.request.prompt_ids, call.partial().ids))
+            prefix_keys = self._prefixes.keys(context_ids, call.request.adapter)
+            self._prefixes.remember(prefix_keys, replica.index, replica.epoch)
 
     def _hold(self, call: OpenRequest) -> None:
         """Hold a call until a replica takes it; retried at the latest when a breaker's cool-down is over."""
@@ -309,14 +309,14 @@ class Router:
         self._wake_for_probe()
 
     def _wake_for_probe(self) -> None:
-        now = self._clock.now()
+        now_s = self._clock.now()
         breakers = [replica.breaker for replica in self._replicas if replica.live]
-        times = [due_s for b in breakers if b.state(now) == "open" and (due_s := b.opens_s()) is not None]
+        due_times_s = [due_s for b in breakers if b.state(now_s) == "open" and (due_s := b.opens_s()) is not None]
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if times and self._held:
-            delay_s = max(0.0, min(times) - now) + _ROUNDING_S
+        if due_times_s and self._held:
+            delay_s = max(0.0, min(due_times_s) - now_s) + _ROUNDING_S
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._probe_due)
 
     def _probe_due(self) -> None:
@@ -358,21 +358,23 @@ class Router:
     async def _flush(self, replica: Replica) -> None:
         replica.flushing = False
         calls, replica.outbox = list(replica.outbox.values()), {}
-        aborts, replica.aborts = replica.aborts, []
+        aborted_tickets, replica.aborts = replica.aborts, []
         worker = replica.worker
         if worker is None or not replica.live:
             return  # the replica died meanwhile: its calls have been moved
         tickets = [call.ticket for call in calls]
         with contextlib.suppress(WorkerDied):  # the replica's supervisor moves the calls
             try:
-                if requests := self._encoded(calls):
-                    await call_replica(worker, "submit", requests)
+                if encoded_requests := self._encoded(calls):
+                    await call_replica(worker, "submit", encoded_requests)
             except RemoteError as error:
-                mine = [call for call, ticket in zip(calls, tickets, strict=True) if replica.calls.get(ticket) is call]
-                self._not_accepted(replica, mine, error)
+                refused_calls = [
+                    call for call, ticket in zip(calls, tickets, strict=True) if replica.calls.get(ticket) is call
+                ]
+                self._not_accepted(replica, refused_calls, error)
             try:
-                if aborts:
-                    await call_replica(worker, "abort", aborts)
+                if aborted_tickets:
+                    await call_replica(worker, "abort", aborted_tickets)
             except RemoteError as error:
                 self._note_failure(replica, False, str(error))
         self.report()
@@ -384,27 +386,27 @@ class Router:
             return self._encoder.encode([call.resubmission() for call in calls]) if calls else b""
         except (OverflowError, TypeError, ValueError):
             pass  # one of them is at fault
-        requests: list[msgspec.Raw] = []
+        encoded_requests: list[msgspec.Raw] = []
         for call in calls:
             try:
-                requests.append(msgspec.Raw(self._encoder.encode(call.resubmission())))
+                encoded_requests.append(msgspec.Raw(self._encoder.encode(call.resubmission())))
             except (OverflowError, TypeError, ValueError) as error:
                 call.finish("error", f"the request can't be sent to a generator: {error}", refused=True)
-        return self._encoder.encode(requests) if requests else b""
+        return self._encoder.encode(encoded_requests) if encoded_requests else b""
 
     def _not_accepted(self, replica: Replica, calls: list[OpenRequest], error: RemoteError) -> None:
         """Move calls on which a replica raised to others, or fail those with no other replica or no retry left."""
-        probe = any(call.probe for call in calls)
+        had_probe = any(call.probe for call in calls)
         for call in calls:
             call.probe = False
             replica.aborts.append(call.ticket)  # the replica may have accepted some before it raised
             self._release(call)
             call.refused_by = (*call.refused_by, replica.index)
         self._flush_soon(replica)
-        self._note_failure(replica, probe, str(error))
+        self._note_failure(replica, had_probe, str(error))
         for call in sorted(calls):
-            tried = len(call.refused_by) > self._settings.retries
-            if tried or not self._others(call.refused_by):
+            retries_spent = len(call.refused_by) > self._settings.retries
+            if retries_spent or not self._has_others(call.refused_by):
                 call.finish("error", str(error))
             elif not call.future.done():
                 self._counts["retries"] += 1
@@ -412,28 +414,28 @@ class Router:
 
     def absorb(self, replica: Replica, event: bytes) -> None:
         """Apply the deltas that a replica streamed. Raises msgspec.DecodeError if ``event`` isn't a list of deltas."""
-        now = self._clock.now()
+        now_s = self._clock.now()
         for delta in self._deltas.decode(event):
             call = replica.calls.get(delta.request_id)  # engines know requests by their tickets
             if call is None:
                 continue  # its caller is gone
-            previous = call.outstanding_tokens
-            call.absorb(delta, now)
-            gained = previous - call.outstanding_tokens
-            replica.outstanding_tokens -= gained
-            self._used_tokens -= gained
+            previous_tokens = call.outstanding_tokens
+            call.absorb(delta, now_s)
+            gained_tokens = previous_tokens - call.outstanding_tokens
+            replica.outstanding_tokens -= gained_tokens
+            self._used_tokens -= gained_tokens
             if delta.finish_reason is None and not call.probe:
                 if call.watch is not None:
                     call.notify_watch()
                 continue
-            failed = delta.finish_reason == "error" and not delta.refused
-            if failed or (delta.data and call.probe) or delta.finish_reason in ("stop", "length"):
-                probe, call.probe = call.probe, False
-                if failed:
-                    self._note_failure(replica, probe, delta.error)
-                elif replica.breaker.succeed(now, probe=probe):
+            has_failed = delta.finish_reason == "error" and not delta.refused
+            if has_failed or (delta.data and call.probe) or delta.finish_reason in ("stop", "length"):
+                was_probe, call.probe = call.probe, False
+                if has_failed:
+                    self._note_failure(replica, was_probe, delta.error)
+                elif replica.breaker.succeed(now_s, probe=was_probe):
                     self._note_closed(replica, "requests succeed again")
-                if probe:
+                if was_probe:
                     self._settle_soon()
             if delta.finish_reason is not None:
                 if delta.finish_reason != "error":
@@ -446,17 +448,17 @@ class Router:
 
     # --- breakers -------------------------------------------------------------------------------------------
 
-    def _others(self, excluded: Collection[int]) -> bool:
+    def _has_others(self, excluded: Collection[int]) -> bool:
         """Whether any replica other than ``excluded`` takes requests."""
         standings = self.standings(self._clock.now())
         return any(standing in _ACCEPTING and index not in excluded for index, standing in enumerate(standings))
 
     def _note_failure(self, replica: Replica, probe: bool, why: str) -> None:
         """Count a failed request on a replica's breaker."""
-        now, breaker = self._clock.now(), replica.breaker
-        if breaker.fail(now, probe=probe, alone=not self._others((replica.index,))):
+        now_s, breaker = self._clock.now(), replica.breaker
+        if breaker.fail(now_s, probe=probe, alone=not self._has_others((replica.index,))):
             self._note_opened(replica, why)
-        elif probe and breaker.state(now) == "closed":
+        elif probe and breaker.state(now_s) == "closed":
             self._note_closed(replica, f"it fails, but no other replica takes requests: {why}")
 
     def _note_opened(self, replica: Replica, why: str) -> None:

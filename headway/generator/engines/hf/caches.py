@@ -27,17 +27,17 @@ _KNOWN = (
 
 def joinable(cache: Any) -> bool:
     """Whether `join` and `take` know every layer of this cache."""
-    kinds = (type(cache), *map(type, getattr(cache, "layers", ())))
-    plain = all(kind.__module__ == "transformers.cache_utils" for kind in kinds)
-    return plain and kinds[0].__name__ == "DynamicCache" and all(kind.__name__ in _KNOWN for kind in kinds[1:])
+    types = (type(cache), *map(type, getattr(cache, "layers", ())))
+    official = all(kind.__module__ == "transformers.cache_utils" for kind in types)
+    return official and types[0].__name__ == "DynamicCache" and all(kind.__name__ in _KNOWN for kind in types[1:])
 
 
 def join(caches: Sequence[Any]) -> Any:
     """Make one cache with the rows of all; the keys of the shorter ones are padded on the left."""
 
     def positions(parts: list[Tensor]) -> Tensor:
-        longest = max(part.shape[-2] for part in parts)
-        return torch.cat([functional.pad(part, (0, 0, longest - part.shape[-2], 0)) for part in parts])
+        longest_tokens = max(part.shape[-2] for part in parts)
+        return torch.cat([functional.pad(part, (0, 0, longest_tokens - part.shape[-2], 0)) for part in parts])
 
     return _mapped(caches, positions, torch.cat, max)
 
@@ -57,9 +57,9 @@ def tensors_of(cache: Any) -> list[Tensor]:
     """Return all tensors of a cache's layers, which are on the model's device."""
     tensors: list[Tensor] = []
     for layer in getattr(cache, "layers", ()):
-        for value in vars(layer).values():
-            parts = value.values() if isinstance(value, dict) else (value,)
-            tensors += [part for part in parts if isinstance(part, Tensor) and part.ndim]
+        for attribute in vars(layer).values():
+            members = attribute.values() if isinstance(attribute, dict) else (attribute,)
+            tensors += [member for member in members if isinstance(member, Tensor) and member.ndim]
     return tensors
 
 
@@ -70,18 +70,18 @@ def _mapped(
     length: Callable[[list[int]], int],
 ) -> Any:
     """Make a cache from others: these functions combine their keys and values, their states and their lengths."""
-    made = copy.copy(caches[0])
-    made.layers = []
-    for layers in zip(*(cache.layers for cache in caches), strict=True):
-        layer = copy.copy(layers[0])
-        for name, value in vars(layers[0]).items():
-            parts = [getattr(source, name) for source in layers]
+    new_cache = copy.copy(caches[0])
+    new_cache.layers = []
+    for source_layers in zip(*(cache.layers for cache in caches), strict=True):
+        layer = copy.copy(source_layers[0])
+        for name, attribute in vars(source_layers[0]).items():
+            source_parts = [getattr(source, name) for source in source_layers]
             if name in _STATES:
-                each = {key: [part[key] for part in parts] for key in value}
-                setattr(layer, name, {key: None if rows[0] is None else states(rows) for key, rows in each.items()})
-            elif name in _POSITIONS and value is not None:
-                setattr(layer, name, positions(parts))
+                by_key = {key: [part[key] for part in source_parts] for key in attribute}
+                setattr(layer, name, {key: None if rows[0] is None else states(rows) for key, rows in by_key.items()})
+            elif name in _POSITIONS and attribute is not None:
+                setattr(layer, name, positions(source_parts))
             elif name == "cumulative_length":
-                setattr(layer, name, length(parts))
-        made.layers.append(layer)
-    return made
+                setattr(layer, name, length(source_parts))
+        new_cache.layers.append(layer)
+    return new_cache

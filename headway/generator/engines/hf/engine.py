@@ -107,45 +107,45 @@ class HfEngine(SlotEngine[HfRevisions]):
         n, table = self._rows, self._table
         if n == 0:
             return bool(self._compiling)
-        started = self._now()
+        started_s = self._now()
         self._batches, logits = self._compute()
         slots = torch.tensor([request.slot for batch in self._batches for request in batch.running])
         logits_nv = torch.empty_like(logits).index_copy_(0, slots.to(logits.device), logits)
-        how, refused = table.row_sampling(n, logits_nv.device)
-        for request, reason, error, at_fault, again in table.advance(n, sample_tokens(logits_nv, how), refused):
-            if again:
+        sampling, errors = table.row_sampling(n, logits_nv.device)
+        for request, reason, error, at_fault, recompile in table.advance(n, sample_tokens(logits_nv, sampling), errors):
+            if recompile:
                 self._recompile_grammar(request)
             else:
                 self._end_running(request, reason, error, refused=at_fault)
         self._steps += 1
         self._generated += n
-        self._busy_s += self._now() - started
+        self._busy_s += self._now() - started_s
         self._note_idleness()
         return True
 
     def _admit(self) -> None:
         """Give free slots to waiting requests while KV tokens and this step's budget of new tokens last."""
-        used, budget = (self._table.position[: self._rows] + 1).tolist(), self._prefill_tokens_per_step
-        begun: set[tuple[int, Sequence[int], str]] = set()
+        row_tokens, budget_tokens = (self._table.position[: self._rows] + 1).tolist(), self._prefill_tokens_per_step
+        begun_keys: set[tuple[int, Sequence[int], str]] = set()
         admitted: list[EngineRequest | None] = []
         while self._rows < self.slots and self._waiting:
             request = self._waiting[0]
-            needed_tokens = self._held([*used, request.tokens]) + self._rows * HEADROOM_TOKENS
+            needed_tokens = self._held_tokens([*row_tokens, request.tokens]) + self._rows * HEADROOM_TOKENS
             if self._scarce and self._rows and needed_tokens > self.kv_capacity_tokens:
                 break
             update = self._update_of(request)
-            ids = (update, request.prompt + request.response, request.pixels)
-            if ids not in begun:
-                if begun and request.tokens > budget:
+            prompt_key = (update, request.prompt + request.response, request.pixels)
+            if prompt_key not in begun_keys:
+                if begun_keys and request.tokens > budget_tokens:
                     break
-                budget -= request.tokens
-                begun.add(ids)
+                budget_tokens -= request.tokens
+                begun_keys.add(prompt_key)
             heapq.heappop(self._waiting)
             request.update = update
             request.reprefilled = request.reprefilled or bool(request.response)
             self._table.occupy(self._rows, request, self.context_tokens)
             self._rows += 1
-            used.append(request.tokens)
+            row_tokens.append(request.tokens)
             admitted.append(request)
         if admitted:
             self._batches.append(_Batch(admitted))
@@ -153,79 +153,79 @@ class HfEngine(SlotEngine[HfRevisions]):
     def _compute(self) -> tuple[list[_Batch], Tensor]:
         """Feed the model every row's tokens that it hasn't seen. Returns the batches with their new caches, and the
         logits after them [n, v], in the batches' order."""
-        table, batches, logits = self._table, list[_Batch](), list[Tensor]()
-        for batch in self._joined():
+        table, batches, logits_by_batch = self._table, list[_Batch](), list[Tensor]()
+        for batch in self._joined_batches():
             running = batch.running
             slots = [request.slot for request in running]
-            pending, position = torch.from_numpy(table.pending[slots, None]), table.position[slots]
-            moved = self._runner.shifted_positions(position, [request.shift for request in running])
+            pending_ids, position = torch.from_numpy(table.pending[slots, None]), table.position[slots]
+            shifted = self._runner.shifted_positions(position, [request.shift for request in running])
             with self.adapters.computing(running[0].update):
-                out, batch.cache = self._runner.feed(pending, batch.cache, position.tolist(), moved)
+                batch_logits, batch.cache = self._runner.feed(pending_ids, batch.cache, position.tolist(), shifted)
             batches.append(batch)
-            logits.append(out)
-        for ids_uk, holders in self._new():
-            pictures = self._pictures(holders[0][0])
-            beside = self._runner.beside(ids_uk, pictures)
-            with self.adapters.computing(holders[0][0].update):
-                out, cache = self._runner.feed(ids_uk, None, [0] * len(ids_uk), beside)
+            logits_by_batch.append(batch_logits)
+        for ids_uk, requests_by_row in self._uncomputed():
+            pictures = self._pictures(requests_by_row[0][0])
+            picture_arguments = self._runner.beside(ids_uk, pictures)
+            with self.adapters.computing(requests_by_row[0][0].update):
+                batch_logits, cache = self._runner.feed(ids_uk, None, [0] * len(ids_uk), picture_arguments)
             self._prefilled += ids_uk[:, :-1].numel()
-            row_n = [row for row, requests in enumerate(holders) for _ in requests]
-            requests = [request for requests in holders for request in requests]
+            row_n = [row for row, requests in enumerate(requests_by_row) for _ in requests]
+            requests = [request for requests in requests_by_row for request in requests]
             for request in requests:
                 request.shift = self._runner.model.position_shift if pictures else 0
-            logits.append(out[row_n])
+            logits_by_batch.append(batch_logits[row_n])
             if self.batching == "single rows":  # of equal tokens
                 batches += [
                     _Batch([req], copy.deepcopy(cache) if number else cache) for number, req in enumerate(requests)
                 ]
             else:
-                kept = cache if len(ids_uk) == len(row_n) else take(cache, row_n, ids_uk.shape[1])
-                batches.append(_Batch(list(requests), kept))
-        return batches, self._runner.model.sampled(torch.cat(logits))
+                batch_cache = cache if len(ids_uk) == len(row_n) else take(cache, row_n, ids_uk.shape[1])
+                batches.append(_Batch(list(requests), batch_cache))
+        return batches, self._runner.model.sampled(torch.cat(logits_by_batch))
 
-    def _joined(self) -> Iterator[_Batch]:
+    def _joined_batches(self) -> Iterator[_Batch]:
         """Yield the batches that have a cache, without ended rows, joined as far as the model allows."""
-        together: dict[object, list[_Batch]] = {}
+        batches_by_key: dict[object, list[_Batch]] = {}
         for batch in self._batches:
             rows = [row for row, request in enumerate(batch.requests) if request is not None]
             if batch.cache is None:
                 continue
             running, position = batch.running, self._table.position
             if len(rows) < len(batch.requests):
-                tokens = max(int(position[request.slot]) for request in running)
-                batch = _Batch(list(running), take(batch.cache, rows, tokens))
-            keys = {"padded": 0, "equal lengths": position[running[0].slot], "single rows": id(batch)}
-            together.setdefault((running[0].update, keys[self.batching]), []).append(batch)
-        for group in together.values():
-            cache = group[0].cache if len(group) == 1 else join([batch.cache for batch in group])
-            yield _Batch([request for batch in group for request in batch.requests], cache)
+                longest_tokens = max(int(position[request.slot]) for request in running)
+                batch = _Batch(list(running), take(batch.cache, rows, longest_tokens))
+            key_by_batching = {"padded": 0, "equal lengths": position[running[0].slot], "single rows": id(batch)}
+            batches_by_key.setdefault((running[0].update, key_by_batching[self.batching]), []).append(batch)
+        for batches in batches_by_key.values():
+            cache = batches[0].cache if len(batches) == 1 else join([batch.cache for batch in batches])
+            yield _Batch([request for batch in batches for request in batch.requests], cache)
 
-    def _new(self) -> Iterator[tuple[Tensor, list[list[EngineRequest]]]]:
+    def _uncomputed(self) -> Iterator[tuple[Tensor, list[list[EngineRequest]]]]:
         """Yield (tokens [u, k], requests of each row) of requests without computed tokens, as many at once as one step
         may begin. Rows with pictures are fed one by one."""
-        by_length: dict[tuple[int, int, str], dict[bytes, list[EngineRequest]]] = {}  # by update and pictures as well
+        groups: dict[tuple[int, int, str], dict[bytes, list[EngineRequest]]] = {}  # by update and pictures as well
         for batch in self._batches:
             for request in batch.running if batch.cache is None else ():
                 ids = self._table.sequence[request.slot, : self._table.position[request.slot] + 1]
-                by_ids = by_length.setdefault((request.update, len(ids), request.pixels), {})
-                by_ids.setdefault(ids.tobytes(), []).append(request)
-        for (_, length, pixels), by_ids in by_length.items():
+                requests_by_ids = groups.setdefault((request.update, len(ids), request.pixels), {})
+                requests_by_ids.setdefault(ids.tobytes(), []).append(request)
+        for (_, length, pixels), requests_by_ids in groups.items():
             limit = 1 if pixels or self.batching == "single rows" else max(1, self._prefill_tokens_per_step // length)
-            holders = list(by_ids.values())
-            for first in range(0, len(holders), limit):
-                chunk = holders[first : first + limit]
-                slots = [requests[0].slot for requests in chunk]
-                yield torch.from_numpy(self._table.sequence[slots, :length].astype(np.int64)), chunk
+            requests_by_row = list(requests_by_ids.values())
+            for first in range(0, len(requests_by_row), limit):
+                row_chunk = requests_by_row[first : first + limit]
+                slots = [requests[0].slot for requests in row_chunk]
+                yield torch.from_numpy(self._table.sequence[slots, :length].astype(np.int64)), row_chunk
 
     # --- endings --------------------------------------------------------------------------------------------
 
     def _release_row(self, request: EngineRequest) -> None:
         """Free a request's row; the last row is moved into it."""
-        slot, last = request.slot, self._rows - 1
+        slot, last_row = request.slot, self._rows - 1
         self._table.release(slot)
-        if slot != last:
-            self._table.move(last, slot)
-        self._rows = last
+        if slot != last_row:
+            self._table.move(last_row, slot)
+        self._rows = last_row
         for batch in self._batches:
             if request in batch.requests:
                 batch.requests[batch.requests.index(request)] = None
@@ -246,12 +246,12 @@ class HfEngine(SlotEngine[HfRevisions]):
 
     # --- memory, statistics ---------------------------------------------------------------------------------
 
-    def _held(self, tokens: list[int]) -> int:
+    def _held_tokens(self, tokens: list[int]) -> int:
         """Count the KV tokens in the caches of rows with these numbers of tokens, padding included."""
         return len(tokens) * max(tokens, default=0) if self.batching == "padded" else sum(tokens)
 
     def _kv_used(self) -> int:
-        return self._held((self._table.position[: self._rows] + 1).tolist())
+        return self._held_tokens((self._table.position[: self._rows] + 1).tolist())
 
     def _tensors(self) -> Iterator[Tensor]:
         yield from self._model.parameters()
@@ -262,11 +262,11 @@ class HfEngine(SlotEngine[HfRevisions]):
 
     def score(self, probe: Probe) -> ProbeScores:
         """See `Engine.score`. Raises BufferCorrupt."""
-        newest = self.adapters.newest(POLICY_ADAPTER)
-        with self.adapters.computing(0 if newest is None else newest.update):
+        newest_revision = self.adapters.newest(POLICY_ADAPTER)
+        with self.adapters.computing(0 if newest_revision is None else newest_revision.update):
             return self._runner.score(probe, self._pictures(probe))
 
     def statistics(self) -> EngineStatistics:
         """See `Engine.statistics`."""
-        held = self._held(self._table.position[: self._rows].tolist())
-        return self._statistics(self._rows, held, self.kv_capacity_tokens)
+        held_tokens = self._held_tokens(self._table.position[: self._rows].tolist())
+        return self._statistics(self._rows, held_tokens, self.kv_capacity_tokens)

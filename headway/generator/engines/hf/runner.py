@@ -76,34 +76,34 @@ class HfRunner:
         self, ids_nk: Tensor, cache: Any, computed: Sequence[int], logits_to_keep: int, beside: Mapping[str, Any]
     ) -> tuple[Tensor, Any]:
         """Do what `feed` does, but return the logits [n, k, v] after the last ``logits_to_keep`` tokens."""
-        longest, k = max(computed), ids_nk.shape[1]
+        longest_tokens, k = max(computed), ids_nk.shape[1]
         computed_n = torch.tensor(computed, device=self.device)
-        inputs: dict[str, Any] = {self._cache: cache, "use_cache": True}
+        forward_arguments: dict[str, Any] = {self._cache: cache, "use_cache": True}
         if "position_ids" in self._taken:
-            inputs["position_ids"] = computed_n[:, None] + torch.arange(k, device=self.device)
-        if min(computed) < longest:
-            position = torch.arange(longest + k, device=self.device)
-            inputs["attention_mask"] = (position >= longest - computed_n[:, None]).long()
+            forward_arguments["position_ids"] = computed_n[:, None] + torch.arange(k, device=self.device)
+        if min(computed) < longest_tokens:
+            position = torch.arange(longest_tokens + k, device=self.device)
+            forward_arguments["attention_mask"] = (position >= longest_tokens - computed_n[:, None]).long()
         if "logits_to_keep" in self._taken:
-            inputs["logits_to_keep"] = logits_to_keep
-        out = self._module(input_ids=ids_nk.to(self.device), **{**inputs, **beside})
-        return out.logits[:, -logits_to_keep:], getattr(out, self._cache)
+            forward_arguments["logits_to_keep"] = logits_to_keep
+        outputs = self._module(input_ids=ids_nk.to(self.device), **{**forward_arguments, **beside})
+        return outputs.logits[:, -logits_to_keep:], getattr(outputs, self._cache)
 
     @torch.inference_mode()
     def score(self, probe: Probe, pictures: Pixels) -> ProbeScores:
         """Score a probe whose prompt has these pictures on a cache of its own: by one pass (``prefill``), and by one
         over the prompt and a third of the random tokens and then token by token (``decode``)."""
         ids, prompt_tokens, scores_by_path = probe.prompt + probe.ids, len(probe.prompt), dict[str, PathScores]()
-        begun, tokens = prompt_tokens + max(1, len(probe.ids) // 3), len(ids)
-        for path, ends in {"prefill": [tokens], "decode": [*range(begun, tokens + 1)]}.items():
+        first_decoded, token_count = prompt_tokens + max(1, len(probe.ids) // 3), len(ids)
+        for path, pass_ends in {"prefill": [token_count], "decode": [*range(first_decoded, token_count + 1)]}.items():
             cache, states, logits, shift = None, HiddenStates(), list[Tensor](), 0
-            for start, end in itertools.pairwise([0, *ends]):
-                part, kept = torch.tensor([ids[start:end]]), end - max(start, prompt_tokens - 1)
-                beside = self.shifted_positions(np.array([start]), [shift]) if start else self.beside(part, pictures)
+            for start, end in itertools.pairwise([0, *pass_ends]):
+                part_ids, logit_count = torch.tensor([ids[start:end]]), end - max(start, prompt_tokens - 1)
+                extra = self.shifted_positions(np.array([start]), [shift]) if start else self.beside(part_ids, pictures)
                 with states.recording(self.model.layers):
-                    out, cache = self._feed(part, cache, [start], kept, beside)
+                    part_logits, cache = self._feed(part_ids, cache, [start], logit_count, extra)
                 shift = self.model.position_shift if pictures else 0
-                logits.append(out[0])
+                logits.append(part_logits[0])
                 states.end_pass()
             scores_by_path[path] = states.scores(self.model.sampled(torch.cat(logits)), ids)
         return ProbeScores(probe=probe, precision=str(self.model.dtype).removeprefix("torch."), paths=scores_by_path)
@@ -114,8 +114,8 @@ class HfRunner:
         try:
             cache = self.feed(torch.zeros((1, 1), dtype=torch.int64), None, [0])[1]
         except (AttributeError, ValueError) as error:  # its outputs have no cache; layers of linear attention alone
-            name = type(self._module).__name__
-            raise ConfigurationError(f"{name}: it can't begin a cache ({error}). {_REMEDY}") from error
+            class_name = type(self._module).__name__
+            raise ConfigurationError(f"{class_name}: it can't begin a cache ({error}). {_REMEDY}") from error
         if not (reason := self._why_not_padded(cache) or self._batch_difference(5, 3)):
             return "padded"
         _log.warning("%s: rows of different lengths aren't batched: %s", self.model.config.model_type, reason)
@@ -135,21 +135,21 @@ class HfRunner:
     def _batch_difference(self, *lengths: int) -> str:
         """Return why rows of these lengths can't be batched; "" if they have the same logits in a batch as alone, also
         after one is taken out."""
-        rows = [(torch.arange(length)[None] * 7 + length) % self.model.config.vocabulary_size for length in lengths]
-        newest = torch.tensor([[1], [2]])
+        row_ids = [(torch.arange(length)[None] * 7 + length) % self.model.config.vocabulary_size for length in lengths]
+        next_ids = torch.tensor([[1], [2]])
         try:
-            caches = [self.feed(row, None, [0])[1] for row in rows]
-            both, cache = self.feed(newest, join(caches), lengths)
-            remaining, _ = self.feed(newest[1:], take(cache, [1], lengths[1] + 1), [lengths[1] + 1])
-            caches = [self.feed(row, None, [0])[1] for row in rows]
-            first, _ = self.feed(newest[:1], caches[0], lengths[:1])
-            second, cache = self.feed(newest[1:], caches[1], lengths[1:])
-            third, _ = self.feed(newest[1:], cache, [lengths[1] + 1])
+            caches = [self.feed(ids, None, [0])[1] for ids in row_ids]
+            both_nv, cache = self.feed(next_ids, join(caches), lengths)
+            rest_nv, _ = self.feed(next_ids[1:], take(cache, [1], lengths[1] + 1), [lengths[1] + 1])
+            caches = [self.feed(ids, None, [0])[1] for ids in row_ids]
+            first_nv, _ = self.feed(next_ids[:1], caches[0], lengths[:1])
+            second_nv, cache = self.feed(next_ids[1:], caches[1], lengths[1:])
+            third_nv, _ = self.feed(next_ids[1:], cache, [lengths[1] + 1])
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the boundary to a model's own code: what it can't do in a batch, it does alone
             return f"a trial failed ({type(error).__name__}: {str(error).strip()[:80]})"
-        got, expected = torch.cat([both, remaining]).float(), torch.cat([first, second, third]).float()
-        allowed = _CLOSE if first.dtype == torch.float32 else _ROUGH
-        difference, largest = float((got - expected).abs().max()), float(expected.abs().max())
+        batch_nv, alone_nv = torch.cat([both_nv, rest_nv]).float(), torch.cat([first_nv, second_nv, third_nv]).float()
+        allowed = _CLOSE if first_nv.dtype == torch.float32 else _ROUGH
+        difference, largest = float((batch_nv - alone_nv).abs().max()), float(alone_nv.abs().max())
         return "" if difference <= allowed * largest else f"logits differ by {difference:.1g} (largest: {largest:.1g})"

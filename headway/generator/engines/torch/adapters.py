@@ -41,8 +41,8 @@ class AdapterRevisions(Revisions[AdapterRevision]):
         """Make ``lora``, which the caller must not change any more, the newest revision of ``name``."""
         panels = None if decode is None else decode.adapter_panels(lora)
         if not self._by_update:
-            layers = range(len(self._model.layers))
-            use(self._model, {number: _MixedLayer(self.rows, number) for number in layers})
+            layer_numbers = range(len(self._model.layers))
+            use(self._model, {number: _MixedLayer(self.rows, number) for number in layer_numbers})
         self.add(AdapterRevision(name, version, update, lora, panels))
 
     def revised(self, name: str, tensors: Mapping[str, Tensor]) -> Lora:
@@ -82,31 +82,31 @@ class RowAdapters:
             order = np.argsort(updates_n, kind="stable")
             updates_n = updates_n[order]
         groups: list[tuple[AdapterPanels, int, int]] = []
-        for update, first, count in zip(*np.unique(updates_n, return_index=True, return_counts=True), strict=True):
+        for update, first_row, count in zip(*np.unique(updates_n, return_index=True, return_counts=True), strict=True):
             revision = self._revisions.get(int(update))
             if revision is not None and revision.panels is not None:
-                groups.append((revision.panels, int(first), int(count)))
+                groups.append((revision.panels, int(first_row), int(count)))
         return order, groups
 
     def parts(self, rows: int, device: torch.device) -> list[tuple[Lora, Tensor | None]]:
         """Return each adapter of the first ``rows`` rows with the mask of its rows, bool [n]; None: all rows."""
         if rows not in self._parts:
             updates_n = self._updates_n[:rows]
-            parts: list[tuple[Lora, Tensor | None]] = []
+            masked_loras: list[tuple[Lora, Tensor | None]] = []
             for update in np.unique(updates_n).tolist():
                 if (revision := self._revisions.get(update)) is not None:
                     mask_n = updates_n == update
                     covers_all = mask_n.all() and not self._fixed_shapes
-                    parts.append((revision.lora, None if covers_all else torch.from_numpy(mask_n).to(device)))
-            self._parts[rows] = parts
+                    masked_loras.append((revision.lora, None if covers_all else torch.from_numpy(mask_n).to(device)))
+            self._parts[rows] = masked_loras
         return self._parts[rows]
 
     def added(self, add: Callable[..., Tensor], mask: Tensor, out: Tensor, *by_row: Tensor) -> Tensor:
         """Return ``out`` with the addition of ``add(out, *by_row)`` in the rows of ``mask`` alone."""
         if self._fixed_shapes:
             return torch.where(mask[:, None], add(out.clone(), *by_row), out)
-        rows = mask.nonzero()[:, 0]
-        return out.index_copy(0, rows, add(*(tensor.index_select(0, rows) for tensor in (out, *by_row))))
+        row_indices = mask.nonzero()[:, 0]
+        return out.index_copy(0, row_indices, add(*(tensor.index_select(0, row_indices) for tensor in (out, *by_row))))
 
 
 class _MixedLayer:
@@ -118,20 +118,20 @@ class _MixedLayer:
 
     def add(self, product: str, out_nf: Tensor, x_nd: Tensor) -> Tensor:
         """See `LayerLora.add`."""
-        for layer, mask_n in self._parts(product, len(x_nd), x_nd.device):
-            add = partial(layer.add, product)
+        for layer_lora, mask_n in self._parts(product, len(x_nd), x_nd.device):
+            add = partial(layer_lora.add, product)
             out_nf = add(out_nf, x_nd) if mask_n is None else self._rows.added(add, mask_n, out_nf, x_nd)
         return out_nf
 
     def add_experts(self, product: str, out_mf: Tensor, x_md: Tensor, expert_m: Tensor, row_m: Tensor) -> Tensor:
         """See `LayerLora.add_experts`."""
-        for layer, mask_n in self._parts(product, int(row_m.max()) + 1, x_md.device):
-            add, by_row = partial(layer.add_experts, product), (out_mf, x_md, expert_m, row_m)
-            out_mf = add(*by_row) if mask_n is None else self._rows.added(add, mask_n[row_m], *by_row)
+        for layer_lora, mask_n in self._parts(product, int(row_m.max()) + 1, x_md.device):
+            add, row_tensors = partial(layer_lora.add_experts, product), (out_mf, x_md, expert_m, row_m)
+            out_mf = add(*row_tensors) if mask_n is None else self._rows.added(add, mask_n[row_m], *row_tensors)
         return out_mf
 
     def _parts(self, product: str, rows: int, device: torch.device) -> Iterator[tuple[LayerLora, Tensor | None]]:
         for lora, mask_n in self._rows.parts(rows, device):
-            layer = lora.layers.get(self._number)
-            if layer is not None and product in layer.products:
-                yield layer, mask_n
+            layer_lora = lora.layers.get(self._number)
+            if layer_lora is not None and product in layer_lora.products:
+                yield layer_lora, mask_n

@@ -69,8 +69,8 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
         model; ``adapters``: by name; the engine owns them, at ``version``; ``return_experts``: those of a mixture, as
         rows of the deltas."""
         super().__init__(model, **options)
-        how = self._deterministic, native_kernels, return_experts
-        self._runner = runner = ModelRunner(model, self.slots, self.context_tokens, *how)
+        runner_options = self._deterministic, native_kernels, return_experts
+        self._runner = runner = ModelRunner(model, self.slots, self.context_tokens, *runner_options)
         self._holes: list[int] = []  # rows freed since the last step; refilled or closed by the next
         self._partial: _Partial | None = None  # the KV of a prompt's beginning, in the last slot
         self._donors: dict[TokenIds, list[EngineRequest]] = {}  # running requests by prompt
@@ -93,17 +93,17 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
         n, table = self._rows, self._table
         if n == 0 and not prefills:
             return bool(self._compiling)
-        started = self._now()
+        started_s = self._now()
         if n == 0:  # just a part of a long prompt
             self._runner.prefill(prefills)
-            self._busy_s += self._now() - started
+            self._busy_s += self._now() - started_s
             return True
-        rows = self.slots if self._deterministic else n
-        logits = self._runner.step(prefills, table.pending[:rows], table.position[:rows], table.update[:rows])
-        how, refused = table.row_sampling(rows, self._runner.device)
-        for request, reason, error, at_fault, again in table.advance(n, self._runner.sample(logits, how), refused):
+        n_rows = self.slots if self._deterministic else n
+        logits = self._runner.step(prefills, table.pending[:n_rows], table.position[:n_rows], table.update[:n_rows])
+        sampling, errors = table.row_sampling(n_rows, self._runner.device)
+        for request, reason, error, at_fault, retry in table.advance(n, self._runner.sample(logits, sampling), errors):
             slot = request.slot
-            if again:
+            if retry:
                 self._recompile_grammar(request)
                 continue
             self._end_running(request, reason, error, refused=at_fault)
@@ -111,7 +111,7 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
                 self._runner.cache.clear(slot)
         self._steps += 1
         self._generated += n
-        self._busy_s += self._now() - started
+        self._busy_s += self._now() - started_s
         self._note_idleness()
         return True
 
@@ -123,61 +123,61 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
         """
         # Lowest holes first: then a row that `_close_holes` moves is never one whose prefill is still to come.
         self._holes.sort(reverse=True)
-        used, budget = self._kv_used(), self._prefill_tokens_per_step
-        plans: dict[tuple[int, TokenIds], Prefill] = {}  # by update and tokens
-        copies: dict[int, list[tuple[int, int]]] = {}  # tokens -> (source slot, target slot)
-        begun_slots: dict[int, list[int]] = {}  # tokens -> slots that get them from the last one
+        used_tokens, budget_tokens = self._kv_used(), self._prefill_tokens_per_step
+        prefill_by_key: dict[tuple[int, TokenIds], Prefill] = {}  # by update and tokens
+        pairs_by_tokens: dict[int, list[tuple[int, int]]] = {}  # tokens -> (source slot, target slot)
+        slots_by_tokens: dict[int, list[int]] = {}  # tokens -> slots that get them from the last one
         admitted: list[EngineRequest] = []
         while (self._holes or self._rows < self.slots) and self._waiting:
             request = self._waiting[0]
-            running = self._rows - len(self._holes)
-            if self._scarce and running:
-                needed_tokens = used + request.tokens + running * HEADROOM_TOKENS
+            running_count = self._rows - len(self._holes)
+            if self._scarce and running_count:
+                needed_tokens = used_tokens + request.tokens + running_count * HEADROOM_TOKENS
                 if needed_tokens > self.kv_capacity_tokens:
                     break
-            ids = (request.prompt + request.response)[:-1]  # the last token is fed by the step itself
+            context_ids = (request.prompt + request.response)[:-1]  # the last token is fed by the step itself
             update = self._update_of(request)
-            plan = plans.get((update, ids))
-            donor = None if plan is not None or request.response else self._donor(request.prompt, update)
-            if plan is None and donor is None and ids:
-                begun = self._partial_tokens(ids, update)
-                if len(ids) - begun > budget and (plans or not self._deterministic):
-                    free = self._rows < self.slots or self.slots - 1 in self._holes
-                    if budget and not self._deterministic and free:
-                        end = begun + budget
+            prefill = prefill_by_key.get((update, context_ids))
+            donor = None if prefill is not None or request.response else self._donor(request.prompt, update)
+            if prefill is None and donor is None and context_ids:
+                begun_tokens = self._partial_tokens(context_ids, update)
+                if len(context_ids) - begun_tokens > budget_tokens and (prefill_by_key or not self._deterministic):
+                    last_slot_free = self._rows < self.slots or self.slots - 1 in self._holes
+                    if budget_tokens and not self._deterministic and last_slot_free:
+                        end = begun_tokens + budget_tokens
                         # A request admitted in this step may have exactly this prefix: its slot needs it too.
-                        part = Prefill(ids[:end], [], begun, update)
-                        plans.setdefault((update, ids[:end]), part).slots.append(self.slots - 1)
-                        self._partial = _Partial(ids[:end], update)
+                        first_part = Prefill(context_ids[:end], [], begun_tokens, update)
+                        prefill_by_key.setdefault((update, context_ids[:end]), first_part).slots.append(self.slots - 1)
+                        self._partial = _Partial(context_ids[:end], update)
                     break
-                budget -= len(ids) - begun
-                plan = plans[update, ids] = Prefill(ids, [], begun, update)
+                budget_tokens -= len(context_ids) - begun_tokens
+                prefill = prefill_by_key[update, context_ids] = Prefill(context_ids, [], begun_tokens, update)
             heapq.heappop(self._waiting)
             request.update = request.prefix_update = update
             slot = self._assign_slot(request)
-            used += request.tokens
+            used_tokens += request.tokens
             admitted.append(request)
-            if plan is not None:
-                plan.slots.append(slot)
-                if plan.start:
-                    begun_slots.setdefault(plan.start, []).append(slot)
-            elif donor is not None and ids:
-                copies.setdefault(len(ids), []).append((donor.slot, slot))
+            if prefill is not None:
+                prefill.slots.append(slot)
+                if prefill.start:
+                    slots_by_tokens.setdefault(prefill.start, []).append(slot)
+            elif donor is not None and context_ids:
+                pairs_by_tokens.setdefault(len(context_ids), []).append((donor.slot, slot))
         for request in admitted:  # after the loop: a donor must have its KV before this step
             self._donors.setdefault(request.prompt, []).append(request)
-        for tokens, slots in begun_slots.items():  # first: the others may overwrite that slot
+        for tokens, slots in slots_by_tokens.items():  # first: the others may overwrite that slot
             self._runner.cache.copy([self.slots - 1] * len(slots), slots, tokens)
-        for tokens, pairs in copies.items():
-            self._runner.cache.copy([pair[0] for pair in pairs], [pair[1] for pair in pairs], tokens)
-        self._prefilled += sum(plan.tokens for plan in plans.values())
-        return list(plans.values())
+        for tokens, slot_pairs in pairs_by_tokens.items():
+            self._runner.cache.copy([pair[0] for pair in slot_pairs], [pair[1] for pair in slot_pairs], tokens)
+        self._prefilled += sum(prefill.tokens for prefill in prefill_by_key.values())
+        return list(prefill_by_key.values())
 
     def _partial_tokens(self, ids: TokenIds, update: int) -> int:
         """Count of leading tokens of ``ids`` whose KV by these weights is in the last slot."""
-        partial = self._partial
-        if partial is None or partial.update != update or ids[: len(partial.ids)] != partial.ids:
+        prefix = self._partial
+        if prefix is None or prefix.update != update or ids[: len(prefix.ids)] != prefix.ids:
             return 0
-        return min(len(partial.ids), len(ids) - 1)
+        return min(len(prefix.ids), len(ids) - 1)
 
     def _assign_slot(self, request: EngineRequest) -> int:
         if self._holes:
@@ -211,17 +211,17 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
 
     def _close_holes(self) -> None:
         """Move the last rows into the holes, so that the running requests are rows 0 .. n-1 again."""
-        origins: dict[int, int] = {}  # target -> the row its KV lies in
+        origin_by_target: dict[int, int] = {}  # target -> the row its KV lies in
         for hole in sorted(self._holes, reverse=True):
-            last = self._rows - 1
-            if hole != last:
-                self._table.move(last, hole)
-                origins[hole] = origins.pop(last, last)
+            last_row = self._rows - 1
+            if hole != last_row:
+                self._table.move(last_row, hole)
+                origin_by_target[hole] = origin_by_target.pop(last_row, last_row)
             self._rows -= 1
         self._holes.clear()
-        if origins:
-            tokens = int(self._table.position[list(origins)].max())
-            self._runner.cache.copy(list(origins.values()), list(origins), tokens)
+        if origin_by_target:
+            tokens = int(self._table.position[list(origin_by_target)].max())
+            self._runner.cache.copy(list(origin_by_target.values()), list(origin_by_target), tokens)
 
     def _kv_used(self) -> int:
         """KV tokens of the running requests after the next step (free rows have position 0)."""
@@ -250,40 +250,40 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
     def _recompute(self, running: Sequence[EngineRequest]) -> int:
         """Recompute the KV of all running requests with the present weights. Returns the count of tokens computed."""
         table = self._table
-        shared, individual = self._shared_prompts(running), []
+        shared_by_prompt, single_prefills = self._shared_prompts(running), []
         for request in running:
             ids = table.sequence[request.slot, : table.position[request.slot]]
             request.prefix_update = self._updates
             request.reprefilled = request.reprefilled or len(ids) > 0
-            begun = len(request.prompt) - 1 if request.prompt in shared else 0
-            if len(ids) > begun:
-                individual.append(Prefill(ids, [request.slot], begun, self._updates))
-        total = 0
-        for stage in (list(shared.values()), individual):
-            chunk: list[Prefill] = []
-            budget = self._prefill_tokens_per_step
-            for prefill in stage:
-                if chunk and prefill.tokens > budget:
-                    self._runner.prefill(chunk)
-                    chunk, budget = [], self._prefill_tokens_per_step
-                chunk.append(prefill)
-                budget -= prefill.tokens
-                total += prefill.tokens
-            self._runner.prefill(chunk)
-        self._prefilled += total
-        return total
+            begun_tokens = len(request.prompt) - 1 if request.prompt in shared_by_prompt else 0
+            if len(ids) > begun_tokens:
+                single_prefills.append(Prefill(ids, [request.slot], begun_tokens, self._updates))
+        total_tokens = 0
+        for stage_prefills in (list(shared_by_prompt.values()), single_prefills):
+            prefill_chunk: list[Prefill] = []
+            budget_tokens = self._prefill_tokens_per_step
+            for prefill in stage_prefills:
+                if prefill_chunk and prefill.tokens > budget_tokens:
+                    self._runner.prefill(prefill_chunk)
+                    prefill_chunk, budget_tokens = [], self._prefill_tokens_per_step
+                prefill_chunk.append(prefill)
+                budget_tokens -= prefill.tokens
+                total_tokens += prefill.tokens
+            self._runner.prefill(prefill_chunk)
+        self._prefilled += total_tokens
+        return total_tokens
 
     def _shared_prompts(self, running: Sequence[EngineRequest]) -> dict[TokenIds, Prefill]:
         """Prefills of prompts that several of ``running`` share, without the last token, which may still be pending."""
         if self._deterministic:  # a row's result must not depend on its siblings
             return {}
-        slots: dict[TokenIds, list[int]] = {}
+        slots_by_prompt: dict[TokenIds, list[int]] = {}
         for request in running:
-            slots.setdefault(request.prompt, []).append(request.slot)
+            slots_by_prompt.setdefault(request.prompt, []).append(request.slot)
         return {
-            prompt: Prefill(prompt[:-1], group, 0, self._updates)
-            for prompt, group in slots.items()
-            if len(group) > 1 and len(prompt) > 1
+            prompt: Prefill(prompt[:-1], prompt_slots, 0, self._updates)
+            for prompt, prompt_slots in slots_by_prompt.items()
+            if len(prompt_slots) > 1 and len(prompt) > 1
         }
 
     def score(self, probe: Probe) -> ProbeScores:

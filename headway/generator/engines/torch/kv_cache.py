@@ -33,10 +33,10 @@ class SlotCache:
         """``routing``: the model's, if the experts of every token are kept beside its KV."""
         self.slots = slots
         self.routing = routing
-        narrow, width = routing is None or routing.item_bytes == 1, 0 if routing is None else routing.width
-        self.unknown = 255 if narrow else -1  # all bits set
-        shape, kind = (slots, context_tokens, width), torch.uint8 if narrow else torch.int16
-        self.experts = torch.full(shape, self.unknown, dtype=kind, device=device)  # [s, t, sparse layers * experts]
+        is_narrow, expert_columns = routing is None or routing.item_bytes == 1, 0 if routing is None else routing.width
+        self.unknown = 255 if is_narrow else -1  # all bits set
+        shape, id_dtype = (slots, context_tokens, expert_columns), torch.uint8 if is_narrow else torch.int16
+        self.experts = torch.full(shape, self.unknown, dtype=id_dtype, device=device)  # [s, t, sparse layers * experts]
         self.kv_heads = kv_heads
         self.context_tokens = context_tokens
         self.all = torch.zeros((layers, 2, slots, kv_heads, context_tokens, head_dimension), dtype=dtype, device=device)
@@ -45,8 +45,8 @@ class SlotCache:
         # Flat [s*k*t, c] views: a decode step writes one row per (slot, head) by linear index.
         self.flat_keys = [keys.view(-1, head_dimension) for keys in self.keys]
         self.flat_values = [values.view(-1, head_dimension) for values in self.values]
-        heads = torch.arange(slots * kv_heads, device=device) * context_tokens
-        self._row_starts_sk = heads.view(slots, kv_heads)
+        row_starts = torch.arange(slots * kv_heads, device=device) * context_tokens
+        self._row_starts_sk = row_starts.view(slots, kv_heads)
 
     def rows(self, position_n: Tensor) -> Tensor:
         """Linear row indices of slots 0..n-1 at ``position_n``, [n * k]."""
@@ -61,10 +61,10 @@ class SlotCache:
             self.experts[targets[0], :tokens] = self.experts[sources[0], :tokens]
         else:
             device = self.all.device
-            source = torch.tensor(sources, device=device)
-            target = torch.tensor(targets, device=device)
-            self.all[:, :, target, :, :tokens] = self.all[:, :, source, :, :tokens]
-            self.experts[target, :tokens] = self.experts[source, :tokens]
+            source_slots = torch.tensor(sources, device=device)
+            target_slots = torch.tensor(targets, device=device)
+            self.all[:, :, target_slots, :, :tokens] = self.all[:, :, source_slots, :, :tokens]
+            self.experts[target_slots, :tokens] = self.experts[source_slots, :tokens]
 
     @torch.inference_mode()
     def clear(self, slot: int) -> None:

@@ -38,19 +38,19 @@ class EngineMemory:
         """See `Memory.offload`."""
         if self.offloaded:
             return MemoryMove(moved_bytes=0, seconds=0.0)
-        started, initial_bytes = time.perf_counter(), used_bytes()
+        started_s, initial_bytes = time.perf_counter(), used_bytes()
         self._offloaded = OffloadedTensors(self.directory)
-        moved = self._offloaded.offload(self._tensors(), self._drop)
-        seconds = time.perf_counter() - started
-        return msgspec.structs.replace(moved, seconds=seconds, freed_bytes=initial_bytes - used_bytes())
+        memory_move = self._offloaded.offload(self._tensors(), self._drop)
+        seconds = time.perf_counter() - started_s
+        return msgspec.structs.replace(memory_move, seconds=seconds, freed_bytes=initial_bytes - used_bytes())
 
     def onload(self) -> MemoryMove:
         """See `Memory.onload`."""
         if not self.offloaded:
             return MemoryMove(moved_bytes=0, seconds=0.0, onload=True)
-        started, moved = time.perf_counter(), self._offloaded.onload()
+        started_s, memory_move = time.perf_counter(), self._offloaded.onload()
         self._loaded()
-        return msgspec.structs.replace(moved, seconds=time.perf_counter() - started)
+        return msgspec.structs.replace(memory_move, seconds=time.perf_counter() - started_s)
 
     def _drop(self) -> None:
         self._drop_made()

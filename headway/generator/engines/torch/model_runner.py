@@ -95,8 +95,8 @@ class ModelRunner:
             self.cache = SlotCache(*sizes, self.dtype, self.device, model.config.routing if keep_experts else None)
         self.adapters = AdapterRevisions(model, fixed_shapes)
         self._kernels = native.kernels_for(self.dtype, self.device) if native_kernels else None
-        fits = native.attention_fits(self.heads // self.kv_heads, self.head_dimension)
-        self._attention_kernels = self._kernels if fits else None
+        attention_fits = native.attention_fits(self.heads // self.kv_heads, self.head_dimension)
+        self._attention_kernels = self._kernels if attention_fits else None
         self._native_decode: NativeDecode | None = None
         self.weights_changed()
         self._plain_windows = {
@@ -121,8 +121,8 @@ class ModelRunner:
         model, kernels = self.model, self._kernels
         if kernels is None:
             return
-        looked_up = model.embedding_weight if model.head_weight is not None else None
-        matrices = (weight for weight in model.parameters() if weight.ndim == 2 and weight is not looked_up)
+        lookup_weight = model.embedding_weight if model.head_weight is not None else None
+        matrices = (weight for weight in model.parameters() if weight.ndim == 2 and weight is not lookup_weight)
         kernels.pack(matrices, staged=staged)
         if self._attention_kernels is not None and can_decode(model, kernels):
             self._native_decode = NativeDecode(model, self.cache, kernels)
@@ -169,13 +169,13 @@ class ModelRunner:
         if self.fixed_shapes:
             self.prefill(prefills)
             prefills = ()
-        longest = int(position.max()) + 1
-        reach = self.cache.context_tokens
+        longest_tokens = int(position.max()) + 1
+        reach_tokens = self.cache.context_tokens
         if not self.fixed_shapes:
-            reach = min(reach, -(-longest // KV_BUCKET_TOKENS) * KV_BUCKET_TOKENS)
+            reach_tokens = min(reach_tokens, -(-longest_tokens // KV_BUCKET_TOKENS) * KV_BUCKET_TOKENS)
         pending_n = torch.from_numpy(pending).to(self.device)
         position_n = torch.from_numpy(position).to(self.device)
-        x_nd = self._forward(prefills, pending_n, position_n, update, reach)
+        x_nd = self._forward(prefills, pending_n, position_n, update, reach_tokens)
         assert x_nd is not None
         with native.using(self._kernels):
             return self.model.head(x_nd)
@@ -186,15 +186,15 @@ class ModelRunner:
         by token (``decode``)."""
         ids, revision, scores_by_path = probe.ids, self.adapters.newest(POLICY_ADAPTER), dict[str, PathScores]()
         update = 0 if revision is None else revision.update
-        kept, decoder = self.cache, self._native_decode
+        kept_cache, kept_decode = self.cache, self._native_decode
         self.cache = SlotCache(
             len(self._layers), 1, self.kv_heads, len(ids), self.head_dimension, self.dtype, self.device
         )
-        if decoder is not None and self._kernels is not None:
+        if kept_decode is not None and self._kernels is not None:
             self._native_decode = NativeDecode(self.model, self.cache, self._kernels)
-        third, tokens = max(1, len(ids) // 3), len(ids)
+        third, token_count = max(1, len(ids) // 3), len(ids)
         try:
-            for path, ends in {"prefill": [tokens], "decode": [third, *range(2 * third, tokens + 1)]}.items():
+            for path, ends in {"prefill": [token_count], "decode": [third, *range(2 * third, token_count + 1)]}.items():
                 states, logits = HiddenStates(), list[Tensor]()
                 for start, end in itertools.pairwise([0, *ends]):
                     logits.append(
@@ -203,7 +203,7 @@ class ModelRunner:
                     states.end_pass()
                 scores_by_path[path] = states.scores(torch.cat(logits), ids)
         finally:
-            self.cache, self._native_decode = kept, decoder
+            self.cache, self._native_decode = kept_cache, kept_decode
             for layer in self._layers:
                 if layer.routed:  # experts of the probe, which no cache takes
                     layer.routed.clear()
@@ -256,19 +256,19 @@ class ModelRunner:
             states.add(x_nd)
         cos, sin = self._cos[position], self._sin[position]
         if position_n is not None and not blocks and self._native_decode is not None:
-            order, adapters = self.adapters.rows.groups()
-            return self._native_decode(x_nd, cos, sin, position_n, order, adapters, states)
-        rows = None
-        biases: dict[int | None, Tensor] = {}
+            row_order, adapter_groups = self.adapters.rows.groups()
+            return self._native_decode(x_nd, cos, sin, position_n, row_order, adapter_groups, states)
+        cache_rows = None
+        window_bias: dict[int | None, Tensor] = {}
         if position_n is not None and self._plain_windows:
-            rows = self.cache.rows(position_n)
-            biases = {window: self._bias(position_n, reach, x_nd.dtype, window) for window in self._plain_windows}
-        last, all_blocks = len(self._layers) - 1, blocks
+            cache_rows = self.cache.rows(position_n)
+            window_bias = {window: self._bias(position_n, reach, x_nd.dtype, window) for window in self._plain_windows}
+        last_index, all_blocks = len(self._layers) - 1, blocks
         for index, layer in enumerate(self._layers):
             scores = layer.kind.scores
             q, k, v = layer.project_qkv(x_nd, cos, sin)
             self._store_prefills(index, k, v, blocks)
-            if index == last and states is None:  # of prefilled rows only the KV is needed
+            if index == last_index and states is None:  # of prefilled rows only the KV is needed
                 if n == 0:
                     self._store_experts(position_n, all_blocks)
                     return None
@@ -276,10 +276,10 @@ class ModelRunner:
             parts: list[Tensor] = []
             if position_n is not None and self._natively(scores):
                 parts.append(self._native_attention(index, (q[:n], k[:n], v[:n]), None, position_n, scores, write=True))
-            elif rows is not None:
-                self.cache.flat_keys[index].index_copy_(0, rows, k[:n].reshape(-1, self.head_dimension))
-                self.cache.flat_values[index].index_copy_(0, rows, v[:n].reshape(-1, self.head_dimension))
-                parts.append(self._decode_attention(index, q[:n], biases[scores.window], reach, scores))
+            elif cache_rows is not None:
+                self.cache.flat_keys[index].index_copy_(0, cache_rows, k[:n].reshape(-1, self.head_dimension))
+                self.cache.flat_values[index].index_copy_(0, cache_rows, v[:n].reshape(-1, self.head_dimension))
+                parts.append(self._decode_attention(index, q[:n], window_bias[scores.window], reach, scores))
             parts.extend(self._prefill_attention(index, q, k, v, block, position, scores) for block in blocks)
             x_nd = layer.finish(x_nd, parts[0] if len(parts) == 1 else torch.cat(parts))
             if states is not None:
@@ -292,23 +292,23 @@ class ModelRunner:
         if not prefills:
             return None, None, ()
         blocks: list[_Block] = []
-        first = n
-        for (start, length), equal in itertools.groupby(prefills, key=lambda prefill: (prefill.start, prefill.tokens)):
-            same = list(equal)
-            slots = [slot for prefill in same for slot in prefill.slots]
-            source = [i for i, prefill in enumerate(same) for _ in prefill.slots]
+        first_row = n
+        for (start, length), group in itertools.groupby(prefills, key=lambda prefill: (prefill.start, prefill.tokens)):
+            equal_prefills = list(group)
+            slots = [slot for prefill in equal_prefills for slot in prefill.slots]
+            source_indices = [i for i, prefill in enumerate(equal_prefills) for _ in prefill.slots]
             blocks.append(
                 _Block(
-                    first,
-                    len(same),
+                    first_row,
+                    len(equal_prefills),
                     length,
                     start,
                     torch.tensor(slots, device=self.device),
-                    torch.tensor(source, device=self.device) if len(slots) > len(same) else None,
-                    torch.tensor([prefill.slots[0] for prefill in same], device=self.device),
+                    torch.tensor(source_indices, device=self.device) if len(slots) > len(equal_prefills) else None,
+                    torch.tensor([prefill.slots[0] for prefill in equal_prefills], device=self.device),
                 )
             )
-            first += len(same) * length
+            first_row += len(equal_prefills) * length
         ids = np.concatenate([np.asarray(sequence.ids[sequence.start :], dtype=np.int64) for sequence in prefills])
         position = np.concatenate([np.arange(sequence.start, len(sequence.ids)) for sequence in prefills])
         return torch.from_numpy(ids).to(self.device), torch.from_numpy(position).to(self.device), tuple(blocks)
@@ -346,39 +346,39 @@ class ModelRunner:
 
     def _store_prefills(self, index: int, k: Tensor, v: Tensor, blocks: Sequence[_Block]) -> None:
         for block in blocks:
-            shape = (block.count, block.length, self.kv_heads, self.head_dimension)
-            for cache, new in ((self.cache.keys[index], k), (self.cache.values[index], v)):
-                rows = new[block.rows].view(shape).transpose(1, 2)
+            block_shape = (block.count, block.length, self.kv_heads, self.head_dimension)
+            for cache, new_rows in ((self.cache.keys[index], k), (self.cache.values[index], v)):
+                kv_rows = new_rows[block.rows].view(block_shape).transpose(1, 2)
                 end = block.start + block.length
-                cache[block.slots, :, block.start : end] = rows if block.source is None else rows[block.source]
+                cache[block.slots, :, block.start : end] = kv_rows if block.source is None else kv_rows[block.source]
 
     def _store_experts(self, position_n: Tensor | None, blocks: Sequence[_Block]) -> None:
         """Keep the experts of a step's tokens. Those of prefilled ones in the last layer are unknown: nothing computes
         them, as nothing reads them."""
-        cache, first = self.cache, 0
+        cache, column = self.cache, 0
         for layer in self._layers:
             if cache.routing is None or layer.routed is None:
                 continue
-            chosen = layer.routed.pop().to(cache.experts.dtype) if layer.routed else None
-            columns, first = slice(first, first + cache.routing.per_token), first + cache.routing.per_token
-            if position_n is not None and chosen is not None:
+            chosen_experts = layer.routed.pop().to(cache.experts.dtype) if layer.routed else None
+            columns, column = slice(column, column + cache.routing.per_token), column + cache.routing.per_token
+            if position_n is not None and chosen_experts is not None:
                 n = len(position_n)
-                cache.experts[torch.arange(n, device=self.device), position_n, columns] = chosen[:n]
+                cache.experts[torch.arange(n, device=self.device), position_n, columns] = chosen_experts[:n]
             for block in blocks:
-                rows = cache.unknown
-                if chosen is not None and len(chosen) >= block.rows.stop:
-                    rows = chosen[block.rows].view(block.count, block.length, -1)
-                    rows = rows if block.source is None else rows[block.source]
-                cache.experts[block.slots, block.start : block.start + block.length, columns] = rows
+                block_experts = cache.unknown
+                if chosen_experts is not None and len(chosen_experts) >= block.rows.stop:
+                    block_experts = chosen_experts[block.rows].view(block.count, block.length, -1)
+                    block_experts = block_experts if block.source is None else block_experts[block.source]
+                cache.experts[block.slots, block.start : block.start + block.length, columns] = block_experts
 
     def take_rows(self, request: EngineRequest, position: np.ndarray) -> dict[str, TokenRows]:
         """Return the experts of a running request's tokens that its caller lacks, as rows; {} if none are kept.
         ``position``: count of computed tokens, by slot."""
-        routing, first = self.cache.routing, request.rows
-        if routing is None or request.slot < 0 or first >= (end := int(position[request.slot])):
+        routing, first_token = self.cache.routing, request.rows
+        if routing is None or request.slot < 0 or first_token >= (end_token := int(position[request.slot])):
             return {}
-        request.rows = end
-        experts = self.cache.experts[request.slot, first:end].cpu().numpy()
+        request.rows = end_token
+        experts = self.cache.experts[request.slot, first_token:end_token].cpu().numpy()
         return {EXPERTS: TokenRows.of(experts.view(f"<u{routing.item_bytes}"), routing.item_bytes)}
 
     def _prefill_attention(
@@ -388,8 +388,8 @@ class ModelRunner:
         if block.start and self._natively(scores):
             slot_n = block.leaders.repeat_interleave(block.length)
             return self._native_attention(index, (q, k, v), slot_n, position[block.rows], scores, write=False)
-        shape = (block.count, block.length, -1, self.head_dimension)
-        q, k, v = (tensor.view(shape).transpose(1, 2) for tensor in (q, k, v))
+        block_shape = (block.count, block.length, -1, self.head_dimension)
+        q, k, v = (tensor.view(block_shape).transpose(1, 2) for tensor in (q, k, v))
         if block.start:  # the whole context is in the cache: the block's own part was just stored
             end = block.start + block.length
             k, v = self.cache.keys[index][block.leaders, :, :end], self.cache.values[index][block.leaders, :, :end]

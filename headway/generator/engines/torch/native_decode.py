@@ -37,14 +37,14 @@ class NativeDecode:
 
     def __init__(self, model: Decoder, cache: SlotCache, kernels: Kernels) -> None:
         layers = cast("list[DecoderLayer]", list(model.layers))
-        c = model.config
+        cfg = model.config
         self._kernels = kernels
         self._model, self._cache = model, cache  # kept: their memory is addressed
         self._layers = (LayerPointers * len(layers))(
             *(_pointers(layer, index, cache, kernels) for index, layer in enumerate(layers))
         )
-        sizes = (c.width, c.heads, c.kv_heads, c.head_dim, c.intermediate, cache.context_tokens)
-        self._sizes = DecodeSizes(*sizes, c.norm_epsilon)
+        decode_sizes = (cfg.width, cfg.heads, cfg.kv_heads, cfg.head_dim, cfg.intermediate, cache.context_tokens)
+        self._sizes = DecodeSizes(*decode_sizes, cfg.norm_epsilon)
 
     def __call__(
         self,
@@ -62,42 +62,42 @@ class NativeDecode:
         slot_n = None if order is None else torch.from_numpy(order)
         if slot_n is not None:
             x_nd, cos, sin, position_n = (tensor.index_select(0, slot_n) for tensor in (x_nd, cos, sin, position_n))
-        calls = [self._layers] if states is None else [(LayerPointers * 1)(layer) for layer in self._layers]
-        for number, layers in enumerate(calls):
-            begin = number * len(_PRODUCTS) * ctypes.sizeof(LowRankPointers)
-            groups = [
-                RowGroup(first, rows, ctypes.addressof(panels.products) + begin) for panels, first, rows in adapters
+        layer_calls = [self._layers] if states is None else [(LayerPointers * 1)(layer) for layer in self._layers]
+        for call_index, layer_pointers in enumerate(layer_calls):
+            offset = call_index * len(_PRODUCTS) * ctypes.sizeof(LowRankPointers)
+            row_groups = [
+                RowGroup(first, rows, ctypes.addressof(panels.products) + offset) for panels, first, rows in adapters
             ]
-            self._kernels.decode(x_nd, layers, cos, sin, slot_n, position_n, self._sizes, groups, most_rank)
+            self._kernels.decode(x_nd, layer_pointers, cos, sin, slot_n, position_n, self._sizes, row_groups, most_rank)
             if states is not None:
                 states.add(x_nd)
         return x_nd if slot_n is None else torch.empty_like(x_nd).index_copy_(0, slot_n, x_nd)
 
     def adapter_panels(self, lora: Lora) -> AdapterPanels:
         """Pack an adapter for the decode step, scaled."""
-        products = (LowRankPointers * (len(self._layers) * len(_PRODUCTS)))()
-        kept: list[Tensor] = []
-        for number, layer in lora.layers.items():
-            for name, pairs in layer.products.items():
-                weight: Tensor = getattr(self._model.layers[number], f"{name}_weight")
+        product_pointers = (LowRankPointers * (len(self._layers) * len(_PRODUCTS)))()
+        kept_tensors: list[Tensor] = []
+        for layer_index, layer in lora.layers.items():
+            for product_name, pairs in layer.products.items():
+                weight: Tensor = getattr(self._model.layers[layer_index], f"{product_name}_weight")
                 a, b, spans = self._low_rank(pairs, len(weight))
-                kept += (a, b, spans)
+                kept_tensors += (a, b, spans)
                 pointers = LowRankPointers(address(a), address(b), address(spans), sum(len(pair.a) for pair in pairs))
-                products[number * len(_PRODUCTS) + _PRODUCTS.index(name)] = pointers
-        return AdapterPanels(products, max(pointers.rank for pointers in products), kept)
+                product_pointers[layer_index * len(_PRODUCTS) + _PRODUCTS.index(product_name)] = pointers
+        return AdapterPanels(product_pointers, max(pointers.rank for pointers in product_pointers), kept_tensors)
 
     def _low_rank(self, pairs: Sequence[LoraPair], columns: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return (panels of A, panels of B, spans) of the targets of one product of ``columns``: their A's one after
         the other, their B's as blocks of one matrix. A panel's span is the ranks of targets that it has columns of."""
         ranks = [len(pair.a) for pair in pairs]
-        width = self._kernels.panel_columns
-        b_fr, spans = torch.zeros(columns, sum(ranks)), torch.zeros(-(-columns // width), 2, dtype=torch.int64)
-        for pair, end in zip(pairs, itertools.accumulate(ranks), strict=True):
-            first, rows, begin = pair.target.first, pair.target.rows, end - len(pair.a)
-            b_fr[first : first + rows, begin:end] = pair.b.detach() * pair.scale
-            touched = spans[first // width : -(-(first + rows) // width)]
-            touched[:, 0] = torch.where(touched[:, 1] > 0, touched[:, 0], begin)
-            touched[:, 1] = end
+        panel_columns = self._kernels.panel_columns
+        b_fr, spans = torch.zeros(columns, sum(ranks)), torch.zeros(-(-columns // panel_columns), 2, dtype=torch.int64)
+        for pair, rank_end in zip(pairs, itertools.accumulate(ranks), strict=True):
+            first_column, column_count, first_rank = pair.target.first, pair.target.rows, rank_end - len(pair.a)
+            b_fr[first_column : first_column + column_count, first_rank:rank_end] = pair.b.detach() * pair.scale
+            touched_spans = spans[first_column // panel_columns : -(-(first_column + column_count) // panel_columns)]
+            touched_spans[:, 0] = torch.where(touched_spans[:, 1] > 0, touched_spans[:, 0], first_rank)
+            touched_spans[:, 1] = rank_end
         a_rd = torch.cat([pair.a.detach() for pair in pairs])
         return self._kernels.packed(a_rd), self._kernels.packed(b_fr), spans
 

@@ -145,8 +145,8 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
 
     def _preempt_to_fit(self) -> None:
         """Preempt the youngest requests until the next step's KV tokens fit."""
-        rows = self._rows if self._scarce else 0
-        running = [request for request in self._table.requests[:rows] if request is not None]
+        row_count = self._rows if self._scarce else 0
+        running = [request for request in self._table.requests[:row_count] if request is not None]
         for request in sorted(running, reverse=True)[:-1]:
             if self._kv_used() <= self.kv_capacity_tokens:
                 return
@@ -162,11 +162,11 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         self._compiling.start(request)
 
     def _entry(self, request: GenerationRequest, arrival: int) -> EngineRequest:
-        entry = EngineRequest(request, arrival)
+        engine_request = EngineRequest(request, arrival)
         if request.partial.versions:  # it resumes on the revision that it stopped on, if that is still there
-            revision = self.adapters.held(entry.adapter, request.partial.versions[-1].version)
-            entry.update = -1 if revision is None else revision.update
-        return entry
+            revision = self.adapters.held(engine_request.adapter, request.partial.versions[-1].version)
+            engine_request.update = -1 if revision is None else revision.update
+        return engine_request
 
     def _refusal(self, entry: EngineRequest) -> str:
         return self.adapters.unknown(entry.adapter)
@@ -179,34 +179,34 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         """Return the number of the update with whose weights the request is computed from now on."""
         if request.update >= 0:
             return request.update
-        newest = self.adapters.newest(request.adapter)
-        return self._model_update if newest is None else newest.update
+        newest_revision = self.adapters.newest(request.adapter)
+        return self._model_update if newest_revision is None else newest_revision.update
 
     def _emit_ready(self) -> None:
         """Make a delta for every running request with unsent tokens or recomputed KV."""
         table = self._table
-        unsent = table.position[: self._rows] + 1 > table.sent[: self._rows]
+        has_unsent = table.position[: self._rows] + 1 > table.sent[: self._rows]
         for slot in range(self._rows):
             request = table.requests[slot]
-            if request is not None and (unsent[slot] or request.reprefilled):
+            if request is not None and (has_unsent[slot] or request.reprefilled):
                 self._emit(request)
 
     def _emit(
         self, entry: EngineRequest, finish_reason: FinishReason | None = None, error: str = "", refused: bool = False
     ) -> None:
-        data, kept = self._table.take_unsent(entry)
+        token_bytes, kept_rows = self._table.take_unsent(entry)
         revision = self.adapters.of(entry.update)
         version = self._model_version if revision is None else revision.version
         self._deltas.append(
             TokenDelta(
                 request_id=entry.request_id,
-                data=data,
-                version=version if data else -1,
+                data=token_bytes,
+                version=version if token_bytes else -1,
                 finish_reason=finish_reason,
                 error=error,
                 reprefilled=entry.reprefilled,
                 refused=refused,
-                token_rows=self._rows_of(entry) | kept,
+                token_rows=self._rows_of(entry) | kept_rows,
             )
         )
         entry.reprefilled = False
@@ -215,24 +215,24 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
 
     def prefetch(self, published: PublishedWeights) -> None:
         """See `Engine.prefetch`."""
-        started = self._now()
+        started_s = self._now()
         tensors = self._subscriber.fetch(published, *([] if published.adapter else [self._stage]))
-        self._prefetched = published, tensors, self._now() - started
+        self._prefetched = published, tensors, self._now() - started_s
 
     def apply(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
         """See `Engine.apply`; `update_weights` explains the modes."""
-        before_s = self._paused_s
+        old_paused_s = self._paused_s
         if self._prefetched is None or self._prefetched[0] != published:
             with self.paused():
                 self.prefetch(published)
         assert self._prefetched is not None
         (_, tensors, fetch_s), self._prefetched = self._prefetched, None
         if published.adapter:
-            applied = self.update_adapter(published.adapter, tensors, published.version, mode)
+            report = self.update_adapter(published.adapter, tensors, published.version, mode)
         else:  # a GPU's weights stay where they are
-            applied = self.update_weights(tensors, published.version, mode, adopt=not published.handle)
-        times = {"fetch_s": fetch_s, "check_s": self._subscriber.spent.hash_s, "pause_s": self._paused_s - before_s}
-        return msgspec.structs.replace(applied, **times)
+            report = self.update_weights(tensors, published.version, mode, adopt=not published.handle)
+        times = {"fetch_s": fetch_s, "check_s": self._subscriber.spent.hash_s, "pause_s": self._paused_s - old_paused_s}
+        return msgspec.structs.replace(report, **times)
 
     def update_weights(
         self, tensors: Mapping[str, Tensor], version: int, mode: UpdateMode, *, adopt: bool = False
@@ -246,9 +246,9 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         where there are adapters: they belong to the weights that are here.
         """
         if mode == "finish" or self.adapters:
-            cause = "adapters are registered beside them" if self.adapters else "update_mode = 'finish' is for adapters"
-            raise ConfigurationError(f"an update of the model's own weights: {cause}")
-        before_s = self._paused_s
+            fault = "adapters are registered beside them" if self.adapters else "update_mode = 'finish' is for adapters"
+            raise ConfigurationError(f"an update of the model's own weights: {fault}")
+        old_paused_s = self._paused_s
         with self.paused():
             if not adopt:
                 copy_weights(self._model, tensors)
@@ -257,8 +257,8 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
             self._weights_changed(staged=adopt)
             self._emit_ready()  # tokens so far are the old version's
             self._model_version = version
-            in_flight, recomputed = self._cross_update("", mode)
-        return self._update_report(version, before_s, in_flight, recomputed)
+            in_flight_count, recomputed_tokens = self._cross_update("", mode)
+        return self._update_report(version, old_paused_s, in_flight_count, recomputed_tokens)
 
     def update_adapter(
         self, name: str, tensors: Mapping[str, Tensor], version: int, mode: UpdateMode
@@ -266,20 +266,20 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         """Register a revision of an adapter between two steps. Modes as of `update_weights`, for its own requests;
         ``finish``: those that have begun keep their revision. Raises ConfigurationError, with nothing
         changed, when no adapter of this name, with these names and shapes, is registered."""
-        before_s = self._paused_s
+        old_paused_s = self._paused_s
         with self.paused():
             self._register(name, tensors, version)
             self._emit_ready()
-            in_flight, recomputed = (0, 0) if mode == "finish" else self._cross_update(name, mode)
+            in_flight_count, recomputed_tokens = (0, 0) if mode == "finish" else self._cross_update(name, mode)
             self.adapters.unload(self._open.values())
-        return self._update_report(version, before_s, in_flight, recomputed)
+        return self._update_report(version, old_paused_s, in_flight_count, recomputed_tokens)
 
     def _cross_update(self, adapter: str, mode: UpdateMode) -> tuple[int, int]:
         """Move the requests of an adapter ("": of the model) to the weights of the last update; returns the counts of
         running requests and of recomputed tokens."""
-        mine = {req for req in self._open.values() if not adapter or (req.adapter or POLICY_ADAPTER) == adapter}
-        running = [request for request in self._table.requests[: self._rows] if request is not None and request in mine]
-        for request in mine:
+        crossing = {req for req in self._open.values() if not adapter or (req.adapter or POLICY_ADAPTER) == adapter}
+        running = [req for req in self._table.requests[: self._rows] if req is not None and req in crossing]
+        for request in crossing:
             request.update = -1
             if request.slot >= 0:
                 request.update = self._table.update[request.slot] = self._update_of(request)

@@ -34,9 +34,9 @@ class Ending(NamedTuple):
     @staticmethod
     def by_grammar(request: EngineRequest, error: GrammarRefused) -> Ending:
         """Make the ending of a request whose grammar allows no token, or doesn't accept the last one."""
-        shared = request.matcher is not None and not request.matcher.exclusive
-        again = shared and isinstance(error, GrammarExhausted)
-        return Ending(request, "error", str(error), refused=True, again=again)
+        shares_states = request.matcher is not None and not request.matcher.exclusive
+        recompile = shares_states and isinstance(error, GrammarExhausted)
+        return Ending(request, "error", str(error), refused=True, again=recompile)
 
 
 class SlotTable:
@@ -67,15 +67,15 @@ class SlotTable:
 
     def occupy(self, slot: int, request: EngineRequest, context_tokens: int) -> None:
         """Put a request into a free row, its last known token pending."""
-        ids = request.prompt + request.response
+        token_ids = request.prompt + request.response
         sampling = request.sampling
         request.slot = slot
         self.requests[slot] = request
-        self.sequence[slot, : len(ids)] = ids
-        self.pending[slot] = ids[-1]
-        self.position[slot] = len(ids) - 1
+        self.sequence[slot, : len(token_ids)] = token_ids
+        self.pending[slot] = token_ids[-1]
+        self.position[slot] = len(token_ids) - 1
         self.prompt[slot] = len(request.prompt)
-        self.sent[slot] = len(ids)
+        self.sent[slot] = len(token_ids)
         self.update[slot] = request.update
         self.limit[slot] = min(len(request.prompt) + sampling.max_tokens, context_tokens)
         self.seed[slot] = sampling.seed & 0xFFFFFFFFFFFFFFFF
@@ -88,13 +88,13 @@ class SlotTable:
         self.kept[slot] = sampling.kept_sets
         if request.matcher is not None or request.stop_strings is not None:
             self._watched.add(request)
-        width = len(sampling.stop_token_ids)
-        if width > self.stop_ids.shape[1]:
-            wider = np.full((len(self.requests), width), -1, np.int64)
-            wider[:, : self.stop_ids.shape[1]] = self.stop_ids
-            self.stop_ids = wider
+        stop_count = len(sampling.stop_token_ids)
+        if stop_count > self.stop_ids.shape[1]:
+            wider_stop_ids = np.full((len(self.requests), stop_count), -1, np.int64)
+            wider_stop_ids[:, : self.stop_ids.shape[1]] = self.stop_ids
+            self.stop_ids = wider_stop_ids
         self.stop_ids[slot] = -1
-        self.stop_ids[slot, :width] = sampling.stop_token_ids
+        self.stop_ids[slot, :stop_count] = sampling.stop_token_ids
 
     def move(self, source: int, target: int) -> None:
         """Move a row into a free one."""
@@ -103,8 +103,8 @@ class SlotTable:
         assert self.requests[target] is None
         for column in (*self._counts, *self._flags, self.seed, self.temperature, self.top_p, self.stop_ids):
             column[target] = column[source]
-        length = int(self.position[source]) + 1
-        self.tokens[target, :length] = self.tokens[source, :length]
+        token_count = int(self.position[source]) + 1
+        self.tokens[target, :token_count] = self.tokens[source, :token_count]
         request.slot = target
         self.requests[target] = request
         self.release(source)
@@ -126,11 +126,11 @@ class SlotTable:
 
     def append(self, count: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """Append one sampled token to each of the first ``count`` rows."""
-        rows = np.arange(count)
+        row_indices = np.arange(count)
         self.position[:count] += 1
         positions = self.position[:count]
-        self.sequence[rows, positions] = tokens
-        self.logprobs[rows, positions] = logprobs
+        self.sequence[row_indices, positions] = tokens
+        self.logprobs[row_indices, positions] = logprobs
         self.pending[:count] = tokens
 
     def response_ids(self, slot: int) -> TokenIds:
@@ -140,9 +140,9 @@ class SlotTable:
         """Return a delta's data of a request's unsent tokens, and its kept sets, and mark them sent."""
         if (slot := request.slot) < 0:
             return b"", {}
-        first, end = int(self.sent[slot]), int(self.position[slot]) + 1
-        self.sent[slot] = end
-        return self.tokens[slot, first:end].tobytes(), request.take_kept(end, self.id_bytes)
+        first_token, end_token = int(self.sent[slot]), int(self.position[slot]) + 1
+        self.sent[slot] = end_token
+        return self.tokens[slot, first_token:end_token].tobytes(), request.take_kept(end_token, self.id_bytes)
 
     def row_sampling(self, rows: int, device: torch.device) -> tuple[RowSampling, dict[EngineRequest, GrammarRefused]]:
         """Return the sampling parameters of the first ``rows`` rows' next tokens, on ``device``, and the requests whose
@@ -151,69 +151,69 @@ class SlotTable:
         uniform_n = torch.from_numpy(uniform).to(device)
         temperature = self.temperature[:rows]
         temperature_n = None if (temperature == 1).all() else torch.from_numpy(temperature).to(device)
-        which = np.flatnonzero(self._flags[:, :rows].any(0))
-        if not len(which):
+        restricted_rows = np.flatnonzero(self._flags[:, :rows].any(0))
+        if not len(restricted_rows):
             return RowSampling(uniform_n, temperature_n), {}
-        masks, refused = self._masks(which)
-        kept = KeptRows(
-            rows=torch.from_numpy(which).to(device),
-            greedy=torch.from_numpy(self.greedy[which]).to(device),
-            top_p=torch.from_numpy(self.top_p[which]).to(device),
-            top_k=torch.from_numpy(self.top_k[which]).to(device),
-            max_kept=torch.from_numpy(self.kept[which]).to(device),
-            masks=None if masks is None else torch.from_numpy(masks.view(np.int32)).to(device),
+        grammar_masks, grammar_errors = self._masks(restricted_rows)
+        kept_rows = KeptRows(
+            rows=torch.from_numpy(restricted_rows).to(device),
+            greedy=torch.from_numpy(self.greedy[restricted_rows]).to(device),
+            top_p=torch.from_numpy(self.top_p[restricted_rows]).to(device),
+            top_k=torch.from_numpy(self.top_k[restricted_rows]).to(device),
+            max_kept=torch.from_numpy(self.kept[restricted_rows]).to(device),
+            masks=None if grammar_masks is None else torch.from_numpy(grammar_masks.view(np.int32)).to(device),
         )
-        return RowSampling(uniform_n, temperature_n, kept), refused
+        return RowSampling(uniform_n, temperature_n, kept_rows), grammar_errors
 
     def _masks(self, which: np.ndarray) -> tuple[np.ndarray | None, dict[EngineRequest, GrammarRefused]]:
-        if not (matched := np.flatnonzero(self.matched[which])).size:
+        if not (matched_rows := np.flatnonzero(self.matched[which])).size:
             return None, {}
-        rows: list[tuple[Matcher, int]] = []
-        requests: dict[int, EngineRequest] = {}
-        for row, slot in zip(matched.tolist(), which[matched].tolist(), strict=True):
+        matchers_with_rows: list[tuple[Matcher, int]] = []
+        request_by_row: dict[int, EngineRequest] = {}
+        for row, slot in zip(matched_rows.tolist(), which[matched_rows].tolist(), strict=True):
             if (request := self.requests[slot]) is not None and request.matcher is not None:
-                rows.append((request.matcher, row))
-                requests[row] = request
-        masks = np.full((len(which), rows[0][0].words), _ALL)
-        errors = fill_masks(rows, masks)
-        return masks, {requests[row]: error for row, error in errors.items()}
+                matchers_with_rows.append((request.matcher, row))
+                request_by_row[row] = request
+        masks = np.full((len(which), matchers_with_rows[0][0].words), _ALL)
+        error_by_row = fill_masks(matchers_with_rows, masks)
+        return masks, {request_by_row[row]: error for row, error in error_by_row.items()}
 
     def advance(self, count: int, sampled: Sampled, refused: dict[EngineRequest, GrammarRefused]) -> list[Ending]:
         """Append the token of each of the first ``count`` rows, and return the endings; the token of a request with an
         error, or to be followed ``again``, is dropped. ``refused``: of `row_sampling`."""
-        tokens, logprobs, sets = sampled.host()
-        tokens, logprobs, endings = tokens[:count], logprobs[:count], dict[EngineRequest, Ending]()
+        tokens, logprobs, kept_by_slot = sampled.host()
+        tokens, logprobs, ending_by_request = tokens[:count], logprobs[:count], dict[EngineRequest, Ending]()
         self.append(count, tokens, logprobs)
-        stopped = (self.stop_ids[:count] == tokens[:, None]).any(1)
+        is_stopped = (self.stop_ids[:count] == tokens[:, None]).any(1)
         for request, error in refused.items():
-            endings[request] = Ending.by_grammar(request, error)
+            ending_by_request[request] = Ending.by_grammar(request, error)
         for slot in np.flatnonzero(~np.isfinite(logprobs)).tolist():
-            if (request := self.requests[slot]) is not None and request not in endings:
-                endings[request] = Ending(request, "error", "the model's output is not finite")
+            if (request := self.requests[slot]) is not None and request not in ending_by_request:
+                ending_by_request[request] = Ending(request, "error", "the model's output is not finite")
         sampled_ids = tokens.tolist() if self._watched else []
         for request in self._watched:
-            if request in endings:
+            if request in ending_by_request:
                 continue
             token = sampled_ids[request.slot]
             try:
                 if request.matcher is not None and request.matcher.advance(token):
-                    stopped[request.slot] = True
+                    is_stopped[request.slot] = True
             except GrammarRefused as error:  # of its limits: the token is one of the mask's
-                endings[request] = Ending.by_grammar(request, error)
+                ending_by_request[request] = Ending.by_grammar(request, error)
                 continue
             if request.stop_strings is not None and request.stop_strings.push(token):
-                stopped[request.slot] = True
-        for slot, ids in sets.items():
-            if (request := self.requests[slot]) is None or request in endings:
+                is_stopped[request.slot] = True
+        for slot, kept_ids in kept_by_slot.items():
+            if (request := self.requests[slot]) is None or request in ending_by_request:
                 continue
-            if isinstance(ids, int):
-                why = f"kept_sets = {request.sampling.kept_sets}: top_p and top_k keep {ids} ids of a token"
-                endings[request] = Ending(request, "error", why, refused=True)
+            if isinstance(kept_ids, int):
+                reason = f"kept_sets = {request.sampling.kept_sets}: top_p and top_k keep {kept_ids} ids of a token"
+                ending_by_request[request] = Ending(request, "error", reason, refused=True)
             else:
-                request.kept.append(ids)
-        for request in endings:
+                request.kept.append(kept_ids)
+        for request in ending_by_request:
             self.position[request.slot] -= 1
-        for slot in np.flatnonzero(stopped | (self.position[:count] + 1 >= self.limit[:count])).tolist():
-            if (request := self.requests[slot]) is not None and request not in endings:
-                endings[request] = Ending(request, "stop" if stopped[slot] else "length")
-        return list(endings.values())
+        for slot in np.flatnonzero(is_stopped | (self.position[:count] + 1 >= self.limit[:count])).tolist():
+            if (request := self.requests[slot]) is not None and request not in ending_by_request:
+                ending_by_request[request] = Ending(request, "stop" if is_stopped[slot] else "length")
+        return list(ending_by_request.values())

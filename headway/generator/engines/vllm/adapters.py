@@ -51,32 +51,32 @@ class VllmAdapters:
         vLLM can't compute."""
         self._settings, self._model = settings, model
         self._instance_id = uuid.uuid4().hex[:12]  # a server may have labels of a predecessor
-        config = model.shape
-        assert isinstance(config, DecoderConfig)
+        model_config = model.shape
+        assert isinstance(model_config, DecoderConfig)
         self._loras = {
-            name: open_adapter(settings.model_path, config, adapter, seed=settings.seed)
+            name: open_adapter(settings.model_path, model_config, adapter, seed=settings.seed)
             for name, adapter in settings.adapters.items()
         }
         for name, lora in self._loras.items():
-            if experts := [adapted.target.name for adapted in lora.targets if adapted.target.experts]:
+            if expert_names := [adapted.target.name for adapted in lora.targets if adapted.target.experts]:
                 raise ConfigurationError(
-                    f"adapter {name!r} has {experts[0]}: vLLM's LoRA of routed experts hasn't been proved; valid: "
+                    f"adapter {name!r} has {expert_names[0]}: vLLM's LoRA of routed experts hasn't been proved; valid: "
                     "generator.engine = 'torch', or an adapter without target_parameters"
                 )
         self._loras[BASE_MODEL] = _with_outputs(next(iter(self._loras.values())), 0.0)
         self.names = list(self._loras)  # the bare model's included
         self._capacity = len(self.names) - 1 + settings.adapter_revisions  # revisions registered at once
-        targets = [adapted for lora in self._loras.values() for adapted in lora.targets]
-        ranks = [rank for rank in VLLM_LORA_RANKS if rank >= max(adapted.rank for adapted in targets)]
-        if not ranks:
+        adapted_targets = [adapted for lora in self._loras.values() for adapted in lora.targets]
+        valid_ranks = [rank for rank in VLLM_LORA_RANKS if rank >= max(adapted.rank for adapted in adapted_targets)]
+        if not valid_ranks:
             raise ConfigurationError(f"an adapter's rank is too large for vLLM; valid: up to {VLLM_LORA_RANKS[-1]}")
         # Of vLLM's EngineArgs: no layer is wrapped but the targets.
         self.arguments: dict[str, Any] = {
             "enable_lora": True,
             "max_loras": self._capacity,
             "max_cpu_loras": self._capacity,
-            "max_lora_rank": ranks[0],
-            "lora_target_modules": sorted({_end(adapted.target.name) for adapted in targets}),
+            "max_lora_rank": valid_ranks[0],
+            "lora_target_modules": sorted({_end(adapted.target.name) for adapted in adapted_targets}),
         }
         self._subscriber = Subscriber()
         self._labels = 0
@@ -91,9 +91,9 @@ class VllmAdapters:
     def chosen(self, name: str, version: int | None) -> VllmRevision:
         """Return a request's revision: that of ``version``, with which it began, if still registered, else the newest.
         ``name`` as in `GenerationRequest.adapter`."""
-        newest = self.newest.get(name or POLICY_ADAPTER) or self.newest[BASE_MODEL]
-        same = [revision for revision in self.registered if (revision.name, revision.version) == (newest.name, version)]
-        return same[-1] if same else newest
+        newest_revision = self.newest.get(name or POLICY_ADAPTER) or self.newest[BASE_MODEL]
+        matches = [rev for rev in self.registered if (rev.name, rev.version) == (newest_revision.name, version)]
+        return matches[-1] if matches else newest_revision
 
     def fetch(self, published: PublishedWeights) -> None:
         """Take the published weights of an adapter. Raises WeightsCorrupt, or ConfigurationError for a name that isn't
@@ -127,8 +127,8 @@ class VllmAdapters:
         ``held`` by a request; None if the capacity suffices."""
         if len(self.registered) < self._capacity:
             return None
-        replaced = [rev for rev in self.registered if rev.name == name or rev is not self.newest[rev.name]]
-        return next((rev for rev in replaced if rev not in held), replaced[0])
+        replaceable_revisions = [rev for rev in self.registered if rev.name == name or rev is not self.newest[rev.name]]
+        return next((rev for rev in replaceable_revisions if rev not in held), replaceable_revisions[0])
 
     def logprobs(self, name: str, ids: Sequence[int], *, prove: bool = False) -> list[float]:
         """Return the log-probabilities of ``ids[1:]`` expected of vLLM: headway's forward pass with the adapter."""
@@ -136,10 +136,10 @@ class VllmAdapters:
 
     def absent(self, name: str, ids: Sequence[int], got: Sequence[float]) -> str:
         """Name the targets that vLLM left out of ``got``, for an adapter that didn't pass its proof."""
-        for end in self.arguments["lora_target_modules"]:
-            expected = self._model.logprobs(ids, lora=_with_outputs(self._loras[name], 1.0, leave_out=end))
+        for target_name in self.arguments["lora_target_modules"]:
+            expected = self._model.logprobs(ids, lora=_with_outputs(self._loras[name], 1.0, leave_out=target_name))
             if max(abs(actual - other) for actual, other in zip(got, expected, strict=True)) < _EQUAL_NATS:
-                return f"; it leaves out {end}"
+                return f"; it leaves out {target_name}"
         return ""
 
     def _lora(self, name: str, prove: bool) -> Lora:
@@ -149,12 +149,12 @@ class VllmAdapters:
 def _with_outputs(lora: Lora, size: float, leave_out: str = "") -> Lora:
     """Return a copy whose B is random, so that scale * B A x is about ``size`` times as large as x, and 0 at targets
     that end with ``leave_out``."""
-    changed = copy.deepcopy(lora)
+    changed_lora = copy.deepcopy(lora)
     generator = torch.Generator().manual_seed(_OTHER_SEED)
-    for pair in changed.pairs():
+    for pair in changed_lora.pairs():
         b = torch.randn(pair.b.shape, generator=generator) * (size / (pair.scale * pair.a.shape[-2] ** 0.5))
         pair.b.data.copy_(b * (_end(pair.target.name) != leave_out))
-    return changed
+    return changed_lora
 
 
 def _end(name: str) -> str:

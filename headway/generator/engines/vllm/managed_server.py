@@ -55,8 +55,8 @@ def serve_options(
     ``adapters``: `VllmAdapters.arguments`."""
     arguments = {**engine_arguments(settings, model, device), **adapters}
     if device.kind == "cpu":  # its sampler fails at a request with a seed whose prompt takes several steps
-        longest = max(arguments["max_num_batched_tokens"], arguments["max_model_len"])
-        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": longest}
+        batched_tokens = max(arguments["max_num_batched_tokens"], arguments["max_model_len"])
+        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": batched_tokens}
     arguments = {"structured_outputs_config": {"backend": "guidance"}, "enable_scale_out": True, **arguments}
     return flags_of({name: value for name, value in arguments.items() if name not in _IN_PROCESS})
 
@@ -65,14 +65,14 @@ def flags_of(arguments: Mapping[str, Any]) -> list[str]:
     """Command-line flags for fields of ``EngineArgs``: ``{"max_num_seqs": 9, "enforce_eager": False}`` becomes
     ``--max-num-seqs 9 --no-enforce-eager``; tables are JSON."""
     flags: list[str] = []
-    for name, value in arguments.items():
-        option = name.replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(f"--{option}" if value else f"--no-{option}")
-        elif isinstance(value, list | tuple):
-            flags += [f"--{option}", *map(str, value)]
+    for name, arg in arguments.items():
+        option_name = name.replace("_", "-")
+        if isinstance(arg, bool):
+            flags.append(f"--{option_name}" if arg else f"--no-{option_name}")
+        elif isinstance(arg, list | tuple):
+            flags += [f"--{option_name}", *map(str, arg)]
         else:
-            flags += [f"--{option}", msgspec.json.encode(value).decode() if isinstance(value, Mapping) else str(value)]
+            flags += [f"--{option_name}", msgspec.json.encode(arg).decode() if isinstance(arg, Mapping) else str(arg)]
     return flags
 
 
@@ -100,9 +100,9 @@ class ManagedServer(VllmServer):
     ) -> None:
         """``command``: of `vllm serve`, without the port. Raises HeadwayError, with the last lines of its output, if it
         ends or doesn't answer within ``START_S``."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        with socket.socket() as port_socket:
+            port_socket.bind(("127.0.0.1", 0))
+            port = port_socket.getsockname()[1]
         super().__init__(f"http://127.0.0.1:{port}")
         self._lines: deque[str] = deque(maxlen=_LINES)
         self._guard = subprocess.Popen(
@@ -116,13 +116,13 @@ class ManagedServer(VllmServer):
         atexit.register(self.close)
         self._reader = threading.Thread(target=self._read_output, name="server's output", daemon=True)
         self._reader.start()
-        until_s = now() + START_S
+        deadline_s = now() + START_S
         while not self._answers():
-            if self._guard.poll() is not None or now() > until_s:
-                code = self._guard.poll()
-                cause = f"took longer than {START_S:g} s" if code is None else f"ended with exit code {code}"
+            if self._guard.poll() is not None or now() > deadline_s:
+                exit_code = self._guard.poll()
+                reason = f"took longer than {START_S:g} s" if exit_code is None else f"ended with exit code {exit_code}"
                 self.close()
-                raise HeadwayError(f"`vllm serve` {cause} before it answered{self.last_output()}")
+                raise HeadwayError(f"`vllm serve` {reason} before it answered{self.last_output()}")
             time.sleep(_POLL_S)
 
     def _answers(self) -> bool:
@@ -136,10 +136,10 @@ class ManagedServer(VllmServer):
         """Copy the server's output to this process's log, and keep the last lines."""
         assert self._guard.stdout is not None
         for line in self._guard.stdout:
-            text = line.decode(errors="replace")
-            sys.stderr.write(text)
+            line_text = line.decode(errors="replace")
+            sys.stderr.write(line_text)
             sys.stderr.flush()
-            self._lines.append(text.rstrip()[:_LINE_CHARACTERS])
+            self._lines.append(line_text.rstrip()[:_LINE_CHARACTERS])
 
     def last_output(self) -> str:
         """See `VllmServer.last_output`. Waits briefly for the end of a server that is ending."""
@@ -163,10 +163,10 @@ def start_server(
     """Start a replica's server. Raises ConfigurationError, with the last lines of its output, or HeadwayError where a
     predecessor ran with these settings."""
     os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))  # of the server too: others on this machine lack it
-    ranks = settings.engine_arguments.get("tensor_parallel_size", 1)
-    environment = serve_environment(device, ranks, os.environ, bool(adapters))
-    if metadata := _missing_metadata():
-        environment["PYTHONPATH"] = os.pathsep.join([metadata, *filter(None, [environment.get("PYTHONPATH", "")])])
+    rank_count = settings.engine_arguments.get("tensor_parallel_size", 1)
+    environment = serve_environment(device, rank_count, os.environ, bool(adapters))
+    if meta_folder := _missing_metadata():
+        environment["PYTHONPATH"] = os.pathsep.join([meta_folder, *filter(None, [environment.get("PYTHONPATH", "")])])
     options = serve_options(settings, model, device, adapters)
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", settings.model_path, *options]
     for attempt in range(1, _PORTS + 1):
@@ -188,24 +188,24 @@ def _missing_metadata() -> str:
     with suppress(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("vllm")
         return ""
-    folder = ScratchFolder("headway-vllm-", ".metadata")
-    atexit.register(folder.remove)
-    path = Path(folder.path) / f"vllm-{version}+cpu.dist-info" / "METADATA"
-    path.parent.mkdir()
-    path.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
-    return str(folder.path)
+    scratch_folder = ScratchFolder("headway-vllm-", ".metadata")
+    atexit.register(scratch_folder.remove)
+    metadata_path = Path(scratch_folder.path) / f"vllm-{version}+cpu.dist-info" / "METADATA"
+    metadata_path.parent.mkdir()
+    metadata_path.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    return str(scratch_folder.path)
 
 
 def main(command: Sequence[str]) -> int:
     """Run a server until it ends or standard input closes; then kill its process group."""
-    guard = os.getpid()
-    server = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=lambda: die_with_parent(guard)
+    guard_pid = os.getpid()
+    server_process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=lambda: die_with_parent(guard_pid)
     )
-    select.select([0, os.pidfd_open(server.pid)], [], [])
+    select.select([0, os.pidfd_open(server_process.pid)], [], [])
     with suppress(ProcessLookupError):
-        os.killpg(server.pid, signal.SIGKILL)  # before it is waited for, which frees its number
-    return server.wait()
+        os.killpg(server_process.pid, signal.SIGKILL)  # before it is waited for, which frees its number
+    return server_process.wait()
 
 
 if __name__ == "__main__":

@@ -56,11 +56,11 @@ class PublishedModel:
             model = build(self.shape, dtype)  # its memory is never touched
         assert model is not None
         parameters = dict(model.named_parameters())
-        expected = {name: parameter.shape for name, parameter in parameters.items()}
-        published = {name: tensor.shape for name, tensor in tensors.items()}
-        wrong = {name for name, _ in expected.items() ^ published.items()}
-        if wrong:
-            raise ConfigurationError(f"the published weights are not this model's: {', '.join(sorted(wrong)[:4])}")
+        expected_shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        published_shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        differing = {name for name, _ in expected_shapes.items() ^ published_shapes.items()}
+        if differing:
+            raise ConfigurationError(f"the published weights are not this model's: {', '.join(sorted(differing)[:4])}")
         for name, parameter in parameters.items():
             parameter.requires_grad_(False)
             parameter.data = tensors[name]
@@ -80,8 +80,8 @@ class PublishedModel:
         """Return the tensors by the names of `tensors`, without the matrices that are transposed in vLLM: those of
         transformers' Conv1D (GPT-2)."""
         assert self._model is not None
-        kinds = {f"{name}.weight": type(module).__name__ for name, module in self._model.named_modules()}
-        return {name: tensor for name, tensor in self.tensors() if kinds.get(f"module.{name}") != "Conv1D"}
+        class_by_name = {f"{name}.weight": type(module).__name__ for name, module in self._model.named_modules()}
+        return {name: tensor for name, tensor in self.tensors() if class_by_name.get(f"module.{name}") != "Conv1D"}
 
     def logprobs(self, ids: Sequence[int], temperature: float = 1.0, lora: Lora | None = None) -> list[float]:
         """Return log-softmax(z / ``temperature``) of ``ids[1:]``, each given the tokens before it, by the trainer's
@@ -92,5 +92,5 @@ class PublishedModel:
             use(self._model, None if lora is None else lora.layers)
         with torch.inference_mode():
             logits = self._model(sequence, [len(ids)])[:-1].float() / temperature
-            chosen = torch.log_softmax(logits, dim=-1).gather(-1, sequence[1:, None])
-        return chosen[:, 0].tolist()
+            logprobs_n1 = torch.log_softmax(logits, dim=-1).gather(-1, sequence[1:, None])
+        return logprobs_n1[:, 0].tolist()

@@ -35,14 +35,14 @@ class VllmServer:
 
     def __init__(self, address: str) -> None:
         """``address``: http://HOST:PORT."""
-        parts = urlsplit(address)
-        assert parts.hostname is not None  # runtime/devices.py has checked both
-        assert parts.port is not None
+        url_parts = urlsplit(address)
+        assert url_parts.hostname is not None  # runtime/devices.py has checked both
+        assert url_parts.port is not None
         self.address = address
-        self.host, self.port = parts.hostname, parts.port
+        self.host, self.port = url_parts.hostname, url_parts.port
         self._headers = {"Content-Type": "application/json", "Connection": "close"}
-        if key := os.environ.get(KEY_VARIABLE):
-            self._headers["Authorization"] = f"Bearer {key}"
+        if api_key := os.environ.get(KEY_VARIABLE):
+            self._headers["Authorization"] = f"Bearer {api_key}"
 
     def last_output(self) -> str:
         """Return the last lines of the server's output for an error's message; "" for one that runs elsewhere."""
@@ -54,24 +54,24 @@ class VllmServer:
 
     def post(self, path: str, body: Any = None) -> Any:
         """POST ``body`` as JSON; returns the decoded response, None for one that isn't JSON."""
-        answer = self._call("POST", path, None if body is None else msgspec.json.encode(body))
-        return msgspec.json.decode(answer) if answer[:1] in (b"{", b"[") else None
+        response_body = self._call("POST", path, None if body is None else msgspec.json.encode(body))
+        return msgspec.json.decode(response_body) if response_body[:1] in (b"{", b"[") else None
 
     def _call(self, method: str, path: str, body: bytes | None, timeout_s: float | None = None) -> bytes:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s or _CALL_S)
         try:
             connection.request(method, path, body, self._headers)
             response = connection.getresponse()
-            answer = response.read()
+            response_body = response.read()
         except http.client.HTTPException as error:
             raise ConnectionError(f"{self.address}{path}: {type(error).__name__}: {error}") from error
         finally:
             connection.close()
         if response.status >= 400:
-            message = message_of(answer)
-            require_engine(message)
-            raise ServerError(response.status, message)
-        return answer
+            error_text = message_of(response_body)
+            require_engine(error_text)
+            raise ServerError(response.status, error_text)
+        return response_body
 
     def stream(self, path: str, body: Any) -> EventStream:
         """POST ``body`` as JSON and return the response as a stream of events."""
@@ -107,35 +107,35 @@ class EventStream:
     def read(self) -> list[bytes]:
         """Return the data of the events received by now. Raises ServerError for an HTTP error, ConnectionError when the
         stream breaks off or the server's engine is dead."""
-        closed = False
+        is_closed = False
         try:
-            while not closed:
-                data = self._socket.recv(_READ_BYTES)
-                self._parser.feed_data(data)
-                closed = not data
+            while not is_closed:
+                received_bytes = self._socket.recv(_READ_BYTES)
+                self._parser.feed_data(received_bytes)
+                is_closed = not received_bytes
         except BlockingIOError:
             pass
         except httptools.HttpParserError as error:
             raise ConnectionError(f"the server's answer is no HTTP: {error}") from error
         if self._status not in (0, 200):
-            if not closed:
+            if not is_closed:
                 return []
-            message = message_of(bytes(self._body))
-            require_engine(message)
-            raise ServerError(self._status, message)
+            error_text = message_of(bytes(self._body))
+            require_engine(error_text)
+            raise ServerError(self._status, error_text)
         events = self._events()
-        if closed and not self.over:
+        if is_closed and not self.over:
             raise ConnectionError("the server closed a stream before its end")
         return events
 
     def _events(self) -> list[bytes]:
-        *complete, rest = bytes(self._body).split(b"\n\n")
-        self._body = bytearray(rest)
-        data = [event.removeprefix(b"data: ") for event in complete if event.startswith(b"data: ")]
-        if _END in data:
+        *complete_events, incomplete_event = bytes(self._body).split(b"\n\n")
+        self._body = bytearray(incomplete_event)
+        event_payloads = [event.removeprefix(b"data: ") for event in complete_events if event.startswith(b"data: ")]
+        if _END in event_payloads:
             self.over = True
-            data.remove(_END)
-        return data
+            event_payloads.remove(_END)
+        return event_payloads
 
 
 def require_engine(message: str) -> None:

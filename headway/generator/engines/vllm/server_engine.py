@@ -132,7 +132,7 @@ class VllmServerEngine(VllmRequests):
     def _submit(self, entry: VllmRequest) -> None:
         self._tickets += 1
         ticket = f"{self._instance_id}-{self._tickets}"
-        how, revision = entry.sampling, self._choose_revision(entry)
+        sampling, revision = entry.sampling, self._choose_revision(entry)
         stream = self._server.stream(
             "/inference/v1/generate",
             {
@@ -140,15 +140,15 @@ class VllmServerEngine(VllmRequests):
                 **self._weights_named(revision),
                 "token_ids": [*entry.prompt, *entry.response],
                 "sampling_params": {
-                    "temperature": how.temperature,
+                    "temperature": sampling.temperature,
                     "max_tokens": self._may_sample(entry),
-                    "stop_token_ids": how.stop_token_ids,
+                    "stop_token_ids": sampling.stop_token_ids,
                     "ignore_eos": True,  # stop_token_ids has all tokens that end a response
                     "logprobs": 0,  # of the sampled token alone
                     "detokenize": False,
-                    "seed": _seed(how.seed, len(entry.response)),
+                    "seed": _seed(sampling.seed, len(entry.response)),
                     **({"logit_bias": self.bias} if self.bias else {}),
-                    **({"structured_outputs": {"grammar": how.grammar}} if how.grammar else {}),
+                    **({"structured_outputs": {"grammar": sampling.grammar}} if sampling.grammar else {}),
                 },
                 "stream": True,
                 "priority": entry.priority,
@@ -171,18 +171,18 @@ class VllmServerEngine(VllmRequests):
 
     def _withdraw(self, entries: Sequence[VllmRequest]) -> None:
         """See `VllmRequests`. Waits for each request's last tokens, up to `_WITHDRAWN_S`."""
-        self._withdrawing |= {entry.ticket for entry in entries}
-        until, again = self._now() + _WITHDRAWN_S, 0.0
-        while remaining := [entry.ticket for entry in entries if entry.ticket]:
-            if self._now() >= until:
+        self._withdrawing |= {request.ticket for request in entries}
+        deadline_s, next_abort_s = self._now() + _WITHDRAWN_S, 0.0
+        while remaining_tickets := [request.ticket for request in entries if request.ticket]:
+            if self._now() >= deadline_s:
                 break
-            if self._now() >= again:
-                self._abort_tickets(remaining)
-                again = self._now() + _ABORT_AGAIN_S
+            if self._now() >= next_abort_s:
+                self._abort_tickets(remaining_tickets)
+                next_abort_s = self._now() + _ABORT_AGAIN_S
             self._pump()
-        for entry in entries:
-            if entry.ticket:
-                self._forget_ticket(entry)
+        for request in entries:
+            if request.ticket:
+                self._forget_ticket(request)
 
     def _drop(self, entry: VllmRequest) -> None:
         """Close the request's stream: the server aborts it when the client disconnects. One with an adapter is aborted
@@ -192,9 +192,9 @@ class VllmServerEngine(VllmRequests):
         self._forget_ticket(entry)
 
     def _abort_tickets(self, tickets: Sequence[str]) -> None:
-        ids = [f"generate-tokens-{ticket}" for ticket in tickets]
+        request_ids = [f"generate-tokens-{ticket}" for ticket in tickets]
         with suppress(ServerError):  # `_withdraw` repeats it, and closes the connections in the end
-            self._server.post("/inference/v1/abort_requests", {"request_ids": ids})
+            self._server.post("/inference/v1/abort_requests", {"request_ids": request_ids})
 
     def _forget_ticket(self, entry: VllmRequest) -> None:
         self._selector.unregister(entry.handle.stream)
@@ -219,21 +219,21 @@ class VllmServerEngine(VllmRequests):
 
     def _pump(self, wait_s: float = _WAIT_S) -> None:
         """Read all streams with data, waiting up to ``wait_s`` for the first."""
-        for key, _ in self._selector.select(wait_s):
-            entry: VllmRequest = key.data
-            if not entry.ticket:  # ended by another request's events
+        for selector_key, _ in self._selector.select(wait_s):
+            request: VllmRequest = selector_key.data
+            if not request.ticket:  # ended by another request's events
                 continue
             try:
-                events = entry.handle.stream.read()
+                events = request.handle.stream.read()
             except ServerError as error:
-                if error.status == 404 and entry.revision is not None:
+                if error.status == 404 and request.revision is not None:
                     raise ConnectionError(f"the server was restarted, and has no adapters: {error}") from error
-                self._forget_ticket(entry)
-                self._end(entry, "error", str(error), refused=error.status in (400, 422))
+                self._forget_ticket(request)
+                self._end(request, "error", str(error), refused=error.status in (400, 422))
                 continue
             for event in events:
-                if entry.ticket:  # else ended by an earlier event
-                    self._absorb(entry, msgspec.json.decode(event, type=Chunk))
+                if request.ticket:  # else ended by an earlier event
+                    self._absorb(request, msgspec.json.decode(event, type=Chunk))
 
     def _absorb(self, entry: VllmRequest, chunk: Chunk) -> None:
         if not chunk.choices:
@@ -243,36 +243,36 @@ class VllmServerEngine(VllmRequests):
                 self._end(entry, "error", f"the server: {chunk.error.message}")
             return
         choice = chunk.choices[0]
-        ids = choice.token_ids or []
+        token_ids = choice.token_ids or []
         logprobs = [token.logprob if token.logprob > _NO_LOGPROB else float("nan") for token in content(choice)]
-        entry.handle.add(self._model_version, len(ids))
+        entry.handle.add(self._model_version, len(token_ids))
         version = self._model_version if entry.revision is None else entry.revision.version
-        ended = None if choice.finish_reason is None else _ENDINGS.get(choice.finish_reason, "error")
-        error = ""
-        if ended is not None and (wrong := self._mislabelled(entry.handle.spans, choice.weight_versions or [])):
+        ending = None if choice.finish_reason is None else _ENDINGS.get(choice.finish_reason, "error")
+        error_text = ""
+        if ending is not None and (difference := self._mislabelled(entry.handle.spans, choice.weight_versions or [])):
             if self._gone:
-                self._void_submitted(wrong)
+                self._void_submitted(difference)
             else:
-                self._end_void(entry, wrong)
+                self._end_void(entry, difference)
             return
-        if ended == "abort" and entry.ticket in self._withdrawing:
-            self._append_tokens(entry, ids, logprobs, version, None)
+        if ending == "abort" and entry.ticket in self._withdrawing:
+            self._append_tokens(entry, token_ids, logprobs, version, None)
             if entry.ticket:
                 self._forget_ticket(entry)
             return
-        if ended in ("abort", "error"):
-            ended, error = "error", f"the server ended it: {choice.finish_reason}"
-        self._append_tokens(entry, ids, logprobs, version, ended, error)
+        if ending in ("abort", "error"):
+            ending, error_text = "error", f"the server ended it: {choice.finish_reason}"
+        self._append_tokens(entry, token_ids, logprobs, version, ending, error_text)
 
     def _mislabelled(self, spans: Sequence[Sequence[int]], reported: Sequence[CompletionSpan]) -> str:
         """Compare a request's version labels with the server's; returns the difference, or "". A version that this
         process never loaded marks the server as gone: it was restarted, or serves another run."""
-        theirs = [(span.version, span.end - span.start) for span in reported]
-        if theirs == [(self._label(version), tokens) for version, tokens in spans]:
+        server_spans = [(span.version, span.end - span.start) for span in reported]
+        if server_spans == [(self._label(version), tokens) for version, tokens in spans]:
             return ""
-        foreign = [name for name, _ in theirs if not name.startswith(self._label(""))]
+        foreign = [name for name, _ in server_spans if not name.startswith(self._label(""))]
         if not foreign:
-            return f"its tokens were labelled with versions {spans}, the server reports {theirs}"
+            return f"its tokens were labelled with versions {spans}, the server reports {server_spans}"
         self._gone = (
             f"{self._server.address} samples from weights {foreign[0]!r}, which this run did not publish: it was "
             "restarted, or serves another run too"
@@ -288,22 +288,22 @@ class VllmServerEngine(VllmRequests):
     def _apply_model(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
         """Fetch, verify and write a version while the server keeps decoding, have it loaded, and probe that the server
         samples from it. Raises WeightsCorrupt, with nothing changed, or WeightsMismatch."""
-        started = self._now()
+        started_s = self._now()
         tensors = self._subscriber.fetch(published)
-        fetch_s = self._now() - started
+        fetch_s = self._now() - started_s
         self._model.take(tensors)
-        before_s = self._paused_s
+        old_paused_s = self._paused_s
         with self._exit_if_gone(ServerError), self._written() as folder:
-            running, reprefilled = self._update(folder, published.version, mode)
+            crossing_count, reprefilled_tokens = self._update(folder, published.version, mode)
             if self._probe_due(self._updates):
                 self._probe()
         self._note_idleness()
         return AppliedWeights(
             version=published.version,
             fetch_s=fetch_s,
-            pause_s=self._paused_s - before_s,
-            in_flight=running,
-            reprefilled_tokens=reprefilled,
+            pause_s=self._paused_s - old_paused_s,
+            in_flight=crossing_count,
+            reprefilled_tokens=reprefilled_tokens,
         )
 
     def _update(self, folder: Path, version: int, mode: UpdateMode) -> tuple[int, int]:
@@ -312,12 +312,12 @@ class VllmServerEngine(VllmRequests):
             self._server.post(f"/pause?mode=keep&clear_cache={str(mode == 'recompute').lower()}")
             self._pump(0.0)
             # Requests without a token begin under the new weights and must not find KV of the old ones.
-            self._take_back([entry for entry in self._submitted.values() if not entry.sampled])
-            running = list(self._submitted.values())
-            reprefilled = self._cross_update(running, mode)
+            self._take_back([request for request in self._submitted.values() if not request.sampled])
+            running_requests = list(self._submitted.values())
+            reprefilled_tokens = self._cross_update(running_requests, mode)
             self._load(folder, version)
-        self._reprefilled += reprefilled
-        return len(running), reprefilled
+        self._reprefilled += reprefilled_tokens
+        return len(running_requests), reprefilled_tokens
 
     def _load(self, folder: Path | None, version: int, *, clear: bool = False) -> None:
         """Have a paused server load ``folder`` (None: nothing) and resume; ``clear``: pause it first, aborting its
@@ -381,8 +381,8 @@ class VllmServerEngine(VllmRequests):
         models = msgspec.json.decode(self._server.get("/v1/models"))["data"]
         for label in [model["id"] for model in models if model["id"].startswith(LABELS)]:
             self._server.post("/v1/unload_lora_adapter", {"lora_name": label})
-        for number in self._adapter_ids():
-            self._rpc("remove_lora", args=[number])
+        for adapter_id in self._adapter_ids():
+            self._rpc("remove_lora", args=[adapter_id])
 
     @contextmanager
     def _drained(self) -> Iterator[None]:
@@ -394,11 +394,11 @@ class VllmServerEngine(VllmRequests):
     def _probe(self) -> None:
         """Compare the server's log-probabilities of a random sequence, and of a token sampled after it, with the
         reference."""
-        ids = probe_ids(self._updates, self._vocabulary, self.context_tokens)
-        got, sampled = self._probed(ids, None)
-        if wrong := compare(got, self._model.logprobs(ids), self._precision).wrong:
-            self._break(f"{wrong} (it computes in {self._served.dtype})")
-        self._probe_temperature(ids, sampled)
+        token_ids = probe_ids(self._updates, self._vocabulary, self.context_tokens)
+        server_logprobs, sampled_token = self._probed(token_ids, None)
+        if difference := compare(server_logprobs, self._model.logprobs(token_ids), self._precision).wrong:
+            self._break(f"{difference} (it computes in {self._served.dtype})")
+        self._probe_temperature(token_ids, sampled_token)
 
     def _sequence_logprobs(self, ids: Sequence[int], revision: VllmRevision | None) -> list[float]:
         with self._exit_if_gone(ServerError):
@@ -407,12 +407,12 @@ class VllmServerEngine(VllmRequests):
     def _probed(self, ids: Sequence[int], revision: VllmRevision | None) -> tuple[list[float], Logprob]:
         """Return the server's log-probabilities of ``ids[1:]``, and of a token that it samples after them."""
         self._probes += 1
-        name = f"{self._instance_id}-probe-{self._probes}"
-        answer: CompletionChunk = msgspec.convert(
+        request_id = f"{self._instance_id}-probe-{self._probes}"
+        reply: CompletionChunk = msgspec.convert(
             self._server.post(
                 "/inference/v1/generate",
                 {
-                    "request_id": name,
+                    "request_id": request_id,
                     "token_ids": ids,
                     **self._weights_named(revision),
                     "sampling_params": {
@@ -429,17 +429,17 @@ class VllmServerEngine(VllmRequests):
             ),
             CompletionChunk,
         )
-        got = [of_token(logprobs, token) for logprobs, token in zip(answer.prompt_logprobs[1:], ids[1:], strict=True)]
-        return got, content(answer.choices[0])[0]
+        scores = [of_token(logprobs, token) for logprobs, token in zip(reply.prompt_logprobs[1:], ids[1:], strict=True)]
+        return scores, content(reply.choices[0])[0]
 
     def _probe_temperature(self, ids: Sequence[int], sampled: Logprob) -> None:
-        after = [*ids, sampled.token_id]
-        at_one, expected = (self._model.logprobs(after, t)[-1] for t in (1.0, _PROBE_TEMPERATURE))
-        if abs(sampled.logprob - expected) <= max(_NEXT_TOKEN, 0.5 * abs(at_one - expected)):
+        all_ids = [*ids, sampled.token_id]
+        logprob_at_one, expected_logprob = (self._model.logprobs(all_ids, t)[-1] for t in (1.0, _PROBE_TEMPERATURE))
+        if abs(sampled.logprob - expected_logprob) <= max(_NEXT_TOKEN, 0.5 * abs(logprob_at_one - expected_logprob)):
             return
         self._break(
             f"the log-probability of a token sampled at T = {_PROBE_TEMPERATURE} is {sampled.logprob:.4g}, not "
-            f"{expected:.4g}: start it with --logprobs-mode processed_logprobs"
+            f"{expected_logprob:.4g}: start it with --logprobs-mode processed_logprobs"
         )
 
     # --- statistics -----------------------------------------------------------------------------------------
@@ -451,18 +451,18 @@ class VllmServerEngine(VllmRequests):
         try:
             yield
         except (OSError, *others) as error:
-            state = "is unreachable" if isinstance(error, OSError) else "failed"
-            raise SystemExit(f"the server {state}: {error}{self._server.last_output()}") from error
+            state_text = "is unreachable" if isinstance(error, OSError) else "failed"
+            raise SystemExit(f"the server {state_text}: {error}{self._server.last_output()}") from error
 
     def statistics(self) -> EngineStatistics:
         """See `Engine.statistics`; KV, preemptions, prefills and steps are the server's."""
         with self._exit_if_gone():
-            new = self._served.counters(self._server)
-        old, capacity = self._initial_counters, self._served.kv_capacity_tokens
-        self._prefilled = self._reprefilled + new.prefilled - old.prefilled
-        self._preemptions = new.preemptions - old.preemptions
-        self._steps = new.steps - old.steps
-        return self._statistics(min(len(self._submitted), new.running), round(new.kv_usage * capacity), capacity)
+            fresh = self._served.counters(self._server)
+        initial, capacity = self._initial_counters, self._served.kv_capacity_tokens
+        self._prefilled = self._reprefilled + fresh.prefilled - initial.prefilled
+        self._preemptions = fresh.preemptions - initial.preemptions
+        self._steps = fresh.steps - initial.steps
+        return self._statistics(min(len(self._submitted), fresh.running), round(fresh.kv_usage * capacity), capacity)
 
 
 def _seed(seed: int, sampled: int) -> int:
@@ -470,5 +470,5 @@ def _seed(seed: int, sampled: int) -> int:
     it is resubmitted, so a resumed one needs another seed."""
     if not sampled:
         return seed & 0x7FFFFFFFFFFFFFFF
-    key = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)
-    return int(counter_bits(key, np.array([sampled], dtype=np.int64))[0] >> np.uint64(1))
+    seed_array = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)
+    return int(counter_bits(seed_array, np.array([sampled], dtype=np.int64))[0] >> np.uint64(1))

@@ -45,17 +45,17 @@ class ServerInfo(NamedTuple):
 
     def counters(self, server: VllmServer) -> Counters:
         """Fetch the counters; all 0 with --disable-log-stats. Raises OSError when the server is gone."""
-        totals: dict[str, float] = {}
+        total_by_name: dict[str, float] = {}
         for line in server.get("/metrics").decode().splitlines():
             match = re.match(r"vllm:(\w+)\{[^}]*\} (\S+)$", line)
             if match:
-                totals[match[1]] = totals.get(match[1], 0.0) + float(match[2])
+                total_by_name[match[1]] = total_by_name.get(match[1], 0.0) + float(match[2])
         return Counters(
-            running=int(totals.get("num_requests_running", 0)),
-            kv_usage=totals.get("kv_cache_usage_perc", 0.0),
-            prefilled=int(totals.get("prompt_tokens_total", 0)),
-            preemptions=int(totals.get("num_preemptions_total", 0)),
-            steps=int(totals.get("iteration_tokens_total_count", 0)),
+            running=int(total_by_name.get("num_requests_running", 0)),
+            kv_usage=total_by_name.get("kv_cache_usage_perc", 0.0),
+            prefilled=int(total_by_name.get("prompt_tokens_total", 0)),
+            preemptions=int(total_by_name.get("num_preemptions_total", 0)),
+            steps=int(total_by_name.get("iteration_tokens_total_count", 0)),
         )
 
 
@@ -63,7 +63,7 @@ def wait_for(
     server: VllmServer, *, sleep: Callable[[float], object] = time.sleep, now: Callable[[], float] = time.monotonic
 ) -> None:
     """Wait until an unavailable server answers again. Raises HeadwayError after ``RETURNS_S``."""
-    until_s = now() + RETURNS_S
+    deadline_s = now() + RETURNS_S
     while True:
         try:
             server.get("/health", timeout_s=_HEALTH_S)
@@ -71,9 +71,9 @@ def wait_for(
         except (OSError, ServerError) as error:  # a proxy may answer for it
             if isinstance(error, ServerError) and error.status < 500:
                 return  # it answers: `connect` checks what it is
-            if now() >= until_s:
-                message = f"{server.address} did not come back within {RETURNS_S:g} s ({error})"
-                raise HeadwayError(f"{message}; start it again with {COMMAND}") from error
+            if now() >= deadline_s:
+                reason = f"{server.address} did not come back within {RETURNS_S:g} s ({error})"
+                raise HeadwayError(f"{reason}; start it again with {COMMAND}") from error
         sleep(_ASK_AGAIN_S)
 
 
@@ -92,10 +92,10 @@ def connect(
         if again:
             raise
         raise _refusal(server, f"no server answers ({error}); start it with {COMMAND}") from error
-    model, scheduler, cache = config["model_config"], config["scheduler_config"], config["cache_config"]
-    device, engines = config["device_config"], config["parallel_config"]["data_parallel_size"]
-    on_cpu = str(device["device"]).startswith("cpu") or device["device_type"] == "cpu"
-    problems = {
+    model_config, scheduler, cache_config = config["model_config"], config["scheduler_config"], config["cache_config"]
+    device_config, engine_count = config["device_config"], config["parallel_config"]["data_parallel_size"]
+    on_cpu = str(device_config["device"]).startswith("cpu") or device_config["device_type"] == "cpu"
+    holds_by_problem = {
         f"its --scheduling-policy is {scheduler['policy']!r}: start it with --scheduling-policy priority": (
             scheduler["policy"] != "priority"
         ),
@@ -103,21 +103,21 @@ def connect(
         f"valid: {slots + 1} or more": scheduler["max_num_seqs"] <= slots,
         "it computes on a CPU, where vLLM's sampler fails at a request with a seed whose prompt takes several steps: "
         "start it with --no-enable-chunked-prefill": on_cpu and scheduler["enable_chunked_prefill"],
-        f"it runs {engines} engines, of which a probe would see one: start a server for each, without "
-        "--data-parallel-size, and name them all in generator.devices": engines > 1,
-        f"its --max-model-len {model['max_model_len']} is less than {context_tokens}, the tokens of "
-        "rollout.max_prompt_tokens and rollout.max_response_tokens": model["max_model_len"] < context_tokens,
+        f"it runs {engine_count} engines, of which a probe would see one: start a server for each, without "
+        "--data-parallel-size, and name them all in generator.devices": engine_count > 1,
+        f"its --max-model-len {model_config['max_model_len']} is less than {context_tokens}, the tokens of "
+        "rollout.max_prompt_tokens and rollout.max_response_tokens": model_config["max_model_len"] < context_tokens,
     }
-    for problem, holds in problems.items():
+    for problem, holds in holds_by_problem.items():
         if holds:
             raise _refusal(server, problem)
     if adapters:
         _require_lora(server, config["lora_config"] or {}, adapters)
     return ServerInfo(
-        context_tokens=model["max_model_len"],
-        kv_capacity_tokens=(cache["num_gpu_blocks"] - 1) * cache["block_size"],
-        dtype=str(model["dtype"]).removeprefix("torch."),
-        quantised=model["quantization"] is not None,
+        context_tokens=model_config["max_model_len"],
+        kv_capacity_tokens=(cache_config["num_gpu_blocks"] - 1) * cache_config["block_size"],
+        dtype=str(model_config["dtype"]).removeprefix("torch."),
+        quantised=model_config["quantization"] is not None,
     )
 
 
@@ -125,11 +125,11 @@ def _require_lora(server: VllmServer, served: Mapping[str, Any], required: Mappi
     """Check that the server can hold the adapters. Its head must not be wrapped: log-probabilities of a prompt
     then end vLLM's engine (``lora/layers/logits_processor.py`` takes all rows for sampled ones)."""
     counts = {name: required[name] for name in ("max_loras", "max_cpu_loras", "max_lora_rank")}
-    ends, targets = set(required["lora_target_modules"]), set(served.get("target_modules") or ["lm_head"])
-    if "lm_head" in targets or not ends <= targets or any((served.get(name) or 0) < counts[name] for name in counts):
-        options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in counts.items())
-        message = f"it can't load the run's adapters: start it with --enable-lora {options} --lora-target-modules "
-        raise _refusal(server, f"{message}{' '.join(sorted(ends))}, and {UPDATING}")
+    modules, wrapped = set(required["lora_target_modules"]), set(served.get("target_modules") or ["lm_head"])
+    if "lm_head" in wrapped or not modules <= wrapped or any((served.get(name) or 0) < counts[name] for name in counts):
+        option_text = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in counts.items())
+        reason = f"it can't load the run's adapters: start it with --enable-lora {option_text} --lora-target-modules "
+        raise _refusal(server, f"{reason}{' '.join(sorted(modules))}, and {UPDATING}")
 
 
 def _settled(call: Callable[..., T], *arguments: object) -> T:

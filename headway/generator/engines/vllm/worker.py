@@ -93,9 +93,9 @@ class SharedMemoryTransfer(WeightTransferEngine[ModelChoice, PublishedInfo]):
 
     def receive_weights(self, update_info: PublishedInfo) -> None:
         """Fetch and load a version. Raises WeightsCorrupt or ConfigurationError, with nothing changed."""
-        started = time.monotonic()
+        started_s = time.monotonic()
         tensors = self._subscriber.fetch(PublishedWeights(**vars(update_info)))
-        self.fetch_s = time.monotonic() - started
+        self.fetch_s = time.monotonic() - started_s
         # Where vLLM has no code of its own for an architecture, it has wrapped transformers' class (the reference's),
         # which asks for a configuration: by this one it isn't compiled.
         with set_current_vllm_config(self._plain):
@@ -129,9 +129,9 @@ def repack_tied_heads(model: nn.Module) -> None:
     """
     modules: list[Any] = list(model.modules())
     others = [module for module in modules if not isinstance(module, ParallelLMHead)]
-    shared = {id(module.weight) for module in others if isinstance(getattr(module, "weight", None), nn.Parameter)}
+    shared_ids = {id(module.weight) for module in others if isinstance(getattr(module, "weight", None), nn.Parameter)}
     for head in modules:
-        if isinstance(head, ParallelLMHead) and id(head.weight) in shared:
+        if isinstance(head, ParallelLMHead) and id(head.weight) in shared_ids:
             head.quant_method.process_weights_after_loading(head)
 
 
@@ -148,13 +148,13 @@ def install_sampler(runner: Any) -> None:
     compiling their function takes 16 to 19 s at its first use.
     """
     sampler = runner.sampler
-    topk_topp, theirs, gather = sampler.topk_topp_sampler, sampler.topk_topp_sampler.forward, sampler.gather_logprobs
+    topk_topp, original, gather = sampler.topk_topp_sampler, sampler.topk_topp_sampler.forward, sampler.gather_logprobs
 
     def forward(
         logits_nv: Tensor, generators: dict[int, torch.Generator], top_k: Tensor | None, top_p: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         if logits_nv.shape[0] != runner.input_batch.num_reqs:  # a warm-up
-            return theirs(logits_nv, generators, top_k, top_p)
+            return original(logits_nv, generators, top_k, top_p)
         logprobs_nv = logits_nv.log_softmax(dim=-1, dtype=torch.float32)
         kept_nv = apply_top_k_top_p(logits_nv, top_k, top_p).float()
         return torch.ops._C.fused_gumbel_argmax(kept_nv, _noise_seeds(runner)), logprobs_nv
@@ -171,15 +171,15 @@ def install_sampler(runner: Any) -> None:
 
 def _noise_seeds(runner: Any) -> Tensor:
     """Noise seeds of the batch's rows, [n] int64, not negative."""
-    batch = runner.input_batch
-    seeds = np.array([_seed(runner.requests[name]) for name in batch.req_ids], dtype=np.uint64)
-    positions = batch.num_tokens_no_spec[: len(seeds)].astype(np.int64)  # tokens of prompt and response so far
+    input_batch = runner.input_batch
+    seeds = np.array([_seed(runner.requests[request_id]) for request_id in input_batch.req_ids], dtype=np.uint64)
+    positions = input_batch.num_tokens_no_spec[: len(seeds)].astype(np.int64)  # tokens of prompt and response so far
     return torch.from_numpy((counter_bits(seeds, positions) >> np.uint64(1)).astype(np.int64))
 
 
 def _seed(request: Any) -> int:
-    extra = request.sampling_params.extra_args or {}
-    return extra.get(SEED, 0) & 0xFFFFFFFFFFFFFFFF
+    extra_args = request.sampling_params.extra_args or {}
+    return extra_args.get(SEED, 0) & 0xFFFFFFFFFFFFFFFF
 
 
 # --- calls of the engine to its workers -------------------------------------------------------------------
@@ -201,11 +201,11 @@ class WorkerExtension:
         """Install headway's sampler where supported, before the first request. Returns the model runner's kind."""
         if self.vllm_config.parallel_config.world_size > 1:  # a process of its own, which must not outlive ours
             die_with_parent(os.getppid())
-        second = bool(self.vllm_config.use_v2_model_runner)
+        is_v2 = bool(self.vllm_config.use_v2_model_runner)
         on_cpu = torch.device(self.device).type == "cpu"
-        if on_cpu and not second:
+        if on_cpu and not is_v2:
             install_sampler(self.model_runner)
-        return {"runner": "V2" if second else "V1", "cpu": on_cpu}
+        return {"runner": "V2" if is_v2 else "V1", "cpu": on_cpu}
 
     def headway_update(self, published: dict[str, Any]) -> dict[str, Any]:
         """Apply a published version while no step is in flight. Returns the seconds to fetch it, or ``corrupt``."""
@@ -219,8 +219,8 @@ class WorkerExtension:
 
     def headway_probe(self, update: int) -> str:
         """Describe the first module that differs from the published weights, or "". ``update`` seeds the inputs."""
-        parallel = self.vllm_config.parallel_config
-        if parallel.world_size > 1:
+        parallel_config = self.vllm_config.parallel_config
+        if parallel_config.world_size > 1:
             return ""  # each rank has a part of every matrix: the probe of the whole model covers them
         quantised = self.vllm_config.model_config.quantization is not None
         model = self.model_runner.get_model()
