@@ -102,11 +102,11 @@ class PeerState:
 
     async def result_unless_lost(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Return the result of ``work``. Raises WorkerDied when the peer ends meanwhile."""
-        task = asyncio.ensure_future(work)
+        work_task = asyncio.ensure_future(work)
         try:
-            await asyncio.wait((task, self._lost), return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
+            await asyncio.wait((work_task, self._lost), return_when=asyncio.FIRST_COMPLETED)
+            if not work_task.done():
                 raise self.died()
-            return task.result()
+            return work_task.result()
         finally:
-            task.cancel()
+            work_task.cancel()

@@ -28,7 +28,7 @@ def explain(
 ) -> PlacementReport:
     """Return the plan of `place` and its reasons, each of which is another search with the same budget."""
 
-    def placed(settings: SearchSettings, candidate_pool: DevicePool = pool) -> PlacementPlan | None:
+    def find_plan(settings: SearchSettings, candidate_pool: DevicePool = pool) -> PlacementPlan | None:
         try:
             return place(workflow, candidate_pool, objective, settings)
         except ConfigurationError:
@@ -36,27 +36,27 @@ def explain(
 
     plan = place(workflow, pool, objective, settings)
     relaxations = (
-        Alternative(name="without memory limits", value=_value(placed(settings._replace(memory_limits=False)))),
-        Alternative(name="without switch costs", value=_value(placed(settings._replace(switch_costs=False)))),
+        Alternative(name="without memory limits", value=_value(find_plan(settings._replace(memory_limits=False)))),
+        Alternative(name="without switch costs", value=_value(find_plan(settings._replace(switch_costs=False)))),
     )
     return PlacementReport(
         plan=plan,
-        second_best=_second_best(plan, settings, placed),
+        second_best=_second_best(plan, settings, find_plan),
         binds=_binds(plan, relaxations),
         relaxations=relaxations,
         one_more=tuple(
-            Alternative(name=f"one more {kind.device}", value=_value(placed(settings, _grown(pool, kind.device))))
+            Alternative(name=f"one more {kind.device}", value=_value(find_plan(settings, _grown(pool, kind.device))))
             for kind in pool.classes
         ),
     )
 
 
 def _grown(pool: DevicePool, device: str) -> DevicePool:
-    grown = (
-        msgspec.structs.replace(kind, devices=kind.devices + 1) if kind.device == device else kind
-        for kind in pool.classes
+    grown_classes = (
+        msgspec.structs.replace(pooled, devices=pooled.devices + 1) if pooled.device == device else pooled
+        for pooled in pool.classes
     )
-    return msgspec.structs.replace(pool, classes=tuple(grown))
+    return msgspec.structs.replace(pool, classes=tuple(grown_classes))
 
 
 def _value(plan: PlacementPlan | None) -> float | None:
@@ -80,26 +80,26 @@ def _second_best(
     if plan.mode != "spatial":
         others.append(("spatial", placed(settings._replace(mode="spatial"))))
     alternatives: list[Alternative] = []
-    for name, other in others:
-        if other is None or (name == "spatial" and other.mode != name):
+    for name, other_plan in others:
+        if other_plan is None or (name == "spatial" and other_plan.mode != name):
             continue  # one stage alone is temporal and spatial at once
-        phases = "; ".join(f"{phase.name} in chunks of {phase.items_per_chunk}" for phase in other.phases)
-        alternatives.append(Alternative(name=f"{other.mode}: {phases}", value=_value(other)))
+        phases_text = "; ".join(f"{phase.name} in chunks of {phase.items_per_chunk}" for phase in other_plan.phases)
+        alternatives.append(Alternative(name=f"{other_plan.mode}: {phases_text}", value=_value(other_plan)))
     return min(alternatives, key=lambda other: math.inf if other.value is None else other.value, default=None)
 
 
 def _binds(plan: PlacementPlan, relaxations: tuple[Alternative, ...]) -> tuple[str, ...]:
     """Describe the limits whose absence would improve the plan, then the stages by their share of the step."""
-    value = _value(plan) or 0.0
-    reasons: list[tuple[float, str]] = []
-    for other in relaxations:
-        if other.value is not None and other.value < value * (1 - _CHANGED):
-            gain = 1 - other.value / value
-            reasons.append((-gain, f"{other.name.removeprefix('without ')}: {gain:.1%} less without"))
-    busy = sorted((-share, name) for name, share in busy_shares(plan).items())
+    plan_value = _value(plan) or 0.0
+    gain_reasons: list[tuple[float, str]] = []
+    for relaxation in relaxations:
+        if relaxation.value is not None and relaxation.value < plan_value * (1 - _CHANGED):
+            gain = 1 - relaxation.value / plan_value
+            gain_reasons.append((-gain, f"{relaxation.name.removeprefix('without ')}: {gain:.1%} less without"))
+    negative_shares = sorted((-share, name) for name, share in busy_shares(plan).items())
     return (
-        *(text for _, text in sorted(reasons)),
-        *(f"{name}: works {-share:.0%} of the step" for share, name in busy),
+        *(text for _, text in sorted(gain_reasons)),
+        *(f"{name}: works {-share:.0%} of the step" for share, name in negative_shares),
     )
 
 

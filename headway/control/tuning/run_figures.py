@@ -27,16 +27,16 @@ def figures(records: Sequence[StepRecord]) -> RunFigures | None:
     steps = usable(records)
     if not steps:
         return None
-    seconds, samples = sum(r.step_s for r in steps), sum(r.samples for r in steps)
-    lengths = [r.lengths for r in steps if r.lengths]
-    finished = sum(r.flow.finished_groups for r in steps)
+    seconds, sample_count = sum(r.step_s for r in steps), sum(r.samples for r in steps)
+    length_summaries = [r.lengths for r in steps if r.lengths]
+    finished_groups = sum(r.flow.finished_groups for r in steps)
     return RunFigures(
-        samples_per_s=samples / seconds,
+        samples_per_s=sample_count / seconds,
         trainer_wait=sum(r.trainer_wait_s for r in steps) / seconds,
         generator_wait=sum(r.generator_wait_ratio * r.step_s for r in steps) / seconds,
-        staleness_mean=sum(r.trajectory_staleness.mean * r.samples for r in steps) / samples,
-        length_mean=weighted_mean(lengths, lambda summary: summary.mean, lambda summary: summary.responses),
-        acceptance=sum(r.flow.accepted_groups for r in steps) / finished if finished else 1.0,
+        staleness_mean=sum(r.trajectory_staleness.mean * r.samples for r in steps) / sample_count,
+        length_mean=weighted_mean(length_summaries, lambda summary: summary.mean, lambda summary: summary.responses),
+        acceptance=sum(r.flow.accepted_groups for r in steps) / finished_groups if finished_groups else 1.0,
     )
 
 
@@ -59,7 +59,7 @@ def rate_of(records: Sequence[StepRecord]) -> float:
 
 def relative_noise(steps: Sequence[StepRecord], rate: float) -> float:
     """Return the relative standard error of samples / seconds, as a ratio of sums over steps."""
-    count = len(steps)
+    step_count = len(steps)
     residual_squares = sum((r.samples - rate * r.step_s) ** 2 for r in steps)
-    samples = sum(r.samples for r in steps)
-    return math.sqrt(residual_squares * count / max(1, count - 1)) / samples
+    sample_count = sum(r.samples for r in steps)
+    return math.sqrt(residual_squares * step_count / max(1, step_count - 1)) / sample_count

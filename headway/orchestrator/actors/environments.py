@@ -36,12 +36,12 @@ async def open_multi_turn_host(
     ``environment.name`` asks for single turns. ``directory``: the run's, for the agents' output and parked sandboxes.
     ``waits``: where waits for outside workers are registered. Raises ConfigurationError."""
     if experiment.environment.name == "remote":
-        async with open_remote(experiment, clock, on_event, directory, waits) as remote:
-            yield remote
+        async with open_remote(experiment, clock, on_event, directory, waits) as remote_host:
+            yield remote_host
         return
-    logs, started = (None, None) if directory is None else (directory.logs, directory.started())
+    folder, started = (None, None) if directory is None else (directory.logs, directory.started())
     if not experiment.environment.is_class:
-        async with open_agents(experiment, on_event, None if logs is None else logs / "agents", started) as agents:
+        async with open_agents(experiment, on_event, None if folder is None else folder / "agents", started) as agents:
             yield agents
         return
     require_shares(experiment)
@@ -59,7 +59,7 @@ async def open_multi_turn_host(
         run=experiment.run.directory,
         seed=experiment.run.seed,
         snapshots=None if directory is None else directory.sandboxes,
-        log_folder=logs,
+        log_folder=folder,
         on_event=on_event,
     )
     try:
