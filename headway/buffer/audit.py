@@ -165,16 +165,16 @@ def _audit_rollouts(
         report.expect(ending in allowed, f"{label} is {ending or 'open'}, its group is {state} {group_ending or ''}")
         report.expect(bool(is_finished) or ending is not None, f"{label} is neither finished nor ended")
         report.expect(ending != "trained" or bool(is_finished), f"{label} was trained, but never finished")
-    stored = Counter(dict(connection.execute("SELECT id >> 16, count(*) FROM payloads GROUP BY id >> 16").fetchall()))
+    payloads = Counter(dict(connection.execute("SELECT id >> 16, count(*) FROM payloads GROUP BY id >> 16").fetchall()))
     for index, (size, state, ending, _, _, _, task_missing) in groups.items():
         report.rollouts["open"] += 0 if state == "ended" else size - members[index]
         expected = 0 if state == "open" else size
         report.expect(members[index] == expected, f"group {index}, {state}: {members[index]} of {expected} rollouts")
         is_kept = state != "ended" or (ending == "trained" and trained_at.get(index, -1) >= released_version)
         needed = finished_counts[index] if is_kept else 0
-        report.expect(stored[index] == needed, f"group {index}: {stored[index]} payloads, {needed} expected")
+        report.expect(payloads[index] == needed, f"group {index}: {payloads[index]} payloads, {needed} expected")
         report.expect(not (is_kept and task_missing), f"group {index}: its task is missing")
-    report.expect(stored.keys() <= groups.keys(), "there are payloads of unknown groups")
+    report.expect(payloads.keys() <= groups.keys(), "there are payloads of unknown groups")
     for (index,) in connection.execute("SELECT DISTINCT id >> 16 FROM partials").fetchall():
         is_open = index in groups and groups[index][1] == "open"
         report.expect(is_open, f"group {index} has parked members, but isn't open")

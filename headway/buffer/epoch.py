@@ -138,14 +138,14 @@ class HeldEpoch:
                 raise EpochLost(self._cause())
 
     def _cause(self) -> str:
-        epoch = f"epoch {self.number} of this run"
+        label = f"epoch {self.number} of this run"
         if self._lease.lost:
             with contextlib.suppress(OSError):
                 record = self._register.read()
                 holder = self._register.holder(record.holder) or "another process"
-                return f"{epoch} has ended: {holder} has taken epoch {record.epoch}; this process commits nothing more"
+                return f"{label} has ended: {holder} has taken epoch {record.epoch}; this process commits nothing more"
         return (
-            f"{epoch} wasn't renewed in {self._register.folder} for {self._lease.orphan_s:g} s "
+            f"{label} wasn't renewed in {self._register.folder} for {self._lease.orphan_s:g} s "
             "(cluster.disconnect_timeout_s): another process may have taken the next one, so nothing more is "
             "committed; continue with --resume"
         )
@@ -232,10 +232,10 @@ def _name(record: EpochRecord) -> str:
 
 
 def _record(name: str) -> EpochRecord | None:
-    words = name.split("-")
-    if len(words) not in (3, 4) or not (words[0].isdecimal() and words[1].isdecimal()):
+    fields = name.split("-")
+    if len(fields) not in (3, 4) or not (fields[0].isdecimal() and fields[1].isdecimal()):
         return None
-    return EpochRecord(epoch=int(words[0]), renewals=int(words[1]), holder=words[2], released=len(words) == 4)
+    return EpochRecord(epoch=int(fields[0]), renewals=int(fields[1]), holder=fields[2], released=len(fields) == 4)
 
 
 def _boot() -> str:

@@ -169,7 +169,7 @@ def read_accounting(connection: sqlite3.Connection, next_index: int, open_sizes:
             "SELECT ending, reason, count(*) FROM rollouts WHERE ending IS NOT NULL GROUP BY ending, reason"
         )
     }
-    failed = connection.execute(
+    failures = connection.execute(
         "SELECT boundary, count(*) FROM rollouts WHERE boundary IS NOT NULL GROUP BY boundary"
     ).fetchall()
     open_members: dict[int, list[int]] = {}
@@ -178,7 +178,7 @@ def read_accounting(connection: sqlite3.Connection, next_index: int, open_sizes:
         ended_members = {member for (member,) in rows}
         open_members[index] = [member for member in range(size) if member not in ended_members]
     accounting = Accounting()
-    accounting.restore(next_index=next_index, open_members=open_members, ended=count_by_ending, failures=dict(failed))
+    accounting.restore(next_index=next_index, open_members=open_members, ended=count_by_ending, failures=dict(failures))
     return accounting
 
 

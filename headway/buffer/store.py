@@ -209,13 +209,13 @@ class GroupBuffer:
     def park(self, parked: PartialRollout) -> None:
         """Store the partial rollout of an open group's member until the group finishes or ends; replace an earlier one.
         Raises AccountingError when the group isn't open or has no such member."""
-        group = self._entry(parked.group, "open")
-        if not 0 <= parked.member < group.size:
-            raise AccountingError(f"member {parked.member} of group {parked.group}, which has {group.size}, is parked")
+        state = self._entry(parked.group, "open")
+        if not 0 <= parked.member < state.size:
+            raise AccountingError(f"member {parked.member} of group {parked.group}, which has {state.size}, is parked")
         with self._transaction() as connection:
             row = (payload_id(parked.group, parked.member), self._encoder.encode(parked))
             connection.execute("REPLACE INTO partials VALUES (?, ?)", row)
-        group.parked = True
+        state.parked = True
 
     def end_group(
         self, index: int, ending: Ending, reason: str, lengths: Mapping[int, tuple[int, bool]] | None = None
@@ -458,13 +458,13 @@ class GroupBuffer:
                 self._buffered_s[index] = now_s
 
     def _entry(self, index: int, *states: str) -> _Entry:
-        group = self._entries.get(index)
-        if group is None or group.state not in states:
+        entry = self._entries.get(index)
+        if entry is None or entry.state not in states:
             fate_text = "was never admitted" if index >= self._next_index else "has ended"
             raise AccountingError(
-                f"group {index} should be {' or '.join(states)}, but {f'is {group.state}' if group else fate_text}"
+                f"group {index} should be {' or '.join(states)}, but {f'is {entry.state}' if entry else fate_text}"
             )
-        return group
+        return entry
 
     def _require_ending(self, index: int, ending: Ending | None) -> None:
         if ending == "trained" or (ending is not None and ending not in ENDINGS):

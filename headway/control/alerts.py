@@ -184,7 +184,7 @@ class AlertTracker:
         if not isinstance(line, StepRecord):
             return []
         findings: list[tuple[AlertRule, str]] = [(rule, check(self.history)) for rule, check in STEP_RULES.items()]
-        return [(rule, change) for rule, alert in findings if (change := self.update(rule, alert, line.time_s, RECENT))]
+        return [(rule, change) for rule, text in findings if (change := self.update(rule, text, line.time_s, RECENT))]
 
     def update(self, rule: AlertRule, finding: str, now_s: float, misses: int = 1) -> Change:
         """Enter the current ``finding`` of ``rule`` ("": none) and return its change of state.

@@ -139,9 +139,9 @@ class DeviceLock:
         devices, obstacles = self.participants[name].devices, list[tuple[float, str, str]]()
         for holder in self._taking(without=name):
             participant, hold = self.participants[holder], self._held.get(holder)
-            if common := participant.devices & devices:
+            if shared := participant.devices & devices:
                 held_s = 0.0 if hold is None else now - hold.since_s
-                description = f"{holder} (stage {participant.stage}) has {', '.join(sorted(common))} for {held_s:.1f} s"
+                description = f"{holder} (stage {participant.stage}) has {', '.join(sorted(shared))} for {held_s:.1f} s"
                 if holder in self._dead:
                     description += ", dead; its memory may still be in use"
                 if hold is not None and hold.recalled_at_s is not None:

@@ -127,17 +127,17 @@ def disagreement(trainer: ProbeScores, engine: ProbeScores, precision: str) -> D
 
     Compared are the packed pass with the pass alone, prefill with that pass, and decoding on the cache with prefill.
     ``precision``: of the weights that the engine receives."""
-    single, filled = trainer.paths["alone"], engine.paths["prefill"]
+    alone, prefill = trainer.paths["alone"], engine.paths["prefill"]
     trainer_precision, engine_precision, weight_precision = (
         precision_of(dtype, mixture=trainer.mixture) for dtype in (trainer.precision, engine.precision, precision)
     )
     coarsest_precision = coarser(trainer_precision, engine_precision, weight_precision)
     pairs = {
-        "packed": ("the trainer's packed sequences and one alone", trainer.paths["packed"], single, trainer_precision),
-        "prefill": ("the engine's prefill and the trainer", filled, single, coarsest_precision),
+        "packed": ("the trainer's packed sequences and one alone", trainer.paths["packed"], alone, trainer_precision),
+        "prefill": ("the engine's prefill and the trainer", prefill, alone, coarsest_precision),
     }
     if (decode := engine.paths.get("decode")) is not None:
-        pairs["decode"] = ("the engine's decoding on its cache and its prefill", decode, filled, engine_precision)
+        pairs["decode"] = ("the engine's decoding on its cache and its prefill", decode, prefill, engine_precision)
     largest_by_pair, problems = dict[str, float](), list[str]()
     condition_suffix = " behind a prompt with pictures" if trainer.probe.pixels else ""
     for pair_name, (pair, got, expected, limits) in pairs.items():

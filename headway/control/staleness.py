@@ -246,19 +246,19 @@ class OpenGroups:
         """Return a selection that waits; raise BudgetExceeded where waiting can't help.
 
         ``due``: the versions up to the last deadline that the best choice would miss."""
-        pending = sum(len(self._unfinished[version]) for version in due)
+        unfinished = sum(len(self._unfinished[version]) for version in due)
         deadline = due[-1] + self._budget
-        if pending < missing:
+        if unfinished < missing:
             for version in due:
                 _check_all(step, version, {*self._unfinished[version], *self._finished[version]}, self._budget)
-            count = pending + sum(len(self._finished[version]) for version in due)
+            count = unfinished + sum(len(self._finished[version]) for version in due)
             raise BudgetExceeded(
                 f"step {step}: {count} groups must be trained by step {deadline}, {self._per_step} fit into each: "
                 f"more groups are open than admission allows"
             )
         return Selection(
             missing=missing,
-            reason=f"at least {missing} of {pending} unfinished groups due by step {deadline} must finish first",
+            reason=f"at least {missing} of {unfinished} unfinished groups due by step {deadline} must finish first",
         )
 
     def _selection(

@@ -117,14 +117,14 @@ def find_stalls(
     for owner, wait in oldest.items():
         if owner in explained_owners or owner == LOOPS:
             continue
-        late = _first_overdue([candidate for candidate in waits if candidate.owner == owner], expectations, now_s)
+        late_wait = _first_overdue([candidate for candidate in waits if candidate.owner == owner], expectations, now_s)
         # Later calls queue behind the first: where that isn't overdue, neither are they.
-        if late is not None and (late is wait or late.kind.startswith("environment.")):
-            stalls.append(_overdue(late, statuses.get(owner), expectations))
+        if late_wait is not None and (late_wait is wait or late_wait.kind.startswith("environment.")):
+            stalls.append(_overdue(late_wait, statuses.get(owner), expectations))
     if not stalls:
-        late = _first_overdue([candidate for candidate in waits if candidate.owner == LOOPS], expectations, now_s)
+        late_wait = _first_overdue([candidate for candidate in waits if candidate.owner == LOOPS], expectations, now_s)
         troubled_status = next((status for status in statuses.values() if status.trouble), None)
-        stalls += [] if late is None else [_overdue(late, troubled_status, expectations)]
+        stalls += [] if late_wait is None else [_overdue(late_wait, troubled_status, expectations)]
     return stalls
 
 

@@ -84,14 +84,14 @@ def assemble(
     started yet. Raises ConfigurationError for an unknown advantage: the first batch would be too late."""
     resolve_advantage(experiment.algorithm.advantage)
     queue = experiment.queue
-    rule = "drop" if queue.surplus == "discard" else queue.overdue  # no batch waits for surplus that is discarded
+    policy = "drop" if queue.surplus == "discard" else queue.overdue  # no batch waits for surplus that is discarded
     selectable = OpenGroups(
-        queue.groups_per_step, queue.budget, rule, in_order=experiment.run.deterministic and not queue.budget
+        queue.groups_per_step, queue.budget, policy, in_order=experiment.run.deterministic and not queue.budget
     )
     state = RunState(clock=clock, knobs=first_knobs(experiment), selectable=selectable)
     generate = (actors.wrap_generate or (lambda plain: plain))(actors.generator.generate)
-    size = queue.groups_per_step * (queue.budget + 1) + experiment.surplus_groups
-    buffer = GroupBuffer(buffer_path, size, clock, fence, None if copy is None else copy.journal, actors.recorder)
+    capacity = queue.groups_per_step * (queue.budget + 1) + experiment.surplus_groups
+    buffer = GroupBuffer(buffer_path, capacity, clock, fence, None if copy is None else copy.journal, actors.recorder)
     stack.enter_context(closing(buffer))
     selector = make_task_selector(experiment, actors.train_tasks, training_weights(experiment))
     parking = Parking(state, buffer, queue, RunDirectory(experiment.run.directory).sandboxes)

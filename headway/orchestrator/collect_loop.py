@@ -105,9 +105,9 @@ class CollectLoop:
             valid_rollouts = last.valid
             state.untrained_rewards[valid_rollouts[0].reward, all(rollout.solved for rollout in valid_rollouts)] += 1
         causes = sorted({rollout.failure.cause for rollout in last.rollouts if rollout.failure is not None})[:3]
-        if report := self._common_failures.unrecoverable:
-            run.event(EVENT_NO_PROGRESS, report, groups=state.untrained_groups, reason=reason, **state.accounting.data)
-            raise NoProgress(report)
+        if detail := self._common_failures.unrecoverable:
+            run.event(EVENT_NO_PROGRESS, detail, groups=state.untrained_groups, reason=reason, **state.accounting.data)
+            raise NoProgress(detail)
         batch_count, odd_groups = divmod(state.untrained_groups, queue.groups_per_step)
         gives_up = batch_count >= GIVE_UP_AFTER_BATCHES
         report_due = batch_count > state.reported_untrained_batches and batch_count.bit_count() == 1
@@ -117,13 +117,13 @@ class CollectLoop:
         tally = state.untrained_rewards if state.untrained_rewards.total() == state.untrained_groups else {}
         event_name = EVENT_MOSTLY_SOLVED if mostly_solved(tally) else EVENT_NO_PROGRESS
         ending_text = "had no learning signal" if event_name == EVENT_MOSTLY_SOLVED else "ended untrained"
-        report = f"{state.untrained_groups} groups in a row {ending_text}, the last one as {ending} ({reason})"
-        report += "".join(f"; {cause}" for cause in causes)
-        report += f"; {same_reward(tally)} ({troubleshooting('Most groups are filtered')})" if tally else ""
+        detail = f"{state.untrained_groups} groups in a row {ending_text}, the last one as {ending} ({reason})"
+        detail += "".join(f"; {cause}" for cause in causes)
+        detail += f"; {same_reward(tally)} ({troubleshooting('Most groups are filtered')})" if tally else ""
         ending_counts = state.accounting.data if gives_up else {}
-        run.event(event_name, report, groups=state.untrained_groups, reason=reason, **ending_counts)
+        run.event(event_name, detail, groups=state.untrained_groups, reason=reason, **ending_counts)
         if gives_up:
-            raise NoProgress(f"{report}, for {GIVE_UP_AFTER_BATCHES} batches")
+            raise NoProgress(f"{detail}, for {GIVE_UP_AFTER_BATCHES} batches")
 
 
 async def verify_rollouts(

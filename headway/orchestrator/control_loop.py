@@ -124,11 +124,11 @@ class RateControl:
             if outcome.worse and run.state.moved is not None:
                 self._revert_move(run.state.moved.previous, outcome.data)
         if self._state is None:
-            moved_v = run.state.moved.version if run.state.moved else 0
-            filled_step = max(record.step, moved_v) + run.experiment.queue.budget + 1  # before, the queue was filling
-            undone = run.state.moved is not None and run.state.moved.planned.reverts  # no other move before a drift
+            moved_at = run.state.moved.version if run.state.moved else 0
+            filled_step = max(record.step, moved_at) + run.experiment.queue.budget + 1  # before, the queue was filling
+            reverted = run.state.moved is not None and run.state.moved.planned.reverts  # no other move before a drift
             self._state = ControllerState(
-                knobs=run.state.knobs, regime_step=filled_step, decided_step=filled_step, recommended=undone
+                knobs=run.state.knobs, regime_step=filled_step, decided_step=filled_step, recommended=reverted
             )
         limits = self._limits_now()
         decision = self._query_decision(record.version) or decide(

@@ -222,10 +222,10 @@ class Pruner:
         )
         if period_tokens is not None:
             return f"a loop of {period_tokens} token" + ("s" if period_tokens > 1 else "")
-        repeats = entry.window.repeated_share if entry.window is not None else 0.0
-        if repeats < rule.repeated_share:
+        share = entry.window.repeated_share if entry.window is not None else 0.0
+        if share < rule.repeated_share:
             return ""
-        return f"{repeats:.0%} of the {rules.NGRAM}-token runs in the last {rules.WINDOW_TOKENS} tokens are repeated"
+        return f"{share:.0%} of the {rules.NGRAM}-token runs in the last {rules.WINDOW_TOKENS} tokens are repeated"
 
     def _low_value(self, entry: _Member) -> str:
         rule = self._settings.pruner(rules.ValueBound)

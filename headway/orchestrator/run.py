@@ -88,8 +88,8 @@ class Run:
             scores = await call_with_restart(run, lambda: trainer_scores(run.experiment, run.trainer, prompt), version)
         await require_agreement(run.experiment, run.generator, scores, version, run.event)
         if replayed_steps:
-            loss = {"worker": "trainer", "lost_s": run.time_s(), "lost_samples": lost_samples} if lost_samples else {}
-            run.event("restored", f"steps trained again: {replayed_steps}", replayed=replayed_steps, **loss)
+            lost = {"worker": "trainer", "lost_s": run.time_s(), "lost_samples": lost_samples} if lost_samples else {}
+            run.event("restored", f"steps trained again: {replayed_steps}", replayed=replayed_steps, **lost)
         run.meter.applied_version = await run.generator.applied_version()
         run.state.resume_gate.set()
         await self._control.restore_knobs(last)

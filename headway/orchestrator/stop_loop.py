@@ -50,9 +50,9 @@ class StopLoop:
                 while state.running_rollouts:
                     await state.changed.wait(state.changed.count)
         is_single_turn = run.experiment.environment.name == run.experiment.hooks.rollout == "single_turn"
-        complete = run.parking.park_generated(run.tokenizer.stop_ids) if is_single_turn else 0
+        kept = run.parking.park_generated(run.tokenizer.stop_ids) if is_single_turn else 0
         parked = state.parkings - earlier_parkings
-        run.event("parked", f"{group_count} unfinished groups for the resumed run", rollouts=parked, complete=complete)
+        run.event("parked", f"{group_count} unfinished groups for the resumed run", rollouts=parked, complete=kept)
         state.suspended = True
         state.changed.notify()
         await asyncio.Event().wait()

@@ -53,8 +53,8 @@ def explain(
 
 def _grown(pool: DevicePool, device: str) -> DevicePool:
     grown_classes = (
-        msgspec.structs.replace(pooled, devices=pooled.devices + 1) if pooled.device == device else pooled
-        for pooled in pool.classes
+        msgspec.structs.replace(kind, devices=kind.devices + 1) if kind.device == device else kind
+        for kind in pool.classes
     )
     return msgspec.structs.replace(pool, classes=tuple(grown_classes))
 

@@ -120,8 +120,8 @@ def fold(workflow: Workflow) -> UnitGraph:
     overlap without one inside the other.
     """
     names = [stage.name for stage in workflow.stages]
-    numbers = {name: number for number, name in enumerate(names)}
-    forward_edges = [(numbers[edge.source], numbers[edge.to]) for edge in workflow.edges if edge.loop is None]
+    number_of = {name: number for number, name in enumerate(names)}
+    forward_edges = [(number_of[edge.source], number_of[edge.to]) for edge in workflow.edges if edge.loop is None]
     for component in _cycles(len(names), forward_edges):
         stages = ", ".join(names[stage] for stage in sorted(component))
         raise ConfigurationError(
@@ -130,7 +130,7 @@ def fold(workflow: Workflow) -> UnitGraph:
         )
     loops: list[_Loop] = []
     for loop in workflow.loops:
-        back_edges = [(numbers[edge.source], numbers[edge.to]) for edge in workflow.edges if edge.loop == loop.name]
+        back_edges = [(number_of[edge.source], number_of[edge.to]) for edge in workflow.edges if edge.loop == loop.name]
         loop_stages = frozenset[int]().union(*_cycles(len(names), forward_edges + back_edges))
         if not back_edges or not all(source in loop_stages and to in loop_stages for source, to in back_edges):
             raise ConfigurationError(f"loop {loop.name!r}: no cycle goes through its edges; one must go back")
@@ -193,9 +193,9 @@ def require_valid(workflow: Workflow, pool: DevicePool) -> None:
     stage_names = [stage.name for stage in workflow.stages]
     class_names = [device_class.device for device_class in pool.classes]
     loop_names = [loop.name for loop in workflow.loops]
-    for key, listed in (("stages", stage_names), ("pool.classes", class_names), ("loops", loop_names)):
-        if len(set(listed)) != len(listed) or (not listed and key != "loops"):
-            raise ConfigurationError(f"{key}: {', '.join(listed) or 'empty'}; valid: at least one, each name once")
+    for key, declared in (("stages", stage_names), ("pool.classes", class_names), ("loops", loop_names)):
+        if len(set(declared)) != len(declared) or (not declared and key != "loops"):
+            raise ConfigurationError(f"{key}: {', '.join(declared) or 'empty'}; valid: at least one, each name once")
     for chunk in workflow.granularities:
         if workflow.items % chunk:
             raise ConfigurationError(f"granularities: {chunk} doesn't divide items = {workflow.items}")

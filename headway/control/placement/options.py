@@ -129,19 +129,19 @@ class OptionTable:
         Options fit into memory, and times are interpolated between measured ones."""
         if stage.name not in self._points:
             self._points[stage.name] = [
-                (class_index, pooled, sorted(points, key=lambda point: point.items))
-                for class_index, pooled in enumerate(self.pool.classes)
-                for points in by_count(stage, pooled).values()
-                if points[0].devices <= pooled.devices
+                (class_index, kind, sorted(points, key=lambda point: point.items))
+                for class_index, kind in enumerate(self.pool.classes)
+                for points in by_count(stage, kind).values()
+                if points[0].devices <= kind.devices
             ]
         options: list[Option] = []
-        for class_index, pooled, points in self._points[stage.name]:
+        for class_index, kind, points in self._points[stage.name]:
             seconds = seconds_between(points, items)
-            if seconds is None or (self.settings.memory_limits and not has_memory(stage, pooled, points[0], items)):
+            if seconds is None or (self.settings.memory_limits and not has_memory(stage, kind, points[0], items)):
                 continue
             device_count = points[0].devices
             device_counts = tuple(device_count if index == class_index else 0 for index in range(len(self.total)))
-            options.append(Option(seconds, device_counts, (pooled.device, device_count)))
+            options.append(Option(seconds, device_counts, (kind.device, device_count)))
         return self.frontier(options)
 
     def turns(self, body: UnitGraph, part: int, items: int, units: Mapping[int, Frontier]) -> Frontier:
@@ -233,8 +233,8 @@ def _weights(workflow: Workflow, pool: DevicePool) -> list[float]:
     speeds_by_class: list[list[float]] = [[] for _ in pool.classes]
     for stage in workflow.stages:
         device_times = [
-            min((p.seconds * p.devices / p.items for p in stage.times if p.device == pooled.device), default=math.inf)
-            for pooled in pool.classes
+            min((p.seconds * p.devices / p.items for p in stage.times if p.device == kind.device), default=math.inf)
+            for kind in pool.classes
         ]
         for class_speeds, device_seconds in zip(speeds_by_class, device_times, strict=True):
             if device_seconds < math.inf:
@@ -248,33 +248,33 @@ def require_memory(workflow: Workflow, pool: DevicePool) -> None:
     The message names the stage, the missing memory, and the smallest sufficient pool."""
     chunks = sorted({*workflow.granularities, workflow.items})
     problems: list[str] = []
-    count_by_device = {pooled.device: float(pooled.devices) for pooled in pool.classes}
+    count_by_device = {kind.device: float(kind.devices) for kind in pool.classes}
     for stage in workflow.stages:
         # (missing bytes, needed bytes, class, point, items) of every measured count, also beyond the pool's.
         needs: list[tuple[float, float, PoolDevices, TimePoint, int]] = []
-        for pooled in pool.classes:
-            for points in by_count(stage, pooled).values():
+        for kind in pool.classes:
+            for points in by_count(stage, kind).values():
                 sorted_points = sorted(points, key=lambda point: point.items)
                 for items in chunks:
                     if seconds_between(sorted_points, items) is not None:
                         nbytes = needed_bytes(stage, points[0], items)
-                        needs.append((max(0.0, nbytes - pooled.memory_bytes), nbytes, pooled, points[0], items))
+                        needs.append((max(0.0, nbytes - kind.memory_bytes), nbytes, kind, points[0], items))
         available_needs = [need for need in needs if need[3].devices <= need[2].devices]
         if not available_needs:
             raise ConfigurationError(
                 f"stage {stage.name}: times: none for the pool's devices at a granularity of {chunks}; "
                 "valid: at least one"
             )
-        missing_bytes, nbytes, pooled, point, items = min(available_needs, key=lambda need: need[0])
+        missing_bytes, nbytes, kind, point, items = min(available_needs, key=lambda need: need[0])
         if not missing_bytes:
             continue
         problems.append(
-            f"stage {stage.name} needs {nbytes:.4g} bytes on each of {point.devices} {pooled.device} for {items} items "
-            f"and has {pooled.memory_bytes:.4g}: {missing_bytes:.4g} missing"
+            f"stage {stage.name} needs {nbytes:.4g} bytes on each of {point.devices} {kind.device} for {items} items "
+            f"and has {kind.memory_bytes:.4g}: {missing_bytes:.4g} missing"
         )
-        for pooled in pool.classes:
-            fitting_counts = [n[3].devices for n in needs if n[2] is pooled and not n[0]]
-            count_by_device[pooled.device] = max(count_by_device[pooled.device], min(fitting_counts, default=math.inf))
+        for kind in pool.classes:
+            fitting_counts = [n[3].devices for n in needs if n[2] is kind and not n[0]]
+            count_by_device[kind.device] = max(count_by_device[kind.device], min(fitting_counts, default=math.inf))
     if problems:
         enough_counts = [(count, device) for device, count in count_by_device.items() if count < math.inf]
         advice = (

@@ -147,8 +147,8 @@ class Pipelines:
                 self.expansions.require()
             # The first component always stays in the remaining set, so that each split is visited once.
             rest_units = sum(components[number + 1] for number in members(component_mask))
-            singles = [Option(*option[:2], ((rest_units, option),)) for option in self.part(rest_units, items).options]
-            options += self.choices.side_by_side(self.choices.frontier(singles), self.level(units ^ rest_units, items))
+            alone = [Option(*option[:2], ((rest_units, option),)) for option in self.part(rest_units, items).options]
+            options += self.choices.side_by_side(self.choices.frontier(alone), self.level(units ^ rest_units, items))
         self.expansions.done += len(options)
         self._levels[units, items] = self.choices.frontier(options)
         return self._levels[units, items]
@@ -264,7 +264,7 @@ def undominated(labels: list[Label]) -> list[Label]:
     pareto_front = ParetoFront()
     for label in sorted(labels, key=itemgetter(0, 1, 2)):
         if len(label.used) > 1:
-            if not any(better.slowest <= label.slowest and fits(better.used, label.used) for better in kept_labels):
+            if not any(other.slowest <= label.slowest and fits(other.used, label.used) for other in kept_labels):
                 kept_labels.append(label)
         elif pareto_front.add(sum(label.used), label.slowest):
             kept_labels.append(label)

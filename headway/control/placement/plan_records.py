@@ -93,10 +93,10 @@ def pipelines_of(phases: Iterable[PlacedPipeline]) -> Iterable[PlacedPipeline]:
 
 def mode_of(phases: Sequence[PlacedPipeline]) -> Mode:
     """Return temporal (one part in each pipeline), spatial (no two stages share devices), or else hybrid."""
-    split = [[part for level in pipeline.levels for part in level] for pipeline in pipelines_of(phases)]
-    if all(len(of) == 1 for of in split):
+    parts = [[part for level in pipeline.levels for part in level] for pipeline in pipelines_of(phases)]
+    if all(len(of) == 1 for of in parts):
         return "temporal"
-    return "spatial" if len(phases) == 1 and all(len(part.turns) == 1 for of in split for part in of) else "hybrid"
+    return "spatial" if len(phases) == 1 and all(len(part.turns) == 1 for of in parts for part in of) else "hybrid"
 
 
 def used_devices(phases: Iterable[PlacedPipeline]) -> dict[str, int]:

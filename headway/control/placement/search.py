@@ -210,9 +210,9 @@ def place(
     Raises ConfigurationError for invalid input and for a pool without the memory for any plan.
     """
     require_valid(workflow, pool)
-    for pooled in pool.classes:
-        if objective == "cost" and pooled.usd_per_hour is None:
-            raise ConfigurationError(f"pool: {pooled.device}: usd_per_hour: missing; a plan by cost needs each price")
+    for kind in pool.classes:
+        if objective == "cost" and kind.usd_per_hour is None:
+            raise ConfigurationError(f"pool: {kind.device}: usd_per_hour: missing; a plan by cost needs each price")
     body = fold(workflow)
     if settings.memory_limits:
         require_memory(workflow, pool)
@@ -262,15 +262,15 @@ def _least_cost(pipelines: Pipelines, items: int) -> float:
     pool = pipelines.choices.pool
     total_usd = 0.0
     for unit in range(len(pipelines.body.units)):
-        timed = ((chunk, option) for chunk in pipelines.chunks for option in pipelines.units(chunk)[unit].options)
-        unit_costs = (o.seconds * (items // chunk) * usd_per_s(pool, o.devices) for chunk, o in timed)
+        options = ((chunk, option) for chunk in pipelines.chunks for option in pipelines.units(chunk)[unit].options)
+        unit_costs = (o.seconds * (items // chunk) * usd_per_s(pool, o.devices) for chunk, o in options)
         total_usd += min(unit_costs, default=math.inf)
     return total_usd
 
 
 def usd_per_s(pool: DevicePool, devices: Vector) -> float:
     """Return the price of ``devices`` for a second; a class without a price, which `place` refuses, is free."""
-    return sum((pooled.usd_per_hour or 0.0) * count for pooled, count in zip(pool.classes, devices, strict=True)) / 3600
+    return sum((kind.usd_per_hour or 0.0) * count for kind, count in zip(pool.classes, devices, strict=True)) / 3600
 
 
 def _plan(workflow: Workflow, search: TimeSearch, objective: Objective, lower: float) -> PlacementPlan:

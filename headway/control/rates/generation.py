@@ -141,14 +141,14 @@ class ReplicaRates(msgspec.Struct, frozen=True, kw_only=True):
         Response lengths are drawn from ``lengths`` (ascending, equally likely). All slots are full while samples wait;
         then fewer and fewer decode until the longest ends."""
         mean_tokens = sum(lengths) / len(lengths)
-        batch = min(items, self.concurrency(prompt + mean_tokens / 2))
+        requests = min(items, self.concurrency(prompt + mean_tokens / 2))
         prefill_s = items * prompt / self.prefill_tokens_per_s(prompt) if prompt else 0.0
-        queued_s = (items - batch) * mean_tokens / batch * self.step_s(batch, prompt + mean_tokens / 2)
+        queued_s = (items - requests) * mean_tokens / requests * self.step_s(requests, prompt + mean_tokens / 2)
         drain_s, generated_tokens = 0.0, 0.0
         for index, length in enumerate(lengths):
             if length > generated_tokens:
-                active = max(1.0, batch * (len(lengths) - index) / len(lengths))
-                drain_s += (length - generated_tokens) * self.step_s(active, prompt + (generated_tokens + length) / 2)
+                running = max(1.0, requests * (len(lengths) - index) / len(lengths))
+                drain_s += (length - generated_tokens) * self.step_s(running, prompt + (generated_tokens + length) / 2)
                 generated_tokens = length
         decode_s = queued_s + drain_s
         if self.recipe.prefill_devices:

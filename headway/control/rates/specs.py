@@ -71,8 +71,8 @@ class ModelFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     def seen(self, tokens: float) -> float:
         """Return the mean share of keys to which a query at a sequence's end attends, windows included."""
-        width = sum(count for count, _ in self.cached)
-        return sum(c * min(tokens, w or tokens) for c, w in self.cached) / (width * tokens) if width * tokens else 0.0
+        values = sum(count for count, _ in self.cached)
+        return sum(c * min(tokens, w or tokens) for c, w in self.cached) / (values * tokens) if values * tokens else 0.0
 
     def touched(self, tokens: float) -> float:
         """Return the number of weights that a step of ``tokens`` tokens reads.

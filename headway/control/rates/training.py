@@ -78,7 +78,7 @@ class TrainerRates(msgspec.Struct, frozen=True, kw_only=True):
         recipe, model, mesh = self.recipe, self.model, self.recipe.parallelism
         shard_count = self.devices if recipe.sharded else mesh.tensor * mesh.pipeline
         frozen_bytes = model.parameters * (1.0 - recipe.trained_share) * NUMBER_BYTES[recipe.dtype]
-        state = model.parameters * recipe.trained_share * (recipe.state_bytes - recipe.offloaded_bytes) + frozen_bytes
+        states = model.parameters * recipe.trained_share * (recipe.state_bytes - recipe.offloaded_bytes) + frozen_bytes
         device_tokens = max(recipe.micro_batch_tokens, longest) / (mesh.tensor * mesh.context)
         activation_bytes = (model.kept_again if recipe.recompute else model.kept) * device_tokens / mesh.pipeline
         activation_bytes *= min(mesh.pipeline, 4)  # micro-batches in flight
@@ -90,23 +90,23 @@ class TrainerRates(msgspec.Struct, frozen=True, kw_only=True):
             weight_count += model.expert_parameters / (max(mesh.expert, mesh.tensor) * mesh.pipeline)
             gathered_bytes = 2.0 * weight_count / model.layers * NUMBER_BYTES[recipe.dtype]
         logits = min(device_tokens, recipe.logit_tokens or device_tokens) * model.vocabulary * _LOGIT_BYTES
-        return TrainingMemory(states=state / shard_count + gathered_bytes, activations=activation_bytes, logits=logits)
+        return TrainingMemory(states=states / shard_count + gathered_bytes, activations=activation_bytes, logits=logits)
 
     def require_memory(self, longest: float) -> None:
         """Raise ConfigurationError, with the largest part and a sufficient number of devices, where it doesn't fit."""
         needed_memory, usable_bytes = self.memory(longest), self.device.usable_bytes
         if needed_memory.total <= usable_bytes:
             return
-        sizes = {"weights, gradients and optimiser": needed_memory.states, "activations": needed_memory.activations}
-        sizes["logits"] = needed_memory.logits
-        heaviest = max(sizes, key=lambda name: sizes[name])
+        parts = {"weights, gradients and optimiser": needed_memory.states, "activations": needed_memory.activations}
+        parts["logits"] = needed_memory.logits
+        largest = max(parts, key=lambda name: parts[name])
         devices = self.devices
         while devices < 1 << 20 and msgspec.structs.replace(self, devices=devices).memory(longest).total > usable_bytes:
             devices *= 2
         advice = f"{devices} devices suffice" if devices < 1 << 20 else "more devices don't help"
         raise ConfigurationError(
             f"train: {needed_memory.total / 1e9:.1f} GB on each of {self.devices} {self.device.name}, most of it "
-            f"{heaviest} ({sizes[heaviest] / 1e9:.1f} GB), but {usable_bytes / 1e9:.1f} GB can be used; {advice}"
+            f"{largest} ({parts[largest] / 1e9:.1f} GB), but {usable_bytes / 1e9:.1f} GB can be used; {advice}"
         )
 
     def step_s(self, tokens: float, mean_length: float, *, scoring: bool = False) -> float:

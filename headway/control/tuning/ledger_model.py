@@ -135,7 +135,7 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
     shape = as_recorded(shape, steps)
     seconds = sum(r.step_s for r in steps)
     lengths = ledger_lengths(steps, shape.max_response_tokens)
-    decode, active = decode_line(steps, shape.even_requests)
+    decode, running = decode_line(steps, shape.even_requests)
     training_fit = training_line(steps)
     finished_groups = sum(r.flow.finished_groups for r in steps)
     acceptance = max(_LEAST_ACCEPTANCE, measured_figures.acceptance)
@@ -145,7 +145,7 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
     last_flow = steps[-1].flow
     awake = max(1, shape.replicas - last_flow.idle_replicas)
     environment_s = sum(r.flow.environment_s for r in steps)
-    occupied_ratio, other_s = _split_occupancy(steps, slots * awake, in_generation - environment_s / seconds, active)
+    occupied_ratio, other_s = _split_occupancy(steps, slots * awake, in_generation - environment_s / seconds, running)
     decode = msgspec.structs.replace(decode, slope=decode.slope / occupied_ratio, x_mean=decode.x_mean * occupied_ratio)
     knob_values = {
         "steps_per_publish": last_flow.steps_per_publish or shape.steps_per_publish,
@@ -179,11 +179,11 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
         useful_share=sum(r.flow.useful_samples for r in steps) / sum(r.samples for r in steps),
         decode=decode,
         train=training_fit,
-        running=active,
+        running=running,
         in_generation=in_generation,
         straggler_wait=sum(r.flow.straggler_wait_s for r in steps) / seconds,
         preemptions_per_response=sum(r.flow.preemptions for r in steps) / response_count,
-        unidentified=_unidentified(decode, training_fit, active, lengths, acceptance, finished_groups),
+        unidentified=_unidentified(decode, training_fit, running, lengths, acceptance, finished_groups),
     )
 
 

@@ -39,9 +39,9 @@ async def open_multi_turn_host(
         async with open_remote(experiment, clock, on_event, directory, waits) as remote_host:
             yield remote_host
         return
-    folder, started = (None, None) if directory is None else (directory.logs, directory.started())
+    logs, started = (None, None) if directory is None else (directory.logs, directory.started())
     if not experiment.environment.is_class:
-        async with open_agents(experiment, on_event, None if folder is None else folder / "agents", started) as agents:
+        async with open_agents(experiment, on_event, None if logs is None else logs / "agents", started) as agents:
             yield agents
         return
     require_shares(experiment)
@@ -59,7 +59,7 @@ async def open_multi_turn_host(
         run=experiment.run.directory,
         seed=experiment.run.seed,
         snapshots=None if directory is None else directory.sandboxes,
-        log_folder=folder,
+        log_folder=logs,
         on_event=on_event,
     )
     try:

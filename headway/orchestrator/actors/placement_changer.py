@@ -147,9 +147,9 @@ class PlacementChanger:
     async def _execute(self, pools: WorkerPools, action: MoveAction) -> None:
         run, devices = self._run, action.devices
         if action.kind in ("join", "leave"):
-            change = self._join if action.kind == "join" else self._leave
+            operation = self._join if action.kind == "join" else self._leave
             # All have ended before an error is raised: the way back begins from the processes that exist then.
-            for outcome in await asyncio.gather(*(change(pools, name) for name in devices), return_exceptions=True):
+            for outcome in await asyncio.gather(*(operation(pools, name) for name in devices), return_exceptions=True):
                 if isinstance(outcome, BaseException):
                     raise outcome
         elif action.kind == "stop":

@@ -42,8 +42,8 @@ async def open_sandboxes(
     """
     real_backend = backend if backend is not None else backend_of(settings, run=run, snapshots=snapshots)
     faulty_backend = None
-    if rate := injected_share():
-        faulty_backend = FaultyBackend(real_backend, clock, share=rate, slow_s=settings.start_limit_s / 3, seed=seed)
+    if share := injected_share():
+        faulty_backend = FaultyBackend(real_backend, clock, share=share, slow_s=settings.start_limit_s / 3, seed=seed)
     pool = SandboxPool(faulty_backend or real_backend, pool_settings(settings), clock, breaker=Breaker(BREAKER))
     reaper = Reaper(real_backend, clock, _REAP_EVERY_S, pool.end_leaked) if isinstance(real_backend, Reaping) else None
     reaper_task = asyncio.create_task(reaper.run(), name="sandbox reaper") if reaper is not None else None

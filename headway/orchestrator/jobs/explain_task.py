@@ -63,8 +63,8 @@ class RunHistory:
         if len(matches) == 1:
             return matches[0]
         if matches:
-            hits = _listed(matches)
-            raise ConfigurationError(f"task {query!r}: {len(matches)} tasks match; give more of the id/text: {hits}")
+            listed = _listed(matches)
+            raise ConfigurationError(f"task {query!r}: {len(matches)} tasks match; give more of the id/text: {listed}")
         task_by_id = {task.task_id: task for task in self.tasks}
         near_ids = difflib.get_close_matches(query, sorted(task_by_id), n=3, cutoff=0.0)
         raise ConfigurationError(

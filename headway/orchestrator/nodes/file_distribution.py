@@ -73,11 +73,11 @@ class FilesLauncher:
             await worker.stop()
 
     async def _place(self, worker: WorkerHandle, node: str, key: str, folder: Path) -> str:
-        theirs = await worker.call("digests", str(folder), self._deep, timeout_s=_DIGESTS_S * (6 if self._deep else 1))
-        if theirs is None:
+        remote = await worker.call("digests", str(folder), self._deep, timeout_s=_DIGESTS_S * (6 if self._deep else 1))
+        if remote is None:
             return await self._send(worker, node, key, folder)
         local_digests = await asyncio.to_thread(file_digests, folder, deep=self._deep)
-        if difference := _difference(local_digests, theirs):
+        if difference := _difference(local_digests, remote):
             raise ConfigurationError(
                 f"{key} = {str(folder)!r} on node {node} differs from here: {difference}; copy the folder there, or "
                 "remove it there so that it is sent"

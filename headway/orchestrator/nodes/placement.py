@@ -56,7 +56,7 @@ def _place(
         share = len(unplaced) if together else 1
         node_name = placed[-1].node if together and placed else _choose_node(key, device.kind, share, capacities, taken)
         candidates = (Device(kind=device.kind, first=index, last=index, node=node_name) for index in count())
-        placed.append(next(option for option in candidates if not any(option.shares_with(busy) for busy in taken)))
+        placed.append(next(option for option in candidates if not any(option.shares_with(other) for other in taken)))
         taken.append(placed[-1])
     return placed
 

@@ -82,14 +82,14 @@ class CalibrationLoad:
 
     async def run(self) -> None:
         """Open groups up to the limit until cancelled."""
-        members, index = self._experiment.rollout.group_size, 0
+        size, index = self._experiment.rollout.group_size, 0
         async with asyncio.TaskGroup() as groups:
             while True:
                 change_count = self._changed.count
-                while not self._stopping and self._unfinished + members <= max(members, self.limit) and self.limit:
+                while not self._stopping and self._unfinished + size <= max(size, self.limit) and self.limit:
                     groups.create_task(self._group(self._next(index)), name=f"calibration-{index}")
                     index += 1
-                    self._unfinished += members
+                    self._unfinished += size
                 await self._changed.wait(change_count)
 
     async def stop(self) -> None:

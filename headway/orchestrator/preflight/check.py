@@ -154,10 +154,10 @@ def _reference(inputs: _Inputs, findings: Findings) -> None:
         findings.warning("model.reference", "has no effect without algorithm.kl_coefficient")
         return
     with findings.refused("model.reference"):
-        entries = read_config(inputs.experiment.model, folder).vocabulary_size
-        if inputs.model is not None and entries != inputs.model.vocabulary_size:
+        vocabulary = read_config(inputs.experiment.model, folder).vocabulary_size
+        if inputs.model is not None and vocabulary != inputs.model.vocabulary_size:
             known = f"the model one of {inputs.model.vocabulary_size}"
-            findings.error("model.reference", f"{folder} has a vocabulary of {entries}, {known}: they must be equal")
+            findings.error("model.reference", f"{folder} has a vocabulary of {vocabulary}, {known}: they must be equal")
 
 
 def _adapter(inputs: _Inputs, findings: Findings) -> None:
@@ -305,11 +305,11 @@ def _prompts(inputs: _Inputs, findings: Findings) -> None:
         lengths = [len(inputs.tokenizer.render(task.content, inputs.experiment.model.template)) for task in tasks]
         too_long = sum(length > limit for length in lengths)
         if too_long:
-            longest = max(range(len(tasks)), key=lambda i: lengths[i])
+            worst = max(range(len(tasks)), key=lambda i: lengths[i])
             findings.error(
                 "rollout.max_prompt_tokens",
                 f"{too_long:,} of {len(tasks):,} prompts of tasks.{split} are longer than {limit} tokens; the longest "
-                f"has {lengths[longest]:,} (task {tasks[longest].task_id}, {_shortened(tasks[longest].prompt)!r})",
+                f"has {lengths[worst]:,} (task {tasks[worst].task_id}, {_shortened(tasks[worst].prompt)!r})",
             )
         if not min(lengths):
             findings.error(f"tasks.{split}", f"{lengths.count(0):,} prompts have no token at all")
@@ -332,12 +332,12 @@ def _sizes(inputs: _Inputs, findings: Findings) -> None:
     _deadlocks(experiment, findings)
     slot_count = generator.slots * len(generator.devices)
     admitted_rollouts = queue.groups_per_step * (queue.budget + 1) * experiment.largest_group
-    peak = min(experiment.concurrent_rollouts, admitted_rollouts)
-    if queue.budget and peak < slot_count:
+    at_once = min(experiment.concurrent_rollouts, admitted_rollouts)
+    if queue.budget and at_once < slot_count:
         findings.warning(
             "generator.slots",
-            f"at most {peak} rollouts can run at once (concurrency {experiment.concurrent_rollouts}, admission "
-            f"{admitted_rollouts}): {slot_count - peak} of {slot_count} slots will stay empty",
+            f"at most {at_once} rollouts can run at once (concurrency {experiment.concurrent_rollouts}, admission "
+            f"{admitted_rollouts}): {slot_count - at_once} of {slot_count} slots will stay empty",
         )
     rank_count, parts = len(trainer.devices), trainer.optimizer_steps_per_batch
     if parts > queue.groups_per_step:
@@ -359,14 +359,14 @@ def _sizes(inputs: _Inputs, findings: Findings) -> None:
         findings.warning("algorithm.proximal", "'current' with several optimiser steps per batch clips nothing")
     if trainer.warmup_steps >= experiment.run.steps:
         findings.warning("trainer.warmup_steps", "the run ends before the learning rate has warmed up")
-    rows = (inputs.tasks or {}).get("train")
-    if rows is not None and len(rows) < queue.groups_per_step:
-        findings.warning("tasks.train", f"{len(rows)} tasks: some will be in a batch of {queue.groups_per_step} twice")
+    train = (inputs.tasks or {}).get("train")
+    if train is not None and len(train) < queue.groups_per_step:
+        findings.warning("tasks.train", f"{len(train)} tasks: some will be in a batch of {queue.groups_per_step} twice")
     trained = experiment.run.steps * queue.groups_per_step
-    if rows is not None and experiment.curriculum.mode == "adaptive" and len(rows) > trained:
+    if train is not None and experiment.curriculum.mode == "adaptive" and len(train) > trained:
         findings.warning(
             "curriculum.mode",
-            f"'adaptive' chooses among tasks it has seen, and {trained} groups are trained of {len(rows)} tasks: most "
+            f"'adaptive' chooses among tasks it has seen, and {trained} groups are trained of {len(train)} tasks: most "
             "will be drawn once, in turn, if at all",
         )
 

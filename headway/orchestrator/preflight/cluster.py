@@ -140,13 +140,13 @@ def _check_conditions(node: Node, conditions: NodeConditions, experiment: Experi
 async def _check_paths(worker: WorkerHandle, node: str, experiment: Experiment, findings: Findings) -> None:
     """Check the user's modules that the node's workers import, and ``run.directory`` for a trainer's rank there."""
     has_trainer = any(parse_device(device).node == node for device in experiment.trainer.devices)
-    hooks = {"algorithm.loss": experiment.algorithm.loss} if has_trainer else {}
+    names = {"algorithm.loss": experiment.algorithm.loss} if has_trainer else {}
     if node in experiment.verifier.nodes:
-        hooks |= {f"verifiers.{key}.name": settings.name for key, settings in experiment.verifiers.items()}
-        hooks["verifier.name"] = experiment.verifier.name
+        names |= {f"verifiers.{key}.name": settings.name for key, settings in experiment.verifiers.items()}
+        names["verifier.name"] = experiment.verifier.name
     if node in experiment.environment.nodes:
-        hooks |= {"environment.name": experiment.environment.name, "environment.agent": experiment.environment.function}
-    user_functions = {key: name for key, name in hooks.items() if ":" in name}
+        names |= {"environment.name": experiment.environment.name, "environment.agent": experiment.environment.function}
+    user_functions = {key: name for key, name in names.items() if ":" in name}
     folder = nearest_folder(Path(experiment.run.directory))
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".headway-check-") as marker:
         problems: dict[str, str] = await worker.call("problems", user_functions, marker.name if has_trainer else "")

@@ -39,15 +39,15 @@ def make_attempts(
     demonstrations, or can't be read, which `headway sft` reports; demonstrations with tool calls are left out. Where
     tasks have more than prompt and answer, a demonstration whose task isn't known is left out, except the first, which
     is then at a training task."""
-    jsonl, rows, attempts, fully_known = experiment.sft.data, tasks["train"], list[DemonstratedTask](), True
+    source, train, attempts, fully_known = experiment.sft.data, tasks["train"], list[DemonstratedTask](), True
     task_by_prompt, ambiguous_prompts = dict[str, Task](), set[str]()
     for task in (each for split_tasks in tasks.values() for each in split_tasks):
         if task_by_prompt.setdefault(task.prompt, task).task_id != task.task_id:
             ambiguous_prompts.add(task.prompt)  # the demonstration's task is ambiguous
     task_by_prompt = {prompt: task for prompt, task in task_by_prompt.items() if prompt not in ambiguous_prompts}
-    has_metadata, bare = any(task.metadata for task in rows), not any(task.answer or task.metadata for task in rows)
+    has_metadata, bare = any(task.metadata for task in train), not any(task.answer or task.metadata for task in train)
     try:
-        for location, row in islice(read_demonstrations(jsonl), _MOST) if jsonl and jsonl.source == "jsonl" else ():
+        for location, row in islice(read_demonstrations(source), _MOST) if source and source.source == "jsonl" else ():
             is_pair = isinstance(row, Pair)
             messages = ({"role": "user", "content": row.prompt}, answer_of(row.solution)) if is_pair else row.messages
             answers = tuple(message for message in messages if message["role"] == "assistant")
@@ -56,12 +56,12 @@ def make_attempts(
             prompt = next((message["content"] for message in messages if message["role"] == "user"), "")
             fully_known = fully_known and (bare or prompt in task_by_prompt)
             if prompt in task_by_prompt or not has_metadata or not attempts:
-                unknown_task = rows[0] if has_metadata else Task(task_id=location, prompt=prompt)
+                unknown_task = train[0] if has_metadata else Task(task_id=location, prompt=prompt)
                 attempts.append(DemonstratedTask(task=task_by_prompt.get(prompt, unknown_task), answers=answers))
     except ConfigurationError:
         return [], False
     if attempts:
-        answered_tasks = [task for task in rows[:_FEW] if task.answer and (fully_known or not has_metadata)]
+        answered_tasks = [task for task in train[:_FEW] if task.answer and (fully_known or not has_metadata)]
         attempts += [DemonstratedTask(task=task, answers=(answer_of(task.answer),)) for task in answered_tasks]
         attempts.append(DemonstratedTask(task=attempts[0].task, answers=(answer_of(empty_answer),)))
     return attempts, fully_known

@@ -29,11 +29,11 @@ def engine_findings(experiment: Experiment, model: DecoderConfig | HfConfig | No
     if is_started and machine.vllm and not machine.vllm.startswith(VLLM_RELEASE):
         problem = f"{generator.engine!r}: version {machine.vllm} is installed, and Headway works with {VLLM_RELEASE}x"
         findings.error("generator.engine", f"{problem}; {VLLM_INSTALL}")
-    common = sharing(generator.devices, experiment.trainer.devices)
-    if common and generator.engine == "vllm-server":
+    shared = sharing(generator.devices, experiment.trainer.devices)
+    if shared and generator.engine == "vllm-server":
         findings.error(
             "generator.devices",
-            f"{generator.devices[common[0]]} is the trainer's too: a server that headway starts takes no turns with "
+            f"{generator.devices[shared[0]]} is the trainer's too: a server that headway starts takes no turns with "
             "it; valid: other devices, or generator.engine = 'vllm' or 'torch'",
         )
     is_adapted = experiment.model.adapter is not None

@@ -41,10 +41,10 @@ def episode_findings(experiment: Experiment, tasks: Mapping[str, Sequence[Task]]
     broken = any(finding.level == "error" and finding.key.startswith(("environment", "sandbox")) for finding in known)
     if broken or not tasks.get("train") or ":" not in experiment.environment.name:
         return findings
-    (attempts, fully_known), sample = make_attempts(experiment, tasks, "?"), tasks["train"][0]
-    attempt = attempts[0] if attempts else DemonstratedTask(task=sample, answers=(answer_of(sample.answer or "?"),))
-    scores = rewards_itself(experiment) and not uses_sandboxes(experiment)  # a sandbox for each would take long
-    other_attempts, origin_text = attempts if scores else [], "of tasks.train"
+    (attempts, fully_known), first = make_attempts(experiment, tasks, "?"), tasks["train"][0]
+    attempt = attempts[0] if attempts else DemonstratedTask(task=first, answers=(answer_of(first.answer or "?"),))
+    judges = rewards_itself(experiment) and not uses_sandboxes(experiment)  # a sandbox for each would take long
+    other_attempts, origin_text = attempts if judges else [], "of tasks.train"
     if attempts:
         origin_text = "by a demonstration of sft.data"
     try:
@@ -87,7 +87,7 @@ async def _play_all(
             replies, ending = await _play(pool, "check", attempt, seed)
         with suppress(TimeoutError):
             async with asyncio.timeout(_LIMIT_S):
-                episodes = (_play(pool, f"check-{number}", later, seed) for number, later in enumerate(others))
+                episodes = (_play(pool, f"check-{number}", other, seed) for number, other in enumerate(others))
                 outcomes = await asyncio.gather(*episodes, return_exceptions=True)
                 rewards = [o[1].reward for o in outcomes if isinstance(o, tuple) and isinstance(o[1], Verdict)]
     finally:
@@ -100,16 +100,16 @@ async def _play_all(
 async def _play(pool: EnvironmentPool, name: str, attempt: DemonstratedTask, seed: int) -> tuple[str, _Ended]:
     """Play an attempt, repeating its last answer; returns a summary of the replies, and the ending. The summary has the
     first error of a tool."""
-    replies, rewards, answers, error = 0, 0.0, attempt.answers, ""
+    replies, rewards, answers, tool_error = 0, 0.0, attempt.answers, ""
     async with pool.lease(name) as lease:
         reply = await lease.begin(attempt.task, seed)
         while reply.asked is not None:
             reply = await lease.reply(answers[min(replies, len(answers) - 1)], reply.asked.speaker, False)
             replies, rewards = replies + 1, rewards + (reply.reward or 0.0)
             for message in reply.asked.messages if reply.asked is not None else ():
-                if not error and message.get("role") == "tool" and str(message["content"]).startswith("error: "):
-                    error = f" (a tool replied {quoted(message['content'])})"
-        summary = f"reply x{replies}{error}"
+                if not tool_error and message.get("role") == "tool" and str(message["content"]).startswith("error: "):
+                    tool_error = f" (a tool replied {quoted(message['content'])})"
+        summary = f"reply x{replies}{tool_error}"
         if reply.failure is not None:
             return summary, reply.failure
         score = await lease.score()

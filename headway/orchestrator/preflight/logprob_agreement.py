@@ -44,14 +44,14 @@ async def require_agreement(
     if not scores:
         return True
     dtype = experiment.generator.dtype
-    score_pairs = [(score, other) for score in scores for other in await generator.score(score.probe)]
-    comparisons = [disagreement(score, other, dtype) for score, other in score_pairs]
+    score_pairs = [(score, engine) for score in scores for engine in await generator.score(score.probe)]
+    comparisons = [disagreement(score, engine, dtype) for score, engine in score_pairs]
     if not comparisons:  # every replica died; their successors receive the weights again
         on_event(EVENT_AGREEMENT, f"version {version}: no replica answered", version=version, agrees=0, replicas=0)
         return False
     maxima = {name: max(comparison.largest[name] for comparison in comparisons) for name in comparisons[0].largest}
     precision = precision_of(
-        coarser(scores[0].precision, dtype, *(other.precision for _, other in score_pairs)), mixture=scores[0].mixture
+        coarser(scores[0].precision, dtype, *(engine.precision for _, engine in score_pairs)), mixture=scores[0].mixture
     )
     figures_text = ", ".join(f"{name} {difference:.2g}" for name, difference in maxima.items())
     fault = next((comparison.wrong for comparison in comparisons if comparison.wrong), "")

@@ -114,10 +114,10 @@ def memory_uses(experiment: Experiment, model: ModelSizes) -> list[MemoryUse]:
     published_bytes = _PUBLISHED_VERSIONS * weight_count * bytes_of(experiment.generator.dtype)
     experts, set_bytes = expert_bytes(experiment), kept_set_bytes(experiment, model)
     open_sets, all_sets = _of_sets(set_bytes * open_rollouts), _of_sets(set_bytes * (trained_rollouts + open_rollouts))
-    floor, open_bytes = BASE_BYTES["orchestrator"], open_tokens * (_TOKEN_BYTES_IN_MEMORY + experts)
+    base, open_bytes = BASE_BYTES["orchestrator"], open_tokens * (_TOKEN_BYTES_IN_MEMORY + experts)
     controller_use = ("controller", "memory", {"base": BASE_BYTES["controller"]})
     uses: list[tuple[str, str, dict[str, int]]] = [
-        ("orchestrator", "memory", {"base": floor, "open rollouts": open_bytes} | open_sets | _of_grammars(experiment)),
+        ("orchestrator", "memory", {"base": base, "open rollouts": open_bytes} | open_sets | _of_grammars(experiment)),
         (f"{workers} verifier" + "s" * (workers > 1), "memory", {"base": workers * BASE_BYTES["verifier"]}),
         *([] if experiment.control.mode == "off" else [controller_use]),
         *(("published weights", location, {"versions": published_bytes}) for location in _published_to(experiment)),
@@ -179,17 +179,17 @@ def _generator(experiment: Experiment, model: ModelSizes, name: str, device: str
     settings, weight_count = experiment.generator, model.parameters
     if settings.engine == "vllm-server":
         weight_bytes = weight_count * bytes_of(settings.dtype)
-        ram = {"base": BASE_BYTES["generator"], "update buffer": weight_bytes, "written for the server": weight_bytes}
-        yield MemoryUse(name=name, location="memory", parts=ram)
+        parts = {"base": BASE_BYTES["generator"], "update buffer": weight_bytes, "written for the server": weight_bytes}
+        yield MemoryUse(name=name, location="memory", parts=parts)
         name = f"{name}'s server"
     if settings.engine != "torch":
         yield from _vllm(experiment, model, name, device) if starts_vllm(settings.engine, settings.devices) else ()
         return
-    span = min(experiment.max_sequence_tokens, model.max_positions)
+    context = min(experiment.max_sequence_tokens, model.max_positions)
     if settings.kv_capacity_tokens is not None:
-        span = min(span, settings.kv_capacity_tokens)  # slots are this long even where few can be full at once
+        context = min(context, settings.kv_capacity_tokens)  # slots are this long even where few can be full at once
     # Beyond windows as well.
-    kv_bytes = settings.slots * span * (model.cached_values * width + expert_bytes(experiment))
+    kv_bytes = settings.slots * context * (model.cached_values * width + expert_bytes(experiment))
     packed = native_kernels_enabled() and parse_device(device).threads == 1 and width == 4
     trained, is_adapted = trained_weights(experiment, model), experiment.model.adapter is not None
     revisions = 0 if not is_adapted else experiment.queue.budget + 2 if settings.update_mode == "finish" else 2
@@ -249,8 +249,8 @@ def _step_bytes(experiment: Experiment, model: ModelSizes, width: int) -> int:
     widest_layer = max(2 * layer.joint + 3 * layer.intermediate for layer in model.layers)
     work_bytes = prefill_tokens * width * (3 * model.width + widest_layer)
     if model.attention_softcap is not None:
-        span = min(longest_tokens, model.max_positions, settings.kv_capacity_tokens or longest_tokens)
-        work_bytes += 12 * model.heads * prefill_tokens * max(model.scored_keys(span))  # scores, three times over
+        context = min(longest_tokens, model.max_positions, settings.kv_capacity_tokens or longest_tokens)
+        work_bytes += 12 * model.heads * prefill_tokens * max(model.scored_keys(context))  # scores, three times over
     return work_bytes + settings.slots * model.vocabulary_size * _SAMPLING_BYTES
 
 
@@ -258,7 +258,7 @@ def _trainers(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
     settings, weight_count, trained_count = experiment.trainer, model.parameters, trained_weights(experiment, model)
     adapter_weights = 0 if experiment.model.adapter is None else trained_count
     unquantised = model.outside  # never quantised
-    floor = 4 * unquantised + round(_BASE_BYTES_OF_WEIGHT[experiment.model.quantization] * (weight_count - unquantised))
+    base = 4 * unquantised + round(_BASE_BYTES_OF_WEIGHT[experiment.model.quantization] * (weight_count - unquantised))
     batch_tokens, rank_count = max(settings.micro_batch_tokens, experiment.max_sequence_tokens), len(settings.devices)
     if settings.micro_batch_samples is not None:
         batch_tokens = settings.micro_batch_samples * experiment.max_sequence_tokens
@@ -267,7 +267,7 @@ def _trainers(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
     logit_count = min(CHUNK_LOGITS, batch_tokens * model.vocabulary_size)
     dtype, recomputes = settings.dtype, settings.gradient_checkpointing
     device_parts = {
-        "weights": floor + 4 * adapter_weights,
+        "weights": base + 4 * adapter_weights,
         "gradients": 4 * trained_count * (2 if rank_count > 1 else 1),
         "AdamW": 8 * trained_count,
         "activations": model.activation_bytes(batch_tokens, bytes_of(dtype), checkpointing=recomputes)
@@ -276,10 +276,10 @@ def _trainers(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
         "logits": logit_count * (4 * _LOGIT_COPIES + (_KEPT_LOGIT_BYTES if experiment.kept_sets else 0)),
     }
     if experiment.algorithm.kl_coefficient > 0:
-        source = experiment.model.reference
-        reference_sizes = sizes_of(source) if source else model
+        folder = experiment.model.reference
+        reference_sizes = sizes_of(folder) if folder else model
         # the reference is then the model without its adapter
-        shares_model = adapter_weights and (not source or Path(source) == Path(experiment.model.path))
+        shares_model = adapter_weights and (not folder or Path(folder) == Path(experiment.model.path))
         device_parts["reference"] = 0 if shares_model else reference_sizes.parameters * bytes_of(dtype)
     for rank, device in enumerate(settings.devices):
         host_parts = {"base": BASE_BYTES["trainer"]} | _of_sets(sample_count * kept_set_bytes(experiment, model))
@@ -394,12 +394,12 @@ def _check_shared_memory(location: MemoryPlace, free: int, findings: Findings) -
 
 def _check_memory(uses: list[MemoryUse], location: MemoryPlace, capacity: int, free: int, findings: Findings) -> None:
     largest = max(uses, key=lambda use: use.total_bytes)
-    heaviest = max(largest.parts, key=lambda part: largest.parts[part])
-    needs = f"up to {gibibytes(location.needed_bytes)} of {location.name} needed (most by {largest.name}: {heaviest})"
+    purpose = max(largest.parts, key=lambda part: largest.parts[part])
+    needs = f"up to {gibibytes(location.needed_bytes)} of {location.name} needed (most by {largest.name}: {purpose})"
     if location.needed_bytes > capacity:
-        findings.error(_key(largest, heaviest), f"{needs}, but there are only {gibibytes(capacity)}")
+        findings.error(_key(largest, purpose), f"{needs}, but there are only {gibibytes(capacity)}")
     elif location.needed_bytes > FULL_SHARE * free:
-        findings.warning(_key(largest, heaviest), f"{needs}, and {gibibytes(free)} are free now")
+        findings.warning(_key(largest, purpose), f"{needs}, and {gibibytes(free)} are free now")
 
 
 def _check_disk(uses: list[MemoryUse], location: MemoryPlace, free: int, findings: Findings) -> None:

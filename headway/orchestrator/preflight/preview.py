@@ -160,16 +160,16 @@ def check_resident_memory(experiment: Experiment, measured: Calibration, finding
 
 
 def _check_budget(experiment: Experiment, measured: Calibration, predicted: Forecast, findings: Findings) -> None:
-    budget, enough = experiment.queue.budget, predicted.needed_budget
+    budget, needed = experiment.queue.budget, predicted.needed_budget
     budget_share = next((row.share for row in predicted.budgets if row.budget == budget), 1.0)
-    if experiment.queue.overdue != "wait" or budget >= enough or budget_share >= _ENOUGH_SHARE:
+    if experiment.queue.overdue != "wait" or budget >= needed or budget_share >= _ENOUGH_SHARE:
         return
-    full = next((row.share for row in predicted.budgets if row.budget == enough), None)
+    reached = next((row.share for row in predicted.budgets if row.budget == needed), None)
     basis = "max_response_tokens" if predicted.longest_is == "limit" else "p99"
-    better_text = f" ({enough} would reach {full:.0%})" if full is not None and full > budget_share else ""
+    better_text = f" ({needed} would reach {reached:.0%})" if reached is not None and reached > budget_share else ""
     findings.warning(
         "queue.budget",
-        f"{budget} is less than the {enough} that the longest responses need ({predicted.longest_tokens} tokens, "
+        f"{budget} is less than the {needed} that the longest responses need ({predicted.longest_tokens} tokens, "
         f"{basis}, at a mean of {measured.lengths.mean_tokens:.0f}): the trainer will wait for them, and the run is "
         f"predicted to reach {budget_share:.0%} of its ideal rate{better_text}. A larger budget, larger batches, fewer "
         "generator.slots or a smaller rollout.max_response_tokens",

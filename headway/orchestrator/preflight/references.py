@@ -112,8 +112,8 @@ async def _proofs(verifier: VerifierSettings, tasks: Sequence[Task], pool: clien
 
 def _content(task: Task, generated: bool) -> bytes:
     """Digest of a proof's inputs besides the verifier."""
-    extra = msgspec.json.encode(task.metadata, order="sorted") if generated else b""
-    return hashlib.blake2b(task.answer.encode("utf-8", "surrogatepass") + b"\0" + extra, digest_size=16).digest()
+    metadata = msgspec.json.encode(task.metadata, order="sorted") if generated else b""
+    return hashlib.blake2b(task.answer.encode("utf-8", "surrogatepass") + b"\0" + metadata, digest_size=16).digest()
 
 
 def _identity(verifier: VerifierSettings) -> str:

@@ -107,8 +107,8 @@ class LoopWatch:
             is_rested = time.monotonic() - self._alerted_s >= MIN_INTERVAL_S
             if is_rested and {"stall", "all"} & set(alerts.rules):
                 self._alerted_s = time.monotonic()
-                alert_data, times = alert_fields("stall"), {"step": stalled.step, "time_s": stalled.time_s}
-                alert = EventRecord(event=EVENT_ALERT, detail=f"stall: {stalled.detail}", data=alert_data, **times)
+                alert_data, stamp = alert_fields("stall"), {"step": stalled.step, "time_s": stalled.time_s}
+                alert = EventRecord(event=EVENT_ALERT, detail=f"stall: {stalled.detail}", data=alert_data, **stamp)
                 self._write(alert)
                 deliver(alert, alerts, self._ledger.parent.resolve())
 
