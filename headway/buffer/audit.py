@@ -161,8 +161,8 @@ def _audit_rollouts(
             report.expect(not reward, f"{label} failed ({boundary}), and has the reward {reward}")
         # Endings of single members, when their group finished.
         member_endings = {"failed", "filtered", "pruned", "discarded"}
-        allowed = {group_ending, *member_endings} if state == "ended" else {None, *member_endings}
-        report.expect(ending in allowed, f"{label} is {ending or 'open'}, its group is {state} {group_ending or ''}")
+        endings = {group_ending, *member_endings} if state == "ended" else {None, *member_endings}
+        report.expect(ending in endings, f"{label} is {ending or 'open'}, its group is {state} {group_ending or ''}")
         report.expect(bool(is_finished) or ending is not None, f"{label} is neither finished nor ended")
         report.expect(ending != "trained" or bool(is_finished), f"{label} was trained, but never finished")
     payloads = Counter(dict(connection.execute("SELECT id >> 16, count(*) FROM payloads GROUP BY id >> 16").fetchall()))

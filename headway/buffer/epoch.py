@@ -171,14 +171,14 @@ async def take_epoch(
     try:
         record = register.read()
         former = register.holder(record.holder)
-        ended = take_over or (former is not None and former.boot == _boot() != "")  # "": any machine might be meant
+        is_ended = take_over or (former is not None and former.boot == _boot() != "")  # "": any machine might be meant
         has_waited, claim = False, EpochClaim(former.orphan_s if former is not None else orphan_s)
-        if not (ended or record.released) and former is not None and former.inode != os.stat(register.folder).st_ino:
+        if not (is_ended or record.released) and former is not None and former.inode != os.stat(register.folder).st_ino:
             raise ConfigurationError(
                 f"{run} is a copy of a run that {former} held, and nothing here shows whether it still does: make sure "
                 "that it has ended, then pass --take-over"
             )
-        while not ended and (decision := claim.decide(record, clock.now())) != "take":
+        while not is_ended and (decision := claim.decide(record, clock.now())) != "take":
             if decision == "refused":
                 holder = register.holder(record.holder) or former or "another process"
                 raise RunLocked(f"{run} is in use: {holder} renews epoch {record.epoch}")

@@ -46,8 +46,8 @@ def read_member(path: Path, group: int, member: int) -> tuple[str, Rollout | Non
         query = "SELECT coalesce(ending, state) FROM groups WHERE idx = ? AND size > ?"
         row = connection.execute(query, (group, member)).fetchone()
         parked = [partial.finished for partial in read_parked(connection, group) if partial.finished is not None]
-        stored = (rollout for rollout in (*read_rollouts(connection, group), *parked) if rollout.member == member)
-        return ("", None) if row is None else (row[0], next(stored, None))
+        matches = (rollout for rollout in (*read_rollouts(connection, group), *parked) if rollout.member == member)
+        return ("", None) if row is None else (row[0], next(matches, None))
 
 
 def read_pixels(path: Path) -> set[str]:

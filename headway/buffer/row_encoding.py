@@ -238,9 +238,9 @@ def read_drawn_groups(connection: sqlite3.Connection) -> list[DrawnGroup]:
             reason=reason or "",
             step=step,
             evidence=None
-            if order is None
+            if row_id is None
             else TaskEvidence(group=index, solved=solved, valid=valid, zero_variance=bool(is_flat), version=version),
-            finished_as=order or 0,
+            finished_as=row_id or 0,
         )
-        for index, task_id, size, admitted, draw, ending, reason, step, order, solved, valid, is_flat, version in rows
+        for index, task_id, size, admitted, draw, ending, reason, step, row_id, solved, valid, is_flat, version in rows
     ]

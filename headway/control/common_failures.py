@@ -33,7 +33,7 @@ def failure_kind(failure: Failure, task: Task | None = None) -> str:
 
 def _task_texts(task: Task) -> list[str]:
     field_values: tuple[Any, ...] = (task.task_id, task.prompt, task.answer, *task.metadata.values())
-    texts = {value for value in field_values if isinstance(value, str) and len(value) >= _MIN_TEXT_CHARACTERS}
+    texts = {field for field in field_values if isinstance(field, str) and len(field) >= _MIN_TEXT_CHARACTERS}
     return sorted(texts, key=len, reverse=True)  # the longest first: one may contain another
 
 
@@ -57,9 +57,9 @@ class CommonFailureDetector(msgspec.Struct, frozen=True, kw_only=True):
         accepted_count = min(self.accepted + accepted, self.groups_per_step)
         if accepted_count == self.groups_per_step:
             return CommonFailureDetector(groups_per_step=self.groups_per_step, accepted=accepted_count)
-        counted = (None if error is None or error.infrastructure else error for error in failures)
-        group = tuple(("", "") if error is None else (failure_kind(error, task), error.cause) for error in counted)
-        window = (*self.window, group)[-self._size :]
+        counted = (None if failed is None or failed.infrastructure else failed for failed in failures)
+        pairs = tuple(("", "") if failed is None else (failure_kind(failed, task), failed.cause) for failed in counted)
+        window = (*self.window, pairs)[-self._size :]
         return CommonFailureDetector(groups_per_step=self.groups_per_step, window=window, accepted=accepted_count)
 
     @property
@@ -71,13 +71,13 @@ class CommonFailureDetector(msgspec.Struct, frozen=True, kw_only=True):
         """Sentence with the number of rollouts that have the same failure, and the last one's cause.
 
         It is "" while the window isn't full, or they are less than FAILED_SHARE of it."""
-        every = [failure for group in self.window for failure in group]
-        kind_counts = Counter(kind for kind, _ in every if kind).most_common(1)
-        if len(self.window) < self._size or not kind_counts or kind_counts[0][1] < FAILED_SHARE * len(every):
+        failures = [failure for group in self.window for failure in group]
+        kind_counts = Counter(kind for kind, _ in failures if kind).most_common(1)
+        if len(self.window) < self._size or not kind_counts or kind_counts[0][1] < FAILED_SHARE * len(failures):
             return ""
         kind, count = kind_counts[0]
-        cause = next(cause for other_kind, cause in reversed(every) if other_kind == kind)
-        return f"{count:,} of the {len(every):,} rollouts of the last {len(self.window)} groups failed with: {cause}"
+        cause = next(cause for other_kind, cause in reversed(failures) if other_kind == kind)
+        return f"{count:,} of the {len(failures):,} rollouts of the last {len(self.window)} groups failed with: {cause}"
 
 
 def mostly_solved(group_counts: Mapping[tuple[float, bool], int]) -> bool:

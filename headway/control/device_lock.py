@@ -180,8 +180,8 @@ class DeviceLock:
             grants.append(self._grant(asked, now))
         recalls = list[str]()
         for name, hold in self._held.items():
-            mine = self.participants[name].devices
-            if hold.recalled_at_s is None and any(asked.participant.devices & mine for asked in self._asks.values()):
+            devices = self.participants[name].devices
+            if hold.recalled_at_s is None and any(asked.participant.devices & devices for asked in self._asks.values()):
                 hold.recalled_at_s = now
                 if name not in self._dead:
                     recalls.append(name)

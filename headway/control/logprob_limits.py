@@ -77,16 +77,16 @@ def compare(
         return ProbeComparison(_NOT_FINITE, _NOT_FINITE, reason)
     differences = np.abs(np.asarray(got, np.float64) - np.asarray(expected, np.float64))
     differences[~np.isfinite(differences)] = _NOT_FINITE
-    limits, largest, mean = LIMITS[precision], float(differences.max()), float(differences.mean())
-    if largest <= limits.largest and mean <= limits.mean:
-        return ProbeComparison(largest, mean, "")
+    limits, worst, mean = LIMITS[precision], float(differences.max()), float(differences.mean())
+    if worst <= limits.largest and mean <= limits.mean:
+        return ProbeComparison(worst, mean, "")
     above_indices = np.flatnonzero(differences > limits.mean)
     share_text = f"{len(above_indices)} of {len(differences)} tokens ({len(above_indices) / len(differences):.0%})"
     named = ", ".join(map(str, (above_indices[:_LISTED] + 1).tolist())) + (" …" if len(above_indices) > _LISTED else "")
     return ProbeComparison(
-        largest,
+        worst,
         mean,
-        f"log-probabilities of a probe differ by up to {largest:.2g} and {mean:.2g} on average; the limits are "
+        f"log-probabilities of a probe differ by up to {worst:.2g} and {mean:.2g} on average; the limits are "
         f"{limits.largest:g} and {limits.mean:g} ({precision}). {share_text} differ by more than {limits.mean:g}, "
         f"at positions {named}",
     )
@@ -132,19 +132,19 @@ def disagreement(trainer: ProbeScores, engine: ProbeScores, precision: str) -> D
         precision_of(dtype, mixture=trainer.mixture) for dtype in (trainer.precision, engine.precision, precision)
     )
     coarsest_precision = coarser(trainer_precision, engine_precision, weight_precision)
-    pairs = {
+    checks = {
         "packed": ("the trainer's packed sequences and one alone", trainer.paths["packed"], alone, trainer_precision),
         "prefill": ("the engine's prefill and the trainer", prefill, alone, coarsest_precision),
     }
     if (decode := engine.paths.get("decode")) is not None:
-        pairs["decode"] = ("the engine's decoding on its cache and its prefill", decode, prefill, engine_precision)
+        checks["decode"] = ("the engine's decoding on its cache and its prefill", decode, prefill, engine_precision)
     largest_by_pair, problems = dict[str, float](), list[str]()
     condition_suffix = " behind a prompt with pictures" if trainer.probe.pixels else ""
-    for pair_name, (pair, got, expected, limits) in pairs.items():
+    for pair_name, (subject, got, expected, limits) in checks.items():
         comparison = compare(got.logprobs, expected.logprobs, limits)
         largest_by_pair[pair_name] = comparison.largest
         if comparison.wrong:
-            problems.append(f"{pair} disagree{condition_suffix}: {comparison.wrong}{_layer(got, expected, limits)}")
+            problems.append(f"{subject} disagree{condition_suffix}: {comparison.wrong}{_layer(got, expected, limits)}")
     return Disagreement(largest_by_pair, "; ".join(problems))
 
 

@@ -108,8 +108,8 @@ def find_stalls(
     oldest: dict[str, Wait] = {}
     for wait in waits:
         oldest.setdefault(wait.owner, wait)
-    facts = [_stall_of(status, oldest, silent_since_s, expectations, now_s, limits) for status in statuses.values()]
-    stalls = [stall for stall in facts if stall is not None]
+    proven = [_stall_of(status, oldest, silent_since_s, expectations, now_s, limits) for status in statuses.values()]
+    stalls = [stall for stall in proven if stall is not None]
     stalls += _missing_ranks(statuses, oldest, expectations, now_s, limits)
     explained_owners = {stall.owner for stall in stalls} | {
         name for stall in stalls if role_of(stall.owner) == "trainer" for name in statuses if role_of(name) == "trainer"
@@ -138,8 +138,8 @@ def current_frame(status: WorkerStatus) -> tuple[str, tuple[Stack, ...]]:
     working_stacks = [stack for stack in main_stacks if status.call not in ("", "tick") or not _idle(stack)]
     tasks.sort(key=lambda stack: _user_frame(stack).startswith(("headway/", "<")))  # the user's own code first
     # The thread of a running event loop is busy only briefly: its tasks' awaits are more informative.
-    ordered = [*working_stacks, *threads, *tasks, *(stack for stack in main_stacks if stack not in working_stacks)]
-    return (_user_frame(ordered[0]) if ordered else ""), tuple(ordered[:4])
+    stacks = [*working_stacks, *threads, *tasks, *(stack for stack in main_stacks if stack not in working_stacks)]
+    return (_user_frame(stacks[0]) if stacks else ""), tuple(stacks[:4])
 
 
 def _user_frame(stack: Stack) -> str:
@@ -195,12 +195,12 @@ def _missing_ranks(
 
     It is a fact where the rank has ended its call or is in another collective; while it still computes, it is a stall
     once that takes longer than expected."""
-    ranks = [rank for rank in statuses.values() if role_of(rank.worker) == "trainer" and rank.condition == "answers"]
-    waiting = [rank for rank in ranks if rank.in_collective_s is not None and rank.in_collective_s >= limits.fact_s]
-    if not waiting:
+    trainers = [rank for rank in statuses.values() if role_of(rank.worker) == "trainer" and rank.condition == "answers"]
+    waiters = [rank for rank in trainers if rank.in_collective_s is not None and rank.in_collective_s >= limits.fact_s]
+    if not waiters:
         return []
-    ahead_status = max(waiting, key=lambda status: (status.collectives, status.in_collective_s or 0.0))
-    for status in ranks:
+    ahead_status = max(waiters, key=lambda status: (status.collectives, status.in_collective_s or 0.0))
+    for status in trainers:
         same_collective = (status.collectives, status.collective) == (ahead_status.collectives, ahead_status.collective)
         if status is ahead_status or (same_collective and status.in_collective_s is not None):
             continue

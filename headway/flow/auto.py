@@ -83,8 +83,8 @@ class AutoPlanner:
         """Return the plan from this step on; None: no change. Raises ConfigurationError for a stage without turns that
         took items."""
         if step == PROFILE - 1:
-            quarter = max(1, self._items // 4)
-            stages = {name: msgspec.structs.replace(placed, chunk=quarter) for name, placed in plan.stages.items()}
+            chunk = max(1, self._items // 4)
+            stages = {name: msgspec.structs.replace(placed, chunk=chunk) for name, placed in plan.stages.items()}
             return msgspec.structs.replace(plan, stages=stages)
         if step == PROFILE:
             self._curves = {stage: Curve(stage, turns) for stage, turns in self._turns.items()}
@@ -154,19 +154,19 @@ def fastest_plan(
 
 def execution_of(plan: PlacementPlan, order: Sequence[str], items: int, devices: Sequence[str]) -> ExecutionPlan:
     """Convert a plan of the search to one with the devices' names. ``order``: stages, upstream first."""
-    placed: dict[str, StagePlacement] = {}
+    stages: dict[str, StagePlacement] = {}
     for pipeline in pipelines_of(plan.phases):
         for part in (part for level in pipeline.levels for part in level):
             for turn in (turn for turn in part.turns if turn.inside is None and turn.device is not None):
                 assert turn.device is not None
                 first_device, _ = part.devices[turn.device]
                 chunk = pipeline.items_per_chunk
-                placed[turn.name] = StagePlacement(
+                stages[turn.name] = StagePlacement(
                     devices=tuple(devices[first_device : first_device + turn.devices]),
                     chunk=None if chunk == items else chunk,
                     expected_s=turn.seconds * (items // chunk),
                 )
-    return ExecutionPlan(stages={stage: placed[stage] for stage in order}, items=items, expected_s=plan.seconds)
+    return ExecutionPlan(stages={stage: stages[stage] for stage in order}, items=items, expected_s=plan.seconds)
 
 
 def _stage(name: str, measured: MeasuredStage, chunks: Sequence[int], items: int, devices: int) -> WorkflowStage:
@@ -208,8 +208,8 @@ class Curve:
 
     def scaled(self, turns: Sequence[tuple[int, float]]) -> Curve:
         """Return the curve scaled by the mean ratio of new turn times to its own."""
-        ratios = [seconds / self.seconds(items)[0] for items, seconds in turns if items > 0 and self.seconds(items)[0]]
-        time_factor, scaled_curve = (mean(ratios) if ratios else 1.0), copy(self)
+        factors = [seconds / self.seconds(items)[0] for items, seconds in turns if items > 0 and self.seconds(items)[0]]
+        time_factor, scaled_curve = (mean(factors) if factors else 1.0), copy(self)
         scaled_curve._points = [(items, seconds * time_factor) for items, seconds in self._points]
         return scaled_curve
 

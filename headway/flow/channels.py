@@ -105,10 +105,10 @@ class Channels:
         returned_count = 0
         for state in self._states.values():
             returned_count += state.redeliver(worker)
-            lost = state.lose(worker, kept=self._outlives_owner)
-            if lost:
+            dropped = state.lose(worker, kept=self._outlives_owner)
+            if dropped:
                 self.on_lost(
-                    "items_lost", f"{len(lost)} items in channel {state.name} were lost with {worker}", worker=worker
+                    "items_lost", f"{len(dropped)} items in channel {state.name} were lost with {worker}", worker=worker
                 )
             self._advance(state)
         return returned_count

@@ -223,7 +223,7 @@ class DeviceLocks:
     async def _load(self, grant: LockGrant, *, load: bool = True) -> None:
         """Load the participant once all offloads of those that share its devices, its own included, have ended."""
         mine = self._lock.participants[grant.participant].devices
-        pending = [name for name in self._offloads if (other := self.participants.get(name)) and other.devices & mine]
+        pending = [name for name in self._offloads if (sharer := self.participants.get(name)) and sharer.devices & mine]
         await asyncio.gather(*(asyncio.shield(self._offloads[name]) for name in pending))
         if load and grant.onload and (onload := self._callbacks[grant.participant].get("onload")) is not None:
             await self._run_callback(grant.participant, "onload", onload)

@@ -209,12 +209,12 @@ class WorkerGroup:
         assert self._shard is not None
         key = self._shard[2]
         line = f"{inspect.getsourcefile(self._kind)}:{getattr(self._kind, method).__code__.co_firstlineno}"
-        for rank, (rank_results, share) in enumerate(zip(values, shares, strict=True)):
-            if len(rank_results) != len(share):
+        for rank, (rank_results, items) in enumerate(zip(values, shares, strict=True)):
+            if len(rank_results) != len(items):
                 raise ConfigurationError(
-                    f"{call_name} ({line}): rank {rank} returned {len(rank_results)} results for {len(share)} items"
+                    f"{call_name} ({line}): rank {rank} returned {len(rank_results)} results for {len(items)} items"
                 )
-            for index, (result, item) in enumerate(zip(rank_results, share, strict=True) if key is not None else ()):
+            for index, (result, item) in enumerate(zip(rank_results, items, strict=True) if key is not None else ()):
                 if _key(result, key) != _key(item, key):
                     raise ConfigurationError(
                         f"{call_name} ({line}): rank {rank} returned another order of samples: result {index} has "

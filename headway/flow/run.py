@@ -218,20 +218,20 @@ class Flow:
         last step; its call is then repeated, and items that it had got from channels are delivered again.
         ``most_workers``: the largest number of devices that a plan may give the stage.
         """
-        site = _caller_line()
+        caller = _caller_line()
         if stage in self._stages:
-            raise ConfigurationError(f"stage {stage!r} ({site}): its workers have already started")
+            raise ConfigurationError(f"stage {stage!r} ({caller}): its workers have already started")
         if self._planner is not None:
             previous_plan, self.plan = self.plan, self._planner.with_stage(self.plan, stage, most_workers)
             for other_stage in self._stages.values():  # the new stage may share their devices
                 await other_stage.move(previous_plan, self.plan)
         if stage not in self.plan.stages:
             valid = ", ".join(self.plan.stages)
-            raise ConfigurationError(f"stage {stage!r} ({site}): the plan has no devices for it; it has: {valid}")
+            raise ConfigurationError(f"stage {stage!r} ({caller}): the plan has no devices for it; it has: {valid}")
         arguments = (positional, named)
         order = len(self._stages)
         new_stage = Stage(
-            stage, kind, arguments, self._context, order=order, restarts=restarts, max_workers=most_workers, site=site
+            stage, kind, arguments, self._context, order=order, restarts=restarts, max_workers=most_workers, site=caller
         )
         self._stages[stage] = new_stage
         await new_stage.start(self.plan)

@@ -190,13 +190,13 @@ class Stage:
         )
         self._add_participant(placement, loaded=False)
 
-        async def watch(worker: WorkerHandle) -> None:
+        async def prepare(worker: WorkerHandle) -> None:
             self._deaths[name] = asyncio.create_task(self._on_death(name, worker), name=f"{name}'s death")
             if name in self._states:
                 await worker.call("call", "restore", (self._states[name],), {})
 
         launcher = _Launcher(context.machines.launcher, context.locks)
-        return WorkerSlot(spec, launcher, context.clock, context.recorder.event, limit=self._restarts, prepare=watch)
+        return WorkerSlot(spec, launcher, context.clock, context.recorder.event, limit=self._restarts, prepare=prepare)
 
     def _add_participant(self, placement: WorkerPlacement, *, loaded: bool) -> None:
         """Add a worker to the device locks, if other stages share its devices."""

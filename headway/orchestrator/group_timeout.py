@@ -28,13 +28,13 @@ async def generate_in_time(
     timeout_failure = Failure(boundary="engine", cause=GROUP_TIMEOUT, infrastructure=True)
     try:
         await asyncio.wait(tasks, timeout=limits.group_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-        finished = [m for m, task in enumerate(tasks) if task.done()]
+        done = [m for m, task in enumerate(tasks) if task.done()]
         # The loop's timer may be a rounding error early: the timeout counts as passed.
         open_s = max(clock.now() - started_s, limits.group_timeout_s or 0.0)
-        late = group_timeout(size=group.size, finished=finished, open_s=open_s, timeout_s=limits.group_timeout_s)
-        for member in late or ():
+        overdue = group_timeout(size=group.size, finished=done, open_s=open_s, timeout_s=limits.group_timeout_s)
+        for member in overdue or ():
             stop(member, timeout_failure)
-        if late:
+        if overdue:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         rollouts = [task.result() for task in tasks if task.done()]  # raises a member's error
     finally:

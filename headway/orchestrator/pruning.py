@@ -204,12 +204,12 @@ class Pruner:
             step_s=step_s,
             slack_steps=rules.SLACK_STEPS,
         )
-        rate = (tokens - began_tokens) / (now_s - began_s)
-        end_chance = chance_to_end(self._lengths, tokens, due_s * rate)
+        speed = (tokens - began_tokens) / (now_s - began_s)
+        end_chance = chance_to_end(self._lengths, tokens, due_s * speed)
         if end_chance >= rule.least_chance:
             return ""
-        when = f"in {due_s:.1f} s" if due_s >= 0 else f"for {-due_s:.1f} s"
-        return f"its group is due {when}; at {rate:.1f} tokens/s it would end in time with probability {end_chance:.2g}"
+        due = f"in {due_s:.1f} s" if due_s >= 0 else f"for {-due_s:.1f} s"
+        return f"its group is due {due}; at {speed:.1f} tokens/s it would end in time with probability {end_chance:.2g}"
 
     def _repetitive(self, entry: _Member) -> str:
         rule = self._settings.pruner(rules.RepetitionCap)

@@ -113,13 +113,13 @@ async def restore_trainer(run: RunContext, until: int) -> tuple[int, int]:
         rename_corrupt(run.directory, newer_than=checkpoint)
     steps = sample_count = 0
     started_s = reported_s = run.clock.now()
-    for logged in run.buffer.batches_since(version):
+    for replay in run.buffer.batches_since(version):
         if version >= until:
             break
-        batch_parts = [build_batch(logged.step, part, run.experiment) for part in logged.parts]
+        batch_parts = [build_batch(replay.step, part, run.experiment) for part in replay.parts]
         report = await train_on(run.trainer, batch_parts)
         if report.skipped:
-            raise CheckpointCorrupt(f"step {logged.step} trained before but is skipped in the replay: {report.reason}")
+            raise CheckpointCorrupt(f"step {replay.step} trained before but is skipped in the replay: {report.reason}")
         version = report.version
         steps += 1
         sample_count += sum(len(batch.samples) for batch in batch_parts)

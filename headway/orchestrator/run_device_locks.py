@@ -82,11 +82,11 @@ class RunMemory:
                 continue  # it was in that state already
             seconds = max(move.seconds for move in rank_moves)  # ranks move in parallel
             self._meter.switched(seconds, freed)
-            data = {"worker": participant, "moved_bytes": moved, "seconds": round(seconds, 4), "freed_bytes": freed}
+            fields = {"worker": participant, "moved_bytes": moved, "seconds": round(seconds, 4), "freed_bytes": freed}
             detail = f"{participant}: {moved / 1e6:.1f} MB in {seconds:.3g} s, {freed / 1e6:.1f} MB freed"
-            self._report_once(participant, kind, detail, **data)
+            self._report_once(participant, kind, detail, **fields)
             if kind == "offload" and freed < moved * LEAST_FREED_SHARE:
-                self._report_once(participant, "offload_frees_nothing", detail, **data)
+                self._report_once(participant, "offload_frees_nothing", detail, **fields)
 
     def _report_once(self, participant: str, name: str, message: str, /, **data: Any) -> None:
         if (participant, name) not in self._reported:

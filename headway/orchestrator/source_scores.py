@@ -46,15 +46,15 @@ def kernel_scores(groups: Sequence[FinishedGroup], ks: Sequence[int] = ()) -> Ke
     spent_s = Counter[str]()
     for answer in all_answers:
         spent_s.update(answer.evaluation_s)
-    compiled = [(sum(any(a.compiled for a in answers) for answers in members), len(members)) for members in kernels]
-    correct = [(sum(any(a.correct for a in answers) for answers in members), len(members)) for members in kernels]
+    builds = [(sum(any(a.compiled for a in answers) for answers in members), len(members)) for members in kernels]
+    passes = [(sum(any(a.correct for a in answers) for answers in members), len(members)) for members in kernels]
     return KernelScores(
         evaluations=len(all_answers),
         repeated=sum(answer.repeated for answer in all_answers),
         rewards=histogram_in_tenths(answer.reward for answer in all_answers),
         faults=dict(Counter(answer.fault for answer in all_answers if answer.fault)),
-        compiled_at=pass_at(compiled, ks),
-        correct_at=pass_at(correct, ks),
+        compiled_at=pass_at(builds, ks),
+        correct_at=pass_at(passes, ks),
         log_speedups=histogram_in_tenths(math.log(a.speedup) for a in all_answers if a.correct and a.speedup),
         wait_s=spent_s.pop("wait", 0.0),
         busy_s=sum(spent_s.values()),
@@ -73,21 +73,21 @@ def kernel_shares(rollouts: Sequence[Rollout]) -> dict[str, KernelShare]:
     means over tasks with their 95 % intervals (`mean_over_tasks`). Rollouts that failed don't count; a rollout without
     any judged answer counts as none of the three. {} where no rollout has kernels."""
     valid = [rollout for rollout in rollouts if rollout.failure is None]
-    judged = [(rollout.group, _answers(rollout)) for rollout in valid]
+    answered = [(rollout.group, _answers(rollout)) for rollout in valid]
     if not any(KERNEL_ANSWERS in rollout.verdict for rollout in valid):
         return {}
-    passed = {name: [any(map(passes, answers)) for _, answers in judged] for name, passes in _KERNEL_SHARES.items()}
+    passed = {name: [any(map(passes, answers)) for _, answers in answered] for name, passes in _KERNEL_SHARES.items()}
     shares: dict[str, KernelShare] = {}
     for name, flags in passed.items():
         flags_by_task: dict[int, list[bool]] = {}
-        for (task, _), flag in zip(judged, flags, strict=True):
+        for (task, _), flag in zip(answered, flags, strict=True):
             flags_by_task.setdefault(task, []).append(flag)
         mean = mean_over_tasks([sum(task_flags) / len(task_flags) for task_flags in flags_by_task.values()])
         assert mean is not None
         shares[name] = KernelShare(value=mean.value, interval=mean.interval, count=sum(flags), rollouts=len(flags))
     untimed_count = sum(
         not faster and any(answer.correct and answer.speedup is None for answer in answers)
-        for (_, answers), faster in zip(judged, passed["faster"], strict=True)
+        for (_, answers), faster in zip(answered, passed["faster"], strict=True)
     )
     return shares | {"faster": msgspec.structs.replace(shares["faster"], untimed=untimed_count)}
 

@@ -110,11 +110,11 @@ def tasks_data(tasks: Sequence[Task]) -> dict[str, int | str]:
 def changed_tasks(now: Mapping[str, int | str], lines: Sequence[LedgerLine]) -> str:
     """Describe how the training tasks differ from those of the run's last start in ``lines``, and what to do. ``now``:
     their `tasks_data`. "" where they are the same, there are none, or it isn't known."""
-    began = last_event(lines, EVENT_START, EVENT_RESUME)
-    if began is None or not now["tasks"] or began.data.get("tasks_digest", now["tasks_digest"]) == now["tasks_digest"]:
+    start = last_event(lines, EVENT_START, EVENT_RESUME)
+    if start is None or not now["tasks"] or start.data.get("tasks_digest", now["tasks_digest"]) == now["tasks_digest"]:
         return ""
     return (
-        f"tasks.train has changed since this run began ({now['tasks']} tasks, were {began.data['tasks']}): make clean "
+        f"tasks.train has changed since this run began ({now['tasks']} tasks, were {start.data['tasks']}): make clean "
         "in a project, or another --run.directory, starts a new run"
     )
 
@@ -135,9 +135,9 @@ def named_verifiers(experiment: Experiment, sets: Mapping[str, Iterable[Task]]) 
     A name is one of ``[verifiers.NAME]``, or else of a built-in verifier or a module:function with its defaults. Raises
     ConfigurationError, naming the source, for one that is neither.
     """
-    asked = {judge.verifier: f"pruning.pruners: {judge.kind}" for judge in experiment.pruning.verifier_pruners.values()}
-    asked |= {task.verifier: task.source for tasks in sets.values() for task in tasks if task.verifier}
-    return {key: _settings_of(key, experiment, source) for key, source in asked.items()}
+    users = {judge.verifier: f"pruning.pruners: {judge.kind}" for judge in experiment.pruning.verifier_pruners.values()}
+    users |= {task.verifier: task.source for tasks in sets.values() for task in tasks if task.verifier}
+    return {key: _settings_of(key, experiment, source) for key, source in users.items()}
 
 
 def _settings_of(key: str, experiment: Experiment, source: str) -> VerifierSettings:

@@ -352,8 +352,8 @@ async def wire(
     if observe is not None:
         environment_pools = [host.pool] if isinstance(host, Environments) else []
         list_states = partial(_worker_states, generator, trainer, verifier, *environment_pools)
-        snapshots = recording_snapshots(run.context, observe, generator.activity, list_states, machines.conditions)
-        await stack.enter_async_context(snapshots)
+        recording = recording_snapshots(run.context, observe, generator.activity, list_states, machines.conditions)
+        await stack.enter_async_context(recording)
     return run
 
 

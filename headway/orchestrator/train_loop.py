@@ -257,8 +257,8 @@ class TrainLoop:
         run.state.published_version = version
         if has_candidate := await self._evaluations.save_candidate_if_due():
             weights = weights or await self._published(version)
-        update = self._publish_and_apply(version) if weights is None else self._apply(weights, has_candidate, scores)
-        run.state.update = self._updates.create_task(update, name=f"update-{version}")
+        work = self._publish_and_apply(version) if weights is None else self._apply(weights, has_candidate, scores)
+        run.state.update = self._updates.create_task(work, name=f"update-{version}")
         if run.memory is None:
             await self._applied()
 

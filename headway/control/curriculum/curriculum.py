@@ -70,16 +70,16 @@ class Band:
         low, high = self._settings.zero_variance_range
         lowest_limit, highest_limit = self._settings.min_signal_range
         if share > high:
-            after, why = self.limit + BAND_STEP, f"more than {high:.0%} of its groups were flat: the band is narrowed"
+            limit, why = self.limit + BAND_STEP, f"more than {high:.0%} of its groups were flat: the band is narrowed"
         elif share < low:
-            after, why = self.limit - BAND_STEP, f"less than {low:.0%} of its groups were flat: the band is widened"
+            limit, why = self.limit - BAND_STEP, f"less than {low:.0%} of its groups were flat: the band is widened"
         else:
             return None
-        after = min(highest_limit, max(lowest_limit, round(after, 6)))
-        if after == self.limit:
+        limit = min(highest_limit, max(lowest_limit, round(limit, 6)))
+        if limit == self.limit:
             return None
-        band_move = BandMove(old_limit=self.limit, new_limit=after, zero_variance_share=share, groups=count, reason=why)
-        self.limit = after
+        band_move = BandMove(old_limit=self.limit, new_limit=limit, zero_variance_share=share, groups=count, reason=why)
+        self.limit = limit
         self.changes.append(band_move)
         return band_move
 

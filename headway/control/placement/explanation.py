@@ -71,16 +71,16 @@ def _second_best(
     """Return the best plan of another structure: other phases or granularities, all temporal, or all spatial.
 
     A plan with other phases lacks at least one of this plan's, so excluding each of these in turn finds it."""
-    others: list[tuple[str, PlacementPlan | None]] = []
+    rivals: list[tuple[str, PlacementPlan | None]] = []
     for phase in plan.phases:
-        units = frozenset(turn.name for level in phase.levels for part in level for turn in part.turns)
-        others.append(("other phases", placed(settings._replace(without=frozenset({(units, phase.items_per_chunk)})))))
+        names = frozenset(turn.name for level in phase.levels for part in level for turn in part.turns)
+        rivals.append(("other phases", placed(settings._replace(without=frozenset({(names, phase.items_per_chunk)})))))
     if plan.mode != "temporal":
-        others.append(("temporal", placed(settings._replace(mode="temporal"))))
+        rivals.append(("temporal", placed(settings._replace(mode="temporal"))))
     if plan.mode != "spatial":
-        others.append(("spatial", placed(settings._replace(mode="spatial"))))
+        rivals.append(("spatial", placed(settings._replace(mode="spatial"))))
     alternatives: list[Alternative] = []
-    for name, other_plan in others:
+    for name, other_plan in rivals:
         if other_plan is None or (name == "spatial" and other_plan.mode != name):
             continue  # one stage alone is temporal and spatial at once
         phases_text = "; ".join(f"{phase.name} in chunks of {phase.items_per_chunk}" for phase in other_plan.phases)

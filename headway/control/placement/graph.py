@@ -54,10 +54,10 @@ class UnitGraph:
 
     def ordered(self, within: int) -> list[int]:
         """Return the units of ``within`` in topological order."""
-        placed, ordered_units = 0, list[int]()
-        while placed != within:
-            ready = next(unit for unit in members(within & ~placed) if not self.predecessors[unit] & within & ~placed)
-            placed |= 1 << ready
+        done, ordered_units = 0, list[int]()
+        while done != within:
+            ready = next(unit for unit in members(within & ~done) if not self.predecessors[unit] & within & ~done)
+            done |= 1 << ready
             ordered_units.append(ready)
         return ordered_units
 
@@ -76,11 +76,11 @@ class UnitGraph:
             closed_sets = [0]
             for unit in self.ordered(within):
                 needed_mask = self.predecessors[unit] & within
-                closed_sets += [below | 1 << unit for below in closed_sets if not needed_mask & ~below]
+                closed_sets += [lower | 1 << unit for lower in closed_sets if not needed_mask & ~lower]
             closed_sets.sort(key=lambda mask: (mask.bit_count(), mask))
             self._steps[within] = [
-                (below, [(above, above ^ below) for above in closed_sets if above != below and not below & ~above])
-                for below in closed_sets
+                (lower, [(upper, upper ^ lower) for upper in closed_sets if upper != lower and not lower & ~upper])
+                for lower in closed_sets
             ]
         return self._steps[within]
 

@@ -201,14 +201,14 @@ class Pipelines:
         share_after = self._shares(within, items, slowest)
         prefix = dict.fromkeys(share_after, math.inf) | {0: 0.0}
         for lower_set, steps_above in unit_cuts[:-1]:
-            for larger, units in steps_above:
-                prefix[larger] = min(prefix[larger], prefix[lower_set] + self.level(units, items).share_within(slowest))
+            for upper, units in steps_above:
+                prefix[upper] = min(prefix[upper], prefix[lower_set] + self.level(units, items).share_within(slowest))
         share = self.choices.share(devices) * (1 + ROUNDING)
         fill = {within: 0.0}
         for lower_set, steps_above in reversed(unit_cuts[:-1]):
             fill[lower_set] = min(
-                self.level(units, items).seconds_within(share - prefix[lower_set] - share_after[larger]) + fill[larger]
-                for larger, units in steps_above
+                self.level(units, items).seconds_within(share - prefix[lower_set] - share_after[upper]) + fill[upper]
+                for upper, units in steps_above
             )
         return Limits(devices, slowest, weight, least, share_after, fill)
 

@@ -51,10 +51,10 @@ def _levels(
             if count:
                 spans[device] = (first_free[device], count)
                 first_free[device] += count
-        order, chosen, switch_s, receive_s = part.plan
+        units, options, switch_s, receive_s = part.plan
         part_by_position[position] = PlacedPart(
             devices=spans,
-            turns=tuple(_turn(pipelines, *turn, chunk, spans) for turn in zip(order, chosen, switch_s, strict=True)),
+            turns=tuple(_turn(pipelines, *turn, chunk, spans) for turn in zip(units, options, switch_s, strict=True)),
             receive_s=receive_s,
             seconds=part.seconds,
         )

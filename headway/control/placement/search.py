@@ -110,21 +110,21 @@ class TimeSearch:
         unit_names = frozenset(self.body.units[unit].name for unit in members(units))
         switch_times = [self.pipelines.choices.switch_s(self.body, unit) for unit in members(units)]
         phase = Phase(units, 0.0 if units == self.body.all_units else max(switch_times))
-        order = self.body.ordered(units)
-        turns_s = sum(switch_times) if len(order) > 1 else 0.0
+        unit_ids = self.body.ordered(units)
+        turns_s = sum(switch_times) if len(unit_ids) > 1 else 0.0
         received_bytes = self.body.received_bytes(units)
         link_bytes_per_s = self.pipelines.choices.pool.link_bytes_per_s
         for chunk, of in work.items():
-            if any(unit not in of for unit in order) or (unit_names, chunk) in settings.without:
+            if any(unit not in of for unit in unit_ids) or (unit_names, chunk) in settings.without:
                 continue
             chunk_count = self.items // chunk
             receive_s = received_bytes * chunk / link_bytes_per_s if received_bytes and link_bytes_per_s else 0.0
-            if len(order) == 1 or settings.mode != "spatial":
-                phase.offer(chunk_count * (receive_s + turns_s + sum(of[unit][0] for unit in order)), chunk, None)
+            if len(unit_ids) == 1 or settings.mode != "spatial":
+                phase.offer(chunk_count * (receive_s + turns_s + sum(of[unit][0] for unit in unit_ids)), chunk, None)
             path: dict[int, float] = {}
-            for unit in order:
+            for unit in unit_ids:
                 path[unit] = of[unit][0] + max([0.0, *(path[o] for o in members(self.body.predecessors[unit] & units))])
-            slowest_s = max(*(of[unit][0] for unit in order), sum(of[unit][1] for unit in order) / self.share)
+            slowest_s = max(*(of[unit][0] for unit in unit_ids), sum(of[unit][1] for unit in unit_ids) / self.share)
             lower_s = elapsed_s(max(slowest_s, *path.values()), slowest_s, chunk_count) * (1 - ROUNDING)
             phase.candidates.append(_Candidate(chunk, lower_s))
         return phase
@@ -161,15 +161,15 @@ class TimeSearch:
             candidate.lower = max(candidate.lower, (further_chunks + 1) * candidate.least * (1 - ROUNDING))
             return
         threshold = min(threshold, phase.upper)
-        caps = [candidate.least]
+        caps_s = [candidate.least]
         if further_chunks:
-            caps.append(max(candidate.least, (threshold - candidate.least) / further_chunks))
+            caps_s.append(max(candidate.least, (threshold - candidate.least) / further_chunks))
         else:
-            caps = [threshold]
-        for cap in caps:
-            limits = pipelines.limits(units, items, self.devices, further_chunks, cap, candidate.least)
+            caps_s = [threshold]
+        for cap_s in caps_s:
+            limits = pipelines.limits(units, items, self.devices, further_chunks, cap_s, candidate.least)
             bound_s = limits.fill[0] + further_chunks * candidate.least
-            candidate.lower = max(candidate.lower, bound_s * (1 - ROUNDING)) if cap == caps[-1] else candidate.lower
+            candidate.lower = max(candidate.lower, bound_s * (1 - ROUNDING)) if cap_s == caps_s[-1] else candidate.lower
             if bound_s >= threshold:
                 continue
             for label in pipelines.allocations(units, items, limits, threshold):

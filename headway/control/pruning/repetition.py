@@ -15,18 +15,18 @@ def loop_period(ids: Sequence[int], *, longest_period: int, repeats: int, loop_t
 
     Example: 7 1 2 1 2 1 2 with repeats = 3 and loop_tokens = 6: period 2. With loop_tokens = 7: none.
     """
-    total = len(ids)
-    if total < max(2, loop_tokens):
+    length = len(ids)
+    if length < max(2, loop_tokens):
         return None
-    recent_ids = list(ids[max(0, total - 1 - longest_period) : total - 1])
+    recent_ids = list(ids[max(0, length - 1 - longest_period) : length - 1])
     last_id = ids[-1]
     if last_id not in recent_ids:
         return None
     for period in range(1, len(recent_ids) + 1):
         if recent_ids[-period] != last_id:
             continue
-        span = max(period * repeats, loop_tokens)
-        if period < span <= total and ids[total - span + period :] == ids[total - span : total - period]:
+        tail = max(period * repeats, loop_tokens)
+        if period < tail <= length and ids[length - tail + period :] == ids[length - tail : length - period]:
             return period
     return None
 

@@ -176,18 +176,18 @@ def _drift_from_reference(
     reference: Sequence[StepRecord], regime: Sequence[StepRecord], limits: ControlLimits
 ) -> tuple[int, str] | None:
     """Compare the last records with those on which the plan was settled; return as ``find_drift``."""
-    later = [r for r in regime if reference and r.step > reference[-1].step]
+    newer = [r for r in regime if reference and r.step > reference[-1].step]
     for count in (RECENT, SLOWLY):
-        drift = find_drift([*reference, *later[-count:]], count) if len(later) >= count else None
+        drift = find_drift([*reference, *newer[-count:]], count) if len(newer) >= count else None
         if drift is not None:
             return drift
-    if len(later) < SLOWLY:
+    if len(newer) < SLOWLY:
         return None
-    lately, lacks = _evidence(later[-SLOWLY:], limits), [_evidence([r], limits).lack for r in reference]
+    lately, lacks = _evidence(newer[-SLOWLY:], limits), [_evidence([r], limits).lack for r in reference]
     lack_error = max(STARVES, stdev(lacks)) * math.sqrt(1 / SLOWLY + 1 / len(lacks))
     if not lately.starving or lately.lack - fmean(lacks) < _STARVED_Z * lack_error:
         return None
-    return later[-SLOWLY].step, f"the trainer waits {lately.lack:.0%} of the time for groups, before {fmean(lacks):.0%}"
+    return newer[-SLOWLY].step, f"the trainer waits {lately.lack:.0%} of the time for groups, before {fmean(lacks):.0%}"
 
 
 # --- evidence of the last steps --------------------------------------------------------------------------
@@ -263,23 +263,23 @@ def _measure_effect(
     trial = state.trial
     if trial is None:
         return None
-    after = [r for r in window if r.step >= trial.version + _settling(window)]
-    if len(after) < limits.patience_steps:
+    newer = [r for r in window if r.step >= trial.version + _settling(window)]
+    if len(newer) < limits.patience_steps:
         return None
-    rate = rate_of(after)
+    per_s = rate_of(newer)
     spread = relative_noise(window, rate_of(window))
-    noise = math.hypot(trial.noise, max(relative_noise(after, rate), spread * math.sqrt(len(window) / len(after))))
-    rate_ratio = rate / trial.rate
+    noise = math.hypot(trial.noise, max(relative_noise(newer, per_s), spread * math.sqrt(len(window) / len(newer))))
+    rate_ratio = per_s / trial.rate
     next_state = msgspec.structs.replace(state, trial=None)
-    report = Action(
+    effect = Action(
         kind="measured",
-        reason=f"{rate:.3g} samples/s over {len(after)} steps, {trial.rate:.3g} before (± {noise:.0%})",
+        reason=f"{per_s:.3g} samples/s over {len(newer)} steps, {trial.rate:.3g} before (± {noise:.0%})",
         predicted=trial.predicted,
         measured=rate_ratio,
     )
     if rate_ratio > 1.0 - max(LEAST_GAIN, 2 * noise) or rate_ratio > trial.predicted - 2 * noise:
-        return Decision(state=next_state, actions=(report,))
-    is_allowed, actions = _allowed(state, evidence, limits), [report]
+        return Decision(state=next_state, actions=(effect,))
+    is_allowed, actions = _allowed(state, evidence, limits), [effect]
     knobs, refused = state.knobs, dict.fromkeys(state.refused)
     reason = f"the rate fell to {rate_ratio:.2f} of what it was, {trial.predicted:.2f} was predicted"
     for name in KNOBS:
@@ -287,8 +287,8 @@ def _measure_effect(
         if previous != current and is_allowed(name, current, previous):
             knobs = limits.with_value(knobs, name, previous)
             refused[name, 1 if current > previous else -1] = None
-            back = msgspec.structs.replace(report, kind="rollback", reason=reason, knob=name, old=current, new=previous)
-            actions.append(back)
+            undo = msgspec.structs.replace(effect, kind="rollback", reason=reason, knob=name, old=current, new=previous)
+            actions.append(undo)
     if len(actions) > 1:
         version = window[-1].version
         next_state = msgspec.structs.replace(next_state, knobs=knobs, decided_step=version, refused=tuple(refused))
@@ -312,16 +312,16 @@ def _reflex(
         return None
     is_scoring = evidence.verifying >= _ALL_SCORE
     below_concurrency = evidence.in_generation < 0.9 * (knobs.concurrent_rollouts - limits.largest_group + 1)
-    name: KnobName = "verifier_workers" if is_scoring else "open_groups" if below_concurrency else "concurrent_rollouts"
+    knob: KnobName = "verifier_workers" if is_scoring else "open_groups" if below_concurrency else "concurrent_rollouts"
     slot_count = limits.shape.slots * (limits.shape.replicas - len(knobs.idle_replicas))
     is_filled = knobs.concurrent_rollouts >= slot_count + limits.largest_group and evidence.idle < STARVES
-    if name == "concurrent_rollouts" and is_filled:
+    if knob == "concurrent_rollouts" and is_filled:
         return None  # more would only wait for slots
-    old_value, (_, upper_bound) = limits.value(knobs, name), limits.bounds(name)
+    old_value, (_, upper_bound) = limits.value(knobs, knob), limits.bounds(knob)
     new_value = min(upper_bound, math.ceil(old_value * (2.0 if evidence.lack >= 4 * STARVES else 1.5)))
-    if new_value == old_value or not _allowed(state, evidence, limits)(name, old_value, new_value):
+    if new_value == old_value or not _allowed(state, evidence, limits)(knob, old_value, new_value):
         return None
-    target_knobs = limits.with_value(knobs, name, new_value)
+    target_knobs = limits.with_value(knobs, knob, new_value)
     remaining, cost_s = _rest(window, limits), switch_s(knobs, target_knobs, limits)
     if not remaining.amortizes(1.0 / (1.0 - min(0.9, evidence.lack)), cost_s, _settling(window)):
         return None
@@ -329,7 +329,7 @@ def _reflex(
     observation = f"the verifiers score {evidence.verifying:.0%} of it" if is_scoring else generating_text
     short = "verifier workers are" if is_scoring else "open groups are" if below_concurrency else "rollouts at once are"
     reason = f"the trainer waits {evidence.lack:.0%} of the time for groups, and {observation}: {short} what is short"
-    floors = {**state.floors, name: max(old_value, state.floors.get(name, 0))}
+    floors = {**state.floors, knob: max(old_value, state.floors.get(knob, 0))}
     return _set(msgspec.structs.replace(state, floors=floors), target_knobs, window, limits, reason, 0.0)
 
 
@@ -416,13 +416,13 @@ def _set_if_better(
     gain = then.samples_per_s / now.samples_per_s
     younger_by = now.staleness_mean - then.staleness_mean
     strictness = 2.0 ** max((_reversals(state, name, target, limits) for name in KNOBS), default=0)
-    rest, cost_s, settling = _rest(window, limits), switch_s(state.knobs, target, limits, fitted), _settling(window)
-    is_worthwhile = gain >= 1.0 + LEAST_GAIN * strictness and rest.amortizes(gain, cost_s, settling)
+    work, cost_s, delay = _rest(window, limits), switch_s(state.knobs, target, limits, fitted), _settling(window)
+    is_worthwhile = gain >= 1.0 + LEAST_GAIN * strictness and work.amortizes(gain, cost_s, delay)
     # a replica that yields its device pauses, and so never shows as idle
     has_spare = evidence.idle >= LEAST_SPARE or fitted.model.yielded_share > 0
     is_fresher = has_spare and younger_by >= strictness * max(LEAST_YOUNGER, LEAST_YOUNGER_SHARE * now.staleness_mean)
     has_fewer_verifiers = target.verifier_workers < state.knobs.verifier_workers
-    is_free = gain >= 1.0 - limits.tolerance - 1e-9 and rest.affords(limits.tolerance, cost_s, settling)
+    is_free = gain >= 1.0 - limits.tolerance - 1e-9 and work.affords(limits.tolerance, cost_s, delay)
     if not is_worthwhile and not (settled and (is_fresher or has_fewer_verifiers) and is_free):
         return None
     reason = (
@@ -446,13 +446,13 @@ def _set(
     version = window[-1].version
     actions: list[Action] = []
     reversal_counts, directions = dict(state.turns), dict(state.directions)
-    for name in KNOBS:
-        old_value, new_value = limits.value(state.knobs, name), limits.value(target, name)
+    for knob in KNOBS:
+        old_value, new_value = limits.value(state.knobs, knob), limits.value(target, knob)
         if old_value == new_value:
             continue
-        reversal_counts[name] = _reversals(state, name, target, limits)
-        directions[name] = 1 if new_value > old_value else -1
-        actions.append(Action(kind="set", reason=reason, knob=name, old=old_value, new=new_value, predicted=predicted))
+        reversal_counts[knob] = _reversals(state, knob, target, limits)
+        directions[knob] = 1 if new_value > old_value else -1
+        actions.append(Action(kind="set", reason=reason, knob=knob, old=old_value, new=new_value, predicted=predicted))
     trial = None
     if fitted is not None:
         trial = Trial(

@@ -112,10 +112,10 @@ def diagnose(
     now = _outcomes(fitted.model)
     if not all(outcome.samples_per_s for outcome in now):
         return "the queue that this ledger describes would deadlock: nothing can be predicted from it"
-    simulated, shown = fmean(outcome.samples_per_s for outcome in now), _peak_samples_per_s(steps, fitted)
-    if simulated > _CREDIBLE * shown:
+    model_per_s, shown = fmean(outcome.samples_per_s for outcome in now), _peak_samples_per_s(steps, fitted)
+    if model_per_s > _CREDIBLE * shown:
         return (
-            f"steps {steps[0].step} to {steps[-1].step} describe a queue of {simulated:.3g} samples/s, and the run's "
+            f"steps {steps[0].step} to {steps[-1].step} describe a queue of {model_per_s:.3g} samples/s, and the run's "
             f"devices have shown {shown:.3g} at most: their times can't be right, and nothing is predicted from them"
         )
     least_budget = needed_budget(
@@ -143,7 +143,7 @@ def diagnose(
         samples_per_s=fitted.samples_per_s,
         useful_per_s=fitted.useful_per_s,
         error=fitted.noise,
-        simulated_per_s=simulated,
+        simulated_per_s=model_per_s,
         balance=balance_of(waits, shape.budget),
         binding=binding,
         reason=reason.replace("would wait", "waits"),
@@ -302,14 +302,14 @@ def _as_configured(candidate: _Candidate, experiment: Experiment) -> _Candidate 
         candidate_experiment = changed_experiment(experiment, candidate.settings)
     except ConfigurationError:
         return None
-    change = dict(candidate.change)
-    if candidate_experiment.concurrent_rollouts != experiment.concurrent_rollouts or "concurrent_rollouts" in change:
-        change["concurrent_rollouts"] = candidate_experiment.concurrent_rollouts
+    fields = dict(candidate.change)
+    if candidate_experiment.concurrent_rollouts != experiment.concurrent_rollouts or "concurrent_rollouts" in fields:
+        fields["concurrent_rollouts"] = candidate_experiment.concurrent_rollouts
     if candidate_experiment.surplus_groups != experiment.surplus_groups:
-        change["surplus_groups"] = candidate_experiment.surplus_groups
+        fields["surplus_groups"] = candidate_experiment.surplus_groups
     if candidate_experiment.open_groups != experiment.open_groups:
-        change["open_groups"] = candidate_experiment.open_groups
-    return msgspec.structs.replace(candidate, change=change)
+        fields["open_groups"] = candidate_experiment.open_groups
+    return msgspec.structs.replace(candidate, change=fields)
 
 
 def _ratio(model: QueueModel, change: Mapping[str, Any]) -> float:

@@ -77,12 +77,12 @@ class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
     def with_value(self, knobs: Knobs, name: KnobName, value: int) -> Knobs:
         """Return ``knobs`` with one of them set to ``value``, clamped to its bounds."""
         low, high = self.bounds(name)
-        kept = max(low, min(high, value))
+        bounded = max(low, min(high, value))
         if name == "open_groups":
-            return msgspec.structs.replace(knobs, open_groups=None if kept >= self.most_open else kept)
+            return msgspec.structs.replace(knobs, open_groups=None if bounded >= self.most_open else bounded)
         if name == "idle_replicas":
-            return msgspec.structs.replace(knobs, idle_replicas=self.shared[len(self.shared) - kept :])
-        return msgspec.structs.replace(knobs, **{name: kept})
+            return msgspec.structs.replace(knobs, idle_replicas=self.shared[len(self.shared) - bounded :])
+        return msgspec.structs.replace(knobs, **{name: bounded})
 
     def resumed(self, knobs: Knobs, first: Knobs, previous_settings: Mapping[KnobName, int]) -> Knobs:
         """Return the knobs of an earlier session under these limits.

@@ -47,21 +47,21 @@ class MoveOutcome:
 
     def due(self) -> PlanOutcome | None:
         """Return the comparison that the last step has completed, if any."""
-        moved = self._due
-        if moved is None or self._records[-1].step < moved.version + self._filling + MEASURED - 1:
+        move = self._due
+        if move is None or self._records[-1].step < move.version + self._filling + MEASURED - 1:
             return None
-        self._due, plan = None, moved.planned
-        after = [r for r in self._records if r.step >= moved.version + self._filling and not r.skipped]
-        expected, measured = plan.rate * plan.gain, rate_of(after)
-        noise = math.sqrt(2) * relative_noise(after, measured) if measured else 0.0  # of a quotient of two such rates
-        is_heavier = _load(after) > _SAME_LOAD * self._load
-        is_slower = bool(after) and measured < plan.rate * (1 - max(LEAST_GAIN, 2 * noise))
+        self._due, plan = None, move.planned
+        newer = [r for r in self._records if r.step >= move.version + self._filling and not r.skipped]
+        expected, measured = plan.rate * plan.gain, rate_of(newer)
+        noise = math.sqrt(2) * relative_noise(newer, measured) if measured else 0.0  # of a quotient of two such rates
+        is_heavier = _load(newer) > _SAME_LOAD * self._load
+        is_slower = bool(newer) and measured < plan.rate * (1 - max(LEAST_GAIN, 2 * noise))
         is_worse = is_slower and not is_heavier and not plan.reverts
         detail = (
-            f"{moved.placement}: {measured:.3g} samples/s, expected {expected:.3g}, before {plan.rate:.3g}; it took "
-            f"{moved.cost_s:.1f} s, expected {plan.cost_s:.1f} s"
+            f"{move.placement}: {measured:.3g} samples/s, expected {expected:.3g}, before {plan.rate:.3g}; it took "
+            f"{move.cost_s:.1f} s, expected {plan.cost_s:.1f} s"
         )
-        figures = {"rate": plan.rate, "expected": expected, "measured": measured, "cost_s": moved.cost_s}
+        figures = {"rate": plan.rate, "expected": expected, "measured": measured, "cost_s": move.cost_s}
         return PlanOutcome(detail, {name: round(figure, 3) for name, figure in figures.items()}, is_worse)
 
     def rate(self, first: int) -> float:

@@ -164,8 +164,8 @@ class _Simulation:
 
     def admit(self) -> None:
         model = self.model
-        free = model.concurrent_rollouts - len(self.running) - len(self.waiting) - self.acting
-        for _ in range(min(self._credit(), free // model.group_size) if free >= model.group_size else 0):
+        capacity = model.concurrent_rollouts - len(self.running) - len(self.waiting) - self.acting
+        for _ in range(min(self._credit(), capacity // model.group_size) if capacity >= model.group_size else 0):
             group = _Group(self.admitted, self.applied, model.group_size)
             self.admitted += 1
             self.open[group.index] = group
@@ -201,7 +201,7 @@ class _Simulation:
     def _credit(self) -> int:
         """Return the number of groups that may open now."""
         model = self.model
-        groups = credit(
+        allowed = credit(
             open_groups=len(self.open),
             completed_steps=self.version,
             applied_version=self.applied,
@@ -209,7 +209,7 @@ class _Simulation:
             budget=model.budget,
             surplus_groups=0 if self.busy else model.surplus_groups,
         )
-        return groups if model.open_groups is None else max(0, min(groups, model.open_groups - len(self.open)))
+        return allowed if model.open_groups is None else max(0, min(allowed, model.open_groups - len(self.open)))
 
     def _lengths(self) -> list[int]:
         model, draw_normal = self.model, self.random.normalvariate

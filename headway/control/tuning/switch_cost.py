@@ -55,10 +55,10 @@ def switch_s(old: Knobs, new: Knobs, limits: ControlLimits, fitted: LedgerModel 
     A starting verifier takes a core meanwhile, and requests of replicas that start to rest are prefilled again
     elsewhere. The other knobs cost nothing."""
     start_s = limits.switch_s.get("verifier_workers", 0.0) if new.verifier_workers > old.verifier_workers else 0.0
-    added = len(new.idle_replicas) - len(old.idle_replicas)
-    if fitted is None or added <= 0:
+    newly_idle = len(new.idle_replicas) - len(old.idle_replicas)
+    if fitted is None or newly_idle <= 0:
         return start_s
-    return start_s + added * fitted.running * fitted.model.delay_s / (fitted.model.slots * fitted.model.replicas)
+    return start_s + newly_idle * fitted.running * fitted.model.delay_s / (fitted.model.slots * fitted.model.replicas)
 
 
 def worthwhile_split(fitted: LedgerModel, limits: ControlLimits, remaining: RemainingWork) -> Recommendation | None:

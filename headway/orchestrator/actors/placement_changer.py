@@ -51,13 +51,13 @@ def actions_between(current: RunPlacement, target: RunPlacement) -> list[MoveAct
     freed_by_trainer = set(current.trainer) - set(target.trainer)  # once it has stopped
     early_devices = tuple(device for device in added_devices if device not in freed_by_trainer)
     late_devices = tuple(device for device in added_devices if device in freed_by_trainer)
-    stop = [MoveAction("stop", current.trainer)] if trainer_moves else []
+    stopping = [MoveAction("stop", current.trainer)] if trainer_moves else []
     start = [MoveAction("start", target.trainer)] if trainer_moves else []
     leave = MoveAction("leave", removed_devices)
     if early_devices or len(removed_devices) < len(current.generator):  # others take the requests of those that leave
-        actions = [MoveAction("join", early_devices), leave, *stop, *start, MoveAction("join", late_devices)]
+        actions = [MoveAction("join", early_devices), leave, *stopping, *start, MoveAction("join", late_devices)]
     else:
-        actions = [*stop, MoveAction("join", late_devices[:1]), leave, *start, MoveAction("join", late_devices[1:])]
+        actions = [*stopping, MoveAction("join", late_devices[:1]), leave, *start, MoveAction("join", late_devices[1:])]
     return [action for action in actions if action.devices]
 
 

@@ -34,12 +34,12 @@ def write_run_card(folder: str | Path, run_dir: str | Path, price: float | None 
     view = view_run(run_dir)
     version = _version_of(Path(adapter or folder))
     experiment, scored = view.configuration, [record for record in view.evaluations if record.samples]
-    of_these = [e for e in scored if version is not None and e.first_version <= version <= e.last_version]
-    started = [evaluation for evaluation in scored if evaluation.phase == "before" and evaluation not in of_these]
+    of_version = [e for e in scored if version is not None and e.first_version <= version <= e.last_version]
+    baseline = [evaluation for evaluation in scored if evaluation.phase == "before" and evaluation not in of_version]
     body_texts = [
         f"Trained by reinforcement learning in the run `{_code(view.path)}`. Every number here was measured in it.",
         "## Evaluation",
-        _evaluation_table([*started, *of_these]) if of_these else "These weights weren't evaluated in the run.",
+        _evaluation_table([*baseline, *of_version]) if of_version else "These weights weren't evaluated in the run.",
         "## Training",
         _rows_table(_training_rows(view, version, price)),
     ]

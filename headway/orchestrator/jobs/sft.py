@@ -63,13 +63,13 @@ def run_sft(experiment: Experiment, *, on_progress: Progress | None = None) -> d
     the same output; NoProgress when steps are skipped without end.
     """
     _require_inputs(experiment)
-    folder = Path(experiment.sft.output).resolve()
-    identity = "sft-" + hashlib.blake2b(str(folder).encode(), digest_size=6).hexdigest()  # names its shared memory
-    lock = FileLock(folder.with_name(f".{folder.name}.lock"), "sft.output", experiment.sft.output)
+    output = Path(experiment.sft.output).resolve()
+    identity = "sft-" + hashlib.blake2b(str(output).encode(), digest_size=6).hexdigest()  # names its shared memory
+    lock = FileLock(output.with_name(f".{output.name}.lock"), "sft.output", experiment.sft.output)
     lock.acquire()
     try:
         reap(identity)  # of a killed process, as is the folder that it was writing
-        recover_folder(folder)
+        recover_folder(output)
         return asyncio.run(_sft(experiment, identity, on_progress or (lambda _: None)))
     except RemoteError as error:
         if isinstance(error.__cause__, HeadwayError):  # a bad data file, a full disk: found by the worker
@@ -110,15 +110,15 @@ async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> 
         )
         trainer = await machines.launcher.start(spec)
         stack.push_async_callback(trainer.stop)
-        count = len(sft_tokens.lengths_s)
-        held = 0 if settings.steps else min(_MOST_HELD_OUT, round(_HELD_OUT_SHARE * count))
+        rows = len(sft_tokens.lengths_s)
+        held = 0 if settings.steps else min(_MOST_HELD_OUT, round(_HELD_OUT_SHARE * rows))
         await trainer.call("prepare", sft_tokens.token_ids_n, sft_tokens.learned_n, sft_tokens.lengths_s, held)
         scorer: Scorer | None = None
         if settings.evaluate_every_steps:
             scorer = Scorer(machines.experiment, "validation", machines)
             await scorer.start(stack)
         started_s, result = clock.now(), dict[str, Any](sft_tokens.counts) | {"held_out": held}
-        total_steps, epoch = settings.total_steps(count - held), (count - held) / settings.batch_sequences
+        total_steps, epoch = settings.total_steps(rows - held), (rows - held) / settings.batch_sequences
         step, lowest_loss, lowest_step, solve_rate = 0, math.inf, 0, 0.0
         scores, kept_scores = dict[str, Any](), dict[str, Any]()  # of the last evaluation; of the model that is written
         evaluations: list[dict[str, Any]] = []

@@ -249,14 +249,14 @@ def _tasks(inputs: _Inputs, findings: Findings) -> None:
                     findings.error("tasks.train", f"{name}: all its tasks are in a held-out set; none remains")
         tasks["train"] = kept_tasks
     tasks_by_key = {f"tasks.{split}": split_tasks for split, split_tasks in tasks.items()}
-    for likeness, report, consequence in (
+    for likeness, add, consequence in (
         ("", findings.error, "a score on tasks that were trained on means nothing"),
         (" but for white space", findings.warning, "they count as different tasks"),
     ):
         for overlapping in overlap(tasks_by_key, white_space=not likeness):
             shared = "1 prompt" if overlapping.prompts == 1 else f"{overlapping.prompts:,} prompts"
             example = f"for example {_shortened(overlapping.example)!r}"
-            report(overlapping.second, f"shares {shared} with {overlapping.first}{likeness}, {example}: {consequence}")
+            add(overlapping.second, f"shares {shared} with {overlapping.first}{likeness}, {example}: {consequence}")
     _evaluation(inputs, findings)
 
 
@@ -303,12 +303,12 @@ def _prompts(inputs: _Inputs, findings: Findings) -> None:
         if dropped_parts := require_rendered_tasks(inputs.tokenizer, tasks):
             findings.info(f"tasks.{split}", f"the chat template leaves out: {', '.join(sorted(dropped_parts))}")
         lengths = [len(inputs.tokenizer.render(task.content, inputs.experiment.model.template)) for task in tasks]
-        too_long = sum(length > limit for length in lengths)
-        if too_long:
+        overlong = sum(length > limit for length in lengths)
+        if overlong:
             worst = max(range(len(tasks)), key=lambda i: lengths[i])
             findings.error(
                 "rollout.max_prompt_tokens",
-                f"{too_long:,} of {len(tasks):,} prompts of tasks.{split} are longer than {limit} tokens; the longest "
+                f"{overlong:,} of {len(tasks):,} prompts of tasks.{split} are longer than {limit} tokens; the longest "
                 f"has {lengths[worst]:,} (task {tasks[worst].task_id}, {_shortened(tasks[worst].prompt)!r})",
             )
         if not min(lengths):

@@ -88,10 +88,10 @@ def _check_gpus(
             problem_text = f"'bfloat16': cuda:{gpu_index} ({gpu.name}) can't multiply it (compute capability below 8.0)"
             findings.error(f"{section}.dtype", f"{problem_text}; valid: float32")
     _check_driver(key_by_gpu, machine, findings)
-    idle = [n for n in machine.usable if n not in key_by_gpu and not machine.cuda[n].users]
-    if idle and len(idle) % rank_count == 0:
-        listed = ", ".join(f"cuda:{n}" for n in idle)
-        value = [*experiment.generator.devices, *(f"cuda:{n}" for n in idle[::rank_count])] if key_by_gpu else "auto"
+    unused = [n for n in machine.usable if n not in key_by_gpu and not machine.cuda[n].users]
+    if unused and len(unused) % rank_count == 0:
+        listed = ", ".join(f"cuda:{n}" for n in unused)
+        value = [*experiment.generator.devices, *(f"cuda:{n}" for n in unused[::rank_count])] if key_by_gpu else "auto"
         keys = "generator.devices" if key_by_gpu else "generator.devices and trainer.devices"
         findings.warning("generator.devices", f"{listed} of this machine would be idle; {keys} = {json.dumps(value)} "
                          "uses all")  # fmt: skip

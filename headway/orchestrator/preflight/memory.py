@@ -432,7 +432,7 @@ def peak_resident_bytes(process_id: int) -> int | None:
     Published weights are there, and are counted once."""
     try:
         status_lines = Path(f"/proc/{process_id}/status").read_text().splitlines()
-        words_by_name = {name: rest.split() for name, _, rest in (line.partition(":") for line in status_lines)}
+        words_by_name = {name: words.split() for name, _, words in (line.partition(":") for line in status_lines)}
         return (int(words_by_name["VmHWM"][0]) - int(words_by_name["RssShmem"][0])) << 10
     except (OSError, KeyError, ValueError):
         return None

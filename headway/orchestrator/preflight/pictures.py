@@ -36,8 +36,8 @@ def picture_findings(experiment: Experiment, sets: Mapping[str, Sequence[Task]])
             return findings
         sizes = [(len(ids), size) for task, ids, size in prompts if not task.unshown]
         if refusals := [task.unshown for task, _, _ in prompts if task.unshown]:
-            report = findings.warning if sizes else findings.error
-            report("tasks", f"{len(refusals)} of {len(prompts)} prompts tried would fail their groups: {refusals[0]}")
+            add = findings.warning if sizes else findings.error
+            add("tasks", f"{len(refusals)} of {len(prompts)} prompts tried would fail their groups: {refusals[0]}")
         if not sizes:
             return findings
         tokens, each = max(tokens for tokens, _ in sizes), sum(size for _, size in sizes) // len(sizes)

@@ -179,9 +179,9 @@ def refused_sources(left_out: Iterable[LeftOut]) -> dict[tuple[str, str], str]:
         previous_count, _ = counts_by_source.get((exclusion.split, exclusion.source), (0, 0))
         counts_by_source[exclusion.split, exclusion.source] = previous_count + len(exclusion.tasks), exclusion.of
     return {
-        source_key: f"{count:,} of {of:,} tasks of {source_key[1]} aren't solved by their own answers, more than 1 %"
-        for source_key, (count, of) in counts_by_source.items()
-        if count > _MOST_SHARE * of
+        source_key: f"{count:,} of {total:,} tasks of {source_key[1]} aren't solved by their own answers, more than 1 %"
+        for source_key, (count, total) in counts_by_source.items()
+        if count > _MOST_SHARE * total
     }
 
 
