@@ -99,8 +99,8 @@ class TimeSearch:
             }
             for chunk in pipelines.chunks
         }
-        for cut_set, steps_above in self.body.steps(self.body.all_units):
-            for cut_set, units in steps_above:
+        for _, steps_above in self.body.steps(self.body.all_units):
+            for _, units in steps_above:
                 one_phase = pipelines.choices.settings.mode == "spatial"
                 if units not in self.phases and (units == self.body.all_units or not one_phase):
                     self.phases[units] = self._make_phase(units, unit_times)
