@@ -374,15 +374,15 @@ def nearest_folder(path: Path) -> Path:
 def memory_findings(uses: list[MemoryUse], places: list[MemoryPlace]) -> Findings:
     """Check the places: an error for needs beyond the capacity, a warning beyond ``FULL_SHARE`` of the free bytes."""
     findings = Findings()
-    for place in places:
-        if place.capacity_bytes is not None and place.available_bytes is not None:
-            local_uses = [use for use in uses if use.location == place.name]
-            if place.name.partition(_OF_NODE)[0] == str(SHARED_MEMORY):
-                _check_shared_memory(place, place.available_bytes, findings)
-            elif place.name == "memory" or place.name.startswith("cuda:") or _is_on_node(place.name):
-                _check_memory(local_uses, place, place.capacity_bytes, place.available_bytes, findings)
+    for location in places:
+        if location.capacity_bytes is not None and location.available_bytes is not None:
+            local_uses = [use for use in uses if use.location == location.name]
+            if location.name.partition(_OF_NODE)[0] == str(SHARED_MEMORY):
+                _check_shared_memory(location, location.available_bytes, findings)
+            elif location.name == "memory" or location.name.startswith("cuda:") or _is_on_node(location.name):
+                _check_memory(local_uses, location, location.capacity_bytes, location.available_bytes, findings)
             else:
-                _check_disk(local_uses, place, place.available_bytes, findings)
+                _check_disk(local_uses, location, location.available_bytes, findings)
     return findings
 
 
