@@ -254,7 +254,7 @@ def audit_run(run: str | Path) -> AuditReport:
 
 
 def _counts_text(counts: Counter[str]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counts.most_common() if count) or "none"
+    return ", ".join(f"{label} {count}" for label, count in counts.most_common() if count) or "none"
 
 
 def format_report(run: str, report: AuditReport) -> str:

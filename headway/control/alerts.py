@@ -102,11 +102,11 @@ def reward_hacking(history: AlertHistory) -> str:
         return ""
     evaluation_halves = evaluations[: len(evaluations) // 2], evaluations[len(evaluations) // 2 :]
     step_rewards = [(s.step, s.rewards) for s in history.steps if s.step >= evaluations[0].step and s.rewards]
-    early = [rewards.mean for step, rewards in step_rewards if step < evaluation_halves[1][0].step]
-    now = [rewards.mean for _, rewards in step_rewards[len(early) :]]
-    if min(len(early), len(now)) < RECENT or (std := fmean(rewards.std for _, rewards in step_rewards)) <= 0:
+    older = [rewards.mean for step, rewards in step_rewards if step < evaluation_halves[1][0].step]
+    now = [rewards.mean for _, rewards in step_rewards[len(older) :]]
+    if min(len(older), len(now)) < RECENT or (std := fmean(rewards.std for _, rewards in step_rewards)) <= 0:
         return ""
-    gain, error = fmean(now) - fmean(early), math.hypot(*(pstdev(part) / math.sqrt(len(part)) for part in (early, now)))
+    gain, error = fmean(now) - fmean(older), math.hypot(*(pstdev(part) / math.sqrt(len(part)) for part in (older, now)))
     earlier_rate, later_rate = (fmean(record.solve_rate for record in half) for half in evaluation_halves)
     rate_errors = [record.standard_error / len(half) for half in evaluation_halves for record in half]
     attempt_std = max(0.1, math.sqrt(max(0.0, earlier_rate * (1 - earlier_rate))))
@@ -114,7 +114,7 @@ def reward_hacking(history: AlertHistory) -> str:
     if later_rate >= _SOLVED or gain < max(_REWARD_RISE * std, 3 * error) or eval_rise > _FLAT_SHARE * gain / std:
         return ""
     return (
-        f"training reward rose from {fmean(early):.3g} to {fmean(now):.3g} while the solve rate on "
+        f"training reward rose from {fmean(older):.3g} to {fmean(now):.3g} while the solve rate on "
         f"validation tasks went from {earlier_rate:.3f} to {later_rate:.3f}"
     )
 

@@ -84,7 +84,7 @@ def mostly_solved(group_counts: Mapping[tuple[float, bool], int]) -> bool:
     """Return whether most groups in which all attempts got one reward were solved.
 
     ``group_counts``: number of groups by that reward and whether it counts as solved."""
-    return 2 * sum(count for (_, is_solved), count in group_counts.items() if is_solved) > sum(group_counts.values())
+    return 2 * sum(groups for (_, is_solved), groups in group_counts.items() if is_solved) > sum(group_counts.values())
 
 
 def same_reward(group_counts: Mapping[tuple[float, bool], int]) -> str:

@@ -163,7 +163,7 @@ class DeviceLock:
     def _advance(self, now: float) -> None:
         """Add the time since the last call to the statistics."""
         if self._asks and now > self._advanced_s:
-            requested_devices = frozenset[str]().union(*(asked.participant.devices for asked in self._asks.values()))
+            requested_devices = frozenset[str]().union(*(query.participant.devices for query in self._asks.values()))
             taken_devices = frozenset[str]().union(*(self.participants[name].devices for name in self._taking()))
             self._idle_wanted_s += len(requested_devices - taken_devices) * (now - self._advanced_s)
         self._advanced_s = max(self._advanced_s, now)
@@ -176,12 +176,12 @@ class DeviceLock:
     def _settle(self, now: float) -> LockChanges:
         """Grant every ask that can be granted, and recall the holders that block others."""
         grants = list[LockGrant]()
-        while (asked := self._next()) is not None:  # each grant may change the order
-            grants.append(self._grant(asked, now))
+        while (query := self._next()) is not None:  # each grant may change the order
+            grants.append(self._grant(query, now))
         recalls = list[str]()
         for name, hold in self._held.items():
             devices = self.participants[name].devices
-            if hold.recalled_at_s is None and any(asked.participant.devices & devices for asked in self._asks.values()):
+            if hold.recalled_at_s is None and any(query.participant.devices & devices for query in self._asks.values()):
                 hold.recalled_at_s = now
                 if name not in self._dead:
                     recalls.append(name)

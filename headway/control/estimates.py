@@ -24,7 +24,7 @@ def pass_at(groups: Iterable[tuple[int, int]], ks: Sequence[int] = ()) -> dict[s
 
     ``ks``: default 1, 2, 4, ... up to the largest group. Example: of (1, 4), pass@2 is 1 - 3 / 6 = 0.5."""
     group_counts = list(groups)
-    most_valid = max((valid for _, valid in group_counts), default=0)
+    most_valid = max((attempts for _, attempts in group_counts), default=0)
     estimates: dict[str, PassAt] = {}
     for k in ks or [1 << power for power in range(most_valid.bit_length())]:
         rates = [pass_share(c, n, k) for c, n in group_counts if n >= k]

@@ -126,8 +126,8 @@ class LengthBias:
         open_rollouts = self._admitted - self._closed_rollouts
 
         def ks_without(cause: Cause) -> float:
-            taken = _total(lengths for key, lengths in self._closed.items() if _cause_of(*key) == cause)
-            return ks_statistic(reached - taken, reached) if taken else 0.0  # none taken: the usual case
+            removed = _total(lengths for key, lengths in self._closed.items() if _cause_of(*key) == cause)
+            return ks_statistic(reached - removed, reached) if removed else 0.0  # none taken: the usual case
 
         return LengthBiasStatistics(
             ks=ks_statistic(trained_lengths, completed),

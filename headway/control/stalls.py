@@ -83,13 +83,13 @@ def workers_to_inspect(
     too long, all workers are."""
     if _first_overdue([wait for wait in waits if wait.owner == LOOPS], expectations, now_s) is not None:
         return set(silent_s)
-    chosen_workers = {name for name, silence_s in silent_s.items() if silence_s >= limits.fact_s / 2}
+    chosen_workers = {worker for worker, silence_s in silent_s.items() if silence_s >= limits.fact_s / 2}
     for wait in waits:
         waited_s = now_s - wait.since_s
         if wait.owner in silent_s and waited_s >= min(limits.fact_s, expectations.expected_s(wait.kind)):
             chosen_workers.add(wait.owner)
-    chosen_roles = {role_of(name) for name in chosen_workers if role_of(name) == "trainer"}
-    return chosen_workers | {name for name in silent_s if role_of(name) in chosen_roles}
+    chosen_roles = {role_of(worker) for worker in chosen_workers if role_of(worker) == "trainer"}
+    return chosen_workers | {worker for worker in silent_s if role_of(worker) in chosen_roles}
 
 
 def find_stalls(

@@ -31,7 +31,7 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 def histogram_in_tenths(values: Iterable[float]) -> dict[str, int]:
     """Count values by tenth, each rounded down ("0.3")."""
-    count_by_tenth = Counter(math.floor(10 * value + 1e-9) for value in values)
+    count_by_tenth = Counter(math.floor(10 * number + 1e-9) for number in values)
     return {f"{tenths / 10:.1f}": count for tenths, count in sorted(count_by_tenth.items())}
 
 
@@ -63,7 +63,7 @@ def pooled(histograms: Iterable[Mapping[str, int] | Mapping[int, int]]) -> Count
     """Sum histograms (value -> count, values possibly as text from a ledger); the result ascends by value."""
     pooled_counts: Counter[int] = Counter()
     for histogram in histograms:
-        pooled_counts.update({int(value): count for value, count in histogram.items()})
+        pooled_counts.update({int(number): count for number, count in histogram.items()})
     return Counter(dict(sorted(pooled_counts.items())))
 
 

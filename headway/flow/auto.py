@@ -135,7 +135,7 @@ def fastest_plan(
 ) -> ExecutionPlan:
     """Search the plan whose steps of ``items`` items are expected to be fastest. ``measured``: stages, upstream first;
     ``edges``: (from stage, to stage) of items. Raises ConfigurationError when there is no plan."""
-    chunks = tuple(sorted({math.gcd(items, size) for size in (1, 2, 4, 8, 16, items // 2, items) if size}))
+    chunks = tuple(sorted({math.gcd(items, chunk) for chunk in (1, 2, 4, 8, 16, items // 2, items) if chunk}))
     stages = tuple(_stage(name, stage, chunks, items, len(devices)) for name, stage in measured.items())
     order = list(measured)
     forward_edges = {(a, b) for a, b in edges if a in order and b in order and order.index(a) < order.index(b)}

@@ -81,7 +81,7 @@ class Channel:
                 if len(chunk) >= chunk_weight:
                     yield chunk
                     chunk = []
-        chunk += [early_items[number] for number in sorted(early_items)]
+        chunk += [early_items[position] for position in sorted(early_items)]
         while chunk:
             chunk_length = len(chunk) if math.isinf(chunk_weight) else math.ceil(chunk_weight)
             yield chunk[:chunk_length]

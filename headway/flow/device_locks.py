@@ -98,8 +98,8 @@ class DeviceLocks:
     async def evict(self, name: str) -> None:
         """Offload a participant that was loaded outside a turn, if another one shares its devices."""
         participant_devices = self._lock.participants[name].devices
-        shared = any(other.devices & participant_devices for other in self.participants.values() if other.name != name)
-        if shared and not self._lock.holds(name):
+        clashes = any(other.devices & participant_devices for other in self.participants.values() if other.name != name)
+        if clashes and not self._lock.holds(name):
             await asyncio.shield(self._start_offload(name))
 
     def is_loaded(self, name: str) -> bool:

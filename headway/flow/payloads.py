@@ -101,7 +101,7 @@ class PayloadStore:
 
     def release_for_reader(self, reader: str) -> None:
         """Drop the payloads that only a dead process could have fetched."""
-        for number in [number for number, held in self._held.items() if held.reader == reader]:
+        for number in [number for number, payload in self._held.items() if payload.reader == reader]:
             self.release(number)
 
     def read(self, ref: PayloadRef) -> Packed | None:

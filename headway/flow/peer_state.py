@@ -48,7 +48,7 @@ class Inbox:
         return self._changed.wait()
 
     def _has_capacity(self, size_bytes: int) -> bool:
-        used_bytes = sum(size for size, _ in self._messages)
+        used_bytes = sum(nbytes for nbytes, _ in self._messages)
         return len(self._messages) < self._max_messages and used_bytes + size_bytes <= self._max_bytes
 
     def _notify(self) -> None:

@@ -26,13 +26,13 @@ def mode_of(plan: ExecutionPlan) -> Mode:
 def text_of(plan: ExecutionPlan) -> str:
     """Return the plan as text."""
     stage_texts = (
-        f"{name} on {', '.join(placed.devices)}" + ("" if placed.chunk is None else f" by {placed.chunk}")
-        for name, placed in plan.stages.items()
+        f"{stage} on {', '.join(placed.devices)}" + ("" if placed.chunk is None else f" by {placed.chunk}")
+        for stage, placed in plan.stages.items()
     )
     return f"{mode_of(plan)}: {'; '.join(stage_texts)}"
 
 
 def same_placement(first: ExecutionPlan, second: ExecutionPlan) -> bool:
     """Whether two plans have the same devices and chunks for all stages; their expected times may differ."""
-    placements = ({name: (p.devices, p.chunk) for name, p in plan.stages.items()} for plan in (first, second))
+    placements = ({stage: (p.devices, p.chunk) for stage, p in plan.stages.items()} for plan in (first, second))
     return next(placements) == next(placements)

@@ -168,8 +168,8 @@ class Flow:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for name in self._channels.unread():
-            self._recorder.event("channel_unread", f"channel {name} has items; no worker has ever read from it")
+        for channel in self._channels.unread():
+            self._recorder.event("channel_unread", f"channel {channel} has items; no worker has ever read from it")
         grace_s = 0.0 if self._failed else STOP_GRACE_S
         await asyncio.gather(*(stage.stop(grace_s) for stage in self._stages.values()))
         await self._context.network.close()
@@ -188,9 +188,9 @@ class Flow:
             result = await self._workflow_task
             if self._failure is not None:
                 raise self._failure
-            for name in [name for group in self._groups().values() for name in group.busy]:
+            for worker in [worker for group in self._groups().values() for worker in group.busy]:
                 self._recorder.event(
-                    "call_not_awaited", f"the workflow has ended; a call of {name} still runs", worker=name
+                    "call_not_awaited", f"the workflow has ended; a call of {worker} still runs", worker=worker
                 )
             self._failed = False
             return result
@@ -226,8 +226,8 @@ class Flow:
             for other_stage in self._stages.values():  # the new stage may share their devices
                 await other_stage.move(previous_plan, self.plan)
         if stage not in self.plan.stages:
-            valid = ", ".join(self.plan.stages)
-            raise ConfigurationError(f"stage {stage!r} ({caller}): the plan has no devices for it; it has: {valid}")
+            stages = ", ".join(self.plan.stages)
+            raise ConfigurationError(f"stage {stage!r} ({caller}): the plan has no devices for it; it has: {stages}")
         arguments = (positional, named)
         order = len(self._stages)
         new_stage = Stage(
@@ -275,7 +275,7 @@ class Flow:
             ended_step, turn_times = await self._recorder.end_step(self.plan, self._groups(), self._times, idle_s)
             self.history.append(ended_step)
             if self._planner is not None:
-                movable_stages = {name for name, stage in self._stages.items() if stage.is_movable}
+                movable_stages = {stage_name for stage_name, stage in self._stages.items() if stage.is_movable}
                 self._planner.add_step(ended_step, turn_times, self._channels.edges, movable_stages)
             self._channels.forget_closed()
             await asyncio.gather(*(stage.save_states() for stage in self._stages.values()))
@@ -286,7 +286,7 @@ class Flow:
         if same_placement(previous, plan):  # only the expected times differ
             self.plan = plan
             return
-        if busy := [name for name, stage in self._stages.items() if stage.group.busy]:
+        if busy := [stage_name for stage_name, stage in self._stages.items() if stage.group.busy]:
             raise ConfigurationError(
                 f"the plan can't be changed before step {len(self.history)}: {', '.join(busy)} still has a call; await "
                 "all calls inside their step"

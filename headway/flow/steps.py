@@ -87,7 +87,7 @@ class StepRecorder:
             for slot, worker_times in zip(group.slots, stage_times, strict=True):
                 self._trace_turns(slot, worker_times)
             placement = plan.stages[stage]
-            time_sums = {name: sum(getattr(worker_times, name) for worker_times in stage_times) for name in _SUMMED}
+            time_sums = {field: sum(getattr(worker_times, field) for worker_times in stage_times) for field in _SUMMED}
             stage_steps[stage] = StageStep(devices=placement.devices, expected_s=placement.expected_s, **time_sums)
         record = FlowStep(
             step=self._step,

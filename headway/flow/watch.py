@@ -49,7 +49,7 @@ class FlowWatch:
             elif self._clock.now() - since_s >= self._stall_s:
                 waits = await self._waits()
                 if waits is not None and self._progress_count() == last_count:
-                    unread_text = "".join(f"; no worker reads channel {name}" for name in self._channels.unread())
+                    unread_text = "".join(f"; no worker reads channel {channel}" for channel in self._channels.unread())
                     self._fail(NoProgress(f"no progress for {self._stall_s:g} s: {', '.join(waits)}{unread_text}"))
                     return
 

@@ -104,8 +104,8 @@ class RunContext:
 
     def event(self, name: str, detail: str = "", /, **fields: Any) -> None:
         """Record an event now; ``fields`` that `EventRecord` doesn't have are its ``data``."""
-        event_data = {key: value for key, value in fields.items() if key not in EventRecord.__struct_fields__}
-        record_fields = {key: value for key, value in fields.items() if key not in event_data}
+        event_data = {key: field for key, field in fields.items() if key not in EventRecord.__struct_fields__}
+        record_fields = {key: field for key, field in fields.items() if key not in event_data}
         stamp = {"step": self.state.version, "time_s": self.time_s()}
         self.record(EventRecord(event=name, detail=detail, data=event_data, **stamp, **record_fields))
 

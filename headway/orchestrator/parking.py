@@ -57,7 +57,7 @@ class Parking:
         """Register the snapshots of rollouts that a former process left parked; remove all other, unused ones."""
         for rollout in parked:
             self._name_snapshot(rollout)
-        snapshot_names = {name for members in self._snapshots.values() for name in members.values()}
+        snapshot_names = {snapshot for members in self._snapshots.values() for snapshot in members.values()}
         if self._sandboxes is not None:
             remove_others(self._sandboxes, snapshot_names)
 
@@ -72,8 +72,8 @@ class Parking:
 
     def forget(self, group: int) -> None:
         """Remove the snapshots of a group that has finished or ended: none of its members resumes from one."""
-        for name in self._snapshots.pop(group, {}).values():
-            self._remove(name)
+        for snapshot in self._snapshots.pop(group, {}).values():
+            self._remove(snapshot)
 
     def _remove(self, name: str) -> None:
         if self._sandboxes is not None:

@@ -89,7 +89,7 @@ class Pruner:
         self._new_lengths = 0
         self._scored = ScoredText.of(run.experiment, run.tokenizer)
         self._lengths = self._distribution()
-        self._saved_tokens: dict[str, deque[int]] = {name: deque(maxlen=_AUDITS) for name in self._settings.kinds}
+        self._saved_tokens: dict[str, deque[int]] = {kind: deque(maxlen=_AUDITS) for kind in self._settings.kinds}
         self._failed: set[str] = set()
         rule_by_name: dict[str, Callable[[_Member], str]] = {
             "length": self._too_long,
@@ -98,7 +98,7 @@ class Pruner:
             "repetition": self._repetitive,
             "value": self._low_value,
         }
-        self._rules = [(name, rule_by_name[name]) for name in self._settings.kinds if name in rule_by_name]
+        self._rules = [(kind, rule_by_name[kind]) for kind in self._settings.kinds if kind in rule_by_name]
 
     # --- called by the rollouts ---------------------------------------------------------------------------
 
@@ -310,8 +310,8 @@ class Pruner:
         """A stopped rollout: kept as it is to be scored, or dropped from its group; without a token it is dropped."""
         if rollout.response_ids and self._settings.mode_of(pruned.pruner) == "score":
             return rollout
-        now = self._run.clock.now()
-        return msgspec.structs.replace(rollout, removal="pruned", removal_reason=pruned.pruner, finished_s=now)
+        now_s = self._run.clock.now()
+        return msgspec.structs.replace(rollout, removal="pruned", removal_reason=pruned.pruner, finished_s=now_s)
 
     async def _audited(self, entry: _Member, hit: Pruned, rollout: Rollout) -> Rollout:
         """Return an audited rollout, which was hit but not stopped, with the audit's result. That is the reward of its

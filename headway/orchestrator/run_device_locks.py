@@ -111,8 +111,8 @@ def open_locks(
     units_by_replica = {f"generator-{index}": frozenset({f"device-{index}"}) for index in shared}
     trainer_units = frozenset({TRAINER}).union(*units_by_replica.values())
     locks.add(Participant(name=TRAINER, stage=TRAIN, devices=trainer_units, order=1))
-    for name, units in units_by_replica.items():
-        add_replica(locks, generator, name, units)
+    for replica, units in units_by_replica.items():
+        add_replica(locks, generator, replica, units)
     return locks
 
 
@@ -132,8 +132,8 @@ def placed_locks(
         onload, offload = memory.of_trainer(True), memory.of_trainer(False)
     trainer_units = frozenset[str]().union(*(parse_device(rank).units() for rank in ranks))
     locks.add(Participant(name=TRAINER, stage=TRAIN, devices=trainer_units, order=1), onload=onload, offload=offload)
-    for name, device in replicas.items():
-        add_replica(locks, generator, name, parse_device(device).units(), memory)
+    for replica, device in replicas.items():
+        add_replica(locks, generator, replica, parse_device(device).units(), memory)
     return locks
 
 

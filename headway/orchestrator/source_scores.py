@@ -76,15 +76,15 @@ def kernel_shares(rollouts: Sequence[Rollout]) -> dict[str, KernelShare]:
     answered = [(rollout.group, _answers(rollout)) for rollout in valid]
     if not any(KERNEL_ANSWERS in rollout.verdict for rollout in valid):
         return {}
-    passed = {name: [any(map(passes, answers)) for _, answers in answered] for name, passes in _KERNEL_SHARES.items()}
+    passed = {grade: [any(map(passes, answers)) for _, answers in answered] for grade, passes in _KERNEL_SHARES.items()}
     shares: dict[str, KernelShare] = {}
-    for name, flags in passed.items():
+    for grade, flags in passed.items():
         flags_by_task: dict[int, list[bool]] = {}
         for (task, _), flag in zip(answered, flags, strict=True):
             flags_by_task.setdefault(task, []).append(flag)
         mean = mean_over_tasks([sum(task_flags) / len(task_flags) for task_flags in flags_by_task.values()])
         assert mean is not None
-        shares[name] = KernelShare(value=mean.value, interval=mean.interval, count=sum(flags), rollouts=len(flags))
+        shares[grade] = KernelShare(value=mean.value, interval=mean.interval, count=sum(flags), rollouts=len(flags))
     untimed_count = sum(
         not faster and any(answer.correct and answer.speedup is None for answer in answers)
         for (_, answers), faster in zip(answered, passed["faster"], strict=True)

@@ -203,8 +203,8 @@ class StepMetrics:
     def on_device(self, device: str, participant: str, activity: str, start_s: float, end_s: float) -> None:
         """See `OnSpan` of flow/device_locks.py."""
         if self._observe is not None:
-            name = f"{participant}: {activity}"
-            self._observe(Span(track=device, name=name, start_s=_rounded(start_s), end_s=_rounded(end_s)))
+            span_name = f"{participant}: {activity}"
+            self._observe(Span(track=device, name=span_name, start_s=_rounded(start_s), end_s=_rounded(end_s)))
 
     def moved(self, action: str, seconds: float) -> None:
         self._span("plan", action, seconds)
@@ -397,9 +397,9 @@ def _means(metas: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Mean of each name over the groups that have it."""
     values_by_name: dict[str, list[float]] = {}
     for meta in metas:
-        for name, meta_value in meta.items():
-            values_by_name.setdefault(name, []).append(meta_value)
-    return {name: sum(values) / len(values) for name, values in values_by_name.items()}
+        for key, meta_value in meta.items():
+            values_by_name.setdefault(key, []).append(meta_value)
+    return {key: sum(values) / len(values) for key, values in values_by_name.items()}
 
 
 def _growth(previous: Sequence[EngineStatistics], after: Sequence[EngineStatistics], name: str) -> float:
@@ -425,7 +425,7 @@ def _mean_share(
 
 def _since(previous: RouterStatistics, now: RouterStatistics) -> RouterStatistics:
     """``now`` with the growth of its counters."""
-    growth_by_name = {name: getattr(now, name) - getattr(previous, name) for name in ROUTER_COUNTERS}
+    growth_by_name = {counter: getattr(now, counter) - getattr(previous, counter) for counter in ROUTER_COUNTERS}
     return msgspec.structs.replace(now, **growth_by_name)
 
 

@@ -161,8 +161,8 @@ class AdaptiveSelector:
         drawn = self._draw_by_group.pop(evidence.group, None)
         if drawn is None:  # the experiment no longer has its task
             return None
-        source, number, draw = drawn
-        return self.curriculum.learn(source, number, evidence, draw.reason)
+        source, task, draw = drawn
+        return self.curriculum.learn(source, task, evidence, draw.reason)
 
     def restore(self, buffer: GroupBuffer) -> None:
         """See ``TaskSelector``."""
@@ -209,8 +209,8 @@ class AdaptiveSelector:
             self._next_source = self._mixture.next()
         source = self._next_source
         next_task = self._orders[source].tasks[self._orders[source].number(self._walk_positions[source])]
-        number = self._location_by_task[next_task.task_id][1]
-        return source, self.curriculum.sources[source].choose(self._index, number)
+        walk_next = self._location_by_task[next_task.task_id][1]
+        return source, self.curriculum.sources[source].choose(self._index, walk_next)
 
     def _enter(self, source: int, number: int, draw: Draw) -> None:
         if TaskChoice(number, draw).walks:

@@ -80,8 +80,8 @@ def _second_best(
     if plan.mode != "spatial":
         rivals.append(("spatial", placed(settings._replace(mode="spatial"))))
     alternatives: list[Alternative] = []
-    for name, other_plan in rivals:
-        if other_plan is None or (name == "spatial" and other_plan.mode != name):
+    for variant, other_plan in rivals:
+        if other_plan is None or (variant == "spatial" and other_plan.mode != variant):
             continue  # one stage alone is temporal and spatial at once
         phases_text = "; ".join(f"{phase.name} in chunks of {phase.items_per_chunk}" for phase in other_plan.phases)
         alternatives.append(Alternative(name=f"{other_plan.mode}: {phases_text}", value=_value(other_plan)))
@@ -96,10 +96,10 @@ def _binds(plan: PlacementPlan, relaxations: tuple[Alternative, ...]) -> tuple[s
         if relaxation.value is not None and relaxation.value < plan_value * (1 - _CHANGED):
             gain = 1 - relaxation.value / plan_value
             gain_reasons.append((-gain, f"{relaxation.name.removeprefix('without ')}: {gain:.1%} less without"))
-    negative_shares = sorted((-share, name) for name, share in busy_shares(plan).items())
+    negative_shares = sorted((-share, stage) for stage, share in busy_shares(plan).items())
     return (
-        *(text for _, text in sorted(gain_reasons)),
-        *(f"{name}: works {-share:.0%} of the step" for share, name in negative_shares),
+        *(reason for _, reason in sorted(gain_reasons)),
+        *(f"{stage}: works {-share:.0%} of the step" for share, stage in negative_shares),
     )
 
 
@@ -108,7 +108,7 @@ def busy_shares(plan: PlacementPlan) -> dict[str, float]:
     busy: dict[str, float] = {}
     for phase in plan.phases:
         _add_turns(busy, phase, 1)
-    return {name: round(seconds / plan.seconds, 9) if plan.seconds else 0.0 for name, seconds in busy.items()}
+    return {stage: round(seconds / plan.seconds, 9) if plan.seconds else 0.0 for stage, seconds in busy.items()}
 
 
 def _add_turns(busy: dict[str, float], pipeline: PlacedPipeline, times: int) -> None:

@@ -120,7 +120,7 @@ def fold(workflow: Workflow) -> UnitGraph:
     overlap without one inside the other.
     """
     names = [stage.name for stage in workflow.stages]
-    number_of = {name: number for number, name in enumerate(names)}
+    number_of = {name: index for index, name in enumerate(names)}
     forward_edges = [(number_of[edge.source], number_of[edge.to]) for edge in workflow.edges if edge.loop is None]
     for component in _cycles(len(names), forward_edges):
         stages = ", ".join(names[stage] for stage in sorted(component))
@@ -156,7 +156,7 @@ def _body(workflow: Workflow, enclosing: _Loop, loops: Sequence[_Loop]) -> UnitG
     for stage in sorted(enclosing.stages - unit_of.keys()):
         unit_of[stage] = len(units)
         units.append(Unit(workflow.stages[stage].name, (workflow.stages[stage],)))
-    number_by_name = {stage.name: number for number, stage in enumerate(workflow.stages)}
+    number_by_name = {stage.name: index for index, stage in enumerate(workflow.stages)}
     predecessors = [0] * len(units)
     bytes_by_edge: dict[tuple[int, int], float] = {}
     for edge in workflow.edges:

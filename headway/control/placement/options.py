@@ -188,8 +188,8 @@ def _table(options: list[Option], limits: Vector) -> Callable[[Vector], Option |
     option_by_devices = {option.devices: option for option in options}
     for count_indices in product(*(range(len(count)) for count in counts)):
         best_option = option_by_devices.get(tuple(map(list[int].__getitem__, counts, count_indices)))
-        for index, step in enumerate(count_indices):  # an option that fits with one step less of a class fits here
-            smaller_option = fastest[*count_indices[:index], step - 1, *count_indices[index + 1 :]] if step else None
+        for index, digit in enumerate(count_indices):  # an option that fits with one step less of a class fits here
+            smaller_option = fastest[*count_indices[:index], digit - 1, *count_indices[index + 1 :]] if digit else None
             if best_option is None or (smaller_option is not None and smaller_option.seconds <= best_option.seconds):
                 best_option = smaller_option
         fastest[count_indices] = best_option

@@ -98,8 +98,8 @@ class Pipelines:
         self.expansions = expansions
         self.bounded = bounded  # by the budget; not inside loops, which every plan needs
         self.inner = {
-            number: Pipelines(unit.loop, choices, chunks, expansions, bounded=False)
-            for number, unit in enumerate(body.units)
+            index: Pipelines(unit.loop, choices, chunks, expansions, bounded=False)
+            for index, unit in enumerate(body.units)
             if unit.loop is not None
         }
         self._units: dict[int, dict[int, Frontier]] = {}
@@ -118,10 +118,10 @@ class Pipelines:
         """Return the frontier of every unit for ``items`` items at once."""
         if items not in self._units:
             self._units[items] = {
-                number: self.inner[number].loop(items)
-                if number in self.inner
+                index: self.inner[index].loop(items)
+                if index in self.inner
                 else self.choices.of_stage(unit.stages[0], items)
-                for number, unit in enumerate(self.body.units)
+                for index, unit in enumerate(self.body.units)
             }
         return self._units[items]
 
@@ -146,7 +146,7 @@ class Pipelines:
             if self.bounded:
                 self.expansions.require()
             # The first component always stays in the remaining set, so that each split is visited once.
-            rest_units = sum(components[number + 1] for number in members(component_mask))
+            rest_units = sum(components[bit + 1] for bit in members(component_mask))
             alone = [Option(*option[:2], ((rest_units, option),)) for option in self.part(rest_units, items).options]
             options += self.choices.side_by_side(self.choices.frontier(alone), self.level(units ^ rest_units, items))
         self.expansions.done += len(options)

@@ -42,7 +42,7 @@ def _levels(
     """Assign adjacent devices to every part, the largest first, so that powers of two stay within nodes."""
     class_names = [device_class.device for device_class in pipelines.choices.pool.classes]
     parts: list[tuple[int, Option]] = [(number, part) for number, level in enumerate(levels) for _, part in level.plan]
-    first_free = {device: first for device, (first, _) in ranges.items()}
+    first_free = {device: start for device, (start, _) in ranges.items()}
     part_by_position: dict[int, PlacedPart] = {}
     for position in sorted(range(len(parts)), key=lambda index: (-sum(parts[index][1].devices), index)):
         part = parts[position][1]

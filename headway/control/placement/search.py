@@ -278,8 +278,8 @@ def _plan(workflow: Workflow, search: TimeSearch, objective: Objective, lower: f
     if not search.best or search.upper == math.inf:
         unplaced_names = [
             unit.name
-            for number, unit in enumerate(search.body.units)
-            if not any(pipelines.units(chunk)[number].options for chunk in pipelines.chunks)
+            for index, unit in enumerate(search.body.units)
+            if not any(pipelines.units(chunk)[index].options for chunk in pipelines.chunks)
         ]
         raise ConfigurationError(
             f"{', '.join(unplaced_names) or 'the workflow'}: no plan; every stage of a loop needs a time, and memory, "

@@ -75,12 +75,12 @@ class ReplicaRates(msgspec.Struct, frozen=True, kw_only=True):
         Raises ConfigurationError where not even one fits."""
         recipe = self.recipe
         size = self.cached_bytes(context)
-        free = self.cache_bytes() + recipe.offload_bytes * recipe.parallelism.devices
-        fitting_requests = int(free // size) if size else 1 << 20
+        unused = self.cache_bytes() + recipe.offload_bytes * recipe.parallelism.devices
+        fitting_requests = int(unused // size) if size else 1 << 20
         if fitting_requests < 1:
             raise ConfigurationError(
                 f"generate: the cache of one request of {context:,.0f} tokens, {size / 1e9:.2f} GB, doesn't fit into "
-                f"the {free / 1e9:.2f} GB that {recipe.parallelism.devices} devices of {self.device.name} have for it"
+                f"the {unused / 1e9:.2f} GB that {recipe.parallelism.devices} devices of {self.device.name} have for it"
             )
         return min(fitting_requests, recipe.slots or fitting_requests)
 

@@ -106,10 +106,10 @@ class RatedDevice(msgspec.Struct, frozen=True, kw_only=True):
 
     def figure(self, key: str) -> float:
         """Return a data-sheet figure. Raises ConfigurationError where it isn't known."""
-        value = getattr(self.figures, key)
-        if value is None:
+        number = getattr(self.figures, key)
+        if number is None:
             raise ConfigurationError(f"devices.{self.name}.{key} is not known: give it in a --catalogue")
-        return value
+        return number
 
     def flops_per_s(self, dtype: str) -> float:
         """Return the FLOP/s of matrix products; a dtype that only compresses weights has those of bfloat16."""

@@ -99,14 +99,14 @@ class TrainerRates(msgspec.Struct, frozen=True, kw_only=True):
             return
         parts = {"weights, gradients and optimiser": needed_memory.states, "activations": needed_memory.activations}
         parts["logits"] = needed_memory.logits
-        largest = max(parts, key=lambda name: parts[name])
+        top_part = max(parts, key=lambda name: parts[name])
         devices = self.devices
         while devices < 1 << 20 and msgspec.structs.replace(self, devices=devices).memory(longest).total > usable_bytes:
             devices *= 2
         advice = f"{devices} devices suffice" if devices < 1 << 20 else "more devices don't help"
         raise ConfigurationError(
             f"train: {needed_memory.total / 1e9:.1f} GB on each of {self.devices} {self.device.name}, most of it "
-            f"{largest} ({parts[largest] / 1e9:.1f} GB), but {usable_bytes / 1e9:.1f} GB can be used; {advice}"
+            f"{top_part} ({parts[top_part] / 1e9:.1f} GB), but {usable_bytes / 1e9:.1f} GB can be used; {advice}"
         )
 
     def step_s(self, tokens: float, mean_length: float, *, scoring: bool = False) -> float:

@@ -82,7 +82,7 @@ class RateLimit:
     def __init__(self, settings: RouterConfig, now: float) -> None:
         self._settings = settings
         rate_by_kind = {"requests": settings.requests_per_s, "tokens": settings.tokens_per_s}
-        self._buckets = {name: TokenBucket(rate, settings.burst_s, now) for name, rate in rate_by_kind.items() if rate}
+        self._buckets = {kind: TokenBucket(rate, settings.burst_s, now) for kind, rate in rate_by_kind.items() if rate}
         self._open: dict[str, int] = {}  # name -> tokens
         self._order: list[tuple[int, int, str]] = []  # (priority, serial, name) of requests that wait or have left
         self._waiting: dict[str, _Waiting] = {}  # in the order they came

@@ -282,12 +282,12 @@ def _measure_effect(
     is_allowed, actions = _allowed(state, evidence, limits), [effect]
     knobs, refused = state.knobs, dict.fromkeys(state.refused)
     reason = f"the rate fell to {rate_ratio:.2f} of what it was, {trial.predicted:.2f} was predicted"
-    for name in KNOBS:
-        current, previous = limits.value(state.knobs, name), limits.value(trial.previous_knobs, name)
-        if previous != current and is_allowed(name, current, previous):
-            knobs = limits.with_value(knobs, name, previous)
-            refused[name, 1 if current > previous else -1] = None
-            undo = msgspec.structs.replace(effect, kind="rollback", reason=reason, knob=name, old=current, new=previous)
+    for knob in KNOBS:
+        current, previous = limits.value(state.knobs, knob), limits.value(trial.previous_knobs, knob)
+        if previous != current and is_allowed(knob, current, previous):
+            knobs = limits.with_value(knobs, knob, previous)
+            refused[knob, 1 if current > previous else -1] = None
+            undo = msgspec.structs.replace(effect, kind="rollback", reason=reason, knob=knob, old=current, new=previous)
             actions.append(undo)
     if len(actions) > 1:
         version = window[-1].version
@@ -366,17 +366,17 @@ def _by_model(
         return None
     is_drifting = state.drifted and len(window) < WINDOW
     # a change without a gain waits for a better estimate, and until a drift has ended
-    settled = len(window) >= min(WINDOW, 2 * limits.patience_steps) and not is_drifting
+    stable = len(window) >= min(WINDOW, 2 * limits.patience_steps) and not is_drifting
     remaining = _rest(window, limits)
-    wants_split = settled and not state.recommended
+    wants_split = stable and not state.recommended
     if wants_split and limits.can_change_devices and (split := worthwhile_split(fitted, limits, remaining)) is not None:
         return _change_devices("move", split, fitted, idle_state, evidence, limits, remaining)
     is_allowed = _allowed(state, evidence, limits, drifting=is_drifting)
     search = Search(fitted, state.knobs, is_allowed, limits, drifting=is_drifting)
-    for target in (search.best(), search.fewer_verifiers() if settled else state.knobs):
+    for target in (search.best(), search.fewer_verifiers() if stable else state.knobs):
         if target == state.knobs:
             continue
-        if (decision := _set_if_better(target, search, fitted, state, window, evidence, limits, settled)) is not None:
+        if (decision := _set_if_better(target, search, fitted, state, window, evidence, limits, stable)) is not None:
             return decision
     if len(window) == WINDOW and window[0].step >= state.decided_step:
         idle_state = msgspec.structs.replace(idle_state, reference=tuple(window))
@@ -415,7 +415,7 @@ def _set_if_better(
     now, then = search.outcome(state.knobs), search.outcome(target)
     gain = then.samples_per_s / now.samples_per_s
     younger_by = now.staleness_mean - then.staleness_mean
-    strictness = 2.0 ** max((_reversals(state, name, target, limits) for name in KNOBS), default=0)
+    strictness = 2.0 ** max((_reversals(state, knob, target, limits) for knob in KNOBS), default=0)
     work, cost_s, delay = _rest(window, limits), switch_s(state.knobs, target, limits, fitted), _settling(window)
     is_worthwhile = gain >= 1.0 + LEAST_GAIN * strictness and work.amortizes(gain, cost_s, delay)
     # a replica that yields its device pauses, and so never shows as idle

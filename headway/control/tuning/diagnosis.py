@@ -109,14 +109,14 @@ def diagnose(
     fitted = estimate(steps, shape)
     if fitted is None:
         return "no response finished in the last steps"
-    now = _outcomes(fitted.model)
-    if not all(outcome.samples_per_s for outcome in now):
+    present = _outcomes(fitted.model)
+    if not all(outcome.samples_per_s for outcome in present):
         return "the queue that this ledger describes would deadlock: nothing can be predicted from it"
-    model_per_s, shown = fmean(outcome.samples_per_s for outcome in now), _peak_samples_per_s(steps, fitted)
-    if model_per_s > _CREDIBLE * shown:
+    model_per_s, peak = fmean(outcome.samples_per_s for outcome in present), _peak_samples_per_s(steps, fitted)
+    if model_per_s > _CREDIBLE * peak:
         return (
             f"steps {steps[0].step} to {steps[-1].step} describe a queue of {model_per_s:.3g} samples/s, and the run's "
-            f"devices have shown {shown:.3g} at most: their times can't be right, and nothing is predicted from them"
+            f"devices have shown {peak:.3g} at most: their times can't be right, and nothing is predicted from them"
         )
     least_budget = needed_budget(
         longest_tokens=fitted.lengths.quantile(0.99),
@@ -126,14 +126,14 @@ def diagnose(
     )
     candidates = _candidates(fitted, experiment, shape, least_budget, shared_devices, between_turns(steps))
     candidates = itertools.chain(candidates, _split_changes(fitted.model, shape, splits))
-    changes = _recommendations(candidates, fitted, experiment, now)
+    changes = _recommendations(candidates, fitted, experiment, present)
     # A change may double the devices, hence the square.
-    for change in [change for change in changes if change.samples_per_s > _CREDIBLE**2 * shown]:
+    for change in [change for change in changes if change.samples_per_s > _CREDIBLE**2 * peak]:
         changes.remove(change)
         fitted.unidentified[next(iter(change.settings))] = (
-            f"{change.samples_per_s:.3g} samples/s would be predicted: the run's devices have shown {shown:.3g} at most"
+            f"{change.samples_per_s:.3g} samples/s would be predicted: the run's devices have shown {peak:.3g} at most"
         )
-    waits, measured_outcome = waits_of(steps), msgspec.structs.replace(now[0], straggler_wait=fitted.straggler_wait)
+    waits, measured_outcome = waits_of(steps), msgspec.structs.replace(present[0], straggler_wait=fitted.straggler_wait)
     gains: list[tuple[Constraint, float]] = [(change.relieves, change.gain) for change in changes]
     binding, reason = binding_constraint(shape, fitted.model, measured_outcome, waits, gains)
     reason += f". {measured_limits(steps).rstrip('.')}" if binding == "other" else ""
@@ -173,18 +173,18 @@ def steady_steps(records: Sequence[StepRecord], budget: int) -> list[StepRecord]
 
     A regime that has just started is taken together with earlier steps."""
     steps = [r for r in usable(records) if r.step > budget]
-    kept: list[StepRecord] = []
+    last: list[StepRecord] = []
     for record in steps[-_MOST_STEPS:]:
-        kept.append(record)
-        drift = find_drift(kept[-16 - RECENT :])
+        last.append(record)
+        drift = find_drift(last[-16 - RECENT :])
         if drift is not None:
-            kept = [r for r in kept if r.step >= drift[0]]
-    if len(kept) < LEAST_STEPS:
-        kept = steps[-2 * LEAST_STEPS :]
-    flows = [r.flow for r in kept]
+            last = [r for r in last if r.step >= drift[0]]
+    if len(last) < LEAST_STEPS:
+        last = steps[-2 * LEAST_STEPS :]
+    flows = [r.flow for r in last]
     knob_values = [(f.open_groups, f.concurrent_rollouts, f.steps_per_publish, f.idle_replicas) for f in flows]
     change_index = max((i for i in range(1, len(knob_values)) if knob_values[i] != knob_values[i - 1]), default=0)
-    return kept[change_index:] if len(kept) - change_index >= LEAST_STEPS else kept  # since the knobs last changed
+    return last[change_index:] if len(last) - change_index >= LEAST_STEPS else last  # since the knobs last changed
 
 
 def _outcomes(model: QueueModel) -> list[QueueOutcome]:

@@ -33,21 +33,21 @@ _COSTS: dict[str, Callable[[StepRecord], float]] = {
 
 def find_drift(records: Sequence[StepRecord], last: int = RECENT) -> tuple[int, str] | None:
     """Return (first step of a new regime, what changed) when the ``last`` records differ from earlier ones, or None."""
-    recent, former = records[-last:], records[:-last]
-    if len(former) < 4:
+    recent, older = records[-last:], records[:-last]
+    if len(older) < 4:
         return None
-    log_changes = {name: _change(signal, former, recent) for name, signal in _COSTS.items()}
-    for name, share_of in _SHARES.items():
-        if max(share_of(former), share_of(recent)) < _LEAST_SHARE:
-            del log_changes[name]
+    log_changes = {cost: _change(signal, older, recent) for cost, signal in _COSTS.items()}
+    for cost, share_of in _SHARES.items():
+        if max(share_of(older), share_of(recent)) < _LEAST_SHARE:
+            del log_changes[cost]
     # The cost of a step may depend on its tokens or its samples: a slower trainer shows in both.
     trainer = [log_changes.pop("training time per token"), log_changes.pop("training time per sample")]
     log_changes["training time"] = min(trainer, key=abs) if trainer[0] * trainer[1] > 0 else 0.0
-    log_changes["time of a decode step"] = _change(_decode_cost(former), former, recent)
-    for name, change in log_changes.items():
+    log_changes["time of a decode step"] = _change(_decode_cost(older), older, recent)
+    for cost, change in log_changes.items():
         if change:
-            return recent[0].step, f"{name}: {math.exp(change):.2f} times what it was"
-    reason = _length_drift(former, recent) or _acceptance_drift(former, recent)
+            return recent[0].step, f"{cost}: {math.exp(change):.2f} times what it was"
+    reason = _length_drift(older, recent) or _acceptance_drift(older, recent)
     return (recent[0].step, reason) if reason else None
 
 

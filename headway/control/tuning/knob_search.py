@@ -89,12 +89,12 @@ class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
 
         Pinned knobs are as the experiment sets them now (``first``), and so are those whose setting has changed since
         ``previous_settings`` (0: not known)."""
-        for name in KNOBS:
-            has_changed = previous_settings.get(name, 0) not in (0, self.value(first, name))
-            source_knobs = first if has_changed or name in self.pinned else knobs
-            knobs = self.with_value(knobs, name, self.value(source_knobs, name))
-            if name in self.pinned:
-                knobs = msgspec.structs.replace(knobs, **{name: getattr(first, name)})
+        for knob in KNOBS:
+            has_changed = previous_settings.get(knob, 0) not in (0, self.value(first, knob))
+            source_knobs = first if has_changed or knob in self.pinned else knobs
+            knobs = self.with_value(knobs, knob, self.value(source_knobs, knob))
+            if knob in self.pinned:
+                knobs = msgspec.structs.replace(knobs, **{knob: getattr(first, knob)})
         return knobs
 
 
@@ -144,7 +144,7 @@ class Search:
     ) -> None:
         """Prepare a search. ``drifting``: the estimate is of a regime that just began, whose drift may continue."""
         model, time_factor = fitted.model, _DRIFTING_RESERVE if drifting else _RESERVE
-        slowed_times = {name: getattr(model, name) * time_factor for name in _GENERATOR_TIMES}
+        slowed_times = {field: getattr(model, field) * time_factor for field in _GENERATOR_TIMES}
         self._model = msgspec.structs.replace(model, **slowed_times)
         self._present, self._limits, self._allowed = present, limits, allowed
         self._outcomes: dict[tuple[Knobs, int], QueueOutcome] = {}
@@ -157,7 +157,7 @@ class Search:
         needless_knobs = set[KnobName]() if tries_publishing else {"steps_per_publish"}
         if self._verifying(present) < _VERIFYING:
             needless_knobs.add("verifier_workers")
-        self._names: list[KnobName] = [name for name in KNOBS if name not in needless_knobs]
+        self._names: list[KnobName] = [field for field in KNOBS if field not in needless_knobs]
 
     def outcome(self, knobs: Knobs, seed: int = 0) -> QueueOutcome:
         if (knobs, seed) not in self._outcomes:
@@ -170,22 +170,22 @@ class Search:
 
         Nearly: within the tolerance."""
         best_knobs = self._present
-        for name in self._names:
-            least_gain = LEAST_GAIN if name in _SMALL else _CLIMB
-            higher = max(self._options(name, best_knobs), key=self._rate, default=best_knobs)
+        for knob in self._names:
+            least_gain = LEAST_GAIN if knob in _SMALL else _CLIMB
+            higher = max(self._options(knob, best_knobs), key=self._rate, default=best_knobs)
             best_knobs = higher if self._rate(higher) > (1.0 + least_gain) * self._rate(best_knobs) else best_knobs
         enough_per_s = (1.0 - self._limits.tolerance) * self._rate(best_knobs)
         good_knobs = [best_knobs]
-        for name in KNOBS[:2]:
-            good_knobs += [knobs for knobs in self._options(name, best_knobs) if self._rate(knobs) >= enough_per_s]
+        for knob in KNOBS[:2]:
+            good_knobs += [knobs for knobs in self._options(knob, best_knobs) if self._rate(knobs) >= enough_per_s]
         good_knobs.sort(key=lambda knobs: self.outcome(knobs).staleness_mean)
         return next(knobs for knobs in good_knobs if knobs == best_knobs or self._confirmed(knobs, best_knobs))
 
     def fewer_verifiers(self) -> Knobs:
         """Return the current setting with half of the verifier workers, if these would be idle half of their time."""
-        present_knobs, name = self._present, "verifier_workers"
-        fewer_knobs = self._limits.with_value(present_knobs, name, present_knobs.verifier_workers // 2)
-        if not self._allowed(name, present_knobs.verifier_workers, fewer_knobs.verifier_workers):
+        present_knobs, knob = self._present, "verifier_workers"
+        fewer_knobs = self._limits.with_value(present_knobs, knob, present_knobs.verifier_workers // 2)
+        if not self._allowed(knob, present_knobs.verifier_workers, fewer_knobs.verifier_workers):
             return present_knobs
         suffices = self._verifying(fewer_knobs) < _VERIFYING and self._confirmed(fewer_knobs, present_knobs)
         return fewer_knobs if suffices else present_knobs

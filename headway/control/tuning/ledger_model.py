@@ -214,8 +214,8 @@ def fit_line(points: Sequence[tuple[float, float]], *, prior_share: float, prior
     if share_error < math.inf:
         slope = slope_share * y_mean / x_mean
         residuals = [abs(y - y_mean - slope * (x - x_mean)) for x, y in positive_points]
-        limit = 4.0 * median(residuals)
-        near_points = [point for point, residual in zip(positive_points, residuals, strict=True) if residual <= limit]
+        bound = 4.0 * median(residuals)
+        near_points = [point for point, residual in zip(positive_points, residuals, strict=True) if residual <= bound]
         if len(near_points) >= max(3, len(positive_points) // 2):
             slope_share, share_error, x_mean, y_mean = _least_squares(near_points)
     identified = share_error < prior_error / 2

@@ -52,17 +52,17 @@ class MoveOutcome:
             return None
         self._due, plan = None, move.planned
         newer = [r for r in self._records if r.step >= move.version + self._filling and not r.skipped]
-        expected, measured = plan.rate * plan.gain, rate_of(newer)
-        noise = math.sqrt(2) * relative_noise(newer, measured) if measured else 0.0  # of a quotient of two such rates
+        expected, new_rate = plan.rate * plan.gain, rate_of(newer)
+        noise = math.sqrt(2) * relative_noise(newer, new_rate) if new_rate else 0.0  # of a quotient of two such rates
         is_heavier = _load(newer) > _SAME_LOAD * self._load
-        is_slower = bool(newer) and measured < plan.rate * (1 - max(LEAST_GAIN, 2 * noise))
+        is_slower = bool(newer) and new_rate < plan.rate * (1 - max(LEAST_GAIN, 2 * noise))
         is_worse = is_slower and not is_heavier and not plan.reverts
         detail = (
-            f"{move.placement}: {measured:.3g} samples/s, expected {expected:.3g}, before {plan.rate:.3g}; it took "
+            f"{move.placement}: {new_rate:.3g} samples/s, expected {expected:.3g}, before {plan.rate:.3g}; it took "
             f"{move.cost_s:.1f} s, expected {plan.cost_s:.1f} s"
         )
-        figures = {"rate": plan.rate, "expected": expected, "measured": measured, "cost_s": move.cost_s}
-        return PlanOutcome(detail, {name: round(figure, 3) for name, figure in figures.items()}, is_worse)
+        figures = {"rate": plan.rate, "expected": expected, "measured": new_rate, "cost_s": move.cost_s}
+        return PlanOutcome(detail, {key: round(figure, 3) for key, figure in figures.items()}, is_worse)
 
     def rate(self, first: int) -> float:
         """Return the trained samples/s over the last ``MEASURED`` steps, from step ``first`` on."""

@@ -49,7 +49,7 @@ class QueueShape(msgspec.Struct, frozen=True, kw_only=True):
 
 def queue_shape(shape: QueueShape, **changes: Any) -> dict[str, Any]:
     """Return the fields of ``shape`` that any QueueShape has, with ``changes``."""
-    return {name: getattr(shape, name) for name in QueueShape.__struct_fields__} | changes
+    return {field: getattr(shape, field) for field in QueueShape.__struct_fields__} | changes
 
 
 class QueueModel(QueueShape, frozen=True, kw_only=True):

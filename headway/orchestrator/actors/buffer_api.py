@@ -129,7 +129,7 @@ class BufferApi:
         return {"lease_s": self._manager.book.lease_s}
 
     async def _finish(self, exchange: HttpExchange, values: fields.Values) -> Any:
-        finish = _require_storable(Finish(**{name: values[name] for name in _OUTCOME}))
+        finish = _require_storable(Finish(**{field: values[field] for field in _OUTCOME}))
         uid, is_first = await self._call_attempt(values, lambda key, number: self._manager.finish(key, number, finish))
         return {"uid": uid, "finished": True, "repeated": not is_first}
 
@@ -182,7 +182,7 @@ class BufferApi:
             outcome = {"reward": values["reward"], "extra": values["extra_info"]}
             await self._finish(exchange, fields.read(attempt_fields | outcome, _ATTEMPT | _OUTCOME))
             status_text = "the member is finished; its tokens are those recorded"
-        row = {name: value for name, value in values.items() if value is not None}
+        row = {field: value for field, value in values.items() if value is not None}
         return {"success": True, "message": status_text, "data": {"data": [row], "meta_info": "write to buffer"}}
 
     def _keep_demonstration(self, values: fields.Values) -> None:
@@ -195,7 +195,7 @@ class BufferApi:
             raise RequestRefused(str(error), param="messages") from None
         if all(message["role"] != "assistant" for message in messages):  # headway sft would refuse the whole file
             raise RequestRefused("messages: none is the assistant's, so there is nothing to learn", param="messages")
-        row = {name: values[name] for name in ("instance_id", "reward", "extra_info") if values[name] is not None}
+        row = {field: values[field] for field in ("instance_id", "reward", "extra_info") if values[field] is not None}
         line = msgspec.json.encode(_require_storable({"messages": messages, **row}, _BODY_BYTES))
         self._file = self._file or LineFile(self._demonstrations)
         self._file.append(line)

@@ -179,7 +179,7 @@ class PlacementChanger:
 
     async def _leave(self, pools: WorkerPools, device: str) -> None:
         await pools.generator.leave(self._names[device], move=True)
-        generator = tuple(name for name in self._present.generator if name != device)
+        generator = tuple(other for other in self._present.generator if other != device)
         self._present = msgspec.structs.replace(self._present, generator=generator)
 
     def _store_present(self, pools: WorkerPools) -> None:

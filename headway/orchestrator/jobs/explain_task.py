@@ -69,7 +69,7 @@ class RunHistory:
         near_ids = difflib.get_close_matches(query, sorted(task_by_id), n=3, cutoff=0.0)
         raise ConfigurationError(
             f"task {query!r}: none of the {len(task_by_id)} training tasks has this id or text; nearest: "
-            + _listed([task_by_id[name] for name in near_ids])
+            + _listed([task_by_id[task_id] for task_id in near_ids])
         )
 
     def explain(self, task: Task) -> TaskExplanation:

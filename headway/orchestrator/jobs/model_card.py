@@ -51,7 +51,7 @@ def write_sft_card(folder: str | Path, base: str, data: str, result: Mapping[str
     """Write the card of a model that `headway sft` trained; ``result``: its figures. False: as `write_run_card`."""
     result_keys = ("step", "epochs", "loss_mean", "held_out_loss", "solve_rate", "standard_error", "failed")
     shown_keys = (*result_keys, "kept", "time_s", "ended")
-    rows = {"data": f"`{_code(data)}`", **mapping_rows({name: result[name] for name in shown_keys if name in result})}
+    rows = {"data": f"`{_code(data)}`", **mapping_rows({key: result[key] for key in shown_keys if key in result})}
     body_texts = ["Trained on demonstrations. Every number here was measured in that training.", _rows_table(rows)]
     return _write(Path(folder), base, ["sft"], body_texts)
 
@@ -154,8 +154,8 @@ def _training_rows(view: RunView, version: int | None, price: float | None) -> R
 
 
 def _nested(value: Any, *names: str) -> Any:
-    for name in names:
-        value = value.get(name) if isinstance(value, dict) else None
+    for key in names:
+        value = value.get(key) if isinstance(value, dict) else None
     return value
 
 

@@ -162,7 +162,7 @@ async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> 
         if lowest_step < step and "ended" not in report:
             kept_scores = scores
             await trainer.call("save", settings.output, _metrics(report))
-        final_fields = {key: value for key, value in result.items() if key not in _SCORES}
+        final_fields = {key: figure for key, figure in result.items() if key not in _SCORES}
         card_fields = final_fields | kept_scores
         with suppress(HeadwayError):  # the model is written, and matters more than its card
             data_name = "" if settings.data is None else settings.data.display_name
@@ -182,8 +182,8 @@ def _scores(record: EvaluationRecord) -> dict[str, Any]:
 def _metrics(report: Mapping[str, Any]) -> dict[str, float]:
     """Figures of a step as numbers by name, for the state file of the model that is written after it."""
     figures = {key: report[key] for key in ("loss_mean", "held_out_loss", "solve_rate") if key in report}
-    for name, kernel_share in report.get("kernels", {}).items():
+    for metric, kernel_share in report.get("kernels", {}).items():
         low, high = kernel_share.interval
-        count_fields = {f"{name}_count": kernel_share.count, f"{name}_rollouts": kernel_share.rollouts}
-        figures |= {name: kernel_share.value, f"{name}_low": low, f"{name}_high": high, **count_fields}
-    return {key: float(value) for key, value in figures.items()}
+        count_fields = {f"{metric}_count": kernel_share.count, f"{metric}_rollouts": kernel_share.rollouts}
+        figures |= {metric: kernel_share.value, f"{metric}_low": low, f"{metric}_high": high, **count_fields}
+    return {key: float(number) for key, number in figures.items()}

@@ -83,7 +83,7 @@ def read_sft_tokens(experiment: Experiment) -> SftTokens:
         "stops_added": ", ".join(tokenizer.added_stops),
         "template_drops": ", ".join(f"{part} ({count} rows)" for part, count in sorted(drop_counts.items())),
     }
-    row_figures = {key: value for key, value in row_figures.items() if value or key not in _RARE}
+    row_figures = {key: figure for key, figure in row_figures.items() if figure or key not in _RARE}
     return SftTokens(token_ids_n=np.concatenate(kept_ids), learned_n=learned_n, lengths_s=lengths_s, counts=row_figures)
 
 

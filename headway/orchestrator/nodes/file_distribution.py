@@ -53,7 +53,7 @@ class FilesLauncher:
             raise WorkerDied(spec.name, str(loss), "node") from None
         node = self._nodes.joined[node_name]
         if node not in self._compared or _failed(self._compared[node]):
-            self._compared = {known: task for known, task in self._compared.items() if not known.lost}
+            self._compared = {other: task for other, task in self._compared.items() if not other.lost}
             self._compared[node] = asyncio.create_task(self._compare(node.name), name=f"files of {node.name}")
         try:
             paths = await asyncio.shield(self._compared[node])
@@ -96,9 +96,9 @@ class FilesLauncher:
             return copy_path
         try:
             await worker.call("begin", digest, timeout_s=_DIGESTS_S)
-            for name in await asyncio.to_thread(file_names, folder):
-                async for part in file_parts(folder / name):
-                    await worker.call("store", name, part, timeout_s=_DIGESTS_S)
+            for file_name in await asyncio.to_thread(file_names, folder):
+                async for part in file_parts(folder / file_name):
+                    await worker.call("store", file_name, part, timeout_s=_DIGESTS_S)
             copy_path = await worker.call("finish", digest, timeout_s=_DIGESTS_S)
         except RemoteError as error:
             raise ConfigurationError(
@@ -115,11 +115,11 @@ def _failed(task: asyncio.Task[Any]) -> bool:
 
 def _difference(local: dict[str, str], remote: dict[str, str]) -> str:
     """How a folder there differs from the one here; empty: not at all. Files that only the node has don't matter."""
-    for name, digest in local.items():
-        if name not in remote:
-            return f"{name} is missing"
-        if remote[name] != digest:
-            return f"{name} has {remote[name]}, here {digest}"
+    for file, digest in local.items():
+        if file not in remote:
+            return f"{file} is missing"
+        if remote[file] != digest:
+            return f"{file} has {remote[file]}, here {digest}"
     return ""
 
 

@@ -187,20 +187,20 @@ async def _await_node(name: str, nodes: Nodes, agents: LaunchedAgents | None, ti
 
 def needed_nodes(experiment: Experiment) -> list[str]:
     """Names of the nodes on which the run has a device. Raises ConfigurationError for one that isn't listed."""
-    needed: dict[str, None] = {}  # in order
+    nodes: dict[str, None] = {}  # in order
     nodes_by_key = [(key, parse_device(name).node) for key, names in device_names(experiment) for name in names]
     nodes_by_key += [("verifier.nodes", name) for name in experiment.verifier.nodes]
     nodes_by_key += [("environment.nodes", name) for name in experiment.environment.nodes]
     nodes_by_key += [("cluster.replicate_to", (experiment.cluster.replicate_to or "").partition(":")[0])]
     for key, node in nodes_by_key:
         if node.startswith(ANY_NODE):
-            needed |= dict.fromkeys(experiment.cluster.nodes)
+            nodes |= dict.fromkeys(experiment.cluster.nodes)
         elif node:
             if node not in experiment.cluster.nodes:
                 valid = ", ".join(experiment.cluster.nodes) or "none"
                 raise ConfigurationError(f"{key} names the node {node!r}: it isn't in cluster.nodes (valid: {valid})")
-            needed[node] = None
-    return list(needed)
+            nodes[node] = None
+    return list(nodes)
 
 
 def device_names(experiment: Experiment) -> tuple[tuple[str, tuple[str, ...]], ...]:

@@ -65,12 +65,12 @@ def _choose_node(key: str, kind: str, least: int, nodes: Mapping[str, DeviceCapa
     """The node with the fewest devices in use that has ``least`` more; the first of several. Raises
     ConfigurationError."""
     used = {
-        name: sum(device.last - device.first + 1 for device in taken if (device.node, device.kind) == (name, kind))
-        for name in nodes
+        node: sum(device.last - device.first + 1 for device in taken if (device.node, device.kind) == (node, kind))
+        for node in nodes
     }
-    fitting_nodes = [name for name, capacity in nodes.items() if getattr(capacity, kind) - used[name] >= least]
+    fitting_nodes = [node for node, capacity in nodes.items() if getattr(capacity, kind) - used[node] >= least]
     if not fitting_nodes:
-        usage_text = ", ".join(f"{name} {used[name]} of {getattr(devices, kind):g}" for name, devices in nodes.items())
+        usage_text = ", ".join(f"{node} {used[node]} of {getattr(devices, kind):g}" for node, devices in nodes.items())
         raise ConfigurationError(
             f"{key}: no node has {least} more {kind} device(s) free (in use: {usage_text or 'no nodes'})"
         )

@@ -244,9 +244,9 @@ def _tasks(inputs: _Inputs, findings: Findings) -> None:
                 findings.info("tasks.train", reason)
             else:
                 findings.error("tasks.train", reason + "; none remains")
-            for name in (source.display_name for source in sections.train) if kept_tasks else ():
-                if name not in {task.source for task in kept_tasks}:
-                    findings.error("tasks.train", f"{name}: all its tasks are in a held-out set; none remains")
+            for source_name in (source.display_name for source in sections.train) if kept_tasks else ():
+                if source_name not in {task.source for task in kept_tasks}:
+                    findings.error("tasks.train", f"{source_name}: all its tasks are in a held-out set; none remains")
         tasks["train"] = kept_tasks
     tasks_by_key = {f"tasks.{split}": split_tasks for split, split_tasks in tasks.items()}
     for likeness, add, consequence in (

@@ -48,8 +48,8 @@ def cluster_findings(experiment: Experiment) -> Findings:
         findings.error("cluster.replicate_to", reason)
     if environment:
         setting_texts = (
-            f"{name}={'***' if name.upper().endswith(('KEY', 'TOKEN', 'SECRET', 'PASSWORD')) else value_text}"
-            for name, value_text in environment.items()
+            f"{variable}={'***' if variable.upper().endswith(('KEY', 'TOKEN', 'SECRET', 'PASSWORD')) else value_text}"
+            for variable, value_text in environment.items()
         )
         findings.info("cluster.environment", f"workers on nodes get {', '.join(setting_texts)}")
     return findings

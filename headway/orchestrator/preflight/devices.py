@@ -22,9 +22,9 @@ def device_findings(experiment: Experiment, machine: Machine) -> Findings:
         key, names = f"{section}.devices", getattr(experiment, section).devices
         if not names:
             findings.error(key, "at least one device is needed")
-        for name in names:
+        for device_name in names:
             with findings.refused(key):
-                device = parse_device(name)
+                device = parse_device(device_name)
                 require_device(device, machine)
                 keyed_devices.append((key, device))
     _check_sides(experiment, keyed_devices, findings)

@@ -55,12 +55,12 @@ def engine_findings(experiment: Experiment, model: DecoderConfig | HfConfig | No
 def _require_ranks(experiment: Experiment, ranks: int, machine: Machine) -> None:
     """Raise ConfigurationError where a replica of several ranks lacks a GPU: it takes the named one and those after."""
     user_by_gpu: dict[int, str] = {}
-    for name in experiment.trainer.devices:
-        if (device := parse_device(name)).kind == "cuda":
-            user_by_gpu[device.first] = f"{name} of trainer.devices"
-    for name in experiment.generator.devices:
-        label = f"{name} with tensor_parallel_size = {ranks}"
-        first_gpu = parse_device(name).first
+    for device_name in experiment.trainer.devices:
+        if (device := parse_device(device_name)).kind == "cuda":
+            user_by_gpu[device.first] = f"{device_name} of trainer.devices"
+    for device_name in experiment.generator.devices:
+        label = f"{device_name} with tensor_parallel_size = {ranks}"
+        first_gpu = parse_device(device_name).first
         for index in range(first_gpu, first_gpu + ranks):
             try:
                 require_device(parse_device(f"cuda:{index}"), machine)
@@ -68,4 +68,4 @@ def _require_ranks(experiment: Experiment, ranks: int, machine: Machine) -> None
                 raise ConfigurationError(f"{label}: {error}") from None
             if index in user_by_gpu:
                 raise ConfigurationError(f"{label} needs cuda:{index} as well, which is taken: {user_by_gpu[index]}")
-            user_by_gpu[index] = name
+            user_by_gpu[index] = device_name

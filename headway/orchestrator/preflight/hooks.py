@@ -51,16 +51,16 @@ def function_findings(experiment: Experiment, task: Task | None) -> Findings:
     with findings.refused("alerts.webhook_env"):
         webhook_url(experiment.alerts.webhook_env)
     for hook, builtin_names in HOOKS.items():
-        name, key = getattr(experiment.hooks, hook), f"hooks.{hook}"
-        if name in builtin_names:
+        function, key = getattr(experiment.hooks, hook), f"hooks.{hook}"
+        if function in builtin_names:
             continue
         with findings.refused(key):
             if hook == "rollout":
-                load_rollout_function(name)
+                load_rollout_function(function)
             elif hook == "logging":
-                load_logging_callback(name)
+                load_logging_callback(function)
             else:
-                hooks = resolve_hooks(HooksConfig(**{hook: name}))
+                hooks = resolve_hooks(HooksConfig(**{hook: function}))
                 for violation in hook_violations(hooks, task) if task is not None else ():
                     findings.error(key, violation)
     return findings

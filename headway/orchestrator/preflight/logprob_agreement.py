@@ -49,11 +49,11 @@ async def require_agreement(
     if not comparisons:  # every replica died; their successors receive the weights again
         on_event(EVENT_AGREEMENT, f"version {version}: no replica answered", version=version, agrees=0, replicas=0)
         return False
-    maxima = {name: max(comparison.largest[name] for comparison in comparisons) for name in comparisons[0].largest}
+    maxima = {pair: max(comparison.largest[pair] for comparison in comparisons) for pair in comparisons[0].largest}
     precision = precision_of(
         coarser(scores[0].precision, dtype, *(engine.precision for _, engine in score_pairs)), mixture=scores[0].mixture
     )
-    figures_text = ", ".join(f"{name} {difference:.2g}" for name, difference in maxima.items())
+    figures_text = ", ".join(f"{pair} {difference:.2g}" for pair, difference in maxima.items())
     fault = next((comparison.wrong for comparison in comparisons if comparison.wrong), "")
     on_event(
         EVENT_AGREEMENT,

@@ -168,10 +168,10 @@ def _published_to(experiment: Experiment) -> list[str]:
 
 
 def _generators(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
-    for index, name in enumerate(experiment.generator.devices):
-        is_widened = parse_device(name).kind == "cpu" and not cpu_multiplies_bfloat16()
+    for index, device in enumerate(experiment.generator.devices):
+        is_widened = parse_device(device).kind == "cpu" and not cpu_multiplies_bfloat16()
         dtype = "float32" if is_widened else experiment.generator.dtype
-        yield from _generator(experiment, model, f"generator-{index}", name, bytes_of(dtype))
+        yield from _generator(experiment, model, f"generator-{index}", device, bytes_of(dtype))
 
 
 def _generator(experiment: Experiment, model: ModelSizes, name: str, device: str, width: int) -> Iterator[MemoryUse]:
@@ -393,13 +393,13 @@ def _check_shared_memory(location: MemoryPlace, free: int, findings: Findings) -
 
 
 def _check_memory(uses: list[MemoryUse], location: MemoryPlace, capacity: int, free: int, findings: Findings) -> None:
-    largest = max(uses, key=lambda use: use.total_bytes)
-    purpose = max(largest.parts, key=lambda part: largest.parts[part])
-    needs = f"up to {gibibytes(location.needed_bytes)} of {location.name} needed (most by {largest.name}: {purpose})"
+    user = max(uses, key=lambda use: use.total_bytes)
+    purpose = max(user.parts, key=lambda part: user.parts[part])
+    needs = f"up to {gibibytes(location.needed_bytes)} of {location.name} needed (most by {user.name}: {purpose})"
     if location.needed_bytes > capacity:
-        findings.error(_key(largest, purpose), f"{needs}, but there are only {gibibytes(capacity)}")
+        findings.error(_key(user, purpose), f"{needs}, but there are only {gibibytes(capacity)}")
     elif location.needed_bytes > FULL_SHARE * free:
-        findings.warning(_key(largest, purpose), f"{needs}, and {gibibytes(free)} are free now")
+        findings.warning(_key(user, purpose), f"{needs}, and {gibibytes(free)} are free now")
 
 
 def _check_disk(uses: list[MemoryUse], location: MemoryPlace, free: int, findings: Findings) -> None:
@@ -432,7 +432,7 @@ def peak_resident_bytes(process_id: int) -> int | None:
     Published weights are there, and are counted once."""
     try:
         status_lines = Path(f"/proc/{process_id}/status").read_text().splitlines()
-        words_by_name = {name: words.split() for name, _, words in (line.partition(":") for line in status_lines)}
+        words_by_name = {field: words.split() for field, _, words in (line.partition(":") for line in status_lines)}
         return (int(words_by_name["VmHWM"][0]) - int(words_by_name["RssShmem"][0])) << 10
     except (OSError, KeyError, ValueError):
         return None

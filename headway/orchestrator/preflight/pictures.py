@@ -34,23 +34,23 @@ def picture_findings(experiment: Experiment, sets: Mapping[str, Sequence[Task]])
         except TimeoutError:
             findings.warning("tasks", f"{len(tried_tasks)} prompts with pictures weren't made within {_LIMIT_S:g} s")
             return findings
-        sizes = [(len(ids), size) for task, ids, size in prompts if not task.unshown]
+        sizes = [(len(ids), nbytes) for task, ids, nbytes in prompts if not task.unshown]
         if refusals := [task.unshown for task, _, _ in prompts if task.unshown]:
             add = findings.warning if sizes else findings.error
             add("tasks", f"{len(refusals)} of {len(prompts)} prompts tried would fail their groups: {refusals[0]}")
         if not sizes:
             return findings
-        tokens, each = max(tokens for tokens, _ in sizes), sum(size for _, size in sizes) // len(sizes)
+        tokens, each = max(tokens for tokens, _ in sizes), sum(nbytes for _, nbytes in sizes) // len(sizes)
         queue = experiment.queue
         groups = uncovered_groups(experiment) + queue.groups_per_step * (queue.budget + 1)
         groups = min(groups, len(pictured_tasks.get("train", ())))
         held = sum(len(tasks) for split, tasks in pictured_tasks.items() if split != "train")
-        kept = gibibytes(each * min(CACHED, groups + held))
+        cache_text = gibibytes(each * min(CACHED, groups + held))
         findings.info(
             "tasks",
             f"pixel arrays take {each:,} bytes a prompt ({len(sizes)} tried, of at most {tokens:,} tokens): up to "
             f"{gibibytes(each * groups)} for groups, {gibibytes(each * held)} for evaluations till the run's end; each "
-            f"replica and trainer keeps up to {kept} in memory",
+            f"replica and trainer keeps up to {cache_text} in memory",
         )
         if tokens > (limit := experiment.rollout.max_prompt_tokens):
             findings.error("rollout.max_prompt_tokens", f"a prompt with pictures has {tokens:,} tokens, over {limit}")
