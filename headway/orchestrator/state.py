@@ -146,7 +146,7 @@ class RunState:
         index = finished.group.index
         self._stop_running(index)
         self.finished[index], self.finished_at_s[index] = finished, now_s
-        newest_version = max((r.last_version for r in finished.valid), default=finished.first_version)
+        newest_version = max((rollout.last_version for rollout in finished.valid), default=finished.first_version)
         self.selectable.add(
             OpenGroup(index=index, first_version=finished.first_version, state="finished", last_version=newest_version)
         )

@@ -294,7 +294,7 @@ class StepMetrics:
             kernels=kernel_scores(interval.finished, self._pass_at),
             **_queue_fields(state),
             **_work_fields(report, step_s, self.peak_flops_per_s),
-            **_verification_fields([r for group in interval.finished for r in group.rollouts]),
+            **_verification_fields([record for group in interval.finished for record in group.rollouts]),
             **_response_fields(interval.finished, self._pass_at),
         )
 
@@ -364,20 +364,20 @@ def group_trace(finished: FinishedGroup, now_s: float) -> GroupTrace:
         finished_s=_rounded(now_s),
         rollouts=tuple(
             RolloutTrace(
-                member=r.member,
-                first_token_s=_rounded(r.first_token_s),
-                generated_s=_rounded(r.generated_s),
-                finished_s=_rounded(r.finished_s),
-                verify_s=_rounded(r.verify_s),
-                tokens=r.response_tokens,
-                first_version=r.first_version,
-                last_version=r.last_version,
-                reward=r.reward,
-                resumes=r.resumes,
-                reprefills=r.reprefills,
-                failure="" if r.failure is None else r.failure.boundary,
+                member=rollout.member,
+                first_token_s=_rounded(rollout.first_token_s),
+                generated_s=_rounded(rollout.generated_s),
+                finished_s=_rounded(rollout.finished_s),
+                verify_s=_rounded(rollout.verify_s),
+                tokens=rollout.response_tokens,
+                first_version=rollout.first_version,
+                last_version=rollout.last_version,
+                reward=rollout.reward,
+                resumes=rollout.resumes,
+                reprefills=rollout.reprefills,
+                failure="" if rollout.failure is None else rollout.failure.boundary,
             )
-            for r in finished.rollouts
+            for rollout in finished.rollouts
         ),
     )
 

@@ -129,7 +129,7 @@ def decide(
     millisecond."""
     usable_records = usable(records)
     actions: list[Action] = []
-    regime_records = [r for r in usable_records if r.step >= state.regime_step]
+    regime_records = [record for record in usable_records if record.step >= state.regime_step]
     reference_drift = _drift_from_reference(state.reference, regime_records, limits)
     drift = reference_drift if state.reference else find_drift(regime_records[-WINDOW - RECENT :])
     if drift is not None:
@@ -138,8 +138,8 @@ def decide(
         actions.append(Action(kind="drift", reason=reason))
     elif state.reference:
         return Decision(state=state)
-    window = [r for r in usable_records if r.step >= state.regime_step][-WINDOW:]
-    records_since = [r for r in window if r.step >= state.decided_step]
+    window = [record for record in usable_records if record.step >= state.regime_step][-WINDOW:]
+    records_since = [record for record in window if record.step >= state.decided_step]
     if len(records_since) < limits.interval_steps:
         return Decision(state=state, actions=tuple(actions))
     evidence = _evidence(records_since[-limits.interval_steps :], limits)
@@ -176,14 +176,14 @@ def _drift_from_reference(
     reference: Sequence[StepRecord], regime: Sequence[StepRecord], limits: ControlLimits
 ) -> tuple[int, str] | None:
     """Compare the last records with those on which the plan was settled; return as ``find_drift``."""
-    newer = [r for r in regime if reference and r.step > reference[-1].step]
+    newer = [record for record in regime if reference and record.step > reference[-1].step]
     for count in (RECENT, SLOWLY):
         drift = find_drift([*reference, *newer[-count:]], count) if len(newer) >= count else None
         if drift is not None:
             return drift
     if len(newer) < SLOWLY:
         return None
-    lately, lacks = _evidence(newer[-SLOWLY:], limits), [_evidence([r], limits).lack for r in reference]
+    lately, lacks = _evidence(newer[-SLOWLY:], limits), [_evidence([record], limits).lack for record in reference]
     lack_error = max(STARVES, stdev(lacks)) * math.sqrt(1 / SLOWLY + 1 / len(lacks))
     if not lately.starving or lately.lack - fmean(lacks) < _STARVED_Z * lack_error:
         return None
@@ -263,7 +263,7 @@ def _measure_effect(
     trial = state.trial
     if trial is None:
         return None
-    newer = [r for r in window if r.step >= trial.version + _settling(window)]
+    newer = [record for record in window if record.step >= trial.version + _settling(window)]
     if len(newer) < limits.patience_steps:
         return None
     per_s = rate_of(newer)
@@ -349,7 +349,7 @@ def _due(state: ControllerState, window: Sequence[StepRecord], limits: ControlLi
 
 
 def _rest(window: Sequence[StepRecord], limits: ControlLimits) -> RemainingWork:
-    return remaining_work(window[-1], limits.shape, sum(r.step_s for r in window) / len(window))
+    return remaining_work(window[-1], limits.shape, sum(record.step_s for record in window) / len(window))
 
 
 def _by_model(

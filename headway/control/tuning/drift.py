@@ -52,7 +52,7 @@ def find_drift(records: Sequence[StepRecord], last: int = RECENT) -> tuple[int, 
 
 
 def _verification_share(records: Sequence[StepRecord]) -> float:
-    return sum(r.verify_s for r in records) / sum(r.step_s for r in records)
+    return sum(record.verify_s for record in records) / sum(record.step_s for record in records)
 
 
 _SHARES = {"verification of a response": _verification_share, "time with tools": between_turns}

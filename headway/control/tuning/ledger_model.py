@@ -117,8 +117,8 @@ def even_requests(devices: Sequence[str]) -> float:
 
 def as_recorded(shape: RunShape, steps: Sequence[StepRecord]) -> RunShape:
     """Return ``shape`` with the mean size of the finished groups, which an adaptive curriculum chooses for each."""
-    count = sum(r.flow.finished_groups for r in steps)
-    rollout_count = sum(r.production_per_s * r.step_s for r in steps)
+    count = sum(record.flow.finished_groups for record in steps)
+    rollout_count = sum(record.production_per_s * record.step_s for record in steps)
     return msgspec.structs.replace(shape, group_size=round(rollout_count / count)) if count and rollout_count else shape
 
 
@@ -127,24 +127,24 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
 
     None when fewer than two of them are usable or no response has finished in them."""
     steps = usable(records)
-    response_count = sum(r.flow.responses for r in steps)
-    token_count = sum(r.flow.generated_tokens for r in steps)
+    response_count = sum(record.flow.responses for record in steps)
+    token_count = sum(record.flow.generated_tokens for record in steps)
     measured_figures = figures(steps)
     if measured_figures is None or len(steps) < LEAST_STEPS or not response_count or not token_count:
         return None
     shape = as_recorded(shape, steps)
-    seconds = sum(r.step_s for r in steps)
+    seconds = sum(record.step_s for record in steps)
     lengths = ledger_lengths(steps, shape.max_response_tokens)
     decode, running = decode_line(steps, shape.even_requests)
     training_fit = training_line(steps)
-    finished_groups = sum(r.flow.finished_groups for r in steps)
+    finished_groups = sum(record.flow.finished_groups for record in steps)
     acceptance = max(_LEAST_ACCEPTANCE, measured_figures.acceptance)
-    prompt_tokens = sum(r.flow.prompt_tokens for r in steps) / response_count
+    prompt_tokens = sum(record.flow.prompt_tokens for record in steps) / response_count
     slots = min(shape.slots, kv_slots(shape, prompt_tokens + lengths.mean_tokens))
-    in_generation = sum(r.flow.generating_s for r in steps) / seconds
+    in_generation = sum(record.flow.generating_s for record in steps) / seconds
     last_flow = steps[-1].flow
     awake = max(1, shape.replicas - last_flow.idle_replicas)
-    environment_s = sum(r.flow.environment_s for r in steps)
+    environment_s = sum(record.flow.environment_s for record in steps)
     occupied_ratio, other_s = _split_occupancy(steps, slots * awake, in_generation - environment_s / seconds, running)
     decode = msgspec.structs.replace(decode, slope=decode.slope / occupied_ratio, x_mean=decode.x_mean * occupied_ratio)
     knob_values = {
@@ -165,10 +165,10 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
         yielded_share=max(0, shape.yielded_replicas - last_flow.idle_replicas) / awake,
         train_fixed_s=training_fit.fixed,
         train_token_s=training_fit.slope,
-        publish_s=_median_positive(r.publish_s for r in steps),
-        apply_s=_median_positive(r.apply_s for r in steps),
-        pause_s=_median_positive(r.apply_pause_s for r in steps),
-        verify_response_s=sum(r.verify_s for r in steps) / response_count,
+        publish_s=_median_positive(record.publish_s for record in steps),
+        apply_s=_median_positive(record.apply_s for record in steps),
+        pause_s=_median_positive(record.apply_pause_s for record in steps),
+        verify_response_s=sum(record.verify_s for record in steps) / response_count,
         acceptance=acceptance,
     )
     return LedgerModel(
@@ -176,13 +176,13 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
         model=model,
         lengths=lengths,
         noise=relative_noise(steps, measured_figures.samples_per_s),
-        useful_share=sum(r.flow.useful_samples for r in steps) / sum(r.samples for r in steps),
+        useful_share=sum(record.flow.useful_samples for record in steps) / sum(record.samples for record in steps),
         decode=decode,
         train=training_fit,
         running=running,
         in_generation=in_generation,
-        straggler_wait=sum(r.flow.straggler_wait_s for r in steps) / seconds,
-        preemptions_per_response=sum(r.flow.preemptions for r in steps) / response_count,
+        straggler_wait=sum(record.flow.straggler_wait_s for record in steps) / seconds,
+        preemptions_per_response=sum(record.flow.preemptions for record in steps) / response_count,
         unidentified=_unidentified(decode, training_fit, running, lengths, acceptance, finished_groups),
     )
 
@@ -195,7 +195,7 @@ def training_s(record: StepRecord) -> float:
 
 def training_line(steps: Sequence[StepRecord]) -> Line:
     """Fit the seconds of a training step over the tokens of its batch."""
-    points = [(float(r.flow.trained_tokens), training_s(r)) for r in steps]
+    points = [(float(record.flow.trained_tokens), training_s(record)) for record in steps]
     return fit_line(points, prior_share=0.85, prior_error=0.15)
 
 
@@ -306,7 +306,7 @@ def _split_occupancy(steps: Sequence[StepRecord], slots: int, in_engines: float,
 
 def ledger_lengths(steps: Sequence[StepRecord], limit_tokens: int) -> LengthDistribution:
     """Estimate the lengths of finished responses from the middle of each histogram bucket, scaled to the exact mean."""
-    step_lengths = [r.lengths for r in steps if r.lengths]
+    step_lengths = [record.lengths for record in steps if record.lengths]
     counts = {bucket_middle(end): count for end, count in pooled(summary.histogram for summary in step_lengths).items()}
     tokens = sum(summary.mean * summary.responses for summary in step_lengths)
     rough_tokens = sum(middle * count for middle, count in counts.items())

@@ -66,7 +66,7 @@ class MoveOutcome:
 
     def rate(self, first: int) -> float:
         """Return the trained samples/s over the last ``MEASURED`` steps, from step ``first`` on."""
-        return rate_of([r for r in self._records if r.step >= first and not r.skipped])
+        return rate_of([rollout for rollout in self._records if rollout.step >= first and not rollout.skipped])
 
 
 def _load(records: list[StepRecord]) -> float:
