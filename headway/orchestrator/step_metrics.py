@@ -294,7 +294,7 @@ class StepMetrics:
             kernels=kernel_scores(interval.finished, self._pass_at),
             **_queue_fields(state),
             **_work_fields(report, step_s, self.peak_flops_per_s),
-            **_verification_fields([record for group in interval.finished for record in group.rollouts]),
+            **_verification_fields([rollout for group in interval.finished for rollout in group.rollouts]),
             **_response_fields(interval.finished, self._pass_at),
         )
 
@@ -419,7 +419,7 @@ def _mean_share(
     awake_positions = [position for position, engine in enumerate(after) if not engine.idle]
     if not awake_positions:
         return 0.0
-    grown_s = sum(_growth(previous[p : p + 1], after[p : p + 1], name) for p in awake_positions)
+    grown_s = sum(_growth(previous[index : index + 1], after[index : index + 1], name) for index in awake_positions)
     return min(1.0, grown_s / (step_s * len(awake_positions)))
 
 

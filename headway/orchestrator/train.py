@@ -143,7 +143,7 @@ async def _train(
 
 def _end_reason(experiment: Experiment, lines: Sequence[LedgerLine]) -> str:
     """Explain why a finished run has no step left as configured now, and which option continues it. "" where it has."""
-    validations = [e for e in evaluations(lines) if e.split == "validation" and e.phase != "before"]
+    validations = [record for record in evaluations(lines) if record.split == "validation" and record.phase != "before"]
     solve_rates = [evaluation.solve_rate for evaluation in validations if not evaluation.mostly_failed]
     reason = end_reason(experiment, recorded_steps(lines), max(solve_rates, default=-1.0)) if is_finished(lines) else ""
     option_text = "--evaluation.stop_at_solve_rate=…, or none," if "stop_at" in reason else "--run.steps=…"

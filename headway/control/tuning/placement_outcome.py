@@ -66,7 +66,7 @@ class MoveOutcome:
 
     def rate(self, first: int) -> float:
         """Return the trained samples/s over the last ``MEASURED`` steps, from step ``first`` on."""
-        return rate_of([rollout for rollout in self._records if rollout.step >= first and not rollout.skipped])
+        return rate_of([record for record in self._records if record.step >= first and not record.skipped])
 
 
 def _load(records: list[StepRecord]) -> float:
