@@ -53,10 +53,10 @@ def audit_database(connection: sqlite3.Connection) -> AuditReport:
             "SELECT idx, size, state, ending, reason, step, first_version, task IS NULL FROM groups ORDER BY idx"
         )
     }
-    meta = dict(connection.execute("SELECT key, value FROM meta").fetchall())
-    trained_at = _audit_batches(connection, report, groups)
-    _audit_groups(report, groups, trained_at)
-    _audit_rollouts(connection, report, groups, trained_at, meta.get("released_version", 0))
+    meta_values = dict(connection.execute("SELECT key, value FROM meta").fetchall())
+    step_by_group = _audit_batches(connection, report, groups)
+    _audit_groups(report, groups, step_by_group)
+    _audit_rollouts(connection, report, groups, step_by_group, meta_values.get("released_version", 0))
     return report
 
 
@@ -76,43 +76,43 @@ def _audit_batches(
 
     Returns the trained step by group.
     """
-    trained_at: dict[int, int] = {}
-    seen: dict[int, tuple[int, int]] = {}
-    step_now, attempt_now = 0, 0
-    for step, attempt, text, outcome in connection.execute(
+    step_by_group: dict[int, int] = {}
+    batch_of: dict[int, tuple[int, int]] = {}
+    next_step, next_attempt = 0, 0
+    for step, attempt, groups_json, outcome in connection.execute(
         "SELECT step, attempt, groups, outcome FROM batches ORDER BY step, attempt"
     ):
-        batch = f"batch {step}.{attempt}"
-        report.expect((step, attempt) == (step_now, attempt_now), f"{batch} where {step_now}.{attempt_now} is next")
-        report.expect(report.pending_step is None, f"{batch} follows a batch whose step is not completed")
-        parts = json.loads(text)
-        for part in parts:
-            report.expect(bool(part) and part == sorted(set(part)), f"{batch}: groups {part} not ascending")
-        indices = [index for part in parts for index in part]
+        label = f"batch {step}.{attempt}"
+        report.expect((step, attempt) == (next_step, next_attempt), f"{label} where {next_step}.{next_attempt} is next")
+        report.expect(report.pending_step is None, f"{label} follows a batch whose step is not completed")
+        part_indices = json.loads(groups_json)
+        for part in part_indices:
+            report.expect(bool(part) and part == sorted(set(part)), f"{label}: groups {part} not ascending")
+        indices = [index for part in part_indices for index in part]
         valid = {"trained": ("ended", "trained"), "skipped": ("ended", "discarded"), None: ("batched", None)}[outcome]
         for index in indices:
-            report.expect(index not in seen, f"group {index} is in {batch} and in batch {seen.get(index)}")
-            seen[index] = (step, attempt)
+            report.expect(index not in batch_of, f"group {index} is in {label} and in batch {batch_of.get(index)}")
+            batch_of[index] = (step, attempt)
             if index not in groups:
-                report.violations.append(f"{batch} holds group {index}, which was never admitted")
+                report.violations.append(f"{label} holds group {index}, which was never admitted")
                 continue
             _, state, ending, _, group_step, _, _ = groups[index]
-            report.expect((state, ending) == valid, f"{batch} is {outcome}, its group {index} is {state} {ending}")
+            report.expect((state, ending) == valid, f"{label} is {outcome}, its group {index} is {state} {ending}")
             report.expect(group_step == step, f"group {index} has step {group_step}, the log has {step}")
         if outcome == "trained":
-            trained_at.update((index, step) for index in indices)
+            step_by_group.update((index, step) for index in indices)
             report.completed_steps += 1
-            step_now, attempt_now = step + 1, 0
+            next_step, next_attempt = step + 1, 0
         elif outcome == "skipped":
             report.skipped_steps += 1
-            step_now, attempt_now = step, attempt + 1
+            next_step, next_attempt = step, attempt + 1
         else:
             report.pending_step = step
     report.expect(
-        all(index in seen for index, group in groups.items() if group[1] == "batched"),
+        all(index in batch_of for index, group in groups.items() if group[1] == "batched"),
         "a group is marked as batched, but is in no batch",
     )
-    return trained_at
+    return step_by_group
 
 
 def _audit_groups(report: AuditReport, groups: dict[int, tuple[Any, ...]], trained_at: dict[int, int]) -> None:
@@ -141,39 +141,39 @@ def _audit_rollouts(
 
     A rollout ends as its group did or separately (failed, filtered, pruned, discarded)."""
     members: Counter[int] = Counter()
-    finished: Counter[int] = Counter()
+    finished_counts: Counter[int] = Counter()
     for index, member, is_finished, ending, reason, boundary, reward in connection.execute(
         "SELECT grp, member, finished, ending, reason, boundary, reward FROM rollouts"
     ):
-        name = f"rollout {index}-{member}"
+        label = f"rollout {index}-{member}"
         if index not in groups:
-            report.violations.append(f"{name} belongs to no group")
+            report.violations.append(f"{label} belongs to no group")
             continue
         size, state, group_ending = groups[index][:3]
         members[index] += 1
-        finished[index] += is_finished
+        finished_counts[index] += is_finished
         report.rollouts[ending or "open"] += 1
-        report.expect(0 <= member < size, f"{name} is beyond its group's {size} members")
-        report.expect((ending is None) or bool(reason), f"{name} ended as {ending} without a reason")
+        report.expect(0 <= member < size, f"{label} is beyond its group's {size} members")
+        report.expect((ending is None) or bool(reason), f"{label} ended as {ending} without a reason")
         if boundary is not None:
             report.failures[boundary] += 1
-            report.expect(ending == "failed", f"{name} failed ({boundary}), and ended as {ending}")
-            report.expect(not reward, f"{name} failed ({boundary}), and has the reward {reward}")
+            report.expect(ending == "failed", f"{label} failed ({boundary}), and ended as {ending}")
+            report.expect(not reward, f"{label} failed ({boundary}), and has the reward {reward}")
         # Endings of single members, when their group finished.
         member_endings = {"failed", "filtered", "pruned", "discarded"}
-        allowed = {group_ending, *member_endings} if state == "ended" else {None, *member_endings}
-        report.expect(ending in allowed, f"{name} is {ending or 'open'}, its group is {state} {group_ending or ''}")
-        report.expect(bool(is_finished) or ending is not None, f"{name} is neither finished nor ended")
-        report.expect(ending != "trained" or bool(is_finished), f"{name} was trained, but never finished")
+        endings = {group_ending, *member_endings} if state == "ended" else {None, *member_endings}
+        report.expect(ending in endings, f"{label} is {ending or 'open'}, its group is {state} {group_ending or ''}")
+        report.expect(bool(is_finished) or ending is not None, f"{label} is neither finished nor ended")
+        report.expect(ending != "trained" or bool(is_finished), f"{label} was trained, but never finished")
     payloads = Counter(dict(connection.execute("SELECT id >> 16, count(*) FROM payloads GROUP BY id >> 16").fetchall()))
     for index, (size, state, ending, _, _, _, task_missing) in groups.items():
         report.rollouts["open"] += 0 if state == "ended" else size - members[index]
         expected = 0 if state == "open" else size
         report.expect(members[index] == expected, f"group {index}, {state}: {members[index]} of {expected} rollouts")
-        kept = state != "ended" or (ending == "trained" and trained_at.get(index, -1) >= released_version)
-        needed = finished[index] if kept else 0
+        is_kept = state != "ended" or (ending == "trained" and trained_at.get(index, -1) >= released_version)
+        needed = finished_counts[index] if is_kept else 0
         report.expect(payloads[index] == needed, f"group {index}: {payloads[index]} payloads, {needed} expected")
-        report.expect(not (kept and task_missing), f"group {index}: its task is missing")
+        report.expect(not (is_kept and task_missing), f"group {index}: its task is missing")
     report.expect(payloads.keys() <= groups.keys(), "there are payloads of unknown groups")
     for (index,) in connection.execute("SELECT DISTINCT id >> 16 FROM partials").fetchall():
         is_open = index in groups and groups[index][1] == "open"
@@ -186,52 +186,52 @@ def _audit_rollouts(
 
 def audit_checkpoints(connection: sqlite3.Connection, folder: Path, report: AuditReport) -> None:
     """Check that every complete checkpoint holds exactly the trained batches of the steps before its version."""
-    log = {
+    indices_by_step = {
         step: [index for part in json.loads(groups) for index in part]
         for step, groups in connection.execute("SELECT step, groups FROM batches WHERE outcome IS NOT 'skipped'")
     }
-    released = connection.execute("SELECT value FROM meta WHERE key = 'released_version'").fetchone()
+    released_row = connection.execute("SELECT value FROM meta WHERE key = 'released_version'").fetchone()
     for path in sorted(folder.glob("step_*")):
-        matched = re.fullmatch(r"step_(\d+)", path.name)
+        name_match = re.fullmatch(r"step_(\d+)", path.name)
         state_file = path / "state.json"
-        if matched is None or not state_file.exists():
+        if name_match is None or not state_file.exists():
             report.notes.append(f"checkpoint {path.name} is incomplete: ignored")
             continue
-        version = int(matched[1])
+        version = int(name_match[1])
         try:
-            state = json.loads(state_file.read_text(encoding="utf-8"))
-            consumed = {int(step): list(groups) for step, groups in state["consumed"].items()}
+            checkpoint_state = json.loads(state_file.read_text(encoding="utf-8"))
+            consumed_by_step = {int(step): list(groups) for step, groups in checkpoint_state["consumed"].items()}
         except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
             report.violations.append(f"checkpoint {path.name}: unreadable state.json ({type(error).__name__}: {error})")
             continue
         report.checkpoints.append(version)
-        stated = state.get("version", version)
-        report.expect(stated == version, f"checkpoint {path.name} holds version {stated}")
+        stated_version = checkpoint_state.get("version", version)
+        report.expect(stated_version == version, f"checkpoint {path.name} holds version {stated_version}")
         report.expect(
-            sorted(consumed) == list(range(version)),
-            f"checkpoint {path.name} holds {len(consumed)} steps, not the {version} before its version",
+            sorted(consumed_by_step) == list(range(version)),
+            f"checkpoint {path.name} holds {len(consumed_by_step)} steps, not the {version} before its version",
         )
-        for step, indices in sorted(consumed.items()):
+        for step, indices in sorted(consumed_by_step.items()):
             report.expect(
-                indices == log.get(step),
-                f"checkpoint {path.name}: step {step} trained {indices}, the log has {log.get(step)}",
+                indices == indices_by_step.get(step),
+                f"checkpoint {path.name}: step {step} trained {indices}, the log has {indices_by_step.get(step)}",
             )
-        twice = [i for i, count in Counter(i for g in consumed.values() for i in g).items() if count > 1]
-        report.expect(not twice, f"checkpoint {path.name}: groups {twice} were trained more than once")
-    if released is not None and released[0] > 0:
+        repeats = [i for i, count in Counter(i for g in consumed_by_step.values() for i in g).items() if count > 1]
+        report.expect(not repeats, f"checkpoint {path.name}: groups {repeats} were trained more than once")
+    if released_row is not None and released_row[0] > 0:
         report.expect(
-            any(version >= released[0] for version in report.checkpoints),
-            f"payloads before step {released[0]} were released, but no checkpoint covers them",
+            any(version >= released_row[0] for version in report.checkpoints),
+            f"payloads before step {released_row[0]} were released, but no checkpoint covers them",
         )
 
 
 def accounting_folder(directory: Path) -> Path:
     """Return the folder of a run's buffer.db: its ``cluster.accounting_directory``, or the run's folder."""
     try:
-        cluster = json.loads((directory / "config.json").read_bytes()).get("cluster", {})
+        cluster_settings = json.loads((directory / "config.json").read_bytes()).get("cluster", {})
     except (OSError, ValueError, AttributeError):  # the audit needs no experiment
         return directory
-    return Path(cluster.get("accounting_directory") or directory)
+    return Path(cluster_settings.get("accounting_directory") or directory)
 
 
 def audit_run(run: str | Path) -> AuditReport:
@@ -244,9 +244,9 @@ def audit_run(run: str | Path) -> AuditReport:
     try:
         connection.execute("PRAGMA query_only=ON")
         connection.execute("BEGIN")  # one snapshot, also of a run in progress
-        damage = connection.execute("PRAGMA integrity_check(5)").fetchall()
+        integrity_rows = connection.execute("PRAGMA integrity_check(5)").fetchall()
         report = audit_database(connection)
-        report.violations.extend(f"database: {line}" for (line,) in damage if line != "ok")
+        report.violations.extend(f"database: {line}" for (line,) in integrity_rows if line != "ok")
         audit_checkpoints(connection, directory / "checkpoints", report)
     finally:
         connection.close()
@@ -254,27 +254,27 @@ def audit_run(run: str | Path) -> AuditReport:
 
 
 def _counts_text(counts: Counter[str]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counts.most_common() if count) or "none"
+    return ", ".join(f"{label} {count}" for label, count in counts.most_common() if count) or "none"
 
 
 def format_report(run: str, report: AuditReport) -> str:
     """Format the report as text: counts, notes, the first MAX_VIOLATIONS_LISTED violations, a verdict."""
-    pending = "" if report.pending_step is None else f", step {report.pending_step} committed and not completed"
-    versions = ", ".join(map(str, report.checkpoints)) or "none"
+    pending_text = "" if report.pending_step is None else f", step {report.pending_step} committed and not completed"
+    versions_text = ", ".join(map(str, report.checkpoints)) or "none"
     lines = [
         f"audit of {run}",
         f"  groups    {report.admitted_groups} admitted: {_counts_text(report.groups)}",
         f"  rollouts  {report.admitted_rollouts} admitted: {_counts_text(report.rollouts)}",
         f"  failures  {_counts_text(report.failures)}; none has a reward",
-        f"  steps     {report.completed_steps} trained, {report.skipped_steps} skipped{pending}",
+        f"  steps     {report.completed_steps} trained, {report.skipped_steps} skipped{pending_text}",
         f"  staleness at most {report.max_staleness} steps (first token of a trained group)",
-        f"  checkpoints of versions {versions}",
+        f"  checkpoints of versions {versions_text}",
         *(f"  note: {note}" for note in report.notes),
     ]
-    listed = report.violations[:MAX_VIOLATIONS_LISTED]
-    lines += [f"  VIOLATION: {violation}" for violation in listed]
-    if len(report.violations) > len(listed):
-        lines.append(f"  ... and {len(report.violations) - len(listed)} more")
+    listed_violations = report.violations[:MAX_VIOLATIONS_LISTED]
+    lines += [f"  VIOLATION: {violation}" for violation in listed_violations]
+    if len(report.violations) > len(listed_violations):
+        lines.append(f"  ... and {len(report.violations) - len(listed_violations)} more")
     verdict = "every finished group was trained exactly once or ended with a reason"
     lines.append(
         f"  {'FAILED: ' + str(len(report.violations)) + ' violations' if report.violations else 'ok: ' + verdict}"

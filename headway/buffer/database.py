@@ -83,15 +83,15 @@ _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 
 def storage_error(path: Path, error: sqlite3.Error) -> HeadwayError:
     """Convert a SQLite error to BufferCorrupt (damaged) or StorageFailed (full, locked, unusable) with advice."""
-    code = getattr(error, "sqlite_errorcode", None)
-    primary = code & 0xFF if code is not None else None
-    if primary in _DAMAGED:
+    sqlite_code = getattr(error, "sqlite_errorcode", None)
+    primary_code = sqlite_code & 0xFF if sqlite_code is not None else None
+    if primary_code in _DAMAGED:
         return BufferCorrupt(f"the group buffer {path} is damaged: {error}")
-    if primary == sqlite3.SQLITE_FULL:
+    if primary_code == sqlite3.SQLITE_FULL:
         return StorageFailed(f"no space left for the group buffer {path}: {error}; free some and resume")
-    if primary in _FULL:
+    if primary_code in _FULL:
         return StorageFailed(f"the group buffer {path} can't be read or written: {error}")
-    if primary in {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}:
+    if primary_code in {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}:
         return StorageFailed(f"the group buffer {path} is locked by another process")
     return StorageFailed(f"the group buffer {path}: {type(error).__name__}: {error}")
 
@@ -131,24 +131,24 @@ def require_readable(connection: sqlite3.Connection, path: Path) -> int:
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     connection.execute("PRAGMA synchronous=NORMAL")
-    version = require_readable(connection, path)
-    tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-    if version == 0 and tables:
+    schema_version = require_readable(connection, path)
+    table_count = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+    if schema_version == 0 and table_count:
         raise BufferCorrupt(f"{path} is a database, but not a group buffer")
-    mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
-    if mode != "wal":
-        raise StorageFailed(f"the file system of {path} does not support SQLite's WAL (journal mode {mode})")
+    journal_mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
+    if journal_mode != "wal":
+        raise StorageFailed(f"the file system of {path} does not support SQLite's WAL (journal mode {journal_mode})")
     connection.execute("PRAGMA wal_autocheckpoint=4000")  # pages: the log is folded back every 16 MB
     connection.execute("PRAGMA journal_size_limit=33554432")
-    if version == 0:
+    if schema_version == 0:
         with transaction(connection, path):
             for statement in TABLES:
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version={SCHEMA}")
         return
-    problem = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-    if problem != "ok":
-        raise BufferCorrupt(f"the group buffer {path} is damaged: {problem}")
+    problem_text = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if problem_text != "ok":
+        raise BufferCorrupt(f"the group buffer {path} is damaged: {problem_text}")
 
 
 class _Recorder:
@@ -164,9 +164,9 @@ class _Recorder:
         return self._connection.execute(text, row)
 
     def executemany(self, text: str, rows: Iterable[Sequence[Any]]) -> sqlite3.Cursor:
-        listed = [tuple(row) for row in rows]
-        self.statements.append((text, listed))
-        return self._connection.executemany(text, listed)
+        row_tuples = [tuple(row) for row in rows]
+        self.statements.append((text, row_tuples))
+        return self._connection.executemany(text, row_tuples)
 
 
 @contextmanager

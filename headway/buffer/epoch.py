@@ -53,22 +53,22 @@ class EpochRegister:
         self.folder = run / "epoch"
         if self.folder.is_dir():
             return
-        fresh = run / f".epoch.{secrets.token_hex(4)}.tmp"
+        new_folder = run / f".epoch.{secrets.token_hex(4)}.tmp"
         try:
-            fresh.mkdir()
-            (fresh / _name(EpochRecord())).touch()
+            new_folder.mkdir()
+            (new_folder / _name(EpochRecord())).touch()
             with contextlib.suppress(OSError):  # another was faster
-                fresh.rename(self.folder)
+                new_folder.rename(self.folder)
         except OSError as error:
             raise ConfigurationError(f"run.directory: {run} can't be written: {error.strerror}") from None
-        if fresh.exists():
-            (fresh / _name(EpochRecord())).unlink()
-            fresh.rmdir()
+        if new_folder.exists():
+            (new_folder / _name(EpochRecord())).unlink()
+            new_folder.rmdir()
 
     def read(self) -> EpochRecord:
         """Return the register's current record. Raises OSError."""
         for _ in range(_READ_ATTEMPTS):
-            records = [record for entry in os.listdir(self.folder) if (record := _record(entry)) is not None]
+            records = [record for file_name in os.listdir(self.folder) if (record := _record(file_name)) is not None]
             if records:
                 return max(records, key=lambda record: (record.epoch, record.renewals, record.released))
         raise FileNotFoundError(f"{self.folder} holds no register")
@@ -93,8 +93,8 @@ class EpochRegister:
     def register(self, name: str, orphan_s: float) -> None:
         """Write the identity of holder ``name`` before it takes an epoch. Raises OSError."""
         inode = os.stat(self.folder).st_ino
-        this = EpochHolder(host=socket.gethostname(), pid=os.getpid(), boot=_boot(), inode=inode, orphan_s=orphan_s)
-        (self.folder / f"{name}.json").write_bytes(msgspec.json.encode(this))
+        holder = EpochHolder(host=socket.gethostname(), pid=os.getpid(), boot=_boot(), inode=inode, orphan_s=orphan_s)
+        (self.folder / f"{name}.json").write_bytes(msgspec.json.encode(holder))
 
 
 class HeldEpoch:
@@ -167,35 +167,35 @@ async def take_epoch(
 
     Raises RunLocked when the epoch is held, ConfigurationError when this folder is a copy, which doesn't show whether
     the epoch is held."""
-    register, name = EpochRegister(run), secrets.token_hex(8)
+    register, holder_id = EpochRegister(run), secrets.token_hex(8)
     try:
         record = register.read()
         former = register.holder(record.holder)
-        ended = take_over or (former is not None and former.boot == _boot() != "")  # "": any machine might be meant
-        waited, claim = False, EpochClaim(former.orphan_s if former is not None else orphan_s)
-        if not (ended or record.released) and former is not None and former.inode != os.stat(register.folder).st_ino:
+        is_ended = take_over or (former is not None and former.boot == _boot() != "")  # "": any machine might be meant
+        has_waited, claim = False, EpochClaim(former.orphan_s if former is not None else orphan_s)
+        if not (is_ended or record.released) and former is not None and former.inode != os.stat(register.folder).st_ino:
             raise ConfigurationError(
                 f"{run} is a copy of a run that {former} held, and nothing here shows whether it still does: make sure "
                 "that it has ended, then pass --take-over"
             )
-        while not ended and (decision := claim.decide(record, clock.now())) != "take":
+        while not is_ended and (decision := claim.decide(record, clock.now())) != "take":
             if decision == "refused":
                 holder = register.holder(record.holder) or former or "another process"
                 raise RunLocked(f"{run} is in use: {holder} renews epoch {record.epoch}")
-            if not waited:
+            if not has_waited:
                 holder = former or record.holder
                 report(f"epoch {record.epoch} was held by {holder}: waiting {claim.wait_s:.0f} s for its end")
-            waited = True
+            has_waited = True
             await clock.sleep(min(1.0, claim.wait_s / 10))
             record = register.read()
-        register.register(name, orphan_s)
-        started_s, next_record = clock.now(), successor(record, name)
+        register.register(holder_id, orphan_s)
+        started_s, next_record = clock.now(), successor(record, holder_id)
         if not register.swap(record, next_record):
-            (register.folder / f"{name}.json").unlink()
+            (register.folder / f"{holder_id}.json").unlink()
             raise RunLocked(f"{run}: another process has taken epoch {register.read().epoch} since")
-        for other in register.folder.glob("*.json"):
-            if other.stem not in (name, register.read().holder):
-                other.unlink(missing_ok=True)
+        for holder_file in register.folder.glob("*.json"):
+            if holder_file.stem not in (holder_id, register.read().holder):
+                holder_file.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigurationError(f"run.directory: {register.folder}: {error.strerror or error}") from None
     return HeldEpoch(register, EpochLease(record=next_record, orphan_s=orphan_s, held_from_s=started_s), clock)
@@ -204,26 +204,26 @@ async def take_epoch(
 @asynccontextmanager
 async def epoch_renewal(epoch: HeldEpoch) -> AsyncIterator[HeldEpoch]:
     """Renew ``epoch`` during the block and release it at its end. Raises EpochLost from the block when it is lost."""
-    inside = asyncio.current_task()
-    assert inside is not None
-    lost: list[EpochLost] = []
+    block_task = asyncio.current_task()
+    assert block_task is not None
+    loss_errors: list[EpochLost] = []
 
     async def keep() -> None:
         try:
             await epoch.keep()
         except EpochLost as error:
-            lost.append(error)
-            inside.cancel()
+            loss_errors.append(error)
+            block_task.cancel()
 
-    task = asyncio.create_task(keep(), name="epoch")
+    renewal_task = asyncio.create_task(keep(), name="epoch")
     try:
         yield epoch
     except asyncio.CancelledError:
-        if lost:
-            raise lost[0] from None
+        if loss_errors:
+            raise loss_errors[0] from None
         raise
     finally:
-        task.cancel()
+        renewal_task.cancel()
         epoch.release()
 
 
@@ -232,10 +232,10 @@ def _name(record: EpochRecord) -> str:
 
 
 def _record(name: str) -> EpochRecord | None:
-    parts = name.split("-")
-    if len(parts) not in (3, 4) or not (parts[0].isdecimal() and parts[1].isdecimal()):
+    fields = name.split("-")
+    if len(fields) not in (3, 4) or not (fields[0].isdecimal() and fields[1].isdecimal()):
         return None
-    return EpochRecord(epoch=int(parts[0]), renewals=int(parts[1]), holder=parts[2], released=len(parts) == 4)
+    return EpochRecord(epoch=int(fields[0]), renewals=int(fields[1]), holder=fields[2], released=len(fields) == 4)
 
 
 def _boot() -> str:

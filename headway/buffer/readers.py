@@ -19,8 +19,8 @@ def read_waiting(path: Path, limit: int) -> list[FinishedGroup]:
     Raises BufferCorrupt, StorageFailed."""
     with _opened(path) as connection:
         query = "SELECT idx FROM groups WHERE state IN ('buffered', 'batched') ORDER BY idx LIMIT ?"
-        indices = connection.execute(query, (limit,)).fetchall()
-        groups = [(read_group(connection, index), read_rollouts(connection, index)) for (index,) in indices]
+        index_rows = connection.execute(query, (limit,)).fetchall()
+        groups = [(read_group(connection, index), read_rollouts(connection, index)) for (index,) in index_rows]
         return [FinishedGroup(group=group, rollouts=rollouts) for group, rollouts in groups]
 
 
@@ -34,8 +34,8 @@ def read_rollout_counts(path: Path) -> tuple[int, int, int]:
     """Count rollouts of the buffer at ``path``: (waiting for the trainer, ever finished, trained). Raises likewise."""
     with _opened(path) as connection:
         query = "SELECT sum(finished AND ending IS NULL), sum(finished), sum(ending = 'trained') FROM rollouts"
-        waiting, finished, trained = connection.execute(query).fetchone()
-        return waiting or 0, finished or 0, trained or 0
+        waiting_count, finished_count, trained_count = connection.execute(query).fetchone()
+        return waiting_count or 0, finished_count or 0, trained_count or 0
 
 
 def read_member(path: Path, group: int, member: int) -> tuple[str, Rollout | None]:
@@ -46,8 +46,8 @@ def read_member(path: Path, group: int, member: int) -> tuple[str, Rollout | Non
         query = "SELECT coalesce(ending, state) FROM groups WHERE idx = ? AND size > ?"
         row = connection.execute(query, (group, member)).fetchone()
         parked = [partial.finished for partial in read_parked(connection, group) if partial.finished is not None]
-        stored = (rollout for rollout in (*read_rollouts(connection, group), *parked) if rollout.member == member)
-        return ("", None) if row is None else (row[0], next(stored, None))
+        matches = (rollout for rollout in (*read_rollouts(connection, group), *parked) if rollout.member == member)
+        return ("", None) if row is None else (row[0], next(matches, None))
 
 
 def read_pixels(path: Path) -> set[str]:

@@ -40,15 +40,15 @@ class AccountingReplicaService:
         The former database is kept as buffer.db.old: it may be the only copy of another run."""
         if self._connection is not None:
             self._connection.close()
-        old = self._path.with_suffix(".db.old")
-        log, old_log = (path.with_name(f"{path.name}-wal") for path in (self._path, old))
+        old_path = self._path.with_suffix(".db.old")
+        log_path, old_log_path = (path.with_name(f"{path.name}-wal") for path in (self._path, old_path))
         if self._path.exists() and self._keep:
-            self._path.replace(old)
-            old_log.unlink(missing_ok=True)
-            if log.exists():  # of a process that was killed: it holds the last transactions
-                log.replace(old_log)
+            self._path.replace(old_path)
+            old_log_path.unlink(missing_ok=True)
+            if log_path.exists():  # of a process that was killed: it holds the last transactions
+                log_path.replace(old_log_path)
         self._keep = False
-        log.unlink(missing_ok=True)
+        log_path.unlink(missing_ok=True)
         self._path.with_name(f"{self._path.name}-shm").unlink(missing_ok=True)
         self._fresh.replace(self._path)
         self._connection, self._number = open_database(self._path), number

@@ -59,9 +59,9 @@ class AccountingReplica:
 
     async def reached(self) -> None:
         """Wait until every transaction committed so far has reached the copy, or the copy is lost."""
-        target = self._journalled
+        target_count = self._journalled
         async with self._changed:
-            await self._changed.wait_for(lambda: self._copied >= target or not self._synchronised)
+            await self._changed.wait_for(lambda: self._copied >= target_count or not self._synchronised)
 
     async def stop(self) -> None:
         """Bring the copy up to date and stop it."""
@@ -72,7 +72,7 @@ class AccountingReplica:
 
     async def _synchronise(self, worker: WorkerHandle) -> None:
         """Send a snapshot of the database; transactions committed meanwhile are queued until the copy has it."""
-        number, self._waiting, self._synchronised = self._journalled, [], True
+        journalled_count, self._waiting, self._synchronised = self._journalled, [], True
         worker.died.add_done_callback(lambda _: self._work.set())
         with ScratchFolder("accounting-copy-", directory=self._original.parent) as folder:
             try:
@@ -84,8 +84,8 @@ class AccountingReplica:
                 raise storage_error(self._original, error) from error
             async for part in file_parts(folder / "buffer.db"):
                 await worker.call("store", part, timeout_s=_CALL_S)
-        await worker.call("replace", number, timeout_s=_CALL_S)
-        await self._note_copied(number)
+        await worker.call("replace", journalled_count, timeout_s=_CALL_S)
+        await self._note_copied(journalled_count)
 
     async def _note_copied(self, number: int) -> None:
         self._copied = number
@@ -103,10 +103,10 @@ class AccountingReplica:
                     await self._synchronise(worker)
                     self._on_event("accounting_copied", f"to {self._place} again, whole")
                 while self._waiting:
-                    several = self._waiting[:_MOST_TRANSACTIONS]
-                    number = await worker.call("apply", self._copied + 1, several, timeout_s=_CALL_S)
-                    del self._waiting[: len(several)]
-                    await self._note_copied(number)
+                    sent_transactions = self._waiting[:_MOST_TRANSACTIONS]
+                    copied_count = await worker.call("apply", self._copied + 1, sent_transactions, timeout_s=_CALL_S)
+                    del self._waiting[: len(sent_transactions)]
+                    await self._note_copied(copied_count)
                 self._work.clear()
                 if not self._waiting and worker.alive:
                     await self._work.wait()
@@ -123,5 +123,5 @@ class AccountingReplica:
 
 def _save(database: sqlite3.Connection, path: Path) -> None:
     """Save the database as a connection sees it to the file ``path``."""
-    with closing(sqlite3.connect(path)) as target:
-        database.backup(target, pages=_PAGES_AT_ONCE)
+    with closing(sqlite3.connect(path)) as target_connection:
+        database.backup(target_connection, pages=_PAGES_AT_ONCE)

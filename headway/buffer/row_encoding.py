@@ -163,7 +163,7 @@ def read_parked(connection: sqlite3.Connection, index: int) -> tuple[PartialRoll
 
 def read_accounting(connection: sqlite3.Connection, next_index: int, open_sizes: Mapping[int, int]) -> Accounting:
     """Rebuild the accounting of everything stored. ``open_sizes``: index -> size of every group that has not ended."""
-    ended = {
+    count_by_ending = {
         (ending, reason): count
         for ending, reason, count in connection.execute(
             "SELECT ending, reason, count(*) FROM rollouts WHERE ending IS NOT NULL GROUP BY ending, reason"
@@ -175,24 +175,24 @@ def read_accounting(connection: sqlite3.Connection, next_index: int, open_sizes:
     open_members: dict[int, list[int]] = {}
     for index, size in open_sizes.items():
         rows = connection.execute("SELECT member FROM rollouts WHERE grp = ? AND ending IS NOT NULL", (index,))
-        gone = {member for (member,) in rows}
-        open_members[index] = [member for member in range(size) if member not in gone]
+        ended_members = {member for (member,) in rows}
+        open_members[index] = [member for member in range(size) if member not in ended_members]
     accounting = Accounting()
-    accounting.restore(next_index=next_index, open_members=open_members, ended=ended, failures=dict(failures))
+    accounting.restore(next_index=next_index, open_members=open_members, ended=count_by_ending, failures=dict(failures))
     return accounting
 
 
 def read_counts(connection: sqlite3.Connection) -> dict[str, int]:
     """Count the rollouts ever admitted (``admitted``) and those that have not ended (``open_now``)."""
-    admitted = connection.execute("SELECT coalesce(sum(size), 0) FROM groups").fetchone()[0]
-    ended = connection.execute("SELECT count(*) FROM rollouts WHERE ending IS NOT NULL").fetchone()[0]
-    return {"admitted": admitted, "open_now": admitted - ended}
+    admitted_count = connection.execute("SELECT coalesce(sum(size), 0) FROM groups").fetchone()[0]
+    ended_count = connection.execute("SELECT count(*) FROM rollouts WHERE ending IS NOT NULL").fetchone()[0]
+    return {"admitted": admitted_count, "open_now": admitted_count - ended_count}
 
 
 def count_members(connection: sqlite3.Connection, share: float) -> int:
     """Count rollouts with a row, finished or ended, of the groups that a recorder samples for ``share``."""
-    taken = "grp = 0 OR CAST(grp * ?1 AS INTEGER) > CAST((grp - 1) * ?1 AS INTEGER)"
-    query = f"SELECT count(*) FROM rollouts WHERE {taken}"
+    sampled_condition = "grp = 0 OR CAST(grp * ?1 AS INTEGER) > CAST((grp - 1) * ?1 AS INTEGER)"
+    query = f"SELECT count(*) FROM rollouts WHERE {sampled_condition}"
     return connection.execute(query, (share,)).fetchone()[0]
 
 
@@ -238,9 +238,9 @@ def read_drawn_groups(connection: sqlite3.Connection) -> list[DrawnGroup]:
             reason=reason or "",
             step=step,
             evidence=None
-            if order is None
-            else TaskEvidence(group=index, solved=solved, valid=valid, zero_variance=bool(flat), version=version),
-            finished_as=order or 0,
+            if row_id is None
+            else TaskEvidence(group=index, solved=solved, valid=valid, zero_variance=bool(is_flat), version=version),
+            finished_as=row_id or 0,
         )
-        for index, task_id, size, admitted, draw, ending, reason, step, order, solved, valid, flat, version in rows
+        for index, task_id, size, admitted, draw, ending, reason, step, row_id, solved, valid, is_flat, version in rows
     ]

@@ -128,14 +128,14 @@ class GroupBuffer:
         return self._released_version
 
     def statistics(self) -> BufferStatistics:
-        buffered, batched = len(self._buffered_s), 0 if self._pending is None else sum(map(len, self._pending[2]))
+        buffered_count, batched = len(self._buffered_s), 0 if self._pending is None else sum(map(len, self._pending[2]))
         return BufferStatistics(
             used=len(self._entries),
             capacity=self._capacity,
             peak=self._peak,
-            oldest_age_s=self._clock.now() - next(iter(self._buffered_s.values())) if buffered else 0.0,
-            open=len(self._entries) - buffered - batched,
-            buffered=buffered,
+            oldest_age_s=self._clock.now() - next(iter(self._buffered_s.values())) if buffered_count else 0.0,
+            open=len(self._entries) - buffered_count - batched,
+            buffered=buffered_count,
             batched=batched,
         )
 
@@ -176,10 +176,10 @@ class GroupBuffer:
         The group is then buffered, or ends at once with ``ending`` (failed, filtered, pruned). ``evidence``: of the
         group about its task. Raises AccountingError when the group isn't open or a member is missing or twice."""
         index = finished.group.index
-        entry = self._entry(index, "open")
+        group_state = self._entry(index, "open")
         members = [rollout.member for rollout in finished.rollouts]
-        if sorted(members) != list(range(entry.size)):
-            raise AccountingError(f"group {index} finishes with members {members} of {entry.size}")
+        if sorted(members) != list(range(group_state.size)):
+            raise AccountingError(f"group {index} finishes with members {members} of {group_state.size}")
         for rollout in finished.rollouts:
             if rollout.group != index:
                 raise AccountingError(f"rollout {rollout.rollout_id} finishes in group {index}")
@@ -194,14 +194,14 @@ class GroupBuffer:
                     "INSERT INTO evidence (grp, solved, valid, zero_variance, version) VALUES (?, ?, ?, ?, ?)",
                     (index, evidence.solved, evidence.valid, evidence.zero_variance, evidence.version),
                 )
-            if entry.parked:
+            if group_state.parked:
                 delete_partials(connection, index)
             if ending is not None:
                 end_rows(connection, index, ending, reason, None)
         if self.recorder is not None:
             self.recorder.finished(finished)
         if ending is None:
-            entry.state = "buffered"
+            group_state.state = "buffered"
             self._buffered_s[index] = self._clock.now()
         else:
             self._forget([index], ending, reason)
@@ -209,13 +209,13 @@ class GroupBuffer:
     def park(self, parked: PartialRollout) -> None:
         """Store the partial rollout of an open group's member until the group finishes or ends; replace an earlier one.
         Raises AccountingError when the group isn't open or has no such member."""
-        entry = self._entry(parked.group, "open")
-        if not 0 <= parked.member < entry.size:
-            raise AccountingError(f"member {parked.member} of group {parked.group}, which has {entry.size}, is parked")
+        state = self._entry(parked.group, "open")
+        if not 0 <= parked.member < state.size:
+            raise AccountingError(f"member {parked.member} of group {parked.group}, which has {state.size}, is parked")
         with self._transaction() as connection:
             row = (payload_id(parked.group, parked.member), self._encoder.encode(parked))
             connection.execute("REPLACE INTO partials VALUES (?, ?)", row)
-        entry.parked = True
+        state.parked = True
 
     def end_group(
         self, index: int, ending: Ending, reason: str, lengths: Mapping[int, tuple[int, bool]] | None = None
@@ -223,19 +223,19 @@ class GroupBuffer:
         """End an open or buffered group: its members end with ``ending`` and ``reason``, unless they failed.
         ``lengths``: response tokens of unfinished members and whether generation was complete, by member (default 0).
         Raises AccountingError when the group has ended, is in a batch, or for ``trained``."""
-        entry = self._entry(index, "open", "buffered")
+        group_state = self._entry(index, "open", "buffered")
         self._require_ending(index, ending)
-        unfinished = range(entry.size) if entry.state == "open" else ()
+        unfinished_members = range(group_state.size) if group_state.state == "open" else ()
         rows: list[tuple[object, ...]] = []
-        for member in unfinished:
-            tokens, own_end = (lengths or {}).get(member, (0, False))
-            rows.append((index, member, 0, ending, reason, *[None] * 4, tokens, int(own_end), -1, *[None] * 4))
+        for member in unfinished_members:
+            tokens, is_complete = (lengths or {}).get(member, (0, False))
+            rows.append((index, member, 0, ending, reason, *[None] * 4, tokens, int(is_complete), -1, *[None] * 4))
         with self._transaction() as connection:
             connection.executemany(INSERT_ROLLOUT, rows)
             end_rows(connection, index, ending, reason, None)
-        if self.recorder is not None and unfinished:
-            reached = {member: (lengths or {}).get(member, (0, False))[0] for member in unfinished}
-            self.recorder.unfinished(index, entry.task_id, reached)
+        if self.recorder is not None and unfinished_members:
+            tokens_by_member = {member: (lengths or {}).get(member, (0, False))[0] for member in unfinished_members}
+            self.recorder.unfinished(index, group_state.task_id, tokens_by_member)
         self._forget([index], ending, reason)
         self._buffered_s.pop(index, None)
 
@@ -244,25 +244,25 @@ class GroupBuffer:
         Returns the attempt, 0 unless attempts at this step were skipped. Raises AccountingError when another batch
         is pending (for a further part: when none is), the step isn't the next one, or a group isn't buffered."""
         if further != (self._pending is not None):
-            pending = "no batch" if self._pending is None else f"the batch of step {self._pending[0]}"
-            raise AccountingError(f"step {batch.step}, {further=}: {pending} is committed and not completed")
+            pending_text = "no batch" if self._pending is None else f"the batch of step {self._pending[0]}"
+            raise AccountingError(f"step {batch.step}, {further=}: {pending_text} is committed and not completed")
         if batch.step != self._completed_steps:
             raise AccountingError(f"a batch for step {batch.step}, but step {self._completed_steps} is next")
         if not batch.groups or list(batch.groups) != sorted(set(batch.groups)):
             raise AccountingError(f"step {batch.step}: groups {batch.groups} are not ascending and distinct")
-        entries = [self._entry(index, "buffered") for index in batch.groups]
-        parts = [*(self._pending[2] if self._pending else ()), list(batch.groups)]
+        group_states = [self._entry(index, "buffered") for index in batch.groups]
+        part_indices = [*(self._pending[2] if self._pending else ()), list(batch.groups)]
         with self._transaction() as connection:
             query = "SELECT count(*) FROM batches WHERE step = ? AND outcome IS NOT NULL"
             attempt: int = connection.execute(query, (batch.step,)).fetchone()[0]
-            row = (batch.step, attempt, json.dumps(parts))
+            row = (batch.step, attempt, json.dumps(part_indices))
             connection.execute("REPLACE INTO batches VALUES (?, ?, ?, NULL)", row)
             query = "UPDATE groups SET state = 'batched', step = ? WHERE idx = ?"
             connection.executemany(query, [(batch.step, index) for index in batch.groups])
-        for index, entry in zip(batch.groups, entries, strict=True):
-            entry.state = "batched"
+        for index, group_state in zip(batch.groups, group_states, strict=True):
+            group_state.state = "batched"
             del self._buffered_s[index]
-        self._pending = (batch.step, attempt, parts)
+        self._pending = (batch.step, attempt, part_indices)
         return attempt
 
     def complete_step(self, step: int, outcome: Outcome, reason: str = "") -> None:
@@ -272,16 +272,16 @@ class GroupBuffer:
             if outcome == "trained" and 0 <= step < self._completed_steps:
                 return
             raise AccountingError(f"step {step} ends as {outcome}, but has no pending batch")
-        _, attempt, parts = self._pending
-        groups = [index for part in parts for index in part]
+        _, attempt, part_indices = self._pending
+        group_indices = [index for part in part_indices for index in part]
         ending: Ending = "trained" if outcome == "trained" else "discarded"
-        text = f"step {step}" if outcome == "trained" else f"skipped: {reason}" if reason else "skipped"
+        end_reason = f"step {step}" if outcome == "trained" else f"skipped: {reason}" if reason else "skipped"
         with self._transaction() as connection:
             query = "UPDATE batches SET outcome = ? WHERE step = ? AND attempt = ?"
             connection.execute(query, (outcome, step, attempt))
-            for index in groups:
-                end_rows(connection, index, ending, text, step)
-        self._forget(groups, ending, text, step)
+            for index in group_indices:
+                end_rows(connection, index, ending, end_reason, step)
+        self._forget(group_indices, ending, end_reason, step)
         self._pending = None
         if outcome == "trained":
             self._completed_steps = step + 1
@@ -298,7 +298,7 @@ class GroupBuffer:
                 "SELECT groups FROM batches WHERE step >= ? AND step < ? AND outcome = 'trained'",
                 (self._released_version, version),
             ).fetchall()
-            indices = [index for (groups,) in rows for part in json.loads(groups) for index in part]
+            indices = [index for (groups_json,) in rows for part in json.loads(groups_json) for index in part]
             for index in indices:
                 delete_payloads(connection, index)
             connection.execute("REPLACE INTO meta VALUES ('released_version', ?)", (version,))
@@ -323,19 +323,19 @@ class GroupBuffer:
             return [
                 OpenRecord(
                     group=read_group(self._connection, index),
-                    state=entry.state,
+                    state=group_state.state,
                     rollouts=read_rollouts(self._connection, index),
                     parked=read_parked(self._connection, index),
                 )
-                for index, entry in sorted(self._entries.items())
+                for index, group_state in sorted(self._entries.items())
             ]
 
     def pending_batch(self) -> LoggedBatch | None:
         """Return the committed batch whose step was not completed: it is trained next, unchanged."""
         if self._pending is None:
             return None
-        step, attempt, parts = self._pending
-        return LoggedBatch(step=step, attempt=attempt, outcome=None, parts=tuple(map(self.load, parts)))
+        step, attempt, part_indices = self._pending
+        return LoggedBatch(step=step, attempt=attempt, outcome=None, parts=tuple(map(self.load, part_indices)))
 
     def batches_since(self, version: int) -> Iterator[LoggedBatch]:
         """Yield the batches to replay on a checkpoint of ``version``: steps version, version + 1, ... in order.
@@ -346,15 +346,15 @@ class GroupBuffer:
                 f"{self.path}: can't replay from version {version}: the payloads of steps before "
                 f"{self._released_version} were released, so a checkpoint of at least that version is needed"
             )
-        if version > (last := self._completed_steps + (self._pending is not None)):
-            raise BufferCorrupt(f"{self.path}: the log ends at step {last}, the checkpoint has version {version}")
+        if version > (log_end := self._completed_steps + (self._pending is not None)):
+            raise BufferCorrupt(f"{self.path}: the log ends at step {log_end}, the checkpoint has version {version}")
         with self._reading():
             query = "SELECT step, attempt, groups, outcome FROM batches WHERE step >= ? AND outcome IS NOT 'skipped'"
             rows = self._connection.execute(f"{query} ORDER BY step, attempt", (version,)).fetchall()
-        for expected, (step, attempt, groups, outcome) in enumerate(rows, start=version):
-            if step != expected:
-                raise BufferCorrupt(f"{self.path}: step {expected} is missing in the batch log")
-            parts = tuple(map(self.load, json.loads(groups)))
+        for expected_step, (step, attempt, groups_json, outcome) in enumerate(rows, start=version):
+            if step != expected_step:
+                raise BufferCorrupt(f"{self.path}: step {expected_step} is missing in the batch log")
+            parts = tuple(map(self.load, json.loads(groups_json)))
             yield LoggedBatch(step=step, attempt=attempt, outcome=outcome, parts=parts)
 
     def load(self, indices: Sequence[int]) -> tuple[FinishedGroup, ...]:
@@ -378,8 +378,8 @@ class GroupBuffer:
     def accounting(self) -> Accounting:
         """Rebuild the accounting of everything ever admitted."""
         with self._reading():
-            sizes = {index: entry.size for index, entry in self._entries.items()}
-            return read_accounting(self._connection, self._next_index, sizes)
+            size_by_group = {index: group_state.size for index, group_state in self._entries.items()}
+            return read_accounting(self._connection, self._next_index, size_by_group)
 
     def rollout_counts(self) -> dict[str, int]:
         """Count ``admitted`` and ``open_now`` from disk: the arguments of ``Accounting.check``."""
@@ -394,9 +394,9 @@ class GroupBuffer:
     def audit(self, on_disk: Sequence[str] | None = None) -> list[str]:
         """Return violations of the invariants as text: on disk (or those of `audit_file`) and in memory."""
         problems = list(audit_database(self._connection).violations if on_disk is None else on_disk)
-        stored = dict(self._connection.execute("SELECT idx, state FROM groups WHERE state <> 'ended'").fetchall())
-        stored |= {row[0]: "open" for row in self._admissions}
-        if stored != {index: entry.state for index, entry in self._entries.items()}:
+        states = dict(self._connection.execute("SELECT idx, state FROM groups WHERE state <> 'ended'").fetchall())
+        states |= {row[0]: "open" for row in self._admissions}
+        if states != {index: group_state.state for index, group_state in self._entries.items()}:
             problems.append("groups that have not ended differ between memory and disk")
         if len(self._entries) > self._capacity:
             problems.append(f"{len(self._entries)} groups in a buffer of {self._capacity}")
@@ -443,12 +443,12 @@ class GroupBuffer:
         self._completed_steps: int = execute(
             "SELECT coalesce(max(step) + 1, 0) FROM batches WHERE outcome = 'trained'"
         ).fetchone()[0]
-        pending = execute("SELECT step, attempt, groups FROM batches WHERE outcome IS NULL").fetchall()
-        if len(pending) > 1:
-            raise BufferCorrupt(f"{self.path}: {len(pending)} batches are pending at once")
+        pending_rows = execute("SELECT step, attempt, groups FROM batches WHERE outcome IS NULL").fetchall()
+        if len(pending_rows) > 1:
+            raise BufferCorrupt(f"{self.path}: {len(pending_rows)} batches are pending at once")
         self._pending: tuple[int, int, list[list[int]]] | None = None  # step, attempt, the groups of each part
-        for step, attempt, groups in pending:
-            self._pending = (step, attempt, json.loads(groups))
+        for step, attempt, groups_json in pending_rows:
+            self._pending = (step, attempt, json.loads(groups_json))
         now_s = self._clock.now()
         rows = execute("SELECT idx, size, task_id, state FROM groups WHERE state <> 'ended' ORDER BY idx").fetchall()
         for index, size, task_id, state in rows:
@@ -460,9 +460,9 @@ class GroupBuffer:
     def _entry(self, index: int, *states: str) -> _Entry:
         entry = self._entries.get(index)
         if entry is None or entry.state not in states:
-            known = "was never admitted" if index >= self._next_index else "has ended"
+            fate_text = "was never admitted" if index >= self._next_index else "has ended"
             raise AccountingError(
-                f"group {index} should be {' or '.join(states)}, but {f'is {entry.state}' if entry else known}"
+                f"group {index} should be {' or '.join(states)}, but {f'is {entry.state}' if entry else fate_text}"
             )
         return entry
 

@@ -63,10 +63,10 @@ class Accounting:
         """End one rollout. ``boundary``: where it failed, if it did. Raises AccountingError if it isn't open."""
         members = self._open.get(group)
         if members is None or member not in members:
-            known = group < self._next_index
+            was_admitted = group < self._next_index
             raise AccountingError(
                 f"rollout {group}-{member} ends as {ending} ({reason}) but "
-                + ("has ended before" if known else "was never admitted")
+                + ("has ended before" if was_admitted else "was never admitted")
             )
         if ending not in ENDINGS:
             raise AccountingError(f"rollout {group}-{member}: {ending!r} isn't one of {', '.join(ENDINGS)}")
@@ -100,7 +100,7 @@ class Accounting:
         if self.admitted:
             raise AccountingError("an accounting that is in use can't be restored")
         self._open = {
-            group: remaining for group, members in sorted(open_members.items()) if (remaining := set(members))
+            group: member_set for group, members in sorted(open_members.items()) if (member_set := set(members))
         }
         self._open_rollouts = sum(len(members) for members in self._open.values())
         self._next_index = next_index
@@ -114,24 +114,24 @@ class Accounting:
     def take_recent(self) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
         """Return the counts (endings, failures by boundary, filtered ones by reason) since the last call."""
         now = self._counts()
-        endings, failures, filtered = (dict(count - taken) for count, taken in zip(now, self._taken, strict=True))
+        endings, failures, filtered = (dict(recent - former) for recent, former in zip(now, self._taken, strict=True))
         self._taken = now
         return endings, failures, filtered
 
     def _counts(self) -> tuple[Counter[str], ...]:
-        filtered = {reason: count for (ending, reason), count in self.reasons.items() if ending == "filtered"}
-        return self.endings.copy(), self.failures.copy(), Counter(filtered)
+        filtered_by_reason = {reason: count for (ending, reason), count in self.reasons.items() if ending == "filtered"}
+        return self.endings.copy(), self.failures.copy(), Counter(filtered_by_reason)
 
     def check(self, *, admitted: int, open_now: int) -> None:
         """Compare with an independent count of rollouts admitted and open. Raises AccountingError."""
-        ended = self.endings.total()
+        ended_count = self.endings.total()
         problems: list[str] = []
         if self.admitted != admitted:
             problems.append(f"{self.admitted} rollouts were entered, {admitted} admitted")
         if self._open_rollouts != open_now:
             problems.append(f"{self._open_rollouts} rollouts are open in the accounting, {open_now} in the system")
-        if self.admitted != self._open_rollouts + ended:
-            problems.append(f"{self.admitted} entered != {self._open_rollouts} open + {ended} ended")
+        if self.admitted != self._open_rollouts + ended_count:
+            problems.append(f"{self.admitted} entered != {self._open_rollouts} open + {ended_count} ended")
         if self._open_rollouts != sum(len(members) for members in self._open.values()):
             problems.append("the open count differs from the open entries")
         if self.failures.total() > self.endings["failed"]:

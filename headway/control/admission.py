@@ -35,9 +35,9 @@ def credit(
     Raises ValueError when an argument is out of range.
     """
     if groups_per_step < 1 or min(budget, open_groups, surplus_groups) < 0:
-        counts = f"budget {budget}, open {open_groups}, surplus {surplus_groups}"
-        raise ValueError(f"groups_per_step {groups_per_step} must be >= 1; {counts} must be >= 0")
+        counts_text = f"budget {budget}, open {open_groups}, surplus {surplus_groups}"
+        raise ValueError(f"groups_per_step {groups_per_step} must be >= 1; {counts_text} must be >= 0")
     if not 0 <= applied_version <= completed_steps:
         raise ValueError(f"applied version {applied_version} is not within 0..{completed_steps} (completed steps)")
-    capacity = groups_per_step * (applied_version + budget + 1 - completed_steps)
-    return max(0, capacity + surplus_groups - open_groups)
+    capacity_groups = groups_per_step * (applied_version + budget + 1 - completed_steps)
+    return max(0, capacity_groups + surplus_groups - open_groups)

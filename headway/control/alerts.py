@@ -60,34 +60,34 @@ class AlertHistory:
 
 
 def _metric(name: str, steps: Iterable[StepRecord]) -> list[float]:
-    return [value for step in steps if math.isfinite(value := step.metrics.get(name, math.nan)) and not step.skipped]
+    return [figure for step in steps if math.isfinite(figure := step.metrics.get(name, math.nan)) and not step.skipped]
 
 
 def skipped_steps(history: AlertHistory) -> str:
     """Find consecutive steps whose gradient, loss or divergence wasn't finite."""
-    last = history.recent[-SKIPPED:]
-    bad = (step.skipped or not all(math.isfinite(step.metrics.get(name, 0.0)) for name in _FINITE) for step in last)
-    return f"{SKIPPED} steps in a row were skipped or not finite" if len(last) == SKIPPED and all(bad) else ""
+    recent = history.recent[-SKIPPED:]
+    bad = (step.skipped or not all(math.isfinite(step.metrics.get(name, 0.0)) for name in _FINITE) for step in recent)
+    return f"{SKIPPED} steps in a row were skipped or not finite" if len(recent) == SKIPPED and all(bad) else ""
 
 
 def divergence(history: AlertHistory) -> str:
     """Find a large KL between sampling and training weights, or from the reference model."""
-    for name, limit in _DIVERGENCE.items():
-        values = [abs(value) for value in _metric(name, history.recent)][-RECENT // 2 :]
+    for metric_name, limit in _DIVERGENCE.items():
+        values = [abs(kl) for kl in _metric(metric_name, history.recent)][-RECENT // 2 :]
         if len(values) == RECENT // 2 and median(values) > limit:
-            return f"{name} is {median(values):.3g} nats per token, over {limit:g}"
+            return f"{metric_name} is {median(values):.3g} nats per token, over {limit:g}"
     return ""
 
 
 def entropy_collapse(history: AlertHistory) -> str:
     """Find entropy that has fallen to a small share of the first steps' while tasks remain unsolved."""
-    then, now = _metric("entropy", history.first)[:RECENT], _metric("entropy", history.recent)
-    if len(history.steps) < 2 * RECENT or min(len(then), len(now)) < RECENT:
+    early, late = _metric("entropy", history.first)[:RECENT], _metric("entropy", history.recent)
+    if len(history.steps) < 2 * RECENT or min(len(early), len(late)) < RECENT:
         return ""
-    solved = fmean([s.rewards.solve_rate for s in history.recent if s.rewards] or [0.0])
-    if median(then) < _ENTROPY_LEAST or median(now) >= _ENTROPY_SHARE * median(then) or solved >= _SOLVED:
+    solve_rate = fmean([step.rewards.solve_rate for step in history.recent if step.rewards] or [0.0])
+    if median(early) < _ENTROPY_LEAST or median(late) >= _ENTROPY_SHARE * median(early) or solve_rate >= _SOLVED:
         return ""
-    return f"entropy fell from {median(then):.3g} to {median(now):.3g} nats per token; {solved:.0%} is solved"
+    return f"entropy fell from {median(early):.3g} to {median(late):.3g} nats per token; {solve_rate:.0%} is solved"
 
 
 def reward_hacking(history: AlertHistory) -> str:
@@ -97,39 +97,39 @@ def reward_hacking(history: AlertHistory) -> str:
     standard deviations of one attempt (of the reward; of solved or not), and the evaluation's is taken at the upper end
     of its 95 % interval: too few tasks raise no alarm.
     """
-    evals = [record for record in history.evaluations if history.steps and record.step >= history.steps[0].step]
-    if len(evals) < _LEAST_EVALUATIONS:
+    evaluations = [record for record in history.evaluations if history.steps and record.step >= history.steps[0].step]
+    if len(evaluations) < _LEAST_EVALUATIONS:
         return ""
-    halves = evals[: len(evals) // 2], evals[len(evals) // 2 :]
-    measured = [(s.step, s.rewards) for s in history.steps if s.step >= evals[0].step and s.rewards]
-    then = [rewards.mean for step, rewards in measured if step < halves[1][0].step]
-    now = [rewards.mean for _, rewards in measured[len(then) :]]
-    if min(len(then), len(now)) < RECENT or (spread := fmean(rewards.std for _, rewards in measured)) <= 0:
+    evaluation_halves = evaluations[: len(evaluations) // 2], evaluations[len(evaluations) // 2 :]
+    step_rewards = [(s.step, s.rewards) for s in history.steps if s.step >= evaluations[0].step and s.rewards]
+    older = [rewards.mean for step, rewards in step_rewards if step < evaluation_halves[1][0].step]
+    now = [rewards.mean for _, rewards in step_rewards[len(older) :]]
+    if min(len(older), len(now)) < RECENT or (std := fmean(rewards.std for _, rewards in step_rewards)) <= 0:
         return ""
-    rise, error = fmean(now) - fmean(then), math.hypot(*(pstdev(part) / math.sqrt(len(part)) for part in (then, now)))
-    rate_then, rate_now = (fmean(record.solve_rate for record in half) for half in halves)
-    errors = [record.standard_error / len(half) for half in halves for record in half]
-    attempt = max(0.1, math.sqrt(max(0.0, rate_then * (1 - rate_then))))
-    eval_rise = (rate_now - rate_then + 2 * math.hypot(*errors)) / attempt
-    if rate_now >= _SOLVED or rise < max(_REWARD_RISE * spread, 3 * error) or eval_rise > _FLAT_SHARE * rise / spread:
+    gain, error = fmean(now) - fmean(older), math.hypot(*(pstdev(part) / math.sqrt(len(part)) for part in (older, now)))
+    earlier_rate, later_rate = (fmean(record.solve_rate for record in half) for half in evaluation_halves)
+    rate_errors = [record.standard_error / len(half) for half in evaluation_halves for record in half]
+    attempt_std = max(0.1, math.sqrt(max(0.0, earlier_rate * (1 - earlier_rate))))
+    eval_rise = (later_rate - earlier_rate + 2 * math.hypot(*rate_errors)) / attempt_std
+    if later_rate >= _SOLVED or gain < max(_REWARD_RISE * std, 3 * error) or eval_rise > _FLAT_SHARE * gain / std:
         return ""
     return (
-        f"training reward rose from {fmean(then):.3g} to {fmean(now):.3g} while the solve rate on "
-        f"validation tasks went from {rate_then:.3f} to {rate_now:.3f}"
+        f"training reward rose from {fmean(older):.3g} to {fmean(now):.3g} while the solve rate on "
+        f"validation tasks went from {earlier_rate:.3f} to {later_rate:.3f}"
     )
 
 
 def runaway_lengths(history: AlertHistory) -> str:
     """Find response lengths that have grown until many are cut, or faster than learning explains."""
     start = [step.lengths for step in history.first if step.lengths][:_LENGTH_START]
-    measured = [step.lengths for step in history.steps if step.lengths][-RECENT - _LENGTH_BEFORE :]
-    earlier, recent = measured[:-RECENT], measured[-RECENT:]
+    step_lengths = [step.lengths for step in history.steps if step.lengths][-RECENT - _LENGTH_BEFORE :]
+    earlier, recent = step_lengths[:-RECENT], step_lengths[-RECENT:]
     if min(len(earlier), len(start)) < _LENGTH_START:
         return ""
-    cut_then, cut = (fmean(lengths.truncated_share for lengths in part) for part in (start, recent))
+    cut_first, cut = (fmean(lengths.truncated_share for lengths in part) for part in (start, recent))
     first, earlier_tokens, last = (median(lengths.mean for lengths in part) for part in (start, earlier, recent))
-    if last >= _LENGTH_RATIO * first and min(cut, cut - cut_then) >= _TRUNCATED:
-        return f"responses grew from {first:.0f} to {last:.0f} tokens; {cut:.0%} are cut, at the start {cut_then:.0%}"
+    if last >= _LENGTH_RATIO * first and min(cut, cut - cut_first) >= _TRUNCATED:
+        return f"responses grew from {first:.0f} to {last:.0f} tokens; {cut:.0%} are cut, at the start {cut_first:.0%}"
     if last >= _LENGTH_RATIO_ALONE * earlier_tokens:
         return f"responses grew from {earlier_tokens:.0f} to {last:.0f} tokens within {len(earlier)} steps"
     return ""
@@ -137,8 +137,8 @@ def runaway_lengths(history: AlertHistory) -> str:
 
 def full_disk(free_bytes: int, needed_bytes: int, location: str) -> str:
     """Find a file system without space for the run's next writes."""
-    text = f"{location} has {free_bytes / (1 << 30):.2f} GiB left; the run may need {needed_bytes / (1 << 30):.2f}"
-    return text if free_bytes < needed_bytes else ""
+    finding = f"{location} has {free_bytes / (1 << 30):.2f} GiB left; the run may need {needed_bytes / (1 << 30):.2f}"
+    return finding if free_bytes < needed_bytes else ""
 
 
 def no_step(since_s: float, gaps_s: Sequence[float], times: float, least_s: float) -> str:
@@ -170,8 +170,8 @@ class AlertTracker:
 
     def __init__(self, rules: Iterable[str], min_interval_s: float) -> None:
         """Track ``rules``, given by name or as "all"."""
-        names = set(rules)
-        self.rules = [rule for rule in RULES if names & {rule, "all"}]
+        rule_names = set(rules)
+        self.rules = [rule for rule in RULES if rule_names & {rule, "all"}]
         self.history = AlertHistory()
         self.raised: dict[AlertRule, str] = {}  # rule -> its finding
         self._min_interval_s = min_interval_s
@@ -183,8 +183,8 @@ class AlertTracker:
         self.history.take(line)
         if not isinstance(line, StepRecord):
             return []
-        texts: list[tuple[AlertRule, str]] = [(rule, check(self.history)) for rule, check in STEP_RULES.items()]
-        return [(rule, change) for rule, text in texts if (change := self.update(rule, text, line.time_s, RECENT))]
+        findings: list[tuple[AlertRule, str]] = [(rule, check(self.history)) for rule, check in STEP_RULES.items()]
+        return [(rule, change) for rule, text in findings if (change := self.update(rule, text, line.time_s, RECENT))]
 
     def update(self, rule: AlertRule, finding: str, now_s: float, misses: int = 1) -> Change:
         """Enter the current ``finding`` of ``rule`` ("": none) and return its change of state.

@@ -111,17 +111,17 @@ class ChannelState:
         Raises ValueError for an item that never fits."""
         if self.closed:
             raise ValueError(f"channel {self.name} is closed")
-        for _, weight, size in payloads:
+        for _, weight, size_bytes in payloads:
             if not (weight > 0 and math.isfinite(weight)):
                 raise ValueError(f"channel {self.name}: an item's weight {weight:g} must be a positive number")
-            if size > self.capacity_bytes:
+            if size_bytes > self.capacity_bytes:
                 raise ValueError(
-                    f"channel {self.name}: an item of {size:,} bytes is larger than the channel "
+                    f"channel {self.name}: an item of {size_bytes:,} bytes is larger than the channel "
                     f"({self.capacity_bytes:,} bytes)"
                 )
         items: deque[Item] = deque()
-        for payload, weight, size in payloads:
-            items.append(Item(number=self._count, producer=producer, weight=weight, bytes=size, payload=payload))
+        for payload, weight, size_bytes in payloads:
+            items.append(Item(number=self._count, producer=producer, weight=weight, bytes=size_bytes, payload=payload))
             self._count += 1
         self._puts.append(put := Put(items=items))
         return put
@@ -131,8 +131,8 @@ class ChannelState:
 
         The request is served when it is `full`, or when the channel is closed and has no more items for it."""
         if self._balance is not None and consumer not in self._weights:
-            valid = ", ".join(self._weights)
-            raise ValueError(f"channel {self.name}: {consumer} is not one of its consumers ({valid})")
+            valid_names = ", ".join(self._weights)
+            raise ValueError(f"channel {self.name}: {consumer} is not one of its consumers ({valid_names})")
         if weight is not None and not weight > 0:
             raise ValueError(f"channel {self.name}: weight {weight:g} must be positive")
         self.readers.add(consumer)
@@ -147,17 +147,17 @@ class ChannelState:
         """Move items as far as possible; return the completed puts and the served gets.
 
         At the end of a closed channel a get has fewer items than requested, or none."""
-        settled: list[Put | Get] = []
+        settled_operations: list[Put | Get] = []
         self._advanced_s = now
-        moved = True
-        while moved:
-            moved = self._admit(now, settled)
-            moved = self._serve(settled) or moved
+        has_moved = True
+        while has_moved:
+            has_moved = self._admit(now, settled_operations)
+            has_moved = self._serve(settled_operations) or has_moved
         if self.closed and not self._puts:
             for get in [get for get in self._gets if self._first_for(get.consumer) is None]:
                 self._settle(get)
-                settled.append(get)
-        return settled
+                settled_operations.append(get)
+        return settled_operations
 
     def withdraw(self, waiting: Put | Get) -> list[Item]:
         """Remove a put or a get that no longer waits.
@@ -174,35 +174,35 @@ class ChannelState:
 
     def give_back(self, consumer: str, payloads: Sequence[Any]) -> None:
         """Return items that ``consumer`` got but didn't use to the channel."""
-        got = self._got.get(consumer, [])
-        items = [item for item in got if item.payload in payloads]
-        self._got[consumer] = [item for item in got if item.payload not in payloads]
-        self._return(consumer, items)
+        received_items = self._got.get(consumer, [])
+        returned_items = [item for item in received_items if item.payload in payloads]
+        self._got[consumer] = [item for item in received_items if item.payload not in payloads]
+        self._return(consumer, returned_items)
 
     def acknowledge(self, consumer: str, payloads: Sequence[Any] | None = None) -> list[Item]:
         """Remove the items that ``consumer`` got and has processed, all or those of ``payloads``. Returns them."""
-        got = self._got.pop(consumer, [])
+        received_items = self._got.pop(consumer, [])
         if payloads is None:
-            return got
-        self._got[consumer] = [item for item in got if item.payload not in payloads]
-        return [item for item in got if item.payload in payloads]
+            return received_items
+        self._got[consumer] = [item for item in received_items if item.payload not in payloads]
+        return [item for item in received_items if item.payload in payloads]
 
     def redeliver(self, consumer: str) -> int:
         """Return the items that a dead ``consumer`` got or was collecting to the channel. Returns the number."""
         for get in [get for get in self._gets if get.consumer == consumer]:
             self.withdraw(get)
-        items = self._got.pop(consumer, [])
-        self._redelivered += len(items)
-        self._return(consumer, items)
-        return len(items)
+        undelivered_items = self._got.pop(consumer, [])
+        self._redelivered += len(undelivered_items)
+        self._return(consumer, undelivered_items)
+        return len(undelivered_items)
 
     def lose(self, producer: str, kept: Callable[[Item], bool]) -> list[Item]:
         """Drop the items of a dead ``producer`` that died with it, those not ``kept``. Returns them."""
         self._puts = deque(put for put in self._puts if not put.items or put.items[0].producer != producer)
-        lost = [item for _, _, item in self._in if item.producer == producer and not kept(item)]
-        self._in = deque(queued for queued in self._in if queued[2] not in lost)
-        self._bytes -= sum(item.bytes for item in lost)
-        return lost
+        lost_items = [item for _, _, item in self._in if item.producer == producer and not kept(item)]
+        self._in = deque(queued for queued in self._in if queued[2] not in lost_items)
+        self._bytes -= sum(item.bytes for item in lost_items)
+        return lost_items
 
     def statistics(self, now: float) -> ChannelStatistics:
         return ChannelStatistics(
@@ -224,7 +224,7 @@ class ChannelState:
 
     def _admit(self, now: float, settled: list[Put | Get]) -> bool:
         """Move waiting items in while there is capacity, the oldest first."""
-        moved = False
+        has_moved = False
         while self._puts:
             put = self._puts[0]
             while put.items and self._fits(put.items[0]):
@@ -232,30 +232,30 @@ class ChannelState:
                 self._in.append((now, self._assign(item), item))
                 put.items.popleft()
                 self._bytes += item.bytes
-                moved = True
+                has_moved = True
             if put.items:
                 break
             settled.append(self._puts.popleft())
         self._peak = max(self._peak, len(self._in))
-        return moved
+        return has_moved
 
     def _fits(self, item: Item) -> bool:
         return len(self._in) < self.capacity and (not self._in or self._bytes + item.bytes <= self.capacity_bytes)
 
     def _serve(self, settled: list[Put | Get]) -> bool:
         """Give items to waiting requests, the oldest first."""
-        moved = False
+        has_moved = False
         for get in list(self._gets):
             while not get.full and (position := self._first_for(get.consumer)) is not None:
                 _, _, item = self._in[position]
                 del self._in[position]
                 self._bytes -= item.bytes
                 get.items.append(item)
-                moved = True
+                has_moved = True
             if get.full:
                 self._settle(get)
                 settled.append(get)
-        return moved
+        return has_moved
 
     def _settle(self, get: Get) -> None:
         self._gets.remove(get)
@@ -271,24 +271,24 @@ class ChannelState:
 
     def _assign(self, item: Item) -> str:
         """Choose the consumer of an item that comes in; "" without a balance."""
-        balance, names = self._balance, list(self._weights)
+        balance, consumer_names = self._balance, list(self._weights)
         if balance is None:
             return ""
         if callable(balance):
-            chosen = balance(item.weight, dict(self._weights))
-            if chosen not in self._weights:
-                raise ValueError(f"channel {self.name}: balance chose {chosen!r}; valid: {', '.join(names)}")
+            consumer = balance(item.weight, dict(self._weights))
+            if consumer not in self._weights:
+                raise ValueError(f"channel {self.name}: balance chose {consumer!r}; valid: {', '.join(consumer_names)}")
         elif balance == "round_robin":
-            chosen = names[self._turn % len(names)]
+            consumer = consumer_names[self._turn % len(consumer_names)]
             self._turn += 1
         else:
-            chosen = min(names, key=self._weights.__getitem__)
-        self._weights[chosen] += item.weight
-        return chosen
+            consumer = min(consumer_names, key=self._weights.__getitem__)
+        self._weights[consumer] += item.weight
+        return consumer
 
     def _return(self, consumer: str, items: Sequence[Item]) -> None:
         """Return items to the front of the channel, in their order."""
         owner = consumer if self._balance is not None else ""
-        together = [(self._in[0][0] if self._in else self._advanced_s, owner, item) for item in items]
-        self._in = deque(sorted([*together, *self._in], key=lambda queued: queued[2].number))
+        returned_items = [(self._in[0][0] if self._in else self._advanced_s, owner, item) for item in items]
+        self._in = deque(sorted([*returned_items, *self._in], key=lambda queued: queued[2].number))
         self._bytes += sum(item.bytes for item in items)

@@ -25,15 +25,15 @@ def failure_kind(failure: Failure, task: Task | None = None) -> str:
     if failure.raised_at:
         return failure.raised_at
     cause = failure.cause
-    for text in () if task is None else _task_texts(task):
-        if text in cause:
-            cause = re.sub(rf"(?<!\w){re.escape(text)}(?!\w)", "…", cause)
+    for task_text in () if task is None else _task_texts(task):
+        if task_text in cause:
+            cause = re.sub(rf"(?<!\w){re.escape(task_text)}(?!\w)", "…", cause)
     return _VARIABLE.sub("…", cause)
 
 
 def _task_texts(task: Task) -> list[str]:
-    values: tuple[Any, ...] = (task.task_id, task.prompt, task.answer, *task.metadata.values())
-    texts = {value for value in values if isinstance(value, str) and len(value) >= _MIN_TEXT_CHARACTERS}
+    field_values: tuple[Any, ...] = (task.task_id, task.prompt, task.answer, *task.metadata.values())
+    texts = {field for field in field_values if isinstance(field, str) and len(field) >= _MIN_TEXT_CHARACTERS}
     return sorted(texts, key=len, reverse=True)  # the longest first: one may contain another
 
 
@@ -54,13 +54,13 @@ class CommonFailureDetector(msgspec.Struct, frozen=True, kw_only=True):
         self, failures: Iterable[Failure | None], task: Task | None = None, *, accepted: bool = False
     ) -> CommonFailureDetector:
         """Return the detector after another group of ``task`` with these ``failures``, None for each that succeeded."""
-        count = min(self.accepted + accepted, self.groups_per_step)
-        if count == self.groups_per_step:
-            return CommonFailureDetector(groups_per_step=self.groups_per_step, accepted=count)
-        counted = (None if error is None or error.infrastructure else error for error in failures)
-        group = tuple(("", "") if error is None else (failure_kind(error, task), error.cause) for error in counted)
-        window = (*self.window, group)[-self._size :]
-        return CommonFailureDetector(groups_per_step=self.groups_per_step, window=window, accepted=count)
+        accepted_count = min(self.accepted + accepted, self.groups_per_step)
+        if accepted_count == self.groups_per_step:
+            return CommonFailureDetector(groups_per_step=self.groups_per_step, accepted=accepted_count)
+        counted = (None if failed is None or failed.infrastructure else failed for failed in failures)
+        pairs = tuple(("", "") if failed is None else (failure_kind(failed, task), failed.cause) for failed in counted)
+        window = (*self.window, pairs)[-self._size :]
+        return CommonFailureDetector(groups_per_step=self.groups_per_step, window=window, accepted=accepted_count)
 
     @property
     def _size(self) -> int:
@@ -71,34 +71,34 @@ class CommonFailureDetector(msgspec.Struct, frozen=True, kw_only=True):
         """Sentence with the number of rollouts that have the same failure, and the last one's cause.
 
         It is "" while the window isn't full, or they are less than FAILED_SHARE of it."""
-        every = [failure for group in self.window for failure in group]
-        ranking = Counter(kind for kind, _ in every if kind).most_common(1)
-        if len(self.window) < self._size or not ranking or ranking[0][1] < FAILED_SHARE * len(every):
+        failures = [failure for group in self.window for failure in group]
+        kind_counts = Counter(kind for kind, _ in failures if kind).most_common(1)
+        if len(self.window) < self._size or not kind_counts or kind_counts[0][1] < FAILED_SHARE * len(failures):
             return ""
-        kind, count = ranking[0]
-        cause = next(cause for other, cause in reversed(every) if other == kind)
-        return f"{count:,} of the {len(every):,} rollouts of the last {len(self.window)} groups failed with: {cause}"
+        kind, count = kind_counts[0]
+        cause = next(cause for other_kind, cause in reversed(failures) if other_kind == kind)
+        return f"{count:,} of the {len(failures):,} rollouts of the last {len(self.window)} groups failed with: {cause}"
 
 
 def mostly_solved(group_counts: Mapping[tuple[float, bool], int]) -> bool:
     """Return whether most groups in which all attempts got one reward were solved.
 
     ``group_counts``: number of groups by that reward and whether it counts as solved."""
-    return 2 * sum(groups for (_, solved), groups in group_counts.items() if solved) > sum(group_counts.values())
+    return 2 * sum(groups for (_, is_solved), groups in group_counts.items() if is_solved) > sum(group_counts.values())
 
 
 def same_reward(group_counts: Mapping[tuple[float, bool], int]) -> str:
     """Return a phrase on the common reward of all attempts at each task, and advice. ``group_counts`` as above."""
     if len(group_counts) == 1:
         ((reward, _),) = group_counts
-        which = f"{reward:g}"
+        rewards_text = f"{reward:g}"
     else:
-        counts = sorted(group_counts.items(), key=lambda pair: -pair[1])[:3]
-        which = ", ".join(f"{reward:g} in {groups} groups" for (reward, _), groups in counts)
+        largest_counts = sorted(group_counts.items(), key=lambda pair: -pair[1])[:3]
+        rewards_text = ", ".join(f"{reward:g} in {group_count} groups" for (reward, _), group_count in largest_counts)
     if mostly_solved(group_counts):
         advice = "most tasks are solved already: use harder tasks"
-    elif any(solved for _, solved in group_counts):
+    elif any(is_solved for _, is_solved in group_counts):
         advice = "some tasks are always solved, the others never: use tasks in between"
     else:
         advice = "no task was solved: run `headway sft` first, or use easier tasks or partial rewards"
-    return f"all attempts at each task got the same reward, {which} ({advice})"
+    return f"all attempts at each task got the same reward, {rewards_text} ({advice})"

@@ -61,8 +61,8 @@ def annuity_per_month(principal: float, rate_per_year: float, years: float) -> f
     """Return the payment at the end of each month that pays ``principal`` back over ``years``.
 
     It is P·i / (1 - (1 + i)^-n) with i = rate / 12 and n = 12 · years."""
-    months, rate = 12 * years, rate_per_year / 12
-    return principal / months if rate == 0 else principal * rate / (1 - (1 + rate) ** -months)
+    month_count, per_month = 12 * years, rate_per_year / 12
+    return principal / month_count if per_month == 0 else principal * per_month / (1 - (1 + per_month) ** -month_count)
 
 
 def device_hour_cost(server: ServerCosts) -> DeviceHourCost:
@@ -70,24 +70,24 @@ def device_hour_cost(server: ServerCosts) -> DeviceHourCost:
 
     Example, the published H200 server: 6,738.18 a month of capital and 2,559.20 to run it, over 8 x 730 device-hours:
     $1.59."""
-    capital = server.server_usd + server.service_usd + server.networking_usd
-    capital += server.storage_usd + server.software_usd + server.installation_usd
-    monthly = annuity_per_month(capital, server.capital_cost_per_year, server.life_years)
-    power = server.electricity_usd_per_kwh * server.utilization * server.power_usage_effectiveness * HOURS_PER_MONTH
-    housed = (power + server.colocation_usd_per_kw_month) * server.kilowatts
-    operating = housed + server.remote_hands_usd_per_month + server.internet_usd_per_month
-    hours = server.devices * HOURS_PER_MONTH
+    capital_usd = server.server_usd + server.service_usd + server.networking_usd
+    capital_usd += server.storage_usd + server.software_usd + server.installation_usd
+    monthly_usd = annuity_per_month(capital_usd, server.capital_cost_per_year, server.life_years)
+    kw_usd = server.electricity_usd_per_kwh * server.utilization * server.power_usage_effectiveness * HOURS_PER_MONTH
+    housing_usd = (kw_usd + server.colocation_usd_per_kw_month) * server.kilowatts
+    operating_usd = housing_usd + server.remote_hands_usd_per_month + server.internet_usd_per_month
+    device_hours = server.devices * HOURS_PER_MONTH
     return DeviceHourCost(
-        capital_usd=capital,
-        capital_usd_per_device=capital / server.devices,
-        capital_usd_per_month=monthly,
-        capital_usd_per_device_hour=monthly / hours,
-        electricity_usd_per_kw_month=power,
-        power_and_colocation_usd_per_month=housed,
-        operating_usd_per_month=operating,
-        operating_usd_per_device_hour=operating / hours,
-        usd_per_device_hour=(monthly + operating) / hours,
-        capital_percent=100 * monthly / (monthly + operating),
+        capital_usd=capital_usd,
+        capital_usd_per_device=capital_usd / server.devices,
+        capital_usd_per_month=monthly_usd,
+        capital_usd_per_device_hour=monthly_usd / device_hours,
+        electricity_usd_per_kw_month=kw_usd,
+        power_and_colocation_usd_per_month=housing_usd,
+        operating_usd_per_month=operating_usd,
+        operating_usd_per_device_hour=operating_usd / device_hours,
+        usd_per_device_hour=(monthly_usd + operating_usd) / device_hours,
+        capital_percent=100 * monthly_usd / (monthly_usd + operating_usd),
     )
 
 
@@ -139,11 +139,11 @@ def service_cost(load: StepLoad, prices: TokenPrices) -> ServiceCost:
     Raises ValueError where the list has no price of training."""
     if prices.train_usd_per_mtok is None:
         raise ValueError("train_usd_per_mtok is not known")
-    millions = load.samples / _MILLION
+    sample_millions = load.samples / _MILLION
     return ServiceCost(
-        prefill_usd=millions * (load.sequence_tokens - load.response_tokens) * prices.prefill_usd_per_mtok,
-        sample_usd=millions * load.response_tokens * prices.sample_usd_per_mtok,
-        train_usd=millions * load.sequence_tokens * prices.train_usd_per_mtok,
+        prefill_usd=sample_millions * (load.sequence_tokens - load.response_tokens) * prices.prefill_usd_per_mtok,
+        sample_usd=sample_millions * load.response_tokens * prices.sample_usd_per_mtok,
+        train_usd=sample_millions * load.sequence_tokens * prices.train_usd_per_mtok,
     )
 
 
@@ -159,12 +159,12 @@ class RunCost(msgspec.Struct, frozen=True, kw_only=True):
 
 def run_cost(dollars: Sequence[float], loads: Sequence[StepLoad]) -> RunCost:
     """Summarise steps that cost ``dollars`` each."""
-    ratios = tuple(_MILLION * usd / load.tokens for usd, load in zip(dollars, loads, strict=True))
+    usd_per_mtok = tuple(_MILLION * usd / load.tokens for usd, load in zip(dollars, loads, strict=True))
     return RunCost(
         usd=tuple(dollars),
-        usd_per_mtok=ratios,
+        usd_per_mtok=usd_per_mtok,
         total_usd=sum(dollars),
-        mean_of_ratios=statistics.fmean(ratios),
+        mean_of_ratios=statistics.fmean(usd_per_mtok),
         ratio_of_means=_MILLION * sum(dollars) / sum(load.tokens for load in loads),
     )
 
@@ -186,9 +186,9 @@ def replay_factor(failures_per_hour: float, lost_hours: float) -> float:
 
     Every failure or preemption costs ``lost_hours`` of all devices (back to the last checkpoint or batch, and the
     start), so an hour of work takes 1 / (1 - rate · lost) hours. Raises ValueError where no work would be done."""
-    lost = failures_per_hour * lost_hours
-    if not 0 <= lost < 1:
+    lost_share = failures_per_hour * lost_hours
+    if not 0 <= lost_share < 1:
         raise ValueError(
             f"{failures_per_hour:g} failures an hour that cost {lost_hours:g} h each leave no time for work"
         )
-    return 1 / (1 - lost)
+    return 1 / (1 - lost_share)

@@ -71,8 +71,8 @@ class DeviceLock:
     def remove(self, name: str, now: float) -> LockChanges:
         """Remove a participant that has left its devices. Unknown names: no-op."""
         self._advance(now)
-        for known in (self._asks, self._held, self.participants):
-            known.pop(name, None)
+        for by_name in (self._asks, self._held, self.participants):
+            by_name.pop(name, None)
         self._loaded.discard(name)
         self._dead.discard(name)
         return self._settle(now)
@@ -137,17 +137,17 @@ class DeviceLock:
     def blockers(self, name: str, now: float) -> dict[str, str]:
         """Return the holders of a participant's devices, the longest first, each with a sentence: which, since when."""
         devices, obstacles = self.participants[name].devices, list[tuple[float, str, str]]()
-        for other in self._taking(without=name):
-            participant, hold = self.participants[other], self._held.get(other)
+        for holder in self._taking(without=name):
+            participant, hold = self.participants[holder], self._held.get(holder)
             if shared := participant.devices & devices:
                 held_s = 0.0 if hold is None else now - hold.since_s
-                description = f"{other} (stage {participant.stage}) has {', '.join(sorted(shared))} for {held_s:.1f} s"
-                if other in self._dead:
+                description = f"{holder} (stage {participant.stage}) has {', '.join(sorted(shared))} for {held_s:.1f} s"
+                if holder in self._dead:
                     description += ", dead; its memory may still be in use"
                 if hold is not None and hold.recalled_at_s is not None:
                     description += f", recalled {now - hold.recalled_at_s:.1f} s ago"
-                obstacles.append((-held_s, other, description))
-        return {other: description for _, other, description in sorted(obstacles)}
+                obstacles.append((-held_s, holder, description))
+        return {holder: description for _, holder, description in sorted(obstacles)}
 
     def statistics(self, now: float) -> LockStatistics:
         """Return the counts up to ``now``."""
@@ -163,9 +163,9 @@ class DeviceLock:
     def _advance(self, now: float) -> None:
         """Add the time since the last call to the statistics."""
         if self._asks and now > self._advanced_s:
-            requested = frozenset[str]().union(*(asked.participant.devices for asked in self._asks.values()))
-            taken = frozenset[str]().union(*(self.participants[name].devices for name in self._taking()))
-            self._idle_wanted_s += len(requested - taken) * (now - self._advanced_s)
+            requested_devices = frozenset[str]().union(*(query.participant.devices for query in self._asks.values()))
+            taken_devices = frozenset[str]().union(*(self.participants[name].devices for name in self._taking()))
+            self._idle_wanted_s += len(requested_devices - taken_devices) * (now - self._advanced_s)
         self._advanced_s = max(self._advanced_s, now)
 
     def _rank(self, asked: _Request) -> tuple[int, int, int]:
@@ -176,12 +176,12 @@ class DeviceLock:
     def _settle(self, now: float) -> LockChanges:
         """Grant every ask that can be granted, and recall the holders that block others."""
         grants = list[LockGrant]()
-        while (asked := self._next()) is not None:  # each grant may change the order
-            grants.append(self._grant(asked, now))
+        while (query := self._next()) is not None:  # each grant may change the order
+            grants.append(self._grant(query, now))
         recalls = list[str]()
         for name, hold in self._held.items():
-            mine = self.participants[name].devices
-            if hold.recalled_at_s is None and any(asked.participant.devices & mine for asked in self._asks.values()):
+            devices = self.participants[name].devices
+            if hold.recalled_at_s is None and any(query.participant.devices & devices for query in self._asks.values()):
                 hold.recalled_at_s = now
                 if name not in self._dead:
                     recalls.append(name)
@@ -189,25 +189,25 @@ class DeviceLock:
 
     def _next(self) -> _Request | None:
         """Return the first ask whose devices are free and not reserved for an earlier one."""
-        taken = set[str]().union(*(self.participants[name].devices for name in self._taking()))
-        for asked in sorted(self._asks.values(), key=self._rank):
-            if not asked.participant.devices & taken:
-                return asked
-            taken |= asked.participant.devices
+        taken_devices = set[str]().union(*(self.participants[name].devices for name in self._taking()))
+        for request in sorted(self._asks.values(), key=self._rank):
+            if not request.participant.devices & taken_devices:
+                return request
+            taken_devices |= request.participant.devices
         return None
 
     def _grant(self, asked: _Request, now: float) -> LockGrant:
         grantee = asked.participant
         del self._asks[grantee.name]
-        for other in self._asks.values():
-            other.overtaken += other.number < asked.number and bool(other.participant.devices & grantee.devices)
-        evicted = sorted(
+        for waiter in self._asks.values():
+            waiter.overtaken += waiter.number < asked.number and bool(waiter.participant.devices & grantee.devices)
+        evicted_names = sorted(
             name for name in self._loaded - {grantee.name} if self.participants[name].devices & grantee.devices
         )
-        onload = grantee.name not in self._loaded
-        self._loaded -= set(evicted)
+        needs_onload = grantee.name not in self._loaded
+        self._loaded -= set(evicted_names)
         self._loaded.add(grantee.name)
         self._held[grantee.name] = _Hold(now)
         self._grants += 1
-        self._switches += bool(evicted)
-        return LockGrant(participant=grantee.name, offload=tuple(evicted), onload=onload)
+        self._switches += bool(evicted_names)
+        return LockGrant(participant=grantee.name, offload=tuple(evicted_names), onload=needs_onload)

@@ -23,14 +23,14 @@ def pass_at(groups: Iterable[tuple[int, int]], ks: Sequence[int] = ()) -> dict[s
     groups are left out, and a k without any group.
 
     ``ks``: default 1, 2, 4, ... up to the largest group. Example: of (1, 4), pass@2 is 1 - 3 / 6 = 0.5."""
-    counts = list(groups)
-    largest = max((valid for _, valid in counts), default=0)
+    group_counts = list(groups)
+    most_valid = max((attempts for _, attempts in group_counts), default=0)
     estimates: dict[str, PassAt] = {}
-    for k in ks or [1 << power for power in range(largest.bit_length())]:
-        shares = [pass_share(c, n, k) for c, n in counts if n >= k]
-        if shares:
-            error = statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else 0.0
-            estimates[str(k)] = PassAt(groups=len(shares), value=statistics.fmean(shares), standard_error=error)
+    for k in ks or [1 << power for power in range(most_valid.bit_length())]:
+        rates = [pass_share(c, n, k) for c, n in group_counts if n >= k]
+        if rates:
+            standard_error = statistics.stdev(rates) / math.sqrt(len(rates)) if len(rates) > 1 else 0.0
+            estimates[str(k)] = PassAt(groups=len(rates), value=statistics.fmean(rates), standard_error=standard_error)
     return estimates
 
 
@@ -40,10 +40,10 @@ def clustered_standard_error(observations: Sequence[tuple[int, float]]) -> float
     Attempts at one task are correlated, so tasks count, not attempts. 0 for fewer than two tasks."""
     if not observations:
         return 0.0
-    mean = sum(value for _, value in observations) / len(observations)
+    mean = sum(observation for _, observation in observations) / len(observations)
     sums: dict[int, float] = {}
-    for task, value in observations:
-        sums[task] = sums.get(task, 0.0) + value - mean
+    for task, observation in observations:
+        sums[task] = sums.get(task, 0.0) + observation - mean
     tasks = len(sums)
     if tasks < 2:
         return 0.0

@@ -33,13 +33,13 @@ def ks_statistic(a: Mapping[int, int], b: Mapping[int, int]) -> float:
     if not total_a or not total_b:
         return 0.0
     below_a = below_b = 0
-    worst = 0
+    largest_gap = 0
     for length in sorted(a.keys() | b.keys()):
         below_a += a.get(length, 0)
         below_b += b.get(length, 0)
         # integers throughout: the comparison is exact, rounding happens once
-        worst = max(worst, abs(below_a * total_b - below_b * total_a))
-    return worst / (total_a * total_b)
+        largest_gap = max(largest_gap, abs(below_a * total_b - below_b * total_a))
+    return largest_gap / (total_a * total_b)
 
 
 # (ending, whether the length is complete, or was reached by a rollout cut short) -> lengths
@@ -63,10 +63,10 @@ def _cause_of(ending: Ending, complete: bool) -> Cause | None:
 
 
 def _total(histograms: Iterable[Counter[int]]) -> Counter[int]:
-    total: Counter[int] = Counter()
+    total_histogram: Counter[int] = Counter()
     for histogram in histograms:
-        total.update(histogram)
-    return total
+        total_histogram.update(histogram)
+    return total_histogram
 
 
 class LengthBias:
@@ -109,40 +109,40 @@ class LengthBias:
         length: response tokens reached. complete: generation ended by a stop token or the length limit.
         Raises KeyError when the group's cohort is closed or unknown.
         """
-        number = group // self._groups_per_step
-        cohort = self._open[number]
+        cohort_number = group // self._groups_per_step
+        cohort = self._open[cohort_number]
         cohort.lengths[ending, complete][length] += count
         cohort.open -= count
         if cohort.open == 0 and cohort.groups == self._groups_per_step:
-            del self._open[number]
-            for key, histogram in cohort.lengths.items():
-                self._closed[key].update(histogram)
+            del self._open[cohort_number]
+            for ending_key, histogram in cohort.lengths.items():
+                self._closed[ending_key].update(histogram)
             self._closed_rollouts += cohort.rollouts
 
     def statistics(self) -> LengthBiasStatistics:
         """Compute all statistics. O(n log n) in distinct lengths."""
         reached = _total(self._closed.values())
-        trained, completed = self._trained_and_completed()
-        in_open = self._admitted - self._closed_rollouts
+        trained_lengths, completed = self._trained_and_completed()
+        open_rollouts = self._admitted - self._closed_rollouts
 
-        def taken_by(cause: Cause) -> float:
-            taken = _total(lengths for key, lengths in self._closed.items() if _cause_of(*key) == cause)
-            return ks_statistic(reached - taken, reached) if taken else 0.0  # none taken: the usual case
+        def ks_without(cause: Cause) -> float:
+            removed = _total(lengths for key, lengths in self._closed.items() if _cause_of(*key) == cause)
+            return ks_statistic(reached - removed, reached) if removed else 0.0  # none taken: the usual case
 
         return LengthBiasStatistics(
-            ks=ks_statistic(trained, completed),
-            scheduling_ks=taken_by("scheduling"),
-            filter_ks=taken_by("filter"),
-            pruning_ks=taken_by("pruning"),
-            censored_share=in_open / self._admitted if self._admitted else 0.0,
+            ks=ks_statistic(trained_lengths, completed),
+            scheduling_ks=ks_without("scheduling"),
+            filter_ks=ks_without("filter"),
+            pruning_ks=ks_without("pruning"),
+            censored_share=open_rollouts / self._admitted if self._admitted else 0.0,
             cut_share=(reached.total() - completed.total()) / self._closed_rollouts if self._closed_rollouts else 0.0,
         )
 
     def lengths(self) -> tuple[dict[int, int], dict[int, int]]:
         """Return the (trained, completed) length histograms of the closed cohorts."""
-        trained, completed = self._trained_and_completed()
-        return dict(trained), dict(completed)
+        trained_lengths, completed_lengths = self._trained_and_completed()
+        return dict(trained_lengths), dict(completed_lengths)
 
     def _trained_and_completed(self) -> tuple[Counter[int], Counter[int]]:
-        completed = _total(lengths for (_, complete), lengths in self._closed.items() if complete)
-        return self._closed["trained", True], completed
+        completed_lengths = _total(lengths for (_, complete), lengths in self._closed.items() if complete)
+        return self._closed["trained", True], completed_lengths

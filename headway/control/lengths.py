@@ -40,15 +40,15 @@ class LengthDistribution(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _hazard(self) -> float:
-        share = self.tail_share
-        return -math.log(share) / self.last_tokens if 0 < share < 1 and self.last_tokens else 0.0
+        tail_share = self.tail_share
+        return -math.log(tail_share) / self.last_tokens if 0 < tail_share < 1 and self.last_tokens else 0.0
 
     @property
     def mean_least_tokens(self) -> float:
         """Restricted mean E[min(L, last)]."""
         edges = [0, *self.tokens, self.last_tokens]
-        levels = [1.0, *self.survival]
-        return sum((end - start) * level for (start, end), level in zip(pairwise(edges), levels, strict=True))
+        survival_levels = [1.0, *self.survival]
+        return sum((end - start) * level for (start, end), level in zip(pairwise(edges), survival_levels, strict=True))
 
     @property
     def mean_most_tokens(self) -> float:
@@ -72,8 +72,8 @@ class LengthDistribution(msgspec.Struct, frozen=True, kw_only=True):
         if self.last_tokens >= self.limit_tokens:
             return max(1, self.limit_tokens)
         hazard = self._hazard
-        beyond = math.log(self.tail_share / remaining_share) / hazard if hazard and remaining_share > 0 else math.inf
-        return max(1, int(min(self.limit_tokens, self.last_tokens + max(0.0, beyond))))
+        tail = math.log(self.tail_share / remaining_share) / hazard if hazard and remaining_share > 0 else math.inf
+        return max(1, int(min(self.limit_tokens, self.last_tokens + max(0.0, tail))))
 
     def beyond(self, tokens: float) -> float:
         """P(L > tokens)."""
@@ -81,41 +81,41 @@ class LengthDistribution(msgspec.Struct, frozen=True, kw_only=True):
             return 0.0
         if tokens >= self.last_tokens:
             return self.tail_share * math.exp(-self._hazard * (tokens - self.last_tokens))
-        ended = bisect_right(self.tokens, tokens)
-        return self.survival[ended - 1] if ended else 1.0
+        ended_count = bisect_right(self.tokens, tokens)
+        return self.survival[ended_count - 1] if ended_count else 1.0
 
     def mean_remaining_tokens(self, tokens: int) -> float:
         """Return E[L - tokens | L > tokens], the expected further growth at ``tokens`` tokens.
 
         It is 0.0 where all
         observed responses had ended by then: nothing is known of longer ones."""
-        share = self.beyond(tokens)
-        if share <= 0:
+        survival_share = self.beyond(tokens)
+        if survival_share <= 0:
             return 0.0
-        ends = [end for end in self.tokens if tokens < end < self.last_tokens]
-        edges = [tokens, *ends, max(tokens, self.last_tokens)]
-        seen = sum((end - start) * self.beyond(start) for start, end in pairwise(edges))
+        step_ends = [end for end in self.tokens if tokens < end < self.last_tokens]
+        edges = [tokens, *step_ends, max(tokens, self.last_tokens)]
+        seen_tokens = sum((end - start) * self.beyond(start) for start, end in pairwise(edges))
         start, hazard = edges[-1], self._hazard
         tail_tokens = max(0, self.limit_tokens - start)
-        unseen = self.beyond(start) * (-math.expm1(-hazard * tail_tokens) / hazard if hazard else tail_tokens)
-        return (seen + unseen) / share
+        unseen_tokens = self.beyond(start) * (-math.expm1(-hazard * tail_tokens) / hazard if hazard else tail_tokens)
+        return (seen_tokens + unseen_tokens) / survival_share
 
     def capped(self, limit_tokens: int) -> LengthDistribution:
         """Return the distribution under a smaller limit: responses beyond it end at it."""
-        limit = min(limit_tokens, self.limit_tokens)
-        if limit > self.last_tokens:
-            return msgspec.structs.replace(self, limit_tokens=limit)
-        kept = bisect_left(self.tokens, limit)
+        smaller_limit = min(limit_tokens, self.limit_tokens)
+        if smaller_limit > self.last_tokens:
+            return msgspec.structs.replace(self, limit_tokens=smaller_limit)
+        kept_count = bisect_left(self.tokens, smaller_limit)
         return msgspec.structs.replace(
             self,
-            tokens=(*self.tokens[:kept], limit),
-            survival=(*self.survival[:kept], 0.0),
-            last_tokens=limit,
-            limit_tokens=limit,
+            tokens=(*self.tokens[:kept_count], smaller_limit),
+            survival=(*self.survival[:kept_count], 0.0),
+            last_tokens=smaller_limit,
+            limit_tokens=smaller_limit,
         )
 
     def summary(self, group_correlation: float) -> LengthSummary:
-        p99 = self.quantile(0.99)
+        p99_tokens = self.quantile(0.99)
         return LengthSummary(
             finished=self.finished,
             truncated=self.truncated,
@@ -125,8 +125,8 @@ class LengthDistribution(msgspec.Struct, frozen=True, kw_only=True):
             mean_least_tokens=self.mean_least_tokens,
             mean_most_tokens=self.mean_most_tokens,
             p50_tokens=self.quantile(0.5),
-            p99_tokens=p99,
-            p99_seen=p99 <= self.last_tokens,
+            p99_tokens=p99_tokens,
+            p99_seen=p99_tokens <= self.last_tokens,
             group_correlation=group_correlation,
         )
 
@@ -140,31 +140,31 @@ def length_distribution(observations: Iterable[tuple[int, bool]], limit_tokens: 
     information about later tokens; the only one that reached 5 ends there, so P(L > 5) = 0, and the mean is
     2 x 1 + 3 x 2/3 = 4 tokens.
     """
-    ended: Counter[int] = Counter()
-    cut: Counter[int] = Counter()
+    ended_counts: Counter[int] = Counter()
+    cut_counts: Counter[int] = Counter()
     for tokens, is_end in observations:
         if tokens >= limit_tokens:
-            ended[limit_tokens] += 1
+            ended_counts[limit_tokens] += 1
         else:
-            (ended if is_end else cut)[tokens] += 1
-    at_risk = ended.total() + cut.total()
-    tokens_out: list[int] = []
+            (ended_counts if is_end else cut_counts)[tokens] += 1
+    at_risk = ended_counts.total() + cut_counts.total()
+    step_tokens: list[int] = []
     survival: list[float] = []
-    level = 1.0
-    for tokens in sorted(ended.keys() | cut.keys()):
-        if ended[tokens]:
-            level *= 1.0 - ended[tokens] / at_risk
-            tokens_out.append(tokens)
-            survival.append(level)
-        at_risk -= ended[tokens] + cut[tokens]
+    survival_level = 1.0
+    for tokens in sorted(ended_counts.keys() | cut_counts.keys()):
+        if ended_counts[tokens]:
+            survival_level *= 1.0 - ended_counts[tokens] / at_risk
+            step_tokens.append(tokens)
+            survival.append(survival_level)
+        at_risk -= ended_counts[tokens] + cut_counts[tokens]
     return LengthDistribution(
-        tokens=tuple(tokens_out),
+        tokens=tuple(step_tokens),
         survival=tuple(survival),
-        last_tokens=max([0, *ended, *cut]),
+        last_tokens=max([0, *ended_counts, *cut_counts]),
         limit_tokens=limit_tokens,
-        finished=ended.total(),
-        truncated=ended[limit_tokens],
-        censored=cut.total(),
+        finished=ended_counts.total(),
+        truncated=ended_counts[limit_tokens],
+        censored=cut_counts.total(),
     )
 
 
@@ -176,43 +176,43 @@ def group_correlation(groups: Sequence[Sequence[int]]) -> float:
 
     ``groups``: lengths of the members, groups of at least two. 0.0 where there are fewer than two groups.
     """
-    usable = [group for group in groups if len(group) > 1]
-    count = sum(map(len, usable))
-    if len(usable) < 2:
+    usable_groups = [group for group in groups if len(group) > 1]
+    length_count = sum(map(len, usable_groups))
+    if len(usable_groups) < 2:
         return 0.0
-    score = _normal_scores([length for group in usable for length in group])
-    squares = mean_squares([[score[length] for length in group] for group in usable])
-    size = (count - sum(len(group) ** 2 for group in usable) / count) / (len(usable) - 1)
-    return intraclass_correlation(*squares, size)
+    score_by_length = _normal_scores([length for group in usable_groups for length in group])
+    square_pair = mean_squares([[score_by_length[length] for length in group] for group in usable_groups])
+    size = (length_count - sum(len(group) ** 2 for group in usable_groups) / length_count) / (len(usable_groups) - 1)
+    return intraclass_correlation(*square_pair, size)
 
 
 def mean_squares(groups: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Return mean squares between groups and within them, of a one-way analysis of variance.
 
     Groups of one are left out; (0, 0) for fewer than two others."""
-    usable = [group for group in groups if len(group) > 1]
-    count = sum(map(len, usable))
-    if len(usable) < 2:
+    used = [group for group in groups if len(group) > 1]
+    value_count = sum(map(len, used))
+    if len(used) < 2:
         return 0.0, 0.0
-    mean = sum(map(sum, usable)) / count
-    means = [sum(group) / len(group) for group in usable]
-    between = sum(len(g) * (m - mean) ** 2 for g, m in zip(usable, means, strict=True)) / (len(usable) - 1)
-    within = sum((x - m) ** 2 for g, m in zip(usable, means, strict=True) for x in g) / (count - len(usable))
+    overall_mean = sum(map(sum, used)) / value_count
+    group_means = [sum(group) / len(group) for group in used]
+    between = sum(len(g) * (m - overall_mean) ** 2 for g, m in zip(used, group_means, strict=True)) / (len(used) - 1)
+    within = sum((x - m) ** 2 for g, m in zip(used, group_means, strict=True) for x in g) / (value_count - len(used))
     return between, within
 
 
 def intraclass_correlation(between: float, within: float, size: float) -> float:
     """Return the intraclass correlation, 0 to 1, of groups of ``size`` with these mean squares."""
-    spread = between + (size - 1) * within
-    return min(1.0, max(0.0, (between - within) / spread)) if spread > 0 else 0.0
+    total_variance = between + (size - 1) * within
+    return min(1.0, max(0.0, (between - within) / total_variance)) if total_variance > 0 else 0.0
 
 
 def _normal_scores(lengths: Sequence[int]) -> dict[int, float]:
     """Return the standard normal quantile of each length's mid-rank, by length."""
-    counts = Counter(lengths)
-    normal, below = NormalDist(), 0
-    scores: dict[int, float] = {}
-    for length in sorted(counts):
-        scores[length] = normal.inv_cdf((below + counts[length] / 2) / len(lengths))
-        below += counts[length]
-    return scores
+    length_counts = Counter(lengths)
+    normal_distribution, below_count = NormalDist(), 0
+    score_by_length: dict[int, float] = {}
+    for length in sorted(length_counts):
+        score_by_length[length] = normal_distribution.inv_cdf((below_count + length_counts[length] / 2) / len(lengths))
+        below_count += length_counts[length]
+    return score_by_length

@@ -77,17 +77,17 @@ def compare(
         return ProbeComparison(_NOT_FINITE, _NOT_FINITE, reason)
     differences = np.abs(np.asarray(got, np.float64) - np.asarray(expected, np.float64))
     differences[~np.isfinite(differences)] = _NOT_FINITE
-    limits, largest, mean = LIMITS[precision], float(differences.max()), float(differences.mean())
-    if largest <= limits.largest and mean <= limits.mean:
-        return ProbeComparison(largest, mean, "")
-    above = np.flatnonzero(differences > limits.mean)
-    share = f"{len(above)} of {len(differences)} tokens ({len(above) / len(differences):.0%})"
-    named = ", ".join(map(str, (above[:_LISTED] + 1).tolist())) + (" …" if len(above) > _LISTED else "")
+    limits, worst, mean = LIMITS[precision], float(differences.max()), float(differences.mean())
+    if worst <= limits.largest and mean <= limits.mean:
+        return ProbeComparison(worst, mean, "")
+    above_indices = np.flatnonzero(differences > limits.mean)
+    share_text = f"{len(above_indices)} of {len(differences)} tokens ({len(above_indices) / len(differences):.0%})"
+    named = ", ".join(map(str, (above_indices[:_LISTED] + 1).tolist())) + (" …" if len(above_indices) > _LISTED else "")
     return ProbeComparison(
-        largest,
+        worst,
         mean,
-        f"log-probabilities of a probe differ by up to {largest:.2g} and {mean:.2g} on average; the limits are "
-        f"{limits.largest:g} and {limits.mean:g} ({precision}). {share} differ by more than {limits.mean:g}, "
+        f"log-probabilities of a probe differ by up to {worst:.2g} and {mean:.2g} on average; the limits are "
+        f"{limits.largest:g} and {limits.mean:g} ({precision}). {share_text} differ by more than {limits.mean:g}, "
         f"at positions {named}",
     )
 
@@ -96,23 +96,23 @@ def divergent_layer(got: np.ndarray, expected: np.ndarray, precision: str) -> st
     """Describe the layer where hidden states diverge: the one at which their difference grows most.
 
     ``got``, ``expected``: `PathScores.hidden`, [L + 1, N, P]."""
-    rounding = LIMITS[precision].rounding
-    layers = len(expected) - 1
+    rounding_error = LIMITS[precision].rounding
+    layer_count = len(expected) - 1
     if got.shape != expected.shape:
-        return f"one side has {len(got) - 1} layers, the other {layers}"
-    sizes = np.maximum(np.linalg.norm(expected.astype(np.float64), axis=-1), 1 / _NOT_FINITE)
-    shares = np.linalg.norm(got - expected.astype(np.float64), axis=-1) / sizes
-    parts = np.nan_to_num(shares.mean(axis=-1), nan=_NOT_FINITE, posinf=_NOT_FINITE)
-    growth = parts / np.maximum([0.0, *parts[:-1]], _ROUNDING_FACTOR * rounding)
+        return f"one side has {len(got) - 1} layers, the other {layer_count}"
+    expected_norms = np.maximum(np.linalg.norm(expected.astype(np.float64), axis=-1), 1 / _NOT_FINITE)
+    relative_errors = np.linalg.norm(got - expected.astype(np.float64), axis=-1) / expected_norms
+    state_errors = np.nan_to_num(relative_errors.mean(axis=-1), nan=_NOT_FINITE, posinf=_NOT_FINITE)
+    growth = state_errors / np.maximum([0.0, *state_errors[:-1]], _ROUNDING_FACTOR * rounding_error)
     if growth.max() <= _DIVERGENCE_FACTOR:
-        return f"hidden states agree through all {layers} layers: the final norm or the output head differs"
-    state = int(growth.argmax())
-    location = (
+        return f"hidden states agree through all {layer_count} layers: the final norm or the output head differs"
+    state_index = int(growth.argmax())
+    location_text = (
         "at the embedding (model.embed_tokens)"
-        if state == 0
-        else f"in layer {state - 1} of {layers} (model.layers.{state - 1})"
+        if state_index == 0
+        else f"in layer {state_index - 1} of {layer_count} (model.layers.{state_index - 1})"
     )
-    return f"hidden states diverge {location}, by {parts[state]:.2g} of their size"
+    return f"hidden states diverge {location_text}, by {state_errors[state_index]:.2g} of their size"
 
 
 class Disagreement(NamedTuple):
@@ -128,24 +128,24 @@ def disagreement(trainer: ProbeScores, engine: ProbeScores, precision: str) -> D
     Compared are the packed pass with the pass alone, prefill with that pass, and decoding on the cache with prefill.
     ``precision``: of the weights that the engine receives."""
     alone, prefill = trainer.paths["alone"], engine.paths["prefill"]
-    trainer_precision, engine_precision, weights = (
+    trainer_precision, engine_precision, weight_precision = (
         precision_of(dtype, mixture=trainer.mixture) for dtype in (trainer.precision, engine.precision, precision)
     )
-    both = coarser(trainer_precision, engine_precision, weights)
-    pairs = {
+    coarsest_precision = coarser(trainer_precision, engine_precision, weight_precision)
+    checks = {
         "packed": ("the trainer's packed sequences and one alone", trainer.paths["packed"], alone, trainer_precision),
-        "prefill": ("the engine's prefill and the trainer", prefill, alone, both),
+        "prefill": ("the engine's prefill and the trainer", prefill, alone, coarsest_precision),
     }
     if (decode := engine.paths.get("decode")) is not None:
-        pairs["decode"] = ("the engine's decoding on its cache and its prefill", decode, prefill, engine_precision)
-    largest, problems = dict[str, float](), list[str]()
-    condition = " behind a prompt with pictures" if trainer.probe.pixels else ""
-    for name, (pair, got, expected, limits) in pairs.items():
+        checks["decode"] = ("the engine's decoding on its cache and its prefill", decode, prefill, engine_precision)
+    largest_by_pair, problems = dict[str, float](), list[str]()
+    condition_suffix = " behind a prompt with pictures" if trainer.probe.pixels else ""
+    for pair_name, (subject, got, expected, limits) in checks.items():
         comparison = compare(got.logprobs, expected.logprobs, limits)
-        largest[name] = comparison.largest
+        largest_by_pair[pair_name] = comparison.largest
         if comparison.wrong:
-            problems.append(f"{pair} disagree{condition}: {comparison.wrong}{_layer(got, expected, limits)}")
-    return Disagreement(largest, "; ".join(problems))
+            problems.append(f"{subject} disagree{condition_suffix}: {comparison.wrong}{_layer(got, expected, limits)}")
+    return Disagreement(largest_by_pair, "; ".join(problems))
 
 
 def _layer(got: PathScores, expected: PathScores, precision: str) -> str:

@@ -36,43 +36,43 @@ def shared_pool(load: TenantLoad, tenants: int, seed: int = 0) -> SharedPool:
     A rollout takes as long beside others as alone: the saving is that of idle slots, without the effects of fuller
     batches or shared base weights. Tenants differ only in the order of their rollouts' lengths.
     """
-    lengths = [_lengths(load, random.Random(seed + tenant)) for tenant in range(tenants)]
-    together = _finish_s(load, lengths)
-    alone = [_finish_s(load, [tenant_lengths]) for tenant_lengths in lengths]
-    work = sum(sum(map(sum, tenant_lengths)) for tenant_lengths in lengths)
+    seconds_by_tenant = [_lengths(load, random.Random(seed + tenant)) for tenant in range(tenants)]
+    together_s = _finish_s(load, seconds_by_tenant)
+    alone_times = [_finish_s(load, [tenant_seconds]) for tenant_seconds in seconds_by_tenant]
+    work_s = sum(sum(map(sum, tenant_seconds)) for tenant_seconds in seconds_by_tenant)
     return SharedPool(
         tenants=tenants,
-        busy_share=work / (load.slots * together),
-        saving=1 - together / sum(alone),
-        slowdown=together * tenants / sum(alone),
+        busy_share=work_s / (load.slots * together_s),
+        saving=1 - together_s / sum(alone_times),
+        slowdown=together_s * tenants / sum(alone_times),
     )
 
 
 def _lengths(load: TenantLoad, chance: random.Random) -> list[list[float]]:
     """Draw the seconds of each rollout, step by step."""
     sigma = math.log(load.spread) / 2.3263  # the standard normal's quantile at 0.99
-    middle = load.mean_s * math.exp(-(sigma**2) / 2)
-    return [[middle * chance.lognormvariate(0, sigma) for _ in range(load.rollouts)] for _ in range(load.steps)]
+    median_s = load.mean_s * math.exp(-(sigma**2) / 2)
+    return [[median_s * chance.lognormvariate(0, sigma) for _ in range(load.rollouts)] for _ in range(load.steps)]
 
 
 def _finish_s(load: TenantLoad, lengths: Sequence[list[list[float]]]) -> float:
     """Return the seconds until every tenant has done its steps.
 
     Slots go to waiting rollouts in order of arrival, the trainer to batches in order of completion."""
-    free = [0.0] * load.slots
+    slot_free_s = [0.0] * load.slots
     trainer_s = 0.0
-    events = [(0.0, tenant, 0, False) for tenant in range(len(lengths))]  # (time, tenant, step, all of it generated)
-    while events:
-        now, tenant, step, generated = heapq.heappop(events)
-        if generated:
-            trainer_s = max(trainer_s, now) + load.train_s
+    heap = [(0.0, tenant, 0, False) for tenant in range(len(lengths))]  # (time, tenant, step, all of it generated)
+    while heap:
+        now_s, tenant, step, is_generated = heapq.heappop(heap)
+        if is_generated:
+            trainer_s = max(trainer_s, now_s) + load.train_s
             if step + 1 < len(lengths[tenant]):
-                heapq.heappush(events, (trainer_s, tenant, step + 1, False))
+                heapq.heappush(heap, (trainer_s, tenant, step + 1, False))
             continue
-        done = now
+        generated_s = now_s
         for seconds in lengths[tenant][step]:
-            end = max(now, heapq.heappop(free)) + seconds
-            heapq.heappush(free, end)
-            done = max(done, end)
-        heapq.heappush(events, (done, tenant, step, True))
+            rollout_end_s = max(now_s, heapq.heappop(slot_free_s)) + seconds
+            heapq.heappush(slot_free_s, rollout_end_s)
+            generated_s = max(generated_s, rollout_end_s)
+        heapq.heappush(heap, (generated_s, tenant, step, True))
     return trainer_s

@@ -61,7 +61,7 @@ def check_budget(step: int, first_versions: Iterable[tuple[int, int]], budget: i
 
     Raises BudgetExceeded when it is above the budget.
     """
-    worst = 0
+    largest_staleness = 0
     for index, first_version in first_versions:
         staleness = step - first_version
         if staleness > budget:
@@ -69,8 +69,8 @@ def check_budget(step: int, first_versions: Iterable[tuple[int, int]], budget: i
                 f"group {index}, first token at version {first_version}, would be trained at step {step}: "
                 f"staleness {staleness} > budget {budget}"
             )
-        worst = max(worst, staleness)
-    return worst
+        largest_staleness = max(largest_staleness, staleness)
+    return largest_staleness
 
 
 def select_batch(
@@ -205,42 +205,42 @@ class OpenGroups:
 
     def _oldest(self, versions: Iterable[int], limit: int, without: Collection[int] = ()) -> dict[int, list[int]]:
         """Return at most ``limit`` of the oldest finished groups of these versions, by version."""
-        chosen: dict[int, list[int]] = {}
+        chosen_by_version: dict[int, list[int]] = {}
         for version in versions:
             if not limit:
                 break
             finished = self._finished[version]
-            usable = [index for index in finished if index not in without] if without else finished
-            if usable:
-                chosen[version] = usable[:limit]
-                limit -= len(chosen[version])
-        return chosen
+            usable_groups = [index for index in finished if index not in without] if without else finished
+            if usable_groups:
+                chosen_by_version[version] = usable_groups[:limit]
+                limit -= len(chosen_by_version[version])
+        return chosen_by_version
 
     def _unfinished_first(self, count: int) -> int:
         """Count the unfinished groups among the ``count`` oldest open ones."""
         unfinished_count = 0
         for version in self._versions:
-            ordered = sorted([*self._unfinished[version], *self._finished[version]])[:count]
-            unfinished_count += len(self._unfinished[version].intersection(ordered))
-            count -= len(ordered)
+            oldest_groups = sorted([*self._unfinished[version], *self._finished[version]])[:count]
+            unfinished_count += len(self._unfinished[version].intersection(oldest_groups))
+            count -= len(oldest_groups)
         return unfinished_count
 
     def _select_waiting(self, step: int, part: NextPart) -> tuple[Selection, list[int]]:
         if self._in_order and (older := self._unfinished_first(part.groups)):
             reason = f"{older} of the {part.groups} oldest groups are unfinished, and parts keep the order of admission"
             return Selection(missing=older, reason=reason), self._versions
-        chosen = self._oldest(self._versions, part.groups)
-        remaining = missing = 0
-        due: list[int] = []
-        for number, version in enumerate(self._versions, start=1):
-            taken = len(chosen.get(version, ()))
-            remaining += len(self._unfinished[version]) + len(self._finished[version]) - taken
-            excess = remaining - self._per_step * (version + self._budget - step) - part.remaining
-            if excess > 0:
-                missing, due = max(missing, excess), self._versions[:number]
-        if due:
-            return self._wait_for(step, due, missing), due
-        return self._selection(step, part, chosen, self._versions)
+        chosen_by_version = self._oldest(self._versions, part.groups)
+        remaining_groups = missing_groups = 0
+        due_versions: list[int] = []
+        for version_count, version in enumerate(self._versions, start=1):
+            taken_count = len(chosen_by_version.get(version, ()))
+            remaining_groups += len(self._unfinished[version]) + len(self._finished[version]) - taken_count
+            excess_groups = remaining_groups - self._per_step * (version + self._budget - step) - part.remaining
+            if excess_groups > 0:
+                missing_groups, due_versions = max(missing_groups, excess_groups), self._versions[:version_count]
+        if due_versions:
+            return self._wait_for(step, due_versions, missing_groups), due_versions
+        return self._selection(step, part, chosen_by_version, self._versions)
 
     def _wait_for(self, step: int, due: list[int], missing: int) -> Selection:
         """Return a selection that waits; raise BudgetExceeded where waiting can't help.
@@ -251,9 +251,9 @@ class OpenGroups:
         if unfinished < missing:
             for version in due:
                 _check_all(step, version, {*self._unfinished[version], *self._finished[version]}, self._budget)
-            groups = unfinished + sum(len(self._finished[version]) for version in due)
+            count = unfinished + sum(len(self._finished[version]) for version in due)
             raise BudgetExceeded(
-                f"step {step}: {groups} groups must be trained by step {deadline}, {self._per_step} fit into each: "
+                f"step {step}: {count} groups must be trained by step {deadline}, {self._per_step} fit into each: "
                 f"more groups are open than admission allows"
             )
         return Selection(
@@ -274,46 +274,46 @@ class OpenGroups:
         """Make the selection of ``chosen``, or one that waits while these are fewer than a batch.
 
         ``usable``: versions whose groups may be waited for; ``checked``: check the batch against the budget."""
-        ended, count = tuple(sorted(overdue)), sum(map(len, chosen.values()))
-        if count < part.groups:
-            waiting = Selection(
-                missing=part.groups - count,
-                reason=f"{count} of {part.groups} groups are finished",
-                overdue=ended,
+        overdue_groups, chosen_count = tuple(sorted(overdue)), sum(map(len, chosen.values()))
+        if chosen_count < part.groups:
+            waiting_selection = Selection(
+                missing=part.groups - chosen_count,
+                reason=f"{chosen_count} of {part.groups} groups are finished",
+                overdue=overdue_groups,
             )
-            return waiting, usable
+            return waiting_selection, usable
         for version, groups in chosen.items() if checked else ():
             _check_all(step, version, groups, self._budget)
         batch = tuple(sorted(index for groups in chosen.values() for index in groups))
-        return Selection(groups=batch, overdue=ended), []
+        return Selection(groups=batch, overdue=overdue_groups), []
 
     def _select_dropping(self, step: int, part: NextPart) -> tuple[Selection, list[int]]:
-        late = [version for version in self._versions if version + self._budget < step]
-        usable = self._versions[len(late) :]
-        overdue = [i for version in late for i in (*self._unfinished[version], *self._finished[version])]
-        chosen = self._oldest(usable, part.groups)
-        if sum(map(len, chosen.values())) == part.groups:
-            kept = 0
-            for version in usable:
+        late_versions = [version for version in self._versions if version + self._budget < step]
+        usable_versions = self._versions[len(late_versions) :]
+        overdue = [i for version in late_versions for i in (*self._unfinished[version], *self._finished[version])]
+        chosen_by_version = self._oldest(usable_versions, part.groups)
+        if sum(map(len, chosen_by_version.values())) == part.groups:
+            kept_count = 0
+            for version in usable_versions:
                 # A group that is kept is trained behind the older finished ones, from the next step on.
-                capacity = self._per_step * (version + self._budget - step) + part.remaining
-                if not capacity:  # due at this step, but not in its batch: no later step may train them
+                capacity_groups = self._per_step * (version + self._budget - step) + part.remaining
+                if not capacity_groups:  # due at this step, but not in its batch: no later step may train them
                     overdue += self._unfinished[version]
-                rest = self._finished[version][len(chosen.get(version, ())) :]
-                fitting = max(0, min(len(rest), capacity - kept))
-                overdue += rest[fitting:]
-                kept += fitting
-        return self._selection(step, part, chosen, usable, overdue)
+                rest_groups = self._finished[version][len(chosen_by_version.get(version, ())) :]
+                fitting_count = max(0, min(len(rest_groups), capacity_groups - kept_count))
+                overdue += rest_groups[fitting_count:]
+                kept_count += fitting_count
+        return self._selection(step, part, chosen_by_version, usable_versions, overdue)
 
     def _select_masking(self, step: int, part: NextPart) -> tuple[Selection, list[int]]:
-        overdue: set[int] = set()
-        seen: list[tuple[int, int]] = []
+        overdue_groups: set[int] = set()
+        popped_entries: list[tuple[int, int]] = []
         while self._newest and self._newest[0][0] + self._budget < step:
-            seen.append(heappop(self._newest))
-            if seen[-1][1] in self._version_of:
-                overdue.add(seen[-1][1])
-        for entry in seen:
-            if entry[1] in overdue:  # until it is removed
-                heappush(self._newest, entry)
-        chosen = self._oldest(self._versions, part.groups, overdue)
-        return self._selection(step, part, chosen, self._versions, overdue, checked=False)
+            popped_entries.append(heappop(self._newest))
+            if popped_entries[-1][1] in self._version_of:
+                overdue_groups.add(popped_entries[-1][1])
+        for popped_entry in popped_entries:
+            if popped_entry[1] in overdue_groups:  # until it is removed
+                heappush(self._newest, popped_entry)
+        chosen_by_version = self._oldest(self._versions, part.groups, overdue_groups)
+        return self._selection(step, part, chosen_by_version, self._versions, overdue_groups, checked=False)

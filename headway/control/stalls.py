@@ -63,10 +63,10 @@ class Expectations:
         limits = self._limits
         if len(ordered) < limits.enough:
             return max(limits.unknown_s, limits.floor_s)
-        middle, high = ordered[len(ordered) // 2], ordered[math.ceil(0.99 * len(ordered)) - 1]
-        spread = high / middle if middle > 0 else 1.0
-        limit_s = max(limits.unknown_s, high * limits.factor**2)
-        return max(limits.floor_s, min(high * max(limits.factor, spread), limit_s))
+        median_s, p99_s = ordered[len(ordered) // 2], ordered[math.ceil(0.99 * len(ordered)) - 1]
+        p99_ratio = p99_s / median_s if median_s > 0 else 1.0
+        limit_s = max(limits.unknown_s, p99_s * limits.factor**2)
+        return max(limits.floor_s, min(p99_s * max(limits.factor, p99_ratio), limit_s))
 
 
 def role_of(worker: str) -> str:
@@ -83,13 +83,13 @@ def workers_to_inspect(
     too long, all workers are."""
     if _first_overdue([wait for wait in waits if wait.owner == LOOPS], expectations, now_s) is not None:
         return set(silent_s)
-    chosen = {name for name, silence_s in silent_s.items() if silence_s >= limits.fact_s / 2}
+    chosen_workers = {worker for worker, silence_s in silent_s.items() if silence_s >= limits.fact_s / 2}
     for wait in waits:
         waited_s = now_s - wait.since_s
         if wait.owner in silent_s and waited_s >= min(limits.fact_s, expectations.expected_s(wait.kind)):
-            chosen.add(wait.owner)
-    groups = {role_of(name) for name in chosen if role_of(name) == "trainer"}
-    return chosen | {name for name in silent_s if role_of(name) in groups}
+            chosen_workers.add(wait.owner)
+    chosen_roles = {role_of(worker) for worker in chosen_workers if role_of(worker) == "trainer"}
+    return chosen_workers | {worker for worker in silent_s if role_of(worker) in chosen_roles}
 
 
 def find_stalls(
@@ -108,23 +108,23 @@ def find_stalls(
     oldest: dict[str, Wait] = {}
     for wait in waits:
         oldest.setdefault(wait.owner, wait)
-    facts = [_stall_of(status, oldest, silent_since_s, expectations, now_s, limits) for status in statuses.values()]
-    stalls = [stall for stall in facts if stall is not None]
+    proven = [_stall_of(status, oldest, silent_since_s, expectations, now_s, limits) for status in statuses.values()]
+    stalls = [stall for stall in proven if stall is not None]
     stalls += _missing_ranks(statuses, oldest, expectations, now_s, limits)
-    explained = {stall.owner for stall in stalls} | {
+    explained_owners = {stall.owner for stall in stalls} | {
         name for stall in stalls if role_of(stall.owner) == "trainer" for name in statuses if role_of(name) == "trainer"
     }
     for owner, wait in oldest.items():
-        if owner in explained or owner == LOOPS:
+        if owner in explained_owners or owner == LOOPS:
             continue
-        overdue = _first_overdue([candidate for candidate in waits if candidate.owner == owner], expectations, now_s)
+        late_wait = _first_overdue([candidate for candidate in waits if candidate.owner == owner], expectations, now_s)
         # Later calls queue behind the first: where that isn't overdue, neither are they.
-        if overdue is not None and (overdue is wait or overdue.kind.startswith("environment.")):
-            stalls.append(_overdue(overdue, statuses.get(owner), expectations))
+        if late_wait is not None and (late_wait is wait or late_wait.kind.startswith("environment.")):
+            stalls.append(_overdue(late_wait, statuses.get(owner), expectations))
     if not stalls:
-        overdue = _first_overdue([candidate for candidate in waits if candidate.owner == LOOPS], expectations, now_s)
-        troubled = next((status for status in statuses.values() if status.trouble), None)
-        stalls += [] if overdue is None else [_overdue(overdue, troubled, expectations)]
+        late_wait = _first_overdue([candidate for candidate in waits if candidate.owner == LOOPS], expectations, now_s)
+        troubled_status = next((status for status in statuses.values() if status.trouble), None)
+        stalls += [] if late_wait is None else [_overdue(late_wait, troubled_status, expectations)]
     return stalls
 
 
@@ -132,14 +132,14 @@ def current_frame(status: WorkerStatus) -> tuple[str, tuple[Stack, ...]]:
     """Return a worker's innermost frame outside libraries, and the stacks behind it, the most informative first.
 
     The frame is that of the thread or task that does the work; "" where nothing is known."""
-    main = [stack for stack in status.stacks if stack.of == "main"]
+    main_stacks = [stack for stack in status.stacks if stack.of == "main"]
     tasks = [stack for stack in status.stacks if stack.of.startswith("task ") and stack.frames]
-    threads = [stack for stack in status.stacks if stack not in main and stack not in tasks and not _idle(stack)]
-    working = [stack for stack in main if status.call not in ("", "tick") or not _idle(stack)]
+    threads = [stack for stack in status.stacks if stack not in main_stacks and stack not in tasks and not _idle(stack)]
+    working_stacks = [stack for stack in main_stacks if status.call not in ("", "tick") or not _idle(stack)]
     tasks.sort(key=lambda stack: _user_frame(stack).startswith(("headway/", "<")))  # the user's own code first
     # The thread of a running event loop is busy only briefly: its tasks' awaits are more informative.
-    ordered = [*working, *threads, *tasks, *(stack for stack in main if stack not in working)]
-    return (_user_frame(ordered[0]) if ordered else ""), tuple(ordered[:4])
+    stacks = [*working_stacks, *threads, *tasks, *(stack for stack in main_stacks if stack not in working_stacks)]
+    return (_user_frame(stacks[0]) if stacks else ""), tuple(stacks[:4])
 
 
 def _user_frame(stack: Stack) -> str:
@@ -165,14 +165,14 @@ def _stall_of(
     since_s = silent_since_s.get(status.worker, now_s)
     if status.condition == "answers" or now_s - since_s < limits.fact_s / 2:
         return None
-    location, stacks = current_frame(status)
+    frame, stacks = current_frame(status)
     if status.condition == "stopped":
-        cause, kind = "is stopped by a signal or a debugger", "stopped"
-    elif location:
-        cause, kind = f"holds the interpreter's lock in {location}", "lock held"
+        reason, kind = "is stopped by a signal or a debugger", "stopped"
+    elif frame:
+        reason, kind = f"holds the interpreter's lock in {frame}", "lock held"
     else:
-        cause, kind = "sends no heartbeat", "silent"
-    text = f"{_waiting(wait)} for {status.worker}, which {cause}" if wait is not None else f"{status.worker} {cause}"
+        reason, kind = "sends no heartbeat", "silent"
+    text = f"{_waiting(wait)} for {status.worker}, which {reason}" if wait is not None else f"{status.worker} {reason}"
     return Stall(
         owner=status.worker,
         kind=kind,
@@ -195,39 +195,39 @@ def _missing_ranks(
 
     It is a fact where the rank has ended its call or is in another collective; while it still computes, it is a stall
     once that takes longer than expected."""
-    ranks = [rank for rank in statuses.values() if role_of(rank.worker) == "trainer" and rank.condition == "answers"]
-    waiting = [rank for rank in ranks if rank.in_collective_s is not None and rank.in_collective_s >= limits.fact_s]
-    if not waiting:
+    trainers = [rank for rank in statuses.values() if role_of(rank.worker) == "trainer" and rank.condition == "answers"]
+    waiters = [rank for rank in trainers if rank.in_collective_s is not None and rank.in_collective_s >= limits.fact_s]
+    if not waiters:
         return []
-    ahead = max(waiting, key=lambda status: (status.collectives, status.in_collective_s or 0.0))
-    for status in ranks:
-        same = (status.collectives, status.collective) == (ahead.collectives, ahead.collective)
-        if status is ahead or (same and status.in_collective_s is not None):
+    ahead_status = max(waiters, key=lambda status: (status.collectives, status.in_collective_s or 0.0))
+    for status in trainers:
+        same_collective = (status.collectives, status.collective) == (ahead_status.collectives, ahead_status.collective)
+        if status is ahead_status or (same_collective and status.in_collective_s is not None):
             continue
-        wait = oldest.get(ahead.worker)
-        overdue = wait is not None and now_s - wait.since_s > expectations.expected_s(wait.kind)
-        hard = not status.call or (status.in_collective_s or 0.0) >= limits.fact_s
-        if not hard and not overdue:
+        wait = oldest.get(ahead_status.worker)
+        is_overdue = wait is not None and now_s - wait.since_s > expectations.expected_s(wait.kind)
+        is_hard = not status.call or (status.in_collective_s or 0.0) >= limits.fact_s
+        if not is_hard and not is_overdue:
             continue
-        location, stacks = current_frame(status)
+        frame, stacks = current_frame(status)
         if status.in_collective_s is not None:
-            activity = f"is in {status.collective} {status.collectives}, at {location}"
+            activity_text = f"is in {status.collective} {status.collectives}, at {frame}"
         elif not status.call:
-            activity = f"has ended its call after {status.collectives} collectives"
+            activity_text = f"has ended its call after {status.collectives} collectives"
         else:
-            activity = f"is in {location}"
-        waits_in = f"{ahead.worker} waits in {ahead.collective} {ahead.collectives}"
+            activity_text = f"is in {frame}"
+        wait_text = f"{ahead_status.worker} waits in {ahead_status.collective} {ahead_status.collectives}"
         return [
             Stall(
                 owner=status.worker,
                 kind="missing rank",
-                since_s=now_s - (ahead.in_collective_s or 0.0),
-                cause=f"{waits_in} for {status.worker}, which {activity}",
+                since_s=now_s - (ahead_status.in_collective_s or 0.0),
+                cause=f"{wait_text} for {status.worker}, which {activity_text}",
                 expected_s=limits.fact_s if wait is None else expectations.expected_s(wait.kind),
-                hard=hard,
+                hard=is_hard,
                 stacks=(
                     *((status.worker, stack) for stack in stacks),
-                    *((ahead.worker, stack) for stack in current_frame(ahead)[1]),
+                    *((ahead_status.worker, stack) for stack in current_frame(ahead_status)[1]),
                 ),
             )
         ]
@@ -242,20 +242,20 @@ def _overdue(wait: Wait, status: WorkerStatus | None, expectations: Expectations
     frame, stacks = ("", ()) if status is None else current_frame(status)
     owner = wait.owner
     if status is not None and status.trouble:
-        cause = f"{f'while {status.worker}' if owner == LOOPS else 'which'} reports: {status.trouble}"
+        cause_text = f"{f'while {status.worker}' if owner == LOOPS else 'which'} reports: {status.trouble}"
         owner = status.worker
     elif status is not None and status.blocked_events:
-        cause = "which waits until its events are read here"
+        cause_text = "which waits until its events are read here"
     else:
-        cause = (
+        cause_text = (
             f"which is in {frame}" if frame else f"longer than the {expectations.expected_s(wait.kind):.0f} s expected"
         )
-    for_whom = "" if wait.owner == LOOPS else f" for {wait.owner}"
+    owner_suffix = "" if wait.owner == LOOPS else f" for {wait.owner}"
     return Stall(
         owner=owner,
         kind=wait.kind,
         since_s=wait.since_s,
-        cause=f"{_waiting(wait)}{for_whom}, {cause}",
+        cause=f"{_waiting(wait)}{owner_suffix}, {cause_text}",
         expected_s=expectations.expected_s(wait.kind),
         hard=False,
         stacks=tuple((owner, stack) for stack in stacks),
@@ -280,24 +280,24 @@ class StallTracker:
 
     def update(self, stalls: Iterable[Stall], now_s: float) -> tuple[list[Stall], list[Stall]]:
         """Enter the stalls of a check. Returns those to report now, and those that are over."""
-        present = {
+        present_stalls = {
             (stall.owner, stall.kind): stall
             for stall in stalls
             if stall.owner != LOOPS or now_s >= self.grace_until_s or (stall.owner, stall.kind) in self.open
         }
-        begun: list[Stall] = []
-        self._seen = {key: self._seen.get(key, 0) + 1 for key in present}
-        for key, stall in present.items():
-            self._missed.pop(key, None)
-            if key not in self.open and self._seen[key] >= self._limits.confirmations:
-                begun.append(stall)
-                self.open[key] = stall
-        over: list[Stall] = []
-        for key in [key for key in self.open if key not in present]:
-            self._missed[key] = self._missed.get(key, 0) + 1
-            if self._missed[key] >= self._limits.confirmations:
-                over.append(self.open.pop(key))
-                del self._missed[key]
-        if self.open or over:
+        begun_stalls: list[Stall] = []
+        self._seen = {stall_key: self._seen.get(stall_key, 0) + 1 for stall_key in present_stalls}
+        for stall_key, stall in present_stalls.items():
+            self._missed.pop(stall_key, None)
+            if stall_key not in self.open and self._seen[stall_key] >= self._limits.confirmations:
+                begun_stalls.append(stall)
+                self.open[stall_key] = stall
+        ended_stalls: list[Stall] = []
+        for stall_key in [stall_key for stall_key in self.open if stall_key not in present_stalls]:
+            self._missed[stall_key] = self._missed.get(stall_key, 0) + 1
+            if self._missed[stall_key] >= self._limits.confirmations:
+                ended_stalls.append(self.open.pop(stall_key))
+                del self._missed[stall_key]
+        if self.open or ended_stalls:
             self.grace_until_s = now_s + self._limits.grace_s
-        return begun, over
+        return begun_stalls, ended_stalls

@@ -22,49 +22,49 @@ def quantile(values: Sequence[float], q: float) -> float:
         raise ValueError(f"quantile {q} is not within 0..1")
     if not values:
         return 0.0
-    ordered = sorted(values)
-    position = q * (len(ordered) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+    sorted_values = sorted(values)
+    position = q * (len(sorted_values) - 1)
+    low_index = math.floor(position)
+    high_index = min(low_index + 1, len(sorted_values) - 1)
+    return sorted_values[low_index] + (sorted_values[high_index] - sorted_values[low_index]) * (position - low_index)
 
 
 def histogram_in_tenths(values: Iterable[float]) -> dict[str, int]:
     """Count values by tenth, each rounded down ("0.3")."""
-    counts = Counter(math.floor(10 * value + 1e-9) for value in values)
-    return {f"{tenths / 10:.1f}": count for tenths, count in sorted(counts.items())}
+    count_by_tenth = Counter(math.floor(10 * number + 1e-9) for number in values)
+    return {f"{tenths / 10:.1f}": count for tenths, count in sorted(count_by_tenth.items())}
 
 
 def weighted_mean(
     records: Iterable[Record], value: Callable[[Record], float], weight: Callable[[Record], float]
 ) -> float:
     """Return the weighted mean of the finite values of ``records``; 0.0 where their weight is 0."""
-    pairs = [(value(record), weight(record)) for record in records]
-    pairs = [(x, w) for x, w in pairs if math.isfinite(x) and w > 0]
-    total = sum(w for _, w in pairs)
-    return sum(x * w for x, w in pairs) / total if total else 0.0
+    weighted_pairs = [(value(record), weight(record)) for record in records]
+    weighted_pairs = [(x, w) for x, w in weighted_pairs if math.isfinite(x) and w > 0]
+    total_weight = sum(w for _, w in weighted_pairs)
+    return sum(x * w for x, w in weighted_pairs) / total_weight if total_weight else 0.0
 
 
 def distribution(weighted: Iterable[tuple[int, int]]) -> Distribution:
     """Compute mean, maximum and histogram of integers from (value, count) pairs.
 
     For the staleness of trajectories each count is 1, for that of tokens it is a span's number of tokens."""
-    counts: Counter[int] = Counter()
-    for value, count in weighted:
-        counts[value] += count
-    total = sum(counts.values())
-    if not total:
+    tally: Counter[int] = Counter()
+    for number, count in weighted:
+        tally[number] += count
+    total_count = sum(tally.values())
+    if not total_count:
         return Distribution()
-    mean = sum(value * count for value, count in counts.items()) / total
-    return Distribution(mean=mean, max=max(counts), histogram={str(v): counts[v] for v in sorted(counts)})
+    mean = sum(number * count for number, count in tally.items()) / total_count
+    return Distribution(mean=mean, max=max(tally), histogram={str(v): tally[v] for v in sorted(tally)})
 
 
 def pooled(histograms: Iterable[Mapping[str, int] | Mapping[int, int]]) -> Counter[int]:
     """Sum histograms (value -> count, values possibly as text from a ledger); the result ascends by value."""
-    total: Counter[int] = Counter()
+    pooled_counts: Counter[int] = Counter()
     for histogram in histograms:
-        total.update({int(value): count for value, count in histogram.items()})
-    return Counter(dict(sorted(total.items())))
+        pooled_counts.update({int(number): count for number, count in histogram.items()})
+    return Counter(dict(sorted(pooled_counts.items())))
 
 
 def length_histogram(lengths: Iterable[int]) -> dict[str, int]:
@@ -72,8 +72,8 @@ def length_histogram(lengths: Iterable[int]) -> dict[str, int]:
 
     There are four buckets for every doubling (exact up to 8), so a bucket is at most a quarter as wide as its lower
     bound."""
-    counts = Counter(_bucket_end(length) for length in lengths)
-    return {str(end): counts[end] for end in sorted(counts)}
+    count_by_end = Counter(_bucket_end(length) for length in lengths)
+    return {str(end): count_by_end[end] for end in sorted(count_by_end)}
 
 
 def bucket_width(length: int) -> int:

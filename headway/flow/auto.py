@@ -59,8 +59,8 @@ class AutoPlanner:
     def with_stage(self, plan: ExecutionPlan, stage: str, max_workers: int | None) -> ExecutionPlan:
         """Return the plan with a newly declared stage of at most ``max_workers``, on all devices that it can use."""
         self._max_workers[stage] = max_workers
-        placed = StagePlacement(devices=tuple(self._devices[:max_workers]))
-        return msgspec.structs.replace(plan, stages={**plan.stages, stage: placed})
+        placement = StagePlacement(devices=tuple(self._devices[:max_workers]))
+        return msgspec.structs.replace(plan, stages={**plan.stages, stage: placement})
 
     def add_step(
         self,
@@ -76,15 +76,15 @@ class AutoPlanner:
             return
         for stage, stage_turns in turns.items():
             self._turns.setdefault(stage, []).extend(stage_turns)
-            seconds, count = self._switches.get(stage, (0.0, 0))
-            self._switches[stage] = (seconds + step.stages[stage].switch_s, count + step.stages[stage].turns)
+            switch_seconds, count = self._switches.get(stage, (0.0, 0))
+            self._switches[stage] = (switch_seconds + step.stages[stage].switch_s, count + step.stages[stage].turns)
 
     def plan_for(self, step: int, plan: ExecutionPlan, history: Sequence[FlowStep]) -> ExecutionPlan | None:
         """Return the plan from this step on; None: no change. Raises ConfigurationError for a stage without turns that
         took items."""
         if step == PROFILE - 1:
-            quarter = max(1, self._items // 4)
-            stages = {name: msgspec.structs.replace(placed, chunk=quarter) for name, placed in plan.stages.items()}
+            chunk = max(1, self._items // 4)
+            stages = {name: msgspec.structs.replace(placed, chunk=chunk) for name, placed in plan.stages.items()}
             return msgspec.structs.replace(plan, stages=stages)
         if step == PROFILE:
             self._curves = {stage: Curve(stage, turns) for stage, turns in self._turns.items()}
@@ -92,33 +92,33 @@ class AutoPlanner:
         if step < PROFILE + _DRIFT_STEPS or step - self._planned_step < _DRIFT_STEPS or plan.expected_s is None:
             return None
         recent_steps = history[-_DRIFT_STEPS:]
-        ratios = [measured_step.seconds / plan.expected_s for measured_step in recent_steps]
-        if min(ratios) < 1 + _DRIFT and max(ratios) > 1 / (1 + _DRIFT):
+        time_ratios = [measured_step.seconds / plan.expected_s for measured_step in recent_steps]
+        if min(time_ratios) < 1 + _DRIFT and max(time_ratios) > 1 / (1 + _DRIFT):
             self._turns.clear()
             return None
         self._curves = {stage: curve.scaled(self._turns.get(stage, ())) for stage, curve in self._curves.items()}
-        better = self._make_plan(step, plan)
-        took_s = median(measured_step.seconds for measured_step in recent_steps)
-        if better.expected_s is None or better.expected_s > took_s * (1 - _MIN_GAIN):
-            return msgspec.structs.replace(plan, expected_s=took_s)
-        return better
+        better_plan = self._make_plan(step, plan)
+        median_s = median(measured_step.seconds for measured_step in recent_steps)
+        if better_plan.expected_s is None or better_plan.expected_s > median_s * (1 - _MIN_GAIN):
+            return msgspec.structs.replace(plan, expected_s=median_s)
+        return better_plan
 
     def _make_plan(self, step: int, plan: ExecutionPlan) -> ExecutionPlan:
         self._planned_step = step
         self._turns.clear()
-        measured = {
+        measured_stages = {
             stage: MeasuredStage(
                 curve=self._curves[stage], switch_s=seconds / max(1, count), max_workers=self._max_workers[stage]
             )
             for stage, (seconds, count) in ((name, self._switches.get(name, (0.0, 0))) for name in plan.stages)
         }
-        fastest = fastest_plan(measured, self._edges, self._items, self._devices)
-        kept = {  # elsewhere they would lose their state
-            name: msgspec.structs.replace(placed, devices=plan.stages[name].devices)
-            for name, placed in fastest.stages.items()
+        new_plan = fastest_plan(measured_stages, self._edges, self._items, self._devices)
+        kept_stages = {  # elsewhere they would lose their state
+            name: msgspec.structs.replace(placement, devices=plan.stages[name].devices)
+            for name, placement in new_plan.stages.items()
             if name not in self._movable
         }
-        return msgspec.structs.replace(fastest, stages=fastest.stages | kept)
+        return msgspec.structs.replace(new_plan, stages=new_plan.stages | kept_stages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,16 +135,16 @@ def fastest_plan(
 ) -> ExecutionPlan:
     """Search the plan whose steps of ``items`` items are expected to be fastest. ``measured``: stages, upstream first;
     ``edges``: (from stage, to stage) of items. Raises ConfigurationError when there is no plan."""
-    chunks = tuple(sorted({math.gcd(items, size) for size in (1, 2, 4, 8, 16, items // 2, items) if size}))
+    chunks = tuple(sorted({math.gcd(items, chunk) for chunk in (1, 2, 4, 8, 16, items // 2, items) if chunk}))
     stages = tuple(_stage(name, stage, chunks, items, len(devices)) for name, stage in measured.items())
     order = list(measured)
-    forward = {(a, b) for a, b in edges if a in order and b in order and order.index(a) < order.index(b)}
+    forward_edges = {(a, b) for a, b in edges if a in order and b in order and order.index(a) < order.index(b)}
     placement = place(
         Workflow(
             items=items,
             granularities=chunks,
             stages=stages,
-            edges=tuple(WorkflowEdge(source=a, to=b) for a, b in sorted(forward)),
+            edges=tuple(WorkflowEdge(source=a, to=b) for a, b in sorted(forward_edges)),
         ),
         DevicePool(classes=(PoolDevices(device=_DEVICE, devices=len(devices), memory_bytes=0.0),)),
         settings=_SEARCH,
@@ -154,34 +154,34 @@ def fastest_plan(
 
 def execution_of(plan: PlacementPlan, order: Sequence[str], items: int, devices: Sequence[str]) -> ExecutionPlan:
     """Convert a plan of the search to one with the devices' names. ``order``: stages, upstream first."""
-    placed: dict[str, StagePlacement] = {}
+    stages: dict[str, StagePlacement] = {}
     for pipeline in pipelines_of(plan.phases):
         for part in (part for level in pipeline.levels for part in level):
             for turn in (turn for turn in part.turns if turn.inside is None and turn.device is not None):
                 assert turn.device is not None
-                first, _ = part.devices[turn.device]
+                first_device, _ = part.devices[turn.device]
                 chunk = pipeline.items_per_chunk
-                placed[turn.name] = StagePlacement(
-                    devices=tuple(devices[first : first + turn.devices]),
+                stages[turn.name] = StagePlacement(
+                    devices=tuple(devices[first_device : first_device + turn.devices]),
                     chunk=None if chunk == items else chunk,
                     expected_s=turn.seconds * (items // chunk),
                 )
-    return ExecutionPlan(stages={stage: placed[stage] for stage in order}, items=items, expected_s=plan.seconds)
+    return ExecutionPlan(stages={stage: stages[stage] for stage in order}, items=items, expected_s=plan.seconds)
 
 
 def _stage(name: str, measured: MeasuredStage, chunks: Sequence[int], items: int, devices: int) -> WorkflowStage:
     """Estimate a stage's times on every number of devices. Free workers take shares of chunks as these come, so that a
     step takes as many rounds as all its shares need, and the last round waits for the slowest worker; a chunk is
     charged its part of that time."""
-    points: list[TimePoint] = []
-    for count in range(1, min(devices, measured.max_workers or devices) + 1):
+    time_points: list[TimePoint] = []
+    for worker_count in range(1, min(devices, measured.max_workers or devices) + 1):
         for chunk in chunks:
-            share = math.ceil(chunk / count)
-            mean_s, slowest_s = measured.curve.seconds(share, count)
-            rounds = math.ceil(math.ceil(items / share) / count)
+            worker_items = math.ceil(chunk / worker_count)
+            mean_s, slowest_s = measured.curve.seconds(worker_items, worker_count)
+            rounds = math.ceil(math.ceil(items / worker_items) / worker_count)
             seconds = (mean_s * rounds + slowest_s - mean_s) * chunk / items
-            points.append(TimePoint(device=_DEVICE, devices=count, items=chunk, seconds=seconds))
-    return WorkflowStage(name=name, times=tuple(points), switch_s=measured.switch_s)
+            time_points.append(TimePoint(device=_DEVICE, devices=worker_count, items=chunk, seconds=seconds))
+    return WorkflowStage(name=name, times=tuple(time_points), switch_s=measured.switch_s)
 
 
 class Curve:
@@ -190,34 +190,34 @@ class Curve:
     mean."""
 
     def __init__(self, stage: str, turns: Sequence[tuple[int, float]]) -> None:
-        by_size: defaultdict[int, list[float]] = defaultdict(list)
+        seconds_by_size: defaultdict[int, list[float]] = defaultdict(list)
         for items, seconds in turns:
             if items > 0:
-                by_size[items].append(seconds)
-        if not by_size:
+                seconds_by_size[items].append(seconds)
+        if not seconds_by_size:
             raise ConfigurationError(
                 f"stage {stage}: none of its turns took items from a channel, so its share of the devices can't be "
                 "planned; give it devices of its own in a plan"
             )
-        self._points = sorted((items, mean(seconds)) for items, seconds in by_size.items())
+        self._points = sorted((items, mean(seconds)) for items, seconds in seconds_by_size.items())
         self._spread = {
             items: sorted(turn_s / mean(seconds) for turn_s in seconds)
-            for items, seconds in by_size.items()
+            for items, seconds in seconds_by_size.items()
             if mean(seconds) > 0
         }
 
     def scaled(self, turns: Sequence[tuple[int, float]]) -> Curve:
         """Return the curve scaled by the mean ratio of new turn times to its own."""
-        ratios = [seconds / self.seconds(items)[0] for items, seconds in turns if items > 0 and self.seconds(items)[0]]
-        factor, scaled = (mean(ratios) if ratios else 1.0), copy(self)
-        scaled._points = [(items, seconds * factor) for items, seconds in self._points]
-        return scaled
+        factors = [seconds / self.seconds(items)[0] for items, seconds in turns if items > 0 and self.seconds(items)[0]]
+        time_factor, scaled_curve = (mean(factors) if factors else 1.0), copy(self)
+        scaled_curve._points = [(items, seconds * time_factor) for items, seconds in self._points]
+        return scaled_curve
 
     def seconds(self, items: int, workers: int = 1) -> tuple[float, float]:
         """Return the expected seconds of a turn of ``items`` items, and of the slowest of ``workers`` such turns."""
-        expected = self._mean(items)
+        expected_s = self._mean(items)
         nearest = min(self._spread, key=lambda size: abs(size - items), default=None)
-        return expected, expected * (1.0 if nearest is None else _expected_largest(self._spread[nearest], workers))
+        return expected_s, expected_s * (1.0 if nearest is None else _expected_largest(self._spread[nearest], workers))
 
     def _mean(self, items: int) -> float:
         sizes = [size for size, _ in self._points]
@@ -226,14 +226,14 @@ class Curve:
         index = min(max(bisect_left(sizes, items), 1), len(sizes) - 1)
         (lower, lower_s), (upper, upper_s) = self._points[index - 1], self._points[index]
         slope = max(0.0, (upper_s - lower_s) / (upper - lower))
-        line = lower_s + slope * (items - lower)
-        return max(line, lower_s * items / lower) if items < lower else line
+        line_s = lower_s + slope * (items - lower)
+        return max(line_s, lower_s * items / lower) if items < lower else line_s
 
 
 def _expected_largest(ratios: Sequence[float], count: int) -> float:
     """Return the expected maximum of ``count`` draws with replacement from ``ratios``, which are sorted."""
-    number = len(ratios)
+    ratio_count = len(ratios)
     return sum(
-        value * ((rank / number) ** count - ((rank - 1) / number) ** count)
-        for rank, value in enumerate(ratios, start=1)
+        ratio * ((rank / ratio_count) ** count - ((rank - 1) / ratio_count) ** count)
+        for rank, ratio in enumerate(ratios, start=1)
     )

@@ -66,26 +66,26 @@ class Channel:
         they arrive, so that a single consumer gets the same lists under every plan of that chunk size. Items after a
         missing number come when the channel is closed.
         """
-        size = weight if weight is not None else current_process().chunk_size(self.name)
+        chunk_weight = weight if weight is not None else current_process().chunk_size(self.name)
         if order is None:
-            while items := await current_process().get(self._number, self.name, size):
+            while items := await current_process().get(self._number, self.name, chunk_weight):
                 yield items
             return
-        early: dict[int, Any] = {}
+        early_items: dict[int, Any] = {}
         chunk: list[Any] = []
         async for item in self:
-            early[order(item)] = item
-            while start in early:
-                chunk.append(early.pop(start))
+            early_items[order(item)] = item
+            while start in early_items:
+                chunk.append(early_items.pop(start))
                 start += 1
-                if len(chunk) >= size:
+                if len(chunk) >= chunk_weight:
                     yield chunk
                     chunk = []
-        chunk += [early[number] for number in sorted(early)]
+        chunk += [early_items[position] for position in sorted(early_items)]
         while chunk:
-            now = len(chunk) if math.isinf(size) else math.ceil(size)
-            yield chunk[:now]
-            chunk = chunk[now:]
+            chunk_length = len(chunk) if math.isinf(chunk_weight) else math.ceil(chunk_weight)
+            yield chunk[:chunk_length]
+            chunk = chunk[chunk_length:]
 
     def close(self) -> None:
         """Reject further puts; items in the channel can still be got. Valid in the workflow only, which knows when all

@@ -65,13 +65,13 @@ class Channels:
             self._release(refs)
             return False
         try:
-            put = state.put(
+            put_operation = state.put(
                 producer, [(ref, weight, ref.size_bytes) for ref, weight in zip(refs, weights, strict=True)]
             )
         except ValueError as error:
             self._release(refs)
             raise ConfigurationError(f"{error}; put by {producer}") from None
-        await self._wait_until_settled(state, put, f"space in channel {state.name}", producer)
+        await self._wait_until_settled(state, put_operation, f"space in channel {state.name}", producer)
         return True
 
     async def get_refs(self, consumer: str, number: int, weight: float | None) -> list[PayloadRef]:
@@ -80,13 +80,13 @@ class Channels:
         if state is None:
             return []
         try:
-            get = state.get(consumer, weight)
+            get_operation = state.get(consumer, weight)
         except ValueError as error:
             raise ConfigurationError(str(error)) from None
-        await self._wait_until_settled(state, get, f"items of channel {state.name}", consumer)
-        to = consumer.rpartition("-")[0]
-        self.edges |= {(item.producer.rpartition("-")[0], to) for item in get.items}
-        return [item.payload for item in get.items]
+        await self._wait_until_settled(state, get_operation, f"items of channel {state.name}", consumer)
+        consumer_stage = consumer.rpartition("-")[0]
+        self.edges |= {(item.producer.rpartition("-")[0], consumer_stage) for item in get_operation.items}
+        return [item.payload for item in get_operation.items]
 
     def give_back(self, consumer: str, number: int, refs: Sequence[PayloadRef]) -> None:
         """Return items to the channel whose consumer was cancelled while it got them."""
@@ -102,16 +102,16 @@ class Channels:
     def redeliver(self, worker: str) -> int:
         """Make the items that a dead worker had got available again, and drop those that died with it. Returns the
         number of items that are delivered again."""
-        returned = 0
+        returned_count = 0
         for state in self._states.values():
-            returned += state.redeliver(worker)
-            lost = state.lose(worker, kept=self._outlives_owner)
-            if lost:
+            returned_count += state.redeliver(worker)
+            dropped = state.lose(worker, kept=self._outlives_owner)
+            if dropped:
                 self.on_lost(
-                    "items_lost", f"{len(lost)} items in channel {state.name} were lost with {worker}", worker=worker
+                    "items_lost", f"{len(dropped)} items in channel {state.name} were lost with {worker}", worker=worker
                 )
             self._advance(state)
-        return returned
+        return returned_count
 
     def forget_closed(self) -> None:
         """Drop closed channels from which nothing more can be got."""
@@ -131,12 +131,12 @@ class Channels:
     # The workflow's own end: `FlowProcess`.
 
     async def put(self, number: int, name: str, items: Sequence[Any], weights: Sequence[float]) -> None:
-        async def put(refs: Sequence[PayloadRef], weights: Sequence[float]) -> None:
+        async def put_part(refs: Sequence[PayloadRef], weights: Sequence[float]) -> None:
             if not await self.put_refs(WORKFLOW, number, refs, weights):
                 raise ChannelClosed(f"channel {name} is closed")
 
-        label = f"channel {name}, put by {WORKFLOW}"
-        await put_in_parts(items, weights, lambda item: self.network.hold(item, label), put)
+        put_label = f"channel {name}, put by {WORKFLOW}"
+        await put_in_parts(items, weights, lambda item: self.network.hold(item, put_label), put_part)
 
     async def get(self, number: int, name: str, weight: float | None) -> list[Any]:
         refs = await self.get_refs(WORKFLOW, number, weight)
@@ -164,13 +164,13 @@ class Channels:
 
     async def _wait_until_settled(self, state: ChannelState, waiting: Put | Get, reason: str, participant: str) -> None:
         """Wait until a put is accepted, or a get is served."""
-        settled = self._open[id(waiting)] = asyncio.get_running_loop().create_future()
+        settled_future = self._open[id(waiting)] = asyncio.get_running_loop().create_future()
         try:
             self._advance(state)
             with self._waits.on(reason, f"channel {state.name}", participant):
-                await settled
+                await settled_future
         except (asyncio.CancelledError, ConfigurationError):
-            if settled.done() and isinstance(waiting, Get):
+            if settled_future.done() and isinstance(waiting, Get):
                 state.give_back(waiting.consumer, [item.payload for item in waiting.items])
             self._release([item.payload for item in state.withdraw(waiting)])
             self._advance(state)
@@ -185,8 +185,8 @@ class Channels:
             raise ConfigurationError(str(error)) from None
         for operation in settled_operations:
             self.changes += 1
-            if (settled := self._open.get(id(operation))) is not None and not settled.done():
-                settled.set_result(None)
+            if (settled_future := self._open.get(id(operation))) is not None and not settled_future.done():
+                settled_future.set_result(None)
 
     def _outlives_owner(self, item: Item) -> bool:
         """Whether an item can be fetched though its producer is dead."""

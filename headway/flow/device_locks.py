@@ -97,9 +97,9 @@ class DeviceLocks:
 
     async def evict(self, name: str) -> None:
         """Offload a participant that was loaded outside a turn, if another one shares its devices."""
-        mine = self._lock.participants[name].devices
-        shared = any(other.devices & mine for other in self.participants.values() if other.name != name)
-        if shared and not self._lock.holds(name):
+        participant_devices = self._lock.participants[name].devices
+        clashes = any(other.devices & participant_devices for other in self.participants.values() if other.name != name)
+        if clashes and not self._lock.holds(name):
             await asyncio.shield(self._start_offload(name))
 
     def is_loaded(self, name: str) -> bool:
@@ -116,15 +116,15 @@ class DeviceLocks:
         if self._failed is not None:
             raise self._failed
         changes = self._lock.ask(name, self._clock.now())
-        granted = self._pending_grants[name] = asyncio.get_running_loop().create_future()
+        grant_future = self._pending_grants[name] = asyncio.get_running_loop().create_future()
         try:
             self._apply(changes)
-            if not granted.done():
-                holders = self._lock.blockers(name, self._clock.now())
-                with self._waits.on(WAIT, next(iter(holders), name), name):
+            if not grant_future.done():
+                blockers = self._lock.blockers(name, self._clock.now())
+                with self._waits.on(WAIT, next(iter(blockers), name), name):
                     async with asyncio.timeout(timeout_s):
-                        await granted
-            await self._load(granted.result(), load=load)
+                        await grant_future
+            await self._load(grant_future.result(), load=load)
         except TimeoutError:
             if self._lock.holds(name):  # the loading took too long, or timed out itself
                 self.release(name)
@@ -155,8 +155,8 @@ class DeviceLocks:
 
     async def wait_until_idle(self) -> None:
         """Wait until no recall, resumption or offload is under way. Raises the error of one that failed."""
-        while under_way := {*self._tasks, *self._offloads.values()}:
-            await asyncio.wait(under_way)
+        while running_tasks := {*self._tasks, *self._offloads.values()}:
+            await asyncio.wait(running_tasks)
         if self._failed is not None:
             raise self._failed
 
@@ -223,18 +223,18 @@ class DeviceLocks:
     async def _load(self, grant: LockGrant, *, load: bool = True) -> None:
         """Load the participant once all offloads of those that share its devices, its own included, have ended."""
         mine = self._lock.participants[grant.participant].devices
-        pending = [name for name in self._offloads if (other := self.participants.get(name)) and other.devices & mine]
+        pending = [name for name in self._offloads if (sharer := self.participants.get(name)) and sharer.devices & mine]
         await asyncio.gather(*(asyncio.shield(self._offloads[name]) for name in pending))
         if load and grant.onload and (onload := self._callbacks[grant.participant].get("onload")) is not None:
             await self._run_callback(grant.participant, "onload", onload)
 
     def _start_offload(self, name: str) -> asyncio.Task[None]:
         """Offload a participant in a separate task, which continues when its waiter is cancelled."""
-        previous = self._offloads.get(name)
+        previous_task = self._offloads.get(name)
 
-        async def leave() -> None:
-            if previous is not None:
-                await asyncio.wait([previous])
+        async def offload_in_turn() -> None:
+            if previous_task is not None:
+                await asyncio.wait([previous_task])
             await self._offload(name)
 
         def on_offloaded(done: asyncio.Task[None]) -> None:
@@ -243,9 +243,9 @@ class DeviceLocks:
             if not done.cancelled() and (error := done.exception()) is not None:
                 self._failed = error
 
-        task = self._offloads[name] = asyncio.create_task(leave(), name=f"offload of {name}")
-        task.add_done_callback(on_offloaded)
-        return task
+        offload_task = self._offloads[name] = asyncio.create_task(offload_in_turn(), name=f"offload of {name}")
+        offload_task.add_done_callback(on_offloaded)
+        return offload_task
 
     async def _offload(self, name: str) -> None:
         if (offload := self._callbacks.get(name, {}).get("offload")) is None:

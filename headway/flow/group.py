@@ -116,17 +116,17 @@ class WorkerGroup:
         """Return a view of the worker of this rank alone, whose results come without a list."""
         if not 0 <= rank < len(self):
             raise ConfigurationError(f"stage {self.stage}: there is no rank {rank}; it has {len(self)} worker(s)")
-        chosen = self._view()
-        chosen._ranks = (rank,)
-        return chosen
+        view = self._view()
+        view._ranks = (rank,)
+        return view
 
     def sharded(self, argument: str, axis: int = 0, key: str | None = None) -> WorkerGroup:
         """Return a view of the group whose calls split the keyword ``argument`` in order and as evenly as possible: a
         list, or an array along ``axis``. Results that are lists are concatenated; with ``key``, an attribute or key of
         items and results, they must be in the items' order."""
-        chosen = self._view()
-        chosen._shard = (argument, axis, key)
-        return chosen
+        view = self._view()
+        view._shard = (argument, axis, key)
+        return view
 
     def __getattr__(self, method: str) -> Callable[..., GroupCall]:
         if method.startswith("_") or not callable(getattr(self._kind, method, None)):
@@ -171,10 +171,10 @@ class WorkerGroup:
                 if (worker := slot.live) is None and (worker := await self.restarted_worker(slot)) is None:
                     continue
                 try:
-                    report = await worker.call("call", method, positional, named)
+                    call_report = await worker.call("call", method, positional, named)
                     self._acknowledge(slot.name)
                     self.abandoned.discard(slot.name)  # calls run in their order
-                    return report
+                    return call_report
                 except RemoteError:
                     self._acknowledge(slot.name)
                     raise
@@ -204,23 +204,23 @@ class WorkerGroup:
     def _merge_results(self, call_name: str, method: str, values: list[Any], shares: list[Any]) -> Any:
         """Merge the results of a sharded call. Raises ConfigurationError for items that are missing, or in another
         order."""
-        if not all(isinstance(value, list) for value in values):
+        if not all(isinstance(rank_results, list) for rank_results in values):
             return values
         assert self._shard is not None
         key = self._shard[2]
         line = f"{inspect.getsourcefile(self._kind)}:{getattr(self._kind, method).__code__.co_firstlineno}"
-        for rank, (value, share) in enumerate(zip(values, shares, strict=True)):
-            if len(value) != len(share):
+        for rank, (rank_results, items) in enumerate(zip(values, shares, strict=True)):
+            if len(rank_results) != len(items):
                 raise ConfigurationError(
-                    f"{call_name} ({line}): rank {rank} returned {len(value)} results for {len(share)} items"
+                    f"{call_name} ({line}): rank {rank} returned {len(rank_results)} results for {len(items)} items"
                 )
-            for index, (result, item) in enumerate(zip(value, share, strict=True) if key is not None else ()):
+            for index, (result, item) in enumerate(zip(rank_results, items, strict=True) if key is not None else ()):
                 if _key(result, key) != _key(item, key):
                     raise ConfigurationError(
                         f"{call_name} ({line}): rank {rank} returned another order of samples: result {index} has "
                         f"{key} {_key(result, key)!r}, its item {_key(item, key)!r}"
                     )
-        return [result for value in values for result in value]
+        return [result for rank_results in values for result in rank_results]
 
 
 def _ended(call: asyncio.Task[CallReport]) -> bool:
@@ -230,11 +230,11 @@ def _ended(call: asyncio.Task[CallReport]) -> bool:
 def _split(sequence: Any, axis: int, count: int) -> list[Any]:
     """Split ``sequence`` into ``count`` parts, in order, whose lengths differ by at most one."""
     length = sequence.shape[axis] if hasattr(sequence, "shape") else len(sequence)
-    ends = [length * part // count for part in range(count + 1)]
-    cut = (slice(None),) * axis
+    ends = [length * part_index // count for part_index in range(count + 1)]
+    leading_slices = (slice(None),) * axis
     if hasattr(sequence, "shape"):
-        return [sequence[(*cut, slice(first, last))] for first, last in pairwise(ends)]
-    return [sequence[first:last] for first, last in pairwise(ends)]
+        return [sequence[(*leading_slices, slice(start, end))] for start, end in pairwise(ends)]
+    return [sequence[start:end] for start, end in pairwise(ends)]
 
 
 def _key(item: Any, key: Any) -> Any:

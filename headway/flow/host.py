@@ -63,8 +63,8 @@ class WorkerHost:
         self._returns: set[asyncio.Task[Any]] = set()  # of items that a cancelled get received
         self.loop = asyncio.new_event_loop()  # loop of the user's methods; its tasks are listed in stall reports
         self._links = asyncio.new_event_loop()
-        for name, loop in ((f"{self.name} methods", self.loop), (f"{self.name} links", self._links)):
-            threading.Thread(target=loop.run_forever, name=name, daemon=True).start()
+        for thread_name, thread_loop in ((f"{self.name} methods", self.loop), (f"{self.name} links", self._links)):
+            threading.Thread(target=thread_loop.run_forever, name=thread_name, daemon=True).start()
         self.network = self._on_links(self._connect_network(driver, peers)).result()
         set_current_process(self)
         if script:  # makes classes of the started script identical here
@@ -74,9 +74,9 @@ class WorkerHost:
 
     def call(self, method: str, positional: tuple[Any, ...], named: dict[str, Any]) -> CallReport:
         """Run a method of the user's object."""
-        started = time.perf_counter()
-        value = self._on_loop(self._run(method, positional, named)).result()
-        return CallReport(value=value, seconds=time.perf_counter() - started)
+        started_s = time.perf_counter()
+        returned = self._on_loop(self._run(method, positional, named)).result()
+        return CallReport(value=returned, seconds=time.perf_counter() - started_s)
 
     def move_to(self, placement: WorkerPlacement) -> None:
         """Take another placement on the same devices."""
@@ -104,14 +104,14 @@ class WorkerHost:
         await put_in_parts(items, weights, hold, put)
 
     async def get(self, number: int, name: str, weight: float | None) -> list[Any]:
-        asking = asyncio.ensure_future(self.ask_driver("get", self.name, number, weight))
+        refs_task = asyncio.ensure_future(self.ask_driver("get", self.name, number, weight))
         try:
             async with self.turns.waiting(f"items of channel {name}"):
-                refs: list[PayloadRef] = await asyncio.shield(asking)
+                refs: list[PayloadRef] = await asyncio.shield(refs_task)
             with self.turns.transferring():
                 items = [await self._await_on_links(self.network.fetch(ref)) for ref in refs]
         except asyncio.CancelledError:  # items that arrived, or arrive later, go back to the channel
-            asking.add_done_callback(lambda done: self._return_items(done, number))
+            refs_task.add_done_callback(lambda done: self._return_items(done, number))
             raise
         self.turns.times.items += len(items)
         return items
@@ -163,12 +163,12 @@ class WorkerHost:
         return network
 
     async def _build_worker(self, factory: str, positional: tuple[Any, ...], named: dict[str, Any]) -> Worker:
-        chosen = resolve(factory)
-        if not (isinstance(chosen, type) and issubclass(chosen, Worker)):
+        worker_class = resolve(factory)
+        if not (isinstance(worker_class, type) and issubclass(worker_class, Worker)):
             raise ConfigurationError(
                 f"stage {self.placement.stage}: {factory} must be a class that extends flow.Worker"
             )
-        worker: Worker = chosen.__new__(chosen)
+        worker: Worker = worker_class.__new__(worker_class)
         worker._host = self
         async with self.turns.turn():
             worker.__init__(*positional, **named)
@@ -184,10 +184,10 @@ class WorkerHost:
 
     async def run_hook(self, hook: str) -> float:
         """Run the user's ``onload``, ``offload`` or ``close``, if there is one; returns its duration in seconds."""
-        started = time.monotonic()
-        if (run := getattr(self.worker, hook, None)) is not None:
-            await _awaited(run())
-        seconds = time.monotonic() - started
+        started_s = time.monotonic()
+        if (hook_method := getattr(self.worker, hook, None)) is not None:
+            await _awaited(hook_method())
+        seconds = time.monotonic() - started_s
         self.turns.times.switch_s += seconds
         return seconds
 
@@ -232,8 +232,8 @@ class _Services:
         also for a class without ``offload``)."""
         held_before_bytes = _held_bytes()
         seconds = await self._host.on_loop(self._host.run_hook("offload"))
-        has_one = hasattr(self._host.worker, "offload")
-        return seconds, not has_one or held_before_bytes - _held_bytes() >= _MIN_FREED_BYTES
+        has_hook = hasattr(self._host.worker, "offload")
+        return seconds, not has_hook or held_before_bytes - _held_bytes() >= _MIN_FREED_BYTES
 
 
 async def _awaited(result: Any) -> Any:
@@ -243,8 +243,8 @@ async def _awaited(result: Any) -> Any:
 def _held_bytes() -> int:
     """Return the memory of this process in bytes: resident, and allocated on its GPUs."""
     with open("/proc/self/statm", encoding="ascii") as file:
-        held = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        held_bytes = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        held += torch.cuda.memory_allocated()
-    return held
+        held_bytes += torch.cuda.memory_allocated()
+    return held_bytes

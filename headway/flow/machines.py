@@ -62,6 +62,6 @@ async def open_machines(
         certificate=settings.certificate,
         on_event=on_event,
     ) as nodes:
-        for name in cluster.nodes:
-            await nodes.wait_for(name, cluster.join_timeout_s)
+        for node in cluster.nodes:
+            await nodes.wait_for(node, cluster.join_timeout_s)
         yield FlowMachines(launcher=nodes, settings=settings, nodes=nodes)

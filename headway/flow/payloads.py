@@ -36,53 +36,53 @@ class PayloadStore:
         """Hold a message for any reader, or for ``reader`` alone. The reference itself contains the message if it is
         small, or ``reader`` shares no memory. Raises ConfigurationError for a message that can't be pickled."""
         path = choose_path(self._address.location, None if reader is None else reader.location)
-        near, packed = path != "link", pack(message, label, one_gpu=path == "cuda ipc")
+        is_near, packed = path != "link", pack(message, label, one_gpu=path == "cuda ipc")
         self._numbers += 1
-        number, only = self._numbers, "" if reader is None else reader.incarnation
-        content, segment = bytes(packed.written()) if packed.size_bytes <= INLINE_BYTES else None, ""
-        if content is None and near:
-            storing = asyncio.ensure_future(self._store(number, packed, only))
-            self._storing.add(storing)
-            storing.add_done_callback(self._storing.discard)
+        payload_number, only_reader = self._numbers, "" if reader is None else reader.incarnation
+        content, segment_path = bytes(packed.written()) if packed.size_bytes <= INLINE_BYTES else None, ""
+        if content is None and is_near:
+            store_task = asyncio.ensure_future(self._store(payload_number, packed, only_reader))
+            self._storing.add(store_task)
+            store_task.add_done_callback(self._storing.discard)
             try:
-                segment = await asyncio.shield(storing)
+                segment_path = await asyncio.shield(store_task)
             except asyncio.CancelledError:  # the copy can't be interrupted
-                storing.add_done_callback(lambda _: self.release(number))
+                store_task.add_done_callback(lambda _: self.release(payload_number))
                 raise
-        if only and not segment:
+        if only_reader and not segment_path:
             content = content or packed
         return PayloadRef(
             owner=self._address.name,
             incarnation=self._address.incarnation,
             machine=self._address.machine,
-            id=number,
-            path=path if content or segment else "link",
-            reader=only,
+            id=payload_number,
+            path=path if content or segment_path else "link",
+            reader=only_reader,
             size_bytes=packed.size_bytes,
-            segment=segment,
+            segment=segment_path,
             content=content,
         )
 
     async def _store(self, number: int, packed: Packed, reader: str) -> str:
         """Copy into shared memory, and return the segment's path; empty when shared memory is full: a message for any
         reader is then copied into this process's memory."""
-        size = Segment.size_for(packed)
-        fitting = sorted(
-            (candidate for candidate in self._spare if size <= candidate.size <= 2 * size),
+        size_bytes = Segment.size_for(packed)
+        fitting_segments = sorted(
+            (candidate for candidate in self._spare if size_bytes <= candidate.size <= 2 * size_bytes),
             key=lambda candidate: candidate.size,
         )
-        spare = next((candidate for candidate in fitting if candidate.claim()), None)
-        if spare is not None:
-            self._spare.remove(spare)
+        spare_segment = next((candidate for candidate in fitting_segments if candidate.claim()), None)
+        if spare_segment is not None:
+            self._spare.remove(spare_segment)
 
-        def written() -> Segment:
-            path = self._folder / f"{self._address.incarnation}-{number}.segment"
-            segment = spare or Segment(path, size)
+        def write_segment() -> Segment:
+            segment_path = self._folder / f"{self._address.incarnation}-{number}.segment"
+            segment = spare_segment or Segment(segment_path, size_bytes)
             segment.write(number, packed, outlives=not reader)
             return segment
 
         try:
-            segment = await asyncio.to_thread(written)
+            segment = await asyncio.to_thread(write_segment)
         except OSError:
             if not reader:
                 self._held[number] = _HeldPayload("", packed_from(memoryview(await asyncio.to_thread(packed.written))))
@@ -92,16 +92,16 @@ class PayloadStore:
 
     def release(self, number: int) -> None:
         """Drop a payload; no-op for one that isn't held. Fetched copies stay valid."""
-        held = self._held.pop(number, None)
-        if held is not None and isinstance(held.content, Segment):
-            held.content.release()
-            self._spare.append(held.content)
+        held_payload = self._held.pop(number, None)
+        if held_payload is not None and isinstance(held_payload.content, Segment):
+            held_payload.content.release()
+            self._spare.append(held_payload.content)
             if len(self._spare) > _SPARE:
                 self._spare.popleft().remove()
 
     def release_for_reader(self, reader: str) -> None:
         """Drop the payloads that only a dead process could have fetched."""
-        for number in [number for number, held in self._held.items() if held.reader == reader]:
+        for number in [number for number, payload in self._held.items() if payload.reader == reader]:
             self.release(number)
 
     def read(self, ref: PayloadRef) -> Packed | None:
@@ -113,15 +113,15 @@ class PayloadStore:
             return ref.content
         if ref.segment and ref.machine == self._address.machine:
             return self._reader.read(ref.segment, ref.id, alone=bool(ref.reader))
-        held_here = ref.incarnation == self._address.incarnation
-        return packed_from(memoryview(self.content(ref.id).written())) if held_here else None
+        is_held_here = ref.incarnation == self._address.incarnation
+        return packed_from(memoryview(self.content(ref.id).written())) if is_held_here else None
 
     def content(self, number: int) -> Packed:
         """Return a payload that is held here. Raises PayloadReleased."""
-        held = self._held.get(number)
-        if held is None:
+        held_payload = self._held.get(number)
+        if held_payload is None:
             raise PayloadReleased(f"payload {number} of {self._address.name} was released before it was fetched")
-        content = held.content
+        content = held_payload.content
         return content if isinstance(content, Packed) else self._reader.read(str(content.path), number, alone=False)
 
     async def close(self) -> None:

@@ -48,7 +48,7 @@ class Inbox:
         return self._changed.wait()
 
     def _has_capacity(self, size_bytes: int) -> bool:
-        used_bytes = sum(size for size, _ in self._messages)
+        used_bytes = sum(nbytes for nbytes, _ in self._messages)
         return len(self._messages) < self._max_messages and used_bytes + size_bytes <= self._max_bytes
 
     def _notify(self) -> None:
@@ -102,11 +102,11 @@ class PeerState:
 
     async def result_unless_lost(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Return the result of ``work``. Raises WorkerDied when the peer ends meanwhile."""
-        task = asyncio.ensure_future(work)
+        work_task = asyncio.ensure_future(work)
         try:
-            await asyncio.wait((task, self._lost), return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
+            await asyncio.wait((work_task, self._lost), return_when=asyncio.FIRST_COMPLETED)
+            if not work_task.done():
                 raise self.died()
-            return task.result()
+            return work_task.result()
         finally:
-            task.cancel()
+            work_task.cancel()

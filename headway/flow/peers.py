@@ -70,8 +70,8 @@ class _Connection:
     async def run(self, method: str, ref: PayloadRef) -> PayloadRef:
         """Run a method of the user's services."""
         network = self._network
-        result = await network._run(method, await network.fetch(ref))
-        return await network._payloads.hold(result, f"result of {network.name}.{method}", self._other)
+        returned = await network._run(method, await network.fetch(ref))
+        return await network._payloads.hold(returned, f"result of {network.name}.{method}", self._other)
 
     async def deliver(self, tag: str, ref: PayloadRef) -> None:
         """Accept a message; returns when the inbox has it."""
@@ -154,8 +154,8 @@ class PeerNetwork:
             self._unix.listen()
             self._spawn(self._accept_local())
             if settings.host:
-                listening = (settings.host, settings.ports, settings.key, settings.epoch, self._accept_remote)
-                self._listener = await listen_on_first(*listening, certificate=settings.certificate)
+                listen_arguments = (settings.host, settings.ports, settings.key, settings.epoch, self._accept_remote)
+                self._listener = await listen_on_first(*listen_arguments, certificate=settings.certificate)
                 self.address = msgspec.structs.replace(self.address, tcp=self._listener.address)
             if self._driver is not None:
                 await self._connect(self._driver)
@@ -249,13 +249,13 @@ class PeerNetwork:
             raise ConnectionRefused(f"{address.name} is on another machine and listens on no port")
         connection = _Connection(self, sock, address.name)
         try:
-            theirs = await connection.link.call("introduce", self.address)
-            if theirs.incarnation != address.incarnation:
-                raise ConnectionRefused(f"{theirs.name} answers instead of {address.name}")
+            their_address = await connection.link.call("introduce", self.address)
+            if their_address.incarnation != address.incarnation:
+                raise ConnectionRefused(f"{their_address.name} answers instead of {address.name}")
         except BaseException as error:
             connection.end(f"refused: {error}")
             raise
-        self._register(connection, theirs)
+        self._register(connection, their_address)
 
     def _register(self, connection: _Connection, theirs: PeerAddress) -> None:
         """Record the process at the other end of a connection."""
@@ -292,25 +292,25 @@ class PeerNetwork:
         if peer == self.name:
             return await self._run(method, Arguments(args, named))
         link, address = await self._link(peer)
-        ref = await self._payloads.hold(Arguments(args, named), f"call of {peer}.{method}", address)
+        call_ref = await self._payloads.hold(Arguments(args, named), f"call of {peer}.{method}", address)
         try:
-            answer: PayloadRef = await link.call("run", method, ref)
+            answer_ref: PayloadRef = await link.call("run", method, call_ref)
         except RemoteError as error:
             named_error = RemoteError(peer, method, error.error, error.traceback)
             named_error.add_note(error.traceback)
             raise named_error from error.__cause__
         finally:
-            self._payloads.release(ref.id)
+            self._payloads.release(call_ref.id)
         try:
-            return await self.fetch(answer)
+            return await self.fetch(answer_ref)
         finally:
-            self.release(answer)
+            self.release(answer_ref)
 
     async def _run(self, method: str, call: Arguments) -> Any:
         if self._services is None or method.startswith("_"):
             raise AttributeError(f"{self.name} has no public method {method}")
-        result = getattr(self._services, method)(*call.arguments, **call.keywords)
-        return await result if inspect.isawaitable(result) else result
+        returned = getattr(self._services, method)(*call.arguments, **call.keywords)
+        return await returned if inspect.isawaitable(returned) else returned
 
     # --- payloads -------------------------------------------------------------------------------------------
 
@@ -396,12 +396,12 @@ class PeerNetwork:
         task = asyncio.get_running_loop().create_task(coroutine, name=f"{self.name}: {coroutine.__name__}")
         self._tasks.add(task)
 
-        def done(task: asyncio.Task[Any]) -> None:
+        def on_done(task: asyncio.Task[Any]) -> None:
             self._tasks.discard(task)
             if not task.cancelled():
                 task.exception()
 
-        task.add_done_callback(done)
+        task.add_done_callback(on_done)
 
 
 async def _call_link(link: Link, method: str, *args: Any) -> Any:

@@ -9,15 +9,15 @@ from headway.runtime.devices import parse_device
 
 def shares_device(plan: ExecutionPlan, stage: str, device: str) -> bool:
     """Whether another stage of the plan also uses ``device`` of ``stage``, or a core of it."""
-    mine = parse_device(device).units()
-    others = (placed.devices for name, placed in plan.stages.items() if name != stage)
-    return any(mine & parse_device(other).units() for devices in others for other in devices)
+    device_units = parse_device(device).units()
+    other_devices = (placed.devices for name, placed in plan.stages.items() if name != stage)
+    return any(device_units & parse_device(other).units() for devices in other_devices for other in devices)
 
 
 def mode_of(plan: ExecutionPlan) -> Mode:
     """Classify a plan: temporal when all stages have the same devices, spatial when no two share any, else hybrid."""
-    sets = {frozenset[str]().union(*(parse_device(d).units() for d in p.devices)) for p in plan.stages.values()}
-    if len(plan.stages) > 1 and len(sets) == 1:
+    unit_sets = {frozenset[str]().union(*(parse_device(d).units() for d in p.devices)) for p in plan.stages.values()}
+    if len(plan.stages) > 1 and len(unit_sets) == 1:
         return "temporal"
     shared = (shares_device(plan, stage, device) for stage, placed in plan.stages.items() for device in placed.devices)
     return "hybrid" if any(shared) else "spatial"
@@ -25,14 +25,14 @@ def mode_of(plan: ExecutionPlan) -> Mode:
 
 def text_of(plan: ExecutionPlan) -> str:
     """Return the plan as text."""
-    stages = (
-        f"{name} on {', '.join(placed.devices)}" + ("" if placed.chunk is None else f" by {placed.chunk}")
-        for name, placed in plan.stages.items()
+    stage_texts = (
+        f"{stage} on {', '.join(placed.devices)}" + ("" if placed.chunk is None else f" by {placed.chunk}")
+        for stage, placed in plan.stages.items()
     )
-    return f"{mode_of(plan)}: {'; '.join(stages)}"
+    return f"{mode_of(plan)}: {'; '.join(stage_texts)}"
 
 
 def same_placement(first: ExecutionPlan, second: ExecutionPlan) -> bool:
     """Whether two plans have the same devices and chunks for all stages; their expected times may differ."""
-    places = ({name: (p.devices, p.chunk) for name, p in plan.stages.items()} for plan in (first, second))
-    return next(places) == next(places)
+    placements = ({stage: (p.devices, p.chunk) for stage, p in plan.stages.items()} for plan in (first, second))
+    return next(placements) == next(placements)

@@ -42,12 +42,12 @@ async def put_in_parts(
 ) -> None:
     """Put items in parts, so that few of them are in memory twice while their producer waits for a full channel."""
     refs: list[PayloadRef] = []
-    first = 0
+    first_index = 0
     for index, item in enumerate(items):
         refs.append(await hold(item))
         if index == len(items) - 1 or sum(ref.size_bytes for ref in refs) >= PART_BYTES:
-            await put(refs, list(weights[first : index + 1]))
-            refs, first = [], index + 1
+            await put(refs, list(weights[first_index : index + 1]))
+            refs, first_index = [], index + 1
 
 
 def set_current_process(process: FlowProcess | None) -> None:

@@ -66,15 +66,15 @@ def run(workflow: Callable[..., Awaitable[Result]], plan: PlanLike, *arguments: 
     Raises any error of the workflow; ConfigurationError for a plan that doesn't fit it; RemoteError with the traceback
     of a worker's method; WorkerDied.
     """
-    if unknown := options.keys() - set(FlowOptions._fields):
-        valid = ", ".join(FlowOptions._fields)
-        raise ConfigurationError(f"run has no option {', '.join(sorted(unknown))}; valid: {valid}")
-    chosen = FlowOptions(**options)
-    first, planner = _first_plan(plan, chosen)
-    _require_possible(first, chosen)
+    if unknown_options := options.keys() - set(FlowOptions._fields):
+        valid_options = ", ".join(FlowOptions._fields)
+        raise ConfigurationError(f"run has no option {', '.join(sorted(unknown_options))}; valid: {valid_options}")
+    flow_options = FlowOptions(**options)
+    first_plan, planner = _first_plan(plan, flow_options)
+    _require_possible(first_plan, flow_options)
 
     async def execute() -> Result:
-        async with Flow(first, chosen, planner) as flow:
+        async with Flow(first_plan, flow_options, planner) as flow:
             return await flow.execute(workflow, arguments)
 
     return asyncio.run(execute())
@@ -114,11 +114,11 @@ def _require_possible(plan: ExecutionPlan, options: FlowOptions) -> None:
                 f"plan: stage {stage!r}: devices {list(placed.devices)}, chunk {placed.chunk}: valid: at least one "
                 "device, and a chunk of at least one item, or none"
             )
-        if repeated := {device for device in placed.devices if placed.devices.count(device) > 1}:
-            raise ConfigurationError(f"plan: stage {stage!r} has {', '.join(sorted(repeated))} more than once")
+        if repeated_devices := {device for device in placed.devices if placed.devices.count(device) > 1}:
+            raise ConfigurationError(f"plan: stage {stage!r} has {', '.join(sorted(repeated_devices))} more than once")
         for device in placed.devices:
-            if (node := split_node(device)[0]) and options.cluster is None:
-                raise ConfigurationError(f"plan: stage {stage!r}: {device}: node {node!r} needs cluster = ...")
+            if (node_name := split_node(device)[0]) and options.cluster is None:
+                raise ConfigurationError(f"plan: stage {stage!r}: {device}: node {node_name!r} needs cluster = ...")
 
 
 class Flow:
@@ -142,9 +142,9 @@ class Flow:
 
     async def __aenter__(self) -> Flow:
         options = self._options
-        local = (options.launcher or _make_local_launcher)(self._clock, self._recorder.event, self._waits)
-        opened = open_machines(options.cluster, local, self._clock, self._recorder.event)
-        machines = await self._stack.enter_async_context(opened)
+        local_launcher = (options.launcher or _make_local_launcher)(self._clock, self._recorder.event, self._waits)
+        machines_context = open_machines(options.cluster, local_launcher, self._clock, self._recorder.event)
+        machines = await self._stack.enter_async_context(machines_context)
         self._context = StageContext(
             network=PeerNetwork(
                 "driver",
@@ -168,8 +168,8 @@ class Flow:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for name in self._channels.unread():
-            self._recorder.event("channel_unread", f"channel {name} has items; no worker has ever read from it")
+        for channel in self._channels.unread():
+            self._recorder.event("channel_unread", f"channel {channel} has items; no worker has ever read from it")
         grace_s = 0.0 if self._failed else STOP_GRACE_S
         await asyncio.gather(*(stage.stop(grace_s) for stage in self._stages.values()))
         await self._context.network.close()
@@ -181,16 +181,16 @@ class Flow:
         """Run the workflow's function to its end; a failure outside it cancels it."""
         self._workflow_task = asyncio.ensure_future(workflow(self, *arguments))
         network, stall_s = self._context.network, self._options.stall_s
-        watch = FlowWatch(self._groups, self._channels, network, self._clock, stall_s, self._fail)
-        watching = asyncio.create_task(watch.loop(), name="watch")
+        flow_watch = FlowWatch(self._groups, self._channels, network, self._clock, stall_s, self._fail)
+        watch_task = asyncio.create_task(flow_watch.loop(), name="watch")
         self._failed = True  # until success, which gives workers time to end
         try:
             result = await self._workflow_task
             if self._failure is not None:
                 raise self._failure
-            for name in [name for group in self._groups().values() for name in group.busy]:
+            for worker in [worker for group in self._groups().values() for worker in group.busy]:
                 self._recorder.event(
-                    "call_not_awaited", f"the workflow has ended; a call of {name} still runs", worker=name
+                    "call_not_awaited", f"the workflow has ended; a call of {worker} still runs", worker=worker
                 )
             self._failed = False
             return result
@@ -200,7 +200,7 @@ class Flow:
             self._workflow_task.cancel()
             raise
         finally:
-            watching.cancel()
+            watch_task.cancel()
 
     async def workers(
         self,
@@ -218,20 +218,20 @@ class Flow:
         last step; its call is then repeated, and items that it had got from channels are delivered again.
         ``most_workers``: the largest number of devices that a plan may give the stage.
         """
-        site = _caller_line()
+        caller = _caller_line()
         if stage in self._stages:
-            raise ConfigurationError(f"stage {stage!r} ({site}): its workers have already started")
+            raise ConfigurationError(f"stage {stage!r} ({caller}): its workers have already started")
         if self._planner is not None:
             previous_plan, self.plan = self.plan, self._planner.with_stage(self.plan, stage, most_workers)
-            for other in self._stages.values():  # the new stage may share their devices
-                await other.move(previous_plan, self.plan)
+            for other_stage in self._stages.values():  # the new stage may share their devices
+                await other_stage.move(previous_plan, self.plan)
         if stage not in self.plan.stages:
-            valid = ", ".join(self.plan.stages)
-            raise ConfigurationError(f"stage {stage!r} ({site}): the plan has no devices for it; it has: {valid}")
+            stages = ", ".join(self.plan.stages)
+            raise ConfigurationError(f"stage {stage!r} ({caller}): the plan has no devices for it; it has: {stages}")
         arguments = (positional, named)
         order = len(self._stages)
         new_stage = Stage(
-            stage, kind, arguments, self._context, order=order, restarts=restarts, max_workers=most_workers, site=site
+            stage, kind, arguments, self._context, order=order, restarts=restarts, max_workers=most_workers, site=caller
         )
         self._stages[stage] = new_stage
         await new_stage.start(self.plan)
@@ -266,27 +266,27 @@ class Flow:
         change."""
         for step in range(count):
             self._require_all_declared()
-            better = self._planner and self._planner.plan_for(step, self.plan, self.history)
-            if better is not None:
-                await self._move(better)
+            better_plan = self._planner and self._planner.plan_for(step, self.plan, self.history)
+            if better_plan is not None:
+                await self._move(better_plan)
             self._recorder.begin_step(step, self._locks.statistics().idle_wanted_s)
             yield step
             idle_s = self._locks.statistics().idle_wanted_s
-            ended, turns = await self._recorder.end_step(self.plan, self._groups(), self._times, idle_s)
-            self.history.append(ended)
+            ended_step, turn_times = await self._recorder.end_step(self.plan, self._groups(), self._times, idle_s)
+            self.history.append(ended_step)
             if self._planner is not None:
-                movable = {name for name, stage in self._stages.items() if stage.is_movable}
-                self._planner.add_step(ended, turns, self._channels.edges, movable)
+                movable_stages = {stage_name for stage_name, stage in self._stages.items() if stage.is_movable}
+                self._planner.add_step(ended_step, turn_times, self._channels.edges, movable_stages)
             self._channels.forget_closed()
             await asyncio.gather(*(stage.save_states() for stage in self._stages.values()))
 
     async def _move(self, plan: ExecutionPlan) -> None:
         """Change the plan between two steps, when no stage has a call."""
-        previous, started = self.plan, time.monotonic()
+        previous, started_s = self.plan, time.monotonic()
         if same_placement(previous, plan):  # only the expected times differ
             self.plan = plan
             return
-        if busy := [name for name, stage in self._stages.items() if stage.group.busy]:
+        if busy := [stage_name for stage_name, stage in self._stages.items() if stage.group.busy]:
             raise ConfigurationError(
                 f"the plan can't be changed before step {len(self.history)}: {', '.join(busy)} still has a call; await "
                 "all calls inside their step"
@@ -296,7 +296,7 @@ class Flow:
         self.plan = plan
         for stage in self._stages.values():  # upstream first: weights are gone with the trainer that published them
             await stage.move(previous, plan)
-        seconds = time.monotonic() - started
+        seconds = time.monotonic() - started_s
         self._recorder.add_move_time(seconds)
         expected = "" if plan.expected_s is None else f", expected {plan.expected_s:.3g} s a step"
         self._recorder.event(
@@ -325,11 +325,11 @@ class Flow:
         return {name: stage.group for name, stage in self._stages.items()}
 
     def _require_all_declared(self) -> None:
-        missing = [stage for stage in self.plan.stages if stage not in self._stages]
-        if missing:
-            has = ", ".join(self._stages)
+        missing_stages = [stage for stage in self.plan.stages if stage not in self._stages]
+        if missing_stages:
+            declared_stages = ", ".join(self._stages)
             raise ConfigurationError(
-                f"the plan has stages that the workflow doesn't: {', '.join(missing)}; it has: {has}"
+                f"the plan has stages that the workflow doesn't: {', '.join(missing_stages)}; it has: {declared_stages}"
             )
 
     def _fail(self, error: BaseException) -> None:
@@ -346,8 +346,8 @@ def _make_local_launcher(clock: Clock, on_event: EventCallback, waits: Waits) ->
 
 def _caller_line() -> str:
     """Return the file and line of the user's code that called this package."""
-    package = os.path.dirname(__file__) + os.sep
+    package_folder = os.path.dirname(__file__) + os.sep
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package_folder):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -91,9 +91,9 @@ class Segment:
     @staticmethod
     def size_for(packed: Packed) -> int:
         """Return the bytes of a segment for a payload, rounded up since the next payload may be larger."""
-        needed = ALIGNMENT + packed.size_bytes
-        step = max(mmap.PAGESIZE, 1 << (needed.bit_length() - 3))
-        return -(-needed // step) * step
+        needed_bytes = ALIGNMENT + packed.size_bytes
+        step_bytes = max(mmap.PAGESIZE, 1 << (needed_bytes.bit_length() - 3))
+        return -(-needed_bytes // step_bytes) * step_bytes
 
     def claim(self) -> bool:
         """Lock the segment exclusively; False when a reader still uses it."""
@@ -133,9 +133,9 @@ class SegmentReader:
         PayloadReleased."""
         with suppress(FileNotFoundError, BlockingIOError), open(path, "r+b") as file:  # removed, or being overwritten
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            mapped = self._mapping_of(path) if alone else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            if _STATE.unpack_from(mapped)[0] == number:
-                content = np.frombuffer(mapped, np.uint8)
+            mapping = self._mapping_of(path) if alone else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            if _STATE.unpack_from(mapping)[0] == number:
+                content = np.frombuffer(mapping, np.uint8)
                 weakref.finalize(content, os.close, os.dup(file.fileno())).atexit = False  # which ends the lock
                 return packed_from(content.data[ALIGNMENT:])
         raise PayloadReleased(f"payload {number} of {Path(path).name} was released before it was fetched")
@@ -143,8 +143,8 @@ class SegmentReader:
     def _mapping_of(self, path: str) -> mmap.mmap:
         """Return the cached mapping of a segment, since mapping 100 MB costs as much as copying them."""
         if path not in self._mapped:
-            existing = [known for known in self._mapped if Path(known).exists()][1 - _MAPPED :]
+            existing_paths = [mapped_path for mapped_path in self._mapped if Path(mapped_path).exists()][1 - _MAPPED :]
             with open(path, "r+b") as file:  # without the lock, which ends with the message
-                kept = {known: self._mapped[known] for known in existing}
-                self._mapped = {**kept, path: mmap.mmap(file.fileno(), 0)}
+                kept_mappings = {mapped_path: self._mapped[mapped_path] for mapped_path in existing_paths}
+                self._mapped = {**kept_mappings, path: mmap.mmap(file.fileno(), 0)}
         return self._mapped[path]

@@ -136,12 +136,12 @@ class Stage:
             return
         for rank, slot in enumerate(self.group.slots):
             slot.spec.arguments["placement"] = placement = self._placement(plan, rank)
-            loaded = self._context.locks.is_loaded(slot.name)
+            was_loaded = self._context.locks.is_loaded(slot.name)
             self._context.locks.remove(slot.name)
-            self._add_participant(placement, loaded=loaded)
+            self._add_participant(placement, loaded=was_loaded)
             if slot.live is not None:
                 await slot.live.call("move_to", placement)
-                if not loaded and not placement.shares:
+                if not was_loaded and not placement.shares:
                     await self._context.network.call(slot.name, "onload")
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
@@ -149,8 +149,8 @@ class Stage:
         slots = self.group.slots
         await asyncio.gather(*(slot.stop(0.0 if slot.name in self.group.abandoned else grace_s) for slot in slots))
         for slot in slots:
-            if (death := self._deaths.pop(slot.name, None)) is not None:
-                await asyncio.wait((death,), timeout=STOP_GRACE_S)
+            if (death_task := self._deaths.pop(slot.name, None)) is not None:
+                await asyncio.wait((death_task,), timeout=STOP_GRACE_S)
             self._context.locks.remove(slot.name)
 
     async def _ask(self, slot: WorkerSlot, method: str, *arguments: Any) -> Any:
@@ -179,24 +179,24 @@ class Stage:
             "arguments": self._arguments,
             "script": self._script,
         }
-        log = None if context.logs is None else context.logs / f"{name}.log"
+        log_path = None if context.logs is None else context.logs / f"{name}.log"
         spec = WorkerSpec(
             name=name,
             factory=_FACTORY,
             arguments=arguments,
             device=placement.device,
             preload=TORCH_CODE if "torch" in sys.modules else (),
-            log_path=log,
+            log_path=log_path,
         )
         self._add_participant(placement, loaded=False)
 
-        async def watch(worker: WorkerHandle) -> None:
+        async def prepare(worker: WorkerHandle) -> None:
             self._deaths[name] = asyncio.create_task(self._on_death(name, worker), name=f"{name}'s death")
             if name in self._states:
                 await worker.call("call", "restore", (self._states[name],), {})
 
         launcher = _Launcher(context.machines.launcher, context.locks)
-        return WorkerSlot(spec, launcher, context.clock, context.recorder.event, limit=self._restarts, prepare=watch)
+        return WorkerSlot(spec, launcher, context.clock, context.recorder.event, limit=self._restarts, prepare=prepare)
 
     def _add_participant(self, placement: WorkerPlacement, *, loaded: bool) -> None:
         """Add a worker to the device locks, if other stages share its devices."""
@@ -210,10 +210,10 @@ class Stage:
 
         async def offload() -> None:
             try:
-                seconds, freed = await network.call(name, "offload")
+                seconds, has_freed = await network.call(name, "offload")
             except RemoteError as error:
                 raise typed_cause(error) from None
-            if not freed and name not in self._reported_offloads:
+            if not has_freed and name not in self._reported_offloads:
                 self._reported_offloads.add(name)
                 self._context.recorder.event("offload_frees_nothing", f"{name}: after {seconds:.3g} s", worker=name)
 
@@ -231,8 +231,8 @@ class Stage:
         """Wait for a worker's death, then free its devices and deliver its unacknowledged items again."""
         await worker.died
         self._context.locks.died(name)
-        if returned := self._context.channels.redeliver(name):
-            detail = f"{returned} items that {name} had received are delivered again"
+        if returned_count := self._context.channels.redeliver(name):
+            detail = f"{returned_count} items that {name} had received are delivered again"
             self._context.recorder.event("items_returned", detail, worker=name)
 
     async def _death_handled(self, name: str) -> None:
@@ -261,10 +261,10 @@ def _factory_of(kind: type[Worker], site: str) -> tuple[str, str]:
         raise ConfigurationError(f"{kind!r} ({site}): must be a class that extends headway.flow.Worker")
     if "<locals>" in kind.__qualname__:
         raise ConfigurationError(f"{kind.__qualname__} ({site}): must be defined at the top level of a module")
-    module, script = kind.__module__, ""
-    if module == "__main__":
-        main = sys.modules["__main__"]
-        spec = getattr(main, "__spec__", None)
-        module = script = spec.name if spec is not None else Path(str(main.__file__)).stem
-        sys.modules.setdefault(module, main)  # objects that workers return have these classes
-    return f"{module}:{kind.__qualname__}", script
+    module_name, script_module = kind.__module__, ""
+    if module_name == "__main__":
+        main_module = sys.modules["__main__"]
+        main_spec = getattr(main_module, "__spec__", None)
+        module_name = script_module = main_spec.name if main_spec is not None else Path(str(main_module.__file__)).stem
+        sys.modules.setdefault(module_name, main_module)  # objects that workers return have these classes
+    return f"{module_name}:{kind.__qualname__}", script_module

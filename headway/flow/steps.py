@@ -78,22 +78,22 @@ class StepRecorder:
         idle_s: float,
     ) -> tuple[FlowStep, TurnTimes]:
         """End the step: ask all workers for their ``times``. Returns the step's record, and the times of turns."""
-        now = self._clock.now()
-        stages: dict[str, StageStep] = {}
+        now_s = self._clock.now()
+        stage_steps: dict[str, StageStep] = {}
         turns: TurnTimes = {}
         for stage, group in groups.items():
             stage_times = await asyncio.gather(*(_times(slot, times) for slot in group.slots))
             turns[stage] = [(turn.items, turn.busy_s) for worker_times in stage_times for turn in worker_times.each]
             for slot, worker_times in zip(group.slots, stage_times, strict=True):
                 self._trace_turns(slot, worker_times)
-            placed = plan.stages[stage]
-            sums = {name: sum(getattr(worker_times, name) for worker_times in stage_times) for name in _SUMMED}
-            stages[stage] = StageStep(devices=placed.devices, expected_s=placed.expected_s, **sums)
+            placement = plan.stages[stage]
+            time_sums = {field: sum(getattr(worker_times, field) for worker_times in stage_times) for field in _SUMMED}
+            stage_steps[stage] = StageStep(devices=placement.devices, expected_s=placement.expected_s, **time_sums)
         record = FlowStep(
             step=self._step,
-            seconds=now - self._began_s,
+            seconds=now_s - self._began_s,
             mode=mode_of(plan),
-            stages=stages,
+            stages=stage_steps,
             expected_s=plan.expected_s,
             lock_idle_s=idle_s - self._idle_s,
             moved_s=self._moved_s,

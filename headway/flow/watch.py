@@ -39,18 +39,18 @@ class FlowWatch:
 
     async def loop(self) -> None:
         """Check repeatedly, until cancelled or until a deadlock has ended the workflow."""
-        seen, since_s = -1, self._clock.now()
+        last_count, since_s = -1, self._clock.now()
         while True:
             await self._clock.sleep(self._stall_s / _CHECKS_PER_STALL)
-            moved = self._progress_count()
-            at_work = any(group.busy for group in self._groups().values()) or self._channels.waits_of(WORKFLOW)
-            if moved != seen or not at_work:
-                seen, since_s = moved, self._clock.now()
+            progress_count = self._progress_count()
+            is_working = any(group.busy for group in self._groups().values()) or self._channels.waits_of(WORKFLOW)
+            if progress_count != last_count or not is_working:
+                last_count, since_s = progress_count, self._clock.now()
             elif self._clock.now() - since_s >= self._stall_s:
                 waits = await self._waits()
-                if waits is not None and self._progress_count() == seen:
-                    unread = "".join(f"; no worker reads channel {name}" for name in self._channels.unread())
-                    self._fail(NoProgress(f"no progress for {self._stall_s:g} s: {', '.join(waits)}{unread}"))
+                if waits is not None and self._progress_count() == last_count:
+                    unread_text = "".join(f"; no worker reads channel {channel}" for channel in self._channels.unread())
+                    self._fail(NoProgress(f"no progress for {self._stall_s:g} s: {', '.join(waits)}{unread_text}"))
                     return
 
     def _progress_count(self) -> int:
@@ -60,9 +60,9 @@ class FlowWatch:
         """Ask the workers that have a call what they wait for; None when one of them doesn't wait."""
         names = [slot.name for group in self._groups().values() for slot in group.slots if slot.name in group.busy]
         reasons = await asyncio.gather(*(self._wait_of(name) for name in names))
-        waiting = [f"{name} waits for {reason}" for name, reason in zip(names, reasons, strict=True) if reason]
+        waiting_texts = [f"{name} waits for {reason}" for name, reason in zip(names, reasons, strict=True) if reason]
         workflow_waits = [f"{WORKFLOW} waits for {reason}" for reason in self._channels.waits_of(WORKFLOW)]
-        return waiting + workflow_waits if len(waiting) == len(names) else None
+        return waiting_texts + workflow_waits if len(waiting_texts) == len(names) else None
 
     async def _wait_of(self, name: str) -> str:
         try:

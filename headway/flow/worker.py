@@ -221,8 +221,8 @@ class DeviceTurns:
         """Register the block as a wait for ``reason``. If the task in its turn waits, the devices may be released
         meanwhile, and are held again at the block's end."""
         task = _current_task()
-        mine = self._task is task
-        if mine:
+        in_turn = self._task is task
+        if in_turn:
             self._stop_computing()
         if not self._data_waits:
             self._data_wait_since_s = time.monotonic()
@@ -236,7 +236,7 @@ class DeviceTurns:
             self._data_waits -= 1
             if not self._data_waits:
                 self.times.data_wait_s += time.monotonic() - self._data_wait_since_s
-            if mine:
+            if in_turn:
                 with contextlib.suppress(BaseException) if self._host.ending else contextlib.nullcontext():
                     await self._acquire(task)
                 self._computing_since_s = time.monotonic()
@@ -244,14 +244,14 @@ class DeviceTurns:
     @contextmanager
     def transferring(self) -> Iterator[None]:
         """Count the block as transfer, not as computing."""
-        mine, started = self._task is _current_task(), time.monotonic()
-        if mine:
+        in_turn, started_s = self._task is _current_task(), time.monotonic()
+        if in_turn:
             self._stop_computing()
         try:
             yield
         finally:
-            self.times.transfer_s += time.monotonic() - started
-            if mine:
+            self.times.transfer_s += time.monotonic() - started_s
+            if in_turn:
                 self._computing_since_s = time.monotonic()
 
     async def recall(self) -> None:
@@ -265,8 +265,8 @@ class DeviceTurns:
 
     def take_times(self) -> StageTimes:
         """Return the times since the last call, and reset them."""
-        taken, self.times, self._last_totals = self.times, StageTimes(), (0, 0.0)
-        return taken
+        taken_times, self.times, self._last_totals = self.times, StageTimes(), (0, 0.0)
+        return taken_times
 
     def _stop_computing(self) -> None:
         self.times.busy_s += time.monotonic() - self._computing_since_s
@@ -274,7 +274,7 @@ class DeviceTurns:
     async def _acquire(self, task: asyncio.Task[Any]) -> None:
         """Wait for the devices. A task that is cancelled meanwhile leaves them to the next turn, or to another stage
         that requests them."""
-        started, switched_s = time.monotonic(), self.times.switch_s
+        started_s, switched_s = time.monotonic(), self.times.switch_s
         while (
             not self.holds_devices and self._host.placement.shares
         ):  # a recall may come between the grant and this task's resumption
@@ -288,7 +288,7 @@ class DeviceTurns:
                 raise
             finally:
                 self._waits.pop(task, None)
-        self.times.device_wait_s += time.monotonic() - started - (self.times.switch_s - switched_s)
+        self.times.device_wait_s += time.monotonic() - started_s - (self.times.switch_s - switched_s)
 
     async def _request_devices(self) -> None:
         self._recalled = False  # a recall that comes before the answer stays
@@ -301,8 +301,8 @@ class DeviceTurns:
             self._releasing = asyncio.create_task(self._release_if_recalled(), name="releases its devices")
 
     async def _release_if_recalled(self) -> None:
-        computes = self._task is not None and self._task not in self._waits
-        if self._recalled and self.holds_devices and not computes:
+        is_computing = self._task is not None and self._task not in self._waits
+        if self._recalled and self.holds_devices and not is_computing:
             self.holds_devices = self._recalled = False
             await self._host.ask_driver("release", self._host.name)
 

@@ -41,17 +41,17 @@ class CollectLoop:
         self._filters = GroupFilters(run.experiment, lambda rollout: run.tokenizer.decode(rollout.judged_ids))
         self._scored = ScoredText.of(run.experiment, run.tokenizer)
         self._reported_hooks: set[str] = set()  # hooks whose failure is in the ledger
-        per_step = run.experiment.queue.groups_per_step
-        accepted = per_step if run.buffer.completed_steps else 0
-        self._common_failures = CommonFailureDetector(groups_per_step=per_step, accepted=accepted)
+        groups_per_step = run.experiment.queue.groups_per_step
+        accepted_count = groups_per_step if run.buffer.completed_steps else 0
+        self._common_failures = CommonFailureDetector(groups_per_step=groups_per_step, accepted=accepted_count)
 
     async def loop(self) -> None:
         """Runs until cancelled."""
         async with asyncio.TaskGroup() as verifications:
             while True:
                 group, rollouts = await self._generated.get()
-                job = self._verify_and_commit(group, rollouts)
-                verifications.create_task(job, name=f"verify-{group.index}")
+                verification = self._verify_and_commit(group, rollouts)
+                verifications.create_task(verification, name=f"verify-{group.index}")
 
     async def _verify_and_commit(self, group: Group, rollouts: tuple[Rollout, ...]) -> None:
         run = self._run
@@ -59,9 +59,9 @@ class CollectLoop:
             verified = await verify_rollouts(group.task, rollouts, run.verifier, self._scored, run.clock)
         if group.index not in run.state.running:
             return  # it ended as overdue while it was being verified
-        judged = self._filters.apply(FinishedGroup(group=group, rollouts=verified))
-        finished, outcome = judged.finished, judged.outcome
-        for problem in judged.problems:
+        filtered_group = self._filters.apply(FinishedGroup(group=group, rollouts=verified))
+        finished, outcome = filtered_group.finished, filtered_group.outcome
+        for problem in filtered_group.problems:
             self._report_hook_failure(problem)
         evidence = None if outcome.ending == "failed" else evidence_of(finished)
         # From this commit on the group is finished: nothing loses it.
@@ -69,7 +69,7 @@ class CollectLoop:
         self._learn(evidence)
         end_removed_members(run, finished)
         run.parking.forget(group.index)
-        run.meter.finished(finished, accepted=outcome.ending is None, meta=judged.meta)
+        run.meter.finished(finished, accepted=outcome.ending is None, meta=filtered_group.meta)
         failures = [rollout.failure for rollout in finished.rollouts]
         self._common_failures = self._common_failures.after(failures, group.task, accepted=outcome.ending is None)
         if outcome.ending is None:
@@ -90,11 +90,11 @@ class CollectLoop:
 
     def _learn(self, evidence: TaskEvidence | None) -> None:
         """Pass the evidence to the curriculum, and report where it moves its band."""
-        move = None if evidence is None else self._run.task_selector.learn(evidence)
-        if move is not None:
-            detail = f"min_signal {move.old_limit:.2f} -> {move.new_limit:.2f}: {move.reason}"
-            share = round(move.zero_variance_share, 4)
-            self._run.event("curriculum_band", detail, zero_variance_share=share, groups=move.groups)
+        band_move = None if evidence is None else self._run.task_selector.learn(evidence)
+        if band_move is not None:
+            detail = f"min_signal {band_move.old_limit:.2f} -> {band_move.new_limit:.2f}: {band_move.reason}"
+            share = round(band_move.zero_variance_share, 4)
+            self._run.event("curriculum_band", detail, zero_variance_share=share, groups=band_move.groups)
 
     def _require_progress(self, last: FinishedGroup, ending: Ending, reason: str) -> None:
         """Report that group after group ends untrained. Raises NoProgress after `GIVE_UP_AFTER_BATCHES`, and soon where
@@ -102,28 +102,28 @@ class CollectLoop:
         run, state, queue = self._run, self._run.state, self._run.experiment.queue
         state.untrained_groups += 1
         if reason == "zero_variance":
-            valid = last.valid
-            state.untrained_rewards[valid[0].reward, all(rollout.solved for rollout in valid)] += 1
+            valid_rollouts = last.valid
+            state.untrained_rewards[valid_rollouts[0].reward, all(rollout.solved for rollout in valid_rollouts)] += 1
         causes = sorted({rollout.failure.cause for rollout in last.rollouts if rollout.failure is not None})[:3]
-        if message := self._common_failures.unrecoverable:
-            run.event(EVENT_NO_PROGRESS, message, groups=state.untrained_groups, reason=reason, **state.accounting.data)
-            raise NoProgress(message)
-        batches, remainder = divmod(state.untrained_groups, queue.groups_per_step)
-        gives_up = batches >= GIVE_UP_AFTER_BATCHES
-        report_due = batches > state.reported_untrained_batches and batches.bit_count() == 1
-        if remainder or not (gives_up or report_due):  # reported at 1, 2, 4, 8 ... batches, each once a run
+        if detail := self._common_failures.unrecoverable:
+            run.event(EVENT_NO_PROGRESS, detail, groups=state.untrained_groups, reason=reason, **state.accounting.data)
+            raise NoProgress(detail)
+        batch_count, odd_groups = divmod(state.untrained_groups, queue.groups_per_step)
+        gives_up = batch_count >= GIVE_UP_AFTER_BATCHES
+        report_due = batch_count > state.reported_untrained_batches and batch_count.bit_count() == 1
+        if odd_groups or not (gives_up or report_due):  # reported at 1, 2, 4, 8 ... batches, each once a run
             return
-        state.reported_untrained_batches = batches
-        rewards = state.untrained_rewards if state.untrained_rewards.total() == state.untrained_groups else {}
-        name = EVENT_MOSTLY_SOLVED if mostly_solved(rewards) else EVENT_NO_PROGRESS
-        ending_text = "had no learning signal" if name == EVENT_MOSTLY_SOLVED else "ended untrained"
-        message = f"{state.untrained_groups} groups in a row {ending_text}, the last one as {ending} ({reason})"
-        message += "".join(f"; {cause}" for cause in causes)
-        message += f"; {same_reward(rewards)} ({troubleshooting('Most groups are filtered')})" if rewards else ""
-        counts = state.accounting.data if gives_up else {}
-        run.event(name, message, groups=state.untrained_groups, reason=reason, **counts)
+        state.reported_untrained_batches = batch_count
+        tally = state.untrained_rewards if state.untrained_rewards.total() == state.untrained_groups else {}
+        event_name = EVENT_MOSTLY_SOLVED if mostly_solved(tally) else EVENT_NO_PROGRESS
+        ending_text = "had no learning signal" if event_name == EVENT_MOSTLY_SOLVED else "ended untrained"
+        detail = f"{state.untrained_groups} groups in a row {ending_text}, the last one as {ending} ({reason})"
+        detail += "".join(f"; {cause}" for cause in causes)
+        detail += f"; {same_reward(tally)} ({troubleshooting('Most groups are filtered')})" if tally else ""
+        ending_counts = state.accounting.data if gives_up else {}
+        run.event(event_name, detail, groups=state.untrained_groups, reason=reason, **ending_counts)
         if gives_up:
-            raise NoProgress(f"{message}, for {GIVE_UP_AFTER_BATCHES} batches")
+            raise NoProgress(f"{detail}, for {GIVE_UP_AFTER_BATCHES} batches")
 
 
 async def verify_rollouts(
@@ -131,10 +131,10 @@ async def verify_rollouts(
 ) -> tuple[Rollout, ...]:
     """Verify a task's rollouts and return them with their verdicts. Those that failed, were removed from their group or
     are verified already are returned as they are."""
-    unknown = [rollout for rollout in rollouts if rollout.valid and not rollout.finished_s]
-    if not unknown:
+    unverified = [rollout for rollout in rollouts if rollout.valid and not rollout.finished_s]
+    if not unverified:
         return tuple(rollouts)
-    verdicts = await verifier.verify(task, [scored.rollout(rollout) for rollout in unknown])
-    now = clock.now()
-    judged = {r.member: apply_verdict(r, verdict, now) for r, verdict in zip(unknown, verdicts, strict=True)}
+    verdicts = await verifier.verify(task, [scored.rollout(rollout) for rollout in unverified])
+    now_s = clock.now()
+    judged = {r.member: apply_verdict(r, verdict, now_s) for r, verdict in zip(unverified, verdicts, strict=True)}
     return tuple(judged.get(rollout.member, rollout) for rollout in rollouts)

@@ -104,10 +104,10 @@ class RunContext:
 
     def event(self, name: str, detail: str = "", /, **fields: Any) -> None:
         """Record an event now; ``fields`` that `EventRecord` doesn't have are its ``data``."""
-        data = {key: value for key, value in fields.items() if key not in EventRecord.__struct_fields__}
-        record_fields = {key: value for key, value in fields.items() if key not in data}
+        event_data = {key: field for key, field in fields.items() if key not in EventRecord.__struct_fields__}
+        record_fields = {key: field for key, field in fields.items() if key not in event_data}
         stamp = {"step": self.state.version, "time_s": self.time_s()}
-        self.record(EventRecord(event=name, detail=detail, data=data, **stamp, **record_fields))
+        self.record(EventRecord(event=name, detail=detail, data=event_data, **stamp, **record_fields))
 
     def died(self, death: WorkerDied) -> None:
         """Record the death of a worker that no pool keeps: the trainer's, the controller's."""

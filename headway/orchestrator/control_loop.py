@@ -70,9 +70,9 @@ class ControlLoop:
     async def _write(self, record: StepRecord) -> StepRecord:
         run = self._run
         engines, sandboxes = await asyncio.gather(run.generator.statistics(), run.sandboxes())
-        full_record = run.meter.with_engines(record, engines, run.generator.routing(), sandboxes)
-        run.record(msgspec.structs.replace(full_record, nodes=tuple(run.nodes())))
-        return full_record
+        complete_record = run.meter.with_engines(record, engines, run.generator.routing(), sandboxes)
+        run.record(msgspec.structs.replace(complete_record, nodes=tuple(run.nodes())))
+        return complete_record
 
 
 class RateControl:
@@ -93,20 +93,20 @@ class RateControl:
     async def restore_knobs(self, last: StepRecord) -> None:
         """Set the knobs of the former process's ``last`` step, within today's limits. A knob whose value in the
         experiment has changed since starts from that value. Estimates of the queue are lost."""
-        flow = last.flow
-        if self._mode != "act" or not flow.concurrent_rollouts:
+        last_flow = last.flow
+        if self._mode != "act" or not last_flow.concurrent_rollouts:
             return
         knobs = Knobs(
-            open_groups=flow.open_groups or None,
-            concurrent_rollouts=flow.concurrent_rollouts,
-            steps_per_publish=flow.steps_per_publish,
-            idle_replicas=self._limits.shared[len(self._limits.shared) - flow.idle_replicas :],
-            verifier_workers=flow.verifier_workers,
+            open_groups=last_flow.open_groups or None,
+            concurrent_rollouts=last_flow.concurrent_rollouts,
+            steps_per_publish=last_flow.steps_per_publish,
+            idle_replicas=self._limits.shared[len(self._limits.shared) - last_flow.idle_replicas :],
+            verifier_workers=last_flow.verifier_workers,
         )
         former_configuration: dict[KnobName, int] = {
-            "concurrent_rollouts": flow.configured_concurrent_rollouts,
-            "steps_per_publish": flow.configured_steps_per_publish,
-            "verifier_workers": flow.configured_verifier_workers,
+            "concurrent_rollouts": last_flow.configured_concurrent_rollouts,
+            "steps_per_publish": last_flow.configured_steps_per_publish,
+            "verifier_workers": last_flow.configured_verifier_workers,
         }
         await self._set(self._limits.resumed(knobs, self._run.state.knobs, former_configuration))
 
@@ -125,10 +125,10 @@ class RateControl:
                 self._revert_move(run.state.moved.previous, outcome.data)
         if self._state is None:
             moved_at = run.state.moved.version if run.state.moved else 0
-            filled = max(record.step, moved_at) + run.experiment.queue.budget + 1  # before, the queue was filling
+            filled_step = max(record.step, moved_at) + run.experiment.queue.budget + 1  # before, the queue was filling
             reverted = run.state.moved is not None and run.state.moved.planned.reverts  # no other move before a drift
             self._state = ControllerState(
-                knobs=run.state.knobs, regime_step=filled, decided_step=filled, recommended=reverted
+                knobs=run.state.knobs, regime_step=filled_step, decided_step=filled_step, recommended=reverted
             )
         limits = self._limits_now()
         decision = self._query_decision(record.version) or decide(
@@ -154,21 +154,21 @@ class RateControl:
 
     def _revert_move(self, previous: RunPlacement, figures: Mapping[str, float]) -> None:
         """Plan the return to the ``previous`` placement after a move whose ``figures`` show a lower rate."""
-        ratio = figures["measured"] / max(figures["rate"], 1e-3)  # figures are rounded to 0.001
-        reason = f"back to {previous}: the rate is {ratio:.2f} of what it was before the move"
-        self._record_action(Action(kind="rollback", reason=reason, measured=ratio, settings=previous.settings))
-        planned = planned_move(previous.settings, 1 / max(ratio, 1e-3), figures["measured"], figures["cost_s"])
-        self._run.state.pending_move = msgspec.structs.replace(planned, reverts=True)
+        rate_ratio = figures["measured"] / max(figures["rate"], 1e-3)  # figures are rounded to 0.001
+        reason = f"back to {previous}: the rate is {rate_ratio:.2f} of what it was before the move"
+        self._record_action(Action(kind="rollback", reason=reason, measured=rate_ratio, settings=previous.settings))
+        return_move = planned_move(previous.settings, 1 / max(rate_ratio, 1e-3), figures["measured"], figures["cost_s"])
+        self._run.state.pending_move = msgspec.structs.replace(return_move, reverts=True)
 
     def _limits_now(self) -> ControlLimits:
         """The limits with the machine's capacity for verifiers, and the costs of switches measured so far. Until one is
         measured, a change of placement costs a checkpoint and the start of all actors."""
         run, limits = self._run, self._limits
-        most_workers = max(limits.least_verifiers, min(limits.most_verifiers, run.verifier.max_workers()))
+        worker_limit = max(limits.least_verifiers, min(limits.most_verifiers, run.verifier.max_workers()))
         restart_s = run.start_s + max(record.checkpoint_s for record in self._records)
-        moved_s = run.state.moved.cost_s if run.state.moved else restart_s
-        costs = {"verifier_workers": run.verifier.start_s, "devices": moved_s}
-        return msgspec.structs.replace(limits, most_verifiers=most_workers, switch_s=costs)
+        move_cost_s = run.state.moved.cost_s if run.state.moved else restart_s
+        switch_costs = {"verifier_workers": run.verifier.start_s, "devices": move_cost_s}
+        return msgspec.structs.replace(limits, most_verifiers=worker_limit, switch_s=switch_costs)
 
     def cancel_query(self) -> None:
         """Cancel the query under way."""
@@ -181,9 +181,9 @@ class RateControl:
         outdated."""
         if self._query is None or not self._query.done():
             return None
-        query, self._query = self._query, None
+        query_task, self._query = self._query, None
         try:
-            decision, cpu_s = query.result()
+            decision, cpu_s = query_task.result()
         except WorkerDied as death:
             self._run.died(death)
             assert self._state is not None
@@ -196,36 +196,36 @@ class RateControl:
         state = self._run.state
         if knobs == state.knobs:
             return
-        rested = knobs.idle_replicas != state.knobs.idle_replicas
+        idles_others = knobs.idle_replicas != state.knobs.idle_replicas
         if knobs.verifier_workers != state.knobs.verifier_workers:
             self._run.verifier.set_workers(knobs.verifier_workers)
         state.knobs = knobs
         state.changed.notify()
-        if rested:
+        if idles_others:
             await self._run.generator.idle_replicas(knobs.idle_replicas)
 
     def _advise(self, actions: tuple[Action, ...]) -> None:
         """Report the knobs that would be set, once, and keep the present ones."""
         assert self._state is not None
-        advised, current = self._state.knobs, self._run.state.knobs
-        if advised == current:
+        advised_knobs, present_knobs = self._state.knobs, self._run.state.knobs
+        if advised_knobs == present_knobs:
             return
-        self._state = msgspec.structs.replace(self._state, knobs=current, trial=None, turns={}, directions={})
-        if advised == self._advised:
+        self._state = msgspec.structs.replace(self._state, knobs=present_knobs, trial=None, turns={}, directions={})
+        if advised_knobs == self._advised:
             return
-        self._advised = advised
+        self._advised = advised_knobs
         for action in actions:
             self._record_action(action)
 
     def _record_action(self, action: Action) -> None:
-        data = {"kind": action.kind, "mode": self._mode, "predicted": action.predicted, "measured": action.measured}
-        data |= action.settings
+        fields = {"kind": action.kind, "mode": self._mode, "predicted": action.predicted, "measured": action.measured}
+        fields |= action.settings
         if not action.knob:
-            self._run.event(EVENT_CONTROL, f"{action.kind}: {action.reason}", **data)
+            self._run.event(EVENT_CONTROL, f"{action.kind}: {action.reason}", **fields)
             return
-        change = f"{action.knob} {action.old} -> {action.new}"
+        change_text = f"{action.knob} {action.old} -> {action.new}"
         self._run.event(
-            EVENT_CONTROL, f"{change}: {action.reason}", knob=action.knob, old=action.old, new=action.new, **data
+            EVENT_CONTROL, f"{change_text}: {action.reason}", knob=action.knob, old=action.old, new=action.new, **fields
         )
 
 

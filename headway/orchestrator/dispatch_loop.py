@@ -34,21 +34,21 @@ class DispatchLoop:
         """Runs until cancelled, which also cancels every member's generation."""
         state = self._run.state
         async with self._tasks:
-            for entry in list(state.running.values()):  # reopened by a resume
-                self._start(entry)
+            for running_group in list(state.running.values()):  # reopened by a resume
+                self._start(running_group)
             while True:
-                mark = state.changed.count
+                change_count = state.changed.count
                 # The version that admission counts with is the one the group's deadline counts from.
-                applied = await self._run.generator.applied_version()
-                groups = 0 if state.draining else self._credit(applied)
-                opened = 0
-                while opened < groups and self._fits() and self._ready():
-                    self._open(applied)
-                    opened += 1
-                if not opened and groups > 0 and self._fits() and not self._ready():
+                applied_version = await self._run.generator.applied_version()
+                group_credit = 0 if state.draining else self._credit(applied_version)
+                opened_count = 0
+                while opened_count < group_credit and self._fits() and self._ready():
+                    self._open(applied_version)
+                    opened_count += 1
+                if not opened_count and group_credit > 0 and self._fits() and not self._ready():
                     await self._run.prompts.prepare(self._run.task_selector.peek().task)
-                elif not opened:
-                    await state.changed.wait(mark)
+                elif not opened_count:
+                    await state.changed.wait(change_count)
 
     async def drained(self) -> None:
         """Wait until every running group is verified and committed (admission is closed), or the run is suspended."""
@@ -63,21 +63,21 @@ class DispatchLoop:
         if run.parking.engine_is_kept_empty:
             return 0
         # Surplus that will be discarded may be open only until the batch is full: later it would be a step too old.
-        surplus = 0 if state.training else experiment.surplus_groups
-        by_budget = credit(
+        surplus_groups = 0 if state.training else experiment.surplus_groups
+        budget_credit = credit(
             open_groups=state.open_groups,
             completed_steps=state.version,
             applied_version=applied_version,
             groups_per_step=experiment.queue.groups_per_step,
             budget=experiment.queue.budget,
-            surplus_groups=surplus,
+            surplus_groups=surplus_groups,
         )
-        limit = state.knobs.open_groups
-        by_limit = by_budget if limit is None else limit - state.open_groups
+        open_limit = state.knobs.open_groups
+        limit_credit = budget_credit if open_limit is None else open_limit - state.open_groups
         # No step would train a group beyond those of the remaining steps.
         remaining_groups = experiment.queue.groups_per_step * (experiment.run.steps - state.version)
-        by_steps = remaining_groups + surplus - state.open_groups
-        return max(0, min(by_budget, by_limit, by_steps))
+        steps_credit = remaining_groups + surplus_groups - state.open_groups
+        return max(0, min(budget_credit, limit_credit, steps_credit))
 
     def _fits(self) -> bool:
         """Whether the next group, whose size its task determines, fits within the concurrency of rollouts."""
@@ -107,9 +107,9 @@ class DispatchLoop:
         state.accounting.admit(group.index, group.size)
         run.meter.admitted(group)
         state.admitted += 1
-        entry = RunningGroup(group=group, unfinished=group.size)
-        state.open_group(entry)
-        self._start(entry)
+        running_group = RunningGroup(group=group, unfinished=group.size)
+        state.open_group(running_group)
+        self._start(running_group)
 
     def _start(self, entry: RunningGroup) -> None:
         entry.runner = self._tasks.create_task(self._generate(entry), name=f"group-{entry.group.index}")
@@ -117,17 +117,17 @@ class DispatchLoop:
     async def _generate(self, entry: RunningGroup) -> None:
         """Generate all members of a group. A member's failure is data and never cancels its siblings."""
 
-        async def member(position: int) -> Rollout:
-            if (opening := self._run.parking.begin(entry.group.index)) is not None:
-                await opening
+        async def generate_member(position: int) -> Rollout:
+            if (gate := self._run.parking.begin(entry.group.index)) is not None:
+                await gate
             parked = entry.partials.pop(position, None)
             # without its parked episode the rollout starts from the beginning, in a new environment
             if parked is not None and parked.episode is not None and self._run.parking.resumption(parked) == "restart":
                 parked = None
             rollout = await self._run.rollouts.generate_member(entry.group, position, parked)
             self._run.state.member_done(entry)
-            own_end = rollout.finish_reason in ("stop", "length")
-            entry.lengths[position] = rollout.response_tokens, own_end
+            is_complete = rollout.finish_reason in ("stop", "length")
+            entry.lengths[position] = rollout.response_tokens, is_complete
             entry.generated[position] = rollout
             if self._free_rollouts() >= self._next_size:  # with fewer, no group can start
                 self._run.state.changed.notify()
@@ -139,7 +139,7 @@ class DispatchLoop:
         pruning = self._run.pruning
         limits, clock = self._run.experiment.queue, self._run.clock
         try:
-            rollouts = await generate_in_time(entry.group, member, stop, limits, clock)
+            rollouts = await generate_in_time(entry.group, generate_member, stop, limits, clock)
         finally:
             if pruning is not None:
                 pruning.forget(entry.group.index)

@@ -54,12 +54,12 @@ async def attempt_tasks(
     once: a rollout's time limit must not run while it waits for a slot. Negative group indices give the attempts
     precedence over training rollouts, so that few versions pass meanwhile. ``on_attempt`` receives the number of
     generated attempts and their total."""
-    slots, ended = asyncio.Semaphore(concurrent), itertools.count(1)
+    slots, attempt_numbers = asyncio.Semaphore(concurrent), itertools.count(1)
 
     async def generate(group: Group, member: int) -> Rollout:
         async with slots:
             rollout = await rollouts.generate_member(group, member)
-        on_attempt(next(ended), len(tasks) * samples_per_task)
+        on_attempt(next(attempt_numbers), len(tasks) * samples_per_task)
         return rollout
 
     async def attempt(position: int, task: Task) -> tuple[Rollout, ...]:
@@ -70,11 +70,11 @@ async def attempt_tasks(
             admitted_version=version,
             admitted_s=clock.now(),
         )
-        members = await asyncio.gather(*(generate(group, m) for m in range(samples_per_task)))
-        return await verify_rollouts(task, members, verifier, scored, clock)
+        member_rollouts = await asyncio.gather(*(generate(group, m) for m in range(samples_per_task)))
+        return await verify_rollouts(task, member_rollouts, verifier, scored, clock)
 
-    per_task = await asyncio.gather(*(attempt(i, task) for i, task in enumerate(tasks)))
-    return [rollout for members in per_task for rollout in members]
+    rollouts_by_task = await asyncio.gather(*(attempt(i, task) for i, task in enumerate(tasks)))
+    return [rollout for members in rollouts_by_task for rollout in members]
 
 
 def evaluation_record(
@@ -91,13 +91,13 @@ def evaluation_record(
     """Compute an evaluation's record from its rollouts: solve rate, standard error, versions, pass@k. ``ks``: the
     values of k; ``tasks``: as given to ``attempt_tasks``. Without a valid rollout nothing was measured: ``samples`` is
     0 and the rates mean nothing."""
-    valid = [rollout for rollout in rollouts if rollout.failure is None]
-    versions = [span.version for rollout in valid for span in rollout.versions]
-    count = max(len(valid), 1)
-    attempts: dict[int, list[bool]] = {}
-    for rollout in valid:
-        attempts.setdefault(rollout.group, []).append(rollout.solved)
-    solve_rate = sum(rollout.solved for rollout in valid) / count
+    valid_rollouts = [rollout for rollout in rollouts if rollout.failure is None]
+    versions = [span.version for rollout in valid_rollouts for span in rollout.versions]
+    valid_count = max(len(valid_rollouts), 1)
+    solved_by_group: dict[int, list[bool]] = {}
+    for rollout in valid_rollouts:
+        solved_by_group.setdefault(rollout.group, []).append(rollout.solved)
+    solve_rate = sum(rollout.solved for rollout in valid_rollouts) / valid_count
     return EvaluationRecord(
         split=split,
         phase=phase,
@@ -106,13 +106,13 @@ def evaluation_record(
         last_version=max(versions, default=step),
         held=len(set(versions)) <= 1,
         tasks=len(tasks),
-        samples=len(valid),
+        samples=len(valid_rollouts),
         solve_rate=solve_rate,
-        standard_error=clustered_standard_error([(rollout.group, float(rollout.solved)) for rollout in valid]),
-        pass_at=pass_at(((sum(solved), len(solved)) for solved in attempts.values()), ks),
-        reward_mean=sum(rollout.reward for rollout in valid) / count,
-        length_mean=sum(rollout.response_tokens for rollout in valid) / count,
-        failed=len(rollouts) - len(valid),
+        standard_error=clustered_standard_error([(rollout.group, float(rollout.solved)) for rollout in valid_rollouts]),
+        pass_at=pass_at(((sum(solved), len(solved)) for solved in solved_by_group.values()), ks),
+        reward_mean=sum(rollout.reward for rollout in valid_rollouts) / valid_count,
+        length_mean=sum(rollout.response_tokens for rollout in valid_rollouts) / valid_count,
+        failed=len(rollouts) - len(valid_rollouts),
         failure_cause=_common_cause(rollouts, tasks),
         judge_tokens=sum(rollout.judge_tokens for rollout in rollouts),
         judge_cost=sum(rollout.judge_cost for rollout in rollouts),
@@ -126,18 +126,18 @@ def evaluation_record(
 
 def _common_cause(rollouts: Sequence[Rollout], tasks: Sequence[Task]) -> str:
     """The cause of a failure of the most frequent kind; "" where none failed."""
-    failed = [(rollout.failure, tasks[rollout.group]) for rollout in rollouts if rollout.failure is not None]
-    causes = {failure_kind(failure, task): failure.cause for failure, task in failed}
-    commonest = Counter(failure_kind(failure, task) for failure, task in failed).most_common(1)
-    return causes[commonest[0][0]] if commonest else ""
+    failed_attempts = [(rollout.failure, tasks[rollout.group]) for rollout in rollouts if rollout.failure is not None]
+    cause_by_kind = {failure_kind(failure, task): failure.cause for failure, task in failed_attempts}
+    kind_counts = Counter(failure_kind(failure, task) for failure, task in failed_attempts).most_common(1)
+    return cause_by_kind[kind_counts[0][0]] if kind_counts else ""
 
 
 def end_reason(experiment: Experiment, version: int, solve_rate: float) -> str:
     """Return the reason for which a run ends at ``version``; "" where it continues. A run ends after all its steps, or
     when ``solve_rate``, its best validation score, reaches the target."""
-    steps, target = experiment.run.steps, experiment.evaluation.stop_at_solve_rate
-    if target is not None and solve_rate >= target:
-        return f"validation solve rate {solve_rate:.3f} >= evaluation.stop_at_solve_rate {target:g}"
+    steps, target_rate = experiment.run.steps, experiment.evaluation.stop_at_solve_rate
+    if target_rate is not None and solve_rate >= target_rate:
+        return f"validation solve rate {solve_rate:.3f} >= evaluation.stop_at_solve_rate {target_rate:g}"
     return f"all {steps:,} steps of run.steps are done" if version >= steps else ""
 
 
@@ -155,13 +155,13 @@ class Evaluations:
         self._load_best()
 
     def _load_best(self) -> None:
-        best, retired = self._folder / "best", self._folder / "best.old"
-        if retired.exists() and not best.exists():
-            retired.rename(best)
-        if (best / _EVALUATION_FILE).exists():
-            judgement = json.loads((best / _EVALUATION_FILE).read_text(encoding="utf-8"))
-            if judgement["solve_rate"] is not None:
-                self.best_version, self.best_solve_rate = int(judgement["version"]), float(judgement["solve_rate"])
+        best_folder, retired_folder = self._folder / "best", self._folder / "best.old"
+        if retired_folder.exists() and not best_folder.exists():
+            retired_folder.rename(best_folder)
+        if (best_folder / _EVALUATION_FILE).exists():
+            best_record = json.loads((best_folder / _EVALUATION_FILE).read_text(encoding="utf-8"))
+            if best_record["solve_rate"] is not None:
+                self.best_version, self.best_solve_rate = int(best_record["version"]), float(best_record["solve_rate"])
 
     async def evaluate_held(self, split: str, phase: str) -> EvaluationRecord | None:
         """Evaluate with nothing else running and no update under way."""
@@ -177,14 +177,14 @@ class Evaluations:
             weights = await call_with_restart(run, lambda: run.trainer.publish(version), version)
             await run.generator.update_weights(weights)
             run.meter.applied_version = version
-        last = await self.evaluate_held("validation", "after")
-        judged = last is not None and not last.mostly_failed
-        rate = last.solve_rate if last is not None and judged else -1.0
-        if last is not None and self.best_version is not None and self.best_solve_rate > rate:
+        last_record = await self.evaluate_held("validation", "after")
+        is_judged = last_record is not None and not last_record.mostly_failed
+        solve_rate = last_record.solve_rate if last_record is not None and is_judged else -1.0
+        if last_record is not None and self.best_version is not None and self.best_solve_rate > solve_rate:
             await run.generator.update_weights(await call_with_restart(run, self._publish_best, version))
         else:
             await self._save_candidate(version)
-            self._keep_as_best(version, rate if judged else None)
+            self._keep_as_best(version, solve_rate if is_judged else None)
         await self.evaluate_held("test", "after")
 
     async def keep_last_version(self) -> None:
@@ -211,16 +211,16 @@ class Evaluations:
     def _keep_as_best(self, version: int, solve_rate: float | None) -> None:
         """Rename the candidate to ``best/``; a kill meanwhile leaves one of the two complete. ``solve_rate`` None: it
         wasn't evaluated."""
-        candidate, best = self._folder / CANDIDATE, self._folder / "best"
-        (candidate / _EVALUATION_FILE).write_text(json.dumps({"version": version, "solve_rate": solve_rate}))
-        retired = self._folder / "best.old"
-        shutil.rmtree(retired, ignore_errors=True)
-        if (best / CARD_FILE).is_file() and not has_own_card(best):
-            shutil.copy2(best / CARD_FILE, candidate)
-        if best.exists():
-            best.rename(retired)
-        candidate.rename(best)
-        shutil.rmtree(retired, ignore_errors=True)
+        candidate_folder, best_folder = self._folder / CANDIDATE, self._folder / "best"
+        (candidate_folder / _EVALUATION_FILE).write_text(json.dumps({"version": version, "solve_rate": solve_rate}))
+        retired_folder = self._folder / "best.old"
+        shutil.rmtree(retired_folder, ignore_errors=True)
+        if (best_folder / CARD_FILE).is_file() and not has_own_card(best_folder):
+            shutil.copy2(best_folder / CARD_FILE, candidate_folder)
+        if best_folder.exists():
+            best_folder.rename(retired_folder)
+        candidate_folder.rename(best_folder)
+        shutil.rmtree(retired_folder, ignore_errors=True)
         if solve_rate is None:
             self._run.event(EVENT_LAST_KEPT, f"best/ has version {version}: none was evaluated on validation tasks")
             return
@@ -232,9 +232,9 @@ class Evaluations:
         run, evaluation = self._run, self._run.experiment.evaluation
         if "validation" not in run.evaluation_tasks or (self._running is not None and not self._running.done()):
             return False
-        by_steps = evaluation.every_steps and run.state.version - self._last_step >= evaluation.every_steps
-        by_time = evaluation.every_s is not None and run.clock.now() - self._last_s >= evaluation.every_s
-        return bool(by_steps or by_time)
+        steps_due = evaluation.every_steps and run.state.version - self._last_step >= evaluation.every_steps
+        time_due = evaluation.every_s is not None and run.clock.now() - self._last_s >= evaluation.every_s
+        return bool(steps_due or time_due)
 
     async def save_candidate_if_due(self) -> bool:
         """Keep the weights of the version just published, to be judged by the coming evaluation."""
@@ -269,7 +269,7 @@ class Evaluations:
 
     async def _evaluate(self, split: str, phase: str, tasks: Sequence[Task]) -> EvaluationRecord:
         run, evaluation = self._run, self._run.experiment.evaluation
-        step, started = run.state.version, run.clock.now()
+        step, started_s = run.state.version, run.clock.now()
         rollouts = await attempt_tasks(
             tasks,
             rollouts=run.rollouts.for_evaluation(evaluation_prefix(split), evaluation.temperature),
@@ -287,7 +287,7 @@ class Evaluations:
             phase=phase,
             step=step,
             tasks=tasks,
-            duration_s=run.clock.now() - started,
+            duration_s=run.clock.now() - started_s,
             time_s=run.time_s(),
             ks=run.experiment.ledger.pass_at,
         )

@@ -28,8 +28,8 @@ def end_finished(run: RunContext, group: FinishedGroup, ending: Ending, reason: 
 
 
 def _count_length(run: RunContext, rollout: Rollout, ending: Ending) -> None:
-    complete = rollout.finish_reason in ("stop", "length")
-    run.meter.rollout_ended(rollout.group, ending, rollout.response_tokens, complete=complete)
+    is_complete = rollout.finish_reason in ("stop", "length")
+    run.meter.rollout_ended(rollout.group, ending, rollout.response_tokens, complete=is_complete)
 
 
 def end_running(run: RunContext, entry: RunningGroup, ending: Ending, reason: str) -> None:
@@ -40,7 +40,7 @@ def end_running(run: RunContext, entry: RunningGroup, ending: Ending, reason: st
     if entry.runner is not None:
         entry.runner.cancel()
     run.state.accounting.end_group(group.index, ending, reason)
-    for length, own_end in lengths.values():
-        run.meter.rollout_ended(group.index, ending, length, complete=own_end)
+    for length, is_complete in lengths.values():
+        run.meter.rollout_ended(group.index, ending, length, complete=is_complete)
     run.meter.ended(group, ending, run.state.version, finished=False)
     run.buffer.end_group(group.index, ending, reason, lengths)

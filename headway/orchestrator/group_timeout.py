@@ -25,22 +25,22 @@ async def generate_in_time(
     stopped and come back as discarded, with the tokens they had. Raises what a member raises, the others cancelled."""
     started_s = clock.now()
     tasks = [asyncio.create_task(generate(m), name=f"rollout-{group.index}-{m}") for m in range(group.size)]
-    why = Failure(boundary="engine", cause=GROUP_TIMEOUT, infrastructure=True)
+    timeout_failure = Failure(boundary="engine", cause=GROUP_TIMEOUT, infrastructure=True)
     try:
         await asyncio.wait(tasks, timeout=limits.group_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-        finished = [m for m, task in enumerate(tasks) if task.done()]
+        done = [m for m, task in enumerate(tasks) if task.done()]
         # The loop's timer may be a rounding error early: the timeout counts as passed.
         open_s = max(clock.now() - started_s, limits.group_timeout_s or 0.0)
-        late = group_timeout(size=group.size, finished=finished, open_s=open_s, timeout_s=limits.group_timeout_s)
-        for member in late or ():
-            stop(member, why)
-        if late:
+        overdue = group_timeout(size=group.size, finished=done, open_s=open_s, timeout_s=limits.group_timeout_s)
+        for member in overdue or ():
+            stop(member, timeout_failure)
+        if overdue:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         rollouts = [task.result() for task in tasks if task.done()]  # raises a member's error
     finally:
-        if running := [task for task in tasks if not task.done()]:
-            await cancel_all(*running)  # no member of a group that is over keeps running
-    return tuple(_discarded(r, clock.now()) if r.failure is why else r for r in rollouts)
+        if running_tasks := [task for task in tasks if not task.done()]:
+            await cancel_all(*running_tasks)  # no member of a group that is over keeps running
+    return tuple(_discarded(r, clock.now()) if r.failure is timeout_failure else r for r in rollouts)
 
 
 def _discarded(rollout: Rollout, now: float) -> Rollout:

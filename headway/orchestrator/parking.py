@@ -34,19 +34,19 @@ class Parking:
 
     async def wait(self, parked: PartialRollout) -> Resumption:
         """Park the member and wait until it may resume; returns how (DESIGN rule 2, environment-state staleness)."""
-        entry = self._state.running.get(parked.group)
-        if entry is None:  # an evaluation's, which isn't in the accounting
+        running_group = self._state.running.get(parked.group)
+        if running_group is None:  # an evaluation's, which isn't in the accounting
             await self._wait_for_gate()
             return "continue"
         self._buffer.park(parked)
         self._name_snapshot(parked)
-        self._state.member_parked(entry, 1)
+        self._state.member_parked(running_group, 1)
         self._state.parkings += 1
         self._state.changed.notify()  # its slot is free
         try:
             await self._wait_for_gate()
         finally:
-            self._state.member_parked(entry, -1)
+            self._state.member_parked(running_group, -1)
         return self.resumption(parked)
 
     def resumption(self, parked: PartialRollout) -> Resumption:
@@ -57,23 +57,23 @@ class Parking:
         """Register the snapshots of rollouts that a former process left parked; remove all other, unused ones."""
         for rollout in parked:
             self._name_snapshot(rollout)
-        named = {name for members in self._snapshots.values() for name in members.values()}
+        snapshot_names = {snapshot for members in self._snapshots.values() for snapshot in members.values()}
         if self._sandboxes is not None:
-            remove_others(self._sandboxes, named)
+            remove_others(self._sandboxes, snapshot_names)
 
     def _name_snapshot(self, parked: PartialRollout) -> None:
         """Record the parked member's snapshot, and remove its earlier one."""
-        members = self._snapshots.setdefault(parked.group, {})
-        earlier = members.pop(parked.member, None)
+        snapshot_by_member = self._snapshots.setdefault(parked.group, {})
+        earlier_name = snapshot_by_member.pop(parked.member, None)
         if parked.snapshot:
-            members[parked.member] = parked.snapshot
-        if earlier is not None and earlier != parked.snapshot:
-            self._remove(earlier)
+            snapshot_by_member[parked.member] = parked.snapshot
+        if earlier_name is not None and earlier_name != parked.snapshot:
+            self._remove(earlier_name)
 
     def forget(self, group: int) -> None:
         """Remove the snapshots of a group that has finished or ended: none of its members resumes from one."""
-        for name in self._snapshots.pop(group, {}).values():
-            self._remove(name)
+        for snapshot in self._snapshots.pop(group, {}).values():
+            self._remove(snapshot)
 
     def _remove(self, name: str) -> None:
         if self._sandboxes is not None:
@@ -102,8 +102,8 @@ class Parking:
     def park_all(self, rollouts: RolloutMaker, why: Literal["park", "leave"] = "park") -> None:
         """Close the gate and park every generating member, except, with "park", those that were parked often enough."""
         self._state.resume_gate.clear()
-        for index, entry in self._state.running.items():
-            for member in range(entry.group.size):
+        for index, running_group in self._state.running.items():
+            for member in range(running_group.group.size):
                 rollouts.stop(index, member, why)
 
     def suspend(self, rollouts: RolloutMaker) -> None:
@@ -114,14 +114,14 @@ class Parking:
     def park_generated(self, stop_ids: Sequence[int]) -> int:
         """Park the responses that are complete but not committed, and return their number. Their group has unfinished
         members, or its verifier doesn't answer. ``stop_ids``: one of them ends a response that came to its own end."""
-        kept = 0
-        for index, entry in self._state.running.items():
-            for member, rollout in entry.generated.items():
+        parked_count = 0
+        for index, running_group in self._state.running.items():
+            for member, rollout in running_group.generated.items():
                 ids, reached_limit = rollout.response_ids, rollout.finish_reason == "length"
                 if rollout.ended or rollout.pruned or not ids or not (reached_limit or ids[-1] in stop_ids):
                     continue
                 resumes = max(rollout.resumes - 1, 0)
                 parked = PartialRollout(group=index, member=member, response=rollout.response, resumes=resumes)
                 self._buffer.park(parked)
-                kept += 1
-        return kept
+                parked_count += 1
+        return parked_count

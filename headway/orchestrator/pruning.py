@@ -89,44 +89,44 @@ class Pruner:
         self._new_lengths = 0
         self._scored = ScoredText.of(run.experiment, run.tokenizer)
         self._lengths = self._distribution()
-        self._saved_tokens: dict[str, deque[int]] = {name: deque(maxlen=_AUDITS) for name in self._settings.kinds}
+        self._saved_tokens: dict[str, deque[int]] = {kind: deque(maxlen=_AUDITS) for kind in self._settings.kinds}
         self._failed: set[str] = set()
-        asked: dict[str, Callable[[_Member], str]] = {
+        rule_by_name: dict[str, Callable[[_Member], str]] = {
             "length": self._too_long,
             "relative_length": self._too_long_for_its_group,
             "budget": self._over_deadline,
             "repetition": self._repetitive,
             "value": self._low_value,
         }
-        self._rules = [(name, asked[name]) for name in self._settings.kinds if name in asked]
+        self._rules = [(kind, rule_by_name[kind]) for kind in self._settings.kinds if kind in rule_by_name]
 
     # --- called by the rollouts ---------------------------------------------------------------------------
 
     def watch_of(self, group: Group, member: int) -> Watch:
         """The watch that observes this member's tokens while they are sampled."""
         rule = self._settings.pruner(rules.RepetitionCap)
-        window = None
+        ngram_window = None
         if rule is not None and rule.repeated_share < 1:
-            window = NgramWindow(rules.WINDOW_TOKENS, rules.NGRAM)
-        entry = _Member(group, member, window=window)
-        self._groups.setdefault(group.index, _Siblings()).members[member] = entry
-        return Watch(rules.EVERY_TOKENS, lambda response: self._inspect(entry, response))
+            ngram_window = NgramWindow(rules.WINDOW_TOKENS, rules.NGRAM)
+        member_state = _Member(group, member, window=ngram_window)
+        self._groups.setdefault(group.index, _Siblings()).members[member] = member_state
+        return Watch(rules.EVERY_TOKENS, lambda response: self._inspect(member_state, response))
 
     async def finished(self, group: Group, rollout: Rollout) -> Rollout:
         """Return a rollout that came back from the generator, with its pruning, audit or verdict."""
         siblings = self._groups.setdefault(group.index, _Siblings())
-        entry = siblings.members.pop(rollout.member, None)
-        if entry is not None and entry.judge is not None:
-            entry.judge.cancel()
-        own_end = rollout.finish_reason in ("stop", "length")
-        if own_end:
+        member_state = siblings.members.pop(rollout.member, None)
+        if member_state is not None and member_state.judge is not None:
+            member_state.judge.cancel()
+        is_complete = rollout.finish_reason in ("stop", "length")
+        if is_complete:
             siblings.own_ends.append(len(rollout.response_ids))
         if rollout.failure is None:
-            self._observe(len(rollout.response_ids), own_end)
+            self._observe(len(rollout.response_ids), is_complete)
         if rollout.pruned is not None:
             rollout = self._pruned(rollout, rollout.pruned)
-        elif entry is not None and entry.hit is not None and entry.hit.audited:
-            rollout = await self._audited(entry, entry.hit, rollout)
+        elif member_state is not None and member_state.hit is not None and member_state.hit.audited:
+            rollout = await self._audited(member_state, member_state.hit, rollout)
         if self._settings.needs_rewards and rollout.valid:
             rollout = apply_verdict(rollout, await self._verify(group, rollout.response_ids), self._run.clock.now())
         elif rollout.valid:
@@ -141,9 +141,9 @@ class Pruner:
     def forget(self, group: int) -> None:
         """Forget a group that left the generator or was cancelled there."""
         siblings = self._groups.pop(group, None)
-        for entry in siblings.members.values() if siblings is not None else ():
-            if entry.judge is not None:
-                entry.judge.cancel()
+        for member_state in siblings.members.values() if siblings is not None else ():
+            if member_state.judge is not None:
+                member_state.judge.cancel()
 
     # --- rules ------------------------------------------------------------------------------------------
 
@@ -155,8 +155,8 @@ class Pruner:
         if entry.window is not None:
             entry.window.extend(response.ids)
         for pruner, rule in self._rules:
-            if why := rule(entry):
-                self._hit(entry, pruner, why)
+            if reason := rule(entry):
+                self._hit(entry, pruner, reason)
                 return
         self._start_verifiers(entry)
 
@@ -164,16 +164,16 @@ class Pruner:
         group, member = entry.group.index, entry.number
         seed, share = self._run.experiment.run.seed, self._settings.audit_share
         tokens = max(entry.tokens, self._run.rollouts.reached(group, member))
-        audited = is_audited(seed, group, member, share)
-        saved = 0.0 if audited else self._saving(pruner, tokens)
-        entry.hit = Pruned(pruner=pruner, reason=why, at_tokens=tokens, saved_tokens=saved, audited=audited)
-        if not audited:
+        is_audit = is_audited(seed, group, member, share)
+        saved_tokens = 0.0 if is_audit else self._saving(pruner, tokens)
+        entry.hit = Pruned(pruner=pruner, reason=why, at_tokens=tokens, saved_tokens=saved_tokens, audited=is_audit)
+        if not is_audit:
             self._run.rollouts.stop(group, member, entry.hit)
 
     def _too_long(self, entry: _Member) -> str:
         rule = self._settings.pruner(rules.LengthCap)
-        hit = rule is not None and entry.tokens >= rule.tokens
-        return f"{entry.tokens} tokens, capped at {rule.tokens}" if hit and rule is not None else ""
+        is_hit = rule is not None and entry.tokens >= rule.tokens
+        return f"{entry.tokens} tokens, capped at {rule.tokens}" if is_hit and rule is not None else ""
 
     def _too_long_for_its_group(self, entry: _Member) -> str:
         rule = self._settings.pruner(rules.RelativeLengthCap)
@@ -204,24 +204,24 @@ class Pruner:
             step_s=step_s,
             slack_steps=rules.SLACK_STEPS,
         )
-        rate = (tokens - began_tokens) / (now_s - began_s)
-        chance = chance_to_end(self._lengths, tokens, due_s * rate)
-        if chance >= rule.least_chance:
+        speed = (tokens - began_tokens) / (now_s - began_s)
+        end_chance = chance_to_end(self._lengths, tokens, due_s * speed)
+        if end_chance >= rule.least_chance:
             return ""
-        when = f"in {due_s:.1f} s" if due_s >= 0 else f"for {-due_s:.1f} s"
-        return f"its group is due {when}; at {rate:.1f} tokens/s it would end in time with probability {chance:.2g}"
+        due = f"in {due_s:.1f} s" if due_s >= 0 else f"for {-due_s:.1f} s"
+        return f"its group is due {due}; at {speed:.1f} tokens/s it would end in time with probability {end_chance:.2g}"
 
     def _repetitive(self, entry: _Member) -> str:
         rule = self._settings.pruner(rules.RepetitionCap)
         assert rule is not None
-        period = loop_period(
+        period_tokens = loop_period(
             entry.response.ids,
             longest_period=rules.LONGEST_PERIOD,
             repeats=rule.repeats,
             loop_tokens=rules.LOOP_TOKENS,
         )
-        if period is not None:
-            return f"a loop of {period} token" + ("s" if period > 1 else "")
+        if period_tokens is not None:
+            return f"a loop of {period_tokens} token" + ("s" if period_tokens > 1 else "")
         share = entry.window.repeated_share if entry.window is not None else 0.0
         if share < rule.repeated_share:
             return ""
@@ -233,17 +233,17 @@ class Pruner:
         siblings = self._groups[entry.group.index]
         if rule.verifier or not siblings.rewards:
             return ""
-        value = solve_probability(siblings.solved, len(siblings.rewards), rules.PRIOR)
-        if value >= rule.below:
+        solve_rate = solve_probability(siblings.solved, len(siblings.rewards), rules.PRIOR)
+        if solve_rate >= rule.below:
             return ""
-        return f"solve rate estimated as {value:.2g}: {siblings.solved} of {len(siblings.rewards)} siblings"
+        return f"solve rate estimated as {solve_rate:.2g}: {siblings.solved} of {len(siblings.rewards)} siblings"
 
     # --- verifiers of half a response -------------------------------------------------------------------
 
     def _start_verifiers(self, entry: _Member) -> None:
         for pruner in self._settings.verifier_pruners:
-            since = entry.tokens - entry.judged_tokens.get(pruner, 0)
-            if entry.judge is None and since >= rules.VERIFIED_EVERY_TOKENS:
+            new_tokens = entry.tokens - entry.judged_tokens.get(pruner, 0)
+            if entry.judge is None and new_tokens >= rules.VERIFIED_EVERY_TOKENS:
                 entry.judged_tokens[pruner] = entry.tokens
                 name = f"prune-{entry.group.index}-{entry.number}"
                 entry.judge = asyncio.create_task(self._judge_partial(entry, pruner, entry.response.ids), name=name)
@@ -276,33 +276,33 @@ class Pruner:
     def _decide(self, group: Group, siblings: _Siblings) -> None:
         """Stop the rest of a group whose outcome the finished members decide; or audit the whole decision."""
         rule = self._settings.pruner(rules.GroupBound)
-        rest = [entry for entry in siblings.members.values() if entry.hit is None]
-        finished = len(siblings.rewards)
-        if rule is None or siblings.decided or not rest or finished < rules.LEAST_AGREEING:
+        unhit_members = [member_state for member_state in siblings.members.values() if member_state.hit is None]
+        finished_count = len(siblings.rewards)
+        if rule is None or siblings.decided or not unhit_members or finished_count < rules.LEAST_AGREEING:
             return
         if not rewards_agree(siblings.rewards):
             return
         # members being verified may differ as well as those that generate
-        confidence = agreement(finished, group.size - finished - siblings.removed, rules.PRIOR)
+        confidence = agreement(finished_count, group.size - finished_count - siblings.removed, rules.PRIOR)
         if confidence < rule.confidence:
             return
         siblings.decided = True
         run = self._run
         audited = is_audited(run.experiment.run.seed, group.index, None, self._settings.audit_share)
-        common = siblings.rewards[0]
-        why = f"all {finished} finished ones got {common:g}: the rest will with probability {confidence:.3g}"
-        for entry in rest:
-            tokens = run.rollouts.reached(group.index, entry.number)
-            entry.hit = Pruned(
+        reward = siblings.rewards[0]
+        reason = f"all {finished_count} finished ones got {reward:g}: the rest will with probability {confidence:.3g}"
+        for member_state in unhit_members:
+            tokens = run.rollouts.reached(group.index, member_state.number)
+            member_state.hit = Pruned(
                 pruner="group",
-                reason=why,
+                reason=reason,
                 at_tokens=tokens,
                 saved_tokens=0.0 if audited else self._saving("group", tokens),
                 audited=audited,
-                cut_reward=common if audited else None,
+                cut_reward=reward if audited else None,
             )
             if not audited:
-                run.rollouts.stop(group.index, entry.number, entry.hit)
+                run.rollouts.stop(group.index, member_state.number, member_state.hit)
 
     # --- outcomes ---------------------------------------------------------------------------------------
 
@@ -310,8 +310,8 @@ class Pruner:
         """A stopped rollout: kept as it is to be scored, or dropped from its group; without a token it is dropped."""
         if rollout.response_ids and self._settings.mode_of(pruned.pruner) == "score":
             return rollout
-        now = self._run.clock.now()
-        return msgspec.structs.replace(rollout, removal="pruned", removal_reason=pruned.pruner, finished_s=now)
+        now_s = self._run.clock.now()
+        return msgspec.structs.replace(rollout, removal="pruned", removal_reason=pruned.pruner, finished_s=now_s)
 
     async def _audited(self, entry: _Member, hit: Pruned, rollout: Rollout) -> Rollout:
         """Return an audited rollout, which was hit but not stopped, with the audit's result. That is the reward of its

@@ -25,8 +25,8 @@ def flow_of(
 ) -> QueueFlow:
     """Compute a step's flow, without the engines' part, from ``finished`` groups and the train loop's measurements."""
     responses = [r for group in finished for r in group.rollouts if r.failure is None and r.response_ids]
-    between, within = log_length_variances(finished)
-    timed = [r for r in responses if r.first_token_s > 0]
+    between_square, within_square = log_length_variances(finished)
+    timed_responses = [r for r in responses if r.first_token_s > 0]
     return QueueFlow(
         open_groups=knobs.open_groups or 0,
         concurrent_rollouts=knobs.concurrent_rollouts,
@@ -43,12 +43,12 @@ def flow_of(
         responses=len(responses),
         prompt_tokens=sum(len(sequence.prompt_ids) for r in responses for sequence in r.sequences),
         generating_s=sum(max(0.0, r.generated_s - r.opened_s) for r in responses),
-        decode_s=sum(_decode_s(r) for r in timed),
-        environment_s=sum(r.environment_s for r in timed),
-        environment_hop_s=sum(r.environment_hop_s for r in timed),
-        decode_tokens=sum(r.response_tokens - 1 for r in timed),
-        length_variance_between=between,
-        length_variance_within=within,
+        decode_s=sum(_decode_s(r) for r in timed_responses),
+        environment_s=sum(r.environment_s for r in timed_responses),
+        environment_hop_s=sum(r.environment_hop_s for r in timed_responses),
+        decode_tokens=sum(r.response_tokens - 1 for r in timed_responses),
+        length_variance_between=between_square,
+        length_variance_within=within_square,
         straggler_wait_s=straggler_wait_s,
         device_wait_s=device_wait_s,
         update_wait_s=update_wait_s,

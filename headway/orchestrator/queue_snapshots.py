@@ -60,13 +60,13 @@ async def recording_snapshots(
             await record_snapshot()
             await run.clock.sleep(SNAPSHOT_INTERVAL_S)
 
-    task = asyncio.create_task(record_snapshots(), name="pulse")
+    snapshot_task = asyncio.create_task(record_snapshots(), name="pulse")
     try:
         yield
         with contextlib.suppress(TimeoutError):  # a run that ends in order: the last moments as well
             async with asyncio.timeout(SNAPSHOT_INTERVAL_S):
                 await record_snapshot()
     finally:
-        task.cancel()
+        snapshot_task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await task
+            await snapshot_task

@@ -24,16 +24,16 @@ Result = TypeVar("Result")
 async def call_with_restart(run: RunContext, call: Callable[[], Awaitable[Result]], version: int) -> Result:
     """Return the result of a ``call`` to the trainer. When the trainer dies meanwhile, a new one is brought to
     ``version`` and the call repeated. Raises WorkerDied when it dies more than ``MAX_RESTARTS`` times."""
-    turned = call if run.memory is None else lambda: trainer_turn(run, call)
+    call_in_turn = call if run.memory is None else lambda: trainer_turn(run, call)
     for _ in range(MAX_RESTARTS):
         try:
             if run.state.trainer_death is not None:
                 raise run.state.trainer_death
-            return await turned()
+            return await call_in_turn()
         except WorkerDied as death:
             run.died(death)
             await restart_trainer(run, version)
-    return await turned()
+    return await call_in_turn()
 
 
 async def trainer_turn(run: RunContext, call: Callable[[], Awaitable[Result]]) -> Result:
@@ -45,16 +45,16 @@ async def trainer_turn(run: RunContext, call: Callable[[], Awaitable[Result]]) -
     # The turn ends before a dead trainer is replaced: an update may wait for replicas that are paused meanwhile.
     try:
         if not run.locks.holds(TRAINER):
-            asked_s = run.clock.now()
+            requested_s = run.clock.now()
             await run.locks.acquire(TRAINER)
-            run.meter.device_waited(run.clock.now() - asked_s)
-        result = await call()
+            run.meter.device_waited(run.clock.now() - requested_s)
+        returned = await call()
     except BaseException:
         await run.locks.end(TRAINER)
         raise
     if not keeps_turn:
         await run.locks.end(TRAINER)
-    return result
+    return returned
 
 
 async def restart_trainer(run: RunContext, version: int, *, moved: bool = False) -> int:
@@ -67,11 +67,11 @@ async def restart_trainer(run: RunContext, version: int, *, moved: bool = False)
         await run.locks.end(TRAINER)
     for remaining_attempts in reversed(range(MAX_RESTARTS)):
         # With run.offload it starts in a turn of its own: else trainer and replicas would share the devices' memory.
-        turn = nullcontext() if run.memory is None else run.locks.turn(TRAINER, load=False)
+        device_turn = nullcontext() if run.memory is None else run.locks.turn(TRAINER, load=False)
         try:
-            async with turn:
+            async with device_turn:
                 await run.trainer.restart()
-                replayed, samples = await restore_trainer(run, until=version)
+                replayed_steps, lost_samples = await restore_trainer(run, until=version)
                 weights = await run.trainer.publish(version)
         except WorkerDied as death:
             run.died(death)
@@ -82,9 +82,9 @@ async def restart_trainer(run: RunContext, version: int, *, moved: bool = False)
             await run.generator.update_weights(weights)
             run.state.published_version = version
             if not moved:
-                lost = {"worker": "trainer", "lost_s": run.clock.now() - died_s, "lost_samples": samples}
-                run.event("trainer_restored", f"version {version}", replayed=replayed, **lost)
-            return replayed
+                loss_fields = {"worker": "trainer", "lost_s": run.clock.now() - died_s, "lost_samples": lost_samples}
+                run.event("trainer_restored", f"version {version}", replayed=replayed_steps, **loss_fields)
+            return replayed_steps
     raise AssertionError("unreachable")
 
 
@@ -111,62 +111,62 @@ async def restore_trainer(run: RunContext, until: int) -> tuple[int, int]:
     if checkpoint is not None:
         version = await run.trainer.load_checkpoint(str(checkpoint))
         rename_corrupt(run.directory, newer_than=checkpoint)
-    replayed = samples = 0
+    steps = sample_count = 0
     started_s = reported_s = run.clock.now()
-    for logged in run.buffer.batches_since(version):
+    for replay in run.buffer.batches_since(version):
         if version >= until:
             break
-        batches = [build_batch(logged.step, part, run.experiment) for part in logged.parts]
-        report = await train_on(run.trainer, batches)
+        batch_parts = [build_batch(replay.step, part, run.experiment) for part in replay.parts]
+        report = await train_on(run.trainer, batch_parts)
         if report.skipped:
-            raise CheckpointCorrupt(f"step {logged.step} trained before but is skipped in the replay: {report.reason}")
+            raise CheckpointCorrupt(f"step {replay.step} trained before but is skipped in the replay: {report.reason}")
         version = report.version
-        replayed += 1
-        samples += sum(len(batch.samples) for batch in batches)
+        steps += 1
+        sample_count += sum(len(batch.samples) for batch in batch_parts)
         if (now_s := run.clock.now()) - reported_s >= REPLAY_REPORT_EVERY_S:
-            reported_s, left_s = now_s, (now_s - started_s) / replayed * (until - version)
-            run.event("replaying", f"{replayed} of {replayed + until - version} steps again; {left_s:.0f} s left")
+            reported_s, left_s = now_s, (now_s - started_s) / steps * (until - version)
+            run.event("replaying", f"{steps} of {steps + until - version} steps again; {left_s:.0f} s left")
     if version != until:
         raise CheckpointCorrupt(f"checkpoints and batch log lead to version {version}, the run was at {until}")
-    return replayed, samples
+    return steps, sample_count
 
 
 def restore_records(run: RunContext, recorded: int) -> None:
     """Record the completed steps, from step ``recorded`` on, that the ledger lacks. A kill came between a step's commit
     and its line, or the ledger was cut or removed. Steps whose payloads have been released stay unrecorded."""
-    lost = 0
-    if (missing := min(run.buffer.released_version, run.buffer.completed_steps) - recorded) > 0:
+    restored = 0
+    if (gap := min(run.buffer.released_version, run.buffer.completed_steps) - recorded) > 0:
         detail = (
             f"ledger.jsonl lacks the steps from {recorded} on (was it removed, or cut?): training continues from the "
         )
-        run.event("ledger_incomplete", f"{detail}buffer; times and rates of {missing} steps are lost", steps=missing)
-    for logged in run.buffer.batches_since(max(recorded, run.buffer.released_version)):
-        if logged.outcome == "trained":
-            run.record(run.meter.lost_step(logged.step, logged.groups, run.time_s()))
-            lost += 1
-    if lost:
-        run.event("records_restored", f"of {lost} completed steps whose own lines the ledger lacks", steps=lost)
+        run.event("ledger_incomplete", f"{detail}buffer; times and rates of {gap} steps are lost", steps=gap)
+    for logged_batch in run.buffer.batches_since(max(recorded, run.buffer.released_version)):
+        if logged_batch.outcome == "trained":
+            run.record(run.meter.lost_step(logged_batch.step, logged_batch.groups, run.time_s()))
+            restored += 1
+    if restored:
+        run.event("records_restored", f"of {restored} completed steps whose own lines the ledger lacks", steps=restored)
 
 
 def reopen_groups(run: RunContext) -> None:
     """Restore every group that hasn't ended. Finished groups wait for the trainer; members of the others resume from
     their parked tokens, or are generated again (under the same sampling keys)."""
     state = run.state
-    for record in run.buffer.open_groups():
-        finished = record.finished
+    for open_record in run.buffer.open_groups():
+        finished = open_record.finished
         if finished is None:
-            begun = [parked.first_version for parked in record.parked if parked.first_version >= 0]
-            entry = RunningGroup(
-                group=record.group,
-                unfinished=record.group.size,
+            begun_versions = [parked.first_version for parked in open_record.parked if parked.first_version >= 0]
+            running = RunningGroup(
+                group=open_record.group,
+                unfinished=open_record.group.size,
                 # tokens that weren't parked are generated again, under the version published next
-                oldest_version=min([run.buffer.completed_steps, *begun]),
-                partials={parked.member: parked for parked in record.parked},
+                oldest_version=min([run.buffer.completed_steps, *begun_versions]),
+                partials={parked.member: parked for parked in open_record.parked},
             )
-            state.open_group(entry)
+            state.open_group(running)
         else:
             state.finish_group(finished, run.clock.now())
-    run.parking.reopen([parked for entry in state.running.values() for parked in entry.partials.values()])
+    run.parking.reopen([parked for running in state.running.values() for parked in running.partials.values()])
     state.accounting = run.buffer.accounting()
     run.meter.length_bias = run.buffer.length_bias(run.experiment.queue.groups_per_step)
     state.admitted = run.buffer.next_index

@@ -65,17 +65,17 @@ class Run:
         """
         run = self.context
         run.started_s = run.clock.now()
-        resumed = run.buffer.next_index > 0
+        is_resume = run.buffer.next_index > 0
         version = run.state.version = run.buffer.completed_steps
-        run.event(EVENT_RESUME if resumed else EVENT_START, run.directory, start_s=round(run.start_s, 3), **run.tasks)
+        run.event(EVENT_RESUME if is_resume else EVENT_START, run.directory, start_s=round(run.start_s, 3), **run.tasks)
         self._evaluations.record_best_again(best)
         reopen_groups(run)
         restore_records(run, version if recorded is None else min(recorded, version))
-        if counts := ", ".join(f"{count:,} {ending}" for ending, count in run.state.accounting.endings.items()):
-            run.event(EVENT_COUNTED, f"until now {counts}", **run.state.accounting.data)
+        if counts_text := ", ".join(f"{count:,} {ending}" for ending, count in run.state.accounting.endings.items()):
+            run.event(EVENT_COUNTED, f"until now {counts_text}", **run.state.accounting.data)
         prompt = await pictured_prompt(run.experiment, run.prompts.pictures)
         try:
-            replayed, samples = await restore_trainer(run, until=version)
+            replayed_steps, lost_samples = await restore_trainer(run, until=version)
             weights = await run.trainer.publish(version)
             scores = await trainer_scores(run.experiment, run.trainer, prompt)
             if run.memory is not None:
@@ -84,12 +84,12 @@ class Run:
             run.state.published_version = version
         except WorkerDied as death:
             run.died(death)
-            replayed, samples = await restart_trainer(run, version), 0  # its event has them
+            replayed_steps, lost_samples = await restart_trainer(run, version), 0  # its event has them
             scores = await call_with_restart(run, lambda: trainer_scores(run.experiment, run.trainer, prompt), version)
         await require_agreement(run.experiment, run.generator, scores, version, run.event)
-        if replayed:
-            lost = {"worker": "trainer", "lost_s": run.time_s(), "lost_samples": samples} if samples else {}
-            run.event("restored", f"steps trained again: {replayed}", replayed=replayed, **lost)
+        if replayed_steps:
+            lost = {"worker": "trainer", "lost_s": run.time_s(), "lost_samples": lost_samples} if lost_samples else {}
+            run.event("restored", f"steps trained again: {replayed_steps}", replayed=replayed_steps, **lost)
         run.meter.applied_version = await run.generator.applied_version()
         run.state.resume_gate.set()
         await self._control.restore_knobs(last)

@@ -66,27 +66,27 @@ class RunMemory:
         """Make the function that onloads or offloads a replica. A death during the onload is ignored: the pool replaces
         it."""
 
-        async def move() -> None:
+        async def move_memory() -> None:
             pool = self._generator
             with contextlib.suppress(*((WorkerDied,) if onload else ())):
                 await self._count(f"generator-{index}", pool.onload(index) if onload else pool.offload(index))
 
-        return move
+        return move_memory
 
     async def _count(self, participant: str, moving: Awaitable[list[MemoryMove]]) -> None:
         transfers = await moving
-        for kind, of_kind in itertools.groupby(transfers, key=lambda move: "onload" if move.onload else "offload"):
-            per_rank = list(of_kind)
-            moved, freed = (sum(getattr(move, name) for move in per_rank) for name in ("moved_bytes", "freed_bytes"))
+        for kind, kind_moves in itertools.groupby(transfers, key=lambda move: "onload" if move.onload else "offload"):
+            rank_moves = list(kind_moves)
+            moved, freed = (sum(getattr(move, name) for move in rank_moves) for name in ("moved_bytes", "freed_bytes"))
             if not moved:
                 continue  # it was in that state already
-            seconds = max(move.seconds for move in per_rank)  # ranks move in parallel
+            seconds = max(move.seconds for move in rank_moves)  # ranks move in parallel
             self._meter.switched(seconds, freed)
-            data = {"worker": participant, "moved_bytes": moved, "seconds": round(seconds, 4), "freed_bytes": freed}
-            message = f"{participant}: {moved / 1e6:.1f} MB in {seconds:.3g} s, {freed / 1e6:.1f} MB freed"
-            self._report_once(participant, kind, message, **data)
+            fields = {"worker": participant, "moved_bytes": moved, "seconds": round(seconds, 4), "freed_bytes": freed}
+            detail = f"{participant}: {moved / 1e6:.1f} MB in {seconds:.3g} s, {freed / 1e6:.1f} MB freed"
+            self._report_once(participant, kind, detail, **fields)
             if kind == "offload" and freed < moved * LEAST_FREED_SHARE:
-                self._report_once(participant, "offload_frees_nothing", message, **data)
+                self._report_once(participant, "offload_frees_nothing", detail, **fields)
 
     def _report_once(self, participant: str, name: str, message: str, /, **data: Any) -> None:
         if (participant, name) not in self._reported:
@@ -108,11 +108,11 @@ def open_locks(
         replicas = {f"generator-{index}": device for index, device in enumerate(experiment.generator.devices)}
         return placed_locks(replicas, experiment.trainer.devices, generator, clock, waits, memory)
     locks = DeviceLocks(clock, waits)  # of actors whose devices are only described
-    devices = {f"generator-{index}": frozenset({f"device-{index}"}) for index in shared}
-    trainer_units = frozenset({TRAINER}).union(*devices.values())
+    units_by_replica = {f"generator-{index}": frozenset({f"device-{index}"}) for index in shared}
+    trainer_units = frozenset({TRAINER}).union(*units_by_replica.values())
     locks.add(Participant(name=TRAINER, stage=TRAIN, devices=trainer_units, order=1))
-    for name, units in devices.items():
-        add_replica(locks, generator, name, units)
+    for replica, units in units_by_replica.items():
+        add_replica(locks, generator, replica, units)
     return locks
 
 
@@ -132,8 +132,8 @@ def placed_locks(
         onload, offload = memory.of_trainer(True), memory.of_trainer(False)
     trainer_units = frozenset[str]().union(*(parse_device(rank).units() for rank in ranks))
     locks.add(Participant(name=TRAINER, stage=TRAIN, devices=trainer_units, order=1), onload=onload, offload=offload)
-    for name, device in replicas.items():
-        add_replica(locks, generator, name, parse_device(device).units(), memory)
+    for replica, device in replicas.items():
+        add_replica(locks, generator, replica, parse_device(device).units(), memory)
     return locks
 
 

@@ -19,12 +19,12 @@ from headway.records.rollout import FinishedGroup, Rollout
 def source_scores(attempts: Iterable[tuple[str, Rollout]]) -> dict[str, SourceScore]:
     """Compute each source's score from (source label, rollout) pairs, in the order of appearance. Rollouts that failed
     don't count. {} for fewer than two sources."""
-    observed: dict[str, list[tuple[int, float]]] = {}
+    outcomes_by_label: dict[str, list[tuple[int, float]]] = {}
     for label, rollout in attempts:
-        outcomes = observed.setdefault(label, [])
+        outcomes = outcomes_by_label.setdefault(label, [])
         if rollout.failure is None:
             outcomes.append((rollout.group, float(rollout.solved)))
-    if len(observed) < 2:
+    if len(outcomes_by_label) < 2:
         return {}
     return {
         label: SourceScore(
@@ -33,31 +33,31 @@ def source_scores(attempts: Iterable[tuple[str, Rollout]]) -> dict[str, SourceSc
             solve_rate=sum(solved for _, solved in outcomes) / max(len(outcomes), 1),
             standard_error=clustered_standard_error(outcomes),
         )
-        for label, outcomes in observed.items()
+        for label, outcomes in outcomes_by_label.items()
     }
 
 
 def kernel_scores(groups: Sequence[FinishedGroup], ks: Sequence[int] = ()) -> KernelScores | None:
     """Compute the scores of the kernels in finished groups, from the answers that were kept; None without any."""
-    judged = [[answers for rollout in group.valid if (answers := _answers(rollout))] for group in groups]
-    every = [answer for members in judged for answers in members for answer in answers]
-    if not every:
+    kernels = [[answers for rollout in group.valid if (answers := _answers(rollout))] for group in groups]
+    all_answers = [answer for members in kernels for answers in members for answer in answers]
+    if not all_answers:
         return None
-    spent = Counter[str]()
-    for answer in every:
-        spent.update(answer.evaluation_s)
-    compiled = [(sum(any(a.compiled for a in answers) for answers in members), len(members)) for members in judged]
-    correct = [(sum(any(a.correct for a in answers) for answers in members), len(members)) for members in judged]
+    spent_s = Counter[str]()
+    for answer in all_answers:
+        spent_s.update(answer.evaluation_s)
+    builds = [(sum(any(a.compiled for a in answers) for answers in members), len(members)) for members in kernels]
+    passes = [(sum(any(a.correct for a in answers) for answers in members), len(members)) for members in kernels]
     return KernelScores(
-        evaluations=len(every),
-        repeated=sum(answer.repeated for answer in every),
-        rewards=histogram_in_tenths(answer.reward for answer in every),
-        faults=dict(Counter(answer.fault for answer in every if answer.fault)),
-        compiled_at=pass_at(compiled, ks),
-        correct_at=pass_at(correct, ks),
-        log_speedups=histogram_in_tenths(math.log(a.speedup) for a in every if a.correct and a.speedup),
-        wait_s=spent.pop("wait", 0.0),
-        busy_s=sum(spent.values()),
+        evaluations=len(all_answers),
+        repeated=sum(answer.repeated for answer in all_answers),
+        rewards=histogram_in_tenths(answer.reward for answer in all_answers),
+        faults=dict(Counter(answer.fault for answer in all_answers if answer.fault)),
+        compiled_at=pass_at(builds, ks),
+        correct_at=pass_at(passes, ks),
+        log_speedups=histogram_in_tenths(math.log(a.speedup) for a in all_answers if a.correct and a.speedup),
+        wait_s=spent_s.pop("wait", 0.0),
+        busy_s=sum(spent_s.values()),
     )
 
 
@@ -73,23 +73,23 @@ def kernel_shares(rollouts: Sequence[Rollout]) -> dict[str, KernelShare]:
     means over tasks with their 95 % intervals (`mean_over_tasks`). Rollouts that failed don't count; a rollout without
     any judged answer counts as none of the three. {} where no rollout has kernels."""
     valid = [rollout for rollout in rollouts if rollout.failure is None]
-    judged = [(rollout.group, _answers(rollout)) for rollout in valid]
+    answered = [(rollout.group, _answers(rollout)) for rollout in valid]
     if not any(KERNEL_ANSWERS in rollout.verdict for rollout in valid):
         return {}
-    passed = {name: [any(map(passes, answers)) for _, answers in judged] for name, passes in _KERNEL_SHARES.items()}
+    passed = {grade: [any(map(passes, answers)) for _, answers in answered] for grade, passes in _KERNEL_SHARES.items()}
     shares: dict[str, KernelShare] = {}
-    for name, flags in passed.items():
-        by_task: dict[int, list[bool]] = {}
-        for (task, _), flag in zip(judged, flags, strict=True):
-            by_task.setdefault(task, []).append(flag)
-        mean = mean_over_tasks([sum(task_flags) / len(task_flags) for task_flags in by_task.values()])
+    for grade, flags in passed.items():
+        flags_by_task: dict[int, list[bool]] = {}
+        for (task, _), flag in zip(answered, flags, strict=True):
+            flags_by_task.setdefault(task, []).append(flag)
+        mean = mean_over_tasks([sum(task_flags) / len(task_flags) for task_flags in flags_by_task.values()])
         assert mean is not None
-        shares[name] = KernelShare(value=mean.value, interval=mean.interval, count=sum(flags), rollouts=len(flags))
-    untimed = sum(
+        shares[grade] = KernelShare(value=mean.value, interval=mean.interval, count=sum(flags), rollouts=len(flags))
+    untimed_count = sum(
         not faster and any(answer.correct and answer.speedup is None for answer in answers)
-        for (_, answers), faster in zip(judged, passed["faster"], strict=True)
+        for (_, answers), faster in zip(answered, passed["faster"], strict=True)
     )
-    return shares | {"faster": msgspec.structs.replace(shares["faster"], untimed=untimed)}
+    return shares | {"faster": msgspec.structs.replace(shares["faster"], untimed=untimed_count)}
 
 
 def _answers(rollout: Rollout) -> list[KernelAnswer]:

@@ -33,13 +33,13 @@ class Signal:
         self.count += 1
         if self._waiters:
             waiters, self._waiters = self._waiters, []
-            for waiter, ready in waiters:
+            for waiter, is_ready in waiters:
                 if waiter.done():  # it was cancelled
                     continue
-                if ready():
+                if is_ready():
                     waiter.set_result(None)
                 else:
-                    self._waiters.append((waiter, ready))
+                    self._waiters.append((waiter, is_ready))
 
     async def wait(self, mark: int, ready: Callable[[], bool] = lambda: True) -> None:
         if self.count == mark or not ready():
@@ -110,8 +110,8 @@ class RunState:
 
     def take_parkings(self) -> int:
         """Return the number of members parked since the last call, and reset it."""
-        taken, self.parkings = self.parkings, 0
-        return taken
+        parking_count, self.parkings = self.parkings, 0
+        return parking_count
 
     @property
     def open_groups(self) -> int:
@@ -123,8 +123,8 @@ class RunState:
         index = entry.group.index
         self.running[index] = entry
         self.running_rollouts += entry.unfinished
-        first = max(entry.group.admitted_version, entry.oldest_version)
-        self.selectable.add(OpenGroup(index=index, first_version=first, state="running"))
+        first_version = max(entry.group.admitted_version, entry.oldest_version)
+        self.selectable.add(OpenGroup(index=index, first_version=first_version, state="running"))
 
     def member_done(self, entry: RunningGroup) -> None:
         """Count a member that has left the generator."""
@@ -133,8 +133,8 @@ class RunState:
 
     def member_parked(self, entry: RunningGroup, change: int) -> None:
         """Count a member that gives up its slot (``change`` 1) or takes one again (-1)."""
-        previous, entry.parked = entry.parked, entry.parked + change
-        self._count(entry, -change, previous)
+        previous_count, entry.parked = entry.parked, entry.parked + change
+        self._count(entry, -change, previous_count)
 
     def _count(self, entry: RunningGroup, rollouts: int, parked_before: int) -> None:
         if self.running.get(entry.group.index) is entry:  # else it was subtracted from the counts already
@@ -146,9 +146,9 @@ class RunState:
         index = finished.group.index
         self._stop_running(index)
         self.finished[index], self.finished_at_s[index] = finished, now_s
-        newest = max((r.last_version for r in finished.valid), default=finished.first_version)
+        newest_version = max((rollout.last_version for rollout in finished.valid), default=finished.first_version)
         self.selectable.add(
-            OpenGroup(index=index, first_version=finished.first_version, state="finished", last_version=newest)
+            OpenGroup(index=index, first_version=finished.first_version, state="finished", last_version=newest_version)
         )
 
     def batch_group(self, index: int) -> None:
@@ -161,16 +161,16 @@ class RunState:
         if index in self.finished:
             del self.finished_at_s[index]
             return self.finished.pop(index)
-        entry = self._stop_running(index)
-        assert entry is not None
-        return entry
+        running_group = self._stop_running(index)
+        assert running_group is not None
+        return running_group
 
     def _stop_running(self, index: int) -> RunningGroup | None:
-        entry = self.running.pop(index, None)
-        if entry is not None:
-            self.running_rollouts -= entry.unfinished - entry.parked
-            self.parked_groups -= bool(entry.parked)
-        return entry
+        running_group = self.running.pop(index, None)
+        if running_group is not None:
+            self.running_rollouts -= running_group.unfinished - running_group.parked
+            self.parked_groups -= bool(running_group.parked)
+        return running_group
 
     def oldest_age_s(self) -> float:
         """Seconds for which the longest-buffered group has waited for the trainer."""

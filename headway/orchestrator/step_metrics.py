@@ -182,12 +182,12 @@ class StepMetrics:
         self._interval.apply_s += seconds
         self._interval.apply_pause_s = max([self._interval.apply_pause_s, *(r.pause_s for r in reports)])
         if reports and weights.size_bytes:
-            slowest = max(reports, key=lambda report: report.fetch_s)
+            slowest_report = max(reports, key=lambda report: report.fetch_s)
             copy_s = weights.publish_s - weights.snapshot_s - weights.hash_s
             self._interval.weights = WeightsStatistics(
                 transport=weights.transport, size_bytes=weights.size_bytes,
                 snapshot_s=weights.snapshot_s, copy_s=copy_s, hash_s=weights.hash_s,
-                fetch_s=slowest.fetch_s - slowest.check_s, check_s=slowest.check_s,
+                fetch_s=slowest_report.fetch_s - slowest_report.check_s, check_s=slowest_report.check_s,
             )  # fmt: skip
         version = max((report.version for report in reports), default=self.applied_version)
         self._span("weights", f"apply version {version}", seconds)
@@ -204,8 +204,8 @@ class StepMetrics:
     def on_device(self, device: str, participant: str, activity: str, start_s: float, end_s: float) -> None:
         """See `OnSpan` of flow/device_locks.py."""
         if self._observe is not None:
-            name = f"{participant}: {activity}"
-            self._observe(Span(track=device, name=name, start_s=_rounded(start_s), end_s=_rounded(end_s)))
+            span_name = f"{participant}: {activity}"
+            self._observe(Span(track=device, name=span_name, start_s=_rounded(start_s), end_s=_rounded(end_s)))
 
     def moved(self, action: str, seconds: float) -> None:
         self._span("plan", action, seconds)
@@ -234,10 +234,10 @@ class StepMetrics:
         interval, self._interval = self._interval, self._new_interval()
         step_s = max(self._interval.started_s - interval.started_s, 1e-9)
         self._recent_step_s.append(step_s)
-        samples = sum(len(group.valid) for group in trained)
-        produced = sum(len(group.rollouts) for group in interval.finished)
+        sample_count = sum(len(group.valid) for group in trained)
+        produced_rollouts = sum(len(group.rollouts) for group in interval.finished)
         if self._observe is not None:
-            self._observe(_step_trace(report, interval.started_s, self._interval.started_s, samples))
+            self._observe(_step_trace(report, interval.started_s, self._interval.started_s, sample_count))
         endings, failures, filtered = state.accounting.take_recent()
         return StepRecord(
             step=report.step,
@@ -245,10 +245,10 @@ class StepMetrics:
             skipped=report.skipped,
             time_s=time_s,
             step_s=step_s,
-            samples=samples,
+            samples=sample_count,
             groups=len(trained),
-            consumption_per_s=samples / max(step_s - interval.wait_s, 1e-9),
-            production_per_s=produced / step_s,
+            consumption_per_s=sample_count / max(step_s - interval.wait_s, 1e-9),
+            production_per_s=produced_rollouts / step_s,
             effective_production_per_s=interval.accepted / step_s,
             trainer_wait_s=interval.wait_s,
             trainer_compute_s=report.compute_s,
@@ -295,21 +295,21 @@ class StepMetrics:
             kernels=kernel_scores(interval.finished, self._pass_at),
             **_queue_fields(state),
             **_work_fields(report, step_s, self.peak_flops_per_s),
-            **_verification_fields([r for group in interval.finished for r in group.rollouts]),
+            **_verification_fields([rollout for group in interval.finished for rollout in group.rollouts]),
             **_response_fields(interval.finished, self._pass_at),
         )
 
     def lost_step(self, step: int, trained: Sequence[FinishedGroup], time_s: float) -> StepRecord:
         """Rebuild the record of a completed step that was lost in a kill from the batch log. Times, rates, the filtered
         groups and the trainer's figures are missing."""
-        samples = sum(len(group.valid) for group in trained)
+        sample_count = sum(len(group.valid) for group in trained)
         return StepRecord(
             step=step,
             version=step + 1,
             time_s=time_s,
-            samples=samples,
+            samples=sample_count,
             groups=len(trained),
-            endings={"trained": samples},
+            endings={"trained": sample_count},
             **staleness_fields(trained, step, self._updates, self._token_budget),
             tokens=TokenStatistics(staleness=token_staleness(trained, step, self._token_budget)),
             pruning=pruner_figures(trained),
@@ -325,33 +325,33 @@ class StepMetrics:
     ) -> StepRecord:
         """Add the statistics of the generators, their router and the sandboxes. Reading them takes time, so they have
         an interval of their own."""
-        previous, self._engines = self._engines, list(engines)
-        routed, self._routing = self._routing, routing
-        asked_s, self._engines_s = self._engines_s, self._clock.now()
-        elapsed_s = max(self._engines_s - asked_s, 1e-9)
+        former_engines, self._engines = self._engines, list(engines)
+        former_routing, self._routing = self._routing, routing
+        former_s, self._engines_s = self._engines_s, self._clock.now()
+        elapsed_s = max(self._engines_s - former_s, 1e-9)
         flow = msgspec.structs.replace(
             record.flow,
-            generated_tokens=round(_growth(previous, engines, "generated_tokens")),
-            generator_busy_s=_growth(previous, engines, "busy_s"),
+            generated_tokens=round(_growth(former_engines, engines, "generated_tokens")),
+            generator_busy_s=_growth(former_engines, engines, "busy_s"),
             generator_s=elapsed_s * sum(not engine.idle for engine in engines),
-            decode_steps=round(_growth(previous, engines, "decode_steps")),
-            preemptions=round(_growth(previous, engines, "preemptions")),
+            decode_steps=round(_growth(former_engines, engines, "decode_steps")),
+            preemptions=round(_growth(former_engines, engines, "preemptions")),
         )
-        per_s = _growth(previous, engines, "generated_tokens") / elapsed_s
+        generated_per_s = _growth(former_engines, engines, "generated_tokens") / elapsed_s
         return msgspec.structs.replace(
             record,
             flow=flow,
             engines=EngineLoad.total(engines),
-            router=_since(routed, routing) if routing != RouterStatistics() else None,
-            tokens=record.tokens and msgspec.structs.replace(record.tokens, generated_per_s=per_s),
+            router=_since(former_routing, routing) if routing != RouterStatistics() else None,
+            tokens=record.tokens and msgspec.structs.replace(record.tokens, generated_per_s=generated_per_s),
             sandboxes=self._sandboxes_since(sandboxes),
-            generator_wait_ratio=_mean_share(previous, engines, "idle_s", elapsed_s),
-            generator_yielded_ratio=_mean_share(previous, engines, "yielded_s", elapsed_s),
+            generator_wait_ratio=_mean_share(former_engines, engines, "idle_s", elapsed_s),
+            generator_yielded_ratio=_mean_share(former_engines, engines, "yielded_s", elapsed_s),
         )
 
     def _sandboxes_since(self, now: SandboxStatistics) -> SandboxStatistics | None:
-        previous, self._sandboxes = self._sandboxes, now
-        return now.since(previous) if now.any else None
+        former, self._sandboxes = self._sandboxes, now
+        return now.since(former) if now.any else None
 
 
 def group_trace(finished: FinishedGroup, now_s: float) -> GroupTrace:
@@ -365,20 +365,20 @@ def group_trace(finished: FinishedGroup, now_s: float) -> GroupTrace:
         finished_s=_rounded(now_s),
         rollouts=tuple(
             RolloutTrace(
-                member=r.member,
-                first_token_s=_rounded(r.first_token_s),
-                generated_s=_rounded(r.generated_s),
-                finished_s=_rounded(r.finished_s),
-                verify_s=_rounded(r.verify_s),
-                tokens=r.response_tokens,
-                first_version=r.first_version,
-                last_version=r.last_version,
-                reward=r.reward,
-                resumes=r.resumes,
-                reprefills=r.reprefills,
-                failure="" if r.failure is None else r.failure.boundary,
+                member=rollout.member,
+                first_token_s=_rounded(rollout.first_token_s),
+                generated_s=_rounded(rollout.generated_s),
+                finished_s=_rounded(rollout.finished_s),
+                verify_s=_rounded(rollout.verify_s),
+                tokens=rollout.response_tokens,
+                first_version=rollout.first_version,
+                last_version=rollout.last_version,
+                reward=rollout.reward,
+                resumes=rollout.resumes,
+                reprefills=rollout.reprefills,
+                failure="" if rollout.failure is None else rollout.failure.boundary,
             )
-            for r in finished.rollouts
+            for rollout in finished.rollouts
         ),
     )
 
@@ -396,38 +396,38 @@ def _rounded(seconds: float) -> float:
 
 def _means(metas: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Mean of each name over the groups that have it."""
-    named: dict[str, list[float]] = {}
+    values_by_name: dict[str, list[float]] = {}
     for meta in metas:
-        for name, value in meta.items():
-            named.setdefault(name, []).append(value)
-    return {name: sum(values) / len(values) for name, values in named.items()}
+        for key, meta_value in meta.items():
+            values_by_name.setdefault(key, []).append(meta_value)
+    return {key: sum(values) / len(values) for key, values in values_by_name.items()}
 
 
 def _growth(previous: Sequence[EngineStatistics], after: Sequence[EngineStatistics], name: str) -> float:
     """Growth of a counter over replicas; one that restarted in between counts from zero."""
-    total = 0.0
+    total_growth = 0.0
     for position, engine in enumerate(after):
-        now = float(getattr(engine, name))
-        then = float(getattr(previous[position], name)) if position < len(previous) else 0.0
-        total += now - then if now >= then else now
-    return total
+        counter_now = float(getattr(engine, name))
+        counter_then = float(getattr(previous[position], name)) if position < len(previous) else 0.0
+        total_growth += counter_now - counter_then if counter_now >= counter_then else counter_now
+    return total_growth
 
 
 def _mean_share(
     previous: Sequence[EngineStatistics], after: Sequence[EngineStatistics], name: str, step_s: float
 ) -> float:
     """Share of the time that a counter of seconds grew, mean over the replicas that don't rest."""
-    awake = [position for position, engine in enumerate(after) if not engine.idle]
-    if not awake:
+    awake_positions = [position for position, engine in enumerate(after) if not engine.idle]
+    if not awake_positions:
         return 0.0
-    grown = sum(_growth(previous[p : p + 1], after[p : p + 1], name) for p in awake)
-    return min(1.0, grown / (step_s * len(awake)))
+    grown_s = sum(_growth(previous[index : index + 1], after[index : index + 1], name) for index in awake_positions)
+    return min(1.0, grown_s / (step_s * len(awake_positions)))
 
 
 def _since(previous: RouterStatistics, now: RouterStatistics) -> RouterStatistics:
     """``now`` with the growth of its counters."""
-    grown = {name: getattr(now, name) - getattr(previous, name) for name in ROUTER_COUNTERS}
-    return msgspec.structs.replace(now, **grown)
+    growth_by_name = {counter: getattr(now, counter) - getattr(previous, counter) for counter in ROUTER_COUNTERS}
+    return msgspec.structs.replace(now, **growth_by_name)
 
 
 def _queue_fields(state: RunState) -> dict[str, Any]:
@@ -469,10 +469,10 @@ def _verification_fields(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 def _response_fields(groups: Sequence[FinishedGroup], ks: Sequence[int]) -> dict[str, Any]:
     """The record's sections on rewards and lengths, of the valid members of ``groups``; {} without any."""
-    valid = [group.valid for group in groups if group.valid]
-    if not valid:
+    valid_groups = [group.valid for group in groups if group.valid]
+    if not valid_groups:
         return {}
-    rollouts = [r for members in valid for r in members]
+    rollouts = [r for members in valid_groups for r in members]
     rewards = [r.reward for r in rollouts]
     lengths = [r.response_tokens for r in rollouts]
     return {
@@ -480,9 +480,9 @@ def _response_fields(groups: Sequence[FinishedGroup], ks: Sequence[int]) -> dict
             mean=float(np.mean(rewards)),
             std=float(np.std(rewards)),
             solve_rate=float(np.mean([r.solved for r in rollouts])),
-            solve_rate_histogram=solve_rate_histogram((sum(r.solved for r in m), len(m)) for m in valid),
-            pass_at=pass_at(((sum(r.solved for r in m), len(m)) for m in valid), ks),
-            zero_variance_share=float(np.mean([is_zero_variance([r.reward for r in m]) for m in valid])),
+            solve_rate_histogram=solve_rate_histogram((sum(r.solved for r in m), len(m)) for m in valid_groups),
+            pass_at=pass_at(((sum(r.solved for r in m), len(m)) for m in valid_groups), ks),
+            zero_variance_share=float(np.mean([is_zero_variance([r.reward for r in m]) for m in valid_groups])),
             by_source=source_scores((g.group.task.source, r) for g in groups for r in g.rollouts),
         ),
         "lengths": LengthStatistics(

@@ -43,16 +43,16 @@ class StopLoop:
             await state.changed.wait(state.changed.count, lambda: state.interrupted)
         await run.clock.sleep(_FINISH_SHARE * grace_s)
         self._evaluations.cancel()
-        groups, earlier_parkings = len(state.running), state.parkings
+        group_count, earlier_parkings = len(state.running), state.parkings
         run.parking.suspend(run.rollouts)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_PARK_SHARE * grace_s):
                 while state.running_rollouts:
                     await state.changed.wait(state.changed.count)
-        single = run.experiment.environment.name == run.experiment.hooks.rollout == "single_turn"
-        kept = run.parking.park_generated(run.tokenizer.stop_ids) if single else 0
+        is_single_turn = run.experiment.environment.name == run.experiment.hooks.rollout == "single_turn"
+        kept = run.parking.park_generated(run.tokenizer.stop_ids) if is_single_turn else 0
         parked = state.parkings - earlier_parkings
-        run.event("parked", f"{groups} unfinished groups for the resumed run", rollouts=parked, complete=kept)
+        run.event("parked", f"{group_count} unfinished groups for the resumed run", rollouts=parked, complete=kept)
         state.suspended = True
         state.changed.notify()
         await asyncio.Event().wait()

@@ -64,14 +64,14 @@ def make_task_selector(
 def evidence_of(finished: FinishedGroup) -> TaskEvidence | None:
     """The evidence of a group on its task; None when no member was judged. Members that a filter removed count: without
     them the task would seem easier or harder than it is."""
-    judged = [r for r in finished.rollouts if r.failure is None and r.removal in (None, "filtered")]
-    if not judged:
+    judged_rollouts = [r for r in finished.rollouts if r.failure is None and r.removal in (None, "filtered")]
+    if not judged_rollouts:
         return None
     return TaskEvidence(
         group=finished.group.index,
-        solved=sum(rollout.solved for rollout in judged),
-        valid=len(judged),
-        zero_variance=is_zero_variance([rollout.reward for rollout in judged]),
+        solved=sum(rollout.solved for rollout in judged_rollouts),
+        valid=len(judged_rollouts),
+        zero_variance=is_zero_variance([rollout.reward for rollout in judged_rollouts]),
         version=finished.first_version,
     )
 
@@ -92,8 +92,8 @@ class UniformSelector:
 
     def take(self) -> SelectedTask:
         """See ``TaskSelector``."""
-        drawn, self._next = self.peek(), None
-        return drawn
+        selected, self._next = self.peek(), None
+        return selected
 
     def learn(self, evidence: TaskEvidence) -> BandMove | None:
         """Ignore the evidence: the order is fixed."""
@@ -119,11 +119,11 @@ class AdaptiveSelector:
         self._orders, self._mixture = make_task_orders(tasks, experiment.run.seed, weights)
         self._walk_positions = [0] * len(self._orders)  # positions of the walks
         self._location_by_task: dict[str, tuple[int, int]] = {}  # id -> (source, number); of equal tasks, the first
-        for source, walk in enumerate(self._orders):
-            for number, task in enumerate(walk.tasks):
+        for source, task_order in enumerate(self._orders):
+            for number, task in enumerate(task_order.tasks):
                 self._location_by_task.setdefault(task.task_id, (source, number))
         self.curriculum = Curriculum(
-            [len(walk.tasks) for walk in self._orders],
+            [len(task_order.tasks) for task_order in self._orders],
             CurriculumConfig.of(experiment.curriculum),
             group_size=experiment.rollout.group_size,
             rest=experiment.task_cooldown_groups,
@@ -158,11 +158,11 @@ class AdaptiveSelector:
 
     def learn(self, evidence: TaskEvidence) -> BandMove | None:
         """See ``TaskSelector``."""
-        known = self._draw_by_group.pop(evidence.group, None)
-        if known is None:  # the experiment no longer has its task
+        drawn = self._draw_by_group.pop(evidence.group, None)
+        if drawn is None:  # the experiment no longer has its task
             return None
-        source, number, draw = known
-        return self.curriculum.learn(source, number, evidence, draw.reason)
+        source, task, draw = drawn
+        return self.curriculum.learn(source, task, evidence, draw.reason)
 
     def restore(self, buffer: GroupBuffer) -> None:
         """See ``TaskSelector``."""
@@ -193,13 +193,13 @@ class AdaptiveSelector:
     def take_step(self) -> CurriculumStep:
         """See ``TaskSelector``."""
         draws, self._recent = self._recent, []
-        reasons = Counter(draw.reason for draw in draws)
-        count = max(1, len(draws))
+        reason_counts = Counter(draw.reason for draw in draws)
+        draw_count = max(1, len(draws))
         return CurriculumStep(
-            draws={reason: reasons[reason] for reason in DRAW_REASONS},
-            solve_rate_mean=sum(draw.alpha / (draw.alpha + draw.beta) for draw in draws) / count,
-            signal_mean=sum(draw.signal for draw in draws) / count,
-            group_size_mean=sum(draw.size for draw in draws) / count,
+            draws={reason: reason_counts[reason] for reason in DRAW_REASONS},
+            solve_rate_mean=sum(draw.alpha / (draw.alpha + draw.beta) for draw in draws) / draw_count,
+            signal_mean=sum(draw.signal for draw in draws) / draw_count,
+            group_size_mean=sum(draw.size for draw in draws) / draw_count,
             min_signal=self.curriculum.band.limit,
             tasks=self.curriculum.regions(),
         )
@@ -208,9 +208,9 @@ class AdaptiveSelector:
         if self._next_source is None:
             self._next_source = self._mixture.next()
         source = self._next_source
-        following = self._orders[source].tasks[self._orders[source].number(self._walk_positions[source])]
-        number = self._location_by_task[following.task_id][1]
-        return source, self.curriculum.sources[source].choose(self._index, number)
+        next_task = self._orders[source].tasks[self._orders[source].number(self._walk_positions[source])]
+        walk_next = self._location_by_task[next_task.task_id][1]
+        return source, self.curriculum.sources[source].choose(self._index, walk_next)
 
     def _enter(self, source: int, number: int, draw: Draw) -> None:
         if TaskChoice(number, draw).walks:

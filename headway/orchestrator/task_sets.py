@@ -33,26 +33,26 @@ def load_task_sets(experiment: Experiment) -> dict[str, list[Task]]:
     ConfigurationError for sources that can't be read, overlap, or leave no training task, and for conversations without
     a chat template, and pictures that the model isn't shown.
     """
-    sets: dict[str, list[Task]] = {}
+    task_sets: dict[str, list[Task]] = {}
     for split in SPLITS:
         sources: Sequence[TaskSource] | None = getattr(experiment.tasks, split)
         if sources is not None:
-            sets[split] = load_tasks(sources, experiment.run.seed)
-            require_template(experiment, split, sets[split])
-            require_pictures(experiment, split, sets[split])
-    held_out = [task for split, members in sets.items() if split != "train" for task in members]
-    sets["train"] = without_held_out(experiment.tasks.train, sets["train"], held_out)
-    require_disjoint({f"tasks.{split}": members for split, members in sets.items()})
-    return sets
+            task_sets[split] = load_tasks(sources, experiment.run.seed)
+            require_template(experiment, split, task_sets[split])
+            require_pictures(experiment, split, task_sets[split])
+    held_out = [task for split, split_tasks in task_sets.items() if split != "train" for task in split_tasks]
+    task_sets["train"] = without_held_out(experiment.tasks.train, task_sets["train"], held_out)
+    require_disjoint({f"tasks.{split}": split_tasks for split, split_tasks in task_sets.items()})
+    return task_sets
 
 
 def without_held_out(sources: Iterable[TaskSource], train: Sequence[Task], held_out: Sequence[Task]) -> list[Task]:
     """``train`` without those *generated* tasks whose prompts are in a held-out set."""
-    generators = {source.display_name for source in sources if source.source == "reasoning-gym"}
-    if not generators:
+    generated_sources = {source.display_name for source in sources if source.source == "reasoning-gym"}
+    if not generated_sources:
         return list(train)
-    kept = {task.task_id for task in without_prompts_of(train, held_out)}
-    return [task for task in train if task.source not in generators or task.task_id in kept]
+    kept_ids = {task.task_id for task in without_prompts_of(train, held_out)}
+    return [task for task in train if task.source not in generated_sources or task.task_id in kept_ids]
 
 
 def require_template(experiment: Experiment, split: str, tasks: Sequence[Task]) -> None:
@@ -86,19 +86,19 @@ def require_pictures(experiment: Experiment, split: str, tasks: Sequence[Task]) 
     model, generator, rollout_source = experiment.model, experiment.generator, experiment.environment.name
     rollout_source = experiment.hooks.rollout if rollout_source == "single_turn" else rollout_source
     folder, devices = Path(model.path), (*generator.devices, *experiment.trainer.devices)
-    why = ""
+    reason = ""
     if implementation_of(folder, model.implementation) != "transformers" or generator.engine != "torch":
-        why = "valid: a model with model.implementation = 'transformers' and generator.engine = 'torch'"
+        reason = "valid: a model with model.implementation = 'transformers' and generator.engine = 'torch'"
     elif not read_json(folder / "config.json").get("vision_config"):
-        why = f"{folder} reads text alone: its config.json has no vision_config"
+        reason = f"{folder} reads text alone: its config.json has no vision_config"
     elif not any(folder.glob("*processor_config.json")):
-        why = f"images without a processor: {folder} has no preprocessor_config.json or processor_config.json"
+        reason = f"images without a processor: {folder} has no preprocessor_config.json or processor_config.json"
     elif rollout_source != "single_turn":
-        why = f"{rollout_source} doesn't support them; valid: environment.name = 'single_turn'"
-    elif remote := [device for device in devices if parse_device(device).node]:
-        why = f"their pixel arrays are on this machine; valid: its devices, not {remote[0]}"
-    if why:
-        raise ConfigurationError(f"tasks.{split}: the prompts of {task.source} have pictures: {why}")
+        reason = f"{rollout_source} doesn't support them; valid: environment.name = 'single_turn'"
+    elif remote_devices := [device for device in devices if parse_device(device).node]:
+        reason = f"their pixel arrays are on this machine; valid: its devices, not {remote_devices[0]}"
+    if reason:
+        raise ConfigurationError(f"tasks.{split}: the prompts of {task.source} have pictures: {reason}")
 
 
 def tasks_data(tasks: Sequence[Task]) -> dict[str, int | str]:
@@ -110,11 +110,11 @@ def tasks_data(tasks: Sequence[Task]) -> dict[str, int | str]:
 def changed_tasks(now: Mapping[str, int | str], lines: Sequence[LedgerLine]) -> str:
     """Describe how the training tasks differ from those of the run's last start in ``lines``, and what to do. ``now``:
     their `tasks_data`. "" where they are the same, there are none, or it isn't known."""
-    began = last_event(lines, EVENT_START, EVENT_RESUME)
-    if began is None or not now["tasks"] or began.data.get("tasks_digest", now["tasks_digest"]) == now["tasks_digest"]:
+    start = last_event(lines, EVENT_START, EVENT_RESUME)
+    if start is None or not now["tasks"] or start.data.get("tasks_digest", now["tasks_digest"]) == now["tasks_digest"]:
         return ""
     return (
-        f"tasks.train has changed since this run began ({now['tasks']} tasks, were {began.data['tasks']}): make clean "
+        f"tasks.train has changed since this run began ({now['tasks']} tasks, were {start.data['tasks']}): make clean "
         "in a project, or another --run.directory, starts a new run"
     )
 
@@ -135,20 +135,20 @@ def named_verifiers(experiment: Experiment, sets: Mapping[str, Iterable[Task]]) 
     A name is one of ``[verifiers.NAME]``, or else of a built-in verifier or a module:function with its defaults. Raises
     ConfigurationError, naming the source, for one that is neither.
     """
-    asked = {judge.verifier: f"pruning.pruners: {judge.kind}" for judge in experiment.pruning.verifier_pruners.values()}
-    asked |= {task.verifier: task.source for tasks in sets.values() for task in tasks if task.verifier}
-    return {key: _settings_of(key, experiment, source) for key, source in asked.items()}
+    users = {judge.verifier: f"pruning.pruners: {judge.kind}" for judge in experiment.pruning.verifier_pruners.values()}
+    users |= {task.verifier: task.source for tasks in sets.values() for task in tasks if task.verifier}
+    return {key: _settings_of(key, experiment, source) for key, source in users.items()}
 
 
 def _settings_of(key: str, experiment: Experiment, source: str) -> VerifierSettings:
     if key in experiment.verifiers:
         return experiment.verifiers[key]
     if key not in VERIFIERS and ":" not in key:
-        near = difflib.get_close_matches(key, [*experiment.verifiers, *VERIFIERS], n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        named = ", ".join(experiment.verifiers) or "none"
+        near_names = difflib.get_close_matches(key, [*experiment.verifiers, *VERIFIERS], n=1, cutoff=0.5)
+        hint = f"did you mean {near_names[0]!r}? " if near_names else ""
+        names_text = ", ".join(experiment.verifiers) or "none"
         raise ConfigurationError(
-            f"{source}: verifier = {key!r} is unknown; {hint}valid: a NAME of [verifiers.NAME] ({named}), "
+            f"{source}: verifier = {key!r} is unknown; {hint}valid: a NAME of [verifiers.NAME] ({names_text}), "
             f"{', '.join(sorted(VERIFIERS))} or module:function"
         )
     return VerifierSettings(name=key)

@@ -73,12 +73,12 @@ def train(
     of the end.
     """
     directory = RunDirectory(experiment.run.directory)
-    previous = directory.begin(experiment, resume=resume)
+    former_config = directory.begin(experiment, resume=resume)
     try:
         return asyncio.run(_train(experiment, directory, resume, take_over, on_line))
     except RunLocked:  # by an orchestrator elsewhere: its folder stays as it was
-        if previous is not None:
-            directory.store(previous)
+        if former_config is not None:
+            directory.store(former_config)
         raise
     finally:
         directory.release()
@@ -110,9 +110,9 @@ async def _train(
         ledger = stack.enter_context(Ledger(directory.path, clock))
         if on_line is not None:
             ledger.subscribe(on_line)
-        recorded = read_ledger(directory.path)
-        if resume and (why := _end_reason(experiment, recorded)):
-            ledger.event(EVENT_END, why, step=recorded_steps(recorded))
+        ledger_lines = read_ledger(directory.path)
+        if resume and (reason := _end_reason(experiment, ledger_lines)):
+            ledger.event(EVENT_END, reason, step=recorded_steps(ledger_lines))
             return await _summarise(directory, ledger)
         try:
             observers = start_observers(experiment, directory, ledger, clock, stack, resume=resume)
@@ -124,13 +124,13 @@ async def _train(
             if not resume:
                 directory.withdraw()
             raise
-        watching = watching_stalls(run.context, directory, interrupts.stop, STALLS)
-        await stack.enter_async_context(watching)
-        await stack.enter_async_context(watching_alerts(run.context, directory.path, ledger, recorded, ALERTS))
+        stall_watch = watching_stalls(run.context, directory, interrupts.stop, STALLS)
+        await stack.enter_async_context(stall_watch)
+        await stack.enter_async_context(watching_alerts(run.context, directory.path, ledger, ledger_lines, ALERTS))
         observers.announce()
-        await run.begin(recorded_steps(recorded), last_live_step(recorded), best_version(recorded))
-        if resume and (change := changed_tasks(run.context.tasks, recorded)):
-            run.context.event("tasks_changed", change)
+        await run.begin(recorded_steps(ledger_lines), last_live_step(ledger_lines), best_version(ledger_lines))
+        if resume and (change_text := changed_tasks(run.context.tasks, ledger_lines)):
+            run.context.event("tasks_changed", change_text)
         await run.train()
         await run.conclude()
         summary = await _summarise(directory, ledger)
@@ -143,17 +143,17 @@ async def _train(
 
 def _end_reason(experiment: Experiment, lines: Sequence[LedgerLine]) -> str:
     """Explain why a finished run has no step left as configured now, and which option continues it. "" where it has."""
-    during = [e for e in evaluations(lines) if e.split == "validation" and e.phase != "before"]
-    judged = [evaluation.solve_rate for evaluation in during if not evaluation.mostly_failed]
-    why = end_reason(experiment, recorded_steps(lines), max(judged, default=-1.0)) if is_finished(lines) else ""
-    larger = "--evaluation.stop_at_solve_rate=…, or none," if "stop_at" in why else "--run.steps=…"
-    return why and f"{why} already, nothing was trained; a larger {larger} continues it"
+    validations = [record for record in evaluations(lines) if record.split == "validation" and record.phase != "before"]
+    solve_rates = [evaluation.solve_rate for evaluation in validations if not evaluation.mostly_failed]
+    reason = end_reason(experiment, recorded_steps(lines), max(solve_rates, default=-1.0)) if is_finished(lines) else ""
+    option_text = "--evaluation.stop_at_solve_rate=…, or none," if "stop_at" in reason else "--run.steps=…"
+    return reason and f"{reason} already, nothing was trained; a larger {option_text} continues it"
 
 
 async def _summarise(directory: RunDirectory, ledger: Ledger) -> RunSummary:
     """Compute the summary of a run, and write it to the run's folder and the best model's card."""
-    recorded = read_ledger_tail(directory.path)
-    summary = summarise(list(recorded.lines.values()), recorded.duration_s)
+    ledger_tail = read_ledger_tail(directory.path)
+    summary = summarise(list(ledger_tail.lines.values()), ledger_tail.duration_s)
     directory.write_json(directory.summary, summary)
     if directory.best.is_dir():
         try:
@@ -199,9 +199,9 @@ def start_observers(
         if isinstance(line, QueueSnapshot):
             exports.snapshot(line)
 
-    observed = trace is not None or exports.wants_snapshots
+    is_observed = trace is not None or exports.wants_snapshots
     return Observers(
-        observe=observe if observed else None, sample=exports.sample, recorder=recorder, announce=exports.announce
+        observe=observe if is_observed else None, sample=exports.sample, recorder=recorder, announce=exports.announce
     )
 
 
@@ -286,17 +286,17 @@ async def wire(
     epoch: HeldEpoch | None = None,
 ) -> Run:
     """Start every actor of the run; ``stack`` stops them in reverse order. ``wrap_generate``: see `Actors`."""
-    sets = load_task_sets(experiment)
+    task_sets = load_task_sets(experiment)
     await stack.enter_async_context(short_collections(clock))  # rollouts are short-lived: few old objects die
     events = _WorkerEvents()
     identity, waits = run_identity(directory.path), Waits(clock.now)
-    number, folder = 1 if epoch is None else epoch.number, directory.path
+    epoch_number, folder = 1 if epoch is None else epoch.number, directory.path
     machines = await stack.enter_async_context(
-        open_machines(experiment, clock, events, epoch=number, run_id=identity, key_folder=folder, waits=waits)
+        open_machines(experiment, clock, events, epoch=epoch_number, run_id=identity, key_folder=folder, waits=waits)
     )
-    launcher, configured = machines.launcher, machines.experiment
-    require_movable(configured)
-    experiment = with_saved_placement(configured, directory)
+    launcher, configured_experiment = machines.launcher, machines.experiment
+    require_movable(configured_experiment)
+    experiment = with_saved_placement(configured_experiment, directory)
     host = await stack.enter_async_context(open_multi_turn_host(experiment, launcher, clock, events, directory, waits))
     trainer = TrainerClient(launcher, experiment, identity, log_directory=directory.logs, host_of=machines.host_of)
     generator = GeneratorPool(
@@ -307,7 +307,7 @@ async def wire(
         launcher,
         experiment.verifier,
         clock,
-        named=named_verifiers(experiment, sets),
+        named=named_verifiers(experiment, task_sets),
         log_folder=directory.logs,
         retries=experiment.rollout.retries,
         observe=observe,
@@ -315,17 +315,17 @@ async def wire(
     )
     stack.push_async_callback(verifier.stop)
     await verifier.start()
-    sets = await leave_out_unproved(experiment, sets, verifier, events, directory.left_out)
+    task_sets = await leave_out_unproved(experiment, task_sets, verifier, events, directory.left_out)
     controller = ControllerProcess(launcher, clock, directory.logs)
-    pictures = open_pictures(experiment, sets, launcher, clock, events)
+    pictures = open_pictures(experiment, task_sets, launcher, clock, events)
     actors = Actors(
         generator=generator,
         trainer=trainer,
         verifier=verifier,
         tokenizer=_open_tokenizer(experiment, directory, events),
         pictures=pictures,
-        train_tasks=sets.pop("train"),
-        evaluation_tasks=sets,
+        train_tasks=task_sets.pop("train"),
+        evaluation_tasks=task_sets,
         record=ledger.record,
         keep_sample=observers.sample,
         recorder=observers.recorder,
@@ -335,25 +335,25 @@ async def wire(
         controller=controller,
         waits=waits,
         nodes=machines.conditions,
-        worker_pools=WorkerPools(generator=generator, trainer=trainer, configured=placement_of(configured)),
+        worker_pools=WorkerPools(generator=generator, trainer=trainer, configured=placement_of(configured_experiment)),
     )
     fence = (lambda: None) if epoch is None else epoch.require
     buffer_path, copy_location = directory.buffer, experiment.cluster.replicate_to
-    copies = [AccountingReplica(launcher, clock, copy_location, buffer_path, events)] if copy_location else []
-    run = assemble(experiment, actors, clock, buffer_path, stack, fence, *copies)
+    replicas = [AccountingReplica(launcher, clock, copy_location, buffer_path, events)] if copy_location else []
+    run = assemble(experiment, actors, clock, buffer_path, stack, fence, *replicas)
     events.begin(run.context)
-    for actor in (trainer, generator, controller, *([] if pictures is None else [pictures]), *copies):
+    for actor in (trainer, generator, controller, *([] if pictures is None else [pictures]), *replicas):
         stack.push_async_callback(actor.stop)
     began_s = clock.now()
-    await asyncio.gather(*(actor.start() for actor in (trainer, generator, *copies)))
+    await asyncio.gather(*(actor.start() for actor in (trainer, generator, *replicas)))
     run.context.start_s = clock.now() - began_s
     machines.take_offers(lambda device: join_replica(run.context.locks, generator, run.context.memory, device))
     run.context.meter.peak_flops_per_s = await trainer.measure_peak()
     if observe is not None:
-        hosted = [host.pool] if isinstance(host, Environments) else []
-        states = partial(_worker_states, generator, trainer, verifier, *hosted)
-        snapshots = recording_snapshots(run.context, observe, generator.activity, states, machines.conditions)
-        await stack.enter_async_context(snapshots)
+        environment_pools = [host.pool] if isinstance(host, Environments) else []
+        list_states = partial(_worker_states, generator, trainer, verifier, *environment_pools)
+        recording = recording_snapshots(run.context, observe, generator.activity, list_states, machines.conditions)
+        await stack.enter_async_context(recording)
     return run
 
 

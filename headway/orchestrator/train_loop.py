@@ -63,9 +63,9 @@ class TrainLoop:
     async def loop(self) -> None:
         """Returns after the last step, the time limit, the target solve rate or an interrupt."""
         async with self._updates:
-            pending = self._run.buffer.pending_batch()
+            pending_batch = self._run.buffer.pending_batch()
             # Groups committed before a kill form this step, unchanged.
-            parts = [] if pending is None else [self._part(list(part)) for part in pending.parts]
+            parts = [] if pending_batch is None else [self._part(list(part)) for part in pending_batch.parts]
             while await self._form_batch(parts):
                 await self._step(parts)
                 parts = []
@@ -76,11 +76,11 @@ class TrainLoop:
     def _end_reason(self) -> str:
         """The reason for which the run is over; "" while it isn't."""
         run = self._run
-        if why := end_reason(run.experiment, run.state.version, self._evaluations.best_solve_rate):
-            return why
-        limit = run.experiment.run.time_limit_s
-        if limit is not None and run.time_s() >= limit:
-            return f"run.time_limit_s = {limit:g} have passed"
+        if reason := end_reason(run.experiment, run.state.version, self._evaluations.best_solve_rate):
+            return reason
+        limit_s = run.experiment.run.time_limit_s
+        if limit_s is not None and run.time_s() >= limit_s:
+            return f"run.time_limit_s = {limit_s:g} have passed"
         return "interrupted" if run.state.interrupted else ""
 
     def _part(self, groups: list[FinishedGroup]) -> BatchPart:
@@ -96,9 +96,9 @@ class TrainLoop:
         while (remaining_groups := queue.groups_per_step - sum(len(part.groups) for part in parts)) > 0:
             if parts:
                 await self._compute(lambda: accumulate(run.trainer, [part.batch for part in parts]))
-            taken = min(queue.groups_per_part or remaining_groups, remaining_groups)
+            part_groups = min(queue.groups_per_part or remaining_groups, remaining_groups)
             with run.waits.on("a batch", LOOPS, "the train loop"):
-                groups = await self._next_part(NextPart(groups=taken, remaining=remaining_groups - taken))
+                groups = await self._next_part(NextPart(groups=part_groups, remaining=remaining_groups - part_groups))
             if groups is None:
                 return False
             # Membership and order are durable before they are trained on (rule 8).
@@ -114,24 +114,24 @@ class TrainLoop:
         """Wait for a part of a batch, or a whole one, that rule 2 allows; None when the run drains first."""
         run = self._run
         queue = run.experiment.queue
-        discarding = queue.surplus == "discard" and not part.remaining
-        started = run.clock.now()
+        discards_surplus = queue.surplus == "discard" and not part.remaining
+        started_s = run.clock.now()
         while not self._end_reason():
-            mark = run.state.changed.count
-            due = run.state.selectable.due(run.state.version, part)
-            selection = run.state.selectable.select(run.state.version, part) if due else Selection()
+            change_count = run.state.changed.count
+            is_due = run.state.selectable.due(run.state.version, part)
+            selection = run.state.selectable.select(run.state.version, part) if is_due else Selection()
             for index in selection.overdue:
-                if discarding and selection.groups:
+                if discards_surplus and selection.groups:
                     self._end(index, "discarded", _SURPLUS)
                 else:
                     self._end(index, "overdue", f"over the budget of {queue.budget} steps at step {run.state.version}")
             if selection.groups:
-                run.meter.waited(run.clock.now() - started)
+                run.meter.waited(run.clock.now() - started_s)
                 return [run.state.finished[index] for index in sorted(selection.groups)]
             if not selection.overdue:
-                checked_s, stalled = run.clock.now(), run.state.selectable.finished >= part.groups
-                await self._wait(mark, part)
-                if stalled:
+                checked_s, has_stalled = run.clock.now(), run.state.selectable.finished >= part.groups
+                await self._wait(change_count, part)
+                if has_stalled:
                     run.meter.straggled(run.clock.now() - checked_s)
         return None
 
@@ -157,12 +157,12 @@ class TrainLoop:
     def _end(self, index: int, ending: Ending, reason: str) -> None:
         """End an open group that will not be trained."""
         run = self._run
-        entry = run.state.close_group(index)
+        group = run.state.close_group(index)
         run.parking.forget(index)
-        if isinstance(entry, RunningGroup):
-            end_running(run, entry, ending, reason)
+        if isinstance(group, RunningGroup):
+            end_running(run, group, ending, reason)
         else:
-            end_finished(run, entry, ending, reason)
+            end_finished(run, group, ending, reason)
             run.buffer.end_group(index, ending, reason)
         run.state.changed.notify()
 
@@ -218,8 +218,8 @@ class TrainLoop:
     async def _compute(self, call: Callable[[], Awaitable[Result]]) -> Result:
         """Run a ``call`` that trains, and return its result. The trainer has shared devices to itself meanwhile."""
         run = self._run
-        turned = call if run.memory is not None else lambda: trainer_turn(run, call)
-        return await call_with_restart(run, turned, run.state.version)
+        call_in_turn = call if run.memory is not None else lambda: trainer_turn(run, call)
+        return await call_with_restart(run, call_in_turn, run.state.version)
 
     def _require_steps(self, report: StepReport) -> None:
         """Raise NoProgress after ``MAX_CONSECUTIVE_SKIPS`` skipped steps in a row."""
@@ -243,22 +243,22 @@ class TrainLoop:
         version = run.state.version
         if version - run.state.published_version < run.state.knobs.steps_per_publish:
             return
-        asked_s = run.clock.now()
+        requested_s = run.clock.now()
         await run.state.finish_update()
-        started = run.clock.now()
-        run.meter.update_waited(started - asked_s)
+        started_s = run.clock.now()
+        run.meter.update_waited(started_s - requested_s)
         scores = [] if self._compared else await call_with_restart(run, self._scores, version)
-        started = run.clock.now()
+        started_s = run.clock.now()
         await call_with_restart(run, lambda: run.trainer.begin_publish(version), version)
         weights = None  # yet: it is published beside the next step, which needs a budget that doesn't wait for it
         if run.memory is not None or scores or run.experiment.queue.budget < run.state.knobs.steps_per_publish:
             weights = await self._published(version)
-        run.meter.published(run.clock.now() - started)
+        run.meter.published(run.clock.now() - started_s)
         run.state.published_version = version
-        if candidate := await self._evaluations.save_candidate_if_due():
+        if has_candidate := await self._evaluations.save_candidate_if_due():
             weights = weights or await self._published(version)
-        update = self._publish_and_apply(version) if weights is None else self._apply(weights, candidate, scores)
-        run.state.update = self._updates.create_task(update, name=f"update-{version}")
+        work = self._publish_and_apply(version) if weights is None else self._apply(weights, has_candidate, scores)
+        run.state.update = self._updates.create_task(work, name=f"update-{version}")
         if run.memory is None:
             await self._applied()
 
@@ -291,7 +291,7 @@ class TrainLoop:
         """Apply a version on every replica, in flight; parked rollouts resume once it is in place. ``scores``: of the
         trainer, which the replicas must agree with."""
         run = self._run
-        started = run.clock.now()
+        started_s = run.clock.now()
         run.state.resume_gate.clear()
         run.state.applying = True
         try:
@@ -300,10 +300,10 @@ class TrainLoop:
             run.state.applying = False
             run.parking.open_gate()
         run.meter.applied_version = await run.generator.applied_version()
-        run.meter.applied(run.clock.now() - started, reports, weights)
+        run.meter.applied(run.clock.now() - started_s, reports, weights)
         run.state.changed.notify()
-        compared = await require_agreement(run.experiment, run.generator, scores, weights.version, run.event)
-        self._compared = self._compared or compared
+        is_compared = await require_agreement(run.experiment, run.generator, scores, weights.version, run.event)
+        self._compared = self._compared or is_compared
         if candidate:
             self._evaluations.start(weights.version, self._updates)
 
@@ -314,17 +314,17 @@ class TrainLoop:
     async def checkpoint(self) -> None:
         """Write a checkpoint of the present version, then release the payloads that the oldest kept one covers."""
         run = self._run
-        version, started = run.state.version, run.clock.now()
+        version, started_s = run.state.version, run.clock.now()
         path = str(checkpoint_path(run.directory, version))
         run.buffer.make_durable()  # no checkpoint is ever ahead of the log
         await run.replicated()
         await call_with_restart(run, lambda: run.trainer.save_checkpoint(path, run.buffer.consumed()), version)
-        kept = find_checkpoints(run.directory)
-        if kept:
-            run.buffer.release_covered(version_of(kept[0]))
+        kept_folders = find_checkpoints(run.directory)
+        if kept_folders:
+            run.buffer.release_covered(version_of(kept_folders[0]))
             if run.prompts.pictures is not None:
                 run.prompts.pictures.remove_unneeded(read_pixels(run.buffer.path))
-        elapsed_s = run.clock.now() - started
+        elapsed_s = run.clock.now() - started_s
         run.meter.checkpointed(elapsed_s)
         run.event("checkpoint", f"version {version}", seconds=round(elapsed_s, 3))
 

@@ -28,10 +28,10 @@ def trajectory_staleness(groups: Sequence[FinishedGroup], step: int, token_budge
     """Staleness at ``step`` of the first token with loss of every trained rollout. Tokens staler than ``token_budget``
     are masked."""
     return distribution(
-        (max(ages), 1)
+        (max(span_ages), 1)
         for group in groups
         for rollout in group.valid
-        if (ages := [age for age, _ in _ages(rollout, step, token_budget)])
+        if (span_ages := [age for age, _ in _ages(rollout, step, token_budget)])
     )
 
 

@@ -74,8 +74,8 @@ CHOSEN: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "headway/control/admission.py",
-        "capacity + surplus_groups - open_groups",
-        "capacity - open_groups",
+        "capacity_groups + surplus_groups - open_groups",
+        "capacity_groups - open_groups",
         "surplus is never admitted",
     ),
     ("headway/control/staleness.py", "if staleness > budget", "if staleness > budget + 1", "trains over the budget"),
@@ -101,16 +101,16 @@ CHOSEN: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "headway/buffer/store.py",
-        """            if entry.parked:
+        """            if group_state.parked:
                 delete_partials(connection, index)""",
-        """            if not entry.parked:
+        """            if not group_state.parked:
                 delete_partials(connection, index)""",
         "partial rollouts outlive their group",
     ),
     (
         "headway/orchestrator/recovery.py",
-        "for logged in run.buffer.batches_since(version):",
-        "for logged in run.buffer.batches_since(version + 1):",
+        "for replay in run.buffer.batches_since(version):",
+        "for replay in run.buffer.batches_since(version + 1):",
         "the replay leaves a step out",
     ),
     (

@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 def mixed_probability(alpha: float, beta: float, size: int) -> float:
     """Return the probability that ``size`` attempts have mixed outcomes: 1 - E[p^n] - E[(1-p)^n]."""
-    solved = unsolved = 1.0
+    all_solved_chance = all_failed_chance = 1.0
     for i in range(size):
-        total = alpha + beta + i
-        solved *= (alpha + i) / total
-        unsolved *= (beta + i) / total
-    return max(0.0, 1.0 - solved - unsolved)
+        denominator = alpha + beta + i
+        all_solved_chance *= (alpha + i) / denominator
+        all_failed_chance *= (beta + i) / denominator
+    return max(0.0, 1.0 - all_solved_chance - all_failed_chance)
 
 
 def group_size(alpha: float, beta: float, smallest: int, largest: int, gain: float) -> int:
@@ -28,19 +28,19 @@ def group_size(alpha: float, beta: float, smallest: int, largest: int, gain: flo
     of attempts would have mixed outcomes. The gain of another member can't rise with their number, since
     E[p^n (1-p)] + E[(1-p)^n p] falls in n.
     """
-    size, reached = smallest, mixed_probability(alpha, beta, smallest)
+    size, mixed_chance = smallest, mixed_probability(alpha, beta, smallest)
     while size < largest:
-        further = mixed_probability(alpha, beta, size + 1)
-        if further - reached < gain:
+        larger_chance = mixed_probability(alpha, beta, size + 1)
+        if larger_chance - mixed_chance < gain:
             break
-        size, reached = size + 1, further
+        size, mixed_chance = size + 1, larger_chance
     return size
 
 
 def interval(alpha: float, beta: float, mass: float = 0.9) -> tuple[float, float]:
     """Return the central interval that contains ``mass`` of Beta(alpha, beta)."""
-    tail = (1.0 - mass) / 2
-    return _quantile(alpha, beta, tail), _quantile(alpha, beta, 1.0 - tail)
+    tail_mass = (1.0 - mass) / 2
+    return _quantile(alpha, beta, tail_mass), _quantile(alpha, beta, 1.0 - tail_mass)
 
 
 def cumulative(alpha: float, beta: float, x: float) -> float:
@@ -52,30 +52,30 @@ def cumulative(alpha: float, beta: float, x: float) -> float:
         return 0.0 if x <= 0.0 else 1.0
     if x > (alpha + 1.0) / (alpha + beta + 2.0):
         return 1.0 - cumulative(beta, alpha, 1.0 - x)
-    scale = math.lgamma(alpha + beta) - math.lgamma(alpha) - math.lgamma(beta)
-    front = math.exp(scale + alpha * math.log(x) + beta * math.log1p(-x)) / alpha
-    return min(1.0, front * _fraction(alpha, beta, x))
+    log_scale = math.lgamma(alpha + beta) - math.lgamma(alpha) - math.lgamma(beta)
+    prefactor = math.exp(log_scale + alpha * math.log(x) + beta * math.log1p(-x)) / alpha
+    return min(1.0, prefactor * _fraction(alpha, beta, x))
 
 
 def _fraction(alpha: float, beta: float, x: float) -> float:
     tiny = 1e-300
     c, d = 1.0, 1.0 - (alpha + beta) * x / (alpha + 1.0)
     d = 1.0 / (d if abs(d) > tiny else tiny)
-    value = d
+    fraction = d
     for m in range(1, 300):
-        even = m * (beta - m) * x / ((alpha + 2 * m - 1) * (alpha + 2 * m))
-        odd = -(alpha + m) * (alpha + beta + m) * x / ((alpha + 2 * m) * (alpha + 2 * m + 1))
+        even_term = m * (beta - m) * x / ((alpha + 2 * m - 1) * (alpha + 2 * m))
+        odd_term = -(alpha + m) * (alpha + beta + m) * x / ((alpha + 2 * m) * (alpha + 2 * m + 1))
         factor = 1.0
-        for term in (even, odd):
+        for term in (even_term, odd_term):
             d = 1.0 + term * d
             d = 1.0 / (d if abs(d) > tiny else tiny)
             c = 1.0 + term / c
             c = c if abs(c) > tiny else tiny
             factor = c * d
-            value *= factor
+            fraction *= factor
         if abs(factor - 1.0) < 1e-12:
             break
-    return value
+    return fraction
 
 
 def _quantile(alpha: float, beta: float, share: float) -> float:
@@ -89,8 +89,8 @@ def known_limits(signal: float, size: int) -> tuple[float, float]:
     rate reaches it."""
     if 1.0 - 2 * 0.5**size < signal:
         return 0.5, 0.5
-    _, limit = _bisected(lambda p: 1.0 - p**size - (1.0 - p) ** size < signal, 0.5)
-    return limit, 1.0 - limit
+    _, lower_limit = _bisected(lambda p: 1.0 - p**size - (1.0 - p) ** size < signal, 0.5)
+    return lower_limit, 1.0 - lower_limit
 
 
 def _bisected(is_below: Callable[[float], bool], high: float) -> tuple[float, float]:

@@ -65,23 +65,23 @@ class Band:
         self._flat += flat
         if self._groups < BAND_WINDOW_GROUPS:
             return None
-        share, groups = self._flat / self._groups, self._groups
+        share, count = self._flat / self._groups, self._groups
         self._groups = self._flat = 0
         low, high = self._settings.zero_variance_range
-        lowest, highest = self._settings.min_signal_range
+        lowest_limit, highest_limit = self._settings.min_signal_range
         if share > high:
-            after, why = self.limit + BAND_STEP, f"more than {high:.0%} of its groups were flat: the band is narrowed"
+            limit, why = self.limit + BAND_STEP, f"more than {high:.0%} of its groups were flat: the band is narrowed"
         elif share < low:
-            after, why = self.limit - BAND_STEP, f"less than {low:.0%} of its groups were flat: the band is widened"
+            limit, why = self.limit - BAND_STEP, f"less than {low:.0%} of its groups were flat: the band is widened"
         else:
             return None
-        after = min(highest, max(lowest, round(after, 6)))
-        if after == self.limit:
+        limit = min(highest_limit, max(lowest_limit, round(limit, 6)))
+        if limit == self.limit:
             return None
-        move = BandMove(old_limit=self.limit, new_limit=after, zero_variance_share=share, groups=groups, reason=why)
-        self.limit = after
-        self.changes.append(move)
-        return move
+        band_move = BandMove(old_limit=self.limit, new_limit=limit, zero_variance_share=share, groups=count, reason=why)
+        self.limit = limit
+        self.changes.append(band_move)
+        return band_move
 
 
 class _Prior:
@@ -101,18 +101,18 @@ class _Prior:
         self.alpha = self.beta = 1.0
 
     def learn(self, solved: float, valid: int, version: int) -> None:
-        old, new = _aged(self._version, version, self._half_life)
+        old_weight, new_weight = _aged(self._version, version, self._half_life)
         self._version = max(self._version, version)
-        pairs = valid * (valid - 1)
-        second = solved * (solved - 1) / pairs if pairs else (solved / valid) ** 2
-        self._weight = old * self._weight + new
-        self._first = old * self._first + new * solved / valid
-        self._second = old * self._second + new * max(0.0, second)
-        total = self._weight + PRIOR_GROUPS
-        mean = (self._first + PRIOR_GROUPS / 2) / total
-        square = (self._second + PRIOR_GROUPS / 3) / total
-        spread = square - mean * mean
-        strength = (mean - square) / spread if spread > 0 else STRONGEST_PRIOR
+        pair_count = valid * (valid - 1)
+        second_moment = solved * (solved - 1) / pair_count if pair_count else (solved / valid) ** 2
+        self._weight = old_weight * self._weight + new_weight
+        self._first = old_weight * self._first + new_weight * solved / valid
+        self._second = old_weight * self._second + new_weight * max(0.0, second_moment)
+        total_weight = self._weight + PRIOR_GROUPS
+        mean = (self._first + PRIOR_GROUPS / 2) / total_weight
+        mean_square = (self._second + PRIOR_GROUPS / 3) / total_weight
+        variance = mean_square - mean * mean
+        strength = (mean - mean_square) / variance if variance > 0 else STRONGEST_PRIOR
         strength = min(STRONGEST_PRIOR, max(WEAKEST_PRIOR, strength))
         self.alpha, self.beta = mean * strength, (1.0 - mean) * strength
 
@@ -171,27 +171,27 @@ class SourceCurriculum:
     def choose(self, index: int, walk_next: int) -> TaskChoice:
         """Choose the task for the group with admission index ``index``; ``walk_next``: the walk's next task."""
         self._wake(index)
-        settings, turn = self._settings, self.draws
-        walked = int(turn * settings.cursor_share)
-        if int((turn + 1) * settings.cursor_share) > walked:
+        settings, draw_number = self._settings, self.draws
+        walked_draws = int(draw_number * settings.cursor_share)
+        if int((draw_number + 1) * settings.cursor_share) > walked_draws:
             return self._choice(walk_next, "cursor", 1.0)
-        others = turn - walked
-        replays = settings.replay_share / max(settings.replay_share, 1.0 - settings.cursor_share)
-        if int((others + 1) * replays) > int(others * replays):
-            due = self._first_due(index)
-            if due is not None:
-                return self._choice(due, "replay", 1.0)
-        known, unknown = self._weights.total, self._unknown_weight()
-        if known + unknown == 0:
-            rested = None if self.undrawn else self._longest_rested(index)
-            if rested is not None:
-                return self._choice(rested, "band", 1.0)
+        other_draws = draw_number - walked_draws
+        replay_share = settings.replay_share / max(settings.replay_share, 1.0 - settings.cursor_share)
+        if int((other_draws + 1) * replay_share) > int(other_draws * replay_share):
+            due_task = self._first_due(index)
+            if due_task is not None:
+                return self._choice(due_task, "replay", 1.0)
+        known_weight, unknown_weight = self._weights.total, self._unknown_weight()
+        if known_weight + unknown_weight == 0:
+            rested_task = None if self.undrawn else self._longest_rested(index)
+            if rested_task is not None:
+                return self._choice(rested_task, "band", 1.0)
             return self._choice(walk_next, "explore", 1.0)
-        offset = (_random64(self._seed, index) * (known + unknown)) >> 64
-        if offset >= known:
-            return self._choice(walk_next, "explore", unknown / (known + unknown))
-        task = self._weights.find(offset)
-        return self._choice(task, "band", self._weights[task] / (known + unknown))
+        weight_offset = (_random64(self._seed, index) * (known_weight + unknown_weight)) >> 64
+        if weight_offset >= known_weight:
+            return self._choice(walk_next, "explore", unknown_weight / (known_weight + unknown_weight))
+        task = self._weights.find(weight_offset)
+        return self._choice(task, "band", self._weights[task] / (known_weight + unknown_weight))
 
     def posterior(self, task: int) -> tuple[float, float]:
         """Return (alpha, beta) of a task's solve rate: as of its last evidence, or the source's current prior."""
@@ -208,17 +208,17 @@ class SourceCurriculum:
 
     def regions(self) -> dict[Region, int]:
         """Count the tasks in each region."""
-        seen, band = self.signal >= 0, self.signal >= self._band.limit
-        trivial = seen & ~band & (self.alpha >= self.beta)
-        counts = [int(np.count_nonzero(part)) for part in (~seen, band, trivial)]
-        unsolved = len(self.signal) - sum(counts)
-        return {"unseen": counts[0], "unsolved": unsolved, "band": counts[1], "trivial": counts[2]}
+        is_seen, in_band = self.signal >= 0, self.signal >= self._band.limit
+        is_trivial = is_seen & ~in_band & (self.alpha >= self.beta)
+        region_counts = [int(np.count_nonzero(mask)) for mask in (~is_seen, in_band, is_trivial)]
+        unsolved = len(self.signal) - sum(region_counts)
+        return {"unseen": region_counts[0], "unsolved": unsolved, "band": region_counts[1], "trivial": region_counts[2]}
 
     def band_probability(self, task: int, index: int) -> float:
         """Return the probability that a draw from the band at ``index`` is ``task``."""
         self._wake(index)
-        total = self._weights.total + self._unknown_weight()
-        return self._weights[task] / total if total else 0.0
+        total_weight = self._weights.total + self._unknown_weight()
+        return self._weights[task] / total_weight if total_weight else 0.0
 
     # -- transitions ---------------------------------------------------------------------------------
 
@@ -235,22 +235,22 @@ class SourceCurriculum:
     def learn(self, task: int, evidence: TaskEvidence, reason: DrawReason) -> BandMove | None:
         """Update ``task`` by a finished group of it that was drawn for ``reason``. Called in the order of finishing.
         Returns the band's move if it moved."""
-        valid, solved = evidence.valid, float(evidence.solved)
-        if not evidence.zero_variance and evidence.solved in (0, valid):
-            solved = valid / 2  # rewards differ although outcomes don't: an equally good signal
+        valid_count, solved_count = evidence.valid, float(evidence.solved)
+        if not evidence.zero_variance and evidence.solved in (0, valid_count):
+            solved_count = valid_count / 2  # rewards differ although outcomes don't: an equally good signal
         if reason in ("cursor", "explore"):
-            self.prior.learn(solved, valid, evidence.version)
-        old, new = _aged(int(self.version[task]), evidence.version, self._settings.half_life_steps)
+            self.prior.learn(solved_count, valid_count, evidence.version)
+        old_weight, new_weight = _aged(int(self.version[task]), evidence.version, self._settings.half_life_steps)
         self.version[task] = max(int(self.version[task]), evidence.version)
-        self.solved[task] = old * self.solved[task] + new * solved
-        self.failed[task] = old * self.failed[task] + new * (valid - solved)
+        self.solved[task] = old_weight * self.solved[task] + new_weight * solved_count
+        self.failed[task] = old_weight * self.failed[task] + new_weight * (valid_count - solved_count)
         alpha = float(self.prior.alpha + self.solved[task])
         beta = float(self.prior.beta + self.failed[task])
         self.alpha[task], self.beta[task] = alpha, beta
         self.signal[task] = mixed_probability(alpha, beta, self._size)
-        self.misses[task] = self.misses[task] + 1 if solved == 0 else 0
+        self.misses[task] = self.misses[task] + 1 if solved_count == 0 else 0
         self.due[task] = -1
-        if solved == 0:
+        if solved_count == 0:
             doublings = min(int(self.misses[task]) - 1, MOST_DOUBLINGS)
             self.due[task] = evidence.group + (self._settings.replay_after_groups << doublings)
             heapq.heappush(self._waiting, (int(self.due[task]), task))
@@ -260,11 +260,11 @@ class SourceCurriculum:
     def band_moved(self) -> None:
         """Rebuild weights and heaps of all tasks for the band's new limit. O(n)."""
         self._weights = WeightTree(self._all_weights())
-        kept = (self.due >= 0) & (self.drawn_at < self.due) & (self.signal < self._band.limit)
-        self._waiting = [(int(self.due[task]), int(task)) for task in np.flatnonzero(kept)]
+        is_waiting = (self.due >= 0) & (self.drawn_at < self.due) & (self.signal < self._band.limit)
+        self._waiting = [(int(self.due[task]), int(task)) for task in np.flatnonzero(is_waiting)]
         heapq.heapify(self._waiting)
-        resting = (self.drawn_at >= 0) & (self.signal >= self._band.limit)
-        self._resting_in_band = [(int(self.drawn_at[task]), int(task)) for task in np.flatnonzero(resting)]
+        is_resting = (self.drawn_at >= 0) & (self.signal >= self._band.limit)
+        self._resting_in_band = [(int(self.drawn_at[task]), int(task)) for task in np.flatnonzero(is_resting)]
         heapq.heapify(self._resting_in_band)
 
     # -- internals -----------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ class SourceCurriculum:
     def _choice(self, task: int, reason: DrawReason, probability: float) -> TaskChoice:
         alpha, beta = self.posterior(task)
         settings = self._settings
-        smallest, largest = settings.min_group_size or self._size, settings.max_group_size or self._size
+        smallest_size, largest_size = settings.min_group_size or self._size, settings.max_group_size or self._size
         draw = Draw(
             reason=reason,
             probability=probability,
@@ -280,7 +280,7 @@ class SourceCurriculum:
             beta=beta,
             signal=mixed_probability(alpha, beta, self._size),
             min_signal=self._band.limit,
-            size=group_size(alpha, beta, smallest, largest, settings.member_gain),
+            size=group_size(alpha, beta, smallest_size, largest_size, settings.member_gain),
         )
         return TaskChoice(task, draw)
 
@@ -292,24 +292,24 @@ class SourceCurriculum:
         return self.undrawn * int(signal * _UNIT) if signal >= self._band.limit else 0
 
     def _first_due(self, index: int) -> int | None:
-        waiting = self._waiting
-        while waiting and waiting[0][0] <= index:
-            due, task = waiting[0]
-            if self.due[task] == due and self.drawn_at[task] < due and self.signal[task] < self._band.limit:
+        waiting_heap = self._waiting
+        while waiting_heap and waiting_heap[0][0] <= index:
+            due_index, task = waiting_heap[0]
+            if self.due[task] == due_index and self.drawn_at[task] < due_index and self.signal[task] < self._band.limit:
                 return task
-            heapq.heappop(waiting)
+            heapq.heappop(waiting_heap)
         return None
 
     def _longest_rested(self, index: int) -> int | None:
         """Return the band's task that was drawn longest ago; None where a group of it may still be open.
 
         It is used when all of the band's tasks rest and none is unseen."""
-        resting = self._resting_in_band
-        while resting and resting[0][0] + self._least_rest <= index:
-            drawn_at, task = resting[0]
-            if self.drawn_at[task] == drawn_at and self.signal[task] >= self._band.limit:
+        resting_heap = self._resting_in_band
+        while resting_heap and resting_heap[0][0] + self._least_rest <= index:
+            drawn_index, task = resting_heap[0]
+            if self.drawn_at[task] == drawn_index and self.signal[task] >= self._band.limit:
                 return task
-            heapq.heappop(resting)
+            heapq.heappop(resting_heap)
         return None
 
     def _wake(self, index: int) -> None:
@@ -320,16 +320,16 @@ class SourceCurriculum:
             self._refresh(task)
 
     def _refresh(self, task: int) -> None:
-        signal, drawn_at = self.signal[task], self.drawn_at[task]
-        free = drawn_at < 0 or drawn_at + self._rest <= self._now
+        signal, drawn_index = self.signal[task], self.drawn_at[task]
+        is_rested = drawn_index < 0 or drawn_index + self._rest <= self._now
         in_band = signal >= self._band.limit
-        self._weights.set(task, int(signal * _UNIT) if free and in_band else 0)
-        if in_band and not free:
-            heapq.heappush(self._resting_in_band, (int(drawn_at), task))
+        self._weights.set(task, int(signal * _UNIT) if is_rested and in_band else 0)
+        if in_band and not is_rested:
+            heapq.heappush(self._resting_in_band, (int(drawn_index), task))
 
     def _all_weights(self) -> npt.NDArray[np.int64]:
-        free = (self.drawn_at < 0) | (self.drawn_at + self._rest <= self._now)
-        return np.where(free & (self.signal >= self._band.limit), self.signal * _UNIT, 0.0).astype(np.int64)
+        is_rested = (self.drawn_at < 0) | (self.drawn_at + self._rest <= self._now)
+        return np.where(is_rested & (self.signal >= self._band.limit), self.signal * _UNIT, 0.0).astype(np.int64)
 
 
 class Curriculum:
@@ -352,18 +352,18 @@ class Curriculum:
 
     def learn(self, source: int, task: int, evidence: TaskEvidence, reason: DrawReason) -> BandMove | None:
         """Update a source's task, see ``SourceCurriculum.learn``; a move of the band is applied to all sources."""
-        move = self.sources[source].learn(task, evidence, reason)
-        if move is not None:
-            for each in self.sources:
-                each.band_moved()
-        return move
+        band_move = self.sources[source].learn(task, evidence, reason)
+        if band_move is not None:
+            for source_curriculum in self.sources:
+                source_curriculum.band_moved()
+        return band_move
 
     def regions(self) -> dict[str, int]:
         """Count the tasks in each region over all sources."""
-        totals = Counter[str]()
+        region_counts = Counter[str]()
         for source in self.sources:
-            totals.update(source.regions())
-        return dict(totals)
+            region_counts.update(source.regions())
+        return dict(region_counts)
 
 
 def _random64(seed: int | str, index: int) -> int:

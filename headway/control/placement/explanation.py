@@ -28,7 +28,7 @@ def explain(
 ) -> PlacementReport:
     """Return the plan of `place` and its reasons, each of which is another search with the same budget."""
 
-    def placed(settings: SearchSettings, candidate_pool: DevicePool = pool) -> PlacementPlan | None:
+    def find_plan(settings: SearchSettings, candidate_pool: DevicePool = pool) -> PlacementPlan | None:
         try:
             return place(workflow, candidate_pool, objective, settings)
         except ConfigurationError:
@@ -36,27 +36,27 @@ def explain(
 
     plan = place(workflow, pool, objective, settings)
     relaxations = (
-        Alternative(name="without memory limits", value=_value(placed(settings._replace(memory_limits=False)))),
-        Alternative(name="without switch costs", value=_value(placed(settings._replace(switch_costs=False)))),
+        Alternative(name="without memory limits", value=_value(find_plan(settings._replace(memory_limits=False)))),
+        Alternative(name="without switch costs", value=_value(find_plan(settings._replace(switch_costs=False)))),
     )
     return PlacementReport(
         plan=plan,
-        second_best=_second_best(plan, settings, placed),
+        second_best=_second_best(plan, settings, find_plan),
         binds=_binds(plan, relaxations),
         relaxations=relaxations,
         one_more=tuple(
-            Alternative(name=f"one more {kind.device}", value=_value(placed(settings, _grown(pool, kind.device))))
+            Alternative(name=f"one more {kind.device}", value=_value(find_plan(settings, _grown(pool, kind.device))))
             for kind in pool.classes
         ),
     )
 
 
 def _grown(pool: DevicePool, device: str) -> DevicePool:
-    grown = (
+    grown_classes = (
         msgspec.structs.replace(kind, devices=kind.devices + 1) if kind.device == device else kind
         for kind in pool.classes
     )
-    return msgspec.structs.replace(pool, classes=tuple(grown))
+    return msgspec.structs.replace(pool, classes=tuple(grown_classes))
 
 
 def _value(plan: PlacementPlan | None) -> float | None:
@@ -71,35 +71,35 @@ def _second_best(
     """Return the best plan of another structure: other phases or granularities, all temporal, or all spatial.
 
     A plan with other phases lacks at least one of this plan's, so excluding each of these in turn finds it."""
-    others: list[tuple[str, PlacementPlan | None]] = []
+    rivals: list[tuple[str, PlacementPlan | None]] = []
     for phase in plan.phases:
-        units = frozenset(turn.name for level in phase.levels for part in level for turn in part.turns)
-        others.append(("other phases", placed(settings._replace(without=frozenset({(units, phase.items_per_chunk)})))))
+        names = frozenset(turn.name for level in phase.levels for part in level for turn in part.turns)
+        rivals.append(("other phases", placed(settings._replace(without=frozenset({(names, phase.items_per_chunk)})))))
     if plan.mode != "temporal":
-        others.append(("temporal", placed(settings._replace(mode="temporal"))))
+        rivals.append(("temporal", placed(settings._replace(mode="temporal"))))
     if plan.mode != "spatial":
-        others.append(("spatial", placed(settings._replace(mode="spatial"))))
+        rivals.append(("spatial", placed(settings._replace(mode="spatial"))))
     alternatives: list[Alternative] = []
-    for name, other in others:
-        if other is None or (name == "spatial" and other.mode != name):
+    for variant, other_plan in rivals:
+        if other_plan is None or (variant == "spatial" and other_plan.mode != variant):
             continue  # one stage alone is temporal and spatial at once
-        phases = "; ".join(f"{phase.name} in chunks of {phase.items_per_chunk}" for phase in other.phases)
-        alternatives.append(Alternative(name=f"{other.mode}: {phases}", value=_value(other)))
+        phases_text = "; ".join(f"{phase.name} in chunks of {phase.items_per_chunk}" for phase in other_plan.phases)
+        alternatives.append(Alternative(name=f"{other_plan.mode}: {phases_text}", value=_value(other_plan)))
     return min(alternatives, key=lambda other: math.inf if other.value is None else other.value, default=None)
 
 
 def _binds(plan: PlacementPlan, relaxations: tuple[Alternative, ...]) -> tuple[str, ...]:
     """Describe the limits whose absence would improve the plan, then the stages by their share of the step."""
-    value = _value(plan) or 0.0
-    reasons: list[tuple[float, str]] = []
-    for other in relaxations:
-        if other.value is not None and other.value < value * (1 - _CHANGED):
-            gain = 1 - other.value / value
-            reasons.append((-gain, f"{other.name.removeprefix('without ')}: {gain:.1%} less without"))
-    busy = sorted((-share, name) for name, share in busy_shares(plan).items())
+    plan_value = _value(plan) or 0.0
+    gain_reasons: list[tuple[float, str]] = []
+    for relaxation in relaxations:
+        if relaxation.value is not None and relaxation.value < plan_value * (1 - _CHANGED):
+            gain = 1 - relaxation.value / plan_value
+            gain_reasons.append((-gain, f"{relaxation.name.removeprefix('without ')}: {gain:.1%} less without"))
+    negative_shares = sorted((-share, stage) for stage, share in busy_shares(plan).items())
     return (
-        *(text for _, text in sorted(reasons)),
-        *(f"{name}: works {-share:.0%} of the step" for share, name in busy),
+        *(reason for _, reason in sorted(gain_reasons)),
+        *(f"{stage}: works {-share:.0%} of the step" for share, stage in negative_shares),
     )
 
 
@@ -108,7 +108,7 @@ def busy_shares(plan: PlacementPlan) -> dict[str, float]:
     busy: dict[str, float] = {}
     for phase in plan.phases:
         _add_turns(busy, phase, 1)
-    return {name: round(seconds / plan.seconds, 9) if plan.seconds else 0.0 for name, seconds in busy.items()}
+    return {stage: round(seconds / plan.seconds, 9) if plan.seconds else 0.0 for stage, seconds in busy.items()}
 
 
 def _add_turns(busy: dict[str, float], pipeline: PlacedPipeline, times: int) -> None:

@@ -96,7 +96,7 @@ class OptionTable:
     def __init__(self, workflow: Workflow, pool: DevicePool, settings: SearchSettings) -> None:
         self.pool = pool
         self.weights = _weights(workflow, pool)
-        self.total: Vector = tuple(kind.devices for kind in pool.classes)
+        self.total: Vector = tuple(device_class.devices for device_class in pool.classes)
         self.settings = settings
         self._points: dict[str, list[tuple[int, PoolDevices, list[TimePoint]]]] = {}
 
@@ -110,18 +110,18 @@ class OptionTable:
 
     def frontier(self, options: Iterable[Option]) -> Frontier:
         """Return the Pareto frontier of ``options`` in time and devices; of equal ones the first stays."""
-        kept: list[Option] = []
-        front = ParetoFront()
+        kept_options: list[Option] = []
+        pareto_front = ParetoFront()
         for option in sorted(options, key=itemgetter(0, 1)):
             if len(self.total) > 2:
-                if not any(fits(other.devices, option.devices) for other in kept):
-                    kept.append(option)
-            elif front.add(option.devices[0], option.devices[-1]):
-                kept.append(option)
+                if not any(fits(kept_option.devices, option.devices) for kept_option in kept_options):
+                    kept_options.append(option)
+            elif pareto_front.add(option.devices[0], option.devices[-1]):
+                kept_options.append(option)
         shares: list[float] = []
-        for option in kept:
+        for option in kept_options:
             shares.append(max(-self.share(option.devices), shares[-1] if shares else -math.inf))
-        return Frontier(kept, [option.seconds for option in kept], shares)
+        return Frontier(kept_options, [option.seconds for option in kept_options], shares)
 
     def of_stage(self, stage: WorkflowStage, items: int) -> Frontier:
         """Return the frontier of a stage for ``items`` items at once.
@@ -129,39 +129,39 @@ class OptionTable:
         Options fit into memory, and times are interpolated between measured ones."""
         if stage.name not in self._points:
             self._points[stage.name] = [
-                (position, kind, sorted(points, key=lambda point: point.items))
-                for position, kind in enumerate(self.pool.classes)
+                (class_index, kind, sorted(points, key=lambda point: point.items))
+                for class_index, kind in enumerate(self.pool.classes)
                 for points in by_count(stage, kind).values()
                 if points[0].devices <= kind.devices
             ]
         options: list[Option] = []
-        for position, kind, points in self._points[stage.name]:
+        for class_index, kind, points in self._points[stage.name]:
             seconds = seconds_between(points, items)
             if seconds is None or (self.settings.memory_limits and not has_memory(stage, kind, points[0], items)):
                 continue
-            devices = points[0].devices
-            vector = tuple(devices if index == position else 0 for index in range(len(self.total)))
-            options.append(Option(seconds, vector, (kind.device, devices)))
+            device_count = points[0].devices
+            device_counts = tuple(device_count if index == class_index else 0 for index in range(len(self.total)))
+            options.append(Option(seconds, device_counts, (kind.device, device_count)))
         return self.frontier(options)
 
     def turns(self, body: UnitGraph, part: int, items: int, units: Mapping[int, Frontier]) -> Frontier:
         """Return the frontier of one part whose units take turns on its devices."""
-        order = body.ordered(part)
-        switch_s = [self.switch_s(body, unit) if len(order) > 1 else 0.0 for unit in order]
-        size = body.received_bytes(part)
-        receive_s = size * items / self.pool.link_bytes_per_s if size and self.pool.link_bytes_per_s else 0.0
+        ordered_units = body.ordered(part)
+        switch_s = [self.switch_s(body, unit) if len(ordered_units) > 1 else 0.0 for unit in ordered_units]
+        nbytes = body.received_bytes(part)
+        receive_s = nbytes * items / self.pool.link_bytes_per_s if nbytes and self.pool.link_bytes_per_s else 0.0
         fixed_s = receive_s + sum(switch_s)
-        lookups = [units[unit].fastest_on for unit in order]
+        lookups = [units[unit].fastest_on for unit in ordered_units]
         if len(self.total) > 1:
-            lookups = [_table(units[unit].options, self.total) for unit in order]
-        each = {option.devices for unit in order for option in units[unit].options}
-        counts = [sorted({0, *(devices[index] for devices in each)}) for index in range(len(self.total))]
+            lookups = [_table(units[unit].options, self.total) for unit in ordered_units]
+        option_devices = {option.devices for unit in ordered_units for option in units[unit].options}
+        choices = [sorted({0, *(devices[index] for devices in option_devices)}) for index in range(len(self.total))]
         options: list[Option] = []
-        for vector in product(*counts):
-            chosen = [lookup(vector) for lookup in lookups]
-            if None not in chosen:
-                seconds = fixed_s + sum(option.seconds for option in chosen if option is not None)
-                options.append(Option(seconds, vector, (order, chosen, switch_s, receive_s)))
+        for device_counts in product(*choices):
+            chosen_options = [lookup(device_counts) for lookup in lookups]
+            if None not in chosen_options:
+                seconds = fixed_s + sum(option.seconds for option in chosen_options if option is not None)
+                options.append(Option(seconds, device_counts, (ordered_units, chosen_options, switch_s, receive_s)))
         return self.frontier(options)
 
     def switch_s(self, body: UnitGraph, unit: int) -> float:
@@ -170,12 +170,12 @@ class OptionTable:
     def side_by_side(self, first: Frontier, second: Frontier) -> list[Option]:
         """Return the options of two sets of parts side by side: the slower one's time, the devices of both."""
         if len(self.total) > 1:
-            pairs = product(first.options, second.options)
+            option_pairs = product(first.options, second.options)
         else:  # at each time the cheapest option of both
             times = sorted({*first.seconds, *second.seconds})
-            positions = ((bisect_right(first.seconds, t), bisect_right(second.seconds, t)) for t in times)
-            pairs = ((first.options[a - 1], second.options[b - 1]) for a, b in positions if a and b)
-        both = ((max(a.seconds, b.seconds), vector_sum(a.devices, b.devices), a, b) for a, b in pairs)
+            position_pairs = ((bisect_right(first.seconds, t), bisect_right(second.seconds, t)) for t in times)
+            option_pairs = ((first.options[a - 1], second.options[b - 1]) for a, b in position_pairs if a and b)
+        both = ((max(a.seconds, b.seconds), vector_sum(a.devices, b.devices), a, b) for a, b in option_pairs)
         return [
             Option(seconds, devices, (*a.plan, *b.plan)) for seconds, devices, a, b in both if fits(devices, self.total)
         ]
@@ -184,16 +184,16 @@ class OptionTable:
 def _table(options: list[Option], limits: Vector) -> Callable[[Vector], Option | None]:
     """Return a function from devices to the fastest fitting option; counts are rounded down to those of options."""
     counts = [sorted({0, *(option.devices[index] for option in options)}) for index in range(len(limits))]
-    table: dict[Vector, Option | None] = {}
-    exact = {option.devices: option for option in options}
-    for steps in product(*(range(len(count)) for count in counts)):
-        best = exact.get(tuple(map(list[int].__getitem__, counts, steps)))
-        for index, step in enumerate(steps):  # an option that fits with one step less of a class fits here
-            other = table[*steps[:index], step - 1, *steps[index + 1 :]] if step else None
-            if best is None or (other is not None and other.seconds <= best.seconds):
-                best = other
-        table[steps] = best
-    return lambda devices: table[tuple(bisect_right(count, d) - 1 for count, d in zip(counts, devices, strict=True))]
+    fastest: dict[Vector, Option | None] = {}
+    option_by_devices = {option.devices: option for option in options}
+    for count_indices in product(*(range(len(count)) for count in counts)):
+        best_option = option_by_devices.get(tuple(map(list[int].__getitem__, counts, count_indices)))
+        for index, digit in enumerate(count_indices):  # an option that fits with one step less of a class fits here
+            smaller_option = fastest[*count_indices[:index], digit - 1, *count_indices[index + 1 :]] if digit else None
+            if best_option is None or (smaller_option is not None and smaller_option.seconds <= best_option.seconds):
+                best_option = smaller_option
+        fastest[count_indices] = best_option
+    return lambda devices: fastest[tuple(bisect_right(count, d) - 1 for count, d in zip(counts, devices, strict=True))]
 
 
 def by_count(stage: WorkflowStage, kind: PoolDevices) -> dict[int, list[TimePoint]]:
@@ -210,18 +210,18 @@ def seconds_between(points: list[TimePoint], items: int) -> float | None:
     position = bisect_left(points, items, key=lambda point: point.items)
     if position == len(points) or (position == 0 and points[0].items != items):
         return None
-    above = points[position]
-    if above.items == items:
-        return above.seconds
-    below = points[position - 1]
-    share = (items - below.items) / (above.items - below.items)
-    return below.seconds + share * (above.seconds - below.seconds)
+    upper_point = points[position]
+    if upper_point.items == items:
+        return upper_point.seconds
+    lower_point = points[position - 1]
+    between_share = (items - lower_point.items) / (upper_point.items - lower_point.items)
+    return lower_point.seconds + between_share * (upper_point.seconds - lower_point.seconds)
 
 
 def needed_bytes(stage: WorkflowStage, point: TimePoint, items: int) -> float:
     """Return the bytes on each of the point's devices for ``items`` items at once: a + b * items of a device."""
-    fixed = stage.fixed_bytes if point.fixed_bytes is None else point.fixed_bytes
-    return fixed + stage.bytes_per_item * math.ceil(items / point.devices)
+    fixed_bytes = stage.fixed_bytes if point.fixed_bytes is None else point.fixed_bytes
+    return fixed_bytes + stage.bytes_per_item * math.ceil(items / point.devices)
 
 
 def has_memory(stage: WorkflowStage, kind: PoolDevices, point: TimePoint, items: int) -> bool:
@@ -230,16 +230,16 @@ def has_memory(stage: WorkflowStage, kind: PoolDevices, point: TimePoint, items:
 
 def _weights(workflow: Workflow, pool: DevicePool) -> list[float]:
     """Return the weight of each class: the mean over stages of a device's speed relative to the best class."""
-    speeds: list[list[float]] = [[] for _ in pool.classes]
+    speeds_by_class: list[list[float]] = [[] for _ in pool.classes]
     for stage in workflow.stages:
-        work = [
+        device_times = [
             min((p.seconds * p.devices / p.items for p in stage.times if p.device == kind.device), default=math.inf)
             for kind in pool.classes
         ]
-        for speed, device_seconds in zip(speeds, work, strict=True):
+        for class_speeds, device_seconds in zip(speeds_by_class, device_times, strict=True):
             if device_seconds < math.inf:
-                speed.append(min(work) / device_seconds if device_seconds else 1.0)
-    return [sum(speed) / len(speed) if speed else 0.0 for speed in speeds]
+                class_speeds.append(min(device_times) / device_seconds if device_seconds else 1.0)
+    return [sum(class_speeds) / len(class_speeds) if class_speeds else 0.0 for class_speeds in speeds_by_class]
 
 
 def require_memory(workflow: Workflow, pool: DevicePool) -> None:
@@ -247,39 +247,39 @@ def require_memory(workflow: Workflow, pool: DevicePool) -> None:
 
     The message names the stage, the missing memory, and the smallest sufficient pool."""
     chunks = sorted({*workflow.granularities, workflow.items})
-    lacking: list[str] = []
-    grown = {kind.device: float(kind.devices) for kind in pool.classes}
+    problems: list[str] = []
+    count_by_device = {kind.device: float(kind.devices) for kind in pool.classes}
     for stage in workflow.stages:
         # (missing bytes, needed bytes, class, point, items) of every measured count, also beyond the pool's.
         needs: list[tuple[float, float, PoolDevices, TimePoint, int]] = []
         for kind in pool.classes:
             for points in by_count(stage, kind).values():
-                ascending = sorted(points, key=lambda point: point.items)
+                sorted_points = sorted(points, key=lambda point: point.items)
                 for items in chunks:
-                    if seconds_between(ascending, items) is not None:
-                        size = needed_bytes(stage, points[0], items)
-                        needs.append((max(0.0, size - kind.memory_bytes), size, kind, points[0], items))
-        here = [need for need in needs if need[3].devices <= need[2].devices]
-        if not here:
+                    if seconds_between(sorted_points, items) is not None:
+                        nbytes = needed_bytes(stage, points[0], items)
+                        needs.append((max(0.0, nbytes - kind.memory_bytes), nbytes, kind, points[0], items))
+        available_needs = [need for need in needs if need[3].devices <= need[2].devices]
+        if not available_needs:
             raise ConfigurationError(
                 f"stage {stage.name}: times: none for the pool's devices at a granularity of {chunks}; "
                 "valid: at least one"
             )
-        missing, size, kind, point, items = min(here, key=lambda need: need[0])
-        if not missing:
+        missing_bytes, nbytes, kind, point, items = min(available_needs, key=lambda need: need[0])
+        if not missing_bytes:
             continue
-        lacking.append(
-            f"stage {stage.name} needs {size:.4g} bytes on each of {point.devices} {kind.device} for {items} items "
-            f"and has {kind.memory_bytes:.4g}: {missing:.4g} missing"
+        problems.append(
+            f"stage {stage.name} needs {nbytes:.4g} bytes on each of {point.devices} {kind.device} for {items} items "
+            f"and has {kind.memory_bytes:.4g}: {missing_bytes:.4g} missing"
         )
         for kind in pool.classes:
-            counts = [n[3].devices for n in needs if n[2] is kind and not n[0]]
-            grown[kind.device] = max(grown[kind.device], min(counts, default=math.inf))
-    if lacking:
-        enough = [(count, device) for device, count in grown.items() if count < math.inf]
-        would = (
-            f"the smallest pool that would suffice has {min(enough)[0]:.0f} {min(enough)[1]}"
-            if enough
+            fitting_counts = [n[3].devices for n in needs if n[2] is kind and not n[0]]
+            count_by_device[kind.device] = max(count_by_device[kind.device], min(fitting_counts, default=math.inf))
+    if problems:
+        enough_counts = [(count, device) for device, count in count_by_device.items() if count < math.inf]
+        advice = (
+            f"the smallest pool that would suffice has {min(enough_counts)[0]:.0f} {min(enough_counts)[1]}"
+            if enough_counts
             else "no number of devices with given times would suffice"
         )
-        raise ConfigurationError(f"no plan fits into the pool's memory: {'; '.join(lacking)}; {would}")
+        raise ConfigurationError(f"no plan fits into the pool's memory: {'; '.join(problems)}; {advice}")

@@ -40,8 +40,8 @@ class Label(NamedTuple):
 
 def elapsed_s(fill: float, slowest: float, chunks: int, rounds: int = 1) -> float:
     """Return the seconds for ``chunks`` chunks to pass ``rounds`` times through levels that sum up to ``fill``."""
-    once = fill + (rounds * chunks - 1) * slowest
-    return once if rounds == 1 else max(once, rounds * fill + (chunks - 1) * slowest)
+    single_pass_s = fill + (rounds * chunks - 1) * slowest
+    return single_pass_s if rounds == 1 else max(single_pass_s, rounds * fill + (chunks - 1) * slowest)
 
 
 class BudgetSpentError(Exception):
@@ -98,8 +98,8 @@ class Pipelines:
         self.expansions = expansions
         self.bounded = bounded  # by the budget; not inside loops, which every plan needs
         self.inner = {
-            number: Pipelines(unit.loop, choices, chunks, expansions, bounded=False)
-            for number, unit in enumerate(body.units)
+            index: Pipelines(unit.loop, choices, chunks, expansions, bounded=False)
+            for index, unit in enumerate(body.units)
             if unit.loop is not None
         }
         self._units: dict[int, dict[int, Frontier]] = {}
@@ -118,20 +118,20 @@ class Pipelines:
         """Return the frontier of every unit for ``items`` items at once."""
         if items not in self._units:
             self._units[items] = {
-                number: self.inner[number].loop(items)
-                if number in self.inner
+                index: self.inner[index].loop(items)
+                if index in self.inner
                 else self.choices.of_stage(unit.stages[0], items)
-                for number, unit in enumerate(self.body.units)
+                for index, unit in enumerate(self.body.units)
             }
         return self._units[items]
 
     def part(self, part: int, items: int) -> Frontier:
         """Return the frontier of the set ``part`` whose units take turns."""
         if (part, items) not in self._parts:
-            none = self.choices.settings.mode == "spatial" and part & (part - 1)
+            is_impossible = self.choices.settings.mode == "spatial" and part & (part - 1)
             units = self.units(items)
             self._parts[part, items] = (
-                Frontier([], [], []) if none else self.choices.turns(self.body, part, items, units)
+                Frontier([], [], []) if is_impossible else self.choices.turns(self.body, part, items, units)
             )
         return self._parts[part, items]
 
@@ -142,13 +142,13 @@ class Pipelines:
         options = [Option(*option[:2], ((units, option),)) for option in self.part(units, items).options]
         mode = self.choices.settings.mode
         components = self.body.components(units) if mode != "temporal" else [units]
-        for chosen in range(1, 1 << len(components) - 1):
+        for component_mask in range(1, 1 << len(components) - 1):
             if self.bounded:
                 self.expansions.require()
             # The first component always stays in the remaining set, so that each split is visited once.
-            rest = sum(components[number + 1] for number in members(chosen))
-            alone = [Option(*option[:2], ((rest, option),)) for option in self.part(rest, items).options]
-            options += self.choices.side_by_side(self.choices.frontier(alone), self.level(units ^ rest, items))
+            rest_units = sum(components[bit + 1] for bit in members(component_mask))
+            alone = [Option(*option[:2], ((rest_units, option),)) for option in self.part(rest_units, items).options]
+            options += self.choices.side_by_side(self.choices.frontier(alone), self.level(units ^ rest_units, items))
         self.expansions.done += len(options)
         self._levels[units, items] = self.choices.frontier(options)
         return self._levels[units, items]
@@ -169,48 +169,48 @@ class Pipelines:
     def level_seconds(self, within: int, items: int) -> list[float]:
         """Return every time that a level of ``within`` may take, ascending."""
         if (within, items) not in self._seconds:
-            sets = {units for _, above in self.cuts(within) for _, units in above}
-            times = {seconds for units in sets for seconds in self.level(units, items).seconds}
-            self._seconds[within, items] = sorted(times)
+            unit_sets = {units for _, above in self.cuts(within) for _, units in above}
+            level_times = {seconds for units in unit_sets for seconds in self.level(units, items).seconds}
+            self._seconds[within, items] = sorted(level_times)
         return self._seconds[within, items]
 
     def least_slowest(self, within: int, items: int, share: float) -> float:
         """Return the least limit on a level's seconds for which a pipeline fits on ``share`` of the pool.
 
         The pipeline is over ``within``; the limit is infinite where none fits."""
-        times = self.level_seconds(within, items)
-        position = bisect_left(times, True, key=lambda seconds: self._shares(within, items, seconds)[0] <= share)
-        return times[position] if position < len(times) else math.inf
+        level_times = self.level_seconds(within, items)
+        position = bisect_left(level_times, True, key=lambda seconds: self._shares(within, items, seconds)[0] <= share)
+        return level_times[position] if position < len(level_times) else math.inf
 
     def _shares(self, within: int, items: int, slowest: float) -> dict[int, float]:
         """Return the least share of the pool for the levels after each down-closed set of ``within``."""
-        least = {within: 0.0}
-        of: dict[int, float] = {}
-        for below, above in reversed(self.cuts(within)[:-1]):
-            best = math.inf
-            for larger, units in above:
-                if units not in of:
-                    of[units] = self.level(units, items).share_within(slowest)
-                best = min(best, of[units] + least[larger])
-            least[below] = best
-        return least
+        least_shares = {within: 0.0}
+        share_by_units: dict[int, float] = {}
+        for lower_set, steps_above in reversed(self.cuts(within)[:-1]):
+            best_share = math.inf
+            for larger_set, units in steps_above:
+                if units not in share_by_units:
+                    share_by_units[units] = self.level(units, items).share_within(slowest)
+                best_share = min(best_share, share_by_units[units] + least_shares[larger_set])
+            least_shares[lower_set] = best_share
+        return least_shares
 
     def limits(self, within: int, items: int, devices: Vector, weight: int, slowest: float, least: float) -> Limits:
         """Compute bounds for pipelines of ``within`` on ``devices`` in which no level takes longer than ``slowest``."""
-        steps = self.cuts(within)
-        suffix = self._shares(within, items, slowest)
-        prefix = dict.fromkeys(suffix, math.inf) | {0: 0.0}
-        for below, above in steps[:-1]:
-            for larger, units in above:
-                prefix[larger] = min(prefix[larger], prefix[below] + self.level(units, items).share_within(slowest))
+        unit_cuts = self.cuts(within)
+        share_after = self._shares(within, items, slowest)
+        prefix = dict.fromkeys(share_after, math.inf) | {0: 0.0}
+        for lower_set, steps_above in unit_cuts[:-1]:
+            for upper, units in steps_above:
+                prefix[upper] = min(prefix[upper], prefix[lower_set] + self.level(units, items).share_within(slowest))
         share = self.choices.share(devices) * (1 + ROUNDING)
         fill = {within: 0.0}
-        for below, above in reversed(steps[:-1]):
-            fill[below] = min(
-                self.level(units, items).seconds_within(share - prefix[below] - suffix[larger]) + fill[larger]
-                for larger, units in above
+        for lower_set, steps_above in reversed(unit_cuts[:-1]):
+            fill[lower_set] = min(
+                self.level(units, items).seconds_within(share - prefix[lower_set] - share_after[upper]) + fill[upper]
+                for upper, units in steps_above
             )
-        return Limits(devices, slowest, weight, least, suffix, fill)
+        return Limits(devices, slowest, weight, least, share_after, fill)
 
     def allocations(self, within: int, items: int, limits: Limits | None, threshold: float) -> list[Label]:
         """Return the undominated allocations of ``within`` for chunks of ``items``.
@@ -219,53 +219,53 @@ class Pipelines:
         Raises BudgetSpentError; without limits, as for a loop, which every plan needs, the budget isn't checked.
         """
         devices = self.choices.total if limits is None else limits.devices
-        single, weight, most_s, least_s = len(devices) == 1, 0, math.inf, 0.0
+        has_one_class, weight, slowest_limit_s, slowest_least_s = len(devices) == 1, 0, math.inf, 0.0
         share_behind, fill_behind = dict[int, float](), dict[int, float]()
         if limits is not None:
-            weight, most_s, least_s = limits.weight, limits.slowest, limits.least
+            weight, slowest_limit_s, slowest_least_s = limits.weight, limits.slowest, limits.least
             share_behind, fill_behind = limits.share, limits.fill
         share_limit = self.choices.share(devices) * (1 + ROUNDING)
-        grown: dict[int, list[Label]] = {0: [Label(0.0, least_s, tuple(0 for _ in devices), None, None)]}
-        for below, above in self.cuts(within)[:-1]:
+        labels: dict[int, list[Label]] = {0: [Label(0.0, slowest_least_s, tuple(0 for _ in devices), None, None)]}
+        for lower_set, steps_above in self.cuts(within)[:-1]:
             edges = [
                 _Edge(
-                    grown.setdefault(larger, []),
+                    labels.setdefault(larger_set, []),
                     self.level(units, items),
-                    larger == within and limits is not None,
-                    share_behind.get(larger, 0.0),
-                    fill_behind.get(larger, 0.0),
+                    larger_set == within and limits is not None,
+                    share_behind.get(larger_set, 0.0),
+                    fill_behind.get(larger_set, 0.0),
                 )
-                for larger, units in above
+                for larger_set, units in steps_above
             ]
-            for label in undominated(grown.pop(below)):
+            for label in undominated(labels.pop(lower_set)):
                 if limits is not None:
                     self.expansions.require()
-                so_far, slowest_so_far, used_so_far, *_ = label
+                fill_so_far, slowest_so_far, used_so_far, *_ = label
                 free_share = share_limit - self.choices.share(used_so_far)
-                for reached, (options, seconds, shares), complete, share, rest in edges:
-                    start, previous_count = bisect_left(shares, share - free_share), len(reached)
-                    for option in options[start : bisect_right(seconds, most_s)]:
-                        fill = so_far + option.seconds
+                for reached, (options, seconds, shares), is_complete, share, fill_rest in edges:
+                    first_index, previous_count = bisect_left(shares, share - free_share), len(reached)
+                    for option in options[first_index : bisect_right(seconds, slowest_limit_s)]:
+                        fill = fill_so_far + option.seconds
                         slowest = slowest_so_far if slowest_so_far > option.seconds else option.seconds
-                        if fill + rest + weight * slowest >= threshold:
+                        if fill + fill_rest + weight * slowest >= threshold:
                             break  # later options of this level are slower
                         used = vector_sum(used_so_far, option.devices)
-                        if single or fits(used, devices):
+                        if has_one_class or fits(used, devices):
                             reached.append(Label(fill, slowest, used, label, option))
-                            if complete:
+                            if is_complete:
                                 threshold = min(threshold, fill + weight * slowest)
                     self.expansions.done += len(reached) - previous_count
-        return undominated(grown.get(within, []))
+        return undominated(labels.get(within, []))
 
 
 def undominated(labels: list[Label]) -> list[Label]:
     """Return the labels that none dominates in fill, slowest and devices at once; of equal ones the first stays."""
-    kept: list[Label] = []
-    front = ParetoFront()
+    kept_labels: list[Label] = []
+    pareto_front = ParetoFront()
     for label in sorted(labels, key=itemgetter(0, 1, 2)):
         if len(label.used) > 1:
-            if not any(other.slowest <= label.slowest and fits(other.used, label.used) for other in kept):
-                kept.append(label)
-        elif front.add(sum(label.used), label.slowest):
-            kept.append(label)
-    return kept
+            if not any(other.slowest <= label.slowest and fits(other.used, label.used) for other in kept_labels):
+                kept_labels.append(label)
+        elif pareto_front.add(sum(label.used), label.slowest):
+            kept_labels.append(label)
+    return kept_labels

@@ -21,10 +21,10 @@ def placed_phase(
     devices: Vector,
 ) -> PlacedPipeline:
     """Make the record of a phase that starts ``switch_s`` after the previous one and then takes ``seconds``."""
-    classes = [kind.device for kind in pipelines.choices.pool.classes]
-    ranges = {device: (0, count) for device, count in zip(classes, devices, strict=True)}
-    placed = _levels(pipelines, levels, chunk, ranges)
-    name = ", ".join(turn.name for level in placed for part in level for turn in part.turns)
+    class_names = [device_class.device for device_class in pipelines.choices.pool.classes]
+    device_ranges = {device: (0, count) for device, count in zip(class_names, devices, strict=True)}
+    placed_levels = _levels(pipelines, levels, chunk, device_ranges)
+    name = ", ".join(turn.name for level in placed_levels for part in level for turn in part.turns)
     return PlacedPipeline(
         name=name,
         items=items,
@@ -32,7 +32,7 @@ def placed_phase(
         rounds=1,
         switch_s=switch_s,
         seconds=switch_s + seconds,
-        levels=placed,
+        levels=placed_levels,
     )
 
 
@@ -40,26 +40,26 @@ def _levels(
     pipelines: Pipelines, levels: Sequence[Option], chunk: int, ranges: Ranges
 ) -> tuple[tuple[PlacedPart, ...], ...]:
     """Assign adjacent devices to every part, the largest first, so that powers of two stay within nodes."""
-    classes = [kind.device for kind in pipelines.choices.pool.classes]
+    class_names = [device_class.device for device_class in pipelines.choices.pool.classes]
     parts: list[tuple[int, Option]] = [(number, part) for number, level in enumerate(levels) for _, part in level.plan]
-    free = {device: first for device, (first, _) in ranges.items()}
-    placed: dict[int, PlacedPart] = {}
+    first_free = {device: start for device, (start, _) in ranges.items()}
+    part_by_position: dict[int, PlacedPart] = {}
     for position in sorted(range(len(parts)), key=lambda index: (-sum(parts[index][1].devices), index)):
         part = parts[position][1]
         spans: dict[str, tuple[int, int]] = {}
-        for device, count in zip(classes, part.devices, strict=True):
+        for device, count in zip(class_names, part.devices, strict=True):
             if count:
-                spans[device] = (free[device], count)
-                free[device] += count
-        order, chosen, switch_s, receive_s = part.plan
-        placed[position] = PlacedPart(
+                spans[device] = (first_free[device], count)
+                first_free[device] += count
+        units, options, switch_s, receive_s = part.plan
+        part_by_position[position] = PlacedPart(
             devices=spans,
-            turns=tuple(_turn(pipelines, *turn, chunk, spans) for turn in zip(order, chosen, switch_s, strict=True)),
+            turns=tuple(_turn(pipelines, *turn, chunk, spans) for turn in zip(units, options, switch_s, strict=True)),
             receive_s=receive_s,
             seconds=part.seconds,
         )
     return tuple(
-        tuple(placed[position] for position, (number, _) in enumerate(parts) if number == level)
+        tuple(part_by_position[position] for position, (number, _) in enumerate(parts) if number == level)
         for level in range(len(levels))
     )
 
@@ -69,26 +69,26 @@ def _turn(pipelines: Pipelines, unit: int, option: Option, switch_s: float, item
     if unit not in pipelines.inner:
         device, devices = option.plan
         return PlacedTurn(name=name, seconds=option.seconds, switch_s=switch_s, device=device, devices=devices)
-    inner = pipelines.inner[unit]
+    inner_pipelines = pipelines.inner[unit]
     chunk, label = option.plan
-    inside = PlacedPipeline(
+    inner_pipeline = PlacedPipeline(
         name=name,
         items=items,
         items_per_chunk=chunk,
-        rounds=inner.body.rounds,
+        rounds=inner_pipelines.body.rounds,
         switch_s=0.0,
-        seconds=elapsed_s(label.fill, label.slowest, items // chunk, inner.body.rounds),
-        levels=_levels(inner, label.levels(), chunk, ranges),
+        seconds=elapsed_s(label.fill, label.slowest, items // chunk, inner_pipelines.body.rounds),
+        levels=_levels(inner_pipelines, label.levels(), chunk, ranges),
     )
-    return PlacedTurn(name=name, seconds=option.seconds, switch_s=switch_s, inside=inside)
+    return PlacedTurn(name=name, seconds=option.seconds, switch_s=switch_s, inside=inner_pipeline)
 
 
 def pipelines_of(phases: Iterable[PlacedPipeline]) -> Iterable[PlacedPipeline]:
     """Yield the phases, each followed by the pipelines of the loops inside it."""
     for phase in phases:
         yield phase
-        inside = (turn.inside for level in phase.levels for part in level for turn in part.turns)
-        yield from pipelines_of(pipeline for pipeline in inside if pipeline is not None)
+        inner_pipelines = (turn.inside for level in phase.levels for part in level for turn in part.turns)
+        yield from pipelines_of(pipeline for pipeline in inner_pipelines if pipeline is not None)
 
 
 def mode_of(phases: Sequence[PlacedPipeline]) -> Mode:
@@ -101,12 +101,12 @@ def mode_of(phases: Sequence[PlacedPipeline]) -> Mode:
 
 def used_devices(phases: Iterable[PlacedPipeline]) -> dict[str, int]:
     """Return the devices of each class that a plan needs: the maximum over its phases."""
-    used: dict[str, int] = {}
+    used_counts: dict[str, int] = {}
     for phase in phases:
-        counts: dict[str, int] = {}
+        phase_counts: dict[str, int] = {}
         for level in phase.levels:
             for part in level:
                 for device, (_, count) in part.devices.items():
-                    counts[device] = counts.get(device, 0) + count
-        used |= {device: max(count, used.get(device, 0)) for device, count in counts.items()}
-    return used
+                    phase_counts[device] = phase_counts.get(device, 0) + count
+        used_counts |= {device: max(count, used_counts.get(device, 0)) for device, count in phase_counts.items()}
+    return used_counts

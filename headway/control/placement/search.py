@@ -70,8 +70,8 @@ class Phase:
 
     def loosest(self) -> _Candidate | None:
         """Return the candidate of the least bound, where refining it can change the phase's bound."""
-        least = min((c for c in self.candidates if c.refined < 2), key=lambda c: c.lower, default=None)
-        return least if least is not None and least.lower < self.upper else None
+        loosest_candidate = min((c for c in self.candidates if c.refined < 2), key=lambda c: c.lower, default=None)
+        return loosest_candidate if loosest_candidate is not None and loosest_candidate.lower < self.upper else None
 
     def offer(self, seconds: float, items: int, label: Label | None) -> None:
         if seconds < self.upper:
@@ -91,42 +91,42 @@ class TimeSearch:
         self.lower = 0.0
         self.upper = math.inf
         self.best: list[Phase] = []
-        work = {
+        unit_times = {
             chunk: {
-                unit: (fastest.seconds, min(s * -w for s, w in zip(options.seconds, options.shares, strict=True)))
+                unit: (option.seconds, min(s * -w for s, w in zip(options.seconds, options.shares, strict=True)))
                 for unit, options in pipelines.units(chunk).items()
-                if (fastest := options.fastest_on(devices)) is not None
+                if (option := options.fastest_on(devices)) is not None
             }
             for chunk in pipelines.chunks
         }
-        for _, above in self.body.steps(self.body.all_units):
-            for _, units in above:
+        for _, steps_above in self.body.steps(self.body.all_units):
+            for _, units in steps_above:
                 one_phase = pipelines.choices.settings.mode == "spatial"
                 if units not in self.phases and (units == self.body.all_units or not one_phase):
-                    self.phases[units] = self._make_phase(units, work)
+                    self.phases[units] = self._make_phase(units, unit_times)
 
     def _make_phase(self, units: int, work: Mapping[int, Mapping[int, tuple[float, float]]]) -> Phase:
         settings = self.pipelines.choices.settings
-        names = frozenset(self.body.units[unit].name for unit in members(units))
-        switches = [self.pipelines.choices.switch_s(self.body, unit) for unit in members(units)]
-        phase = Phase(units, 0.0 if units == self.body.all_units else max(switches))
-        order = self.body.ordered(units)
-        turns_s = sum(switches) if len(order) > 1 else 0.0
-        size = self.body.received_bytes(units)
-        link = self.pipelines.choices.pool.link_bytes_per_s
+        unit_names = frozenset(self.body.units[unit].name for unit in members(units))
+        switch_times = [self.pipelines.choices.switch_s(self.body, unit) for unit in members(units)]
+        phase = Phase(units, 0.0 if units == self.body.all_units else max(switch_times))
+        unit_ids = self.body.ordered(units)
+        turns_s = sum(switch_times) if len(unit_ids) > 1 else 0.0
+        received_bytes = self.body.received_bytes(units)
+        link_bytes_per_s = self.pipelines.choices.pool.link_bytes_per_s
         for chunk, of in work.items():
-            if any(unit not in of for unit in order) or (names, chunk) in settings.without:
+            if any(unit not in of for unit in unit_ids) or (unit_names, chunk) in settings.without:
                 continue
-            count = self.items // chunk
-            receive_s = size * chunk / link if size and link else 0.0
-            if len(order) == 1 or settings.mode != "spatial":
-                phase.offer(count * (receive_s + turns_s + sum(of[unit][0] for unit in order)), chunk, None)
+            chunk_count = self.items // chunk
+            receive_s = received_bytes * chunk / link_bytes_per_s if received_bytes and link_bytes_per_s else 0.0
+            if len(unit_ids) == 1 or settings.mode != "spatial":
+                phase.offer(chunk_count * (receive_s + turns_s + sum(of[unit][0] for unit in unit_ids)), chunk, None)
             path: dict[int, float] = {}
-            for unit in order:
+            for unit in unit_ids:
                 path[unit] = of[unit][0] + max([0.0, *(path[o] for o in members(self.body.predecessors[unit] & units))])
-            slowest = max(*(of[unit][0] for unit in order), sum(of[unit][1] for unit in order) / self.share)
-            lower = elapsed_s(max(slowest, *path.values()), slowest, count) * (1 - ROUNDING)
-            phase.candidates.append(_Candidate(chunk, lower))
+            slowest_s = max(*(of[unit][0] for unit in unit_ids), sum(of[unit][1] for unit in unit_ids) / self.share)
+            lower_s = elapsed_s(max(slowest_s, *path.values()), slowest_s, chunk_count) * (1 - ROUNDING)
+            phase.candidates.append(_Candidate(chunk, lower_s))
         return phase
 
     def run(self, limit: float) -> None:
@@ -136,44 +136,44 @@ class TimeSearch:
         tolerance = max(0.0, self.pipelines.choices.settings.tolerance - 1e-9)  # so that the gap isn't above it
         while True:
             self.upper, self.best = self._shortest(lower=False)
-            self.lower, on_bound = self._shortest(lower=True)
-            target = min(self.upper, limit) * (1 - tolerance)
-            open_phases = [phase for phase in on_bound if phase.loosest() is not None]
-            if self.lower >= target * (1 - ROUNDING) or not open_phases or self.pipelines.expansions.spent:
+            self.lower, bound_phases = self._shortest(lower=True)
+            target_s = min(self.upper, limit) * (1 - tolerance)
+            open_phases = [phase for phase in bound_phases if phase.loosest() is not None]
+            if self.lower >= target_s * (1 - ROUNDING) or not open_phases or self.pipelines.expansions.spent:
                 self.lower = min(self.lower, self.upper)
                 return
-            phase = max(open_phases, key=lambda p: (min(p.upper, target) - p.lower, p.units))
+            phase = max(open_phases, key=lambda p: (min(p.upper, target_s) - p.lower, p.units))
             candidate = phase.loosest()
             if candidate is not None:
                 self.pipelines.expansions.done += len(self.phases)
                 try:
-                    self._refine(phase, candidate, target - (self.lower - phase.lower))
+                    self._refine(phase, candidate, target_s - (self.lower - phase.lower))
                 except BudgetSpentError:
                     continue  # bounds stay as they were; the next evaluation of the paths is the last
 
     def _refine(self, phase: Phase, candidate: _Candidate, threshold: float) -> None:
         """Raise the candidate's bound; from ``threshold`` seconds on the phase can't improve the plan."""
         pipelines, units, items = self.pipelines, phase.units, candidate.items
-        weight = self.items // items - 1
+        further_chunks = self.items // items - 1
         if candidate.refined == 0:
             candidate.least = pipelines.least_slowest(units, items, self.share * (1 + ROUNDING))
             candidate.refined = 1
-            candidate.lower = max(candidate.lower, (weight + 1) * candidate.least * (1 - ROUNDING))
+            candidate.lower = max(candidate.lower, (further_chunks + 1) * candidate.least * (1 - ROUNDING))
             return
         threshold = min(threshold, phase.upper)
-        caps = [candidate.least]
-        if weight:
-            caps.append(max(candidate.least, (threshold - candidate.least) / weight))
+        caps_s = [candidate.least]
+        if further_chunks:
+            caps_s.append(max(candidate.least, (threshold - candidate.least) / further_chunks))
         else:
-            caps = [threshold]
-        for cap in caps:
-            limits = pipelines.limits(units, items, self.devices, weight, cap, candidate.least)
-            reached = limits.fill[0] + weight * candidate.least
-            candidate.lower = max(candidate.lower, reached * (1 - ROUNDING)) if cap == caps[-1] else candidate.lower
-            if reached >= threshold:
+            caps_s = [threshold]
+        for cap_s in caps_s:
+            limits = pipelines.limits(units, items, self.devices, further_chunks, cap_s, candidate.least)
+            bound_s = limits.fill[0] + further_chunks * candidate.least
+            candidate.lower = max(candidate.lower, bound_s * (1 - ROUNDING)) if cap_s == caps_s[-1] else candidate.lower
+            if bound_s >= threshold:
                 continue
             for label in pipelines.allocations(units, items, limits, threshold):
-                seconds = elapsed_s(label.fill, label.slowest, weight + 1)
+                seconds = elapsed_s(label.fill, label.slowest, further_chunks + 1)
                 threshold = min(threshold, seconds)
                 phase.offer(seconds, items, label)
         candidate.refined = 2
@@ -182,24 +182,24 @@ class TimeSearch:
     def _shortest(self, lower: bool) -> tuple[float, list[Phase]]:
         """Return seconds and phases of the shortest path, by lower bounds or by the best pipelines known."""
         all_units = self.body.all_units
-        best: dict[int, tuple[float, int]] = {0: (0.0, 0)}
-        cost: dict[int, float] = {}
+        best_paths: dict[int, tuple[float, int]] = {0: (0.0, 0)}
+        phase_seconds: dict[int, float] = {}
         for units, phase in self.phases.items():
-            cost[units] = (phase.lower if lower else phase.upper) + phase.switch_s
-        for below, above in self.body.steps(all_units)[:-1]:
-            seconds = best[below][0]
-            for larger, units in above:
-                reached = seconds + cost.get(units, math.inf)
-                if larger not in best or reached < best[larger][0]:
-                    best[larger] = (reached, below)
+            phase_seconds[units] = (phase.lower if lower else phase.upper) + phase.switch_s
+        for lower_set, steps_above in self.body.steps(all_units)[:-1]:
+            seconds = best_paths[lower_set][0]
+            for larger_set, units in steps_above:
+                path_s = seconds + phase_seconds.get(units, math.inf)
+                if larger_set not in best_paths or path_s < best_paths[larger_set][0]:
+                    best_paths[larger_set] = (path_s, lower_set)
         phases: list[Phase] = []
-        mask = all_units
-        while mask:
-            if mask ^ best[mask][1] not in self.phases:
+        remaining_units = all_units
+        while remaining_units:
+            if remaining_units ^ best_paths[remaining_units][1] not in self.phases:
                 return math.inf, []
-            phases.append(self.phases[mask ^ best[mask][1]])
-            mask = best[mask][1]
-        return best[all_units][0], phases[::-1]
+            phases.append(self.phases[remaining_units ^ best_paths[remaining_units][1]])
+            remaining_units = best_paths[remaining_units][1]
+        return best_paths[all_units][0], phases[::-1]
 
 
 def place(
@@ -228,27 +228,27 @@ def place(
 def _cheapest(workflow: Workflow, pipelines: Pipelines) -> PlacementPlan:
     """Return the cheapest plan: search the fastest one of each choice of devices, by ascending cost bounds."""
     pool = pipelines.choices.pool
-    rented: list[tuple[float, Vector]] = []
+    bounded_choices: list[tuple[float, Vector]] = []
     work_usd = _least_cost(pipelines, workflow.items)
     for devices in product(*(range(count + 1) for count in pipelines.choices.total)):
-        alone = [_alone_s(pipelines, unit, workflow.items, devices) for unit in range(len(pipelines.body.units))]
-        if max(alone) < math.inf:
-            lower = max(work_usd, max(alone) * usd_per_s(pool, devices)) * (1 - ROUNDING)
-            rented.append((lower, devices))
-    best, best_usd, proven = TimeSearch(pipelines, workflow.items, pipelines.choices.total), math.inf, math.inf
-    for lower, devices in sorted(rented):
-        if lower >= best_usd * (1 - pipelines.choices.settings.tolerance) or pipelines.expansions.spent:
-            proven = min(proven, lower)
+        alone_times = [_alone_s(pipelines, unit, workflow.items, devices) for unit in range(len(pipelines.body.units))]
+        if max(alone_times) < math.inf:
+            lower_usd = max(work_usd, max(alone_times) * usd_per_s(pool, devices)) * (1 - ROUNDING)
+            bounded_choices.append((lower_usd, devices))
+    best_search, best_usd, bound = TimeSearch(pipelines, workflow.items, pipelines.choices.total), math.inf, math.inf
+    for lower_usd, devices in sorted(bounded_choices):
+        if lower_usd >= best_usd * (1 - pipelines.choices.settings.tolerance) or pipelines.expansions.spent:
+            bound = min(bound, lower_usd)
             break
-        rate = usd_per_s(pool, devices)
+        price_per_s = usd_per_s(pool, devices)
         search = TimeSearch(pipelines, workflow.items, devices)
-        search.run(best_usd / rate if rate else math.inf)
-        proven = min(proven, max(lower, search.lower * rate))
-        if search.upper * rate < best_usd:
-            best, best_usd = search, search.upper * rate
+        search.run(best_usd / price_per_s if price_per_s else math.inf)
+        bound = min(bound, max(lower_usd, search.lower * price_per_s))
+        if search.upper * price_per_s < best_usd:
+            best_search, best_usd = search, search.upper * price_per_s
     if best_usd == math.inf:  # the budget was spent before the first choice
-        best.run(math.inf)
-    return _plan(workflow, best, "cost", proven)
+        best_search.run(math.inf)
+    return _plan(workflow, best_search, "cost", bound)
 
 
 def _alone_s(pipelines: Pipelines, unit: int, items: int, devices: Vector) -> float:
@@ -260,12 +260,12 @@ def _alone_s(pipelines: Pipelines, unit: int, items: int, devices: Vector) -> fl
 def _least_cost(pipelines: Pipelines, items: int) -> float:
     """Return a lower bound of any plan's cost: each unit on its cheapest devices, for its own time."""
     pool = pipelines.choices.pool
-    total = 0.0
+    total_usd = 0.0
     for unit in range(len(pipelines.body.units)):
-        each = ((chunk, option) for chunk in pipelines.chunks for option in pipelines.units(chunk)[unit].options)
-        costs = (o.seconds * (items // chunk) * usd_per_s(pool, o.devices) for chunk, o in each)
-        total += min(costs, default=math.inf)
-    return total
+        options = ((chunk, option) for chunk in pipelines.chunks for option in pipelines.units(chunk)[unit].options)
+        unit_costs = (o.seconds * (items // chunk) * usd_per_s(pool, o.devices) for chunk, o in options)
+        total_usd += min(unit_costs, default=math.inf)
+    return total_usd
 
 
 def usd_per_s(pool: DevicePool, devices: Vector) -> float:
@@ -276,20 +276,20 @@ def usd_per_s(pool: DevicePool, devices: Vector) -> float:
 def _plan(workflow: Workflow, search: TimeSearch, objective: Objective, lower: float) -> PlacementPlan:
     pipelines, pool = search.pipelines, search.pipelines.choices.pool
     if not search.best or search.upper == math.inf:
-        lacking = [
+        unplaced_names = [
             unit.name
-            for number, unit in enumerate(search.body.units)
-            if not any(pipelines.units(chunk)[number].options for chunk in pipelines.chunks)
+            for index, unit in enumerate(search.body.units)
+            if not any(pipelines.units(chunk)[index].options for chunk in pipelines.chunks)
         ]
         raise ConfigurationError(
-            f"{', '.join(lacking) or 'the workflow'}: no plan; every stage of a loop needs a time, and memory, "
+            f"{', '.join(unplaced_names) or 'the workflow'}: no plan; every stage of a loop needs a time, and memory, "
             "on the pool's devices at one common granularity"
         )
     phases: list[PlacedPipeline] = []
     for phase in search.best:
         label = phase.label
-        alone = pipelines.part(phase.units, phase.items).fastest_on(search.devices) if label is None else None
-        levels = label.levels() if label is not None else [Option(0.0, search.devices, ((phase.units, alone),))]
+        alone_option = pipelines.part(phase.units, phase.items).fastest_on(search.devices) if label is None else None
+        levels = label.levels() if label is not None else [Option(0.0, search.devices, ((phase.units, alone_option),))]
         phases.append(
             placed_phase(pipelines, levels, workflow.items, phase.items, phase.switch_s, phase.upper, search.devices)
         )
@@ -297,9 +297,9 @@ def _plan(workflow: Workflow, search: TimeSearch, objective: Objective, lower: f
     used = used_devices(phases)
     priced = all(kind.usd_per_hour is not None for kind in pool.classes)
     cost_usd = seconds * usd_per_s(pool, tuple(used.get(kind.device, 0) for kind in pool.classes)) if priced else None
-    value = seconds if objective == "time" or cost_usd is None else cost_usd
-    if lower >= value * (1 - 100 * ROUNDING):
-        lower = value
+    plan_value = seconds if objective == "time" or cost_usd is None else cost_usd
+    if lower >= plan_value * (1 - 100 * ROUNDING):
+        lower = plan_value
     return PlacementPlan(
         objective=objective,
         mode=mode_of(phases),
@@ -307,6 +307,6 @@ def _plan(workflow: Workflow, search: TimeSearch, objective: Objective, lower: f
         cost_usd=cost_usd,
         phases=tuple(phases),
         lower_bound=lower,
-        gap=1 - lower / value if value else 0.0,
+        gap=1 - lower / plan_value if plan_value else 0.0,
         expansions=pipelines.expansions.done,
     )

@@ -15,18 +15,18 @@ def loop_period(ids: Sequence[int], *, longest_period: int, repeats: int, loop_t
 
     Example: 7 1 2 1 2 1 2 with repeats = 3 and loop_tokens = 6: period 2. With loop_tokens = 7: none.
     """
-    total = len(ids)
-    if total < max(2, loop_tokens):
+    length = len(ids)
+    if length < max(2, loop_tokens):
         return None
-    history = list(ids[max(0, total - 1 - longest_period) : total - 1])
-    last = ids[-1]
-    if last not in history:
+    recent_ids = list(ids[max(0, length - 1 - longest_period) : length - 1])
+    last_id = ids[-1]
+    if last_id not in recent_ids:
         return None
-    for period in range(1, len(history) + 1):
-        if history[-period] != last:
+    for period in range(1, len(recent_ids) + 1):
+        if recent_ids[-period] != last_id:
             continue
-        span = max(period * repeats, loop_tokens)
-        if period < span <= total and ids[total - span + period :] == ids[total - span : total - period]:
+        tail = max(period * repeats, loop_tokens)
+        if period < tail <= length and ids[length - tail + period :] == ids[length - tail : length - period]:
             return period
     return None
 
@@ -51,20 +51,20 @@ class NgramWindow:
 
     def extend(self, ids: Sequence[int]) -> None:
         """Add the tokens that ``ids`` has gained since the last call (it only ever grows)."""
-        first = max(self._seen, self._ngram - 1, len(ids) - self._most)
-        if first > max(self._seen, self._ngram - 1):  # all earlier tokens have left the window
+        first_index = max(self._seen, self._ngram - 1, len(ids) - self._most)
+        if first_index > max(self._seen, self._ngram - 1):  # all earlier tokens have left the window
             self._runs.clear()
             self._counts.clear()
-        fresh = tuple(ids[first - self._ngram + 1 :])
-        for begin in range(len(ids) - first):
-            run = fresh[begin : begin + self._ngram]
+        fresh_ids = tuple(ids[first_index - self._ngram + 1 :])
+        for begin in range(len(ids) - first_index):
+            run = fresh_ids[begin : begin + self._ngram]
             self._runs.append(run)
             self._counts[run] += 1
             if len(self._runs) > self._most:
-                gone = self._runs.popleft()
-                self._counts[gone] -= 1
-                if not self._counts[gone]:
-                    del self._counts[gone]
+                dropped_run = self._runs.popleft()
+                self._counts[dropped_run] -= 1
+                if not self._counts[dropped_run]:
+                    del self._counts[dropped_run]
         self._seen = max(self._seen, len(ids))
 
     @property

@@ -27,9 +27,9 @@ def is_audited(seed: int, group: int, member: int | None, share: float) -> bool:
     pruner would stop. With separate draws the group would still wait for some, and the audit would see only part of the
     decision.
     """
-    key = f"{seed}:{group}:{'group' if member is None else member}:audit"
-    draw = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
-    return draw < share * 2.0**64
+    audit_key = f"{seed}:{group}:{'group' if member is None else member}:audit"
+    random_bits = int.from_bytes(hashlib.blake2b(audit_key.encode(), digest_size=8).digest(), "little")
+    return random_bits < share * 2.0**64
 
 
 def relative_cap_tokens(
@@ -55,8 +55,8 @@ def due_in_s(
     Example: first version 3, budget 2, version 4, step 4 began 1 s ago, 10 s a step, slack 1: step 5 begins in 9 s, and
     the group is due in 19 s.
     """
-    turns = max(0, first_version + budget - version) + slack_steps
-    return turns * step_s - since_step_s
+    steps_left = max(0, first_version + budget - version) + slack_steps
+    return steps_left * step_s - since_step_s
 
 
 def chance_to_end(lengths: LengthDistribution, tokens: int, more_tokens: float) -> float:
@@ -67,8 +67,8 @@ def chance_to_end(lengths: LengthDistribution, tokens: int, more_tokens: float) 
     """
     if more_tokens <= 0:
         return 0.0
-    share = lengths.beyond(tokens)
-    return 1.0 - lengths.beyond(tokens + more_tokens) / share if share > 0 else 1.0
+    survival_share = lengths.beyond(tokens)
+    return 1.0 - lengths.beyond(tokens + more_tokens) / survival_share if survival_share > 0 else 1.0
 
 
 def expected_saving_tokens(lengths: LengthDistribution, tokens: int, audited_tokens: Sequence[int]) -> float:
@@ -122,13 +122,13 @@ def pruner_figures(groups: Iterable[FinishedGroup]) -> dict[str, PrunerFigures]:
 def _figures(rollout: Rollout, pruned: Pruned, group: FinishedGroup) -> PrunerFigures | None:
     """Return the figures of one rollout that was hit; None: an audit without evidence."""
     if not pruned.audited:
-        dropped = int(rollout.removal == "pruned")
-        return PrunerFigures(rollouts=1, dropped=dropped, saved_tokens=pruned.saved_tokens)
-    others = [other.reward for other in group.valid if other.member != rollout.member]
-    if not rollout.valid or (pruned.cut_reward is None and not others):
+        dropped_count = int(rollout.removal == "pruned")
+        return PrunerFigures(rollouts=1, dropped=dropped_count, saved_tokens=pruned.saved_tokens)
+    other_rewards = [other.reward for other in group.valid if other.member != rollout.member]
+    if not rollout.valid or (pruned.cut_reward is None and not other_rewards):
         return None
-    instead = sum(others) / len(others) if pruned.cut_reward is None else pruned.cut_reward
-    bias = rollout.reward - instead
-    wrong = rollout.solved if pruned.cut_reward is None else abs(bias) > AGREE
-    tokens = len(rollout.response_ids) - pruned.at_tokens
-    return PrunerFigures(audits=1, audited_tokens=tokens, wrong=int(wrong), reward_bias=bias)
+    replacement_reward = sum(other_rewards) / len(other_rewards) if pruned.cut_reward is None else pruned.cut_reward
+    reward_bias = rollout.reward - replacement_reward
+    is_wrong = rollout.solved if pruned.cut_reward is None else abs(reward_bias) > AGREE
+    audited_tokens = len(rollout.response_ids) - pruned.at_tokens
+    return PrunerFigures(audits=1, audited_tokens=audited_tokens, wrong=int(is_wrong), reward_bias=reward_bias)

@@ -52,11 +52,11 @@ class ReplicaRates(msgspec.Struct, frozen=True, kw_only=True):
 
     def cache_bytes(self) -> float:
         """Return the bytes for the KV cache on all decoding devices. Raises ConfigurationError where there are none."""
-        working = _ACTIVATION_TOKENS * 6 * self.model.width * 2.0
-        free_bytes = self.device.usable_bytes - self.weight_bytes() - working
+        work_bytes = _ACTIVATION_TOKENS * 6 * self.model.width * 2.0
+        free_bytes = self.device.usable_bytes - self.weight_bytes() - work_bytes
         if free_bytes <= 0:
             raise ConfigurationError(
-                f"generate: {self.weight_bytes() / 1e9:.1f} GB of weights and {working / 1e9:.1f} GB of activations "
+                f"generate: {self.weight_bytes() / 1e9:.1f} GB of weights and {work_bytes / 1e9:.1f} GB of activations "
                 f"don't fit into {self.device.usable_bytes / 1e9:.1f} GB of {self.device.name} on "
                 f"{self.recipe.parallelism.devices} devices a replica"
             )
@@ -75,14 +75,14 @@ class ReplicaRates(msgspec.Struct, frozen=True, kw_only=True):
         Raises ConfigurationError where not even one fits."""
         recipe = self.recipe
         size = self.cached_bytes(context)
-        free = self.cache_bytes() + recipe.offload_bytes * recipe.parallelism.devices
-        fit = int(free // size) if size else 1 << 20
-        if fit < 1:
+        unused = self.cache_bytes() + recipe.offload_bytes * recipe.parallelism.devices
+        fitting_requests = int(unused // size) if size else 1 << 20
+        if fitting_requests < 1:
             raise ConfigurationError(
                 f"generate: the cache of one request of {context:,.0f} tokens, {size / 1e9:.2f} GB, doesn't fit into "
-                f"the {free / 1e9:.2f} GB that {recipe.parallelism.devices} devices of {self.device.name} have for it"
+                f"the {unused / 1e9:.2f} GB that {recipe.parallelism.devices} devices of {self.device.name} have for it"
             )
-        return min(fit, recipe.slots or fit)
+        return min(fitting_requests, recipe.slots or fitting_requests)
 
     def step_s(self, requests: float, context: float) -> float:
         """Return the seconds per token of each of ``requests`` requests, with ``context`` tokens in its cache.
@@ -90,40 +90,40 @@ class ReplicaRates(msgspec.Struct, frozen=True, kw_only=True):
         With speculative decoding it is the best over the number k of drafted tokens up to draft_tokens: the seconds of
         a step over the tokens that a request then gets on average, (1 - a^(k+1)) / (1 - a)."""
         recipe = self.recipe
-        plain = self._verified_s(requests, context, 0)
-        best = plain
-        for drafted in range(1, recipe.draft_tokens + 1):
-            accepted = sum(recipe.draft_acceptance**index for index in range(drafted + 1))
-            seconds = self._verified_s(requests, context, drafted) + drafted * recipe.draft_cost * plain
-            best = min(best, seconds / accepted)
-        return best
+        plain_s = self._verified_s(requests, context, 0)
+        best_s = plain_s
+        for drafted_tokens in range(1, recipe.draft_tokens + 1):
+            accepted_tokens = sum(recipe.draft_acceptance**index for index in range(drafted_tokens + 1))
+            seconds = self._verified_s(requests, context, drafted_tokens) + drafted_tokens * recipe.draft_cost * plain_s
+            best_s = min(best_s, seconds / accepted_tokens)
+        return best_s
 
     def _verified_s(self, requests: float, context: float, drafted: int) -> float:
         model, device, recipe = self.model, self.device, self.recipe
-        spread, tokens = recipe.parallelism, requests * (1 + drafted)
-        count = spread.devices
+        parallelism, tokens = recipe.parallelism, requests * (1 + drafted)
+        device_count = parallelism.devices
         # each pipeline stage reads its weights for every micro-batch, of which there are as many as stages
-        weights = model.touched(tokens) * NUMBER_BYTES[recipe.dtype] / count * spread.pipeline
-        even = 2.0 * tokens * model.active / count
-        experts = model.expert_parameters / model.parameters if spread.expert > 1 else 0.0
-        imbalance = 1.0 + experts * (recipe.expert_imbalance - 1.0)
-        products = max(weights / device.memory_bytes_per_s, even * imbalance / device.flops_per_s(recipe.dtype))
+        weight_bytes = model.touched(tokens) * NUMBER_BYTES[recipe.dtype] / device_count * parallelism.pipeline
+        flops = 2.0 * tokens * model.active / device_count
+        expert_share = model.expert_parameters / model.parameters if parallelism.expert > 1 else 0.0
+        imbalance = 1.0 + expert_share * (recipe.expert_imbalance - 1.0)
+        matmul_s = max(weight_bytes / device.memory_bytes_per_s, flops * imbalance / device.flops_per_s(recipe.dtype))
         cached_bytes = requests * self.cached_bytes(context)
-        attention = cached_bytes / count / device.memory_bytes_per_s
+        attention_s = cached_bytes / device_count / device.memory_bytes_per_s
         offloaded_bytes = max(0.0, cached_bytes - self.cache_bytes()) if recipe.offload_bytes else 0.0
         if offloaded_bytes:  # the part in host memory is transferred once a step
-            attention += offloaded_bytes / count / (device.figure("host_bytes_per_s") * device.reached.link)
-        summed = 2.0 * model.layers * all_reduce_s(tokens * model.width * 2.0, spread.tensor, device)
-        if spread.expert > 1:  # there and back
-            size = 4.0 * tokens / count * model.experts_per_token * model.width * model.layers
-            summed += size / device.link_bytes_per_s(spread.expert)
-        return products + attention + summed + model.layers * device.reached.layer_s
+            attention_s += offloaded_bytes / device_count / (device.figure("host_bytes_per_s") * device.reached.link)
+        communication_s = 2.0 * model.layers * all_reduce_s(tokens * model.width * 2.0, parallelism.tensor, device)
+        if parallelism.expert > 1:  # there and back
+            exchanged_bytes = 4.0 * tokens / device_count * model.experts_per_token * model.width * model.layers
+            communication_s += exchanged_bytes / device.link_bytes_per_s(parallelism.expert)
+        return matmul_s + attention_s + communication_s + model.layers * device.reached.layer_s
 
     def prefill_tokens_per_s(self, prompt: float) -> float:
         """Return the tokens/s at which the prefilling devices process prompts of ``prompt`` tokens."""
-        count = self.recipe.prefill_devices or self.recipe.parallelism.devices
-        attention = 2.0 * self.model.attended * prompt * self.model.seen(prompt)
-        return count * self.device.flops_per_s(self.recipe.dtype) / (2.0 * self.model.active + attention)
+        device_count = self.recipe.prefill_devices or self.recipe.parallelism.devices
+        attention_flops = 2.0 * self.model.attended * prompt * self.model.seen(prompt)
+        return device_count * self.device.flops_per_s(self.recipe.dtype) / (2.0 * self.model.active + attention_flops)
 
     def rate(self, prompt: float, response: float, requests: float) -> float:
         """Return the samples/s in steady state, with ``requests`` of them decoding together.
@@ -140,14 +140,14 @@ class ReplicaRates(msgspec.Struct, frozen=True, kw_only=True):
 
         Response lengths are drawn from ``lengths`` (ascending, equally likely). All slots are full while samples wait;
         then fewer and fewer decode until the longest ends."""
-        mean = sum(lengths) / len(lengths)
-        together = min(items, self.concurrency(prompt + mean / 2))
+        mean_tokens = sum(lengths) / len(lengths)
+        requests = min(items, self.concurrency(prompt + mean_tokens / 2))
         prefill_s = items * prompt / self.prefill_tokens_per_s(prompt) if prompt else 0.0
-        queued_s = (items - together) * mean / together * self.step_s(together, prompt + mean / 2)
+        queued_s = (items - requests) * mean_tokens / requests * self.step_s(requests, prompt + mean_tokens / 2)
         drain_s, generated_tokens = 0.0, 0.0
         for index, length in enumerate(lengths):
             if length > generated_tokens:
-                running = max(1.0, together * (len(lengths) - index) / len(lengths))
+                running = max(1.0, requests * (len(lengths) - index) / len(lengths))
                 drain_s += (length - generated_tokens) * self.step_s(running, prompt + (generated_tokens + length) / 2)
                 generated_tokens = length
         decode_s = queued_s + drain_s

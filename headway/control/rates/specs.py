@@ -66,20 +66,20 @@ class ModelFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     def kv_bytes(self, tokens: float, number_bytes: float) -> float:
         """Return the bytes of the KV cache of a sequence of ``tokens``."""
-        values = sum(count * min(tokens, window or tokens) for count, window in self.cached) + self.state
-        return values * number_bytes
+        number_count = sum(count * min(tokens, window or tokens) for count, window in self.cached) + self.state
+        return number_count * number_bytes
 
     def seen(self, tokens: float) -> float:
         """Return the mean share of keys to which a query at a sequence's end attends, windows included."""
-        total = sum(count for count, _ in self.cached)
-        return sum(c * min(tokens, w or tokens) for c, w in self.cached) / (total * tokens) if total * tokens else 0.0
+        values = sum(count for count, _ in self.cached)
+        return sum(c * min(tokens, w or tokens) for c, w in self.cached) / (values * tokens) if values * tokens else 0.0
 
     def touched(self, tokens: float) -> float:
         """Return the number of weights that a step of ``tokens`` tokens reads.
 
         With E experts and k per token, evenly drawn, the share 1 - (1 - k/E)^tokens is used; a dense model uses all."""
-        hit = 1.0 - (1.0 - self.active_experts) ** max(1.0, tokens)
-        return self.parameters - self.expert_parameters * (1.0 - hit)
+        hit_share = 1.0 - (1.0 - self.active_experts) ** max(1.0, tokens)
+        return self.parameters - self.expert_parameters * (1.0 - hit_share)
 
 
 class Parallelism(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,19 +106,19 @@ class RatedDevice(msgspec.Struct, frozen=True, kw_only=True):
 
     def figure(self, key: str) -> float:
         """Return a data-sheet figure. Raises ConfigurationError where it isn't known."""
-        value = getattr(self.figures, key)
-        if value is None:
+        number = getattr(self.figures, key)
+        if number is None:
             raise ConfigurationError(f"devices.{self.name}.{key} is not known: give it in a --catalogue")
-        return value
+        return number
 
     def flops_per_s(self, dtype: str) -> float:
         """Return the FLOP/s of matrix products; a dtype that only compresses weights has those of bfloat16."""
-        peaks = self.figures.flops_per_s
-        peak = peaks.get(dtype) or (peaks.get("bfloat16") if dtype == "int4" else None)
-        if peak is None:
-            known = ", ".join(peaks) or "none"
-            raise ConfigurationError(f"devices.{self.name}.flops_per_s.{dtype} is not known (known: {known})")
-        return peak * self.reached.matmul
+        peak_by_dtype = self.figures.flops_per_s
+        peak_flops = peak_by_dtype.get(dtype) or (peak_by_dtype.get("bfloat16") if dtype == "int4" else None)
+        if peak_flops is None:
+            known_dtypes = ", ".join(peak_by_dtype) or "none"
+            raise ConfigurationError(f"devices.{self.name}.flops_per_s.{dtype} is not known (known: {known_dtypes})")
+        return peak_flops * self.reached.matmul
 
     @property
     def memory_bytes_per_s(self) -> float:

@@ -65,48 +65,48 @@ class TrainerRates(msgspec.Struct, frozen=True, kw_only=True):
     def copies(self) -> int:
         """Number of data-parallel copies. Raises ConfigurationError where the devices can't be divided so."""
         mesh = self.recipe.parallelism
-        dense = mesh.tensor * mesh.pipeline * mesh.context
-        if self.devices % dense or self.devices % mesh.expert:
+        dense_devices = mesh.tensor * mesh.pipeline * mesh.context
+        if self.devices % dense_devices or self.devices % mesh.expert:
             raise ConfigurationError(
                 f"train: {self.devices} devices can't be divided into copies of tensor {mesh.tensor} x pipeline "
                 f"{mesh.pipeline} x context {mesh.context} and groups of {mesh.expert} for experts"
             )
-        return self.devices // dense
+        return self.devices // dense_devices
 
     def memory(self, longest: float) -> TrainingMemory:
         """Return the bytes on each device for sequences of up to ``longest`` tokens."""
         recipe, model, mesh = self.recipe, self.model, self.recipe.parallelism
-        shards = self.devices if recipe.sharded else mesh.tensor * mesh.pipeline
-        frozen = model.parameters * (1.0 - recipe.trained_share) * NUMBER_BYTES[recipe.dtype]
-        states = model.parameters * recipe.trained_share * (recipe.state_bytes - recipe.offloaded_bytes) + frozen
-        tokens = max(recipe.micro_batch_tokens, longest) / (mesh.tensor * mesh.context)
-        activation_bytes = (model.kept_again if recipe.recompute else model.kept) * tokens / mesh.pipeline
+        shard_count = self.devices if recipe.sharded else mesh.tensor * mesh.pipeline
+        frozen_bytes = model.parameters * (1.0 - recipe.trained_share) * NUMBER_BYTES[recipe.dtype]
+        states = model.parameters * recipe.trained_share * (recipe.state_bytes - recipe.offloaded_bytes) + frozen_bytes
+        device_tokens = max(recipe.micro_batch_tokens, longest) / (mesh.tensor * mesh.context)
+        activation_bytes = (model.kept_again if recipe.recompute else model.kept) * device_tokens / mesh.pipeline
         activation_bytes *= min(mesh.pipeline, 4)  # micro-batches in flight
         if recipe.offload_activations:  # two layers are on the device at a time
             activation_bytes *= min(1.0, 2.0 * mesh.pipeline / model.layers)
-        gathered = 0.0
+        gathered_bytes = 0.0
         if recipe.sharded:  # two layers of the weights that a device computes with
-            weights = (model.parameters - model.expert_parameters) / (mesh.tensor * mesh.pipeline)
-            weights += model.expert_parameters / (max(mesh.expert, mesh.tensor) * mesh.pipeline)
-            gathered = 2.0 * weights / model.layers * NUMBER_BYTES[recipe.dtype]
-        logits = min(tokens, recipe.logit_tokens or tokens) * model.vocabulary * _LOGIT_BYTES
-        return TrainingMemory(states=states / shards + gathered, activations=activation_bytes, logits=logits)
+            weight_count = (model.parameters - model.expert_parameters) / (mesh.tensor * mesh.pipeline)
+            weight_count += model.expert_parameters / (max(mesh.expert, mesh.tensor) * mesh.pipeline)
+            gathered_bytes = 2.0 * weight_count / model.layers * NUMBER_BYTES[recipe.dtype]
+        logits = min(device_tokens, recipe.logit_tokens or device_tokens) * model.vocabulary * _LOGIT_BYTES
+        return TrainingMemory(states=states / shard_count + gathered_bytes, activations=activation_bytes, logits=logits)
 
     def require_memory(self, longest: float) -> None:
         """Raise ConfigurationError, with the largest part and a sufficient number of devices, where it doesn't fit."""
-        needed, usable = self.memory(longest), self.device.usable_bytes
-        if needed.total <= usable:
+        needed_memory, usable_bytes = self.memory(longest), self.device.usable_bytes
+        if needed_memory.total <= usable_bytes:
             return
-        parts = {"weights, gradients and optimiser": needed.states, "activations": needed.activations}
-        parts["logits"] = needed.logits
-        largest = max(parts, key=lambda name: parts[name])
-        count = self.devices
-        while count < 1 << 20 and msgspec.structs.replace(self, devices=count).memory(longest).total > usable:
-            count *= 2
-        enough = f"{count} devices suffice" if count < 1 << 20 else "more devices don't help"
+        parts = {"weights, gradients and optimiser": needed_memory.states, "activations": needed_memory.activations}
+        parts["logits"] = needed_memory.logits
+        top_part = max(parts, key=lambda name: parts[name])
+        devices = self.devices
+        while devices < 1 << 20 and msgspec.structs.replace(self, devices=devices).memory(longest).total > usable_bytes:
+            devices *= 2
+        advice = f"{devices} devices suffice" if devices < 1 << 20 else "more devices don't help"
         raise ConfigurationError(
-            f"train: {needed.total / 1e9:.1f} GB on each of {self.devices} {self.device.name}, most of it "
-            f"{largest} ({parts[largest] / 1e9:.1f} GB), but {usable / 1e9:.1f} GB can be used; {enough}"
+            f"train: {needed_memory.total / 1e9:.1f} GB on each of {self.devices} {self.device.name}, most of it "
+            f"{top_part} ({parts[top_part] / 1e9:.1f} GB), but {usable_bytes / 1e9:.1f} GB can be used; {advice}"
         )
 
     def step_s(self, tokens: float, mean_length: float, *, scoring: bool = False) -> float:
@@ -115,30 +115,30 @@ class TrainerRates(msgspec.Struct, frozen=True, kw_only=True):
         ``scoring``: of the forward pass alone, for log-probabilities."""
         recipe, model, device, mesh = self.recipe, self.model, self.device, self.recipe.parallelism
         passes = 1.0 if scoring else (4.0 if recipe.recompute else 3.0)  # a backward pass counts as two
-        forward = 2.0 * model.active + 2.0 * model.attended * mean_length * model.seen(mean_length)
-        frozen = 0.0 if scoring else (1.0 - recipe.trained_share) * 2.0 * model.active  # gradients of weights
+        forward_flops = 2.0 * model.active + 2.0 * model.attended * mean_length * model.seen(mean_length)
+        frozen_flops = 0.0 if scoring else (1.0 - recipe.trained_share) * 2.0 * model.active  # gradients of weights
         imbalance = 1.0
         if mesh.expert > 1 and model.parameters:
-            share = max(0.0, model.active - model.parameters + model.expert_parameters) / model.active
-            imbalance += share * (recipe.expert_imbalance - 1.0)
-        flops = tokens * (passes * forward - frozen) * imbalance
+            expert_share = max(0.0, model.active - model.parameters + model.expert_parameters) / model.active
+            imbalance += expert_share * (recipe.expert_imbalance - 1.0)
+        flops = tokens * (passes * forward_flops - frozen_flops) * imbalance
         micro_batches = max(1.0, math.ceil(tokens / self.copies / recipe.micro_batch_tokens))
-        products = flops / self.devices / device.flops_per_s(recipe.dtype)
-        products += passes * micro_batches * model.layers / mesh.pipeline * device.reached.layer_s
-        products *= 1.0 + (mesh.pipeline - 1) / micro_batches
-        beside = [self._gathering_s(passes, micro_batches, scoring)]
+        compute_s = flops / self.devices / device.flops_per_s(recipe.dtype)
+        compute_s += passes * micro_batches * model.layers / mesh.pipeline * device.reached.layer_s
+        compute_s *= 1.0 + (mesh.pipeline - 1) / micro_batches
+        overlapped_times = [self._gathering_s(passes, micro_batches, scoring)]
         if not scoring and recipe.offload_activations:
-            kept = (model.kept_again if recipe.recompute else model.kept) * tokens / self.devices
-            beside.append(2.0 * kept / (device.figure("host_bytes_per_s") * device.reached.link))
+            kept_bytes = (model.kept_again if recipe.recompute else model.kept) * tokens / self.devices
+            overlapped_times.append(2.0 * kept_bytes / (device.figure("host_bytes_per_s") * device.reached.link))
         each = tokens / (self.copies * mesh.context)  # tokens of a device's layers
         comm = passes * 2.0 * model.layers / mesh.pipeline * all_reduce_s(each * model.width * 2.0, mesh.tensor, device)
         if mesh.expert > 1:  # there and back, in each pass
-            size = 4.0 * tokens / self.devices * model.experts_per_token * model.width * model.layers
-            comm += passes * size / device.link_bytes_per_s(mesh.expert)
+            exchanged_bytes = 4.0 * tokens / self.devices * model.experts_per_token * model.width * model.layers
+            comm += passes * exchanged_bytes / device.link_bytes_per_s(mesh.expert)
         if mesh.context > 1:  # keys and values pass around the ring
-            values = sum(count for count, _ in model.cached)
-            comm += passes * 2.0 * tokens / self.copies * values / device.link_bytes_per_s(mesh.context)
-        seconds = max(products, *beside) + comm
+            cached_values = sum(count for count, _ in model.cached)
+            comm += passes * 2.0 * tokens / self.copies * cached_values / device.link_bytes_per_s(mesh.context)
+        seconds = max(compute_s, *overlapped_times) + comm
         return seconds if scoring else seconds + self._optimiser_s()
 
     def _gathering_s(self, passes: float, micro_batches: float, scoring: bool) -> float:
@@ -146,24 +146,24 @@ class TrainerRates(msgspec.Struct, frozen=True, kw_only=True):
         recipe, mesh = self.recipe, self.recipe.parallelism
         if self.copies == 1 and mesh.expert == 1:
             return 0.0
-        weights = (self.model.parameters - self.model.expert_parameters) / (mesh.tensor * mesh.pipeline)
-        weights += self.model.expert_parameters / (max(mesh.expert, mesh.tensor) * mesh.pipeline)
-        size = weights * NUMBER_BYTES[recipe.dtype]
-        gathered = (passes - (0 if scoring else 1)) * size if recipe.sharded else 0.0
-        scattered = 0.0 if scoring else recipe.trained_share * size * (1.0 if recipe.sharded else 2.0 / micro_batches)
-        link = self.device.link_bytes_per_s(self.devices)
-        return micro_batches * (gathered + scattered) / link
+        weight_count = (self.model.parameters - self.model.expert_parameters) / (mesh.tensor * mesh.pipeline)
+        weight_count += self.model.expert_parameters / (max(mesh.expert, mesh.tensor) * mesh.pipeline)
+        nbytes = weight_count * NUMBER_BYTES[recipe.dtype]
+        gathered_bytes = (passes - (0 if scoring else 1)) * nbytes if recipe.sharded else 0.0
+        scattered = 0.0 if scoring else recipe.trained_share * nbytes * (1.0 if recipe.sharded else 2.0 / micro_batches)
+        link_bytes_per_s = self.device.link_bytes_per_s(self.devices)
+        return micro_batches * (gathered_bytes + scattered) / link_bytes_per_s
 
     def _optimiser_s(self) -> float:
         """Return the seconds of an optimiser step.
 
         AdamW reads and writes its states once; if offloaded, gradients go to the host and weights come back."""
         recipe = self.recipe
-        shards = self.devices if recipe.sharded else recipe.parallelism.tensor * recipe.parallelism.pipeline
-        trained = self.model.parameters * recipe.trained_share / shards
+        shard_count = self.devices if recipe.sharded else recipe.parallelism.tensor * recipe.parallelism.pipeline
+        trained_weights = self.model.parameters * recipe.trained_share / shard_count
         if recipe.offloaded_bytes:
-            return trained * 6.0 / (self.device.figure("host_bytes_per_s") * self.device.reached.link)
-        return trained * 2.0 * recipe.state_bytes / self.device.memory_bytes_per_s
+            return trained_weights * 6.0 / (self.device.figure("host_bytes_per_s") * self.device.reached.link)
+        return trained_weights * 2.0 * recipe.state_bytes / self.device.memory_bytes_per_s
 
 
 class Simulator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -186,5 +186,5 @@ def publish_s(size: float, transport: Transport, bytes_per_s: Mapping[Transport,
     """
     if transport not in bytes_per_s:
         raise ConfigurationError(f"publish: bandwidth of {transport} not given; given: {', '.join(bytes_per_s)}")
-    times = {"storage": 1 + readers, "tcp": readers, "nccl": 1, "shared_memory": 1}[transport]
-    return times * size / bytes_per_s[transport]
+    transfer_count = {"storage": 1 + readers, "tcp": readers, "nccl": 1, "shared_memory": 1}[transport]
+    return transfer_count * size / bytes_per_s[transport]

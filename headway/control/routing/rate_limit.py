@@ -81,8 +81,8 @@ class RateLimit:
 
     def __init__(self, settings: RouterConfig, now: float) -> None:
         self._settings = settings
-        rates = {"requests": settings.requests_per_s, "tokens": settings.tokens_per_s}
-        self._buckets = {name: TokenBucket(rate, settings.burst_s, now) for name, rate in rates.items() if rate}
+        rate_by_kind = {"requests": settings.requests_per_s, "tokens": settings.tokens_per_s}
+        self._buckets = {kind: TokenBucket(rate, settings.burst_s, now) for kind, rate in rate_by_kind.items() if rate}
         self._open: dict[str, int] = {}  # name -> tokens
         self._order: list[tuple[int, int, str]] = []  # (priority, serial, name) of requests that wait or have left
         self._waiting: dict[str, _Waiting] = {}  # in the order they came
@@ -101,8 +101,8 @@ class RateLimit:
 
     def oldest_age_s(self, now: float) -> float:
         """Return the seconds that the earliest waiting request has waited; 0.0 when none waits."""
-        first = next(iter(self._waiting.values()), None)
-        return 0.0 if first is None else now - first.since_s
+        first_request = next(iter(self._waiting.values()), None)
+        return 0.0 if first_request is None else now - first_request.since_s
 
     def offer(self, name: str, tokens: int, priority: int, now: float) -> Decision:
         """Admit, queue or refuse a request that may use ``tokens`` tokens, prompt and response.
@@ -126,17 +126,17 @@ class RateLimit:
 
     def decide(self, now: float) -> list[tuple[str, RateLimited | None]]:
         """Decide waiting requests; return (name, refusal) of those decided now, in order, None if admitted."""
-        decided: list[tuple[str, RateLimited | None]] = []
+        decisions: list[tuple[str, RateLimited | None]] = []
         limit_s = self._settings.queue_s
         for request in [request for request in self._waiting.values() if now >= request.since_s + limit_s]:
             self._leave(request.name)
-            decided.append((request.name, self._refused(f"no capacity within {limit_s:g} s", request.tokens, now)))
+            decisions.append((request.name, self._refused(f"no capacity within {limit_s:g} s", request.tokens, now)))
         while (name := self._first()) is not None and self._may_go(self._waiting[name].tokens, now):
             tokens = self._waiting[name].tokens
             self._leave(name)
             self._admit(name, tokens, now)
-            decided.append((name, None))
-        return decided
+            decisions.append((name, None))
+        return decisions
 
     def withdraw(self, name: str) -> None:
         """Remove a waiting request that its caller has cancelled. Unknown names: no-op."""
@@ -147,37 +147,37 @@ class RateLimit:
         """Close an open request and return its unused tokens to the bucket. Raises KeyError for an unknown one."""
         tokens = self._open.pop(name)
         self.open_tokens -= tokens
-        used = min(tokens, max(0, used_tokens))
+        charged_tokens = min(tokens, max(0, used_tokens))
         if "tokens" in self._buckets:
-            self._buckets["tokens"].give_back(tokens - used, now)
-        self._done_rate = self._faded(now) + used / _RATE_S
+            self._buckets["tokens"].give_back(tokens - charged_tokens, now)
+        self._done_rate = self._faded(now) + charged_tokens / _RATE_S
         self._done_s = now
 
     def next_event_s(self, now: float) -> float:
         """Return the time at which to call ``decide`` again if nothing changes before; inf: no request waits."""
-        first = self._first()
-        if first is None:
+        first_name = self._first()
+        if first_name is None:
             return math.inf
-        oldest = next(iter(self._waiting.values()))
-        due_s = oldest.since_s + self._settings.queue_s
-        tokens = self._waiting[first].tokens
+        oldest_request = next(iter(self._waiting.values()))
+        due_s = oldest_request.since_s + self._settings.queue_s
+        tokens = self._waiting[first_name].tokens
         return min(due_s, now + self._buckets_wait_s(tokens, now)) if self._fits(tokens) else due_s
 
     def _may_go(self, tokens: int, now: float) -> bool:
         return self._fits(tokens) and self._buckets_wait_s(tokens, now) <= _ROUNDING_S
 
     def _fits(self, tokens: int) -> bool:
-        limit = self.open_limit_tokens
-        return limit is None or not self._open or self.open_tokens + tokens <= limit
+        limit_tokens = self.open_limit_tokens
+        return limit_tokens is None or not self._open or self.open_tokens + tokens <= limit_tokens
 
     def _buckets_wait_s(self, tokens: int, now: float) -> float:
-        costs = {"requests": 1.0, "tokens": float(tokens)}
-        return max((bucket.wait_s(costs[name], now) for name, bucket in self._buckets.items()), default=0.0)
+        cost_by_kind = {"requests": 1.0, "tokens": float(tokens)}
+        return max((bucket.wait_s(cost_by_kind[kind], now) for kind, bucket in self._buckets.items()), default=0.0)
 
     def _admit(self, name: str, tokens: int, now: float) -> None:
-        costs = {"requests": 1.0, "tokens": float(tokens)}
+        cost_by_kind = {"requests": 1.0, "tokens": float(tokens)}
         for kind, bucket in self._buckets.items():
-            bucket.take(costs[kind], now)
+            bucket.take(cost_by_kind[kind], now)
         self._open[name] = tokens
         self.open_tokens += tokens
 
@@ -194,22 +194,22 @@ class RateLimit:
     def _leave(self, name: str) -> None:
         self.waiting_tokens -= self._waiting.pop(name).tokens
         if len(self._order) > 2 * len(self._waiting) + 16:  # most have left from the middle
-            self._order = [entry for entry in self._order if self._waits(entry)]
+            self._order = [queued for queued in self._order if self._waits(queued)]
             heapq.heapify(self._order)
 
     def _rate(self, now: float) -> float:
         """Return the measured throughput of finished requests, tokens/s."""
-        seen = 1.0 - math.exp(-(now - self._began_s) / _RATE_S)
-        return self._faded(now) / seen if seen > 0 else 0.0
+        seen_share = 1.0 - math.exp(-(now - self._began_s) / _RATE_S)
+        return self._faded(now) / seen_share if seen_share > 0 else 0.0
 
     def _faded(self, now: float) -> float:
         return self._done_rate * math.exp(-(now - self._done_s) / _RATE_S)
 
     def _refused(self, why: str, tokens: int, now: float) -> RateLimited:
         self.refusals += 1
-        ahead = self.waiting_tokens + tokens
-        rate = self._rate(now)
-        wait_s = ahead / rate if rate > 0 else 0.0
-        amounts = {"requests": len(self._waiting) + 1.0, "tokens": float(ahead)}
-        wait_s = max([wait_s, *(bucket.refill_s(amounts[kind], now) for kind, bucket in self._buckets.items())])
+        ahead_tokens = self.waiting_tokens + tokens
+        tokens_per_s = self._rate(now)
+        wait_s = ahead_tokens / tokens_per_s if tokens_per_s > 0 else 0.0
+        amount_by_kind = {"requests": len(self._waiting) + 1.0, "tokens": float(ahead_tokens)}
+        wait_s = max([wait_s, *(bucket.refill_s(amount_by_kind[kind], now) for kind, bucket in self._buckets.items())])
         return RateLimited(reason=why, retry_after_s=min(LONGEST_RETRY_S, max(1, math.ceil(wait_s))))

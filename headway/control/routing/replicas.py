@@ -69,21 +69,21 @@ def choose_replica(loads: Sequence[ReplicaLoad], needed_tokens: int = 0) -> Rout
     Ties go to the larger saving, then to the first. So a replica with the prompt in KV may exceed the least load by at
     most the tokens whose prefill that saves. ``needed_tokens``: KV tokens that the request may need; where no serving
     replica has that capacity, yielded ones are considered too."""
-    taking = [index for index, load in enumerate(loads) if load.standing == "serving"]
-    for index in taking:
+    candidate_indices = [index for index, load in enumerate(loads) if load.standing == "serving"]
+    for index in candidate_indices:
         if _has_capacity(loads[index], needed_tokens):
             break
     else:
-        taking += [index for index, load in enumerate(loads) if load.standing == "yielded"]
-    if not taking:
-        taking = [index for index, load in enumerate(loads) if load.standing == "idle"]
-    if not taking:
+        candidate_indices += [index for index, load in enumerate(loads) if load.standing == "yielded"]
+    if not candidate_indices:
+        candidate_indices = [index for index, load in enumerate(loads) if load.standing == "idle"]
+    if not candidate_indices:
         return None
-    best, least = taking[0], _cost(loads[taking[0]])
-    for index in taking[1:]:
-        if (cost := _cost(loads[index])) < least:
-            best, least = index, cost
-    return Route(best, max([load.saved_tokens for load in loads]) > loads[best].saved_tokens)
+    best_index, least_cost = candidate_indices[0], _cost(loads[candidate_indices[0]])
+    for index in candidate_indices[1:]:
+        if (cost := _cost(loads[index])) < least_cost:
+            best_index, least_cost = index, cost
+    return Route(best_index, max([load.saved_tokens for load in loads]) > loads[best_index].saved_tokens)
 
 
 def _has_capacity(load: ReplicaLoad, needed_tokens: int) -> bool:
@@ -119,9 +119,9 @@ class PrefixMemory:
         prefixes: list[tuple[int, int]] = []
         key, ids = zlib.crc32(adapter.encode()), tuple(prompt)
         for start in range(0, len(ids), self._block):
-            part = ids[start : start + self._block]
-            key = hash((key, part))  # of integers alone: the same in every process
-            prefixes.append((start + len(part), key))
+            block_ids = ids[start : start + self._block]
+            key = hash((key, block_ids))  # of integers alone: the same in every process
+            prefixes.append((start + len(block_ids), key))
         return prefixes
 
     def cached_tokens(self, keys: Sequence[tuple[int, int]], epochs: Mapping[int, int]) -> dict[int, int]:
@@ -130,10 +130,10 @@ class PrefixMemory:
         ``epochs``: current epochs of the replicas."""
         tokens_by_replica: dict[int, int] = {}
         for tokens, key in reversed(keys):
-            holders = self._known.get(key)
-            if holders is None:
+            epoch_by_replica = self._known.get(key)
+            if epoch_by_replica is None:
                 continue
-            for replica, epoch in holders.items():
+            for replica, epoch in epoch_by_replica.items():
                 if replica not in tokens_by_replica and epochs.get(replica) == epoch:
                     tokens_by_replica[replica] = tokens
             if len(tokens_by_replica) == len(epochs):

@@ -46,8 +46,8 @@ def environment_share(records: Sequence[StepRecord]) -> float:
     """Return the share of the rollouts' time in their environments, tools and sandboxes.
 
     It is `between_turns` without the transfers there and back, which dominate where an environment is instant."""
-    hops_s = sum(r.flow.environment_hop_s for r in records)
-    return between_turns(records) - hops_s / max(1e-9, sum(r.flow.generating_s for r in records))
+    hops_s = sum(record.flow.environment_hop_s for record in records)
+    return between_turns(records) - hops_s / max(1e-9, sum(record.flow.generating_s for record in records))
 
 
 def waits_of(steps: Sequence[StepRecord]) -> WaitShares:
@@ -68,35 +68,35 @@ def balance_of(waits: WaitShares, budget: int | None) -> Balance:
     more than ENVIRONMENT_SHARE of their time there, else other-bound; one waits CLEAR_DIFFERENCE more -> the other side
     binds; both wait less than IDLE -> matched; else other-bound.
     """
-    less, more = sorted((waits.trainer, waits.generator))
+    smaller_wait, larger_wait = sorted((waits.trainer, waits.generator))
     if waits.yielded > 0:
         return "time-shared"
     if budget == 0:
         return "synchronous"
-    if less > IDLE:
+    if smaller_wait > IDLE:
         return "environment-bound" if waits.environment > ENVIRONMENT_SHARE else "other-bound"
-    if more - less > CLEAR_DIFFERENCE:
+    if larger_wait - smaller_wait > CLEAR_DIFFERENCE:
         return "generation-bound" if waits.trainer > waits.generator else "training-bound"
-    return "matched" if more < IDLE else "other-bound"
+    return "matched" if larger_wait < IDLE else "other-bound"
 
 
 def measured_limits(steps: Sequence[StepRecord]) -> str:
     """Describe in a sentence what both sides waited for in ``steps``, the largest shares first."""
 
-    def total(name: str) -> float:
+    def sum_of(name: str) -> float:
         return sum(attrgetter(name)(step) for step in steps)
 
-    step_s, generating_s = max(1e-9, total("step_s")), max(1e-9, total("flow.generating_s"))
-    shares = {
-        "rollouts spent {} of their time between processes": total("flow.environment_hop_s") / generating_s,
+    step_s, generating_s = max(1e-9, sum_of("step_s")), max(1e-9, sum_of("flow.generating_s"))
+    share_by_text = {
+        "rollouts spent {} of their time between processes": sum_of("flow.environment_hop_s") / generating_s,
         "rollouts spent {} of their time in their environments": environment_share(steps),
-        "the orchestrator computed for {} of the time": total("orchestrator_cpu_s") / step_s,
-        "responses spent {} of the time in a verifier": total("verify_s") / step_s,
-        "the trainer waited {} for the oldest groups, at the budget's edge": total("flow.straggler_wait_s") / step_s,
-        "the trainer waited {} for its weights to be applied": total("flow.update_wait_s") / step_s,
-        "publishing took {}": total("publish_s") / step_s,
+        "the orchestrator computed for {} of the time": sum_of("orchestrator_cpu_s") / step_s,
+        "responses spent {} of the time in a verifier": sum_of("verify_s") / step_s,
+        "the trainer waited {} for the oldest groups, at the budget's edge": sum_of("flow.straggler_wait_s") / step_s,
+        "the trainer waited {} for its weights to be applied": sum_of("flow.update_wait_s") / step_s,
+        "publishing took {}": sum_of("publish_s") / step_s,
     }
-    largest = sorted(((share, text) for text, share in shares.items() if share > BUSY), reverse=True)[:3]
-    if not largest:
+    largest_shares = sorted(((share, text) for text, share in share_by_text.items() if share > BUSY), reverse=True)[:3]
+    if not largest_shares:
         return "None of what a step measures limits them: evaluations, or processes that share cores, are left."
-    return "The steps measured: " + "; ".join(text.format(f"{share:.0%}") for share, text in largest) + "."
+    return "The steps measured: " + "; ".join(text.format(f"{share:.0%}") for share, text in largest_shares) + "."

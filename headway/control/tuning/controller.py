@@ -127,35 +127,35 @@ def decide(
 
     ``ask_model``: whether the model may be simulated, which takes a tenth of a second or more; all else takes half a
     millisecond."""
-    every = usable(records)
+    usable_records = usable(records)
     actions: list[Action] = []
-    regime = [r for r in every if r.step >= state.regime_step]
-    departed = _drift_from_reference(state.reference, regime, limits)
-    drifted = departed if state.reference else find_drift(regime[-WINDOW - RECENT :])
-    if drifted is not None:
-        step, reason = drifted
+    regime_records = [record for record in usable_records if record.step >= state.regime_step]
+    reference_drift = _drift_from_reference(state.reference, regime_records, limits)
+    drift = reference_drift if state.reference else find_drift(regime_records[-WINDOW - RECENT :])
+    if drift is not None:
+        step, reason = drift
         state = ControllerState(knobs=state.knobs, regime_step=step, decided_step=step, drifted=True)
         actions.append(Action(kind="drift", reason=reason))
     elif state.reference:
         return Decision(state=state)
-    window = [r for r in every if r.step >= state.regime_step][-WINDOW:]
-    since = [r for r in window if r.step >= state.decided_step]
-    if len(since) < limits.interval_steps:
+    window = [record for record in usable_records if record.step >= state.regime_step][-WINDOW:]
+    records_since = [record for record in window if record.step >= state.decided_step]
+    if len(records_since) < limits.interval_steps:
         return Decision(state=state, actions=tuple(actions))
-    now = _evidence(since[-limits.interval_steps :], limits)
-    for rule in (_measure_effect, _reflex):
-        if (decision := rule(state, window, now, limits)) is not None:
+    evidence = _evidence(records_since[-limits.interval_steps :], limits)
+    for decide_by_rule in (_measure_effect, _reflex):
+        if (decision := decide_by_rule(state, window, evidence, limits)) is not None:
             state = decision.state
             actions += decision.actions
             if state.decided_step > window[-1].step:  # changed something
                 return Decision(state=state, actions=tuple(actions))
-    due = _due(state, window, limits)
-    if due and ask_model:
-        lately = _evidence(since[-2 * limits.patience_steps :], limits)
-        if (decision := _by_model(state, window, lately, limits)) is not None:
+    is_due = _due(state, window, limits)
+    if is_due and ask_model:
+        recent_evidence = _evidence(records_since[-2 * limits.patience_steps :], limits)
+        if (decision := _by_model(state, window, recent_evidence, limits)) is not None:
             state = decision.state
             actions += decision.actions
-    return Decision(state=state, actions=tuple(actions), due=due and not ask_model)
+    return Decision(state=state, actions=tuple(actions), due=is_due and not ask_model)
 
 
 def backed_off(state: ControllerState, version: int) -> ControllerState:
@@ -176,18 +176,18 @@ def _drift_from_reference(
     reference: Sequence[StepRecord], regime: Sequence[StepRecord], limits: ControlLimits
 ) -> tuple[int, str] | None:
     """Compare the last records with those on which the plan was settled; return as ``find_drift``."""
-    later = [r for r in regime if reference and r.step > reference[-1].step]
+    newer = [record for record in regime if reference and record.step > reference[-1].step]
     for count in (RECENT, SLOWLY):
-        drifted = find_drift([*reference, *later[-count:]], count) if len(later) >= count else None
-        if drifted is not None:
-            return drifted
-    if len(later) < SLOWLY:
+        drift = find_drift([*reference, *newer[-count:]], count) if len(newer) >= count else None
+        if drift is not None:
+            return drift
+    if len(newer) < SLOWLY:
         return None
-    lately, lacks = _evidence(later[-SLOWLY:], limits), [_evidence([r], limits).lack for r in reference]
-    error = max(STARVES, stdev(lacks)) * math.sqrt(1 / SLOWLY + 1 / len(lacks))
-    if not lately.starving or lately.lack - fmean(lacks) < _STARVED_Z * error:
+    lately, lacks = _evidence(newer[-SLOWLY:], limits), [_evidence([record], limits).lack for record in reference]
+    lack_error = max(STARVES, stdev(lacks)) * math.sqrt(1 / SLOWLY + 1 / len(lacks))
+    if not lately.starving or lately.lack - fmean(lacks) < _STARVED_Z * lack_error:
         return None
-    return later[-SLOWLY].step, f"the trainer waits {lately.lack:.0%} of the time for groups, before {fmean(lacks):.0%}"
+    return newer[-SLOWLY].step, f"the trainer waits {lately.lack:.0%} of the time for groups, before {fmean(lacks):.0%}"
 
 
 # --- evidence of the last steps --------------------------------------------------------------------------
@@ -218,16 +218,16 @@ class ControllerEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 def _evidence(records: Sequence[StepRecord], limits: ControlLimits) -> ControllerEvidence:
     seconds = sum(r.step_s for r in records)
-    wait = sum(r.trainer_wait_s for r in records) / seconds
+    wait_share = sum(r.trainer_wait_s for r in records) / seconds
     return ControllerEvidence(
-        wait=wait,
-        lack=max(0.0, wait - sum(r.flow.straggler_wait_s + r.flow.device_wait_s for r in records) / seconds),
+        wait=wait_share,
+        lack=max(0.0, wait_share - sum(r.flow.straggler_wait_s + r.flow.device_wait_s for r in records) / seconds),
         idle=sum(r.generator_wait_ratio * r.step_s for r in records) / seconds,
         stock=fmean(r.buffered_groups for r in records) / limits.shape.groups_per_step,
         in_generation=sum(r.flow.generating_s for r in records) / seconds,
         verifying=sum(r.verify_s / max(1, r.flow.verifier_workers) for r in records) / seconds,
         preempted=any(r.flow.preemptions for r in records),
-        bias=bias.scheduling_ks if (bias := records[-1].length_bias) else 0.0,
+        bias=length_bias.scheduling_ks if (length_bias := records[-1].length_bias) else 0.0,
     )
 
 
@@ -236,21 +236,21 @@ def _allowed(
 ) -> Allowed:
     """Make the guards: a function that returns whether a knob may change from one value to another."""
 
-    def allowed(name: KnobName, old: int, new: int) -> bool:
-        up = new > old
-        if name in limits.pinned or (name, 1 if up else -1) in state.refused:
+    def is_allowed(name: KnobName, old: int, new: int) -> bool:
+        is_raise = new > old
+        if name in limits.pinned or (name, 1 if is_raise else -1) in state.refused:
             return False
-        if not up and new <= state.floors.get(name, 0):
+        if not is_raise and new <= state.floors.get(name, 0):
             return False
         if name == "steps_per_publish":
             return True
         if name == "idle_replicas":
-            up = not up
-        if up:
+            is_raise = not is_raise
+        if is_raise:
             return not evidence.glut and evidence.bias <= limits.length_bias_limit
         return not evidence.starving and not drifting
 
-    return allowed
+    return is_allowed
 
 
 # --- the three kinds of action ---------------------------------------------------------------------------
@@ -263,32 +263,32 @@ def _measure_effect(
     trial = state.trial
     if trial is None:
         return None
-    after = [r for r in window if r.step >= trial.version + _settling(window)]
-    if len(after) < limits.patience_steps:
+    newer = [record for record in window if record.step >= trial.version + _settling(window)]
+    if len(newer) < limits.patience_steps:
         return None
-    rate = rate_of(after)
+    per_s = rate_of(newer)
     spread = relative_noise(window, rate_of(window))
-    noise = math.hypot(trial.noise, max(relative_noise(after, rate), spread * math.sqrt(len(window) / len(after))))
-    ratio = rate / trial.rate
+    noise = math.hypot(trial.noise, max(relative_noise(newer, per_s), spread * math.sqrt(len(window) / len(newer))))
+    rate_ratio = per_s / trial.rate
     next_state = msgspec.structs.replace(state, trial=None)
-    report = Action(
+    effect = Action(
         kind="measured",
-        reason=f"{rate:.3g} samples/s over {len(after)} steps, {trial.rate:.3g} before (± {noise:.0%})",
+        reason=f"{per_s:.3g} samples/s over {len(newer)} steps, {trial.rate:.3g} before (± {noise:.0%})",
         predicted=trial.predicted,
-        measured=ratio,
+        measured=rate_ratio,
     )
-    if ratio > 1.0 - max(LEAST_GAIN, 2 * noise) or ratio > trial.predicted - 2 * noise:
-        return Decision(state=next_state, actions=(report,))
-    allowed, actions = _allowed(state, evidence, limits), [report]
+    if rate_ratio > 1.0 - max(LEAST_GAIN, 2 * noise) or rate_ratio > trial.predicted - 2 * noise:
+        return Decision(state=next_state, actions=(effect,))
+    is_allowed, actions = _allowed(state, evidence, limits), [effect]
     knobs, refused = state.knobs, dict.fromkeys(state.refused)
-    reason = f"the rate fell to {ratio:.2f} of what it was, {trial.predicted:.2f} was predicted"
-    for name in KNOBS:
-        current, previous = limits.value(state.knobs, name), limits.value(trial.previous_knobs, name)
-        if previous != current and allowed(name, current, previous):
-            knobs = limits.with_value(knobs, name, previous)
-            refused[name, 1 if current > previous else -1] = None
-            back = msgspec.structs.replace(report, kind="rollback", reason=reason, knob=name, old=current, new=previous)
-            actions.append(back)
+    reason = f"the rate fell to {rate_ratio:.2f} of what it was, {trial.predicted:.2f} was predicted"
+    for knob in KNOBS:
+        current, previous = limits.value(state.knobs, knob), limits.value(trial.previous_knobs, knob)
+        if previous != current and is_allowed(knob, current, previous):
+            knobs = limits.with_value(knobs, knob, previous)
+            refused[knob, 1 if current > previous else -1] = None
+            undo = msgspec.structs.replace(effect, kind="rollback", reason=reason, knob=knob, old=current, new=previous)
+            actions.append(undo)
     if len(actions) > 1:
         version = window[-1].version
         next_state = msgspec.structs.replace(next_state, knobs=knobs, decided_step=version, refused=tuple(refused))
@@ -310,27 +310,27 @@ def _reflex(
     knobs = state.knobs
     if not evidence.starving:
         return None
-    scoring = evidence.verifying >= _ALL_SCORE
+    is_scoring = evidence.verifying >= _ALL_SCORE
     below_concurrency = evidence.in_generation < 0.9 * (knobs.concurrent_rollouts - limits.largest_group + 1)
-    name: KnobName = "verifier_workers" if scoring else "open_groups" if below_concurrency else "concurrent_rollouts"
-    slots = limits.shape.slots * (limits.shape.replicas - len(knobs.idle_replicas))
-    filled = knobs.concurrent_rollouts >= slots + limits.largest_group and evidence.idle < STARVES
-    if name == "concurrent_rollouts" and filled:
+    knob: KnobName = "verifier_workers" if is_scoring else "open_groups" if below_concurrency else "concurrent_rollouts"
+    slot_count = limits.shape.slots * (limits.shape.replicas - len(knobs.idle_replicas))
+    is_filled = knobs.concurrent_rollouts >= slot_count + limits.largest_group and evidence.idle < STARVES
+    if knob == "concurrent_rollouts" and is_filled:
         return None  # more would only wait for slots
-    old, (_, upper) = limits.value(knobs, name), limits.bounds(name)
-    new = min(upper, math.ceil(old * (2.0 if evidence.lack >= 4 * STARVES else 1.5)))
-    if new == old or not _allowed(state, evidence, limits)(name, old, new):
+    old_value, (_, upper_bound) = limits.value(knobs, knob), limits.bounds(knob)
+    new_value = min(upper_bound, math.ceil(old_value * (2.0 if evidence.lack >= 4 * STARVES else 1.5)))
+    if new_value == old_value or not _allowed(state, evidence, limits)(knob, old_value, new_value):
         return None
-    target = limits.with_value(knobs, name, new)
-    rest, cost_s = _rest(window, limits), switch_s(knobs, target, limits)
-    if not rest.amortizes(1.0 / (1.0 - min(0.9, evidence.lack)), cost_s, _settling(window)):
+    target_knobs = limits.with_value(knobs, knob, new_value)
+    remaining, cost_s = _rest(window, limits), switch_s(knobs, target_knobs, limits)
+    if not remaining.amortizes(1.0 / (1.0 - min(0.9, evidence.lack)), cost_s, _settling(window)):
         return None
-    generating = f"{evidence.in_generation:.0f} of {knobs.concurrent_rollouts} rollouts are being generated"
-    observation = f"the verifiers score {evidence.verifying:.0%} of it" if scoring else generating
-    short = "verifier workers are" if scoring else "open groups are" if below_concurrency else "rollouts at once are"
+    generating_text = f"{evidence.in_generation:.0f} of {knobs.concurrent_rollouts} rollouts are being generated"
+    observation = f"the verifiers score {evidence.verifying:.0%} of it" if is_scoring else generating_text
+    short = "verifier workers are" if is_scoring else "open groups are" if below_concurrency else "rollouts at once are"
     reason = f"the trainer waits {evidence.lack:.0%} of the time for groups, and {observation}: {short} what is short"
-    floors = {**state.floors, name: max(old, state.floors.get(name, 0))}
-    return _set(msgspec.structs.replace(state, floors=floors), target, window, limits, reason, 0.0)
+    floors = {**state.floors, knob: max(old_value, state.floors.get(knob, 0))}
+    return _set(msgspec.structs.replace(state, floors=floors), target_knobs, window, limits, reason, 0.0)
 
 
 def _due(state: ControllerState, window: Sequence[StepRecord], limits: ControlLimits) -> bool:
@@ -339,17 +339,17 @@ def _due(state: ControllerState, window: Sequence[StepRecord], limits: ControlLi
     The number doubles after each search that found nothing, unless the rate has changed."""
     if state.trial is not None or limits.pinned == frozenset(KNOBS):
         return False
-    patience = limits.patience_steps
-    waited = window[-1].version - max(state.searched_step, state.decided_step, state.regime_step)
-    if waited < patience:
+    patience_steps = limits.patience_steps
+    waited_steps = window[-1].version - max(state.searched_step, state.decided_step, state.regime_step)
+    if waited_steps < patience_steps:
         return False
-    rate = rate_of(window[-patience:])
-    changed = bool(state.searched_rate) and abs(math.log(rate / state.searched_rate)) >= _RATE_DIFFERS
-    return waited >= patience << state.rests or changed
+    rate = rate_of(window[-patience_steps:])
+    has_changed = bool(state.searched_rate) and abs(math.log(rate / state.searched_rate)) >= _RATE_DIFFERS
+    return waited_steps >= patience_steps << state.rests or has_changed
 
 
 def _rest(window: Sequence[StepRecord], limits: ControlLimits) -> RemainingWork:
-    return remaining_work(window[-1], limits.shape, sum(r.step_s for r in window) / len(window))
+    return remaining_work(window[-1], limits.shape, sum(record.step_s for record in window) / len(window))
 
 
 def _by_model(
@@ -358,31 +358,31 @@ def _by_model(
     """Set the neighbouring setting with the best predicted rate, or halve the verifier workers, where worthwhile.
 
     Else recommend a worthwhile split of the devices."""
-    idle = msgspec.structs.replace(
+    idle_state = msgspec.structs.replace(
         backed_off(state, window[-1].version), searched_rate=rate_of(window[-limits.patience_steps :])
     )
     fitted = estimate(window, limits.shape)
     if fitted is None:
         return None
-    drifting = state.drifted and len(window) < WINDOW
+    is_drifting = state.drifted and len(window) < WINDOW
     # a change without a gain waits for a better estimate, and until a drift has ended
-    settled = len(window) >= min(WINDOW, 2 * limits.patience_steps) and not drifting
-    rest = _rest(window, limits)
-    splits = settled and not state.recommended
-    if splits and limits.can_change_devices and (split := worthwhile_split(fitted, limits, rest)) is not None:
-        return _change_devices("move", split, fitted, idle, evidence, limits, rest)
-    allowed = _allowed(state, evidence, limits, drifting=drifting)
-    search = Search(fitted, state.knobs, allowed, limits, drifting=drifting)
-    for target in (search.best(), search.fewer_verifiers() if settled else state.knobs):
+    stable = len(window) >= min(WINDOW, 2 * limits.patience_steps) and not is_drifting
+    remaining = _rest(window, limits)
+    wants_split = stable and not state.recommended
+    if wants_split and limits.can_change_devices and (split := worthwhile_split(fitted, limits, remaining)) is not None:
+        return _change_devices("move", split, fitted, idle_state, evidence, limits, remaining)
+    is_allowed = _allowed(state, evidence, limits, drifting=is_drifting)
+    search = Search(fitted, state.knobs, is_allowed, limits, drifting=is_drifting)
+    for target in (search.best(), search.fewer_verifiers() if stable else state.knobs):
         if target == state.knobs:
             continue
-        if (decision := _set_if_better(target, search, fitted, state, window, evidence, limits, settled)) is not None:
+        if (decision := _set_if_better(target, search, fitted, state, window, evidence, limits, stable)) is not None:
             return decision
     if len(window) == WINDOW and window[0].step >= state.decided_step:
-        idle = msgspec.structs.replace(idle, reference=tuple(window))
-    if not splits or limits.can_change_devices or (split := worthwhile_split(fitted, limits, rest)) is None:
-        return Decision(state=idle)
-    return _change_devices("recommended", split, fitted, idle, evidence, limits, rest)
+        idle_state = msgspec.structs.replace(idle_state, reference=tuple(window))
+    if not wants_split or limits.can_change_devices or (split := worthwhile_split(fitted, limits, remaining)) is None:
+        return Decision(state=idle_state)
+    return _change_devices("recommended", split, fitted, idle_state, evidence, limits, remaining)
 
 
 def _change_devices(
@@ -395,8 +395,8 @@ def _change_devices(
     rest: RemainingWork,
 ) -> Decision:
     """Recommend another split of the devices, or have the run change to it."""
-    waits = f"the trainer waits {evidence.wait:.0%}, the generator {evidence.idle:.0%}"
-    reason = describe_split(split, fitted, limits, rest, waits)
+    waits_text = f"the trainer waits {evidence.wait:.0%}, the generator {evidence.idle:.0%}"
+    reason = describe_split(split, fitted, limits, rest, waits_text)
     action = Action(kind=kind, reason=reason, predicted=1.0 + split.gain, settings=split.settings)
     return Decision(state=msgspec.structs.replace(state, recommended=True), actions=(action,))
 
@@ -414,16 +414,16 @@ def _set_if_better(
     """Set ``target`` if it is better by enough and amortizes within the remaining steps."""
     now, then = search.outcome(state.knobs), search.outcome(target)
     gain = then.samples_per_s / now.samples_per_s
-    younger = now.staleness_mean - then.staleness_mean
-    strict = 2.0 ** max((_reversals(state, name, target, limits) for name in KNOBS), default=0)
-    rest, cost_s, settling = _rest(window, limits), switch_s(state.knobs, target, limits, fitted), _settling(window)
-    worth = gain >= 1.0 + LEAST_GAIN * strict and rest.amortizes(gain, cost_s, settling)
+    younger_by = now.staleness_mean - then.staleness_mean
+    strictness = 2.0 ** max((_reversals(state, knob, target, limits) for knob in KNOBS), default=0)
+    work, cost_s, delay = _rest(window, limits), switch_s(state.knobs, target, limits, fitted), _settling(window)
+    is_worthwhile = gain >= 1.0 + LEAST_GAIN * strictness and work.amortizes(gain, cost_s, delay)
     # a replica that yields its device pauses, and so never shows as idle
-    spare = evidence.idle >= LEAST_SPARE or fitted.model.yielded_share > 0
-    fresh = spare and younger >= strict * max(LEAST_YOUNGER, LEAST_YOUNGER_SHARE * now.staleness_mean)
-    fewer = target.verifier_workers < state.knobs.verifier_workers
-    free = gain >= 1.0 - limits.tolerance - 1e-9 and rest.affords(limits.tolerance, cost_s, settling)
-    if not worth and not (settled and (fresh or fewer) and free):
+    has_spare = evidence.idle >= LEAST_SPARE or fitted.model.yielded_share > 0
+    is_fresher = has_spare and younger_by >= strictness * max(LEAST_YOUNGER, LEAST_YOUNGER_SHARE * now.staleness_mean)
+    has_fewer_verifiers = target.verifier_workers < state.knobs.verifier_workers
+    is_free = gain >= 1.0 - limits.tolerance - 1e-9 and work.affords(limits.tolerance, cost_s, delay)
+    if not is_worthwhile and not (settled and (is_fresher or has_fewer_verifiers) and is_free):
         return None
     reason = (
         f"predicted {fitted.useful_per_s * gain:.3g} useful samples/s for {fitted.useful_per_s:.3g}, mean staleness "
@@ -445,14 +445,14 @@ def _set(
 ) -> Decision:
     version = window[-1].version
     actions: list[Action] = []
-    turns, directions = dict(state.turns), dict(state.directions)
-    for name in KNOBS:
-        old, new = limits.value(state.knobs, name), limits.value(target, name)
-        if old == new:
+    reversal_counts, directions = dict(state.turns), dict(state.directions)
+    for knob in KNOBS:
+        old_value, new_value = limits.value(state.knobs, knob), limits.value(target, knob)
+        if old_value == new_value:
             continue
-        turns[name] = _reversals(state, name, target, limits)
-        directions[name] = 1 if new > old else -1
-        actions.append(Action(kind="set", reason=reason, knob=name, old=old, new=new, predicted=predicted))
+        reversal_counts[knob] = _reversals(state, knob, target, limits)
+        directions[knob] = 1 if new_value > old_value else -1
+        actions.append(Action(kind="set", reason=reason, knob=knob, old=old_value, new=new_value, predicted=predicted))
     trial = None
     if fitted is not None:
         trial = Trial(
@@ -462,14 +462,14 @@ def _set(
             rate=fitted.samples_per_s,
             noise=fitted.noise,
         )
-    after = msgspec.structs.replace(
-        state, knobs=target, decided_step=version, trial=trial, turns=turns, directions=directions, rests=0
+    new_state = msgspec.structs.replace(
+        state, knobs=target, decided_step=version, trial=trial, turns=reversal_counts, directions=directions, rests=0
     )
-    return Decision(state=after, actions=tuple(actions))
+    return Decision(state=new_state, actions=tuple(actions))
 
 
 def _reversals(state: ControllerState, name: KnobName, target: Knobs, limits: ControlLimits) -> int:
     """Return the number of reversals of the knob, the change to ``target`` included."""
-    previous = state.turns.get(name, 0)
-    step = limits.value(target, name) - limits.value(state.knobs, name)
-    return previous + (step * state.directions.get(name, 0) < 0)
+    previous_count = state.turns.get(name, 0)
+    change = limits.value(target, name) - limits.value(state.knobs, name)
+    return previous_count + (change * state.directions.get(name, 0) < 0)

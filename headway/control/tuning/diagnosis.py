@@ -109,33 +109,33 @@ def diagnose(
     fitted = estimate(steps, shape)
     if fitted is None:
         return "no response finished in the last steps"
-    now = _outcomes(fitted.model)
-    if not all(outcome.samples_per_s for outcome in now):
+    present = _outcomes(fitted.model)
+    if not all(outcome.samples_per_s for outcome in present):
         return "the queue that this ledger describes would deadlock: nothing can be predicted from it"
-    simulated, shown = fmean(outcome.samples_per_s for outcome in now), _peak_samples_per_s(steps, fitted)
-    if simulated > _CREDIBLE * shown:
+    model_per_s, peak = fmean(outcome.samples_per_s for outcome in present), _peak_samples_per_s(steps, fitted)
+    if model_per_s > _CREDIBLE * peak:
         return (
-            f"steps {steps[0].step} to {steps[-1].step} describe a queue of {simulated:.3g} samples/s, and the run's "
-            f"devices have shown {shown:.3g} at most: their times can't be right, and nothing is predicted from them"
+            f"steps {steps[0].step} to {steps[-1].step} describe a queue of {model_per_s:.3g} samples/s, and the run's "
+            f"devices have shown {peak:.3g} at most: their times can't be right, and nothing is predicted from them"
         )
-    needed = needed_budget(
+    least_budget = needed_budget(
         longest_tokens=fitted.lengths.quantile(0.99),
         concurrency=max(1, round(fitted.in_generation)),
         samples_per_step=shape.samples_per_step,
         mean_tokens=fitted.lengths.mean_tokens,
     )
-    candidates = _candidates(fitted, experiment, shape, needed, shared_devices, between_turns(steps))
+    candidates = _candidates(fitted, experiment, shape, least_budget, shared_devices, between_turns(steps))
     candidates = itertools.chain(candidates, _split_changes(fitted.model, shape, splits))
-    changes = _recommendations(candidates, fitted, experiment, now)
+    changes = _recommendations(candidates, fitted, experiment, present)
     # A change may double the devices, hence the square.
-    for change in [change for change in changes if change.samples_per_s > _CREDIBLE**2 * shown]:
+    for change in [change for change in changes if change.samples_per_s > _CREDIBLE**2 * peak]:
         changes.remove(change)
         fitted.unidentified[next(iter(change.settings))] = (
-            f"{change.samples_per_s:.3g} samples/s would be predicted: the run's devices have shown {shown:.3g} at most"
+            f"{change.samples_per_s:.3g} samples/s would be predicted: the run's devices have shown {peak:.3g} at most"
         )
-    waits, measured = waits_of(steps), msgspec.structs.replace(now[0], straggler_wait=fitted.straggler_wait)
+    waits, measured_outcome = waits_of(steps), msgspec.structs.replace(present[0], straggler_wait=fitted.straggler_wait)
     gains: list[tuple[Constraint, float]] = [(change.relieves, change.gain) for change in changes]
-    binding, reason = binding_constraint(shape, fitted.model, measured, waits, gains)
+    binding, reason = binding_constraint(shape, fitted.model, measured_outcome, waits, gains)
     reason += f". {measured_limits(steps).rstrip('.')}" if binding == "other" else ""
     return Diagnosis(
         first_step=steps[0].step,
@@ -143,7 +143,7 @@ def diagnose(
         samples_per_s=fitted.samples_per_s,
         useful_per_s=fitted.useful_per_s,
         error=fitted.noise,
-        simulated_per_s=simulated,
+        simulated_per_s=model_per_s,
         balance=balance_of(waits, shape.budget),
         binding=binding,
         reason=reason.replace("would wait", "waits"),
@@ -153,7 +153,7 @@ def diagnose(
         staleness_mean=fitted.staleness_mean,
         acceptance=fitted.model.acceptance,
         in_generation=fitted.in_generation,
-        needed_budget=needed,
+        needed_budget=least_budget,
         kv_slots=fitted.model.slots,
         changes=changes[:_CHANGES_LISTED],
         unidentified=fitted.unidentified,
@@ -162,10 +162,10 @@ def diagnose(
 
 def _peak_samples_per_s(steps: Sequence[StepRecord], fitted: LedgerModel) -> float:
     """Return the largest samples/s that trainer and generators both reached, while computing, in one of ``steps``."""
-    trained = max(r.samples / training_s(r) for r in steps)
-    generating = [(r.flow.generated_tokens, r.flow.generator_busy_s) for r in steps if r.flow.generator_busy_s > 0]
-    tokens_per_s = max((tokens / busy_s for tokens, busy_s in generating), default=math.inf)
-    return min(trained, tokens_per_s * fitted.model.replicas / fitted.lengths.mean_tokens)
+    trained_per_s = max(r.samples / training_s(r) for r in steps)
+    token_times = [(r.flow.generated_tokens, r.flow.generator_busy_s) for r in steps if r.flow.generator_busy_s > 0]
+    tokens_per_s = max((tokens / busy_s for tokens, busy_s in token_times), default=math.inf)
+    return min(trained_per_s, tokens_per_s * fitted.model.replicas / fitted.lengths.mean_tokens)
 
 
 def steady_steps(records: Sequence[StepRecord], budget: int) -> list[StepRecord]:
@@ -173,18 +173,18 @@ def steady_steps(records: Sequence[StepRecord], budget: int) -> list[StepRecord]
 
     A regime that has just started is taken together with earlier steps."""
     steps = [r for r in usable(records) if r.step > budget]
-    kept: list[StepRecord] = []
+    last: list[StepRecord] = []
     for record in steps[-_MOST_STEPS:]:
-        kept.append(record)
-        drifted = find_drift(kept[-16 - RECENT :])
-        if drifted is not None:
-            kept = [r for r in kept if r.step >= drifted[0]]
-    if len(kept) < LEAST_STEPS:
-        kept = steps[-2 * LEAST_STEPS :]
-    flows = [r.flow for r in kept]
-    knobs = [(f.open_groups, f.concurrent_rollouts, f.steps_per_publish, f.idle_replicas) for f in flows]
-    changed = max((i for i in range(1, len(knobs)) if knobs[i] != knobs[i - 1]), default=0)
-    return kept[changed:] if len(kept) - changed >= LEAST_STEPS else kept  # since the knobs last changed
+        last.append(record)
+        drift = find_drift(last[-16 - RECENT :])
+        if drift is not None:
+            last = [r for r in last if r.step >= drift[0]]
+    if len(last) < LEAST_STEPS:
+        last = steps[-2 * LEAST_STEPS :]
+    flows = [r.flow for r in last]
+    knob_values = [(f.open_groups, f.concurrent_rollouts, f.steps_per_publish, f.idle_replicas) for f in flows]
+    change_index = max((i for i in range(1, len(knob_values)) if knob_values[i] != knob_values[i - 1]), default=0)
+    return last[change_index:] if len(last) - change_index >= LEAST_STEPS else last  # since the knobs last changed
 
 
 def _outcomes(model: QueueModel) -> list[QueueOutcome]:
@@ -198,9 +198,9 @@ def device_splits(experiment: Experiment) -> tuple[DeviceSplit, ...]:
     generator, trainer = experiment.generator.devices, experiment.trainer.devices
     if experiment.generator.engine_arguments.get("tensor_parallel_size", 1) != 1:
         return ()  # a replica has more devices than are listed
-    sides = [([*generator, *trainer[-k:]], trainer[:-k]) for k in (1, 2, 4, 8, 16, 32) if k < len(trainer)]
-    sides += [(generator[:-k], [*generator[-k:], *trainer]) for k in (1, 2, 4, 8, 16, 32) if k < len(generator)]
-    return _valid_splits(experiment, sides)
+    device_pairs = [([*generator, *trainer[-k:]], trainer[:-k]) for k in (1, 2, 4, 8, 16, 32) if k < len(trainer)]
+    device_pairs += [(generator[:-k], [*generator[-k:], *trainer]) for k in (1, 2, 4, 8, 16, 32) if k < len(generator)]
+    return _valid_splits(experiment, device_pairs)
 
 
 def all_device_splits(experiment: Experiment) -> tuple[DeviceSplit, ...]:
@@ -212,10 +212,10 @@ def all_device_splits(experiment: Experiment) -> tuple[DeviceSplit, ...]:
     generator, trainer = list(experiment.generator.devices), list(experiment.trainer.devices)
     pool = list(dict.fromkeys([*generator, *trainer]))
     cuts = sorted({cut for k in (1, 2, 4, 8, 16, 32) for cut in (k, len(pool) - k) if 0 < cut < len(pool)})
-    sides = [(pool[:cut], pool[cut:]) for cut in cuts]
+    device_pairs = [(pool[:cut], pool[cut:]) for cut in cuts]
     if set(generator) & set(trainer) or not any("cuda" in device for device in pool):
-        sides += [(pool, pool), *((pool, pool[cut:]) for cut in cuts), *((pool[:cut], pool) for cut in cuts)]
-    return _valid_splits(experiment, [pair for pair in sides if pair != (generator, trainer)])
+        device_pairs += [(pool, pool), *((pool, pool[cut:]) for cut in cuts), *((pool[:cut], pool) for cut in cuts)]
+    return _valid_splits(experiment, [pair for pair in device_pairs if pair != (generator, trainer)])
 
 
 def _valid_splits(
@@ -225,15 +225,15 @@ def _valid_splits(
     for replicas, ranks in sides:
         settings = {"generator.devices": json.dumps(replicas), "trainer.devices": json.dumps(ranks)}
         try:
-            then = changed_experiment(experiment, settings)
+            split_experiment = changed_experiment(experiment, settings)
         except ConfigurationError:
             continue
         split = DeviceSplit(
             settings=settings,
             replicas=len(replicas),
             ranks=len(ranks),
-            concurrent_rollouts=then.concurrent_rollouts,
-            open_groups=then.open_groups,
+            concurrent_rollouts=split_experiment.concurrent_rollouts,
+            open_groups=split_experiment.open_groups,
             yielded_share=len(set(replicas) & set(ranks)) / len(replicas),
         )
         splits.append(split)
@@ -242,10 +242,10 @@ def _valid_splits(
 
 def best_split(fitted: LedgerModel, shape: RunShape, splits: Sequence[DeviceSplit]) -> Recommendation | None:
     """Return the split of the devices with the largest predicted gain over the current one; None where none gains."""
-    now = _outcomes(fitted.model) if splits else []
-    if not splits or not all(outcome.samples_per_s for outcome in now):
+    present_outcomes = _outcomes(fitted.model) if splits else []
+    if not splits or not all(outcome.samples_per_s for outcome in present_outcomes):
         return None  # a model under which the current run would deadlock predicts nothing about another one
-    changes = _recommendations(_split_changes(fitted.model, shape, splits), fitted, None, now)
+    changes = _recommendations(_split_changes(fitted.model, shape, splits), fitted, None, present_outcomes)
     return max(changes, key=lambda change: change.gain, default=None)
 
 
@@ -266,50 +266,50 @@ def _recommendations(
     """Simulate every candidate; return the worthwhile ones, the largest gain first, one value for each key.
 
     Without an ``experiment`` the candidates have its figures already."""
-    best: dict[str, Recommendation] = {}
+    best_by_key: dict[str, Recommendation] = {}
     for candidate in candidates:
         configured = candidate if experiment is None else _as_configured(candidate, experiment)
         if configured is None:
             continue
-        changed = msgspec.structs.replace(fitted.model, **configured.change)
-        then = _outcomes(changed)
-        ratios = [b.samples_per_s / a.samples_per_s for a, b in zip(now, then, strict=True)]
-        gain = fmean(ratios) - 1.0
+        changed_model = msgspec.structs.replace(fitted.model, **configured.change)
+        changed_outcomes = _outcomes(changed_model)
+        rate_ratios = [b.samples_per_s / a.samples_per_s for a, b in zip(now, changed_outcomes, strict=True)]
+        gain = fmean(rate_ratios) - 1.0
         if gain < WORTH_IT:
             continue
-        shifts = [_ratio(variant, configured.change) / ratios[0] - 1.0 for variant in fitted.variants()]
+        shifts = [_ratio(variant, configured.change) / rate_ratios[0] - 1.0 for variant in fitted.variants()]
         model_error = math.sqrt(sum(shift**2 for shift in shifts) / 2)  # each parameter is moved in both directions
-        spread = stdev(ratios) / math.sqrt(len(ratios)) / (1 + gain)
-        recommended = Recommendation(
+        seed_error = stdev(rate_ratios) / math.sqrt(len(rate_ratios)) / (1 + gain)
+        recommendation = Recommendation(
             settings=configured.settings,
             relieves=configured.relieves,
             samples_per_s=fitted.samples_per_s * (1 + gain),
             useful_per_s=fitted.useful_per_s * (1 + gain),
             gain=gain,
-            error=math.hypot(fitted.noise, model_error, spread, configured.error),
-            staleness_mean=fmean(outcome.staleness_mean for outcome in then),
+            error=math.hypot(fitted.noise, model_error, seed_error, configured.error),
+            staleness_mean=fmean(outcome.staleness_mean for outcome in changed_outcomes),
             needs=configured.needs,
         )
         key = next(iter(configured.settings))
-        if key not in best or recommended.gain > best[key].gain:
-            best[key] = recommended
-    return sorted(best.values(), key=lambda change: -change.gain)
+        if key not in best_by_key or recommendation.gain > best_by_key[key].gain:
+            best_by_key[key] = recommendation
+    return sorted(best_by_key.values(), key=lambda change: -change.gain)
 
 
 def _as_configured(candidate: _Candidate, experiment: Experiment) -> _Candidate | None:
     """Return the candidate with the figures of a run with its settings; None where these are invalid."""
     try:
-        then = changed_experiment(experiment, candidate.settings)
+        candidate_experiment = changed_experiment(experiment, candidate.settings)
     except ConfigurationError:
         return None
-    change = dict(candidate.change)
-    if then.concurrent_rollouts != experiment.concurrent_rollouts or "concurrent_rollouts" in change:
-        change["concurrent_rollouts"] = then.concurrent_rollouts
-    if then.surplus_groups != experiment.surplus_groups:
-        change["surplus_groups"] = then.surplus_groups
-    if then.open_groups != experiment.open_groups:
-        change["open_groups"] = then.open_groups
-    return msgspec.structs.replace(candidate, change=change)
+    fields = dict(candidate.change)
+    if candidate_experiment.concurrent_rollouts != experiment.concurrent_rollouts or "concurrent_rollouts" in fields:
+        fields["concurrent_rollouts"] = candidate_experiment.concurrent_rollouts
+    if candidate_experiment.surplus_groups != experiment.surplus_groups:
+        fields["surplus_groups"] = candidate_experiment.surplus_groups
+    if candidate_experiment.open_groups != experiment.open_groups:
+        fields["open_groups"] = candidate_experiment.open_groups
+    return msgspec.structs.replace(candidate, change=fields)
 
 
 def _ratio(model: QueueModel, change: Mapping[str, Any]) -> float:
@@ -327,8 +327,8 @@ def _candidates(
 ) -> Iterator[_Candidate]:
     model = fitted.model
     yield from _queue_changes(fitted, experiment, shape, needed)
-    held = fitted.in_generation * (1 - acting) / (model.slots * model.replicas)
-    if acting > _ENVIRONMENT_SHARE and held < _FULL:
+    held_share = fitted.in_generation * (1 - acting) / (model.slots * model.replicas)
+    if acting > _ENVIRONMENT_SHARE and held_share < _FULL:
         # More slots or replicas would help only by their additional rollouts.
         yield from (_environment_change(model, experiment, factor) for factor in (1.5, 2.0))
         yield from _generator_changes(model, experiment, shape, larger=False)
@@ -336,13 +336,13 @@ def _candidates(
         yield from _generator_changes(model, experiment, shape)
         yield from _sharing_changes(model, experiment, shape, shared_devices)
     if model.verify_response_s:
-        workers = 2 * shape.verifiers
-        yield _Candidate({"verifier.workers": str(workers)}, "verifier", {"verifiers": workers})
-    p99 = fitted.lengths.quantile(0.99)
-    if p99 < shape.max_response_tokens * 3 // 4:
-        cut = {"length_at": fitted.lengths.capped(p99).quantile}
-        needs = "cuts 1 % of the responses: it changes what is learned"
-        yield _Candidate({"rollout.max_response_tokens": str(p99)}, "admission", cut, needs)
+        worker_count = 2 * shape.verifiers
+        yield _Candidate({"verifier.workers": str(worker_count)}, "verifier", {"verifiers": worker_count})
+    p99_tokens = fitted.lengths.quantile(0.99)
+    if p99_tokens < shape.max_response_tokens * 3 // 4:
+        cut_change = {"length_at": fitted.lengths.capped(p99_tokens).quantile}
+        needs_text = "cuts 1 % of the responses: it changes what is learned"
+        yield _Candidate({"rollout.max_response_tokens": str(p99_tokens)}, "admission", cut_change, needs_text)
 
 
 def _queue_changes(fitted: LedgerModel, experiment: Experiment, shape: RunShape, needed: int) -> Iterator[_Candidate]:
@@ -350,25 +350,25 @@ def _queue_changes(fitted: LedgerModel, experiment: Experiment, shape: RunShape,
     budgets = {2 * shape.budget, shape.budget + 1, min(needed, 4 * shape.budget + 4)}
     for budget in sorted(b for b in budgets if b > shape.budget):
         yield _Candidate({"queue.budget": str(budget)}, "admission", {"budget": budget}, "older samples")
-    limit = shape.budget + 1
-    if queue.oversampling is not None and queue.surplus != "discard" and queue.oversampling < limit:
-        for factor in sorted({min(float(limit), queue.oversampling * 1.5), float(limit)}):
-            groups = math.ceil(factor * shape.groups_per_step)
-            yield _Candidate({"queue.oversampling": f"{factor:g}"}, "admission", {"open_groups": groups})
+    oversampling_limit = shape.budget + 1
+    if queue.oversampling is not None and queue.surplus != "discard" and queue.oversampling < oversampling_limit:
+        for factor in sorted({min(float(oversampling_limit), queue.oversampling * 1.5), float(oversampling_limit)}):
+            open_groups = math.ceil(factor * shape.groups_per_step)
+            yield _Candidate({"queue.oversampling": f"{factor:g}"}, "admission", {"open_groups": open_groups})
     if queue.oversampling is None and shape.budget <= 1:
         for factor in (1.5, 2.0):
-            groups = math.ceil(factor * shape.groups_per_step)
-            surplus = groups - shape.groups_per_step
-            change = {"open_groups": groups, "surplus_groups": surplus}
+            open_groups = math.ceil(factor * shape.groups_per_step)
+            surplus_groups = open_groups - shape.groups_per_step
+            change = {"open_groups": open_groups, "surplus_groups": surplus_groups}
             settings = {"queue.oversampling": f"{factor:g}", "queue.surplus": '"discard"'}
-            needs = "trains what ends first: shorter responses, and the rest is wasted"
-            yield _Candidate(settings, "admission", change, needs)
+            needs_text = "trains what ends first: shorter responses, and the rest is wasted"
+            yield _Candidate(settings, "admission", change, needs_text)
     batch = 2 * shape.groups_per_step
-    larger = {"groups_per_step": batch}
+    batch_change = {"groups_per_step": batch}
     if model.open_groups is not None:
-        larger["open_groups"] = 2 * model.open_groups
+        batch_change["open_groups"] = 2 * model.open_groups
     yield _Candidate(
-        {"queue.groups_per_step": str(batch)}, "admission", larger, "batches twice as large: half as many updates"
+        {"queue.groups_per_step": str(batch)}, "admission", batch_change, "batches twice as large: half as many updates"
     )
     if shape.budget >= 1 and model.steps_per_publish == 1:
         settings = {"weights.steps_per_publish": "2"}
@@ -379,38 +379,38 @@ def _environment_change(model: QueueModel, experiment: Experiment, factor: float
     """Make a candidate with ``factor`` times as many concurrent rollouts, and environment capacity for them.
 
     While a rollout waits for a tool it needs no slot."""
-    rollouts = round(factor * model.concurrent_rollouts / model.group_size) * model.group_size
-    settings = {"queue.max_concurrent_rollouts": str(rollouts)}
+    rollout_count = round(factor * model.concurrent_rollouts / model.group_size) * model.group_size
+    settings = {"queue.max_concurrent_rollouts": str(rollout_count)}
     environment = experiment.environment
-    if environment.is_class and experiment.sandbox.live < rollouts:
-        settings["sandbox.live"] = str(rollouts)
-    if environment.concurrency is not None and environment.concurrency < rollouts:
-        settings["environment.concurrency"] = str(rollouts)
-    needs = "environments that don't slow down when more of them run"
-    return _Candidate(settings, "environment", {"concurrent_rollouts": rollouts}, needs)
+    if environment.is_class and experiment.sandbox.live < rollout_count:
+        settings["sandbox.live"] = str(rollout_count)
+    if environment.concurrency is not None and environment.concurrency < rollout_count:
+        settings["environment.concurrency"] = str(rollout_count)
+    needs_text = "environments that don't slow down when more of them run"
+    return _Candidate(settings, "environment", {"concurrent_rollouts": rollout_count}, needs_text)
 
 
 def _generator_changes(
     model: QueueModel, experiment: Experiment, shape: RunShape, *, larger: bool = True
 ) -> Iterator[_Candidate]:
-    fixed = experiment.queue.max_concurrent_rollouts
-    ahead = experiment.generator.prefetch_groups * shape.group_size
+    fixed_rollouts = experiment.queue.max_concurrent_rollouts
+    prefetched_rollouts = experiment.generator.prefetch_groups * shape.group_size
     if model.slots < shape.slots:
-        kv = shape.slots * shape.max_sequence_tokens
-        settings = {"generator.kv_capacity_tokens": str(kv)}
+        kv_tokens = shape.slots * shape.max_sequence_tokens
+        settings = {"generator.kv_capacity_tokens": str(kv_tokens)}
         yield _Candidate(settings, "kv", {"slots": shape.slots}, "memory for the KV")
     for slots in (2 * shape.slots, shape.slots // 2):
         if slots < 1 or (slots > shape.slots > model.slots) or (slots > shape.slots and not larger):
             continue
-        rollouts = max(slots * model.replicas, shape.group_size) + ahead
+        rollouts = max(slots * model.replicas, shape.group_size) + prefetched_rollouts
         settings = {"generator.slots": str(slots)}
-        if fixed is not None:
+        if fixed_rollouts is not None:
             settings["queue.max_concurrent_rollouts"] = str(rollouts)
         change = {"slots": slots, "concurrent_rollouts": rollouts}
         yield _Candidate(settings, "generator", change, "memory for the KV" if slots > shape.slots else "")
     for factor in (0.5, 0.75, 1.5) if larger else (0.5, 0.75):
         rollouts = round(model.concurrent_rollouts * factor / shape.group_size) * shape.group_size
-        if rollouts >= shape.group_size and rollouts <= 2 * model.slots * model.replicas + ahead:
+        if rollouts >= shape.group_size and rollouts <= 2 * model.slots * model.replicas + prefetched_rollouts:
             settings = {"queue.max_concurrent_rollouts": str(rollouts)}
             yield _Candidate(settings, "generator", {"concurrent_rollouts": rollouts})
 
@@ -438,20 +438,20 @@ def _sharing_changes(
     generator, trainer = experiment.generator.devices, experiment.trainer.devices
     if shape.yielded_replicas or not shared_devices:
         return
-    replicas = shape.replicas + len(shared_devices)
-    rollouts = model.concurrent_rollouts + len(shared_devices) * model.slots
-    more = {
-        "replicas": replicas,
-        "yielded_share": len(shared_devices) / replicas,
-        "concurrent_rollouts": rollouts,
+    replica_count = shape.replicas + len(shared_devices)
+    rollout_count = model.concurrent_rollouts + len(shared_devices) * model.slots
+    sharing_change = {
+        "replicas": replica_count,
+        "yielded_share": len(shared_devices) / replica_count,
+        "concurrent_rollouts": rollout_count,
     }
-    devices = json.dumps([*generator, *shared_devices])
-    settings = {"generator.devices": devices}
+    devices_json = json.dumps([*generator, *shared_devices])
+    settings = {"generator.devices": devices_json}
     if experiment.queue.max_concurrent_rollouts is not None:
-        settings["queue.max_concurrent_rollouts"] = str(rollouts)
-    yield _Candidate(settings, "generator", more, "memory for weights and KV beside the trainer")
-    ranks = shape.ranks + len(generator)
-    both = {"trainer.devices": json.dumps([*generator, *trainer])}
-    yielded = {"yielded_share": 1.0, "train_token_s": token_s_with(model, shape.ranks, ranks)}
-    needs = "memory for both sides on every device"
-    yield _Candidate({**both, **settings}, "trainer", {**more, **yielded}, needs, RANK_ERROR)
+        settings["queue.max_concurrent_rollouts"] = str(rollout_count)
+    yield _Candidate(settings, "generator", sharing_change, "memory for weights and KV beside the trainer")
+    rank_count = shape.ranks + len(generator)
+    trainer_settings = {"trainer.devices": json.dumps([*generator, *trainer])}
+    yielded = {"yielded_share": 1.0, "train_token_s": token_s_with(model, shape.ranks, rank_count)}
+    needs_text = "memory for both sides on every device"
+    yield _Candidate({**trainer_settings, **settings}, "trainer", {**sharing_change, **yielded}, needs_text, RANK_ERROR)

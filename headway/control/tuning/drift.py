@@ -33,26 +33,26 @@ _COSTS: dict[str, Callable[[StepRecord], float]] = {
 
 def find_drift(records: Sequence[StepRecord], last: int = RECENT) -> tuple[int, str] | None:
     """Return (first step of a new regime, what changed) when the ``last`` records differ from earlier ones, or None."""
-    recent, former = records[-last:], records[:-last]
-    if len(former) < 4:
+    recent, older = records[-last:], records[:-last]
+    if len(older) < 4:
         return None
-    changes = {name: _change(signal, former, recent) for name, signal in _COSTS.items()}
-    for name, share in _SHARES.items():
-        if max(share(former), share(recent)) < _LEAST_SHARE:
-            del changes[name]
+    log_changes = {cost: _change(signal, older, recent) for cost, signal in _COSTS.items()}
+    for cost, share_of in _SHARES.items():
+        if max(share_of(older), share_of(recent)) < _LEAST_SHARE:
+            del log_changes[cost]
     # The cost of a step may depend on its tokens or its samples: a slower trainer shows in both.
-    trainer = [changes.pop("training time per token"), changes.pop("training time per sample")]
-    changes["training time"] = min(trainer, key=abs) if trainer[0] * trainer[1] > 0 else 0.0
-    changes["time of a decode step"] = _change(_decode_cost(former), former, recent)
-    for name, change in changes.items():
+    trainer = [log_changes.pop("training time per token"), log_changes.pop("training time per sample")]
+    log_changes["training time"] = min(trainer, key=abs) if trainer[0] * trainer[1] > 0 else 0.0
+    log_changes["time of a decode step"] = _change(_decode_cost(older), older, recent)
+    for cost, change in log_changes.items():
         if change:
-            return recent[0].step, f"{name}: {math.exp(change):.2f} times what it was"
-    reason = _length_drift(former, recent) or _acceptance_drift(former, recent)
+            return recent[0].step, f"{cost}: {math.exp(change):.2f} times what it was"
+    reason = _length_drift(older, recent) or _acceptance_drift(older, recent)
     return (recent[0].step, reason) if reason else None
 
 
 def _verification_share(records: Sequence[StepRecord]) -> float:
-    return sum(r.verify_s for r in records) / sum(r.step_s for r in records)
+    return sum(record.verify_s for record in records) / sum(record.step_s for record in records)
 
 
 _SHARES = {"verification of a response": _verification_share, "time with tools": between_turns}
@@ -60,15 +60,15 @@ _SHARES = {"verification of a response": _verification_share, "time with tools":
 
 def _change(signal: Callable[[StepRecord], float], former: Sequence[StepRecord], recent: Sequence[StepRecord]) -> float:
     """Return the logarithm of the factor by which a signal has changed; 0 where that isn't significant."""
-    then = [math.log(value) for r in former if (value := signal(r)) > 0]
-    now = [math.log(value) for r in recent if (value := signal(r)) > 0]
-    if len(then) < 4 or len(now) < len(recent):
+    former_logs = [math.log(signal_value) for record in former if (signal_value := signal(record)) > 0]
+    recent_logs = [math.log(signal_value) for record in recent if (signal_value := signal(record)) > 0]
+    if len(former_logs) < 4 or len(recent_logs) < len(recent):
         return 0.0
-    change = fmean(now) - fmean(then)
-    error = max(0.05, stdev(then)) * math.sqrt(1 / len(now) + 1 / len(then))
-    certain = _Z * (1.5 if len(then) < 8 else 1.0)  # few values: their spread is poorly known
-    consistent = all((value - fmean(then)) * change > 0 for value in now)
-    return change if abs(change) > math.log(_FACTOR) and abs(change) > certain * error and consistent else 0.0
+    change = fmean(recent_logs) - fmean(former_logs)
+    log_error = max(0.05, stdev(former_logs)) * math.sqrt(1 / len(recent_logs) + 1 / len(former_logs))
+    z_limit = _Z * (1.5 if len(former_logs) < 8 else 1.0)  # few values: their spread is poorly known
+    is_consistent = all((signal_value - fmean(former_logs)) * change > 0 for signal_value in recent_logs)
+    return change if abs(change) > math.log(_FACTOR) and abs(change) > z_limit * log_error and is_consistent else 0.0
 
 
 def _decode_cost(former: Sequence[StepRecord]) -> Callable[[StepRecord], float]:
@@ -79,8 +79,8 @@ def _decode_cost(former: Sequence[StepRecord]) -> Callable[[StepRecord], float]:
         point = decode_point(record)
         if point is None or not (line.identified or 0.75 * line.x_mean < point[0] < 1.33 * line.x_mean):
             return 0.0
-        expected = line.fixed + line.slope * point[0]
-        return point[1] / expected if expected > 0 else 0.0
+        expected_s = line.fixed + line.slope * point[0]
+        return point[1] / expected_s if expected_s > 0 else 0.0
 
     return cost
 
@@ -90,28 +90,28 @@ def _length_drift(former: Sequence[StepRecord], recent: Sequence[StepRecord]) ->
 
     Lengths in a group are correlated: n of them count as n / (1 + (group size - 1) x intraclass correlation)
     independent ones (Kish's design effect)."""
-    then, now = (pooled(r.lengths.histogram for r in records if r.lengths) for records in (former, recent))
-    if min(then.total(), now.total()) < 20:
+    former_lengths, now = (pooled(r.lengths.histogram for r in records if r.lengths) for records in (former, recent))
+    if min(former_lengths.total(), now.total()) < 20:
         return ""
-    distance = ks_statistic(then, now)
-    every = (*former, *recent)
-    size = sum(r.flow.responses for r in every) / max(1, sum(r.flow.finished_groups for r in every))
-    design_effect = max(2.0, 1.0 + (size - 1.0) * length_correlation(every, size))
-    error = math.sqrt(design_effect / then.total() + design_effect / now.total())
-    if distance < max(_LENGTHS_DIFFER, _LENGTHS_DIFFER_Z * error):
+    ks_distance = ks_statistic(former_lengths, now)
+    all_records = (*former, *recent)
+    group_size = sum(r.flow.responses for r in all_records) / max(1, sum(r.flow.finished_groups for r in all_records))
+    design_effect = max(2.0, 1.0 + (group_size - 1.0) * length_correlation(all_records, group_size))
+    ks_error = math.sqrt(design_effect / former_lengths.total() + design_effect / now.total())
+    if ks_distance < max(_LENGTHS_DIFFER, _LENGTHS_DIFFER_Z * ks_error):
         return ""
-    means = [sum(end * count for end, count in lengths.items()) / lengths.total() for lengths in (now, then)]
-    return f"response length: {means[0] / means[1]:.2f} times what it was (KS {distance:.2f})"
+    means = [sum(end * count for end, count in lengths.items()) / lengths.total() for lengths in (now, former_lengths)]
+    return f"response length: {means[0] / means[1]:.2f} times what it was (KS {ks_distance:.2f})"
 
 
 def _acceptance_drift(former: Sequence[StepRecord], recent: Sequence[StepRecord]) -> str:
-    groups = sum(r.flow.finished_groups for r in former), sum(r.flow.finished_groups for r in recent)
-    if not all(groups):
+    group_counts = sum(r.flow.finished_groups for r in former), sum(r.flow.finished_groups for r in recent)
+    if not all(group_counts):
         return ""
-    accepted = sum(r.flow.accepted_groups for r in former), sum(r.flow.accepted_groups for r in recent)
-    then, now = accepted[0] / groups[0], accepted[1] / groups[1]
-    pooled = (sum(accepted) + 1) / (sum(groups) + 2)
-    error = math.sqrt(pooled * (1 - pooled) * (1 / groups[0] + 1 / groups[1]))
-    if abs(now - then) > 0.15 and abs(now - then) > _Z * error:
-        return f"groups that can be trained: {now:.0%}, before {then:.0%}"
+    accepted_counts = sum(r.flow.accepted_groups for r in former), sum(r.flow.accepted_groups for r in recent)
+    former_rate, recent_rate = accepted_counts[0] / group_counts[0], accepted_counts[1] / group_counts[1]
+    pooled_rate = (sum(accepted_counts) + 1) / (sum(group_counts) + 2)
+    rate_error = math.sqrt(pooled_rate * (1 - pooled_rate) * (1 / group_counts[0] + 1 / group_counts[1]))
+    if abs(recent_rate - former_rate) > 0.15 and abs(recent_rate - former_rate) > _Z * rate_error:
+        return f"groups that can be trained: {recent_rate:.0%}, before {former_rate:.0%}"
     return ""

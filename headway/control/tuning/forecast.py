@@ -57,22 +57,22 @@ def forecast(shape: RunShape, measured: Calibration, lengths: LengthDistribution
     production, consumption = production_rate(model, lengths.mean_tokens), consumption_rate(model, lengths.mean_tokens)
     acceptance = measured.accepted_groups / measured.groups if measured.groups >= LEAST_GROUPS else None
     production_left = max(1e-9, production - shape.evaluated_per_s)
-    effective = production_left * model.acceptance
-    effective = 1.0 / (1.0 / effective + shape.evaluated_per_step / shape.samples_per_step / production)
-    ideal = ideal_rate(effective, consumption, shape.yielded_share)
-    slowed = effective / max(1e-9, production * model.acceptance)  # share of the generator left by evaluation
+    effective_per_s = production_left * model.acceptance
+    effective_per_s = 1.0 / (1.0 / effective_per_s + shape.evaluated_per_step / shape.samples_per_step / production)
+    ideal_per_s = ideal_rate(effective_per_s, consumption, shape.yielded_share)
+    slowed = effective_per_s / max(1e-9, production * model.acceptance)  # share of the generator left by evaluation
     model = msgspec.structs.replace(
         model, decode_fixed_s=model.decode_fixed_s / slowed, decode_request_s=model.decode_request_s / slowed
     )
     outcome = simulate(model)
-    longest, longest_is = _longest(shape, measured, lengths)
-    needed = needed_budget(
-        longest_tokens=longest,
+    longest_tokens, longest_source = _longest(shape, measured, lengths)
+    least_budget = needed_budget(
+        longest_tokens=longest_tokens,
         concurrency=decoding_together(model),
         samples_per_step=shape.samples_per_step,
         mean_tokens=lengths.mean_tokens,
     )
-    changes = _changes(shape, model, lengths, needed, outcome)
+    changes = _changes(shape, model, lengths, least_budget, outcome)
     waits = WaitShares(trainer=outcome.trainer_wait, generator=outcome.generator_wait, yielded=shape.yielded_share)
     binding, reason = binding_constraint(shape, model, outcome, waits, [(fix.constraint, fix.gain) for fix in changes])
     steps_per_s = outcome.samples_per_s / shape.samples_per_step
@@ -81,21 +81,21 @@ def forecast(shape: RunShape, measured: Calibration, lengths: LengthDistribution
     return Forecast(
         production_per_s=production,
         acceptance=acceptance,
-        effective_per_s=effective,
+        effective_per_s=effective_per_s,
         consumption_per_s=consumption,
         verify_per_s=shape.verifiers / measured.verify_response_s if measured.verify_response_s else None,
         yielded_share=shape.yielded_share,
-        balance=effective / consumption,
-        ideal_per_s=ideal,
+        balance=effective_per_s / consumption,
+        ideal_per_s=ideal_per_s,
         outcome=outcome,
         steps_per_h=3600.0 * steps_per_s,
         training_s=training_s,
         evaluation_s=evaluation_s,
         total_s=training_s + evaluation_s,
-        longest_tokens=longest,
-        longest_is=longest_is,
-        needed_budget=needed,
-        budgets=_budget_shares(shape, model, needed, ideal, outcome),
+        longest_tokens=longest_tokens,
+        longest_is=longest_source,
+        needed_budget=least_budget,
+        budgets=_budget_shares(shape, model, least_budget, ideal_per_s, outcome),
         binding=binding,
         reason=reason,
         # the best one, then the best of those that need nothing
@@ -108,9 +108,9 @@ def forecast(shape: RunShape, measured: Calibration, lengths: LengthDistribution
 
 def queue_model(shape: RunShape, measured: Calibration, lengths: LengthDistribution) -> QueueModel:
     """Make the queue's model from a calibration; an unknown acceptance (too few groups) is assumed to be 1."""
-    beside = measured.decode_beside_tokens_per_s
-    factor = max(1.0, measured.decode_tokens_per_s / beside) if beside else 1.0
-    accepted = measured.accepted_groups / measured.groups if measured.groups >= LEAST_GROUPS else 1.0
+    beside_tokens_per_s = measured.decode_beside_tokens_per_s
+    slowdown = max(1.0, measured.decode_tokens_per_s / beside_tokens_per_s) if beside_tokens_per_s else 1.0
+    acceptance = measured.accepted_groups / measured.groups if measured.groups >= LEAST_GROUPS else 1.0
     slots = min(shape.slots, kv_slots(shape, measured.prompt_tokens + lengths.mean_tokens))
     return QueueModel(
         **queue_shape(shape, slots=slots),
@@ -119,7 +119,7 @@ def queue_model(shape: RunShape, measured: Calibration, lengths: LengthDistribut
         prompt_tokens=measured.prompt_tokens,
         decode_fixed_s=measured.decode_fixed_s,
         decode_request_s=measured.decode_request_s,
-        beside=factor,
+        beside=slowdown,
         yielded_share=shape.yielded_share,
         train_fixed_s=measured.train_fixed_s,
         train_token_s=measured.train_token_s,
@@ -127,7 +127,7 @@ def queue_model(shape: RunShape, measured: Calibration, lengths: LengthDistribut
         apply_s=measured.apply_s,
         pause_s=measured.pause_s,
         verify_response_s=measured.verify_response_s,
-        acceptance=max(accepted, 0.05),  # a run in which every group is filtered gives up; it has no rate
+        acceptance=max(acceptance, 0.05),  # a run in which every group is filtered gives up; it has no rate
     )
 
 
@@ -140,8 +140,8 @@ def kv_slots(shape: RunShape, mean_sequence_tokens: float) -> int:
 
 def decoding_together(model: QueueModel) -> int:
     """Return the number of requests with a slot when the generator is full, over all replicas."""
-    admitted = model.groups_per_step * (model.budget + 1) * model.group_size
-    return max(1, min(model.slots * model.replicas, model.concurrent_rollouts, admitted))
+    admitted_samples = model.groups_per_step * (model.budget + 1) * model.group_size
+    return max(1, min(model.slots * model.replicas, model.concurrent_rollouts, admitted_samples))
 
 
 def production_rate(model: QueueModel, mean_tokens: float) -> float:
@@ -149,17 +149,17 @@ def production_rate(model: QueueModel, mean_tokens: float) -> float:
 
     It assumes a trainer that always computes, on separate devices; replicas on shared devices count only while the
     generator has them."""
-    together = decoding_together(model)
-    step_s = model.decode_fixed_s + model.decode_request_s * together / model.replicas
-    return together / (max(step_s, 1e-12) * model.beside * mean_tokens)
+    concurrent_requests = decoding_together(model)
+    step_s = model.decode_fixed_s + model.decode_request_s * concurrent_requests / model.replicas
+    return concurrent_requests / (max(step_s, 1e-12) * model.beside * mean_tokens)
 
 
 def consumption_rate(model: QueueModel, mean_tokens: float) -> float:
     """Return the samples/s that the trainer consumes if it never waits, publishing included."""
-    samples = model.groups_per_step * model.group_size
-    tokens = samples * (model.prompt_tokens + mean_tokens)
+    sample_count = model.groups_per_step * model.group_size
+    tokens = sample_count * (model.prompt_tokens + mean_tokens)
     step_s = model.train_fixed_s + tokens * model.train_token_s + model.publish_s / model.steps_per_publish
-    return samples / max(step_s, 1e-12)
+    return sample_count / max(step_s, 1e-12)
 
 
 def ideal_rate(production: float, consumption: float, yielded_share: float) -> float:
@@ -171,8 +171,8 @@ def ideal_rate(production: float, consumption: float, yielded_share: float) -> f
     """
     if min(production, consumption) <= 0:
         return 0.0
-    computing = min(1.0, production / (consumption + yielded_share * production))
-    return consumption * computing
+    computing_share = min(1.0, production / (consumption + yielded_share * production))
+    return consumption * computing_share
 
 
 # --- the budget ------------------------------------------------------------------------------------------
@@ -195,9 +195,9 @@ def _budget_shares(
     budgets = {shape.budget, max(1, shape.budget // 2), max(1, 2 * shape.budget), needed}
     shares: list[BudgetShare] = []
     for budget in sorted(b for b in budgets if b >= shape.steps_per_publish - 1):
-        reached = outcome if budget == shape.budget else simulate(msgspec.structs.replace(model, budget=budget))
-        share = min(1.0, reached.samples_per_s / ideal)
-        shares.append(BudgetShare(budget=budget, share=share, staleness_mean=reached.staleness_mean))
+        budget_outcome = outcome if budget == shape.budget else simulate(msgspec.structs.replace(model, budget=budget))
+        share = min(1.0, budget_outcome.samples_per_s / ideal)
+        shares.append(BudgetShare(budget=budget, share=share, staleness_mean=budget_outcome.staleness_mean))
     return shares
 
 
@@ -211,12 +211,12 @@ def _changes(
     shape: RunShape, model: QueueModel, lengths: LengthDistribution, needed: int, now: QueueOutcome
 ) -> list[Change]:
     """Simulate every candidate separately; return the worthwhile ones, the largest gain first."""
-    worthwhile: list[Change] = []
-    for key, value, relieved, then, needs in _candidates(shape, model, lengths, needed):
-        gain = simulate(then).samples_per_s / now.samples_per_s - 1.0
+    worthwhile_changes: list[Change] = []
+    for key, value_text, constraint, changed_model, needs in _candidates(shape, model, lengths, needed):
+        gain = simulate(changed_model).samples_per_s / now.samples_per_s - 1.0
         if gain >= WORTH_IT:
-            worthwhile.append(Change(key=key, value=value, constraint=relieved, gain=gain, needs=needs))
-    return sorted(worthwhile, key=lambda change: -change.gain)
+            worthwhile_changes.append(Change(key=key, value=value_text, constraint=constraint, gain=gain, needs=needs))
+    return sorted(worthwhile_changes, key=lambda change: -change.gain)
 
 
 def token_s_with(model: QueueModel, ranks: int, more: int) -> float:
@@ -231,25 +231,25 @@ def rank_speed(ranks: int) -> float:
 
 def _candidates(shape: RunShape, model: QueueModel, lengths: LengthDistribution, needed: int) -> Iterator[_Candidate]:
     with_ = partial(msgspec.structs.replace, model)
-    device = "" if shape.free_devices else "another device: all of this kind are in use"
-    deeper = max(needed, shape.budget + 1) if shape.budget < needed else 2 * shape.budget
-    yield "queue.budget", str(deeper), "admission", with_(budget=deeper), ""
-    rollouts = shape.concurrent_rollouts + shape.slots * shape.replicas
+    device_needs = "" if shape.free_devices else "another device: all of this kind are in use"
+    deeper_budget = max(needed, shape.budget + 1) if shape.budget < needed else 2 * shape.budget
+    yield "queue.budget", str(deeper_budget), "admission", with_(budget=deeper_budget), ""
+    rollout_count = shape.concurrent_rollouts + shape.slots * shape.replicas
     if model.slots < shape.slots:
-        kv = shape.slots * shape.max_sequence_tokens
-        yield "generator.kv_capacity_tokens", str(kv), "kv", with_(slots=shape.slots), "memory for the KV"
+        kv_tokens = shape.slots * shape.max_sequence_tokens
+        yield "generator.kv_capacity_tokens", str(kv_tokens), "kv", with_(slots=shape.slots), "memory for the KV"
     else:
-        more = with_(slots=2 * shape.slots, concurrent_rollouts=rollouts)
-        yield "generator.slots", str(2 * shape.slots), "generator", more, "memory for the KV"
+        larger_model = with_(slots=2 * shape.slots, concurrent_rollouts=rollout_count)
+        yield "generator.slots", str(2 * shape.slots), "generator", larger_model, "memory for the KV"
     if not shape.yielded_replicas:
-        replicas = shape.replicas + 1
-        more = with_(replicas=replicas, concurrent_rollouts=shape.concurrent_rollouts + shape.slots)
-        yield "generator.devices", f"{replicas} devices", "generator", more, device
-        more = with_(train_token_s=token_s_with(model, shape.ranks, shape.ranks + 1))
-        yield "trainer.devices", f"{shape.ranks + 1} devices", "trainer", more, device
+        replica_count = shape.replicas + 1
+        larger_model = with_(replicas=replica_count, concurrent_rollouts=shape.concurrent_rollouts + shape.slots)
+        yield "generator.devices", f"{replica_count} devices", "generator", larger_model, device_needs
+        larger_model = with_(train_token_s=token_s_with(model, shape.ranks, shape.ranks + 1))
+        yield "trainer.devices", f"{shape.ranks + 1} devices", "trainer", larger_model, device_needs
     if model.verify_response_s:
-        workers = 2 * shape.verifiers
-        yield "verifier.workers", str(workers), "verifier", with_(verifiers=workers), ""
+        worker_count = 2 * shape.verifiers
+        yield "verifier.workers", str(worker_count), "verifier", with_(verifiers=worker_count), ""
     p99 = lengths.quantile(0.99)
     if p99 < shape.max_response_tokens * 3 // 4:
         needs = "cutting 1 % of the responses: it changes what is learned"
@@ -271,25 +271,25 @@ def binding_constraint(
     their relief gains most; "other", where both wait for something else; else the generator.
     """
     balance = balance_of(waits, shape.budget)
-    waiting = f"the trainer would wait {waits.trainer:.0%} of the time"
-    filled = f"{outcome.slots_filled:.0%} of the slots are filled"
+    waiting_text = f"the trainer would wait {waits.trainer:.0%} of the time"
+    filled_text = f"{outcome.slots_filled:.0%} of the slots are filled"
     if balance == "training-bound" or waits.trainer < BUSY:
-        return "trainer", f"{waiting}: it is what the others wait for"
+        return "trainer", f"{waiting_text}: it is what the others wait for"
     if balance == "environment-bound":
-        spent = f"rollouts spend {waits.environment:.0%} of their time in their environments"
-        return "environment", f"{waiting}, {filled}: {spent}"
+        spent_text = f"rollouts spend {waits.environment:.0%} of their time in their environments"
+        return "environment", f"{waiting_text}, {filled_text}: {spent_text}"
     largest_gain = max((gain for _, gain in gains), default=0.0)
-    relieved = {constraint for constraint, gain in gains if gain >= largest_gain > 0}
-    if outcome.straggler_wait > waits.trainer / 2 or "admission" in relieved:
-        stragglers = f", {outcome.straggler_wait:.0%} for the longest responses at the edge of the budget"
-        return "admission", f"{waiting}{stragglers}; {filled}"
-    if "verifier" in relieved:
-        capacity = shape.verifiers / model.verify_response_s
-        return "verifier", f"{waiting}: the verifiers score {capacity:.3g} samples/s at most"
+    relieving = {constraint for constraint, gain in gains if gain >= largest_gain > 0}
+    if outcome.straggler_wait > waits.trainer / 2 or "admission" in relieving:
+        stragglers_text = f", {outcome.straggler_wait:.0%} for the longest responses at the edge of the budget"
+        return "admission", f"{waiting_text}{stragglers_text}; {filled_text}"
+    if "verifier" in relieving:
+        verified_per_s = shape.verifiers / model.verify_response_s
+        return "verifier", f"{waiting_text}: the verifiers score {verified_per_s:.3g} samples/s at most"
     if balance == "other-bound":
-        return "other", f"{waiting}, the generator {waits.generator:.0%}: neither is what the other waits for"
+        return "other", f"{waiting_text}, the generator {waits.generator:.0%}: neither is what the other waits for"
     if model.slots < shape.slots:
-        return "kv", f"{waiting}: the KV cache holds about {model.slots} of {shape.slots} requests at once"
+        return "kv", f"{waiting_text}: the KV cache holds about {model.slots} of {shape.slots} requests at once"
     if waits.yielded:
-        return "generator", f"{waiting} while the generator has the devices: they take turns"
-    return "generator", f"{waiting}, {filled}"
+        return "generator", f"{waiting_text} while the generator has the devices: they take turns"
+    return "generator", f"{waiting_text}, {filled_text}"

@@ -77,24 +77,24 @@ class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
     def with_value(self, knobs: Knobs, name: KnobName, value: int) -> Knobs:
         """Return ``knobs`` with one of them set to ``value``, clamped to its bounds."""
         low, high = self.bounds(name)
-        kept = max(low, min(high, value))
+        bounded = max(low, min(high, value))
         if name == "open_groups":
-            return msgspec.structs.replace(knobs, open_groups=None if kept >= self.most_open else kept)
+            return msgspec.structs.replace(knobs, open_groups=None if bounded >= self.most_open else bounded)
         if name == "idle_replicas":
-            return msgspec.structs.replace(knobs, idle_replicas=self.shared[len(self.shared) - kept :])
-        return msgspec.structs.replace(knobs, **{name: kept})
+            return msgspec.structs.replace(knobs, idle_replicas=self.shared[len(self.shared) - bounded :])
+        return msgspec.structs.replace(knobs, **{name: bounded})
 
     def resumed(self, knobs: Knobs, first: Knobs, previous_settings: Mapping[KnobName, int]) -> Knobs:
         """Return the knobs of an earlier session under these limits.
 
         Pinned knobs are as the experiment sets them now (``first``), and so are those whose setting has changed since
         ``previous_settings`` (0: not known)."""
-        for name in KNOBS:
-            changed = previous_settings.get(name, 0) not in (0, self.value(first, name))
-            source = first if changed or name in self.pinned else knobs
-            knobs = self.with_value(knobs, name, self.value(source, name))
-            if name in self.pinned:
-                knobs = msgspec.structs.replace(knobs, **{name: getattr(first, name)})
+        for knob in KNOBS:
+            has_changed = previous_settings.get(knob, 0) not in (0, self.value(first, knob))
+            source_knobs = first if has_changed or knob in self.pinned else knobs
+            knobs = self.with_value(knobs, knob, self.value(source_knobs, knob))
+            if knob in self.pinned:
+                knobs = msgspec.structs.replace(knobs, **{knob: getattr(first, knob)})
         return knobs
 
 
@@ -112,11 +112,11 @@ def limits_of(experiment: Experiment, shared: Sequence[int] = (), *, same_kind: 
     """Make the limits that an experiment sets. ``shared``: replicas on the trainer's devices.
 
     ``same_kind``: all devices are of one kind, so that each side can use the other's."""
-    queue, control, verifiers = experiment.queue, experiment.control, experiment.verifier.workers
-    separate, can_change_devices = len(experiment.generator.devices) - len(shared), control.devices == "move"
+    queue, control, verifier_count = experiment.queue, experiment.control, experiment.verifier.workers
+    separate_replicas, can_change_devices = len(experiment.generator.devices) - len(shared), control.devices == "move"
     splits = device_splits(experiment) if same_kind and not shared else ()
     # A replica needn't rest where it can be removed.
-    idle_replicas = () if can_change_devices else tuple(shared) if separate else tuple(shared)[1:]
+    idle_replicas = () if can_change_devices else tuple(shared) if separate_replicas else tuple(shared)[1:]
     return ControlLimits(
         shape=shape_of(experiment, len(shared)),
         most_concurrent=experiment.concurrent_rollouts,
@@ -124,8 +124,8 @@ def limits_of(experiment: Experiment, shared: Sequence[int] = (), *, same_kind: 
         most_open=queue.groups_per_step * (queue.budget + 1) + experiment.surplus_groups,
         least_open=queue.groups_per_step,
         most_steps_per_publish=max(experiment.weights.steps_per_publish, queue.budget + 1),
-        least_verifiers=verifiers,
-        most_verifiers=max(verifiers, _MOST_VERIFIERS),
+        least_verifiers=verifier_count,
+        most_verifiers=max(verifier_count, _MOST_VERIFIERS),
         splits=all_device_splits(experiment) if can_change_devices else splits,
         can_change_devices=can_change_devices,
         shared=idle_replicas,
@@ -143,21 +143,21 @@ class Search:
         self, fitted: LedgerModel, present: Knobs, allowed: Allowed, limits: ControlLimits, *, drifting: bool = False
     ) -> None:
         """Prepare a search. ``drifting``: the estimate is of a regime that just began, whose drift may continue."""
-        model, reserve = fitted.model, _DRIFTING_RESERVE if drifting else _RESERVE
-        slowed = {name: getattr(model, name) * reserve for name in _GENERATOR_TIMES}
-        self._model = msgspec.structs.replace(model, **slowed)
+        model, time_factor = fitted.model, _DRIFTING_RESERVE if drifting else _RESERVE
+        slowed_times = {field: getattr(model, field) * time_factor for field in _GENERATOR_TIMES}
+        self._model = msgspec.structs.replace(model, **slowed_times)
         self._present, self._limits, self._allowed = present, limits, allowed
         self._outcomes: dict[tuple[Knobs, int], QueueOutcome] = {}
         simulated_per_s = self.outcome(present).samples_per_s
-        far = abs(math.log(max(simulated_per_s, 1e-9) / fitted.samples_per_s)) > _FAR and not drifting
-        self._factors = _CAREFUL if far else _FACTORS
+        is_far = abs(math.log(max(simulated_per_s, 1e-9) / fitted.samples_per_s)) > _FAR and not drifting
+        self._factors = _CAREFUL if is_far else _FACTORS
         events_s = fitted.model.publish_s + fitted.model.pause_s
-        seldom = events_s * fitted.samples_per_s > 0.02 * model.groups_per_step * model.group_size
-        publishing = seldom or present.steps_per_publish > 1
-        needless = set[KnobName]() if publishing else {"steps_per_publish"}
+        publishing_costs = events_s * fitted.samples_per_s > 0.02 * model.groups_per_step * model.group_size
+        tries_publishing = publishing_costs or present.steps_per_publish > 1
+        needless_knobs = set[KnobName]() if tries_publishing else {"steps_per_publish"}
         if self._verifying(present) < _VERIFYING:
-            needless.add("verifier_workers")
-        self._names: list[KnobName] = [name for name in KNOBS if name not in needless]
+            needless_knobs.add("verifier_workers")
+        self._names: list[KnobName] = [field for field in KNOBS if field not in needless_knobs]
 
     def outcome(self, knobs: Knobs, seed: int = 0) -> QueueOutcome:
         if (knobs, seed) not in self._outcomes:
@@ -169,26 +169,26 @@ class Search:
         """Climb by rate, one knob after the other; return the setting with the youngest samples at nearly that rate.
 
         Nearly: within the tolerance."""
-        top = self._present
-        for name in self._names:
-            step = LEAST_GAIN if name in _SMALL else _CLIMB
-            higher = max(self._options(name, top), key=self._rate, default=top)
-            top = higher if self._rate(higher) > (1.0 + step) * self._rate(top) else top
-        enough = (1.0 - self._limits.tolerance) * self._rate(top)
-        good = [top]
-        for name in KNOBS[:2]:
-            good += [knobs for knobs in self._options(name, top) if self._rate(knobs) >= enough]
-        good.sort(key=lambda knobs: self.outcome(knobs).staleness_mean)
-        return next(knobs for knobs in good if knobs == top or self._confirmed(knobs, top))
+        best_knobs = self._present
+        for knob in self._names:
+            least_gain = LEAST_GAIN if knob in _SMALL else _CLIMB
+            higher = max(self._options(knob, best_knobs), key=self._rate, default=best_knobs)
+            best_knobs = higher if self._rate(higher) > (1.0 + least_gain) * self._rate(best_knobs) else best_knobs
+        enough_per_s = (1.0 - self._limits.tolerance) * self._rate(best_knobs)
+        good_knobs = [best_knobs]
+        for knob in KNOBS[:2]:
+            good_knobs += [knobs for knobs in self._options(knob, best_knobs) if self._rate(knobs) >= enough_per_s]
+        good_knobs.sort(key=lambda knobs: self.outcome(knobs).staleness_mean)
+        return next(knobs for knobs in good_knobs if knobs == best_knobs or self._confirmed(knobs, best_knobs))
 
     def fewer_verifiers(self) -> Knobs:
         """Return the current setting with half of the verifier workers, if these would be idle half of their time."""
-        present, name = self._present, "verifier_workers"
-        fewer = self._limits.with_value(present, name, present.verifier_workers // 2)
-        if not self._allowed(name, present.verifier_workers, fewer.verifier_workers):
-            return present
-        enough = self._verifying(fewer) < _VERIFYING and self._confirmed(fewer, present)
-        return fewer if enough else present
+        present_knobs, knob = self._present, "verifier_workers"
+        fewer_knobs = self._limits.with_value(present_knobs, knob, present_knobs.verifier_workers // 2)
+        if not self._allowed(knob, present_knobs.verifier_workers, fewer_knobs.verifier_workers):
+            return present_knobs
+        suffices = self._verifying(fewer_knobs) < _VERIFYING and self._confirmed(fewer_knobs, present_knobs)
+        return fewer_knobs if suffices else present_knobs
 
     def _verifying(self, knobs: Knobs) -> float:
         """Return the share of their time that the verifier workers would score, at the current rate."""
@@ -197,8 +197,8 @@ class Search:
 
     def _confirmed(self, knobs: Knobs, top: Knobs) -> bool:
         """Return whether simulations with other random lengths confirm the rate."""
-        rate, best = (sum(self.outcome(setting, seed).samples_per_s for seed in (1, 2)) for setting in (knobs, top))
-        return rate >= (1.0 - self._limits.tolerance) * best
+        rate_sum, best = (sum(self.outcome(setting, seed).samples_per_s for seed in (1, 2)) for setting in (knobs, top))
+        return rate_sum >= (1.0 - self._limits.tolerance) * best
 
     def _rate(self, knobs: Knobs) -> float:
         return self.outcome(knobs).samples_per_s
@@ -208,26 +208,26 @@ class Search:
 
         The trust region is a factor of two around the knob's current value."""
         limits = self._limits
-        present, centre = limits.value(self._present, name), limits.value(around, name)
-        small = name in _SMALL
+        present_value, centre = limits.value(self._present, name), limits.value(around, name)
+        is_small = name in _SMALL
         neighbours = {centre - 1, centre + 1} if name != "verifier_workers" else {centre + 1, 2 * centre}
-        candidates = neighbours if small else {round(centre * factor) for factor in self._factors}
+        candidate_values = neighbours if is_small else {round(centre * factor) for factor in self._factors}
         low, high = limits.bounds(name)
-        values = {max(low, min(high, value)) for value in candidates}
-        near = [v for v in sorted(values) if v != centre and (small or present <= 2 * v <= 4 * present)]
-        kept = [v for v in near if v == present or self._allowed(name, present, v)]
-        return [limits.with_value(around, name, value) for value in kept]
+        values = {max(low, min(high, knob_value)) for knob_value in candidate_values}
+        near = [v for v in sorted(values) if v != centre and (is_small or present_value <= 2 * v <= 4 * present_value)]
+        kept_values = [v for v in near if v == present_value or self._allowed(name, present_value, v)]
+        return [limits.with_value(around, name, knob_value) for knob_value in kept_values]
 
 
 def with_knobs(model: QueueModel, knobs: Knobs, shape: RunShape) -> QueueModel:
     """Return ``model`` under other knobs."""
-    awake = max(1, shape.replicas - len(knobs.idle_replicas))
+    awake_replicas = max(1, shape.replicas - len(knobs.idle_replicas))
     return msgspec.structs.replace(
         model,
         open_groups=knobs.open_groups,
         concurrent_rollouts=knobs.concurrent_rollouts,
         steps_per_publish=knobs.steps_per_publish,
         verifiers=knobs.verifier_workers,
-        replicas=awake,
-        yielded_share=max(0, shape.yielded_replicas - len(knobs.idle_replicas)) / awake,
+        replicas=awake_replicas,
+        yielded_share=max(0, shape.yielded_replicas - len(knobs.idle_replicas)) / awake_replicas,
     )

@@ -42,10 +42,10 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
     def tilted(self, deviations: float) -> Line:
         """Return the line through the same centre with its share moved by ``deviations`` standard deviations."""
-        centre = self.fixed + self.slope * self.x_mean
+        y_mean = self.fixed + self.slope * self.x_mean
         share = min(1.0, max(0.0, self.share + deviations * self.share_error))
-        slope = centre * share / self.x_mean if self.x_mean else 0.0
-        return msgspec.structs.replace(self, fixed=centre * (1 - share), slope=slope, share=share)
+        slope = y_mean * share / self.x_mean if self.x_mean else 0.0
+        return msgspec.structs.replace(self, fixed=y_mean * (1 - share), slope=slope, share=share)
 
 
 class LedgerModel(RunFigures, frozen=True, kw_only=True):
@@ -72,8 +72,8 @@ class LedgerModel(RunFigures, frozen=True, kw_only=True):
 
         Predictions are repeated with them to measure their uncertainty."""
         replace, models = msgspec.structs.replace, list[QueueModel]()
-        for sign in (-1.0, 1.0):
-            decode, train = self.decode.tilted(sign), self.train.tilted(sign)
+        for deviation in (-1.0, 1.0):
+            decode, train = self.decode.tilted(deviation), self.train.tilted(deviation)
             models.append(replace(self.model, decode_fixed_s=decode.fixed, decode_request_s=decode.slope))
             models.append(replace(self.model, train_fixed_s=train.fixed, train_token_s=train.slope))
         return models
@@ -117,9 +117,9 @@ def even_requests(devices: Sequence[str]) -> float:
 
 def as_recorded(shape: RunShape, steps: Sequence[StepRecord]) -> RunShape:
     """Return ``shape`` with the mean size of the finished groups, which an adaptive curriculum chooses for each."""
-    groups = sum(r.flow.finished_groups for r in steps)
-    rollouts = sum(r.production_per_s * r.step_s for r in steps)
-    return msgspec.structs.replace(shape, group_size=round(rollouts / groups)) if groups and rollouts else shape
+    count = sum(record.flow.finished_groups for record in steps)
+    rollout_count = sum(record.production_per_s * record.step_s for record in steps)
+    return msgspec.structs.replace(shape, group_size=round(rollout_count / count)) if count and rollout_count else shape
 
 
 def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | None:
@@ -127,63 +127,63 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
 
     None when fewer than two of them are usable or no response has finished in them."""
     steps = usable(records)
-    responses = sum(r.flow.responses for r in steps)
-    tokens = sum(r.flow.generated_tokens for r in steps)
-    measured = figures(steps)
-    if measured is None or len(steps) < LEAST_STEPS or not responses or not tokens:
+    response_count = sum(record.flow.responses for record in steps)
+    token_count = sum(record.flow.generated_tokens for record in steps)
+    measured_figures = figures(steps)
+    if measured_figures is None or len(steps) < LEAST_STEPS or not response_count or not token_count:
         return None
     shape = as_recorded(shape, steps)
-    seconds = sum(r.step_s for r in steps)
+    seconds = sum(record.step_s for record in steps)
     lengths = ledger_lengths(steps, shape.max_response_tokens)
     decode, running = decode_line(steps, shape.even_requests)
-    train = training_line(steps)
-    finished = sum(r.flow.finished_groups for r in steps)
-    acceptance = max(_LEAST_ACCEPTANCE, measured.acceptance)
-    prompt = sum(r.flow.prompt_tokens for r in steps) / responses
-    slots = min(shape.slots, kv_slots(shape, prompt + lengths.mean_tokens))
-    in_generation = sum(r.flow.generating_s for r in steps) / seconds
-    flow = steps[-1].flow
-    awake = max(1, shape.replicas - flow.idle_replicas)
-    environment_s = sum(r.flow.environment_s for r in steps)
-    per_decoding, other_s = _split_occupancy(steps, slots * awake, in_generation - environment_s / seconds, running)
-    decode = msgspec.structs.replace(decode, slope=decode.slope / per_decoding, x_mean=decode.x_mean * per_decoding)
-    knobs = {
-        "steps_per_publish": flow.steps_per_publish or shape.steps_per_publish,
-        "concurrent_rollouts": flow.concurrent_rollouts or shape.concurrent_rollouts,
-        "open_groups": flow.open_groups or None,
-        "verifiers": flow.verifier_workers or shape.verifiers,
+    training_fit = training_line(steps)
+    finished_groups = sum(record.flow.finished_groups for record in steps)
+    acceptance = max(_LEAST_ACCEPTANCE, measured_figures.acceptance)
+    prompt_tokens = sum(record.flow.prompt_tokens for record in steps) / response_count
+    slots = min(shape.slots, kv_slots(shape, prompt_tokens + lengths.mean_tokens))
+    in_generation = sum(record.flow.generating_s for record in steps) / seconds
+    last_flow = steps[-1].flow
+    awake = max(1, shape.replicas - last_flow.idle_replicas)
+    environment_s = sum(record.flow.environment_s for record in steps)
+    occupied_ratio, other_s = _split_occupancy(steps, slots * awake, in_generation - environment_s / seconds, running)
+    decode = msgspec.structs.replace(decode, slope=decode.slope / occupied_ratio, x_mean=decode.x_mean * occupied_ratio)
+    knob_values = {
+        "steps_per_publish": last_flow.steps_per_publish or shape.steps_per_publish,
+        "concurrent_rollouts": last_flow.concurrent_rollouts or shape.concurrent_rollouts,
+        "open_groups": last_flow.open_groups or None,
+        "verifiers": last_flow.verifier_workers or shape.verifiers,
     }
     model = QueueModel(
-        **queue_shape(shape, slots=slots, replicas=awake, **knobs),
+        **queue_shape(shape, slots=slots, replicas=awake, **knob_values),
         length_at=lengths.quantile,
         group_correlation=length_correlation(steps, shape.group_size),
-        prompt_tokens=prompt,
-        delay_s=other_s / responses,
-        environment_s=environment_s / responses,
+        prompt_tokens=prompt_tokens,
+        delay_s=other_s / response_count,
+        environment_s=environment_s / response_count,
         decode_fixed_s=decode.fixed,
         decode_request_s=decode.slope,
-        yielded_share=max(0, shape.yielded_replicas - flow.idle_replicas) / awake,
-        train_fixed_s=train.fixed,
-        train_token_s=train.slope,
-        publish_s=_median_positive(r.publish_s for r in steps),
-        apply_s=_median_positive(r.apply_s for r in steps),
-        pause_s=_median_positive(r.apply_pause_s for r in steps),
-        verify_response_s=sum(r.verify_s for r in steps) / responses,
+        yielded_share=max(0, shape.yielded_replicas - last_flow.idle_replicas) / awake,
+        train_fixed_s=training_fit.fixed,
+        train_token_s=training_fit.slope,
+        publish_s=_median_positive(record.publish_s for record in steps),
+        apply_s=_median_positive(record.apply_s for record in steps),
+        pause_s=_median_positive(record.apply_pause_s for record in steps),
+        verify_response_s=sum(record.verify_s for record in steps) / response_count,
         acceptance=acceptance,
     )
     return LedgerModel(
-        **msgspec.structs.asdict(measured),
+        **msgspec.structs.asdict(measured_figures),
         model=model,
         lengths=lengths,
-        noise=relative_noise(steps, measured.samples_per_s),
-        useful_share=sum(r.flow.useful_samples for r in steps) / sum(r.samples for r in steps),
+        noise=relative_noise(steps, measured_figures.samples_per_s),
+        useful_share=sum(record.flow.useful_samples for record in steps) / sum(record.samples for record in steps),
         decode=decode,
-        train=train,
+        train=training_fit,
         running=running,
         in_generation=in_generation,
-        straggler_wait=sum(r.flow.straggler_wait_s for r in steps) / seconds,
-        preemptions_per_response=sum(r.flow.preemptions for r in steps) / responses,
-        unidentified=_unidentified(decode, train, running, lengths, acceptance, finished),
+        straggler_wait=sum(record.flow.straggler_wait_s for record in steps) / seconds,
+        preemptions_per_response=sum(record.flow.preemptions for record in steps) / response_count,
+        unidentified=_unidentified(decode, training_fit, running, lengths, acceptance, finished_groups),
     )
 
 
@@ -195,7 +195,7 @@ def training_s(record: StepRecord) -> float:
 
 def training_line(steps: Sequence[StepRecord]) -> Line:
     """Fit the seconds of a training step over the tokens of its batch."""
-    points = [(float(r.flow.trained_tokens), training_s(r)) for r in steps]
+    points = [(float(record.flow.trained_tokens), training_s(record)) for record in steps]
     return fit_line(points, prior_share=0.85, prior_error=0.15)
 
 
@@ -207,25 +207,25 @@ def fit_line(points: Sequence[tuple[float, float]], *, prior_share: float, prior
 
     The share is combined with the prior of the given standard deviation by their precisions, and clamped to 0 to 1.
     Points whose residual is beyond four times the median absolute one are left out, once."""
-    kept = [(x, y) for x, y in points if x > 0 and y > 0]
-    if not kept:
+    positive_points = [(x, y) for x, y in points if x > 0 and y > 0]
+    if not positive_points:
         return Line(fixed=0.0, slope=0.0, share=0.0, share_error=0.0, identified=False)
-    share, error, x_mean, y_mean = _least_squares(kept)
-    if error < math.inf:
-        slope = share * y_mean / x_mean
-        residuals = [abs(y - y_mean - slope * (x - x_mean)) for x, y in kept]
-        limit = 4.0 * median(residuals)
-        near = [point for point, residual in zip(kept, residuals, strict=True) if residual <= limit]
-        if len(near) >= max(3, len(kept) // 2):
-            share, error, x_mean, y_mean = _least_squares(near)
-    identified = error < prior_error / 2
-    weight = 0.0 if error == math.inf else prior_error**2 / (prior_error**2 + error**2)
-    combined = min(1.0, max(0.0, weight * share + (1 - weight) * prior_share))
+    slope_share, share_error, x_mean, y_mean = _least_squares(positive_points)
+    if share_error < math.inf:
+        slope = slope_share * y_mean / x_mean
+        residuals = [abs(y - y_mean - slope * (x - x_mean)) for x, y in positive_points]
+        bound = 4.0 * median(residuals)
+        near_points = [point for point, residual in zip(positive_points, residuals, strict=True) if residual <= bound]
+        if len(near_points) >= max(3, len(positive_points) // 2):
+            slope_share, share_error, x_mean, y_mean = _least_squares(near_points)
+    identified = share_error < prior_error / 2
+    data_weight = 0.0 if share_error == math.inf else prior_error**2 / (prior_error**2 + share_error**2)
+    combined_share = min(1.0, max(0.0, data_weight * slope_share + (1 - data_weight) * prior_share))
     return Line(
-        fixed=y_mean * (1 - combined),
-        slope=y_mean * combined / x_mean,
-        share=combined,
-        share_error=prior_error * math.sqrt(1 - weight),
+        fixed=y_mean * (1 - combined_share),
+        slope=y_mean * combined_share / x_mean,
+        share=combined_share,
+        share_error=prior_error * math.sqrt(1 - data_weight),
         identified=identified,
         x_mean=x_mean,
     )
@@ -233,15 +233,15 @@ def fit_line(points: Sequence[tuple[float, float]], *, prior_share: float, prior
 
 def _least_squares(points: Sequence[tuple[float, float]]) -> tuple[float, float, float, float]:
     """Return (share, its standard error, mean x, mean y); the error is infinite where x doesn't vary."""
-    count = len(points)
-    x_mean, y_mean = sum(x for x, _ in points) / count, sum(y for _, y in points) / count
-    spread = sum((x - x_mean) ** 2 for x, _ in points)
-    if count < 4 or spread <= (1e-3 * x_mean) ** 2 * count:
+    point_count = len(points)
+    x_mean, y_mean = sum(x for x, _ in points) / point_count, sum(y for _, y in points) / point_count
+    x_squares = sum((x - x_mean) ** 2 for x, _ in points)
+    if point_count < 4 or x_squares <= (1e-3 * x_mean) ** 2 * point_count:
         return 0.0, math.inf, x_mean, y_mean
-    slope = sum((x - x_mean) * (y - y_mean) for x, y in points) / spread
+    slope = sum((x - x_mean) * (y - y_mean) for x, y in points) / x_squares
     residual_squares = sum((y - y_mean - slope * (x - x_mean)) ** 2 for x, y in points)
-    error = math.sqrt(residual_squares / (count - 2) / spread)
-    return slope * x_mean / y_mean, error * x_mean / y_mean, x_mean, y_mean
+    slope_error = math.sqrt(residual_squares / (point_count - 2) / x_squares)
+    return slope * x_mean / y_mean, slope_error * x_mean / y_mean, x_mean, y_mean
 
 
 def decode_line(steps: Sequence[StepRecord], even: float = EVEN_REQUESTS) -> tuple[Line, float]:
@@ -256,10 +256,10 @@ def decode_line(steps: Sequence[StepRecord], even: float = EVEN_REQUESTS) -> tup
     if not points:
         return Line(fixed=0.0, slope=0.0, share=0.0, share_error=0.0, identified=False), 0.0
     busy_s = sum(r.flow.generator_busy_s for r in steps)
-    requests = sum(p[0] * r.flow.generator_busy_s for r in steps if (p := decode_point(r)) is not None) / busy_s
-    share = requests / (requests + even)
-    error = max(0.05, math.log(_EVEN_FACTOR) * share * (1 - share))
-    return fit_line(points, prior_share=share, prior_error=error), requests
+    mean_requests = sum(p[0] * r.flow.generator_busy_s for r in steps if (p := decode_point(r)) is not None) / busy_s
+    prior_share = mean_requests / (mean_requests + even)
+    prior_error = max(0.05, math.log(_EVEN_FACTOR) * prior_share * (1 - prior_share))
+    return fit_line(points, prior_share=prior_share, prior_error=prior_error), mean_requests
 
 
 def decode_point(record: StepRecord) -> tuple[float, float] | None:
@@ -272,8 +272,8 @@ def decode_point(record: StepRecord) -> tuple[float, float] | None:
     if not flow.decode_tokens:
         return None
     with_work_s = flow.generator_s * (1.0 - record.generator_wait_ratio)
-    active = min(1.0, flow.generator_busy_s / with_work_s) if with_work_s > 0 else 1.0
-    token_s = _decode_s(flow) / flow.decode_tokens * active
+    active_share = min(1.0, flow.generator_busy_s / with_work_s) if with_work_s > 0 else 1.0
+    token_s = _decode_s(flow) / flow.decode_tokens * active_share
     return flow.generated_tokens * token_s / flow.generator_busy_s, token_s
 
 
@@ -292,11 +292,11 @@ def _split_occupancy(steps: Sequence[StepRecord], slots: int, in_engines: float,
     """
     busy_s = sum(r.flow.generator_busy_s for r in steps)
     with_work_s = sum(r.flow.generator_s * (1.0 - r.generator_wait_ratio) for r in steps)
-    active = min(1.0, busy_s / with_work_s) if with_work_s > 0 else 1.0
-    tokens, timed = sum(r.flow.generated_tokens for r in steps), sum(r.flow.decode_tokens for r in steps)
-    token_s = sum(_decode_s(r.flow) for r in steps) / timed if timed else 0.0
-    decoding_s = max(running * busy_s, tokens * token_s * active)
-    held_s = min(in_engines, slots) * sum(r.step_s for r in steps) * active
+    active_share = min(1.0, busy_s / with_work_s) if with_work_s > 0 else 1.0
+    tokens, timed_tokens = sum(r.flow.generated_tokens for r in steps), sum(r.flow.decode_tokens for r in steps)
+    token_s = sum(_decode_s(r.flow) for r in steps) / timed_tokens if timed_tokens else 0.0
+    decoding_s = max(running * busy_s, tokens * token_s * active_share)
+    held_s = min(in_engines, slots) * sum(r.step_s for r in steps) * active_share
     other_s = held_s - decoding_s if held_s - decoding_s > _LEAST_OTHER * held_s else 0.0
     return (decoding_s + other_s) / decoding_s if decoding_s else 1.0, other_s
 
@@ -306,29 +306,29 @@ def _split_occupancy(steps: Sequence[StepRecord], slots: int, in_engines: float,
 
 def ledger_lengths(steps: Sequence[StepRecord], limit_tokens: int) -> LengthDistribution:
     """Estimate the lengths of finished responses from the middle of each histogram bucket, scaled to the exact mean."""
-    step_lengths = [r.lengths for r in steps if r.lengths]
+    step_lengths = [record.lengths for record in steps if record.lengths]
     counts = {bucket_middle(end): count for end, count in pooled(summary.histogram for summary in step_lengths).items()}
     tokens = sum(summary.mean * summary.responses for summary in step_lengths)
-    rough = sum(middle * count for middle, count in counts.items())
-    factor = tokens / rough if rough else 1.0
-    ended = ((max(1, round(middle * factor)), True) for middle, count in counts.items() for _ in range(count))
+    rough_tokens = sum(middle * count for middle, count in counts.items())
+    length_factor = tokens / rough_tokens if rough_tokens else 1.0
+    ended = ((max(1, round(middle * length_factor)), True) for middle, count in counts.items() for _ in range(count))
     return length_distribution(ended, limit_tokens)
 
 
 def length_correlation(steps: Sequence[StepRecord], group_size: float) -> float:
     """Return the intraclass correlation of log lengths inside a group, 0 to 1."""
-    weight = sum(r.flow.finished_groups for r in steps if r.flow.length_variance_within > 0)
-    if group_size < 2 or not weight:
+    group_count = sum(r.flow.finished_groups for r in steps if r.flow.length_variance_within > 0)
+    if group_size < 2 or not group_count:
         return 0.0
-    between = sum(r.flow.length_variance_between * r.flow.finished_groups for r in steps) / weight
-    within = sum(r.flow.length_variance_within * r.flow.finished_groups for r in steps) / weight
-    return min(0.99, intraclass_correlation(between, within, group_size))
+    between_variance = sum(r.flow.length_variance_between * r.flow.finished_groups for r in steps) / group_count
+    within_variance = sum(r.flow.length_variance_within * r.flow.finished_groups for r in steps) / group_count
+    return min(0.99, intraclass_correlation(between_variance, within_variance, group_size))
 
 
 def _median_positive(values: Iterable[float]) -> float:
     """Return the median of the positive values, that is, of the events that happened; 0.0 without any."""
-    happened = [value for value in values if value > 0]
-    return median(happened) if happened else 0.0
+    positive_values = [seconds for seconds in values if seconds > 0]
+    return median(positive_values) if positive_values else 0.0
 
 
 def _unidentified(

@@ -39,34 +39,34 @@ class MoveOutcome:
     def changes(self, record: StepRecord, moved: ExecutedMove | None) -> bool:
         """Add a step and the run's last move; return whether the placement has changed since the last call."""
         self._records.append(record)
-        previous, self._moved = self._moved, moved
-        if moved is None or moved is previous or moved.placement != moved.planned.placement:
+        previous_move, self._moved = self._moved, moved
+        if moved is None or moved is previous_move or moved.placement != moved.planned.placement:
             return False
         self._due, self._load = moved, _load(list(self._records)[:-1])
         return True
 
     def due(self) -> PlanOutcome | None:
         """Return the comparison that the last step has completed, if any."""
-        moved = self._due
-        if moved is None or self._records[-1].step < moved.version + self._filling + MEASURED - 1:
+        move = self._due
+        if move is None or self._records[-1].step < move.version + self._filling + MEASURED - 1:
             return None
-        self._due, planned = None, moved.planned
-        after = [r for r in self._records if r.step >= moved.version + self._filling and not r.skipped]
-        expected, measured = planned.rate * planned.gain, rate_of(after)
-        noise = math.sqrt(2) * relative_noise(after, measured) if measured else 0.0  # of a quotient of two such rates
-        heavier = _load(after) > _SAME_LOAD * self._load
-        slower = bool(after) and measured < planned.rate * (1 - max(LEAST_GAIN, 2 * noise))
-        worse = slower and not heavier and not planned.reverts
+        self._due, plan = None, move.planned
+        newer = [r for r in self._records if r.step >= move.version + self._filling and not r.skipped]
+        expected, new_rate = plan.rate * plan.gain, rate_of(newer)
+        noise = math.sqrt(2) * relative_noise(newer, new_rate) if new_rate else 0.0  # of a quotient of two such rates
+        is_heavier = _load(newer) > _SAME_LOAD * self._load
+        is_slower = bool(newer) and new_rate < plan.rate * (1 - max(LEAST_GAIN, 2 * noise))
+        is_worse = is_slower and not is_heavier and not plan.reverts
         detail = (
-            f"{moved.placement}: {measured:.3g} samples/s, expected {expected:.3g}, before {planned.rate:.3g}; it took "
-            f"{moved.cost_s:.1f} s, expected {planned.cost_s:.1f} s"
+            f"{move.placement}: {new_rate:.3g} samples/s, expected {expected:.3g}, before {plan.rate:.3g}; it took "
+            f"{move.cost_s:.1f} s, expected {plan.cost_s:.1f} s"
         )
-        data = {"rate": planned.rate, "expected": expected, "measured": measured, "cost_s": moved.cost_s}
-        return PlanOutcome(detail, {name: round(value, 3) for name, value in data.items()}, worse)
+        figures = {"rate": plan.rate, "expected": expected, "measured": new_rate, "cost_s": move.cost_s}
+        return PlanOutcome(detail, {key: round(figure, 3) for key, figure in figures.items()}, is_worse)
 
     def rate(self, first: int) -> float:
         """Return the trained samples/s over the last ``MEASURED`` steps, from step ``first`` on."""
-        return rate_of([r for r in self._records if r.step >= first and not r.skipped])
+        return rate_of([record for record in self._records if record.step >= first and not record.skipped])
 
 
 def _load(records: list[StepRecord]) -> float:

@@ -49,7 +49,7 @@ class QueueShape(msgspec.Struct, frozen=True, kw_only=True):
 
 def queue_shape(shape: QueueShape, **changes: Any) -> dict[str, Any]:
     """Return the fields of ``shape`` that any QueueShape has, with ``changes``."""
-    return {name: getattr(shape, name) for name in QueueShape.__struct_fields__} | changes
+    return {field: getattr(shape, field) for field in QueueShape.__struct_fields__} | changes
 
 
 class QueueModel(QueueShape, frozen=True, kw_only=True):
@@ -123,8 +123,8 @@ class _Simulation:
         decode_s = model.decode_fixed_s + model.decode_request_s * running / model.replicas
         if not self.busy:
             return max(decode_s, 1e-12)
-        working = 1.0 - model.yielded_share
-        return max(decode_s, 1e-12) * model.beside / working if working else math.inf
+        working_share = 1.0 - model.yielded_share
+        return max(decode_s, 1e-12) * model.beside / working_share if working_share else math.inf
 
     def advance(self) -> None:
         """Advance to the next event and process it. Raises QueueDeadlock where there is none."""
@@ -147,12 +147,12 @@ class _Simulation:
         if not self.busy and not self.publishing:
             self.trainer_wait_s += elapsed_s
             self.straggler_s += elapsed_s if self.stalled else 0.0
-        standing = self.busy and self.model.yielded_share == 1.0
-        if not self.running or standing:
+        is_standing = self.busy and self.model.yielded_share == 1.0
+        if not self.running or is_standing:
             self.generator_idle_s += elapsed_s
         self.filled_s += elapsed_s * len(self.running)
         decoding_s = until_s - max(self.now, min(self.paused_until_s, until_s))
-        if self.running and not standing:
+        if self.running and not is_standing:
             self.work += decoding_s / self.step_s()
         self.now = until_s
 
@@ -164,8 +164,8 @@ class _Simulation:
 
     def admit(self) -> None:
         model = self.model
-        free = model.concurrent_rollouts - len(self.running) - len(self.waiting) - self.acting
-        for _ in range(min(self._credit(), free // model.group_size) if free >= model.group_size else 0):
+        capacity = model.concurrent_rollouts - len(self.running) - len(self.waiting) - self.acting
+        for _ in range(min(self._credit(), capacity // model.group_size) if capacity >= model.group_size else 0):
             group = _Group(self.admitted, self.applied, model.group_size)
             self.admitted += 1
             self.open[group.index] = group
@@ -177,8 +177,8 @@ class _Simulation:
             self.serial += 1
             # In tokens that it would have gained meanwhile in full slots: a single request would gain more, and be
             # charged for them at the rate of all that start after it.
-            delay = model.delay_s / self.step_s(model.slots * model.replicas) if model.delay_s else 0.0
-            heapq.heappush(self.running, (self.work + delay + length, self.serial, group))
+            delay_tokens = model.delay_s / self.step_s(model.slots * model.replicas) if model.delay_s else 0.0
+            heapq.heappush(self.running, (self.work + delay_tokens + length, self.serial, group))
 
     def _begin(self, group: _Group) -> None:
         """Start a group, whose members wait for slots.
@@ -201,7 +201,7 @@ class _Simulation:
     def _credit(self) -> int:
         """Return the number of groups that may open now."""
         model = self.model
-        groups = credit(
+        allowed = credit(
             open_groups=len(self.open),
             completed_steps=self.version,
             applied_version=self.applied,
@@ -209,13 +209,13 @@ class _Simulation:
             budget=model.budget,
             surplus_groups=0 if self.busy else model.surplus_groups,
         )
-        return groups if model.open_groups is None else max(0, min(groups, model.open_groups - len(self.open)))
+        return allowed if model.open_groups is None else max(0, min(allowed, model.open_groups - len(self.open)))
 
     def _lengths(self) -> list[int]:
-        model, normal = self.model, self.random.normalvariate
+        model, draw_normal = self.model, self.random.normalvariate
         common_weight, member_weight = math.sqrt(model.group_correlation), math.sqrt(1.0 - model.group_correlation)
-        shared = normal(0.0, 1.0)
-        scores = (common_weight * shared + member_weight * normal(0.0, 1.0) for _ in range(model.group_size))
+        shared_score = draw_normal(0.0, 1.0)
+        scores = (common_weight * shared_score + member_weight * draw_normal(0.0, 1.0) for _ in range(model.group_size))
         return [model.length_at(min(self.normal.cdf(score), 1.0 - 1e-12)) for score in scores]
 
     def _finish_members(self) -> None:
@@ -261,13 +261,13 @@ class _Simulation:
             for group in self.open.values()
         ]
         policy = "drop" if model.surplus_groups else model.overdue
-        chosen = select_batch(self.version, candidates, model.groups_per_step, model.budget, policy)
-        for index in chosen.overdue:
+        selection = select_batch(self.version, candidates, model.groups_per_step, model.budget, policy)
+        for index in selection.overdue:
             self._end_overdue(self.open.pop(index))
-        self.missing, self.stalled = chosen.missing, not chosen.groups
-        if not chosen.groups:
-            return bool(chosen.overdue)
-        batch = [self.open[index] for index in chosen.groups]
+        self.missing, self.stalled = selection.missing, not selection.groups
+        if not selection.groups:
+            return bool(selection.overdue)
+        batch = [self.open[index] for index in selection.groups]
         if model.surplus_groups:
             for group in [group for group in self.open.values() if not group.finished]:
                 self._end_overdue(self.open.pop(group.index))
@@ -284,9 +284,9 @@ class _Simulation:
         if group.acting:
             group.acting = False
             self.acting -= group.unfinished
-        self.running = [entry for entry in self.running if entry[2] is not group]
+        self.running = [queued for queued in self.running if queued[2] is not group]
         heapq.heapify(self.running)
-        self.waiting = deque(entry for entry in self.waiting if entry[0] is not group)
+        self.waiting = deque(queued for queued in self.waiting if queued[0] is not group)
 
     def _trained(self, groups: list[_Group]) -> None:
         for group in groups:
@@ -320,27 +320,27 @@ def simulate(model: QueueModel, *, seed: int = 0, rollouts: int = _MAX_ROLLOUTS)
     Raises QueueDeadlock for a model under which the run would deadlock (a budget below steps_per_publish - 1).
     """
     scale, model = _scaled_down(model)
-    per_step = model.groups_per_step * model.group_size
-    counted = max(_LEAST_STEPS, min(_MOST_STEPS, int(rollouts * model.acceptance) // per_step))
-    warm = model.budget + max(2, counted // 4)
+    step_rollouts = model.groups_per_step * model.group_size
+    counted_steps = max(_LEAST_STEPS, min(_MOST_STEPS, int(rollouts * model.acceptance) // step_rollouts))
+    warm_version = model.budget + max(2, counted_steps // 4)
     simulation = _Simulation(model, seed)
-    _run_to(simulation, warm)
-    totals = _totals(simulation)
-    trained = len(simulation.trained)
-    _run_to(simulation, warm + counted)
+    _run_to(simulation, warm_version)
+    warm_totals = _totals(simulation)
+    warm_trained = len(simulation.trained)
+    _run_to(simulation, warm_version + counted_steps)
     elapsed_s, waited_s, straggler_s, idle_s, filled_s = (
-        after - then for after, then in zip(_totals(simulation), totals, strict=True)
+        total - warm_total for total, warm_total in zip(_totals(simulation), warm_totals, strict=True)
     )
     elapsed_s = max(elapsed_s, 1e-12)
-    ages = simulation.trained[trained:]
+    staleness_values = simulation.trained[warm_trained:]
     return QueueOutcome(
-        samples_per_s=scale * counted * per_step / elapsed_s,
+        samples_per_s=scale * counted_steps * step_rollouts / elapsed_s,
         trainer_wait=waited_s / elapsed_s,
         straggler_wait=straggler_s / elapsed_s,
         generator_wait=idle_s / elapsed_s,
         slots_filled=filled_s / elapsed_s / (model.slots * model.replicas),
-        staleness_mean=sum(ages) / max(1, len(ages)),
-        staleness_max=max(ages, default=0),
+        staleness_mean=sum(staleness_values) / max(1, len(staleness_values)),
+        staleness_max=max(staleness_values, default=0),
     )
 
 
@@ -361,26 +361,26 @@ def simulate_or_zero(model: QueueModel, *, seed: int = 0, rollouts: int = _MAX_R
 
 
 def _totals(simulation: _Simulation) -> tuple[float, ...]:
-    waits = (simulation.trainer_wait_s, simulation.straggler_s, simulation.generator_idle_s)
-    return (simulation.now, *waits, simulation.filled_s)
+    wait_totals = (simulation.trainer_wait_s, simulation.straggler_s, simulation.generator_idle_s)
+    return (simulation.now, *wait_totals, simulation.filled_s)
 
 
 def _scaled_down(model: QueueModel) -> tuple[float, QueueModel]:
     """Return (factor, ``model`` with batch, slots and concurrency divided by it and times multiplied)."""
     target_scale = model.groups_per_step * model.group_size / _LARGEST_BATCH
-    groups = max(1, round(model.groups_per_step / max(1.0, target_scale)))
-    scale = model.groups_per_step / groups
+    scaled_groups = max(1, round(model.groups_per_step / max(1.0, target_scale)))
+    scale = model.groups_per_step / scaled_groups
     if scale <= 1.0 or model.slots / scale < 1.0:
         return 1.0, model
-    slots = max(1, round(model.slots / scale))
+    scaled_slots = max(1, round(model.slots / scale))
     return scale, msgspec.structs.replace(
         model,
-        groups_per_step=groups,
-        slots=slots,
+        groups_per_step=scaled_groups,
+        slots=scaled_slots,
         concurrent_rollouts=max(model.group_size, round(model.concurrent_rollouts / scale)),
         surplus_groups=math.ceil(model.surplus_groups / scale),
         open_groups=None if model.open_groups is None else max(1, round(model.open_groups / scale)),
-        decode_request_s=model.decode_request_s * model.slots / slots,
+        decode_request_s=model.decode_request_s * model.slots / scaled_slots,
         train_token_s=model.train_token_s * scale,
         verify_response_s=model.verify_response_s * scale,
     )

@@ -27,16 +27,16 @@ def figures(records: Sequence[StepRecord]) -> RunFigures | None:
     steps = usable(records)
     if not steps:
         return None
-    seconds, samples = sum(r.step_s for r in steps), sum(r.samples for r in steps)
-    lengths = [r.lengths for r in steps if r.lengths]
-    finished = sum(r.flow.finished_groups for r in steps)
+    seconds, sample_count = sum(record.step_s for record in steps), sum(record.samples for record in steps)
+    length_summaries = [record.lengths for record in steps if record.lengths]
+    finished_groups = sum(record.flow.finished_groups for record in steps)
     return RunFigures(
-        samples_per_s=samples / seconds,
-        trainer_wait=sum(r.trainer_wait_s for r in steps) / seconds,
-        generator_wait=sum(r.generator_wait_ratio * r.step_s for r in steps) / seconds,
-        staleness_mean=sum(r.trajectory_staleness.mean * r.samples for r in steps) / samples,
-        length_mean=weighted_mean(lengths, lambda summary: summary.mean, lambda summary: summary.responses),
-        acceptance=sum(r.flow.accepted_groups for r in steps) / finished if finished else 1.0,
+        samples_per_s=sample_count / seconds,
+        trainer_wait=sum(record.trainer_wait_s for record in steps) / seconds,
+        generator_wait=sum(record.generator_wait_ratio * record.step_s for record in steps) / seconds,
+        staleness_mean=sum(record.trajectory_staleness.mean * record.samples for record in steps) / sample_count,
+        length_mean=weighted_mean(length_summaries, lambda summary: summary.mean, lambda summary: summary.responses),
+        acceptance=sum(record.flow.accepted_groups for record in steps) / finished_groups if finished_groups else 1.0,
     )
 
 
@@ -49,17 +49,17 @@ def steady(records: Sequence[StepRecord], budget: int, steps: int) -> list[StepR
     """Return ``records`` without the steps in which the queue was filling or draining.
 
     It drains at the end of a run of ``steps``, when no further step needs groups."""
-    return [r for r in usable(records) if budget < r.step < steps - budget - 1]
+    return [record for record in usable(records) if budget < record.step < steps - budget - 1]
 
 
 def rate_of(records: Sequence[StepRecord]) -> float:
     """Return the trained samples/s over these records; 0 without any."""
-    return sum(r.samples for r in records) / max(1e-9, sum(r.step_s for r in records))
+    return sum(record.samples for record in records) / max(1e-9, sum(record.step_s for record in records))
 
 
 def relative_noise(steps: Sequence[StepRecord], rate: float) -> float:
     """Return the relative standard error of samples / seconds, as a ratio of sums over steps."""
-    count = len(steps)
-    residual_squares = sum((r.samples - rate * r.step_s) ** 2 for r in steps)
-    samples = sum(r.samples for r in steps)
-    return math.sqrt(residual_squares * count / max(1, count - 1)) / samples
+    step_count = len(steps)
+    residual_squares = sum((record.samples - rate * record.step_s) ** 2 for record in steps)
+    sample_count = sum(record.samples for record in steps)
+    return math.sqrt(residual_squares * step_count / max(1, step_count - 1)) / sample_count

@@ -54,11 +54,11 @@ def switch_s(old: Knobs, new: Knobs, limits: ControlLimits, fitted: LedgerModel 
 
     A starting verifier takes a core meanwhile, and requests of replicas that start to rest are prefilled again
     elsewhere. The other knobs cost nothing."""
-    started = limits.switch_s.get("verifier_workers", 0.0) if new.verifier_workers > old.verifier_workers else 0.0
-    added = len(new.idle_replicas) - len(old.idle_replicas)
-    if fitted is None or added <= 0:
-        return started
-    return started + added * fitted.running * fitted.model.delay_s / (fitted.model.slots * fitted.model.replicas)
+    start_s = limits.switch_s.get("verifier_workers", 0.0) if new.verifier_workers > old.verifier_workers else 0.0
+    newly_idle = len(new.idle_replicas) - len(old.idle_replicas)
+    if fitted is None or newly_idle <= 0:
+        return start_s
+    return start_s + newly_idle * fitted.running * fitted.model.delay_s / (fitted.model.slots * fitted.model.replicas)
 
 
 def worthwhile_split(fitted: LedgerModel, limits: ControlLimits, remaining: RemainingWork) -> Recommendation | None:
@@ -66,11 +66,11 @@ def worthwhile_split(fitted: LedgerModel, limits: ControlLimits, remaining: Rema
 
     The switch costs the actors' start and a checkpoint, as measured, and a step of generation until the queue is full
     again."""
-    best = best_split(fitted, limits.shape, limits.splits)
-    if best is None:
+    split = best_split(fitted, limits.shape, limits.splits)
+    if split is None:
         return None
-    least, cost_s = best.gain - best.error, limits.switch_s.get("devices", 0.0) + remaining.step_s
-    return best if least >= LEAST_GAIN and remaining.amortizes(1.0 + least, cost_s) else None
+    least_gain, cost_s = split.gain - split.error, limits.switch_s.get("devices", 0.0) + remaining.step_s
+    return split if least_gain >= LEAST_GAIN and remaining.amortizes(1.0 + least_gain, cost_s) else None
 
 
 def describe_split(
@@ -78,9 +78,9 @@ def describe_split(
 ) -> str:
     """Describe a split, its predicted gain, and the reason."""
     replicas, ranks = (json.loads(split.settings[key]) for key in ("generator.devices", "trainer.devices"))
-    shared = len(set(replicas) & set(ranks))
+    shared_count = len(set(replicas) & set(ranks))
     shape, rates = limits.shape, f"{split.useful_per_s:.3g} useful samples/s for {fitted.useful_per_s:.3g}"
-    sharing = f", {shared} devices shared," if shared else ""
+    sharing = f", {shared_count} devices shared," if shared_count else ""
     return (
         f"{len(replicas)} replicas and {len(ranks)} trainer ranks{sharing} for {shape.replicas} and {shape.ranks}: "
         f"predicted {rates}, {split.gain:+.0%} ± {split.error:.0%} ({waits}); it would pay within the {rest.steps:.0f} "

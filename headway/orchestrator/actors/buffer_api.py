@@ -108,9 +108,9 @@ class BufferApi:
         if attempt is None:
             return None
         (group, member), number = attempt.key, attempt.number
-        address = exchange.header("host")  # by which this worker has reached the run, maybe through a proxy
+        host_header = exchange.header("host")  # by which this worker has reached the run, maybe through a proxy
         scheme = "https" if exchange.header("x-forwarded-proto") == "https" else "http"
-        base = f"{scheme}://{address}" if address else self._host.conversations.address
+        base_url = f"{scheme}://{host_header}" if host_header else self._host.conversations.address
         return {
             "uid": _uid(attempt.key, number),
             "instance_id": group,
@@ -118,7 +118,7 @@ class BufferApi:
             "member": member,
             "attempt": number,
             "task": agent_task(attempt.group.task, self._host.environment.shows),
-            "base_url": f"{base}/v1",
+            "base_url": f"{base_url}/v1",
             "api_key": attempt.conversation.key,
             "model": self._host.endpoint.model,
             "lease_s": self._manager.book.lease_s,
@@ -129,16 +129,16 @@ class BufferApi:
         return {"lease_s": self._manager.book.lease_s}
 
     async def _finish(self, exchange: HttpExchange, values: fields.Values) -> Any:
-        finish = _require_storable(Finish(**{name: values[name] for name in _OUTCOME}))
-        uid, first = await self._call_attempt(values, lambda key, number: self._manager.finish(key, number, finish))
-        return {"uid": uid, "finished": True, "repeated": not first}
+        finish = _require_storable(Finish(**{field: values[field] for field in _OUTCOME}))
+        uid, is_first = await self._call_attempt(values, lambda key, number: self._manager.finish(key, number, finish))
+        return {"uid": uid, "finished": True, "repeated": not is_first}
 
     async def _fail(self, exchange: HttpExchange, values: fields.Values) -> Any:
         cause, infrastructure = str(values["cause"] or "no cause given"), values["infrastructure"]
-        uid, first = await self._call_attempt(
+        uid, is_first = await self._call_attempt(
             values, lambda key, number: self._manager.fail(key, number, cause, infrastructure=infrastructure)
         )
-        return {"uid": uid, "failed": True, "repeated": not first}
+        return {"uid": uid, "failed": True, "repeated": not is_first}
 
     async def _call_attempt(self, values: fields.Values, call: Callable[[LeaseKey, int], Any]) -> tuple[str, Any]:
         """Make a call on the attempt that ``values`` name; returns the attempt's uid and the call's result."""
@@ -163,8 +163,8 @@ class BufferApi:
         if rollout is not None and (finish := Finish.of(rollout)) is not None:
             self._manager.book.restore((group, member), rollout.attempts, finish.ending)
         elif state == "open":
-            message = f"group {group}: the run is resuming, and hasn't offered member {member} yet; try again"
-            raise HttpError(503, message, code="not_offered_yet", headers=((b"retry-after", b"1"),))
+            reason = f"group {group}: the run is resuming, and hasn't offered member {member} yet; try again"
+            raise HttpError(503, reason, code="not_offered_yet", headers=((b"retry-after", b"1"),))
         elif state:
             raise HttpError(409, f"group {group} accepts no more finishes: {state}", code="lease_ended")
 
@@ -173,17 +173,17 @@ class BufferApi:
     async def _write(self, exchange: HttpExchange, values: fields.Values) -> Any:
         if values["uid"] is None:
             self._keep_demonstration(values)
-            message = "kept for headway sft only: text without a recorded session isn't trained on by this run"
+            status_text = "kept for headway sft only: text without a recorded session isn't trained on by this run"
         else:
-            uid = re.fullmatch(r"(.{1,256})-(\d{1,9})\.(\d{1,9})", str(values["uid"]))
-            if uid is None:
+            uid_match = re.fullmatch(r"(.{1,256})-(\d{1,9})\.(\d{1,9})", str(values["uid"]))
+            if uid_match is None:
                 raise RequestRefused("uid: valid: the uid of a lease", param="uid")
-            named = {"group": uid[1], "member": int(uid[2]), "attempt": int(uid[3])}
+            attempt_fields = {"group": uid_match[1], "member": int(uid_match[2]), "attempt": int(uid_match[3])}
             outcome = {"reward": values["reward"], "extra": values["extra_info"]}
-            await self._finish(exchange, fields.read(named | outcome, _ATTEMPT | _OUTCOME))
-            message = "the member is finished; its tokens are those recorded"
-        row = {name: value for name, value in values.items() if value is not None}
-        return {"success": True, "message": message, "data": {"data": [row], "meta_info": "write to buffer"}}
+            await self._finish(exchange, fields.read(attempt_fields | outcome, _ATTEMPT | _OUTCOME))
+            status_text = "the member is finished; its tokens are those recorded"
+        row = {field: value for field, value in values.items() if value is not None}
+        return {"success": True, "message": status_text, "data": {"data": [row], "meta_info": "write to buffer"}}
 
     def _keep_demonstration(self, values: fields.Values) -> None:
         """Append a row of `headway sft`'s data. Raises HttpError, RequestRefused."""
@@ -195,7 +195,7 @@ class BufferApi:
             raise RequestRefused(str(error), param="messages") from None
         if all(message["role"] != "assistant" for message in messages):  # headway sft would refuse the whole file
             raise RequestRefused("messages: none is the assistant's, so there is nothing to learn", param="messages")
-        row = {name: values[name] for name in ("instance_id", "reward", "extra_info") if values[name] is not None}
+        row = {field: values[field] for field in ("instance_id", "reward", "extra_info") if values[field] is not None}
         line = msgspec.json.encode(_require_storable({"messages": messages, **row}, _BODY_BYTES))
         self._file = self._file or LineFile(self._demonstrations)
         self._file.append(line)
@@ -206,32 +206,32 @@ class BufferApi:
         limit = _MOST_GROUPS if batch_size is None or batch_size < 0 else min(batch_size, _MOST_GROUPS)
         rows = await asyncio.to_thread(self._waiting_rows, limit)
         groups = list(dict.fromkeys(row["instance_id"] for row in rows))
-        meta = {
+        totals = {
             "total_samples": len(rows),
             "num_groups": len(groups),
             "avg_group_size": len(rows) / max(len(groups), 1),
             "avg_reward": sum(row["reward"] for row in rows) / max(len(rows), 1),
             "finished_groups": groups,
         }
-        message = "read-only: only the run's trainer takes groups"
-        return {"success": bool(rows), "message": message, "data": {"data": rows, "meta_info": meta}}
+        status_text = "read-only: only the run's trainer takes groups"
+        return {"success": bool(rows), "message": status_text, "data": {"data": rows, "meta_info": totals}}
 
     def _waiting_rows(self, most_groups: int) -> list[dict[str, Any]]:
         groups = [] if self._buffer_path is None else read_waiting(self._buffer_path, most_groups)
         return [row for group in groups for row in member_rows(group, self._codec)]
 
     async def _stats(self, exchange: HttpExchange, values: fields.Values) -> Any:
-        waiting, written, read = (0, 0, 0)
+        waiting_count, written_count, read_count = (0, 0, 0)
         if self._buffer_path is not None:
-            waiting, written, read = await asyncio.to_thread(read_rollout_counts, self._buffer_path)
+            waiting_count, written_count, read_count = await asyncio.to_thread(read_rollout_counts, self._buffer_path)
         book = self._manager.book
-        rollouts = {"current_size": waiting, "total_written": written, "total_read": read}
+        rollouts = {"current_size": waiting_count, "total_written": written_count, "total_read": read_count}
         leases = {"offered": book.offered, "leased": book.leased, "leases": dict(book.counts)}
         return {"success": True, "message": "", "data": rollouts | leases}
 
     async def _start(self, exchange: HttpExchange, values: fields.Values) -> Any:
-        message = "the run is active and starts no workers: they lease members at /buffer/lease"
-        return {"success": True, "message": message, "data": {"status": "running"}}
+        status_text = "the run is active and starts no workers: they lease members at /buffer/lease"
+        return {"success": True, "message": status_text, "data": {"status": "running"}}
 
     async def _metrics(self, exchange: HttpExchange, values: fields.Values) -> bytes:
         return metrics_text(self._manager.book)
@@ -245,23 +245,23 @@ def _uid(key: LeaseKey, attempt: int) -> str:
 def _require_storable(value: Any, most_bytes: int = _FINISH_BYTES) -> Any:
     """Return ``value``, a worker's report. Raises RequestRefused where it can't be stored or exceeds ``most_bytes``."""
     try:
-        size = len(msgspec.msgpack.encode(value))
+        size_bytes = len(msgspec.msgpack.encode(value))
     except (TypeError, ValueError, OverflowError) as error:  # an integer beyond 64 bits
         raise RequestRefused(f"the request's content can't be stored: {error}") from None
-    if size > most_bytes:
-        raise RequestRefused(f"the request's content has {size} bytes, at most {most_bytes} are valid")
+    if size_bytes > most_bytes:
+        raise RequestRefused(f"the request's content has {size_bytes} bytes, at most {most_bytes} are valid")
     return value
 
 
 def member_rows(finished: FinishedGroup, codec: TextCodec) -> list[dict[str, Any]]:
     """The valid members of a finished group in TritonForge's format."""
-    task, index = finished.group.task, str(finished.group.index)
-    asked = [{"role": "user", "content": task.content}] if isinstance(task.content, str) else list(task.content)
+    task, group_name = finished.group.task, str(finished.group.index)
+    prompt = [{"role": "user", "content": task.content}] if isinstance(task.content, str) else list(task.content)
     return [
         {
             "uid": rollout.rollout_id,
-            "instance_id": index,
-            "messages": [*asked, *_response_messages(rollout, codec)],
+            "instance_id": group_name,
+            "messages": [*prompt, *_response_messages(rollout, codec)],
             "reward": rollout.reward,
             "extra_info": {
                 "task_id": task.task_id,
@@ -279,14 +279,14 @@ def member_rows(finished: FinishedGroup, codec: TextCodec) -> list[dict[str, Any
 def _response_messages(rollout: Rollout, codec: TextCodec) -> Iterator[dict[str, Any]]:
     """Yield the texts of a rollout's trunk as messages: sampled ones as the assistant's, others as the user's."""
     start = 0
-    for sampled, span in groupby(rollout.response_mask):
-        end = start + sum(1 for _ in span)
-        yield {"role": "assistant" if sampled else "user", "content": codec.decode(rollout.response_ids[start:end])}
+    for is_sampled, mask_run in groupby(rollout.response_mask):
+        end = start + sum(1 for _ in mask_run)
+        yield {"role": "assistant" if is_sampled else "user", "content": codec.decode(rollout.response_ids[start:end])}
         start = end
 
 
 def metrics_text(book: LeaseBook) -> bytes:
     """The service's metrics in Prometheus' text format."""
-    counts = [f'headway_buffer_leases_total{{what="{label}"}} {count}' for label, count in sorted(book.counts.items())]
-    gauges = [f"headway_buffer_offered {book.offered}", f"headway_buffer_leased {book.leased}"]
-    return "\n".join([*gauges, "# TYPE headway_buffer_leases_total counter", *counts, ""]).encode()
+    rows = [f'headway_buffer_leases_total{{what="{label}"}} {count}' for label, count in sorted(book.counts.items())]
+    gauge_lines = [f"headway_buffer_offered {book.offered}", f"headway_buffer_leased {book.leased}"]
+    return "\n".join([*gauge_lines, "# TYPE headway_buffer_leases_total counter", *rows, ""]).encode()

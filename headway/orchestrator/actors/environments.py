@@ -36,8 +36,8 @@ async def open_multi_turn_host(
     ``environment.name`` asks for single turns. ``directory``: the run's, for the agents' output and parked sandboxes.
     ``waits``: where waits for outside workers are registered. Raises ConfigurationError."""
     if experiment.environment.name == "remote":
-        async with open_remote(experiment, clock, on_event, directory, waits) as remote:
-            yield remote
+        async with open_remote(experiment, clock, on_event, directory, waits) as remote_host:
+            yield remote_host
         return
     logs, started = (None, None) if directory is None else (directory.logs, directory.started())
     if not experiment.environment.is_class:

@@ -31,8 +31,8 @@ class MoveAction(NamedTuple):
     devices: tuple[str, ...]
 
     def __str__(self) -> str:
-        side = "trainer: " if self.kind in ("stop", "start") else "generator: "
-        return f"{side}{self.kind} on {', '.join(self.devices)}"
+        pool_prefix = "trainer: " if self.kind in ("stop", "start") else "generator: "
+        return f"{pool_prefix}{self.kind} on {', '.join(self.devices)}"
 
 
 def actions_between(current: RunPlacement, target: RunPlacement) -> list[MoveAction]:
@@ -45,19 +45,19 @@ def actions_between(current: RunPlacement, target: RunPlacement) -> list[MoveAct
     Example: generator and trainer change places. The trainer stops, a replica joins on its device, the old replica
     leaves, the trainer starts on the device that this frees.
     """
-    removed = tuple(device for device in current.generator if device not in target.generator)
-    added = tuple(device for device in target.generator if device not in current.generator)
-    trainer_changes = current.trainer != target.trainer
+    removed_devices = tuple(device for device in current.generator if device not in target.generator)
+    added_devices = tuple(device for device in target.generator if device not in current.generator)
+    trainer_moves = current.trainer != target.trainer
     freed_by_trainer = set(current.trainer) - set(target.trainer)  # once it has stopped
-    early = tuple(device for device in added if device not in freed_by_trainer)
-    late = tuple(device for device in added if device in freed_by_trainer)
-    stop = [MoveAction("stop", current.trainer)] if trainer_changes else []
-    start = [MoveAction("start", target.trainer)] if trainer_changes else []
-    leave = MoveAction("leave", removed)
-    if early or len(removed) < len(current.generator):  # others take the requests of those that leave
-        actions = [MoveAction("join", early), leave, *stop, *start, MoveAction("join", late)]
+    early_devices = tuple(device for device in added_devices if device not in freed_by_trainer)
+    late_devices = tuple(device for device in added_devices if device in freed_by_trainer)
+    stopping = [MoveAction("stop", current.trainer)] if trainer_moves else []
+    start = [MoveAction("start", target.trainer)] if trainer_moves else []
+    leave = MoveAction("leave", removed_devices)
+    if early_devices or len(removed_devices) < len(current.generator):  # others take the requests of those that leave
+        actions = [MoveAction("join", early_devices), leave, *stopping, *start, MoveAction("join", late_devices)]
     else:
-        actions = [*stop, MoveAction("join", late[:1]), leave, *start, MoveAction("join", late[1:])]
+        actions = [*stopping, MoveAction("join", late_devices[:1]), leave, *start, MoveAction("join", late_devices[1:])]
     return [action for action in actions if action.devices]
 
 
@@ -65,22 +65,22 @@ def require_movable(experiment: Experiment) -> None:
     """Raise ConfigurationError where ``control.devices = "move"`` has no other placement, or none to compare."""
     if experiment.control.devices != "move":
         return
-    placed = placement_of(experiment)
-    names = list(dict.fromkeys((*placed.generator, *placed.trainer)))
-    pairs = itertools.combinations(map(parse_device, names), 2)
+    placement = placement_of(experiment)
+    devices = list(dict.fromkeys((*placement.generator, *placement.trainer)))
+    device_pairs = itertools.combinations(map(parse_device, devices), 2)
     if experiment.control.mode != "act":
         reason = f"control.mode = {experiment.control.mode!r} changes nothing in a run; valid: control.mode = 'act'"
     elif experiment.generator.engine == "vllm-server":
         reason = "a server takes no turns with the trainer; valid: generator.engine = 'torch' or 'vllm'"
-    elif len(names) == 1:
+    elif len(devices) == 1:
         reason = "with one device there is one plan, temporal, in which the sides take turns; leave it out"
-    elif not interchangeable(names) or experiment.generator.engine_arguments.get("tensor_parallel_size", 1) != 1:
+    elif not interchangeable(devices) or experiment.generator.engine_arguments.get("tensor_parallel_size", 1) != 1:
         reason = "placement can only change on devices of one kind and size, one device a replica"
-    elif clash := next((pair for pair in pairs if pair[0].shares_with(pair[1])), None):
-        reason = f"{clash[0]} and {clash[1]} overlap in part; valid: equal names, or no overlap"
+    elif overlap := next((pair for pair in device_pairs if pair[0].shares_with(pair[1])), None):
+        reason = f"{overlap[0]} and {overlap[1]} overlap in part; valid: equal names, or no overlap"
     else:
         return
-    raise ConfigurationError(f"control.devices = 'move' (--plan auto) with {', '.join(names)}: {reason}")
+    raise ConfigurationError(f"control.devices = 'move' (--plan auto) with {', '.join(devices)}: {reason}")
 
 
 class PlacementChanger:
@@ -103,45 +103,45 @@ class PlacementChanger:
     async def apply_planned(self) -> None:
         """Execute the pending change of placement, if there is one."""
         run, pools = self._run, self._run.worker_pools
-        planned, run.state.pending_move = run.state.pending_move, None
-        if planned is None or pools is None or planned.placement == self._present:
+        plan, run.state.pending_move = run.state.pending_move, None
+        if plan is None or pools is None or plan.placement == self._present:
             return
-        previous, began_s = self._present, run.clock.now()
+        former_placement, began_s = self._present, run.clock.now()
         with run.waits.on("a change of plan", LOOPS, "the train loop"):
-            failure = await self._apply(pools, planned.placement, previous)
+            failure = await self._apply(pools, plan.placement, former_placement)
         await self._place_locks(self._present.trainer)
         if run.memory is not None:
             await run.locks.evict(TRAINER)
         cost_s = run.clock.now() - began_s
         run.state.moved = ExecutedMove(
-            planned=planned, version=run.state.version, cost_s=cost_s, previous=previous, placement=self._present
+            planned=plan, version=run.state.version, cost_s=cost_s, previous=former_placement, placement=self._present
         )
         if not failure:
             self._store_present(pools)
-        data = {"gain": planned.gain, "rate": planned.rate, "expected_cost_s": planned.cost_s, "cost_s": cost_s}
-        data = {name: round(value, 3) for name, value in data.items()}
-        detail = f"{failure}; still {self._present}" if failure else f"{previous} -> {self._present}"
-        name = EVENT_PLAN_KEPT if failure else EVENT_PLAN_CHANGED
-        run.event(name, detail, before=str(previous), after=str(planned.placement), **data)
+        figures = {"gain": plan.gain, "rate": plan.rate, "expected_cost_s": plan.cost_s, "cost_s": cost_s}
+        figures = {event_name: round(figure, 3) for event_name, figure in figures.items()}
+        detail = f"{failure}; still {self._present}" if failure else f"{former_placement} -> {self._present}"
+        event_name = EVENT_PLAN_KEPT if failure else EVENT_PLAN_CHANGED
+        run.event(event_name, detail, before=str(former_placement), after=str(plan.placement), **figures)
 
     async def _apply(self, pools: WorkerPools, requested: RunPlacement, previous: RunPlacement) -> str:
         """Change to the ``requested`` placement; where an action fails, back to ``previous``. Returns the failure, ""
         for none. Raises the error of the way back, where that fails twice."""
-        failure = ""
-        for last, goal in ((False, requested), (False, previous), (True, previous)):
-            for action in actions_between(self._present, goal):
+        reason = ""
+        for is_last, target in ((False, requested), (False, previous), (True, previous)):
+            for action in actions_between(self._present, target):
                 began_s = self._run.clock.now()
                 try:
                     await self._execute(pools, action)
                 except (HeadwayError, ValueError) as error:  # the latter: of a replica that is lost, or alone
-                    if last or isinstance(error, EpochLost):
+                    if is_last or isinstance(error, EpochLost):
                         raise
-                    failure = failure or f"{action}: {error}"
+                    reason = reason or f"{action}: {error}"
                     break
                 self._run.meter.moved(str(action), self._run.clock.now() - began_s)
             else:
-                self._present = goal  # in its order
-                return failure
+                self._present = target  # in its order
+                return reason
         raise AssertionError("unreachable")
 
     async def _execute(self, pools: WorkerPools, action: MoveAction) -> None:
@@ -179,15 +179,15 @@ class PlacementChanger:
 
     async def _leave(self, pools: WorkerPools, device: str) -> None:
         await pools.generator.leave(self._names[device], move=True)
-        generator = tuple(name for name in self._present.generator if name != device)
+        generator = tuple(other for other in self._present.generator if other != device)
         self._present = msgspec.structs.replace(self._present, generator=generator)
 
     def _store_present(self, pools: WorkerPools) -> None:
         """Make the present placement the run's: for its knobs, for the controller, and for a resume."""
         run, knobs = self._run, self._run.state.knobs
         run.experiment = changed_experiment(run.experiment, self._present.settings)
-        kept = {"steps_per_publish": knobs.steps_per_publish, "verifier_workers": knobs.verifier_workers}
-        run.state.knobs = msgspec.structs.replace(first_knobs(run.experiment), **kept)
+        kept_knobs = {"steps_per_publish": knobs.steps_per_publish, "verifier_workers": knobs.verifier_workers}
+        run.state.knobs = msgspec.structs.replace(first_knobs(run.experiment), **kept_knobs)
         run.state.changed.notify()
         directory = RunDirectory(run.directory)
         directory.write_json(directory.placement, PlacementFile(configured=pools.configured, present=self._present))
@@ -195,6 +195,6 @@ class PlacementChanger:
 
 def planned_move(settings: dict[str, str], gain: float, rate: float, cost_s: float) -> PlannedMove:
     """The move to the placement in ``settings``: the JSON text of ``generator.devices`` and ``trainer.devices``."""
-    names = ("generator", "trainer")
-    devices = {name: msgspec.json.decode(settings[f"{name}.devices"], type=tuple[str, ...]) for name in names}
+    sections = ("generator", "trainer")
+    devices = {key: msgspec.json.decode(settings[f"{key}.devices"], type=tuple[str, ...]) for key in sections}
     return PlannedMove(placement=RunPlacement(**devices), gain=gain, rate=rate, cost_s=cost_s)

@@ -40,16 +40,16 @@ async def open_sandboxes(
     ``run``: the run that owns them; ``snapshots``: the folder of parked ones; ``backend``: instead of the one that
     ``settings`` name. Raises ConfigurationError where the backend isn't installed.
     """
-    inner = backend if backend is not None else backend_of(settings, run=run, snapshots=snapshots)
-    faults = None
+    real_backend = backend if backend is not None else backend_of(settings, run=run, snapshots=snapshots)
+    faulty_backend = None
     if share := injected_share():
-        faults = FaultyBackend(inner, clock, share=share, slow_s=settings.start_limit_s / 3, seed=seed)
-    pool = SandboxPool(faults or inner, pool_settings(settings), clock, breaker=Breaker(BREAKER))
-    reaper = Reaper(inner, clock, _REAP_EVERY_S, pool.end_leaked) if isinstance(inner, Reaping) else None
-    reaping = asyncio.create_task(reaper.run(), name="sandbox reaper") if reaper is not None else None
+        faulty_backend = FaultyBackend(real_backend, clock, share=share, slow_s=settings.start_limit_s / 3, seed=seed)
+    pool = SandboxPool(faulty_backend or real_backend, pool_settings(settings), clock, breaker=Breaker(BREAKER))
+    reaper = Reaper(real_backend, clock, _REAP_EVERY_S, pool.end_leaked) if isinstance(real_backend, Reaping) else None
+    reaper_task = asyncio.create_task(reaper.run(), name="sandbox reaper") if reaper is not None else None
     try:
-        yield RunSandboxes(pool, reaper, faults)
+        yield RunSandboxes(pool, reaper, faulty_backend)
     finally:
-        await cancel_all(reaping)
+        await cancel_all(reaper_task)
         await pool.close()
-        await inner.close()
+        await real_backend.close()

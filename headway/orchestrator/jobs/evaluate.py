@@ -37,16 +37,16 @@ class Scorer:
     """Scores the tasks of one split with the weights that its generator holds."""
 
     def __init__(self, experiment: Experiment, split: str, machines: Machines) -> None:
-        sets = load_task_sets(experiment)
-        if split not in sets:
-            raise ConfigurationError(f"tasks.{split} is missing; the experiment has: {', '.join(sets)}")
+        task_sets = load_task_sets(experiment)
+        if split not in task_sets:
+            raise ConfigurationError(f"tasks.{split} is missing; the experiment has: {', '.join(task_sets)}")
         self._experiment = experiment
         self._split = split
-        self._tasks = sets[split]
+        self._tasks = task_sets[split]
         self._clock = RealClock()
         self._scratch = ScratchFolder("headway-eval-")  # of pixel arrays
-        run = experiment.run.model_copy(update={"directory": str(self._scratch.path)})
-        experiment = self._experiment = experiment.model_copy(update={"run": run})
+        run_settings = experiment.run.model_copy(update={"directory": str(self._scratch.path)})
+        experiment = self._experiment = experiment.model_copy(update={"run": run_settings})
         self._tokenizer = Tokenizer.of(experiment)
         if experiment.environment.name == "single_turn":
             require_rendered_tasks(self._tokenizer, self._tasks)
@@ -54,8 +54,8 @@ class Scorer:
         self._pictures = open_pictures(experiment, {split: self._tasks}, launcher, self._clock)
         self._prompts = PromptMaker(self._tokenizer, experiment.model.template, self._pictures)
         self.generator = GeneratorPool(launcher, experiment, self._clock, bring_to=machines.bring_to)
-        named, retries = named_verifiers(experiment, {split: self._tasks}), experiment.rollout.retries
-        self._verifier = VerifierPool(launcher, experiment.verifier, self._clock, named=named, retries=retries)
+        named_settings, retries = named_verifiers(experiment, {split: self._tasks}), experiment.rollout.retries
+        self._verifier = VerifierPool(launcher, experiment.verifier, self._clock, named=named_settings, retries=retries)
         self._rollouts: RolloutMaker | None = None
 
     async def start(self, stack: AsyncExitStack) -> None:
@@ -75,9 +75,9 @@ class Scorer:
         await self._verifier.start()
         if self._tokenizer.added_stops:
             _print_event("stop_tokens_added", self._tokenizer.added_text)
-        sets = {self._split: self._tasks}
-        sets = await leave_out_unproved(experiment, sets, self._verifier, _print_event)
-        self._tasks = sets[self._split]
+        task_sets = {self._split: self._tasks}
+        task_sets = await leave_out_unproved(experiment, task_sets, self._verifier, _print_event)
+        self._tasks = task_sets[self._split]
         for actor in (self.generator, *([] if self._pictures is None else [self._pictures])):
             stack.push_async_callback(actor.stop)
         await self.generator.start()
@@ -88,7 +88,7 @@ class Scorer:
         """Attempt and verify every task with the present weights."""
         if self._rollouts is None:
             raise RuntimeError("score() before start()")
-        started = self._clock.now()
+        started_s = self._clock.now()
         rollouts = await attempt_tasks(
             self._tasks,
             rollouts=self._rollouts,
@@ -107,7 +107,7 @@ class Scorer:
             phase=phase,
             step=step,
             tasks=self._tasks,
-            duration_s=self._clock.now() - started,
+            duration_s=self._clock.now() - started_s,
             time_s=0.0,
             ks=self._experiment.ledger.pass_at,
         )
@@ -125,11 +125,11 @@ def evaluate_model(
     adapter; by default the experiment's, which is the model itself where it is a new one."""
     adapter = AdapterConfig(path=adapter_path) if adapter_path else experiment.model.adapter
     model = experiment.model.model_copy(update={"path": model_path, "adapter": adapter})
-    chosen = without_replay(experiment.model_copy(update={"model": model}))
+    scored_experiment = without_replay(experiment.model_copy(update={"model": model}))
 
     async def score() -> EvaluationRecord:
         async with AsyncExitStack() as stack:
-            machines = await stack.enter_async_context(open_machines(chosen, RealClock()))
+            machines = await stack.enter_async_context(open_machines(scored_experiment, RealClock()))
             scorer = Scorer(machines.experiment, split, machines)
             await scorer.start(stack)
             return await scorer.score("held", on_progress=on_progress)

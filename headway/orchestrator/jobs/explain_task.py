@@ -43,9 +43,9 @@ class RunHistory:
         if not directory.buffer.is_file():
             raise ConfigurationError(f"{directory.path}: no buffer.db, so no task was drawn yet")
         self.groups = read_history(directory.buffer)
-        left_out = read_left_out(directory.left_out)
+        left_out_ids = read_left_out(directory.left_out)
         tasks = load_task_sets(self.experiment)["train"] if tasks is None else tasks
-        self.tasks = [task for task in tasks if task.task_id not in left_out]
+        self.tasks = [task for task in tasks if task.task_id not in left_out_ids]
         self.settings = CurriculumConfig.of(self.experiment.curriculum)
         self.adaptive = self.settings.mode == "adaptive"
 
@@ -57,19 +57,19 @@ class RunHistory:
     def find(self, query: str) -> Task:
         """The task whose id is or begins with ``query``, or whose prompt holds it. Raises ConfigurationError, with
         the nearest, when there is none, or several."""
-        exact = [task for task in self.tasks if task.task_id == query]
-        matches = exact or [task for task in self.tasks if task.task_id.startswith(query)]
+        exact_matches = [task for task in self.tasks if task.task_id == query]
+        matches = exact_matches or [task for task in self.tasks if task.task_id.startswith(query)]
         matches = matches or [task for task in self.tasks if query and query in task.prompt]
         if len(matches) == 1:
             return matches[0]
         if matches:
             listed = _listed(matches)
             raise ConfigurationError(f"task {query!r}: {len(matches)} tasks match; give more of the id/text: {listed}")
-        ids = {task.task_id: task for task in self.tasks}
-        near = difflib.get_close_matches(query, sorted(ids), n=3, cutoff=0.0)
+        task_by_id = {task.task_id: task for task in self.tasks}
+        near_ids = difflib.get_close_matches(query, sorted(task_by_id), n=3, cutoff=0.0)
         raise ConfigurationError(
-            f"task {query!r}: none of the {len(ids)} training tasks has this id or text; nearest: "
-            + _listed([ids[name] for name in near])
+            f"task {query!r}: none of the {len(task_by_id)} training tasks has this id or text; nearest: "
+            + _listed([task_by_id[task_id] for task_id in near_ids])
         )
 
     def explain(self, task: Task) -> TaskExplanation:
@@ -78,38 +78,38 @@ class RunHistory:
         posteriors: dict[int, tuple[Posterior, Posterior]] = {}  # group -> before and after its evidence
         location = selector.location_of(task.task_id)
         assert location is not None
-        source, number = selector.curriculum.sources[location[0]], location[1]
+        source, task_number = selector.curriculum.sources[location[0]], location[1]
         for group in selector.replay_draws(self.groups):
             if group.task_id == task.task_id:
-                prior = self._posterior(source, number)
+                prior = self._posterior(source, task_number)
                 selector.learn_group(group)
-                posteriors[group.index] = (prior, self._posterior(source, number))
+                posteriors[group.index] = (prior, self._posterior(source, task_number))
             else:
                 selector.learn_group(group)
-        mine = [group for group in self.groups if group.task_id == task.task_id]
-        due, last = int(source.due[number]), int(source.drawn_at[number])
-        rests = max(0, last + self.experiment.task_cooldown_groups[1] - selector.next_index) if last >= 0 else 0
-        smallest, largest = self.experiment.smallest_group, self.experiment.largest_group
+        task_groups = [group for group in self.groups if group.task_id == task.task_id]
+        due_index, drawn = int(source.due[task_number]), int(source.drawn_at[task_number])
+        rest_groups = max(0, drawn + self.experiment.task_cooldown_groups[1] - selector.next_index) if drawn >= 0 else 0
+        smallest_size, largest_size = self.experiment.smallest_group, self.experiment.largest_group
         return TaskExplanation(
             task_id=task.task_id,
             source=task.source if len(self.experiment.tasks.train) > 1 else "",
             prompt=task.prompt,
             answer=task.answer,
             adaptive=self.adaptive,
-            region=source.region(number),
-            now=self._posterior(source, number),
+            region=source.region(task_number),
+            now=self._posterior(source, task_number),
             min_signal=selector.curriculum.band.limit,
             size=group_size(
-                *source.posterior(number),
-                smallest,
-                largest,
+                *source.posterior(task_number),
+                smallest_size,
+                largest_size,
                 self.settings.member_gain,
             ),
-            rests_groups=rests,
-            due_groups=max(0, due - selector.next_index) if due > last and due >= 0 else None,
-            band_probability=source.band_probability(number, selector.next_index),
+            rests_groups=rest_groups,
+            due_groups=max(0, due_index - selector.next_index) if due_index > drawn and due_index >= 0 else None,
+            band_probability=source.band_probability(task_number, selector.next_index),
             next_index=selector.next_index,
-            draws=[_draw_explanation(group, posteriors.get(group.index), self.experiment) for group in mine],
+            draws=[_draw_explanation(group, posteriors.get(group.index), self.experiment) for group in task_groups],
         )
 
     # -- the whole run -------------------------------------------------------------------------------
@@ -118,38 +118,38 @@ class RunHistory:
         """Summarise regions, band, draws by reason, and the next draws if no group finished meanwhile."""
         selector = self._new_selector()
         selector.replay(self.groups)
-        rates = [0] * 10
+        rate_counts = [0] * 10
         for source in selector.curriculum.sources:
-            seen = source.signal >= 0
-            for mean in source.alpha[seen] / (source.alpha[seen] + source.beta[seen]):
-                rates[min(9, int(mean * 10))] += 1
-        reasons = Counter(map(_reason, self.groups))
-        finished = Counter(_reason(group) for group in self.groups if group.evidence is not None)
+            is_seen = source.signal >= 0
+            for mean_rate in source.alpha[is_seen] / (source.alpha[is_seen] + source.beta[is_seen]):
+                rate_counts[min(9, int(mean_rate * 10))] += 1
+        reason_counts = Counter(map(_reason, self.groups))
+        finished_counts = Counter(_reason(group) for group in self.groups if group.evidence is not None)
         flat = Counter(_reason(group) for group in self.groups if group.evidence and group.evidence.zero_variance)
-        limit = selector.curriculum.band.limit
+        min_signal = selector.curriculum.band.limit
         regions, band_changes = selector.curriculum.regions(), list(selector.curriculum.band.changes)
-        following: list[DrawExplanation] = []
+        next_draws: list[DrawExplanation] = []
         for index in range(selector.next_index, selector.next_index + (NEXT_DRAWS if self.adaptive else 0)):
             task, size, draw = selector.take()
-            planned = DrawnGroup(
+            planned_group = DrawnGroup(
                 index=index, task_id=task.task_id, size=size, admitted_version=-1, draw=draw, ending=None
             )
-            following.append(_draw_explanation(planned, None, self.experiment, task.prompt))
+            next_draws.append(_draw_explanation(planned_group, None, self.experiment, task.prompt))
         return CurriculumExplanation(
             adaptive=self.adaptive,
             tasks=len(self.tasks),
             groups=len(self.groups),
             regions=regions,
-            min_signal=limit,
-            known_limits=known_limits(limit, self.experiment.rollout.group_size),
+            min_signal=min_signal,
+            known_limits=known_limits(min_signal, self.experiment.rollout.group_size),
             group_size=self.experiment.rollout.group_size,
-            solve_rates=rates,
-            draws={reason: reasons[reason] for reason in DRAW_REASONS},
+            solve_rates=rate_counts,
+            draws={reason: reason_counts[reason] for reason in DRAW_REASONS},
             zero_variance_share={
-                reason: flat[reason] / finished[reason] for reason in DRAW_REASONS if finished[reason]
+                reason: flat[reason] / finished_counts[reason] for reason in DRAW_REASONS if finished_counts[reason]
             },
             band_changes=band_changes,
-            following=following,
+            following=next_draws,
         )
 
     def _posterior(self, source: SourceCurriculum, number: int) -> Posterior:
@@ -170,8 +170,8 @@ def _reason(group: DrawnGroup) -> str:
 
 
 def _listed(tasks: Sequence[Task]) -> str:
-    more = f" and {len(tasks) - LISTED_MATCHES} more" if len(tasks) > LISTED_MATCHES else ""
-    return ", ".join(f"{task.task_id} ({task.prompt[:30]!r})" for task in tasks[:LISTED_MATCHES]) + more
+    more_text = f" and {len(tasks) - LISTED_MATCHES} more" if len(tasks) > LISTED_MATCHES else ""
+    return ", ".join(f"{task.task_id} ({task.prompt[:30]!r})" for task in tasks[:LISTED_MATCHES]) + more_text
 
 
 def _draw_explanation(
@@ -201,9 +201,9 @@ def _draw_explanation(
 def _draw_reason(draw: Draw | None, experiment: Experiment) -> str:
     if draw is None:
         return "it was its turn (curriculum.mode = 'uniform')"
-    share = CurriculumConfig.of(experiment.curriculum).cursor_share
+    cursor_share = CurriculumConfig.of(experiment.curriculum).cursor_share
     if draw.reason == "cursor":
-        return f"a draw of the plain walk, as {share:.0%} of draws are, so that every task is drawn"
+        return f"a draw of the plain walk, as {cursor_share:.0%} of draws are, so that every task is drawn"
     if draw.reason == "replay":
         return "unsolved when last seen, and due again"
     if draw.reason == "band":
@@ -217,10 +217,10 @@ def _size_reason(draw: Draw | None, size: int, experiment: Experiment) -> str:
     if draw is None or experiment.smallest_group == experiment.largest_group:
         return "rollout.group_size"
     probability = mixed_probability(draw.alpha, draw.beta, size)
-    further = mixed_probability(draw.alpha, draw.beta, size + 1) - probability
-    if size == experiment.largest_group and further >= CurriculumConfig.of(experiment.curriculum).member_gain:
-        return f"curriculum.max_group_size; one more would add {further:.3f} to the probability of a signal"
-    return f"one more would add only {further:.3f} to the probability of a signal"
+    signal_gain = mixed_probability(draw.alpha, draw.beta, size + 1) - probability
+    if size == experiment.largest_group and signal_gain >= CurriculumConfig.of(experiment.curriculum).member_gain:
+        return f"curriculum.max_group_size; one more would add {signal_gain:.3f} to the probability of a signal"
+    return f"one more would add only {signal_gain:.3f} to the probability of a signal"
 
 
 def _outcome(group: DrawnGroup) -> str:

@@ -33,27 +33,27 @@ def write_run_card(folder: str | Path, run_dir: str | Path, price: float | None 
     """
     view = view_run(run_dir)
     version = _version_of(Path(adapter or folder))
-    experiment, measured = view.configuration, [record for record in view.evaluations if record.samples]
-    of_these = [e for e in measured if version is not None and e.first_version <= version <= e.last_version]
-    started = [evaluation for evaluation in measured if evaluation.phase == "before" and evaluation not in of_these]
-    body = [
+    experiment, scored = view.configuration, [record for record in view.evaluations if record.samples]
+    of_version = [e for e in scored if version is not None and e.first_version <= version <= e.last_version]
+    baseline = [evaluation for evaluation in scored if evaluation.phase == "before" and evaluation not in of_version]
+    body_texts = [
         f"Trained by reinforcement learning in the run `{_code(view.path)}`. Every number here was measured in it.",
         "## Evaluation",
-        _evaluation_table([*started, *of_these]) if of_these else "These weights weren't evaluated in the run.",
+        _evaluation_table([*baseline, *of_version]) if of_version else "These weights weren't evaluated in the run.",
         "## Training",
         _rows_table(_training_rows(view, version, price)),
     ]
     tags = ["reinforcement-learning", str(_nested(experiment, "algorithm", "loss") or "")]
-    return _write(Path(folder), str(_nested(experiment, "model", "path") or ""), tags, body)
+    return _write(Path(folder), str(_nested(experiment, "model", "path") or ""), tags, body_texts)
 
 
 def write_sft_card(folder: str | Path, base: str, data: str, result: Mapping[str, Any]) -> bool:
     """Write the card of a model that `headway sft` trained; ``result``: its figures. False: as `write_run_card`."""
-    learned = ("step", "epochs", "loss_mean", "held_out_loss", "solve_rate", "standard_error", "failed")
-    names = (*learned, "kept", "time_s", "ended")
-    rows = {"data": f"`{_code(data)}`", **mapping_rows({name: result[name] for name in names if name in result})}
-    body = ["Trained on demonstrations. Every number here was measured in that training.", _rows_table(rows)]
-    return _write(Path(folder), base, ["sft"], body)
+    result_keys = ("step", "epochs", "loss_mean", "held_out_loss", "solve_rate", "standard_error", "failed")
+    shown_keys = (*result_keys, "kept", "time_s", "ended")
+    rows = {"data": f"`{_code(data)}`", **mapping_rows({key: result[key] for key in shown_keys if key in result})}
+    body_texts = ["Trained on demonstrations. Every number here was measured in that training.", _rows_table(rows)]
+    return _write(Path(folder), base, ["sft"], body_texts)
 
 
 def write_merge_card(folder: str | Path, base: str, adapter: str | Path) -> bool:
@@ -63,18 +63,18 @@ def write_merge_card(folder: str | Path, base: str, adapter: str | Path) -> bool
         if (parent / "ledger.jsonl").is_file():
             with contextlib.suppress(ConfigurationError):  # a damaged ledger, which isn't this model's
                 return write_run_card(folder, parent, adapter=str(adapter))
-    text = f"`{_code(base)}` with the adapter `{_code(adapter)}` merged into it. Nothing was measured of it here."
-    return _write(Path(folder), base, [], [text])
+    merge_text = f"`{_code(base)}` with the adapter `{_code(adapter)}` merged into it. Nothing was measured of it here."
+    return _write(Path(folder), base, [], [merge_text])
 
 
 def _write(folder: Path, base: str, tags: list[str], body: list[str]) -> bool:
     if (folder / CARD_FILE).exists() and not has_own_card(folder):
         return False
     adapter = (folder / "adapter_config.json").is_file()
-    kind, release = "An adapter of" if adapter else "From", distribution_version("headway")
+    relation, release = "An adapter of" if adapter else "From", distribution_version("headway")
     license_name = _license_of(Path(base))
     name = folder.resolve().name
-    head = [
+    header_lines = [
         "---",
         f"base_model: {json.dumps(base, ensure_ascii=False)}",
         f"license: {license_name}",
@@ -84,15 +84,15 @@ def _write(folder: Path, base: str, tags: list[str], body: list[str]) -> bool:
         *(f"- {json.dumps(tag)}" for tag in ("headway", *filter(None, tags))),
         "---",
     ]
-    parts = [
+    body_parts = [
         CARD_MARK,
         f"# {_code(name)}",
-        f"{kind} the model `{_code(base)}`, by Headway {release}.",
+        f"{relation} the model `{_code(base)}`, by Headway {release}.",
     ]
     if license_name == "unknown":
-        parts.append("Its license isn't known here: the base model's folder names none.")
-    text = "\n\n".join(["\n".join(head), *parts, *body]) + "\n"
-    write_atomically(folder / CARD_FILE, text.encode("utf-8", "replace"))
+        body_parts.append("Its license isn't known here: the base model's folder names none.")
+    card_text = "\n\n".join(["\n".join(header_lines), *body_parts, *body]) + "\n"
+    write_atomically(folder / CARD_FILE, card_text.encode("utf-8", "replace"))
     return True
 
 
@@ -121,41 +121,41 @@ def _evaluation_table(records: list[EvaluationRecord]) -> str:
     ]
     for record in records:
         low, high = (record.solve_rate + sign * _Z * record.standard_error for sign in (-1, 1))
-        versions = f"version {record.first_version}" + ("" if record.held else f" to {record.last_version}")
+        versions_text = f"version {record.first_version}" + ("" if record.held else f" to {record.last_version}")
         lines.append(
-            f"| {record.split} | {record.phase} training | {versions} | {record.tasks:,} | {record.samples:,} | "
+            f"| {record.split} | {record.phase} training | {versions_text} | {record.tasks:,} | {record.samples:,} | "
             f"{record.failed:,} | {record.solve_rate:.3f} | {max(0.0, low):.3f} to {min(1.0, high):.3f} |"
         )
     return "\n".join(lines)
 
 
 def _training_rows(view: RunView, version: int | None, price: float | None) -> Rows:
-    last = view.summary.steps
-    rows: Rows = {"weights": f"version {version} of {last}" if version is not None else "version unknown"}
-    for axis, places in axis_positions(view, price).items():
-        if version in places:
+    last_step = view.summary.steps
+    rows: Rows = {"weights": f"version {version} of {last_step}" if version is not None else "version unknown"}
+    for axis, position_by_version in axis_positions(view, price).items():
+        if version in position_by_version:
             format_spec = {"dollars": ",.2f", "hours": ",.3g"}.get(axis, ",.0f")
-            rows[f"{AXES[axis]}, until this version"] = format(places[version], format_spec)
+            rows[f"{AXES[axis]}, until this version"] = format(position_by_version[version], format_spec)
     with contextlib.suppress(ConfigurationError):
         rows["devices"] = str(cost_of_run(view, price or 0.0).devices)
-    rows["the whole run"] = f"{last:,} steps in {duration(view.summary.duration_s)}"
+    rows["the whole run"] = f"{last_step:,} steps in {duration(view.summary.duration_s)}"
     keys = ("algorithm.loss", "algorithm.advantage", "algorithm.kl_coefficient", "trainer.learning_rate")
     keys += ("rollout.group_size", "queue.groups_per_step", "queue.budget", "verifier.name", "run.seed")
     for key in keys:
-        value = _nested(view.configuration, *key.split("."))
-        if value is not None:
-            rows[f"`{key}`"] = f"`{_code(value)}`"
+        setting = _nested(view.configuration, *key.split("."))
+        if setting is not None:
+            rows[f"`{key}`"] = f"`{_code(setting)}`"
     for split in ("train", "validation", "test"):
         sources = _nested(view.configuration, "tasks", split)
         for source in sources if isinstance(sources, list) else []:
-            name = _nested(source, "path") or _nested(source, "name") or _nested(source, "source")
-            rows[f"tasks, {split}"] = ", ".join(filter(None, (rows.get(f"tasks, {split}"), f"`{_code(name)}`")))
+            source_name = _nested(source, "path") or _nested(source, "name") or _nested(source, "source")
+            rows[f"tasks, {split}"] = ", ".join(filter(None, (rows.get(f"tasks, {split}"), f"`{_code(source_name)}`")))
     return rows
 
 
 def _nested(value: Any, *names: str) -> Any:
-    for name in names:
-        value = value.get(name) if isinstance(value, dict) else None
+    for key in names:
+        value = value.get(key) if isinstance(value, dict) else None
     return value
 
 

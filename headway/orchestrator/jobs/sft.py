@@ -63,13 +63,13 @@ def run_sft(experiment: Experiment, *, on_progress: Progress | None = None) -> d
     the same output; NoProgress when steps are skipped without end.
     """
     _require_inputs(experiment)
-    folder = Path(experiment.sft.output).resolve()
-    identity = "sft-" + hashlib.blake2b(str(folder).encode(), digest_size=6).hexdigest()  # names its shared memory
-    lock = FileLock(folder.with_name(f".{folder.name}.lock"), "sft.output", experiment.sft.output)
+    output = Path(experiment.sft.output).resolve()
+    identity = "sft-" + hashlib.blake2b(str(output).encode(), digest_size=6).hexdigest()  # names its shared memory
+    lock = FileLock(output.with_name(f".{output.name}.lock"), "sft.output", experiment.sft.output)
     lock.acquire()
     try:
         reap(identity)  # of a killed process, as is the folder that it was writing
-        recover_folder(folder)
+        recover_folder(output)
         return asyncio.run(_sft(experiment, identity, on_progress or (lambda _: None)))
     except RemoteError as error:
         if isinstance(error.__cause__, HeadwayError):  # a bad data file, a full disk: found by the worker
@@ -100,8 +100,8 @@ def _require_inputs(experiment: Experiment) -> None:
 async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> dict[str, Any]:
     settings = experiment.sft
     clock = RealClock()
-    data = read_sft_tokens(experiment)
-    on_progress(data.counts)
+    sft_tokens = read_sft_tokens(experiment)
+    on_progress(sft_tokens.counts)
     async with AsyncExitStack() as stack:
         arguments = {"experiment": json.loads(experiment.model_dump_json()), "run_id": identity}
         spec = WorkerSpec(name="sft", factory=_SERVICE, arguments=arguments, device=settings.device, preload=MODEL_CODE)
@@ -110,24 +110,24 @@ async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> 
         )
         trainer = await machines.launcher.start(spec)
         stack.push_async_callback(trainer.stop)
-        count = len(data.lengths_s)
-        held_out = 0 if settings.steps else min(_MOST_HELD_OUT, round(_HELD_OUT_SHARE * count))
-        await trainer.call("prepare", data.token_ids_n, data.learned_n, data.lengths_s, held_out)
+        rows = len(sft_tokens.lengths_s)
+        held = 0 if settings.steps else min(_MOST_HELD_OUT, round(_HELD_OUT_SHARE * rows))
+        await trainer.call("prepare", sft_tokens.token_ids_n, sft_tokens.learned_n, sft_tokens.lengths_s, held)
         scorer: Scorer | None = None
         if settings.evaluate_every_steps:
             scorer = Scorer(machines.experiment, "validation", machines)
             await scorer.start(stack)
-        started, result = clock.now(), dict[str, Any](data.counts) | {"held_out": held_out}
-        total, epoch = settings.total_steps(count - held_out), (count - held_out) / settings.batch_sequences
-        step, lowest, lowest_step, reached = 0, math.inf, 0, 0.0
-        scores, kept = dict[str, Any](), dict[str, Any]()  # of the last evaluation; of the model that is written
+        started_s, result = clock.now(), dict[str, Any](sft_tokens.counts) | {"held_out": held}
+        total_steps, epoch = settings.total_steps(rows - held), (rows - held) / settings.batch_sequences
+        step, lowest_loss, lowest_step, solve_rate = 0, math.inf, 0, 0.0
+        scores, kept_scores = dict[str, Any](), dict[str, Any]()  # of the last evaluation; of the model that is written
         evaluations: list[dict[str, Any]] = []
-        while step < total:
-            report_every = min(25, math.ceil(epoch)) if held_out else 25
-            chunk = min(settings.evaluate_every_steps or report_every, total - step)
-            report: dict[str, Any] = await trainer.call("steps", chunk)
-            step += chunk
-            report |= {"step": step, "steps": total, "time_s": clock.now() - started}
+        while step < total_steps:
+            report_every = min(25, math.ceil(epoch)) if held else 25
+            chunk_steps = min(settings.evaluate_every_steps or report_every, total_steps - step)
+            report: dict[str, Any] = await trainer.call("steps", chunk_steps)
+            step += chunk_steps
+            report |= {"step": step, "steps": total_steps, "time_s": clock.now() - started_s}
             if scorer is not None:
                 weights: PublishedWeights = await trainer.call("publish", step)
                 await scorer.generator.update_weights(weights)
@@ -135,55 +135,55 @@ async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> 
                 new_scores = _scores(record)
                 scores = new_scores if record.samples else scores
                 report |= new_scores
-                reached = 0.0 if record.mostly_failed else record.solve_rate
+                solve_rate = 0.0 if record.mostly_failed else record.solve_rate
                 evaluations.append({"step": step, "loss_mean": report["loss_mean"], **new_scores})
-            if held_out and report["version"] and (step == total or step // epoch > (step - chunk) // epoch):
+            if held and report["version"] and (step == total_steps or step // epoch > (step - chunk_steps) // epoch):
                 report["held_out_loss"] = loss = await trainer.call("held_out_loss")
-                if loss <= lowest:
-                    lowest, lowest_step, kept = loss, step, scores
+                if loss <= lowest_loss:
+                    lowest_loss, lowest_step, kept_scores = loss, step, scores
                     await trainer.call("save", settings.output, _metrics(report))
                 else:
-                    rise = f"from {lowest:.4g} to {loss:.4g}"
-                    report["ended"] = f"the held-out loss rose {rise}: the model of step {lowest_step} is kept"
+                    rise_text = f"from {lowest_loss:.4g} to {loss:.4g}"
+                    report["ended"] = f"the held-out loss rose {rise_text}: the model of step {lowest_step} is kept"
             result |= report
             on_progress({key: report[key] for key in _PROGRESS_KEYS if key in report})
             if "ended" in report:
                 break
-            target = settings.stop_at_solve_rate
-            if target is not None and reached >= target:
-                result["ended"] = f"the solve rate has reached sft.stop_at_solve_rate = {target:g}"
+            target_rate = settings.stop_at_solve_rate
+            if target_rate is not None and solve_rate >= target_rate:
+                result["ended"] = f"the solve rate has reached sft.stop_at_solve_rate = {target_rate:g}"
                 break
             limit_s = experiment.run.time_limit_s
-            if limit_s is not None and clock.now() - started >= limit_s:
+            if limit_s is not None and clock.now() - started_s >= limit_s:
                 result["ended"] = f"run.time_limit_s = {limit_s:g} have passed"
                 break
         if not result["version"]:
             raise NoProgress(f"all {step} steps were skipped: no loss or gradient was finite; nothing was saved")
         if lowest_step < step and "ended" not in report:
-            kept = scores
+            kept_scores = scores
             await trainer.call("save", settings.output, _metrics(report))
-        written = {key: value for key, value in result.items() if key not in _SCORES}
-        measured = written | kept
+        final_fields = {key: figure for key, figure in result.items() if key not in _SCORES}
+        card_fields = final_fields | kept_scores
         with suppress(HeadwayError):  # the model is written, and matters more than its card
             data_name = "" if settings.data is None else settings.data.display_name
-            write_sft_card(settings.output, experiment.model.path, data_name, measured)
-        return measured | {"evaluations": evaluations, "output": settings.output}
+            write_sft_card(settings.output, experiment.model.path, data_name, card_fields)
+        return card_fields | {"evaluations": evaluations, "output": settings.output}
 
 
 def _scores(record: EvaluationRecord) -> dict[str, Any]:
     """Scores of the model by an evaluation, none where every attempt failed; ``failed``: how many did, and why."""
-    failed = {"failed": record.failures_text} if record.failed else {}
+    failure_fields = {"failed": record.failures_text} if record.failed else {}
     if not record.samples:
-        return failed
+        return failure_fields
     scores = {"solve_rate": record.solve_rate, "standard_error": record.standard_error}
-    return scores | failed | ({"kernels": record.kernels} if record.kernels else {})
+    return scores | failure_fields | ({"kernels": record.kernels} if record.kernels else {})
 
 
 def _metrics(report: Mapping[str, Any]) -> dict[str, float]:
     """Figures of a step as numbers by name, for the state file of the model that is written after it."""
-    numbers = {key: report[key] for key in ("loss_mean", "held_out_loss", "solve_rate") if key in report}
-    for name, share in report.get("kernels", {}).items():
-        low, high = share.interval
-        counts = {f"{name}_count": share.count, f"{name}_rollouts": share.rollouts}
-        numbers |= {name: share.value, f"{name}_low": low, f"{name}_high": high, **counts}
-    return {key: float(value) for key, value in numbers.items()}
+    figures = {key: report[key] for key in ("loss_mean", "held_out_loss", "solve_rate") if key in report}
+    for metric, kernel_share in report.get("kernels", {}).items():
+        low, high = kernel_share.interval
+        count_fields = {f"{metric}_count": kernel_share.count, f"{metric}_rollouts": kernel_share.rollouts}
+        figures |= {metric: kernel_share.value, f"{metric}_low": low, f"{metric}_high": high, **count_fields}
+    return {key: float(number) for key, number in figures.items()}

@@ -44,8 +44,8 @@ def read_sft_tokens(experiment: Experiment) -> SftTokens:
         raise ConfigurationError(f"model.path, from which sft starts: {error}") from None
     kept_ids: list[npt.NDArray[np.int32]] = []  # arrays: lists of Python integers would take ten times the memory
     kept_learned: list[npt.NDArray[np.bool_]] = []
-    too_long = empty = empty_turns = longest = 0
-    drops = Counter[str]()
+    too_long = empty = empty_turns = longest_tokens = 0
+    drop_counts = Counter[str]()
     for location, row in read_demonstrations(settings.data):
         try:
             demonstration = _encode(row, tokenizer, experiment)
@@ -54,37 +54,37 @@ def read_sft_tokens(experiment: Experiment) -> SftTokens:
         if demonstration is None:
             empty += 1
             continue
-        longest = max(longest, len(demonstration.ids))
+        longest_tokens = max(longest_tokens, len(demonstration.ids))
         empty_turns += demonstration.empty_turns
-        drops.update(demonstration.dropped)
+        drop_counts.update(demonstration.dropped)
         if len(demonstration.ids) > settings.max_tokens:
             too_long += 1
             continue
         kept_ids.append(np.asarray(demonstration.ids, np.int32))
         kept_learned.append(np.asarray(demonstration.learned, np.bool_))
-    total = len(kept_ids) + too_long + empty
+    row_count = len(kept_ids) + too_long + empty
     if not kept_ids:
-        problem = "no rows; pairs or conversations are needed" if not total else (
+        problem_text = "no rows; pairs or conversations are needed" if not row_count else (
             f"no row is left ({too_long} longer than sft.max_tokens = {settings.max_tokens}, {empty} with an empty "
             "prompt or answer)"
         )  # fmt: skip
-        raise ConfigurationError(f"sft.data = {settings.data.display_name!r}: {problem}")
+        raise ConfigurationError(f"sft.data = {settings.data.display_name!r}: {problem_text}")
     lengths_s = np.fromiter(map(len, kept_ids), np.int64, len(kept_ids))
     learned_n = np.concatenate(kept_learned)
-    counts: dict[str, Any] = {
+    row_figures: dict[str, Any] = {
         "kept": len(kept_ids),
         "dropped_too_long": too_long,
         "dropped_empty": empty,
-        "too_long_share": too_long / total,
-        "longest": longest,
+        "too_long_share": too_long / row_count,
+        "longest": longest_tokens,
         "mean": float(lengths_s.mean()),
         "learned_share": float(learned_n.mean()),
         "empty_turns": empty_turns,
         "stops_added": ", ".join(tokenizer.added_stops),
-        "template_drops": ", ".join(f"{part} ({count} rows)" for part, count in sorted(drops.items())),
+        "template_drops": ", ".join(f"{part} ({count} rows)" for part, count in sorted(drop_counts.items())),
     }
-    counts = {key: value for key, value in counts.items() if value or key not in _RARE}
-    return SftTokens(token_ids_n=np.concatenate(kept_ids), learned_n=learned_n, lengths_s=lengths_s, counts=counts)
+    row_figures = {key: figure for key, figure in row_figures.items() if figure or key not in _RARE}
+    return SftTokens(token_ids_n=np.concatenate(kept_ids), learned_n=learned_n, lengths_s=lengths_s, counts=row_figures)
 
 
 def _encode(row: Pair | Conversation, tokenizer: Tokenizer, experiment: Experiment) -> Demonstration | None:

@@ -44,22 +44,22 @@ class FilesLauncher:
 
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
         """See :meth:`Launcher.start`. Raises ConfigurationError for files of a node that aren't this machine's."""
-        name = split_node(spec.device)[0]
-        if not name:
+        node_name = split_node(spec.device)[0]
+        if not node_name:
             return await self._nodes.start(spec)
         try:
-            await self._nodes.await_host(name)  # it may be another machine when it comes back
-        except NodeLost as lost:
-            raise WorkerDied(spec.name, str(lost), "node") from None
-        node = self._nodes.joined[name]
+            await self._nodes.await_host(node_name)  # it may be another machine when it comes back
+        except NodeLost as loss:
+            raise WorkerDied(spec.name, str(loss), "node") from None
+        node = self._nodes.joined[node_name]
         if node not in self._compared or _failed(self._compared[node]):
-            self._compared = {known: task for known, task in self._compared.items() if not known.lost}
+            self._compared = {other: task for other, task in self._compared.items() if not other.lost}
             self._compared[node] = asyncio.create_task(self._compare(node.name), name=f"files of {node.name}")
         try:
-            places = await asyncio.shield(self._compared[node])
-        except TimeoutError as late:  # a disk there hangs
-            raise WorkerDied(spec.name, f"could not be started on node {name}: {late}") from None
-        return await self._nodes.start(dataclasses.replace(spec, arguments=_with_node_paths(spec.arguments, places)))
+            paths = await asyncio.shield(self._compared[node])
+        except TimeoutError as timeout:  # a disk there hangs
+            raise WorkerDied(spec.name, f"could not be started on node {node_name}: {timeout}") from None
+        return await self._nodes.start(dataclasses.replace(spec, arguments=_with_node_paths(spec.arguments, paths)))
 
     async def _compare(self, node: str) -> dict[str, str]:
         """Locate the folders on ``node``, by their paths here."""
@@ -76,10 +76,10 @@ class FilesLauncher:
         remote = await worker.call("digests", str(folder), self._deep, timeout_s=_DIGESTS_S * (6 if self._deep else 1))
         if remote is None:
             return await self._send(worker, node, key, folder)
-        local = await asyncio.to_thread(file_digests, folder, deep=self._deep)
-        if other := _difference(local, remote):
+        local_digests = await asyncio.to_thread(file_digests, folder, deep=self._deep)
+        if difference := _difference(local_digests, remote):
             raise ConfigurationError(
-                f"{key} = {str(folder)!r} on node {node} differs from here: {other}; copy the folder there, or "
+                f"{key} = {str(folder)!r} on node {node} differs from here: {difference}; copy the folder there, or "
                 "remove it there so that it is sent"
             )
         return str(folder)
@@ -87,26 +87,26 @@ class FilesLauncher:
     async def _send(self, worker: WorkerHandle, node: str, key: str, folder: Path) -> str:
         """Send a folder into the node's cache, unless it is there."""
         if str(folder) not in self._sent:
-            deep = await asyncio.to_thread(file_digests, folder, deep=True)
-            if not deep:
+            full_digests = await asyncio.to_thread(file_digests, folder, deep=True)
+            if not full_digests:
                 raise ConfigurationError(f"{key} = {str(folder)!r} holds no files, here and on node {node}")
-            self._sent[str(folder)] = folder_digest(deep)
+            self._sent[str(folder)] = folder_digest(full_digests)
         digest = self._sent[str(folder)]
-        if copy := await worker.call("copy_of", digest, timeout_s=_DIGESTS_S):
-            return copy
+        if copy_path := await worker.call("copy_of", digest, timeout_s=_DIGESTS_S):
+            return copy_path
         try:
             await worker.call("begin", digest, timeout_s=_DIGESTS_S)
-            for name in await asyncio.to_thread(file_names, folder):
-                async for part in file_parts(folder / name):
-                    await worker.call("store", name, part, timeout_s=_DIGESTS_S)
-            copy = await worker.call("finish", digest, timeout_s=_DIGESTS_S)
+            for file_name in await asyncio.to_thread(file_names, folder):
+                async for part in file_parts(folder / file_name):
+                    await worker.call("store", file_name, part, timeout_s=_DIGESTS_S)
+            copy_path = await worker.call("finish", digest, timeout_s=_DIGESTS_S)
         except RemoteError as error:
             raise ConfigurationError(
                 f"{key} = {str(folder)!r} is missing on node {node} and can't be sent there: {error.error}; free space "
                 "in its cache (XDG_CACHE_HOME, default ~/.cache), or put the folder there under this path"
             ) from error
-        self._on_event("files_sent", f"{key} to node {node}: {copy}", worker=node)
-        return copy
+        self._on_event("files_sent", f"{key} to node {node}: {copy_path}", worker=node)
+        return copy_path
 
 
 def _failed(task: asyncio.Task[Any]) -> bool:
@@ -115,11 +115,11 @@ def _failed(task: asyncio.Task[Any]) -> bool:
 
 def _difference(local: dict[str, str], remote: dict[str, str]) -> str:
     """How a folder there differs from the one here; empty: not at all. Files that only the node has don't matter."""
-    for name, digest in local.items():
-        if name not in remote:
-            return f"{name} is missing"
-        if remote[name] != digest:
-            return f"{name} has {remote[name]}, here {digest}"
+    for file, digest in local.items():
+        if file not in remote:
+            return f"{file} is missing"
+        if remote[file] != digest:
+            return f"{file} has {remote[file]}, here {digest}"
     return ""
 
 

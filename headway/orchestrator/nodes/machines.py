@@ -69,8 +69,8 @@ class NodeCheck:
 
 def _start_limit_s(model: str) -> float:
     """Seconds after which a worker whose model isn't loaded from folder ``model`` yet is killed."""
-    files = Path(model).glob("*.safetensors") if Path(model).is_dir() else ()
-    return _START_S + sum(file.stat().st_size for file in files) / _READ_BYTES_PER_S
+    weight_files = Path(model).glob("*.safetensors") if Path(model).is_dir() else ()
+    return _START_S + sum(file.stat().st_size for file in weight_files) / _READ_BYTES_PER_S
 
 
 @asynccontextmanager
@@ -94,11 +94,11 @@ async def open_machines(
     device on a node that isn't listed), NodeLost when a node doesn't join in time.
     """
     start_timeout_s = _start_limit_s(experiment.model.path)
-    local = LocalLauncher(clock, start_timeout_s=start_timeout_s, on_event=on_event, waits=waits)
+    local_launcher = LocalLauncher(clock, start_timeout_s=start_timeout_s, on_event=on_event, waits=waits)
     cluster = experiment.cluster
-    needed = needed_nodes(experiment)
+    names = needed_nodes(experiment)
     if not cluster.address:
-        yield Machines(launcher=local, experiment=experiment)
+        yield Machines(launcher=local_launcher, experiment=experiment)
         return
     if cluster.launcher == "ray":  # it finds machines for the devices placed on each node
         experiment = place_devices(experiment, dict.fromkeys(cluster.nodes, DeviceCapacity()))
@@ -109,7 +109,7 @@ async def open_machines(
         key,
         epoch,
         clock,
-        local,
+        local_launcher,
         orphan_s=cluster.disconnect_timeout_s,
         return_s=cluster.join_timeout_s,
         environment=cluster.environment,
@@ -119,21 +119,21 @@ async def open_machines(
     )
     async with AsyncExitStack() as stack:
         agents = await _open_nodes(stack, nodes, experiment, key, clock, on_event, key_folder)
-        on_event("nodes_awaited", f"{', '.join(needed) or 'none'} at {nodes.address}")
-        whys = await asyncio.gather(*(_await_node(name, nodes, agents, cluster.join_timeout_s) for name in needed))
-        missing = {name: why for name, why in zip(needed, whys, strict=True) if why}
+        on_event("nodes_awaited", f"{', '.join(names) or 'none'} at {nodes.address}")
+        reasons = await asyncio.gather(*(_await_node(name, nodes, agents, cluster.join_timeout_s) for name in names))
+        missing_reasons = {name: reason for name, reason in zip(names, reasons, strict=True) if reason}
         if check is not None and check.missing is not None:
-            check.missing.update(missing)
-        elif missing:
-            raise NodeLost("; ".join(missing.values()))
-        facts = {name: node.facts for name, node in nodes.joined.items() if node.facts is not None}
-        joined = [name for name in cluster.nodes if name in facts]
-        capacities = {name: DeviceCapacity(cpu=facts[name].cores, cuda=facts[name].gpus) for name in joined}
+            check.missing.update(missing_reasons)
+        elif missing_reasons:
+            raise NodeLost("; ".join(missing_reasons.values()))
+        facts_of = {name: node.facts for name, node in nodes.joined.items() if node.facts is not None}
+        joined_names = [name for name in cluster.nodes if name in facts_of]
+        capacities = {name: DeviceCapacity(cpu=facts_of[name].cores, cuda=facts_of[name].gpus) for name in joined_names}
         experiment = place_devices(experiment, capacities)
-        publishing = parse_device(origin or experiment.trainer.devices[0]).node
-        settings = {"run_id": run_id, "ports": list(cluster.ports), "key": key, "epoch": epoch}
-        settings |= {"orphan_s": cluster.disconnect_timeout_s, "certificate": certificate}
-        mirrors = Mirrors(nodes, clock, publishing, nodes.host_of, settings, on_event)
+        publisher_node = parse_device(origin or experiment.trainer.devices[0]).node
+        mirror_settings = {"run_id": run_id, "ports": list(cluster.ports), "key": key, "epoch": epoch}
+        mirror_settings |= {"orphan_s": cluster.disconnect_timeout_s, "certificate": certificate}
+        mirrors = Mirrors(nodes, clock, publisher_node, nodes.host_of, mirror_settings, on_event)
         try:
             launcher = FilesLauncher(nodes, _folders(experiment), on_event, deep=check is not None and check.deep)
             yield Machines(launcher=launcher, experiment=experiment, nodes=nodes, mirrors=mirrors)
@@ -144,9 +144,9 @@ async def open_machines(
 def _folders(experiment: Experiment) -> dict[str, str]:
     """The folders that workers read by path, by the keys that name them."""
     adapter = experiment.model.adapter
-    folders = {"model.path": experiment.model.path, "model.reference": experiment.model.reference}
-    folders["model.adapter.path"] = "" if adapter is None else adapter.path
-    return {key: folder for key, folder in folders.items() if folder}
+    folder_by_key = {"model.path": experiment.model.path, "model.reference": experiment.model.reference}
+    folder_by_key["model.adapter.path"] = "" if adapter is None else adapter.path
+    return {key: folder for key, folder in folder_by_key.items() if folder}
 
 
 async def _open_nodes(
@@ -180,27 +180,27 @@ async def _await_node(name: str, nodes: Nodes, agents: LaunchedAgents | None, ti
     has."""
     try:
         await nodes.wait_for(name, timeout_s)
-    except NodeLost as lost:
-        return f"{lost}: {describe(agents.last_end[name])}" if agents and name in agents.last_end else str(lost)
+    except NodeLost as loss:
+        return f"{loss}: {describe(agents.last_end[name])}" if agents and name in agents.last_end else str(loss)
     return ""
 
 
 def needed_nodes(experiment: Experiment) -> list[str]:
     """Names of the nodes on which the run has a device. Raises ConfigurationError for one that isn't listed."""
-    named: dict[str, None] = {}  # in order
-    listed = [(key, parse_device(name).node) for key, names in device_names(experiment) for name in names]
-    listed += [("verifier.nodes", name) for name in experiment.verifier.nodes]
-    listed += [("environment.nodes", name) for name in experiment.environment.nodes]
-    listed += [("cluster.replicate_to", (experiment.cluster.replicate_to or "").partition(":")[0])]
-    for key, node in listed:
+    nodes: dict[str, None] = {}  # in order
+    nodes_by_key = [(key, parse_device(name).node) for key, names in device_names(experiment) for name in names]
+    nodes_by_key += [("verifier.nodes", name) for name in experiment.verifier.nodes]
+    nodes_by_key += [("environment.nodes", name) for name in experiment.environment.nodes]
+    nodes_by_key += [("cluster.replicate_to", (experiment.cluster.replicate_to or "").partition(":")[0])]
+    for key, node in nodes_by_key:
         if node.startswith(ANY_NODE):
-            named |= dict.fromkeys(experiment.cluster.nodes)
+            nodes |= dict.fromkeys(experiment.cluster.nodes)
         elif node:
             if node not in experiment.cluster.nodes:
-                known = ", ".join(experiment.cluster.nodes) or "none"
-                raise ConfigurationError(f"{key} names the node {node!r}: it isn't in cluster.nodes (valid: {known})")
-            named[node] = None
-    return list(named)
+                valid = ", ".join(experiment.cluster.nodes) or "none"
+                raise ConfigurationError(f"{key} names the node {node!r}: it isn't in cluster.nodes (valid: {valid})")
+            nodes[node] = None
+    return list(nodes)
 
 
 def device_names(experiment: Experiment) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -219,8 +219,8 @@ def _key(experiment: Experiment, folder: Path | None) -> str:
         return read_key(cluster.key_file)
     key = make_key()
     if folder is not None:
-        path = folder / "cluster.key"
-        path.unlink(missing_ok=True)
-        path.touch(mode=0o600)
-        path.write_text(key + "\n", encoding="ascii")
+        key_path = folder / "cluster.key"
+        key_path.unlink(missing_ok=True)
+        key_path.touch(mode=0o600)
+        key_path.write_text(key + "\n", encoding="ascii")
     return key

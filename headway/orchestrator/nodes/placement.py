@@ -28,12 +28,12 @@ class DeviceCapacity:
 def place_devices(experiment: Experiment, capacities: Mapping[str, DeviceCapacity]) -> Experiment:
     """Return the experiment with a node and an index for every device that had only a count. ``capacities``: of the
     nodes, in the order in which they are filled. Raises ConfigurationError where they have too few devices."""
-    taken = [parse_device(name) for name in (*experiment.trainer.devices, *experiment.generator.devices)]
-    taken = [device for device in taken if not device.node.startswith(ANY_NODE)]
+    taken_devices = [parse_device(name) for name in (*experiment.trainer.devices, *experiment.generator.devices)]
+    taken_devices = [device for device in taken_devices if not device.node.startswith(ANY_NODE)]
     ranks = [parse_device(name) for name in experiment.trainer.devices]
     replicas = [parse_device(name) for name in experiment.generator.devices]
-    placed_ranks = _place("trainer.devices", ranks, capacities, taken, together=True)
-    placed_replicas = _place("generator.devices", replicas, capacities, taken, together=False)
+    placed_ranks = _place("trainer.devices", ranks, capacities, taken_devices, together=True)
+    placed_replicas = _place("generator.devices", replicas, capacities, taken_devices, together=False)
     return experiment.model_copy(
         update={
             "trainer": experiment.trainer.model_copy(update={"devices": tuple(map(str, placed_ranks))}),
@@ -47,16 +47,16 @@ def _place(
 ) -> list[Device]:
     """Return the devices, those without a node placed, and add these to ``taken``. ``together``: all of them on one
     node."""
-    open_ones = [device for device in devices if device.node.startswith(ANY_NODE)]
+    unplaced = [device for device in devices if device.node.startswith(ANY_NODE)]
     placed: list[Device] = []
     for device in devices:
-        if device not in open_ones:
+        if device not in unplaced:
             placed.append(device)
             continue
-        share = len(open_ones) if together else 1
-        chosen = placed[-1].node if together and placed else _choose_node(key, device.kind, share, capacities, taken)
-        candidates = (Device(kind=device.kind, first=index, last=index, node=chosen) for index in count())
-        placed.append(next(each for each in candidates if not any(each.shares_with(other) for other in taken)))
+        share = len(unplaced) if together else 1
+        node_name = placed[-1].node if together and placed else _choose_node(key, device.kind, share, capacities, taken)
+        candidates = (Device(kind=device.kind, first=index, last=index, node=node_name) for index in count())
+        placed.append(next(option for option in candidates if not any(option.shares_with(other) for other in taken)))
         taken.append(placed[-1])
     return placed
 
@@ -65,13 +65,13 @@ def _choose_node(key: str, kind: str, least: int, nodes: Mapping[str, DeviceCapa
     """The node with the fewest devices in use that has ``least`` more; the first of several. Raises
     ConfigurationError."""
     used = {
-        name: sum(device.last - device.first + 1 for device in taken if (device.node, device.kind) == (name, kind))
-        for name in nodes
+        node: sum(device.last - device.first + 1 for device in taken if (device.node, device.kind) == (node, kind))
+        for node in nodes
     }
-    fitting = [name for name, capacity in nodes.items() if getattr(capacity, kind) - used[name] >= least]
-    if not fitting:
-        all_of_them = ", ".join(f"{name} {used[name]} of {getattr(devices, kind):g}" for name, devices in nodes.items())
+    fitting_nodes = [node for node, capacity in nodes.items() if getattr(capacity, kind) - used[node] >= least]
+    if not fitting_nodes:
+        usage_text = ", ".join(f"{node} {used[node]} of {getattr(devices, kind):g}" for node, devices in nodes.items())
         raise ConfigurationError(
-            f"{key}: no node has {least} more {kind} device(s) free (in use: {all_of_them or 'no nodes'})"
+            f"{key}: no node has {least} more {kind} device(s) free (in use: {usage_text or 'no nodes'})"
         )
-    return min(fitting, key=lambda name: used[name])
+    return min(fitting_nodes, key=lambda name: used[name])

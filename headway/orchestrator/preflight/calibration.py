@@ -69,16 +69,16 @@ async def _calibrate(
     experiment: Experiment, tasks: Sequence[Task], seconds: float, on_progress: OnProgress, identity: str
 ) -> tuple[Calibration, LengthDistribution]:
     async with _interruptible(), AsyncExitStack() as stack:
-        opening = open_machines(experiment, RealClock(), run_id=identity, check=NodeCheck())
-        machines = await stack.enter_async_context(opening)
-        calibrating = _CalibrationRun(machines.experiment, tasks, seconds, on_progress, identity, machines)
-        await calibrating.start(stack)
+        machines_context = open_machines(experiment, RealClock(), run_id=identity, check=NodeCheck())
+        machines = await stack.enter_async_context(machines_context)
+        calibration = _CalibrationRun(machines.experiment, tasks, seconds, on_progress, identity, machines)
+        await calibration.start(stack)
         try:
             async with asyncio.timeout(_TIMEOUT_FACTOR * seconds):
-                return await calibrating.measure()
+                return await calibration.measure()
         except TimeoutError:
             raise NoProgress(
-                f"the calibration was stuck for {_TIMEOUT_FACTOR * seconds:.0f} s while it {calibrating.doing}: this "
+                f"the calibration was stuck for {_TIMEOUT_FACTOR * seconds:.0f} s while it {calibration.doing}: this "
                 "model is too slow for these devices, or --calibrate-s too short"
             ) from None
 
@@ -86,19 +86,19 @@ async def _calibrate(
 @asynccontextmanager
 async def _interruptible() -> AsyncIterator[None]:
     """End the block with Interrupted at Ctrl-C or SIGTERM, its workers stopped in order; a second signal kills them."""
-    task, interrupted = asyncio.current_task(), False
+    task, was_signalled = asyncio.current_task(), False
     assert task is not None
 
     def on_signal() -> None:
-        nonlocal interrupted
-        interrupted = True
+        nonlocal was_signalled
+        was_signalled = True
         task.cancel()
 
     try:
         with handled_signals(on_signal):
             yield
     except asyncio.CancelledError:
-        if not interrupted:
+        if not was_signalled:
             raise
         raise Interrupted("the calibration was stopped; nothing is left of it") from None
 
@@ -123,8 +123,8 @@ class _CalibrationRun:
         launcher, bring_to = machines.launcher, machines.bring_to
         self._generator = GeneratorPool(launcher, experiment, self._clock, on_event=self._on_event, bring_to=bring_to)
         self._trainer = TrainerClient(launcher, experiment, identity, host_of=machines.host_of)
-        named = named_verifiers(experiment, {"train": tasks})
-        self._verifier = VerifierPool(launcher, experiment.verifier, self._clock, named=named, retries=0)
+        named_settings = named_verifiers(experiment, {"train": tasks})
+        self._verifier = VerifierPool(launcher, experiment.verifier, self._clock, named=named_settings, retries=0)
         tokenizer = Tokenizer.of(experiment)
         self._load = CalibrationLoad(experiment, self._generator, self._verifier, tokenizer, tasks, self._clock)
         self._death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -132,29 +132,29 @@ class _CalibrationRun:
 
     async def start(self, stack: AsyncExitStack) -> None:
         self._report_phase("starts the workers")
-        started = self._clock.now()
+        started_s = self._clock.now()
         for actor in (self._trainer, self._generator, self._verifier):
             stack.push_async_callback(actor.stop)
         await asyncio.gather(self._trainer.start(), self._generator.start(), self._verifier.start())
-        self._start_s = self._clock.now() - started
+        self._start_s = self._clock.now() - started_s
 
     async def measure(self) -> tuple[Calibration, LengthDistribution]:
         """Run all measurements. Raises the cause of a worker's death, which ends them."""
-        measuring = asyncio.ensure_future(self._measure())
+        measure_task = asyncio.ensure_future(self._measure())
         try:
-            await asyncio.wait([measuring, self._death], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([measure_task, self._death], return_when=asyncio.FIRST_COMPLETED)
             if self._death.done():
                 self._death.result()
-            return await measuring
+            return await measure_task
         finally:
-            await cancel_all(measuring)
+            await cancel_all(measure_task)
             self._death.cancel()
 
     def _on_event(self, name: str, detail: str, /, **data: object) -> None:
         """End the calibration when a replica dies, which its pool would restart."""
         if name in ("generator_died", "generator_lost") and not self._death.done():
-            worker, _, cause = detail.partition(": ")
-            self._death.set_exception(WorkerDied(worker, cause))
+            worker, _, death_cause = detail.partition(": ")
+            self._death.set_exception(WorkerDied(worker, death_cause))
 
     def _on_load_ended(self, load: asyncio.Future[None]) -> None:
         """End the calibration with the load's error, such as a verifier that can't be restarted. A cancellation is
@@ -170,47 +170,47 @@ class _CalibrationRun:
         self._on_progress(doing)
 
     async def _measure(self) -> tuple[Calibration, LengthDistribution]:
-        started, max_concurrent, load = self._clock.now(), self._experiment.concurrent_rollouts, self._load
+        started_s, max_concurrent, load = self._clock.now(), self._experiment.concurrent_rollouts, self._load
         self._report_phase("compares trainer and engine")
         await self._compare(0)
         self._report_phase("computes prompts")
         prefill_tokens_per_s = await self._prefill()
-        running = asyncio.ensure_future(load.run())
-        running.add_done_callback(self._on_load_ended)
+        load_task = asyncio.ensure_future(load.run())
+        load_task.add_done_callback(self._on_load_ended)
         try:
             self._report_phase("decodes a few responses")
-            few = await self._decode(max(1, max_concurrent // 8), _FEW_SHARE)
+            few_interval = await self._decode(max(1, max_concurrent // 8), _FEW_SHARE)
             self._report_phase("decodes at full concurrency")
-            alone = await self._decode(max_concurrent, _ALL_SHARE)
-            self._require_tokens(alone)
-            beside, times = await self._train()
+            full_interval = await self._decode(max_concurrent, _ALL_SHARE)
+            self._require_tokens(full_interval)
+            beside_interval, step_times = await self._train()
             self._report_phase("publishes the weights")
-            publish_s, apply_s, pause_s = await self._update(times.version)
-            await self._compare(times.version)
+            publish_s, apply_s, pause_s = await self._update(step_times.version)
+            await self._compare(step_times.version)
             await load.stop()
             self._report_phase("verifies")
             verify_s = await self._verify()
         finally:
-            await cancel_all(running)
-        lengths, prompts = self._lengths(), load.prompt_tokens or [1]
+            await cancel_all(load_task)
+        lengths, prompt_lengths = self._lengths(), load.prompt_tokens or [1]
         complete_groups = load.groups if len(load.groups) >= LEAST_GROUPS else []
-        fixed_s, request_s = decode_cost(few, alone)
+        decode_fixed_s, decode_request_s = decode_cost(few_interval, full_interval)
         calibration = Calibration(
-            measured_s=self._clock.now() - started,
+            measured_s=self._clock.now() - started_s,
             start_s=self._start_s,
-            at_once=beside is not None,
+            at_once=beside_interval is not None,
             lengths=lengths.summary(group_correlation(complete_groups)),
-            prompt_tokens=sum(prompts) / len(prompts),
+            prompt_tokens=sum(prompt_lengths) / len(prompt_lengths),
             prefill_tokens_per_s=prefill_tokens_per_s,
-            decode_running=alone.running,
-            decode_tokens_per_s=alone.tokens_per_s,
-            decode_beside_tokens_per_s=None if beside is None else beside.tokens_per_s,
-            decode_fixed_s=fixed_s,
-            decode_request_s=request_s,
-            train_tokens_per_s=times.tokens_per_s,
-            train_samples=times.samples,
-            train_fixed_s=times.fixed_s,
-            train_token_s=times.token_s,
+            decode_running=full_interval.running,
+            decode_tokens_per_s=full_interval.tokens_per_s,
+            decode_beside_tokens_per_s=None if beside_interval is None else beside_interval.tokens_per_s,
+            decode_fixed_s=decode_fixed_s,
+            decode_request_s=decode_request_s,
+            train_tokens_per_s=step_times.tokens_per_s,
+            train_samples=step_times.samples,
+            train_fixed_s=step_times.fixed_s,
+            train_token_s=step_times.token_s,
             publish_s=publish_s,
             apply_s=apply_s,
             pause_s=pause_s,
@@ -230,31 +230,31 @@ class _CalibrationRun:
             await self._load.stop()
         self._report_phase("trains beside it" if at_once else "trains, with the generator idle")
         first_snapshot = await self._snapshot()
-        seen, seconds = self._load.responses, self._seconds * _BESIDE_SHARE
-        times = await time_steps(self._trainer, self._experiment, seen, self._lengths(), self._clock, seconds)
-        return _interval(first_snapshot, await self._snapshot()) if at_once else None, times
+        responses, seconds = self._load.responses, self._seconds * _BESIDE_SHARE
+        step_times = await time_steps(self._trainer, self._experiment, responses, self._lengths(), self._clock, seconds)
+        return _interval(first_snapshot, await self._snapshot()) if at_once else None, step_times
 
     # --- the generator --------------------------------------------------------------------------------------
 
     async def _prefill(self) -> float:
         """Measure prompt tokens/s on different prompts, with ever more requests at once while there is time."""
-        deadline = self._clock.now() + self._seconds * _PREFILL_SHARE
-        count, rate, serial = len(self._experiment.generator.devices), 0.0, 0
+        deadline_s = self._clock.now() + self._seconds * _PREFILL_SHARE
+        request_count, tokens_per_s, first_serial = len(self._experiment.generator.devices), 0.0, 0
         while True:
-            prompts = [self._load.prompt(0) for _ in range(count)]
-            started = self._clock.now()
-            await asyncio.gather(*(self._one_token(ids, serial + i) for i, ids in enumerate(prompts)))
-            elapsed_s, serial = max(1e-9, self._clock.now() - started), serial + count
-            rate = max(rate, sum(map(len, prompts)) / elapsed_s)
-            left_s = deadline - self._clock.now()
+            prompts = [self._load.prompt(0) for _ in range(request_count)]
+            started_s = self._clock.now()
+            await asyncio.gather(*(self._one_token(ids, first_serial + i) for i, ids in enumerate(prompts)))
+            elapsed_s, first_serial = max(1e-9, self._clock.now() - started_s), first_serial + request_count
+            tokens_per_s = max(tokens_per_s, sum(map(len, prompts)) / elapsed_s)
+            left_s = deadline_s - self._clock.now()
             if left_s < 2 * elapsed_s:
-                return rate
-            count = min(2 * count, self._experiment.concurrent_rollouts)
+                return tokens_per_s
+            request_count = min(2 * request_count, self._experiment.concurrent_rollouts)
 
     async def _one_token(self, prompt_ids: Sequence[int], serial: int) -> None:
-        how = SamplingParameters(max_tokens=1, seed=serial)
+        sampling = SamplingParameters(max_tokens=1, seed=serial)
         await self._generator.generate(
-            GenerationRequest(request_id=f"prefill-{serial}", prompt_ids=prompt_ids, sampling=how)
+            GenerationRequest(request_id=f"prefill-{serial}", prompt_ids=prompt_ids, sampling=sampling)
         )
 
     async def _decode(self, limit: int, share: float) -> CalibrationInterval:
@@ -281,9 +281,9 @@ class _CalibrationRun:
 
     def _lengths(self) -> LengthDistribution:
         """Length distribution of all responses so far: ended, cut off, and still growing."""
-        observed = [(tokens, True) for tokens in self._load.ended]
-        observed += [(tokens, False) for tokens in (*self._load.cut, *self._generator.open_tokens())]
-        return length_distribution(observed, self._experiment.rollout.max_response_tokens)
+        observations = [(tokens, True) for tokens in self._load.ended]
+        observations += [(tokens, False) for tokens in (*self._load.cut, *self._generator.open_tokens())]
+        return length_distribution(observations, self._experiment.rollout.max_response_tokens)
 
     # --- trainer, weights, verifier -------------------------------------------------------------------------
 
@@ -292,12 +292,12 @@ class _CalibrationRun:
         The second time counts: the first pays for new memory."""
         publish_s = apply_s = pause_s = 0.0
         for _ in range(2):
-            started = self._clock.now()
+            started_s = self._clock.now()
             weights = await self._trainer.publish(version)
-            publish_s = self._clock.now() - started
-            applied = await self._generator.update_weights(weights)
-            apply_s = self._clock.now() - started - publish_s
-            pause_s = max(report.pause_s for report in applied)
+            publish_s = self._clock.now() - started_s
+            apply_reports = await self._generator.update_weights(weights)
+            apply_s = self._clock.now() - started_s - publish_s
+            pause_s = max(report.pause_s for report in apply_reports)
         return publish_s, apply_s, pause_s
 
     async def _compare(self, version: int) -> None:
@@ -307,18 +307,18 @@ class _CalibrationRun:
     async def _verify(self) -> float:
         """Seconds of a worker for each response; where no group ended completely, measured on a few responses that did.
         0 without any."""
-        spent = self._load.verify_response_s
-        for task, texts in self._load.texts()[:1] if not spent else ():
-            started = self._clock.now()
+        response_times = self._load.verify_response_s
+        for task, texts in self._load.texts()[:1] if not response_times else ():
+            started_s = self._clock.now()
             await self._verifier.verify(task, texts)
-            spent = [(self._clock.now() - started) / len(texts)]
-        return quantile(spent, 0.5)
+            response_times = [(self._clock.now() - started_s) / len(texts)]
+        return quantile(response_times, 0.5)
 
     def _resident_bytes(self) -> dict[str, int]:
-        pids = {f"generator-{index}": pid for index, pid in enumerate(self._generator.pids)}
-        pids |= {worker.name: worker.pid for worker in self._trainer.workers}
-        pids["orchestrator"] = os.getpid()
-        return {name: size for name, pid in pids.items() if (size := peak_resident_bytes(pid)) is not None}
+        pid_by_worker = {f"generator-{index}": pid for index, pid in enumerate(self._generator.pids)}
+        pid_by_worker |= {worker.name: worker.pid for worker in self._trainer.workers}
+        pid_by_worker["orchestrator"] = os.getpid()
+        return {name: nbytes for name, pid in pid_by_worker.items() if (nbytes := peak_resident_bytes(pid)) is not None}
 
 
 class CalibrationInterval:
@@ -333,7 +333,7 @@ class CalibrationInterval:
 
 def _interval(first: _Snapshot, last: _Snapshot) -> CalibrationInterval:
     def growth(name: str) -> float:
-        return sum(getattr(b, name) - getattr(a, name) for a, b in zip(first[1], last[1], strict=True))
+        return sum(getattr(new, name) - getattr(old, name) for old, new in zip(first[1], last[1], strict=True))
 
     elapsed_s, replicas = last[0] - first[0], len(last[1])
     working_s = replicas * elapsed_s - growth("idle_s") - growth("paused_s")  # between two steps included
@@ -345,10 +345,10 @@ def _interval(first: _Snapshot, last: _Snapshot) -> CalibrationInterval:
 def decode_cost(few: CalibrationInterval, many: CalibrationInterval) -> tuple[float, float]:
     """Fit (fixed, per request) seconds of a replica's decode step from two levels of concurrency. Neither is negative,
     and the fit is exact at the higher level."""
-    spread = many.requests - few.requests
-    per_request = (many.step_s - few.step_s) / spread if spread > 1e-6 and few.step_s else 0.0
-    per_request = min(max(0.0, per_request), many.step_s / many.requests)
-    return max(0.0, many.step_s - per_request * many.requests), per_request
+    request_difference = many.requests - few.requests
+    request_s = (many.step_s - few.step_s) / request_difference if request_difference > 1e-6 and few.step_s else 0.0
+    request_s = min(max(0.0, request_s), many.step_s / many.requests)
+    return max(0.0, many.step_s - request_s * many.requests), request_s
 
 
 def shared_replicas(experiment: Experiment) -> int:

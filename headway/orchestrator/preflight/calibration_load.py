@@ -85,12 +85,12 @@ class CalibrationLoad:
         size, index = self._experiment.rollout.group_size, 0
         async with asyncio.TaskGroup() as groups:
             while True:
-                mark = self._changed.count
+                change_count = self._changed.count
                 while not self._stopping and self._unfinished + size <= max(size, self.limit) and self.limit:
                     groups.create_task(self._group(self._next(index)), name=f"calibration-{index}")
                     index += 1
                     self._unfinished += size
-                await self._changed.wait(mark)
+                await self._changed.wait(change_count)
 
     async def stop(self) -> None:
         """Open no more groups, and cut off the running responses."""
@@ -143,16 +143,16 @@ class CalibrationLoad:
         if self._stopping or self._verifying >= self._experiment.verifier.workers:
             return  # no queue before the verifiers: it would hide how fast they are
         self._verifying += 1
-        started = self._clock.now()
+        started_s = self._clock.now()
         try:
             verified = await verify_rollouts(group.task, rollouts, self._verifier, self._scored, self._clock)
         finally:
             self._verifying -= 1
-        self.verify_response_s.append((self._clock.now() - started) / group.size)
+        self.verify_response_s.append((self._clock.now() - started_s) / group.size)
         self.failures += [r.failure.cause for r in verified if r.failure is not None]
         self.groups.append(tuple(rollout.response_tokens for rollout in verified if rollout.response_ids))
-        judged = self._filters.apply(FinishedGroup(group=group, rollouts=verified))
-        self.accepted += judged.outcome.ending is None
+        filtered_group = self._filters.apply(FinishedGroup(group=group, rollouts=verified))
+        self.accepted += filtered_group.outcome.ending is None
 
     async def _member(self, group: Group, member: int) -> Rollout:
         rollout = await self._rollouts.generate_member(group, member)

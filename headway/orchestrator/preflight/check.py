@@ -130,11 +130,11 @@ def _model(inputs: _Inputs, findings: Findings) -> None:
         return
     if not any(folder.glob("*.safetensors")) and not inputs.machine.described:
         findings.error("model.path", f"{folder} holds no *.safetensors file")
-    longest = inputs.experiment.max_sequence_tokens
-    if longest > inputs.model.max_positions:
+    longest_tokens = inputs.experiment.max_sequence_tokens
+    if longest_tokens > inputs.model.max_positions:
         findings.error(
             "rollout.max_response_tokens",
-            f"max_prompt_tokens + max_response_tokens = {longest} is beyond the model's context of "
+            f"max_prompt_tokens + max_response_tokens = {longest_tokens} is beyond the model's context of "
             f"{inputs.model.max_positions} tokens",
         )
 
@@ -142,8 +142,8 @@ def _model(inputs: _Inputs, findings: Findings) -> None:
 def is_made_by_sft(experiment: Experiment) -> bool:
     """Whether `headway sft` will write the run's model, and hasn't yet."""
     folder = Path(experiment.model.path)
-    made = bool(experiment.sft.output) and Path(experiment.sft.output).resolve() == folder.resolve()
-    return made and not folder.exists()
+    is_output = bool(experiment.sft.output) and Path(experiment.sft.output).resolve() == folder.resolve()
+    return is_output and not folder.exists()
 
 
 def _reference(inputs: _Inputs, findings: Findings) -> None:
@@ -154,14 +154,14 @@ def _reference(inputs: _Inputs, findings: Findings) -> None:
         findings.warning("model.reference", "has no effect without algorithm.kl_coefficient")
         return
     with findings.refused("model.reference"):
-        size = read_config(inputs.experiment.model, folder).vocabulary_size
-        if inputs.model is not None and size != inputs.model.vocabulary_size:
+        vocabulary = read_config(inputs.experiment.model, folder).vocabulary_size
+        if inputs.model is not None and vocabulary != inputs.model.vocabulary_size:
             known = f"the model one of {inputs.model.vocabulary_size}"
-            findings.error("model.reference", f"{folder} has a vocabulary of {size}, {known}: they must be equal")
+            findings.error("model.reference", f"{folder} has a vocabulary of {vocabulary}, {known}: they must be equal")
 
 
 def _adapter(inputs: _Inputs, findings: Findings) -> None:
-    adapter, rate = inputs.experiment.model.adapter, inputs.experiment.trainer.learning_rate
+    adapter, learning_rate = inputs.experiment.model.adapter, inputs.experiment.trainer.learning_rate
     if adapter is None or inputs.model is None:
         return
     with findings.refused("model.adapter"):
@@ -177,10 +177,10 @@ def _adapter(inputs: _Inputs, findings: Findings) -> None:
             f"{adapter.dropout:g}: valid: 0, but for headway sft: the policy that is trained would differ from the one "
             "that sampled, and no ratio would be 1",
         )
-    if 0 < rate < _LOWEST_ADAPTER_RATE:
+    if 0 < learning_rate < _LOWEST_ADAPTER_RATE:
         findings.warning(
             "trainer.learning_rate",
-            f"{rate:g} is a rate for training a whole model; adapters learn as fast at about ten times that",
+            f"{learning_rate:g} is a rate for training a whole model; adapters learn as fast at about ten times that",
         )
 
 
@@ -202,13 +202,13 @@ def _tokenizer(inputs: _Inputs, findings: Findings) -> None:
         )
     if inputs.experiment.model.template == "chat" and tokenizer.chat_template is None:
         findings.error("model.template", f"'chat' needs a chat template, and {folder} has none; use 'raw'")
-    special = [token for i in sorted(tokenizer.special_ids) if (token := tokenizer.token(i))]
+    special_tokens = [token for i in sorted(tokenizer.special_ids) if (token := tokenizer.token(i))]
     for stop in inputs.experiment.rollout.stop:
-        named = next((token for token in special if token in stop), None)
-        if named is not None:
+        special_token = next((token for token in special_tokens if token in stop), None)
+        if special_token is not None:
             findings.error(
                 "rollout.stop",
-                f"{stop!r} holds the special token {named}, which isn't part of the searched text, so it would "
+                f"{stop!r} holds the special token {special_token}, which isn't part of the searched text, so it would "
                 "never match. Special tokens end a response by their ids (eos_token_id in generation_config.json)",
             )
 
@@ -225,56 +225,56 @@ def _tasks(inputs: _Inputs, findings: Findings) -> None:
             continue
         key = f"tasks.{split}"
         with findings.refused(key):
-            read = read_tasks(sources, inputs.experiment.run.seed)
-            require_template(inputs.experiment, split, read.tasks)
-            require_pictures(inputs.experiment, split, read.tasks)
-            tasks[split] = list(read.tasks)
-            if read.duplicates:
-                findings.info(key, f"{read.duplicates:,} tasks were repeats of earlier ones and are left out")
-            if read.left_out:
-                findings.info(key, f"{read.left_out:,} rows were left out by 'convert'")
-            _check_rows(key, read.tasks, findings)
+            read_set = read_tasks(sources, inputs.experiment.run.seed)
+            require_template(inputs.experiment, split, read_set.tasks)
+            require_pictures(inputs.experiment, split, read_set.tasks)
+            tasks[split] = list(read_set.tasks)
+            if read_set.duplicates:
+                findings.info(key, f"{read_set.duplicates:,} tasks were repeats of earlier ones and are left out")
+            if read_set.left_out:
+                findings.info(key, f"{read_set.left_out:,} rows were left out by 'convert'")
+            _check_rows(key, read_set.tasks, findings)
     inputs.tasks = tasks
     if "train" in tasks:  # as the run does: generated sets are made disjoint
         held_out = [task for split in tasks if split != "train" for task in tasks[split]]
-        kept = without_held_out(sections.train, tasks["train"], held_out)
-        if left_out := len(tasks["train"]) - len(kept):
-            message = f"{left_out:,} tasks are left out because their prompts are in a held-out set"
-            if kept:
-                findings.info("tasks.train", message)
+        kept_tasks = without_held_out(sections.train, tasks["train"], held_out)
+        if left_out_count := len(tasks["train"]) - len(kept_tasks):
+            reason = f"{left_out_count:,} tasks are left out because their prompts are in a held-out set"
+            if kept_tasks:
+                findings.info("tasks.train", reason)
             else:
-                findings.error("tasks.train", message + "; none remains")
-            for name in (source.display_name for source in sections.train) if kept else ():
-                if name not in {task.source for task in kept}:
-                    findings.error("tasks.train", f"{name}: all its tasks are in a held-out set; none remains")
-        tasks["train"] = kept
-    named = {f"tasks.{split}": split_tasks for split, split_tasks in tasks.items()}
-    for equal, report, why in (
+                findings.error("tasks.train", reason + "; none remains")
+            for source_name in (source.display_name for source in sections.train) if kept_tasks else ():
+                if source_name not in {task.source for task in kept_tasks}:
+                    findings.error("tasks.train", f"{source_name}: all its tasks are in a held-out set; none remains")
+        tasks["train"] = kept_tasks
+    tasks_by_key = {f"tasks.{split}": split_tasks for split, split_tasks in tasks.items()}
+    for likeness, add, consequence in (
         ("", findings.error, "a score on tasks that were trained on means nothing"),
         (" but for white space", findings.warning, "they count as different tasks"),
     ):
-        for pair in overlap(named, white_space=not equal):
-            shared = "1 prompt" if pair.prompts == 1 else f"{pair.prompts:,} prompts"
-            example = f"for example {_shortened(pair.example)!r}"
-            report(pair.second, f"shares {shared} with {pair.first}{equal}, {example}: {why}")
+        for overlapping in overlap(tasks_by_key, white_space=not likeness):
+            shared = "1 prompt" if overlapping.prompts == 1 else f"{overlapping.prompts:,} prompts"
+            example = f"for example {_shortened(overlapping.example)!r}"
+            add(overlapping.second, f"shares {shared} with {overlapping.first}{likeness}, {example}: {consequence}")
     _evaluation(inputs, findings)
 
 
 def _check_rows(key: str, tasks: Sequence[Task], findings: Findings) -> None:
     """Warn about rows that can be read but are probably mistakes."""
-    if as_text := sum(map(is_conversation_as_text, tasks)):
+    if text_count := sum(map(is_conversation_as_text, tasks)):
         subject = (
             "1 prompt is the JSON text of a conversation"
-            if as_text == 1
-            else f"{as_text:,} prompts are JSON texts of conversations"
+            if text_count == 1
+            else f"{text_count:,} prompts are JSON texts of conversations"
         )
         findings.warning(key, f"{subject}, which the model reads as plain text: 'convert' can parse it (json.loads)")
-    if conflicts := contradictions(tasks):
-        prompt, answers = next(iter(conflicts.items()))
-        subject = "1 prompt has" if len(conflicts) == 1 else f"{len(conflicts):,} prompts have"
-        examples = " and ".join(repr(_shortened(answer)) for answer in answers[:2])
-        example = f"for example {_shortened(prompt)!r}: {examples}"
-        findings.warning(key, f"{subject} answers that contradict each other, {example}")
+    if answers_by_prompt := contradictions(tasks):
+        prompt, answers = next(iter(answers_by_prompt.items()))
+        subject = "1 prompt has" if len(answers_by_prompt) == 1 else f"{len(answers_by_prompt):,} prompts have"
+        answers_text = " and ".join(repr(_shortened(answer)) for answer in answers[:2])
+        example_text = f"for example {_shortened(prompt)!r}: {answers_text}"
+        findings.warning(key, f"{subject} answers that contradict each other, {example_text}")
 
 
 def _evaluation(inputs: _Inputs, findings: Findings) -> None:
@@ -300,15 +300,15 @@ def _prompts(inputs: _Inputs, findings: Findings) -> None:
         tasks = [task for task in split_tasks if not task.pictures]  # theirs are tried by `picture_findings`
         if not tasks:
             continue
-        if dropped := require_rendered_tasks(inputs.tokenizer, tasks):
-            findings.info(f"tasks.{split}", f"the chat template leaves out: {', '.join(sorted(dropped))}")
+        if dropped_parts := require_rendered_tasks(inputs.tokenizer, tasks):
+            findings.info(f"tasks.{split}", f"the chat template leaves out: {', '.join(sorted(dropped_parts))}")
         lengths = [len(inputs.tokenizer.render(task.content, inputs.experiment.model.template)) for task in tasks]
-        too_long = sum(length > limit for length in lengths)
-        if too_long:
+        overlong = sum(length > limit for length in lengths)
+        if overlong:
             worst = max(range(len(tasks)), key=lambda i: lengths[i])
             findings.error(
                 "rollout.max_prompt_tokens",
-                f"{too_long:,} of {len(tasks):,} prompts of tasks.{split} are longer than {limit} tokens; the longest "
+                f"{overlong:,} of {len(tasks):,} prompts of tasks.{split} are longer than {limit} tokens; the longest "
                 f"has {lengths[worst]:,} (task {tasks[worst].task_id}, {_shortened(tasks[worst].prompt)!r})",
             )
         if not min(lengths):
@@ -330,16 +330,16 @@ def _sizes(inputs: _Inputs, findings: Findings) -> None:
     experiment = inputs.experiment
     rollout, generator, queue, trainer = experiment.rollout, experiment.generator, experiment.queue, experiment.trainer
     _deadlocks(experiment, findings)
-    slots = generator.slots * len(generator.devices)
-    admissible = queue.groups_per_step * (queue.budget + 1) * experiment.largest_group
-    fill = min(experiment.concurrent_rollouts, admissible)
-    if queue.budget and fill < slots:
+    slot_count = generator.slots * len(generator.devices)
+    admitted_rollouts = queue.groups_per_step * (queue.budget + 1) * experiment.largest_group
+    at_once = min(experiment.concurrent_rollouts, admitted_rollouts)
+    if queue.budget and at_once < slot_count:
         findings.warning(
             "generator.slots",
-            f"at most {fill} rollouts can run at once (concurrency {experiment.concurrent_rollouts}, admission "
-            f"{admissible}): {slots - fill} of {slots} slots will stay empty",
+            f"at most {at_once} rollouts can run at once (concurrency {experiment.concurrent_rollouts}, admission "
+            f"{admitted_rollouts}): {slot_count - at_once} of {slot_count} slots will stay empty",
         )
-    ranks, parts = len(trainer.devices), trainer.optimizer_steps_per_batch
+    rank_count, parts = len(trainer.devices), trainer.optimizer_steps_per_batch
     if parts > queue.groups_per_step:
         findings.error("trainer.optimizer_steps_per_batch", f"{parts} steps can't share {queue.groups_per_step} groups")
     elif queue.groups_per_step % parts:
@@ -347,8 +347,8 @@ def _sizes(inputs: _Inputs, findings: Findings) -> None:
             "trainer.optimizer_steps_per_batch",
             f"{queue.groups_per_step} groups don't divide into {parts} equal parts: their gradients weigh differently",
         )
-    if ranks > queue.groups_per_step * rollout.group_size:
-        findings.error("trainer.devices", f"{ranks} ranks, but a batch has fewer samples")
+    if rank_count > queue.groups_per_step * rollout.group_size:
+        findings.error("trainer.devices", f"{rank_count} ranks, but a batch has fewer samples")
     if trainer.packing != "fixed" and trainer.micro_batch_tokens < experiment.max_sequence_tokens:
         findings.warning(
             "trainer.micro_batch_tokens",
@@ -373,11 +373,11 @@ def _sizes(inputs: _Inputs, findings: Findings) -> None:
 
 def _deadlocks(experiment: Experiment, findings: Findings) -> None:
     """Find settings under which the run could never make its first, or some later, step."""
-    kv = experiment.generator.kv_capacity_tokens
-    if kv is not None and kv < experiment.max_sequence_tokens:
+    kv_tokens = experiment.generator.kv_capacity_tokens
+    if kv_tokens is not None and kv_tokens < experiment.max_sequence_tokens:
         findings.error(
             "generator.kv_capacity_tokens",
-            f"{kv} can't hold one rollout of {experiment.max_sequence_tokens} tokens: it would wait forever",
+            f"{kv_tokens} can't hold one rollout of {experiment.max_sequence_tokens} tokens: it would wait forever",
         )
     if experiment.rollout.group_size < 2 and experiment.algorithm.advantage != "batch_mean_std":
         findings.error(
@@ -389,8 +389,8 @@ def _deadlocks(experiment: Experiment, findings: Findings) -> None:
 
 def _functions(inputs: _Inputs, findings: Findings) -> None:
     """Check the user's own functions."""
-    train = (inputs.tasks or {}).get("train")
-    findings += function_findings(inputs.experiment, train[0] if train else None)
+    train_tasks = (inputs.tasks or {}).get("train")
+    findings += function_findings(inputs.experiment, train_tasks[0] if train_tasks else None)
     if inputs.tokenizer is not None:
         with findings.refused("endpoint.tools"):
             require_known_calls(
@@ -445,8 +445,8 @@ def _exporters(inputs: _Inputs, findings: Findings) -> None:
     """Check the packages of the trackers and the address of `/metrics`; the trackers' own servers are not asked."""
     address = inputs.experiment.ledger.prometheus
     for problem in missing_packages(inputs.experiment):
-        key, _, message = problem.partition(": ")
-        findings.error(key, message)
+        key, _, problem_text = problem.partition(": ")
+        findings.error(key, problem_text)
     if address:
         with findings.refused("ledger.prometheus"):
             listening_socket(address).close()
@@ -460,8 +460,8 @@ def _environment(inputs: _Inputs, findings: Findings) -> None:
     findings += conversation_findings(inputs.experiment, has_template)
     findings += sandbox_findings(inputs.experiment)
     with findings.refused("environment.parameters"):
-        every = [task for split_tasks in (inputs.tasks or {}).values() for task in split_tasks]
-        asyncio.run(require_kernel_services(inputs.experiment, every))
+        all_tasks = [task for split_tasks in (inputs.tasks or {}).values() for task in split_tasks]
+        asyncio.run(require_kernel_services(inputs.experiment, all_tasks))
 
 
 def _episode(inputs: _Inputs, findings: Findings) -> None:

@@ -43,15 +43,15 @@ def cluster_findings(experiment: Experiment) -> Findings:
             "cluster.replicate_to",
             "isn't set: the accounting is on this machine only; if it is lost, no other can resume the run",
         )
-    node, _, copy = (cluster.replicate_to or "").partition(":")
-    if copy and not node and (why := FilesService.copy_problem(copy)):
-        findings.error("cluster.replicate_to", why)
+    node, _, copy_path = (cluster.replicate_to or "").partition(":")
+    if copy_path and not node and (reason := FilesService.copy_problem(copy_path)):
+        findings.error("cluster.replicate_to", reason)
     if environment:
-        settings = (
-            f"{n}={'***' if n.upper().endswith(('KEY', 'TOKEN', 'SECRET', 'PASSWORD')) else v}"
-            for n, v in environment.items()
+        setting_texts = (
+            f"{variable}={'***' if variable.upper().endswith(('KEY', 'TOKEN', 'SECRET', 'PASSWORD')) else value_text}"
+            for variable, value_text in environment.items()
         )
-        findings.info("cluster.environment", f"workers on nodes get {', '.join(settings)}")
+        findings.info("cluster.environment", f"workers on nodes get {', '.join(setting_texts)}")
     return findings
 
 
@@ -69,27 +69,27 @@ def node_findings(
 
 
 async def _check_nodes(experiment: Experiment, deep: bool, on_progress: Callable[[str], object]) -> Findings:
-    findings, cluster, missing = Findings(), experiment.cluster, dict[str, str]()
-    start = f"; start there: headway node --join {cluster.address} --name NAME" if cluster.launcher == "local" else ""
-    on_progress(f"waits up to {cluster.join_timeout_s:g} s for nodes{start}")
+    findings, cluster, missing_reasons = Findings(), experiment.cluster, dict[str, str]()
+    advice = f"; start there: headway node --join {cluster.address} --name NAME" if cluster.launcher == "local" else ""
+    on_progress(f"waits up to {cluster.join_timeout_s:g} s for nodes{advice}")
 
     def on_event(name: str, detail: str, /, **fields: object) -> None:
         on_progress(f"{name.replace('_', ' ')}: {detail}")
 
     with findings.refused(_KEY):
-        node_check = NodeCheck(deep=deep, missing=missing)
+        node_check = NodeCheck(deep=deep, missing=missing_reasons)
         async with open_machines(experiment, RealClock(), on_event, check=node_check) as machines:
             assert machines.nodes is not None  # there is an address
-            joined = machines.nodes.joined
-            for per_node in await asyncio.gather(*(_check_node(node, machines, deep) for node in joined.values())):
-                findings += per_node
+            nodes = machines.nodes.joined
+            for node_checks in await asyncio.gather(*(_check_node(node, machines, deep) for node in nodes.values())):
+                findings += node_checks
             assert machines.mirrors is not None
-            readers = (parse_device(device).node for device in machines.experiment.generator.devices)
-            for why in await machines.mirrors.problems(name for name in readers if not name or name in joined):
-                findings.error("cluster.port_range", f"{why}; open these ports between the machines of the run")
-    reach = f"it must reach {cluster.address} past firewalls (this machine is {', '.join(machine_addresses())})"
-    for name, why in missing.items():
-        findings.error(_KEY, f"{why}; {reach}{start.replace('NAME', name)}")
+            reader_nodes = (parse_device(device).node for device in machines.experiment.generator.devices)
+            for reason in await machines.mirrors.problems(name for name in reader_nodes if not name or name in nodes):
+                findings.error("cluster.port_range", f"{reason}; open these ports between the machines of the run")
+    reach_hint = f"it must reach {cluster.address} past firewalls (this machine is {', '.join(machine_addresses())})"
+    for name, reason in missing_reasons.items():
+        findings.error(_KEY, f"{reason}; {reach_hint}{advice.replace('NAME', name)}")
     return findings
 
 
@@ -101,13 +101,13 @@ async def _check_node(node: Node, machines: Machines, deep: bool) -> Findings:
         _check_conditions(node, await node.call("conditions"), machines.experiment, findings)
         with findings.refused(_KEY):
             worker = await machines.launcher.start(spec)  # compares model folders, and sends those that are missing
-            compared = "every byte" if deep else "names, sizes, headers and samples; every byte: --deep"
-            findings.info(_KEY, f"node {node.name}: model files as here ({compared})")
+            compared_text = "every byte" if deep else "names, sizes, headers and samples; every byte: --deep"
+            findings.info(_KEY, f"node {node.name}: model files as here ({compared_text})")
             try:
                 await _check_paths(worker, node.name, machines.experiment, findings)
-                copy_node, _, copy = (machines.experiment.cluster.replicate_to or "").partition(":")
-                if copy_node == node.name and (why := await worker.call("copy_problem", copy)):
-                    findings.error("cluster.replicate_to", f"on node {node.name}: {why}")
+                copy_node, _, copy_path = (machines.experiment.cluster.replicate_to or "").partition(":")
+                if copy_node == node.name and (reason := await worker.call("copy_problem", copy_path)):
+                    findings.error("cluster.replicate_to", f"on node {node.name}: {reason}")
             finally:
                 await worker.stop()
     except (HeadwayError, TimeoutError) as error:
@@ -119,16 +119,16 @@ def _check_conditions(node: Node, conditions: NodeConditions, experiment: Experi
     facts, name, offset_s = node.facts, f"node {node.name}", node.time_offset_s
     assert facts is not None  # it has joined
     memory, shared, disk = conditions.memory_free_bytes, conditions.shared_memory_free_bytes, conditions.disk_free_bytes
-    free = f"{gibibytes(memory)} of memory, {gibibytes(shared)} of {SHARED_MEMORY}, {gibibytes(disk)} of disk free"
-    findings.info(_KEY, f"{name}: {facts.cores} cores, {facts.gpus} GPUs, system clock {offset_s:+.3f} s, {free}")
+    free_text = f"{gibibytes(memory)} of memory, {gibibytes(shared)} of {SHARED_MEMORY}, {gibibytes(disk)} of disk free"
+    findings.info(_KEY, f"{name}: {facts.cores} cores, {facts.gpus} GPUs, system clock {offset_s:+.3f} s, {free_text}")
     if abs(offset_s) > LARGEST_TIME_OFFSET_S:
         findings.warning(_KEY, f"{name}: its system clock is {offset_s:+.0f} s off: synchronise it by NTP")
     if disk < LEAST_DISK_BYTES:
         findings.error(_KEY, f"{name}: only {gibibytes(disk)} free at {facts.scratch}: free space, or set TMPDIR there")
     for key, device in ((key, parse_device(each)) for key, names in device_names(experiment) for each in names):
-        there = facts.gpus if device.kind == "cuda" else facts.cores
-        if device.node == node.name and device.last >= there:
-            findings.error(key, f"{device}: {name} has {there} {device.kind} device(s), counted from 0")
+        device_count = facts.gpus if device.kind == "cuda" else facts.cores
+        if device.node == node.name and device.last >= device_count:
+            findings.error(key, f"{device}: {name} has {device_count} {device.kind} device(s), counted from 0")
     capacities = {f"memory of {name}": (facts.memory_bytes, memory), f"{SHARED_MEMORY} of {name}": (shared, shared)}
     for gpu in conditions.gpus:
         capacities[f"{node.name}/cuda:{gpu.index}"] = (gpu.memory_bytes, gpu.memory_bytes - gpu.memory_used_bytes)
@@ -139,16 +139,16 @@ def _check_conditions(node: Node, conditions: NodeConditions, experiment: Experi
 
 async def _check_paths(worker: WorkerHandle, node: str, experiment: Experiment, findings: Findings) -> None:
     """Check the user's modules that the node's workers import, and ``run.directory`` for a trainer's rank there."""
-    trains = any(parse_device(device).node == node for device in experiment.trainer.devices)
-    names = {"algorithm.loss": experiment.algorithm.loss} if trains else {}
+    has_trainer = any(parse_device(device).node == node for device in experiment.trainer.devices)
+    names = {"algorithm.loss": experiment.algorithm.loss} if has_trainer else {}
     if node in experiment.verifier.nodes:
-        names |= {f"verifiers.{key}.name": each.name for key, each in experiment.verifiers.items()}
+        names |= {f"verifiers.{key}.name": settings.name for key, settings in experiment.verifiers.items()}
         names["verifier.name"] = experiment.verifier.name
     if node in experiment.environment.nodes:
         names |= {"environment.name": experiment.environment.name, "environment.agent": experiment.environment.function}
     user_functions = {key: name for key, name in names.items() if ":" in name}
     folder = nearest_folder(Path(experiment.run.directory))
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".headway-check-") as marker:
-        problems: dict[str, str] = await worker.call("problems", user_functions, marker.name if trains else "")
-    for key, why in problems.items():
-        findings.error(key, f"on node {node}: {why}; mount its folder on all machines under one path")
+        problems: dict[str, str] = await worker.call("problems", user_functions, marker.name if has_trainer else "")
+    for key, reason in problems.items():
+        findings.error(key, f"on node {node}: {reason}; mount its folder on all machines under one path")

@@ -10,21 +10,21 @@ from headway.runtime.addresses import is_loopback, listening_socket, service_key
 def conversation_findings(experiment: Experiment, has_chat_template: bool) -> Findings:
     """Check what multi-turn rollouts need. ``has_chat_template``: whether the model's folder has one, which agents can
     do without; the replies of environments are messages."""
-    findings, lacks = Findings(), f"{experiment.model.path} has no chat template"
+    findings, no_template = Findings(), f"{experiment.model.path} has no chat template"
     if experiment.environment.is_class and not has_chat_template:
-        needed = "and replies of an environment are messages: add chat_template.jinja"
-        findings.error("environment.name", f"{lacks}, {needed}")
+        remedy = "and replies of an environment are messages: add chat_template.jinja"
+        findings.error("environment.name", f"{no_template}, {remedy}")
     if experiment.environment.calls:
         address = experiment.endpoint.address
         with findings.refused("endpoint.address"):
             listening_socket(address).close()
         if experiment.environment.name == "remote":
-            keys, named = experiment.buffer.service.keys, f"endpoint.address = {address!r}"
+            keys, address_text = experiment.buffer.service.keys, f"endpoint.address = {address!r}"
             with findings.refused("buffer.service.keys"):
-                service_keys(keys, "buffer.service.keys =", address, named)
+                service_keys(keys, "buffer.service.keys =", address, address_text)
         elif not is_loopback(address):
-            message = f"{address}: other machines reach it; each rollout's key opens that rollout alone"
-            findings.info("endpoint.address", message)
+            reason = f"{address}: other machines reach it; each rollout's key opens that rollout alone"
+            findings.info("endpoint.address", reason)
         if not has_chat_template:
-            findings.warning("environment.name", f"{lacks}: agents can call /v1/completions and nothing else")
+            findings.warning("environment.name", f"{no_template}: agents can call /v1/completions and nothing else")
     return findings

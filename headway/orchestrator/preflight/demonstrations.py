@@ -40,29 +40,29 @@ def make_attempts(
     tasks have more than prompt and answer, a demonstration whose task isn't known is left out, except the first, which
     is then at a training task."""
     source, train, attempts, fully_known = experiment.sft.data, tasks["train"], list[DemonstratedTask](), True
-    known, ambiguous = dict[str, Task](), set[str]()
+    task_by_prompt, ambiguous_prompts = dict[str, Task](), set[str]()
     for task in (each for split_tasks in tasks.values() for each in split_tasks):
-        if known.setdefault(task.prompt, task).task_id != task.task_id:
-            ambiguous.add(task.prompt)  # the demonstration's task is ambiguous
-    known = {prompt: task for prompt, task in known.items() if prompt not in ambiguous}
-    with_metadata, bare = any(task.metadata for task in train), not any(task.answer or task.metadata for task in train)
+        if task_by_prompt.setdefault(task.prompt, task).task_id != task.task_id:
+            ambiguous_prompts.add(task.prompt)  # the demonstration's task is ambiguous
+    task_by_prompt = {prompt: task for prompt, task in task_by_prompt.items() if prompt not in ambiguous_prompts}
+    has_metadata, bare = any(task.metadata for task in train), not any(task.answer or task.metadata for task in train)
     try:
         for location, row in islice(read_demonstrations(source), _MOST) if source and source.source == "jsonl" else ():
-            pair = isinstance(row, Pair)
-            messages = ({"role": "user", "content": row.prompt}, answer_of(row.solution)) if pair else row.messages
+            is_pair = isinstance(row, Pair)
+            messages = ({"role": "user", "content": row.prompt}, answer_of(row.solution)) if is_pair else row.messages
             answers = tuple(message for message in messages if message["role"] == "assistant")
             if not answers or any(message.get("tool_calls") for message in answers):
                 continue
             prompt = next((message["content"] for message in messages if message["role"] == "user"), "")
-            fully_known = fully_known and (bare or prompt in known)
-            if prompt in known or not with_metadata or not attempts:
-                unknown = train[0] if with_metadata else Task(task_id=location, prompt=prompt)
-                attempts.append(DemonstratedTask(task=known.get(prompt, unknown), answers=answers))
+            fully_known = fully_known and (bare or prompt in task_by_prompt)
+            if prompt in task_by_prompt or not has_metadata or not attempts:
+                unknown_task = train[0] if has_metadata else Task(task_id=location, prompt=prompt)
+                attempts.append(DemonstratedTask(task=task_by_prompt.get(prompt, unknown_task), answers=answers))
     except ConfigurationError:
         return [], False
     if attempts:
-        answered = [task for task in train[:_FEW] if task.answer and (fully_known or not with_metadata)]
-        attempts += [DemonstratedTask(task=task, answers=(answer_of(task.answer),)) for task in answered]
+        answered_tasks = [task for task in train[:_FEW] if task.answer and (fully_known or not has_metadata)]
+        attempts += [DemonstratedTask(task=task, answers=(answer_of(task.answer),)) for task in answered_tasks]
         attempts.append(DemonstratedTask(task=attempts[0].task, answers=(answer_of(empty_answer),)))
     return attempts, fully_known
 
@@ -71,10 +71,10 @@ def check_rewards(key: str, function: str, rewards: Sequence[float], fully_known
     """Add a finding where ``function`` gave all attempts of `make_attempts` the same reward. It is an error
     where they are many and at their own tasks (``fully_known``), else a warning. ``rewards``: of the attempts. Returns
     False where these are equal and too few to conclude anything."""
-    count, equal = len(rewards) - 1, len({*rewards}) <= 1
-    if equal and count >= _FEW:
+    count, are_equal = len(rewards) - 1, len({*rewards}) <= 1
+    if are_equal and count >= _FEW:
         by = "by the answers in sft.data" + ("" if fully_known else ", to tasks that may lack what it needs")
-        message = f"{function} gives {count} attempts, {by}, the reward {rewards[0]:g}, and one without content as well"
-        add = findings.error if fully_known and count >= _MOST else findings.warning
-        add(key, f"{message}: if no answer earns another one, nothing can be learned. Check what it compares")
-    return not equal or count >= _FEW
+        reason = f"{function} gives {count} attempts, {by}, the reward {rewards[0]:g}, and one without content as well"
+        add_finding = findings.error if fully_known and count >= _MOST else findings.warning
+        add_finding(key, f"{reason}: if no answer earns another one, nothing can be learned. Check what it compares")
+    return not are_equal or count >= _FEW

@@ -17,18 +17,18 @@ _LEAST_DRIVERS = {11: 450, 12: 525, 13: 580}
 
 def device_findings(experiment: Experiment, machine: Machine) -> Findings:
     """Check the devices of both sides against the facts of ``machine``."""
-    findings, devices = Findings(), list[tuple[str, Device]]()
+    findings, keyed_devices = Findings(), list[tuple[str, Device]]()
     for section in ("generator", "trainer"):
         key, names = f"{section}.devices", getattr(experiment, section).devices
         if not names:
             findings.error(key, "at least one device is needed")
-        for name in names:
+        for device_name in names:
             with findings.refused(key):
-                device = parse_device(name)
+                device = parse_device(device_name)
                 require_device(device, machine)
-                devices.append((key, device))
-    _check_sides(experiment, devices, findings)
-    _check_gpus(experiment, devices, machine, findings)
+                keyed_devices.append((key, device))
+    _check_sides(experiment, keyed_devices, findings)
+    _check_gpus(experiment, keyed_devices, machine, findings)
     return findings
 
 
@@ -42,58 +42,58 @@ def require_device(device: Device, machine: Machine) -> None:
 
 def _check_sides(experiment: Experiment, devices: list[tuple[str, Device]], findings: Findings) -> None:
     """Check which devices are shared, and that the trainer's are of one kind."""
-    ranks = [device for key, device in devices if key == "trainer.devices"]
-    slow = experiment.trainer.dtype == "bfloat16" and not cpu_multiplies_bfloat16()
-    if slow and any(device.kind == "cpu" for device in ranks):
+    rank_devices = [device for key, device in devices if key == "trainer.devices"]
+    is_slow = experiment.trainer.dtype == "bfloat16" and not cpu_multiplies_bfloat16()
+    if is_slow and any(device.kind == "cpu" for device in rank_devices):
         findings.warning(
             "trainer.dtype", "this CPU has no instructions for bfloat16: float32 is many times faster here"
         )
-    if len({device.kind for device in ranks}) > 1:
-        names = ", ".join(map(str, ranks))
-        findings.error("trainer.devices", f"{names}: ranks sum their gradients, so all must be GPUs, or all CPU cores")
+    if len({device.kind for device in rank_devices}) > 1:
+        listed = ", ".join(map(str, rank_devices))
+        findings.error("trainer.devices", f"{listed}: ranks sum their gradients, so all must be GPUs, or all CPU cores")
     for (first_key, first), (second_key, second) in combinations(devices, 2):
         if not first.shares_with(second):
             continue
         hardware = "GPU" if first.kind == "cuda" else "cores"
-        shared = f"{second} shares {hardware} with {first} of {first_key}"
+        shared_text = f"{second} shares {hardware} with {first} of {first_key}"
         if first.kind == "cuda" and first_key == second_key == "trainer.devices":
             findings.error(second_key, f"{second} twice: each rank needs a GPU of its own")
         elif first.kind == "cuda" and not experiment.run.offload:
-            findings.warning(second_key, f"{shared}: both must fit its memory, or run.offload = true")
+            findings.warning(second_key, f"{shared_text}: both must fit its memory, or run.offload = true")
         elif first.kind == "cpu" and first_key == second_key:  # else replica and trainer take turns
-            findings.warning(second_key, f"{shared}: two busy processes on one core collapse")
+            findings.warning(second_key, f"{shared_text}: two busy processes on one core collapse")
 
 
 def _check_gpus(
     experiment: Experiment, devices: list[tuple[str, Device]], machine: Machine, findings: Findings
 ) -> None:
     """Check this machine's GPUs: driver, torch, users, bfloat16, and those that are left idle."""
-    ranks = experiment.generator.engine_arguments.get("tensor_parallel_size", 1)
-    used: dict[int, str] = {}
+    rank_count = experiment.generator.engine_arguments.get("tensor_parallel_size", 1)
+    key_by_gpu: dict[int, str] = {}
     for key, device in devices:
         if device.kind == "cuda" and not device.node:
-            width = ranks if key == "generator.devices" else 1
-            used |= dict.fromkeys(range(device.first, device.first + width), key)
-    if used and not machine.torch_cuda and machine.gpus:
+            gpu_count = rank_count if key == "generator.devices" else 1
+            key_by_gpu |= dict.fromkeys(range(device.first, device.first + gpu_count), key)
+    if key_by_gpu and not machine.torch_cuda and machine.gpus:
         findings.error(
-            next(iter(used.values())), "torch is a build for CPUs here; docs/install.md has the one for GPUs"
+            next(iter(key_by_gpu.values())), "torch is a build for CPUs here; docs/install.md has the one for GPUs"
         )
-    for number, key in used.items():
-        if number >= len(machine.cuda):
+    for gpu_index, key in key_by_gpu.items():
+        if gpu_index >= len(machine.cuda):
             continue
-        gpu, section = machine.cuda[number], key.partition(".")[0]
+        gpu, section = machine.cuda[gpu_index], key.partition(".")[0]
         if gpu.users:
-            findings.warning(key, f"cuda:{number} ({gpu.name}) is in use by others: {gpu.users}")
+            findings.warning(key, f"cuda:{gpu_index} ({gpu.name}) is in use by others: {gpu.users}")
         if not gpu.bfloat16 and getattr(experiment, section).dtype == "bfloat16":
-            problem = f"'bfloat16': cuda:{number} ({gpu.name}) can't multiply it (compute capability below 8.0)"
-            findings.error(f"{section}.dtype", f"{problem}; valid: float32")
-    _check_driver(used, machine, findings)
-    idle = [n for n in machine.usable if n not in used and not machine.cuda[n].users]
-    if idle and len(idle) % ranks == 0:
-        names = ", ".join(f"cuda:{n}" for n in idle)
-        value = [*experiment.generator.devices, *(f"cuda:{n}" for n in idle[::ranks])] if used else "auto"
-        keys = "generator.devices" if used else "generator.devices and trainer.devices"
-        findings.warning("generator.devices", f"{names} of this machine would be idle; {keys} = {json.dumps(value)} "
+            problem_text = f"'bfloat16': cuda:{gpu_index} ({gpu.name}) can't multiply it (compute capability below 8.0)"
+            findings.error(f"{section}.dtype", f"{problem_text}; valid: float32")
+    _check_driver(key_by_gpu, machine, findings)
+    unused = [n for n in machine.usable if n not in key_by_gpu and not machine.cuda[n].users]
+    if unused and len(unused) % rank_count == 0:
+        listed = ", ".join(f"cuda:{n}" for n in unused)
+        value = [*experiment.generator.devices, *(f"cuda:{n}" for n in unused[::rank_count])] if key_by_gpu else "auto"
+        keys = "generator.devices" if key_by_gpu else "generator.devices and trainer.devices"
+        findings.warning("generator.devices", f"{listed} of this machine would be idle; {keys} = {json.dumps(value)} "
                          "uses all")  # fmt: skip
 
 
@@ -104,11 +104,11 @@ def _check_driver(used: dict[int, str], machine: Machine, findings: Findings) ->
         return
     if machine.described:
         return
-    cuda, driver = machine.torch_cuda.partition(".")[0], machine.driver.partition(".")[0]
-    least = _LEAST_DRIVERS.get(int(cuda or 0), 0)
-    if used and driver.isdecimal() and int(driver) < least:
+    cuda_major, driver_major = machine.torch_cuda.partition(".")[0], machine.driver.partition(".")[0]
+    oldest = _LEAST_DRIVERS.get(int(cuda_major or 0), 0)
+    if used and driver_major.isdecimal() and int(driver_major) < oldest:
         findings.error(
             next(iter(used.values())),
-            f"the driver, {machine.driver}, is too old for torch's CUDA {machine.torch_cuda}: {least} or later is "
+            f"the driver, {machine.driver}, is too old for torch's CUDA {machine.torch_cuda}: {oldest} or later is "
             "needed, or a torch for an older CUDA",
         )

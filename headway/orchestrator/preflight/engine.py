@@ -23,12 +23,12 @@ from headway.runtime.devices import parse_device, sharing
 def engine_findings(experiment: Experiment, model: DecoderConfig | HfConfig | None, machine: Machine) -> Findings:
     """Errors of the engine and its devices; ``model``: None where it couldn't be read."""
     findings, generator = Findings(), experiment.generator
-    if not machine.described and (missing := engine_missing(generator.engine, generator.devices)):
-        findings.error("generator.engine", missing)
-    started = starts_vllm(generator.engine, generator.devices)
-    if started and machine.vllm and not machine.vllm.startswith(VLLM_RELEASE):
-        version = f"{generator.engine!r}: version {machine.vllm} is installed, and Headway works with {VLLM_RELEASE}x"
-        findings.error("generator.engine", f"{version}; {VLLM_INSTALL}")
+    if not machine.described and (missing_text := engine_missing(generator.engine, generator.devices)):
+        findings.error("generator.engine", missing_text)
+    is_started = starts_vllm(generator.engine, generator.devices)
+    if is_started and machine.vllm and not machine.vllm.startswith(VLLM_RELEASE):
+        problem = f"{generator.engine!r}: version {machine.vllm} is installed, and Headway works with {VLLM_RELEASE}x"
+        findings.error("generator.engine", f"{problem}; {VLLM_INSTALL}")
     shared = sharing(generator.devices, experiment.trainer.devices)
     if shared and generator.engine == "vllm-server":
         findings.error(
@@ -36,36 +36,36 @@ def engine_findings(experiment: Experiment, model: DecoderConfig | HfConfig | No
             f"{generator.devices[shared[0]]} is the trainer's too: a server that headway starts takes no turns with "
             "it; valid: other devices, or generator.engine = 'vllm' or 'torch'",
         )
-    adapted = experiment.model.adapter is not None
-    if isinstance(model, HfConfig) and (refused := transformers_refusal(generator.engine, adapted)):
-        findings.error("generator.engine", refused)
+    is_adapted = experiment.model.adapter is not None
+    if isinstance(model, HfConfig) and (refusal := transformers_refusal(generator.engine, is_adapted)):
+        findings.error("generator.engine", refusal)
     if isinstance(model, DecoderConfig):
-        mixture = model.mixture is not None and adapted
-        if refused := cpu_refusal(generator.engine, generator.devices, model.head_dim, mixture):
-            findings.error("generator.engine", refused)
+        is_mixture = model.mixture is not None and is_adapted
+        if refusal := cpu_refusal(generator.engine, generator.devices, model.head_dim, is_mixture):
+            findings.error("generator.engine", refusal)
     with findings.refused("algorithm.routing_replay"):
         replayed_routing(experiment)
-    ranks = generator.engine_arguments.get("tensor_parallel_size", 1)
-    if ranks > 1:
+    rank_count = generator.engine_arguments.get("tensor_parallel_size", 1)
+    if rank_count > 1:
         with findings.refused("generator.devices"):
-            _require_ranks(experiment, ranks, machine)
+            _require_ranks(experiment, rank_count, machine)
     return findings
 
 
 def _require_ranks(experiment: Experiment, ranks: int, machine: Machine) -> None:
     """Raise ConfigurationError where a replica of several ranks lacks a GPU: it takes the named one and those after."""
-    taken: dict[int, str] = {}
-    for name in experiment.trainer.devices:
-        if (device := parse_device(name)).kind == "cuda":
-            taken[device.first] = f"{name} of trainer.devices"
-    for name in experiment.generator.devices:
-        replica = f"{name} with tensor_parallel_size = {ranks}"
-        first = parse_device(name).first
-        for index in range(first, first + ranks):
+    user_by_gpu: dict[int, str] = {}
+    for device_name in experiment.trainer.devices:
+        if (device := parse_device(device_name)).kind == "cuda":
+            user_by_gpu[device.first] = f"{device_name} of trainer.devices"
+    for device_name in experiment.generator.devices:
+        label = f"{device_name} with tensor_parallel_size = {ranks}"
+        first_gpu = parse_device(device_name).first
+        for index in range(first_gpu, first_gpu + ranks):
             try:
                 require_device(parse_device(f"cuda:{index}"), machine)
             except ConfigurationError as error:
-                raise ConfigurationError(f"{replica}: {error}") from None
-            if index in taken:
-                raise ConfigurationError(f"{replica} needs cuda:{index} as well, which is taken: {taken[index]}")
-            taken[index] = name
+                raise ConfigurationError(f"{label}: {error}") from None
+            if index in user_by_gpu:
+                raise ConfigurationError(f"{label} needs cuda:{index} as well, which is taken: {user_by_gpu[index]}")
+            user_by_gpu[index] = device_name

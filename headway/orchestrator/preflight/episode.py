@@ -38,32 +38,32 @@ def episode_findings(experiment: Experiment, tasks: Mapping[str, Sequence[Task]]
     checked if the environment gives them. No findings where the environment is not a class of the user's, or ``known``
     findings refuse it."""
     findings = Findings()
-    refused = any(finding.level == "error" and finding.key.startswith(("environment", "sandbox")) for finding in known)
-    if refused or not tasks.get("train") or ":" not in experiment.environment.name:
+    broken = any(finding.level == "error" and finding.key.startswith(("environment", "sandbox")) for finding in known)
+    if broken or not tasks.get("train") or ":" not in experiment.environment.name:
         return findings
     (attempts, fully_known), first = make_attempts(experiment, tasks, "?"), tasks["train"][0]
     attempt = attempts[0] if attempts else DemonstratedTask(task=first, answers=(answer_of(first.answer or "?"),))
     judges = rewards_itself(experiment) and not uses_sandboxes(experiment)  # a sandbox for each would take long
-    others, origin = attempts if judges else [], "of tasks.train"
+    other_attempts, origin_text = attempts if judges else [], "of tasks.train"
     if attempts:
-        origin = "by a demonstration of sft.data"
+        origin_text = "by a demonstration of sft.data"
     try:
-        played, rewards = asyncio.run(_play_all(experiment, attempt, others))
+        outcome, rewards = asyncio.run(_play_all(experiment, attempt, other_attempts))
     except TimeoutError:
-        findings.warning("environment", f"one episode {origin} didn't end within {_LIMIT_S:g} s")
+        findings.warning("environment", f"one episode {origin_text} didn't end within {_LIMIT_S:g} s")
     except HeadwayError as error:
-        findings.error("environment", f"one episode {origin}: {error}")
+        findings.error("environment", f"one episode {origin_text}: {error}")
     else:
-        if isinstance(played, str):
-            report = findings.warning if "a tool replied" in played else findings.info
-            report("environment", f"played 1 episode {origin}: {played}")
-            if len(rewards) == len(others):
-                function = f"{experiment.environment.name}.score"
-                check_rewards("environment.name", function, rewards, fully_known, findings)
-        elif played.infrastructure:
-            findings.warning("environment", f"one episode {origin} failed: {played.cause}")
+        if isinstance(outcome, str):
+            add_finding = findings.warning if "a tool replied" in outcome else findings.info
+            add_finding("environment", f"played 1 episode {origin_text}: {outcome}")
+            if len(rewards) == len(other_attempts):
+                score_name = f"{experiment.environment.name}.score"
+                check_rewards("environment.name", score_name, rewards, fully_known, findings)
+        elif outcome.infrastructure:
+            findings.warning("environment", f"one episode {origin_text} failed: {outcome.cause}")
         else:
-            findings.error("environment", f"one episode {origin} failed: {played.cause}")
+            findings.error("environment", f"one episode {origin_text} failed: {outcome.cause}")
     return findings
 
 
@@ -84,17 +84,17 @@ async def _play_all(
     try:
         async with asyncio.timeout(_LIMIT_S):
             await pool.start()
-            replies, ended = await _play(pool, "check", attempt, seed)
+            replies, ending = await _play(pool, "check", attempt, seed)
         with suppress(TimeoutError):
             async with asyncio.timeout(_LIMIT_S):
-                playing = (_play(pool, f"check-{number}", other, seed) for number, other in enumerate(others))
-                outcomes = await asyncio.gather(*playing, return_exceptions=True)
+                episodes = (_play(pool, f"check-{number}", other, seed) for number, other in enumerate(others))
+                outcomes = await asyncio.gather(*episodes, return_exceptions=True)
                 rewards = [o[1].reward for o in outcomes if isinstance(o, tuple) and isinstance(o[1], Verdict)]
     finally:
         await pool.stop()
-    if isinstance(ended, Failure):
-        return ended, rewards
-    return f"{replies}, {ended if isinstance(ended, str) else f'score {ended.reward:.3g}'}", rewards
+    if isinstance(ending, Failure):
+        return ending, rewards
+    return f"{replies}, {ending if isinstance(ending, str) else f'score {ending.reward:.3g}'}", rewards
 
 
 async def _play(pool: EnvironmentPool, name: str, attempt: DemonstratedTask, seed: int) -> tuple[str, _Ended]:
@@ -112,7 +112,7 @@ async def _play(pool: EnvironmentPool, name: str, attempt: DemonstratedTask, see
         summary = f"reply x{replies}{tool_error}"
         if reply.failure is not None:
             return summary, reply.failure
-        scored = await lease.score()
-    if scored.verdict is None:
-        return summary, f"no score, rewards of turns {rewards + (scored.reward or 0.0):g}"
-    return summary, scored.verdict.failure or scored.verdict
+        score = await lease.score()
+    if score.verdict is None:
+        return summary, f"no score, rewards of turns {rewards + (score.reward or 0.0):g}"
+    return summary, score.verdict.failure or score.verdict

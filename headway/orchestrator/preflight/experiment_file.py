@@ -28,19 +28,19 @@ def load_experiment(
 def prepared(raw: dict[str, Any], origin: str, *, resume: bool = False, machine: Machine | None = None) -> Experiment:
     """Validate a raw mapping as `load_experiment` does; ``origin`` names it in errors."""
     machine = machine or read_machine()
-    kept = _stored(raw.get("run")) if resume else None
+    stored_experiment = _stored(raw.get("run")) if resume else None
     model = raw.get("model")
     if isinstance(model, dict):
-        sft = raw.get("sft")
-        made = sft.get("output") if isinstance(sft, dict) else None  # not there yet, perhaps
+        sft_section = raw.get("sft")
+        sft_output = sft_section.get("output") if isinstance(sft_section, dict) else None  # not there yet, perhaps
         for key in ("path", "reference"):
             name = model.get(key)
-            if isinstance(name, str) and name and name != made:
-                stored = str(kept["model"][key]) if kept else ""
-                folder = model_folder(name, stored=stored, weights=not machine.described, key=f"model.{key}")
+            if isinstance(name, str) and name and name != sft_output:
+                stored_folder = str(stored_experiment["model"][key]) if stored_experiment else ""
+                folder = model_folder(name, stored=stored_folder, weights=not machine.described, key=f"model.{key}")
                 model = model | {key: folder}
         raw = raw | {"model": model}
-    resolved = resolve(raw, machine, in_transformers=_in_transformers(model), kept=kept)
+    resolved = resolve(raw, machine, in_transformers=_in_transformers(model), kept=stored_experiment)
     return validate_experiment(resolved, origin)
 
 

@@ -50,17 +50,17 @@ def function_findings(experiment: Experiment, task: Task | None) -> Findings:
         require_command(experiment.alerts.command)
     with findings.refused("alerts.webhook_env"):
         webhook_url(experiment.alerts.webhook_env)
-    for short, names in HOOKS.items():
-        name, key = getattr(experiment.hooks, short), f"hooks.{short}"
-        if name in names:
+    for hook, builtin_names in HOOKS.items():
+        function, key = getattr(experiment.hooks, hook), f"hooks.{hook}"
+        if function in builtin_names:
             continue
         with findings.refused(key):
-            if short == "rollout":
-                load_rollout_function(name)
-            elif short == "logging":
-                load_logging_callback(name)
+            if hook == "rollout":
+                load_rollout_function(function)
+            elif hook == "logging":
+                load_logging_callback(function)
             else:
-                hooks = resolve_hooks(HooksConfig(**{short: name}))
+                hooks = resolve_hooks(HooksConfig(**{hook: function}))
                 for violation in hook_violations(hooks, task) if task is not None else ():
                     findings.error(key, violation)
     return findings
@@ -75,8 +75,8 @@ def _check_agent(environment: EnvironmentConfig, findings: Findings) -> None:
             load_verifiers(environment.parameters)
     elif environment.is_class:
         with findings.refused(ENVIRONMENT):
-            loaded = load_environment(environment)
-            require_tools(environment.mcp, list(loaded.offered.values()), RealClock())
+            environment_class = load_environment(environment)
+            require_tools(environment.mcp, list(environment_class.offered.values()), RealClock())
     elif environment.command and shutil.which(environment.command[0]) is None:
         findings.error(AGENT, f"there is no program {environment.command[0]!r} on the path")
 
@@ -90,6 +90,6 @@ def require_known_calls(environment: EnvironmentConfig, written: OutputFormat) -
 async def require_kernel_services(experiment: Experiment, tasks: Iterable[Task]) -> None:
     """Raise ConfigurationError where ``environment.name = "kernel"`` can't judge answers to the tasks."""
     if experiment.environment.name == "kernel":
-        played = load_environment(experiment.environment)
-        assert isinstance(played, Kernel)
-        await played.require_services(tasks)
+        kernel = load_environment(experiment.environment)
+        assert isinstance(kernel, Kernel)
+        await kernel.require_services(tasks)

@@ -20,9 +20,9 @@ async def pictured_prompt(experiment: Experiment, pictures: PictureClient | None
     if pictures is None or not experiment.generator.probe_every_updates:
         return (), ""
     for task in pictures.compared:
-        made, ids, _ = await pictures.prompt(task, hold=True)
-        if 0 < len(ids) <= experiment.rollout.max_prompt_tokens:
-            return tuple(ids), made.pixels
+        rendered, prompt_ids, _ = await pictures.prompt(task, hold=True)
+        if 0 < len(prompt_ids) <= experiment.rollout.max_prompt_tokens:
+            return tuple(prompt_ids), rendered.pixels
     return (), ""
 
 
@@ -44,24 +44,24 @@ async def require_agreement(
     if not scores:
         return True
     dtype = experiment.generator.dtype
-    pairs = [(score, engine) for score in scores for engine in await generator.score(score.probe)]
-    comparisons = [disagreement(score, engine, dtype) for score, engine in pairs]
+    score_pairs = [(score, engine) for score in scores for engine in await generator.score(score.probe)]
+    comparisons = [disagreement(score, engine, dtype) for score, engine in score_pairs]
     if not comparisons:  # every replica died; their successors receive the weights again
         on_event(EVENT_AGREEMENT, f"version {version}: no replica answered", version=version, agrees=0, replicas=0)
         return False
-    largest = {name: max(comparison.largest[name] for comparison in comparisons) for name in comparisons[0].largest}
+    maxima = {pair: max(comparison.largest[pair] for comparison in comparisons) for pair in comparisons[0].largest}
     precision = precision_of(
-        coarser(scores[0].precision, dtype, *(engine.precision for _, engine in pairs)), mixture=scores[0].mixture
+        coarser(scores[0].precision, dtype, *(engine.precision for _, engine in score_pairs)), mixture=scores[0].mixture
     )
-    figures = ", ".join(f"{name} {value:.2g}" for name, value in largest.items())
+    figures_text = ", ".join(f"{pair} {difference:.2g}" for pair, difference in maxima.items())
     fault = next((comparison.wrong for comparison in comparisons if comparison.wrong), "")
     on_event(
         EVENT_AGREEMENT,
-        fault or f"version {version}: {figures} nats at most; limit in {precision}: {LIMITS[precision].largest:g}",
+        fault or f"version {version}: {figures_text} nats at most; limit in {precision}: {LIMITS[precision].largest:g}",
         version=version,
         agrees=int(not fault),
         replicas=len(comparisons) // len(scores),
-        **largest,
+        **maxima,
     )
     if fault:
         raise EnginesDisagree(f"trainer and engine disagree at version {version}: {fault}")

@@ -99,34 +99,34 @@ def trained_weights(experiment: Experiment, model: ModelSizes) -> int:
 
 def uncovered_groups(experiment: Experiment) -> int:
     """The largest number of trained groups whose payloads are kept at once: no kept checkpoint covers them."""
-    kept = experiment.checkpoint
-    return min(experiment.run.steps, kept.every_steps * (kept.keep_last + 1)) * experiment.queue.groups_per_step
+    settings = experiment.checkpoint
+    return min(experiment.run.steps, settings.every_steps * (settings.keep_last + 1)) * experiment.queue.groups_per_step
 
 
 def memory_uses(experiment: Experiment, model: ModelSizes) -> list[MemoryUse]:
     """List the bytes that each process and kind of file needs, with the place where it needs them."""
-    queue, run, weights = experiment.queue, experiment.run.directory, trained_weights(experiment, model)
-    open_rollouts = queue.groups_per_step * (queue.budget + 1) * experiment.largest_group
+    queue_settings, run, weight_count = experiment.queue, experiment.run.directory, trained_weights(experiment, model)
+    open_rollouts = queue_settings.groups_per_step * (queue_settings.budget + 1) * experiment.largest_group
     open_tokens = open_rollouts * experiment.max_sequence_tokens
-    workers, kept = experiment.verifier.workers, experiment.checkpoint.keep_last + 1
+    workers, kept_checkpoints = experiment.verifier.workers, experiment.checkpoint.keep_last + 1
     trained_rollouts = uncovered_groups(experiment) * experiment.largest_group
-    trained = trained_rollouts * experiment.max_sequence_tokens
-    published = _PUBLISHED_VERSIONS * weights * bytes_of(experiment.generator.dtype)
-    experts, sets = expert_bytes(experiment), kept_set_bytes(experiment, model)
-    open_sets, all_sets = _of_sets(sets * open_rollouts), _of_sets(sets * (trained_rollouts + open_rollouts))
+    trained_tokens = trained_rollouts * experiment.max_sequence_tokens
+    published_bytes = _PUBLISHED_VERSIONS * weight_count * bytes_of(experiment.generator.dtype)
+    experts, set_bytes = expert_bytes(experiment), kept_set_bytes(experiment, model)
+    open_sets, all_sets = _of_sets(set_bytes * open_rollouts), _of_sets(set_bytes * (trained_rollouts + open_rollouts))
     base, open_bytes = BASE_BYTES["orchestrator"], open_tokens * (_TOKEN_BYTES_IN_MEMORY + experts)
-    controller = ("controller", "memory", {"base": BASE_BYTES["controller"]})
+    controller_use = ("controller", "memory", {"base": BASE_BYTES["controller"]})
     uses: list[tuple[str, str, dict[str, int]]] = [
         ("orchestrator", "memory", {"base": base, "open rollouts": open_bytes} | open_sets | _of_grammars(experiment)),
         (f"{workers} verifier" + "s" * (workers > 1), "memory", {"base": workers * BASE_BYTES["verifier"]}),
-        *([] if experiment.control.mode == "off" else [controller]),
-        *(("published weights", location, {"versions": published}) for location in _published_to(experiment)),
-        ("checkpoints", run, {"checkpoints": kept * 12 * weights, "best": 2 * 4 * weights}),
-        ("buffer", run, {"payloads": (trained + open_tokens) * (_TOKEN_BYTES_ON_DISK + experts)} | all_sets),
+        *([] if experiment.control.mode == "off" else [controller_use]),
+        *(("published weights", location, {"versions": published_bytes}) for location in _published_to(experiment)),
+        ("checkpoints", run, {"checkpoints": kept_checkpoints * 12 * weight_count, "best": 2 * 4 * weight_count}),
+        ("buffer", run, {"payloads": (trained_tokens + open_tokens) * (_TOKEN_BYTES_ON_DISK + experts)} | all_sets),
         *([] if experiment.ledger.rollouts == "none" else [("rollouts", run, {"record": _recorded_bytes(experiment)})]),
     ]
-    others = (MemoryUse(name=name, location=location, parts=parts) for name, location, parts in uses)
-    return [*_generators(experiment, model), *_trainers(experiment, model), *others]
+    other_uses = (MemoryUse(name=name, location=location, parts=parts) for name, location, parts in uses)
+    return [*_generators(experiment, model), *_trainers(experiment, model), *other_uses]
 
 
 def expert_bytes(experiment: Experiment) -> int:
@@ -140,8 +140,8 @@ def kept_set_bytes(experiment: Experiment, model: ModelSizes) -> int:
     rollout, vocabulary = experiment.rollout, model.vocabulary_size
     if not (rollout.truncates and experiment.kept_sets):
         return 0
-    ids = min(experiment.kept_sets, vocabulary, rollout.top_k or vocabulary)
-    return rollout.max_response_tokens * (ids * (2 if vocabulary <= 1 << 16 else 4) + 4)
+    id_count = min(experiment.kept_sets, vocabulary, rollout.top_k or vocabulary)
+    return rollout.max_response_tokens * (id_count * (2 if vocabulary <= 1 << 16 else 4) + 4)
 
 
 def _of_grammars(experiment: Experiment) -> dict[str, int]:
@@ -155,10 +155,10 @@ def _of_sets(size: int) -> dict[str, int]:
 def _recorded_bytes(experiment: Experiment) -> int:
     """Size of RUN/rollouts at the run's end, of trained rollouts alone."""
     share, limit = experiment.ledger.rollouts, experiment.ledger.rollouts_max_bytes
-    rollouts = experiment.run.steps * experiment.queue.groups_per_step * experiment.largest_group
-    each = experiment.max_sequence_tokens * _RECORDED_TOKEN_BYTES + _RECORDED_ROLLOUT_BYTES
-    size = round(rollouts * each * (share if isinstance(share, float) else 1))
-    return size if limit is None else min(size, limit)
+    rollout_count = experiment.run.steps * experiment.queue.groups_per_step * experiment.largest_group
+    rollout_bytes = experiment.max_sequence_tokens * _RECORDED_TOKEN_BYTES + _RECORDED_ROLLOUT_BYTES
+    record_bytes = round(rollout_count * rollout_bytes * (share if isinstance(share, float) else 1))
+    return record_bytes if limit is None else min(record_bytes, limit)
 
 
 def _published_to(experiment: Experiment) -> list[str]:
@@ -168,18 +168,18 @@ def _published_to(experiment: Experiment) -> list[str]:
 
 
 def _generators(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
-    for index, name in enumerate(experiment.generator.devices):
-        widened = parse_device(name).kind == "cpu" and not cpu_multiplies_bfloat16()
-        dtype = "float32" if widened else experiment.generator.dtype
-        yield from _generator(experiment, model, f"generator-{index}", name, bytes_of(dtype))
+    for index, device in enumerate(experiment.generator.devices):
+        is_widened = parse_device(device).kind == "cpu" and not cpu_multiplies_bfloat16()
+        dtype = "float32" if is_widened else experiment.generator.dtype
+        yield from _generator(experiment, model, f"generator-{index}", device, bytes_of(dtype))
 
 
 def _generator(experiment: Experiment, model: ModelSizes, name: str, device: str, width: int) -> Iterator[MemoryUse]:
     """``width``: bytes of a number it computes with, which KV and weights are kept as."""
-    settings, weights = experiment.generator, model.parameters
+    settings, weight_count = experiment.generator, model.parameters
     if settings.engine == "vllm-server":
-        size = weights * bytes_of(settings.dtype)
-        parts = {"base": BASE_BYTES["generator"], "update buffer": size, "written for the server": size}
+        weight_bytes = weight_count * bytes_of(settings.dtype)
+        parts = {"base": BASE_BYTES["generator"], "update buffer": weight_bytes, "written for the server": weight_bytes}
         yield MemoryUse(name=name, location="memory", parts=parts)
         name = f"{name}'s server"
     if settings.engine != "torch":
@@ -189,53 +189,53 @@ def _generator(experiment: Experiment, model: ModelSizes, name: str, device: str
     if settings.kv_capacity_tokens is not None:
         context = min(context, settings.kv_capacity_tokens)  # slots are this long even where few can be full at once
     # Beyond windows as well.
-    kv = settings.slots * context * (model.cached_values * width + expert_bytes(experiment))
+    kv_bytes = settings.slots * context * (model.cached_values * width + expert_bytes(experiment))
     packed = native_kernels_enabled() and parse_device(device).threads == 1 and width == 4
-    trained, adapted = trained_weights(experiment, model), experiment.model.adapter is not None
-    revisions = 0 if not adapted else experiment.queue.budget + 2 if settings.update_mode == "finish" else 2
-    on_device = {
-        "weights": 4 * weights,  # in bfloat16 half of it stays
+    trained, is_adapted = trained_weights(experiment, model), experiment.model.adapter is not None
+    revisions = 0 if not is_adapted else experiment.queue.budget + 2 if settings.update_mode == "finish" else 2
+    device_parts = {
+        "weights": 4 * weight_count,  # in bfloat16 half of it stays
         "adapter": revisions * trained * (width + (8 if packed else 0)),  # panels of B hold a product's ranks together
         "packed weights": 4 * model.dense_parameters if packed else 0,
-        "KV cache": kv,
+        "KV cache": kv_bytes,
         "activations": _step_bytes(experiment, model, width),
     }
-    on_host = {"base": BASE_BYTES["generator"], "update buffer": trained * bytes_of(settings.dtype)}
-    on_host |= _of_grammars(experiment)
-    yield from _on_device(experiment, name, device, on_device, on_host)
+    host_parts = {"base": BASE_BYTES["generator"], "update buffer": trained * bytes_of(settings.dtype)}
+    host_parts |= _of_grammars(experiment)
+    yield from _on_device(experiment, name, device, device_parts, host_parts)
 
 
 def _vllm(experiment: Experiment, model: ModelSizes, name: str, device: str) -> Iterator[MemoryUse]:
     """Memory of a vLLM replica. Each rank is a process on a GPU of its own, and reads new weights completely."""
     settings, width = experiment.generator, bytes_of(experiment.generator.dtype)
-    arguments, ranks = settings.engine_arguments, settings.engine_arguments.get("tensor_parallel_size", 1)
-    weights = model.parameters * width
-    per_slot = min(experiment.max_sequence_tokens, model.max_positions)
-    tokens = settings.kv_capacity_tokens or settings.slots * per_slot
-    kv = model.cached_values // model.kv_heads * -(-model.kv_heads // ranks) * tokens * width
+    arguments, rank_count = settings.engine_arguments, settings.engine_arguments.get("tensor_parallel_size", 1)
+    weight_bytes = model.parameters * width
+    slot_tokens = min(experiment.max_sequence_tokens, model.max_positions)
+    kv_tokens = settings.kv_capacity_tokens or settings.slots * slot_tokens
+    kv_bytes = model.cached_values // model.kv_heads * -(-model.kv_heads // rank_count) * kv_tokens * width
     if "gpu_memory_utilization" in arguments or "num_gpu_blocks_override" in arguments:
-        kv = 0  # the free memory, or an unknown size
+        kv_bytes = 0  # the free memory, or an unknown size
     on_cpu = parse_device(device).kind == "cpu"
-    packed = model.vocabulary_size * model.width * width if on_cpu and model.tied else 0  # the head's own copy
-    on_device = {
-        "weights": -(-weights // ranks),
-        "packed weights": packed,
-        "KV cache": arguments.get("kv_cache_memory_bytes", kv),
+    packed_bytes = model.vocabulary_size * model.width * width if on_cpu and model.tied else 0  # the head's own copy
+    device_parts = {
+        "weights": -(-weight_bytes // rank_count),
+        "packed weights": packed_bytes,
+        "KV cache": arguments.get("kv_cache_memory_bytes", kv_bytes),
         "activations": _step_bytes(experiment, model, width),
     }
-    on_host = {"base": BASE_BYTES["vllm"], "update buffer": weights}
+    host_parts = {"base": BASE_BYTES["vllm"], "update buffer": weight_bytes}
     if on_cpu:
-        yield from _on_device(experiment, name, device, on_device, on_host)
+        yield from _on_device(experiment, name, device, device_parts, host_parts)
         return
-    first = parse_device(device)
-    for rank in range(ranks):
-        whose = f"{name} rank {rank}" if rank else name
+    first_device = parse_device(device)
+    for rank in range(rank_count):
+        rank_name = f"{name} rank {rank}" if rank else name
         yield from _on_device(
             experiment,
-            whose,
-            str(dataclasses.replace(first, first=first.first + rank, last=first.first + rank)),
-            on_device,
-            on_host,
+            rank_name,
+            str(dataclasses.replace(first_device, first=first_device.first + rank, last=first_device.first + rank)),
+            device_parts,
+            host_parts,
         )
 
 
@@ -243,60 +243,60 @@ def _step_bytes(experiment: Experiment, model: ModelSizes, width: int) -> int:
     """Bytes of the activations of the largest step, and of the sampling of its logits."""
     settings = experiment.generator
     # Resumed requests, and all of them after an update that recomputes, prefill what they have sampled as well.
-    longest = experiment.max_sequence_tokens
-    together = longest if experiment.run.deterministic else settings.prefill_tokens_per_step
-    prefilled = min(together, settings.slots * longest)
-    widest = max(2 * layer.joint + 3 * layer.intermediate for layer in model.layers)
-    activations = prefilled * width * (3 * model.width + widest)
+    longest_tokens = experiment.max_sequence_tokens
+    step_tokens = longest_tokens if experiment.run.deterministic else settings.prefill_tokens_per_step
+    prefill_tokens = min(step_tokens, settings.slots * longest_tokens)
+    widest_layer = max(2 * layer.joint + 3 * layer.intermediate for layer in model.layers)
+    work_bytes = prefill_tokens * width * (3 * model.width + widest_layer)
     if model.attention_softcap is not None:
-        context = min(longest, model.max_positions, settings.kv_capacity_tokens or longest)
-        activations += 12 * model.heads * prefilled * max(model.scored_keys(context))  # scores, three times over
-    return activations + settings.slots * model.vocabulary_size * _SAMPLING_BYTES
+        context = min(longest_tokens, model.max_positions, settings.kv_capacity_tokens or longest_tokens)
+        work_bytes += 12 * model.heads * prefill_tokens * max(model.scored_keys(context))  # scores, three times over
+    return work_bytes + settings.slots * model.vocabulary_size * _SAMPLING_BYTES
 
 
 def _trainers(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
-    settings, weights, trained = experiment.trainer, model.parameters, trained_weights(experiment, model)
-    adapter_weights = 0 if experiment.model.adapter is None else trained
-    kept = model.outside  # never quantised
-    base = 4 * kept + round(_BASE_BYTES_OF_WEIGHT[experiment.model.quantization] * (weights - kept))
-    tokens, ranks = max(settings.micro_batch_tokens, experiment.max_sequence_tokens), len(settings.devices)
+    settings, weight_count, trained_count = experiment.trainer, model.parameters, trained_weights(experiment, model)
+    adapter_weights = 0 if experiment.model.adapter is None else trained_count
+    unquantised = model.outside  # never quantised
+    base = 4 * unquantised + round(_BASE_BYTES_OF_WEIGHT[experiment.model.quantization] * (weight_count - unquantised))
+    batch_tokens, rank_count = max(settings.micro_batch_tokens, experiment.max_sequence_tokens), len(settings.devices)
     if settings.micro_batch_samples is not None:
-        tokens = settings.micro_batch_samples * experiment.max_sequence_tokens
-    samples = experiment.queue.groups_per_step * experiment.largest_group
-    tokens = min(tokens, -(-samples // max(1, ranks)) * experiment.max_sequence_tokens)
-    logits = min(CHUNK_LOGITS, tokens * model.vocabulary_size)
-    dtype, again = settings.dtype, settings.gradient_checkpointing
-    on_device = {
+        batch_tokens = settings.micro_batch_samples * experiment.max_sequence_tokens
+    sample_count = experiment.queue.groups_per_step * experiment.largest_group
+    batch_tokens = min(batch_tokens, -(-sample_count // max(1, rank_count)) * experiment.max_sequence_tokens)
+    logit_count = min(CHUNK_LOGITS, batch_tokens * model.vocabulary_size)
+    dtype, recomputes = settings.dtype, settings.gradient_checkpointing
+    device_parts = {
         "weights": base + 4 * adapter_weights,
-        "gradients": 4 * trained * (2 if ranks > 1 else 1),
-        "AdamW": 8 * trained,
-        "activations": model.activation_bytes(tokens, bytes_of(dtype), checkpointing=again)
-        + model.score_bytes(tokens, experiment.max_sequence_tokens, bytes_of(dtype), checkpointing=again)
-        + 2 * tokens * expert_bytes(experiment),
-        "logits": logits * (4 * _LOGIT_COPIES + (_KEPT_LOGIT_BYTES if experiment.kept_sets else 0)),
+        "gradients": 4 * trained_count * (2 if rank_count > 1 else 1),
+        "AdamW": 8 * trained_count,
+        "activations": model.activation_bytes(batch_tokens, bytes_of(dtype), checkpointing=recomputes)
+        + model.score_bytes(batch_tokens, experiment.max_sequence_tokens, bytes_of(dtype), checkpointing=recomputes)
+        + 2 * batch_tokens * expert_bytes(experiment),
+        "logits": logit_count * (4 * _LOGIT_COPIES + (_KEPT_LOGIT_BYTES if experiment.kept_sets else 0)),
     }
     if experiment.algorithm.kl_coefficient > 0:
         folder = experiment.model.reference
-        reference = sizes_of(folder) if folder else model
+        reference_sizes = sizes_of(folder) if folder else model
         # the reference is then the model without its adapter
         shares_model = adapter_weights and (not folder or Path(folder) == Path(experiment.model.path))
-        on_device["reference"] = 0 if shares_model else reference.parameters * bytes_of(dtype)
+        device_parts["reference"] = 0 if shares_model else reference_sizes.parameters * bytes_of(dtype)
     for rank, device in enumerate(settings.devices):
-        on_host = {"base": BASE_BYTES["trainer"]} | _of_sets(samples * kept_set_bytes(experiment, model))
-        on_host |= _of_grammars(experiment) if experiment.kept_sets else {}
-        yield from _on_device(experiment, f"trainer-{rank}", device, on_device, on_host)
+        host_parts = {"base": BASE_BYTES["trainer"]} | _of_sets(sample_count * kept_set_bytes(experiment, model))
+        host_parts |= _of_grammars(experiment) if experiment.kept_sets else {}
+        yield from _on_device(experiment, f"trainer-{rank}", device, device_parts, host_parts)
 
 
 def _on_device(
     experiment: Experiment, name: str, device: str, on_device: dict[str, int], on_host: dict[str, int]
 ) -> Iterator[MemoryUse]:
-    node, local_name = split_node(device)
-    memory = f"memory{_OF_NODE}{node}" if node else "memory"
+    node_name, local_name = split_node(device)
+    memory_place = f"memory{_OF_NODE}{node_name}" if node_name else "memory"
     if parse_device(local_name).kind == "cpu":
-        yield MemoryUse(name=name, location=memory, parts=on_host | on_device)
+        yield MemoryUse(name=name, location=memory_place, parts=on_host | on_device)
     else:
-        others = experiment.generator.devices if name.startswith("trainer") else experiment.trainer.devices
-        offloads = experiment.run.offload and bool(sharing([device], others))
+        other_devices = experiment.generator.devices if name.startswith("trainer") else experiment.trainer.devices
+        offloads = experiment.run.offload and bool(sharing([device], other_devices))
         if offloads:  # to pinned memory, which has both for a moment when they change
             on_host = on_host | {"offloaded": sum(on_device.get(part, 0) for part in _OFFLOADED_PARTS)}
         yield MemoryUse(
@@ -305,7 +305,7 @@ def _on_device(
             parts={"context": CUDA_CONTEXT_BYTES} | on_device,
             offloadable_bytes=sum(on_device.values()) if offloads else 0,
         )
-        yield MemoryUse(name=name, location=memory, parts=on_host)
+        yield MemoryUse(name=name, location=memory_place, parts=on_host)
 
 
 # --- capacities ------------------------------------------------------------------------------------------
@@ -318,33 +318,33 @@ def memory_places(
     (total, available) bytes of places on nodes; ``machine``: this one's facts, or a described machine, of which GPUs
     alone are known."""
     machine = machine or read_machine()
-    needed: Counter[str] = Counter()
-    for use in uses:
-        needed[use.location] += use.total_bytes
-    for name in needed:  # of sides that offload each other the smaller one's memory is free
-        by_side = Counter[bool]()
-        for use in uses:
-            if use.location == name and use.offloadable_bytes:
-                by_side[use.name.startswith("trainer")] += use.offloadable_bytes
-        needed[name] -= min(by_side.values()) if len(by_side) > 1 else 0
-    if "memory" in needed:  # where files in /dev/shm are, too
-        needed["memory"] += needed[str(SHARED_MEMORY)]
+    needed_bytes: Counter[str] = Counter()
+    for memory_use in uses:
+        needed_bytes[memory_use.location] += memory_use.total_bytes
+    for name in needed_bytes:  # of sides that offload each other the smaller one's memory is free
+        offloadable_bytes = Counter[bool]()
+        for memory_use in uses:
+            if memory_use.location == name and memory_use.offloadable_bytes:
+                offloadable_bytes[memory_use.name.startswith("trainer")] += memory_use.offloadable_bytes
+        needed_bytes[name] -= min(offloadable_bytes.values()) if len(offloadable_bytes) > 1 else 0
+    if "memory" in needed_bytes:  # where files in /dev/shm are, too
+        needed_bytes["memory"] += needed_bytes[str(SHARED_MEMORY)]
     places: list[MemoryPlace] = []
-    for name, total in needed.items():
+    for name, nbytes in needed_bytes.items():
         if machine.described and not name.startswith("cuda:"):
-            sizes = (machine.memory_bytes,) * 2 if name == "memory" and machine.memory_bytes else None
+            place_sizes = (machine.memory_bytes,) * 2 if name == "memory" and machine.memory_bytes else None
         elif name == "memory":
-            sizes = machine_memory()
+            place_sizes = machine_memory()
         elif name.startswith("cuda:"):
-            sizes = next(((gpu.memory_bytes, gpu.free_bytes) for gpu in machine.cuda[int(name[5:]) :]), None)
+            place_sizes = next(((gpu.memory_bytes, gpu.free_bytes) for gpu in machine.cuda[int(name[5:]) :]), None)
         elif _is_on_node(name):  # only its agent knows
-            sizes = on_nodes.get(name)
+            place_sizes = on_nodes.get(name)
         elif name == str(SHARED_MEMORY) and not SHARED_MEMORY.is_dir():
-            sizes = (0, 0)
+            place_sizes = (0, 0)
         else:
-            sizes = _disk(Path(name))
-        capacity, available = sizes if sizes is not None else (None, None)
-        places.append(MemoryPlace(name=name, needed_bytes=total, capacity_bytes=capacity, available_bytes=available))
+            place_sizes = _disk(Path(name))
+        capacity, available = place_sizes if place_sizes is not None else (None, None)
+        places.append(MemoryPlace(name=name, needed_bytes=nbytes, capacity_bytes=capacity, available_bytes=available))
     return places
 
 
@@ -388,31 +388,31 @@ def memory_findings(uses: list[MemoryUse], places: list[MemoryPlace]) -> Finding
 
 def _check_shared_memory(location: MemoryPlace, free: int, findings: Findings) -> None:
     if location.needed_bytes > free:
-        problem = f"{location.name} has no space for {gibibytes(location.needed_bytes)} of published weights"
-        findings.warning("weights", f"{problem}: the temporary folder will be used, which is slower")
+        problem_text = f"{location.name} has no space for {gibibytes(location.needed_bytes)} of published weights"
+        findings.warning("weights", f"{problem_text}: the temporary folder will be used, which is slower")
 
 
 def _check_memory(uses: list[MemoryUse], location: MemoryPlace, capacity: int, free: int, findings: Findings) -> None:
-    largest = max(uses, key=lambda use: use.total_bytes)
-    purpose = max(largest.parts, key=lambda part: largest.parts[part])
-    needs = f"up to {gibibytes(location.needed_bytes)} of {location.name} needed (most by {largest.name}: {purpose})"
+    user = max(uses, key=lambda use: use.total_bytes)
+    purpose = max(user.parts, key=lambda part: user.parts[part])
+    needs = f"up to {gibibytes(location.needed_bytes)} of {location.name} needed (most by {user.name}: {purpose})"
     if location.needed_bytes > capacity:
-        findings.error(_key(largest, purpose), f"{needs}, but there are only {gibibytes(capacity)}")
+        findings.error(_key(user, purpose), f"{needs}, but there are only {gibibytes(capacity)}")
     elif location.needed_bytes > FULL_SHARE * free:
-        findings.warning(_key(largest, purpose), f"{needs}, and {gibibytes(free)} are free now")
+        findings.warning(_key(user, purpose), f"{needs}, and {gibibytes(free)} are free now")
 
 
 def _check_disk(uses: list[MemoryUse], location: MemoryPlace, free: int, findings: Findings) -> None:
     """Checkpoints are sure to come; the buffer is as large as stated only if every response is as long as allowed."""
-    checkpoints = sum(use.total_bytes for use in uses if use.name == "checkpoints")
-    folder, needed = nearest_folder(Path(location.name)), gibibytes(checkpoints)
-    if checkpoints > free:
-        findings.error("run.directory", f"{gibibytes(free)} free at {folder}, but checkpoints need {needed}")
+    checkpoint_bytes = sum(use.total_bytes for use in uses if use.name == "checkpoints")
+    folder, needed_text = nearest_folder(Path(location.name)), gibibytes(checkpoint_bytes)
+    if checkpoint_bytes > free:
+        findings.error("run.directory", f"{gibibytes(free)} free at {folder}, but checkpoints need {needed_text}")
     elif location.needed_bytes > FULL_SHARE * free:
-        rest = gibibytes(location.needed_bytes - checkpoints)
+        rest_text = gibibytes(location.needed_bytes - checkpoint_bytes)
         others = "the buffer and the record of rollouts (ledger.rollouts)"
-        message = f"only {gibibytes(free)} free at {folder}; checkpoints need {needed}, {others} up to {rest}"
-        findings.warning("run.directory", message)
+        reason = f"only {gibibytes(free)} free at {folder}; checkpoints need {needed_text}, {others} up to {rest_text}"
+        findings.warning("run.directory", reason)
 
 
 def _key(use: MemoryUse, purpose: str) -> str:
@@ -431,8 +431,8 @@ def peak_resident_bytes(process_id: int) -> int | None:
     """Peak resident memory of a live process, without the memory that it shares through /dev/shm; None when it is gone.
     Published weights are there, and are counted once."""
     try:
-        lines = Path(f"/proc/{process_id}/status").read_text().splitlines()
-        sizes = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
-        return (int(sizes["VmHWM"][0]) - int(sizes["RssShmem"][0])) << 10
+        status_lines = Path(f"/proc/{process_id}/status").read_text().splitlines()
+        words_by_name = {field: words.split() for field, _, words in (line.partition(":") for line in status_lines)}
+        return (int(words_by_name["VmHWM"][0]) - int(words_by_name["RssShmem"][0])) << 10
     except (OSError, KeyError, ValueError):
         return None

@@ -23,34 +23,34 @@ _LIMIT_S = 120.0  # for all of them, the start of the process included
 def picture_findings(experiment: Experiment, sets: Mapping[str, Sequence[Task]]) -> Findings:
     """Make the prompts of some tasks in the run's own process; report their sizes and problems."""
     findings = Findings()
-    seen = {split: [task for task in tasks if task.pictures] for split, tasks in sets.items()}
-    tried = [task for tasks in seen.values() for task in tasks[:_TRIED]]
-    if not tried:
+    pictured_tasks = {split: [task for task in tasks if task.pictures] for split, tasks in sets.items()}
+    tried_tasks = [task for tasks in pictured_tasks.values() for task in tasks[:_TRIED]]
+    if not tried_tasks:
         return findings
     with findings.refused("model.path"), ScratchFolder("headway-check-") as folder:
-        run = experiment.run.model_copy(update={"directory": str(folder)})
+        run_settings = experiment.run.model_copy(update={"directory": str(folder)})
         try:
-            made = asyncio.run(_make_prompts(experiment.model_copy(update={"run": run}), tried))
+            prompts = asyncio.run(_make_prompts(experiment.model_copy(update={"run": run_settings}), tried_tasks))
         except TimeoutError:
-            findings.warning("tasks", f"{len(tried)} prompts with pictures weren't made within {_LIMIT_S:g} s")
+            findings.warning("tasks", f"{len(tried_tasks)} prompts with pictures weren't made within {_LIMIT_S:g} s")
             return findings
-        sizes = [(len(ids), size) for task, ids, size in made if not task.unshown]
-        if refused := [task.unshown for task, _, _ in made if task.unshown]:
-            report = findings.warning if sizes else findings.error
-            report("tasks", f"{len(refused)} of {len(made)} prompts tried would fail their groups: {refused[0]}")
+        sizes = [(len(ids), nbytes) for task, ids, nbytes in prompts if not task.unshown]
+        if refusals := [task.unshown for task, _, _ in prompts if task.unshown]:
+            add = findings.warning if sizes else findings.error
+            add("tasks", f"{len(refusals)} of {len(prompts)} prompts tried would fail their groups: {refusals[0]}")
         if not sizes:
             return findings
-        tokens, each = max(tokens for tokens, _ in sizes), sum(size for _, size in sizes) // len(sizes)
+        tokens, each = max(tokens for tokens, _ in sizes), sum(nbytes for _, nbytes in sizes) // len(sizes)
         queue = experiment.queue
         groups = uncovered_groups(experiment) + queue.groups_per_step * (queue.budget + 1)
-        groups = min(groups, len(seen.get("train", ())))
-        held = sum(len(tasks) for split, tasks in seen.items() if split != "train")
-        kept = gibibytes(each * min(CACHED, groups + held))
+        groups = min(groups, len(pictured_tasks.get("train", ())))
+        held = sum(len(tasks) for split, tasks in pictured_tasks.items() if split != "train")
+        cache_text = gibibytes(each * min(CACHED, groups + held))
         findings.info(
             "tasks",
             f"pixel arrays take {each:,} bytes a prompt ({len(sizes)} tried, of at most {tokens:,} tokens): up to "
             f"{gibibytes(each * groups)} for groups, {gibibytes(each * held)} for evaluations till the run's end; each "
-            f"replica and trainer keeps up to {kept} in memory",
+            f"replica and trainer keeps up to {cache_text} in memory",
         )
         if tokens > (limit := experiment.rollout.max_prompt_tokens):
             findings.error("rollout.max_prompt_tokens", f"a prompt with pictures has {tokens:,} tokens, over {limit}")

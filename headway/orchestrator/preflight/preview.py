@@ -44,10 +44,10 @@ def preview(
     on_findings(findings)
     if any(finding.level == "error" for finding in findings) or is_made_by_sft(experiment):
         return CheckReport(findings=findings)
-    on_nodes = node_findings(experiment, deep=deep, on_progress=on_progress)
-    on_findings(on_nodes.by_level())
-    findings = Findings(findings + on_nodes)
-    if any(finding.level == "error" for finding in on_nodes):
+    node_checks = node_findings(experiment, deep=deep, on_progress=on_progress)
+    on_findings(node_checks.by_level())
+    findings = Findings(findings + node_checks)
+    if any(finding.level == "error" for finding in node_checks):
         return CheckReport(findings=findings.by_level())
     uses = memory_uses(experiment, sizes_of(experiment.model.path))
     places = memory_places(uses, machine=machine)
@@ -63,23 +63,23 @@ def preview(
         findings, seconds = Findings(findings + environment_findings), None
     if seconds is None:
         return CheckReport(findings=findings.by_level(), memory=uses, places=places)
-    sets = load_task_sets(experiment)
-    if any(task.pictures for task in sets["train"]):
+    task_sets = load_task_sets(experiment)
+    if any(task.pictures for task in task_sets["train"]):
         return CheckReport(
             findings=findings.by_level(), memory=uses, places=places
         )  # no rate without pictures means much
-    measured, lengths = calibrate(experiment, sets["train"], seconds=seconds, on_progress=on_progress)
+    calibration, lengths = calibrate(experiment, task_sets["train"], seconds=seconds, on_progress=on_progress)
     on_progress("forecasts the run")
-    predicted = forecast(run_shape(experiment, sets), measured, lengths)
-    later_findings = calibration_findings(experiment, measured, predicted)
-    _check_tasks(experiment, len(sets["train"]), later_findings)
+    prediction = forecast(run_shape(experiment, task_sets), calibration, lengths)
+    later_findings = calibration_findings(experiment, calibration, prediction)
+    _check_tasks(experiment, len(task_sets["train"]), later_findings)
     on_findings(later_findings)
     return CheckReport(
         findings=Findings(findings + later_findings).by_level(),
-        memory=_with_measured_bytes(uses, measured),
+        memory=_with_measured_bytes(uses, calibration),
         places=places,
-        calibration=measured,
-        forecast=predicted,
+        calibration=calibration,
+        forecast=prediction,
     )
 
 
@@ -94,39 +94,39 @@ def _with_measured_bytes(uses: list[MemoryUse], measured: Calibration) -> list[M
 def run_shape(experiment: Experiment, sets: Mapping[str, Sequence[Task]]) -> RunShape:
     """Compute a forecast's inputs from the experiment and its task sets (``sets``: by split)."""
     evaluation = experiment.evaluation
-    samples = {split: len(tasks) * evaluation.samples_per_task for split, tasks in sets.items()}
-    held = samples.get("validation", 0) * evaluation.before
-    held += samples.get("test", 0) * (evaluation.before + evaluation.after)
-    during = samples.get("validation", 0)
+    samples_by_split = {split: len(tasks) * evaluation.samples_per_task for split, tasks in sets.items()}
+    held_samples = samples_by_split.get("validation", 0) * evaluation.before
+    held_samples += samples_by_split.get("test", 0) * (evaluation.before + evaluation.after)
+    step_samples = samples_by_split.get("validation", 0)
     return msgspec.structs.replace(
         shape_of(experiment, shared_replicas(experiment), _free_devices(experiment)),
-        evaluated_samples=held,
-        evaluated_per_step=during / evaluation.every_steps if evaluation.every_steps else 0.0,
-        evaluated_per_s=during / evaluation.every_s if evaluation.every_s else 0.0,
+        evaluated_samples=held_samples,
+        evaluated_per_step=step_samples / evaluation.every_steps if evaluation.every_steps else 0.0,
+        evaluated_per_s=step_samples / evaluation.every_s if evaluation.every_s else 0.0,
     )
 
 
 def _free_devices(experiment: Experiment) -> int:
     """Count the GPUs of this machine that no worker uses; its cores where neither generator nor trainer has a GPU."""
-    named = map(parse_device, (*experiment.generator.devices, *experiment.trainer.devices))
-    devices = [device for device in named if not device.node]
-    gpus = {device.first for device in devices if device.kind == "cuda"}
-    if gpus:
-        return max(0, (cuda_device_count() or 0) - len(gpus))
-    cores = {core for device in devices if device.kind == "cpu" for core in range(device.first, device.last + 1)}
-    return max(0, len(machine_cores()) - len(cores))
+    all_devices = map(parse_device, (*experiment.generator.devices, *experiment.trainer.devices))
+    devices = [device for device in all_devices if not device.node]
+    gpu_indices = {device.first for device in devices if device.kind == "cuda"}
+    if gpu_indices:
+        return max(0, (cuda_device_count() or 0) - len(gpu_indices))
+    core_indices = {core for device in devices if device.kind == "cpu" for core in range(device.first, device.last + 1)}
+    return max(0, len(machine_cores()) - len(core_indices))
 
 
 def calibration_findings(experiment: Experiment, measured: Calibration, predicted: Forecast) -> Findings:
     """Check the configuration by the calibration's measurements."""
     findings = Findings()
     _check_budget(experiment, measured, predicted, findings)
-    lengths, limit = measured.lengths, experiment.rollout.max_response_tokens
+    lengths, limit_tokens = measured.lengths, experiment.rollout.max_response_tokens
     if not lengths.finished:
         findings.warning(
             "rollout.max_response_tokens",
             f"no response ended in the calibration (the longest had {lengths.longest_tokens} tokens): all are "
-            f"assumed to grow to {limit} tokens, so every rate is a lower bound",
+            f"assumed to grow to {limit_tokens} tokens, so every rate is a lower bound",
         )
     elif lengths.mean_most_tokens > 1.5 * lengths.mean_least_tokens:
         findings.warning(
@@ -150,28 +150,28 @@ def calibration_findings(experiment: Experiment, measured: Calibration, predicte
 def check_resident_memory(experiment: Experiment, measured: Calibration, findings: Findings) -> None:
     """Warn of processes that already hold more memory than was predicted for their entire run."""
     for use in memory_uses(experiment, sizes_of(experiment.model.path)):
-        resident = measured.resident_bytes.get(use.name, 0) if use.location == "memory" else 0
-        if resident > 1.3 * use.total_bytes:
+        rss = measured.resident_bytes.get(use.name, 0) if use.location == "memory" else 0
+        if rss > 1.3 * use.total_bytes:
             findings.warning(
                 "model.path",
-                f"{use.name} already held {gibibytes(resident)} while it was calibrated; {gibibytes(use.total_bytes)} "
+                f"{use.name} already held {gibibytes(rss)} while it was calibrated; {gibibytes(use.total_bytes)} "
                 "were predicted for the run",
             )
 
 
 def _check_budget(experiment: Experiment, measured: Calibration, predicted: Forecast, findings: Findings) -> None:
     budget, needed = experiment.queue.budget, predicted.needed_budget
-    share = next((entry.share for entry in predicted.budgets if entry.budget == budget), 1.0)
-    if experiment.queue.overdue != "wait" or budget >= needed or share >= _ENOUGH_SHARE:
+    budget_share = next((row.share for row in predicted.budgets if row.budget == budget), 1.0)
+    if experiment.queue.overdue != "wait" or budget >= needed or budget_share >= _ENOUGH_SHARE:
         return
-    reached = next((entry.share for entry in predicted.budgets if entry.budget == needed), None)
-    longest = "max_response_tokens" if predicted.longest_is == "limit" else "p99"
-    better = f" ({needed} would reach {reached:.0%})" if reached is not None and reached > share else ""
+    reached = next((row.share for row in predicted.budgets if row.budget == needed), None)
+    basis = "max_response_tokens" if predicted.longest_is == "limit" else "p99"
+    better_text = f" ({needed} would reach {reached:.0%})" if reached is not None and reached > budget_share else ""
     findings.warning(
         "queue.budget",
         f"{budget} is less than the {needed} that the longest responses need ({predicted.longest_tokens} tokens, "
-        f"{longest}, at a mean of {measured.lengths.mean_tokens:.0f}): the trainer will wait for them, and the run is "
-        f"predicted to reach {share:.0%} of its ideal rate{better}. A larger budget, larger batches, fewer "
+        f"{basis}, at a mean of {measured.lengths.mean_tokens:.0f}): the trainer will wait for them, and the run is "
+        f"predicted to reach {budget_share:.0%} of its ideal rate{better_text}. A larger budget, larger batches, fewer "
         "generator.slots or a smaller rollout.max_response_tokens",
     )
 

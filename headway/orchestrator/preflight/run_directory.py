@@ -39,7 +39,7 @@ def directory_findings(experiment: Experiment, resume: bool, train: Sequence[Tas
     elif resume:
         with findings.refused("run.directory"):
             require_resumable(directory.read_experiment(), experiment)
-            lines = read_ledger(directory.path) if directory.ledger.is_file() else []
-            if change := changed_tasks(tasks_data(train), lines):
-                findings.warning("tasks.train", change.removeprefix("tasks.train "))
+            ledger_lines = read_ledger(directory.path) if directory.ledger.is_file() else []
+            if change_text := changed_tasks(tasks_data(train), ledger_lines):
+                findings.warning("tasks.train", change_text.removeprefix("tasks.train "))
     return findings

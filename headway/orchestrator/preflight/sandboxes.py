@@ -26,19 +26,19 @@ def sandbox_findings(experiment: Experiment) -> Findings:
         return findings
     for finding in asyncio.run(_check_backend(experiment)):
         (findings.error if finding.fatal else findings.warning)(KEY, str(finding))
-    if too_few := _too_few(experiment):
-        findings.error("sandbox.live", too_few)
-    live, needed = experiment.sandbox.live, experiment.concurrent_rollouts
-    if needed > live:
-        message = f"{needed} rollouts may run at once, and {live} sandboxes: the others wait for one"
-        findings.warning("sandbox.live", message)
+    if too_few_text := _too_few(experiment):
+        findings.error("sandbox.live", too_few_text)
+    sandbox_limit, needed_sandboxes = experiment.sandbox.live, experiment.concurrent_rollouts
+    if needed_sandboxes > sandbox_limit:
+        reason = f"{needed_sandboxes} rollouts may run at once, and {sandbox_limit} sandboxes: the others wait for one"
+        findings.warning("sandbox.live", reason)
     return findings
 
 
 def require_shares(experiment: Experiment) -> None:
     """Raise ConfigurationError where the workers together would have more sandboxes than ``sandbox.live``."""
-    if (too_few := _too_few(experiment)) and uses_sandboxes(experiment):
-        raise ConfigurationError(too_few)
+    if (too_few_text := _too_few(experiment)) and uses_sandboxes(experiment):
+        raise ConfigurationError(too_few_text)
 
 
 def _too_few(experiment: Experiment) -> str:

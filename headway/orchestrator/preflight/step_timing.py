@@ -44,54 +44,54 @@ async def time_steps(
     The weights change, in the trainer's memory alone. Responses of the expected lengths are put together from ``seen``
     ones; with none seen, from repeated ids.
     """
-    ranks = len(experiment.trainer.devices)
-    full = experiment.queue.groups_per_step * experiment.rollout.group_size
-    deadline = clock.now() + seconds
-    timed: dict[int, list[tuple[int, float]]] = {}  # samples -> (tokens, seconds) of each step
-    size = experiment.rollout.group_size
-    count, version = min(full, 2 * ranks), 0
+    rank_count = len(experiment.trainer.devices)
+    full_count = experiment.queue.groups_per_step * experiment.rollout.group_size
+    deadline_s = clock.now() + seconds
+    times_by_count: dict[int, list[tuple[int, float]]] = {}  # samples -> (tokens, seconds) of each step
+    group_size = experiment.rollout.group_size
+    samples, version = min(full_count, 2 * rank_count), 0
     while True:
-        batch = _batch(version, count, experiment, seen, lengths)
-        tokens = sum(s.rollout.all_tokens for s in batch.samples)
-        started = clock.now()
+        batch = _batch(version, samples, experiment, seen, lengths)
+        tokens = sum(sample.rollout.all_tokens for sample in batch.samples)
+        started_s = clock.now()
         report = await trainer.train_step(batch)
-        elapsed_s = clock.now() - started
+        elapsed_s = clock.now() - started_s
         version = report.version
-        timed.setdefault(count, []).append((tokens, elapsed_s))
-        left_s = deadline - clock.now()
+        times_by_count.setdefault(samples, []).append((tokens, elapsed_s))
+        left_s = deadline_s - clock.now()
         if left_s < elapsed_s:
             break
-        if count < full and len(timed[count]) > 1:  # the first step of all pays for new memory
-            count = _larger(count, int(count * min(8.0, left_s / (2.0 * elapsed_s))), full, size)
+        if samples < full_count and len(times_by_count[samples]) > 1:  # the first step of all pays for new memory
+            samples = _larger(samples, int(samples * min(8.0, left_s / (2.0 * elapsed_s))), full_count, group_size)
     # A group's prompt is computed once: the times of partial groups don't predict those of complete ones.
-    group_steps = {count: steps for count, steps in timed.items() if count % size == 0}
-    return _fit(group_steps or timed, version)
+    group_steps = {samples: steps for samples, steps in times_by_count.items() if samples % group_size == 0}
+    return _fit(group_steps or times_by_count, version)
 
 
 def _larger(count: int, affordable: int, full: int, size: int) -> int:
     """Choose the size of the next batch, more than ``count`` samples: complete groups where they are affordable. It
     isn't the full step before half of it was timed: two sizes separate fixed from growing time."""
-    limit = full // 2 if count < size <= full // 2 else full
-    chosen = min(affordable, limit)
-    if max(count, chosen) < size:
-        return min(size, max(count + 1, chosen))
-    return max(chosen // size, count // size + 1) * size
+    most_samples = full // 2 if count < size <= full // 2 else full
+    chosen_count = min(affordable, most_samples)
+    if max(count, chosen_count) < size:
+        return min(size, max(count + 1, chosen_count))
+    return max(chosen_count // size, count // size + 1) * size
 
 
 def _fit(timed: dict[int, list[tuple[int, float]]], version: int) -> StepTimes:
     """Fit the times to the largest batches, and the next smaller ones for the part that doesn't grow with them. The
     first step of a size is left out where there are others: it pays for memory."""
-    sizes = sorted(timed)
+    batch_counts = sorted(timed)
     points: list[tuple[float, float]] = []
-    for size in sizes[-2:]:
-        steps = timed[size][1:] or timed[size]
-        points.append((quantile([t for t, _ in steps], 0.5), quantile([s for _, s in steps], 0.5)))
+    for batch_count in batch_counts[-2:]:
+        timed_steps = timed[batch_count][1:] or timed[batch_count]
+        points.append((quantile([t for t, _ in timed_steps], 0.5), quantile([s for _, s in timed_steps], 0.5)))
     tokens, step_s = points[-1]
     token_s = step_s / tokens
     if len(points) == 2 and tokens > points[0][0]:
         token_s = min(token_s, max(0.0, (step_s - points[0][1]) / (tokens - points[0][0])))
     return StepTimes(
-        samples=sizes[-1],
+        samples=batch_counts[-1],
         tokens_per_s=tokens / step_s,
         fixed_s=max(0.0, step_s - token_s * tokens),
         token_s=token_s,
@@ -103,20 +103,20 @@ def _batch(
     step: int, count: int, experiment: Experiment, seen: Sequence[Rollout], lengths: LengthDistribution
 ) -> TrainBatch:
     """Make ``count`` samples whose lengths are evenly spread quantiles of the distribution."""
-    size = experiment.rollout.group_size
+    group_size = experiment.rollout.group_size
     pool = [rollout for rollout in seen if rollout.response_ids]
-    ids = TokenIds.joined(rollout.response_ids for rollout in pool).array if pool else np.ones(1, np.int32)
+    pooled_ids = TokenIds.joined(rollout.response_ids for rollout in pool).array if pool else np.ones(1, np.int32)
     samples: list[Sample] = []
     for index in range(count):
         tokens = lengths.quantile((index + 0.5) / count)
-        start = (index * 7919) % len(ids)
-        response = TokenIds.view(np.take(ids, np.arange(start, start + tokens), mode="wrap"))
-        prompt = pool[(index // size) % len(pool)].prompt_ids if pool else (1,)  # a group's members share theirs
+        start_index = (index * 7919) % len(pooled_ids)
+        response_ids = TokenIds.view(np.take(pooled_ids, np.arange(start_index, start_index + tokens), mode="wrap"))
+        prompt = pool[(index // group_size) % len(pool)].prompt_ids if pool else (1,)  # a group's members share theirs
         rollout = Rollout(
-            group=step * count + index // size,
-            member=index % size,
+            group=step * count + index // group_size,
+            member=index % group_size,
             prompt_ids=prompt,
-            response_ids=response,
+            response_ids=response_ids,
             response_logprobs=TokenLogprobs.filled(_LOGPROB, tokens),
             response_mask=TokenMask.filled(True, tokens),
             versions=(VersionSpan(version=step, tokens=tokens),),

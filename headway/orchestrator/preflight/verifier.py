@@ -33,20 +33,20 @@ def verifier_findings(experiment: Experiment, tasks: Mapping[str, Sequence[Task]
     for name in experiment.verifiers:
         if name not in used_names:
             findings.warning(f"verifiers.{name}", "no task uses it: a source or a row must name it as 'verifier'")
-    chosen = {
+    settings_by_key = {
         "verifier": experiment.verifier,
         **{f"verifiers.{name}": settings for name, settings in experiment.verifiers.items()},
     }
-    for key, verifier in chosen.items():
+    for key, verifier in settings_by_key.items():
         if "think>" in str(verifier.parameters) and experiment.uses_chat and not experiment.verifier.reasoning:
-            problem = "asks for marks of reasoning, which it isn't given where the chat template has them; valid:"
-            findings.warning(f"{key}.parameters", f"{problem} verifier.reasoning = true")
-    self_scored, default_name = rewards_itself(experiment), experiment.verifier.name
-    users_own = ":" in default_name and not self_scored
-    attempts, fully_known = make_attempts(experiment, tasks, "") if users_own else ([], False)
+            problem_text = "asks for marks of reasoning, which it isn't given where the chat template has them; valid:"
+            findings.warning(f"{key}.parameters", f"{problem_text} verifier.reasoning = true")
+    is_self_scored, default_name = rewards_itself(experiment), experiment.verifier.name
+    is_users = ":" in default_name and not is_self_scored
+    attempts, fully_known = make_attempts(experiment, tasks, "") if is_users else ([], False)
     attempts = [attempt for attempt in attempts if not attempt.task.verifier]
     try:
-        verdicts, of_attempts, left_out = asyncio.run(_score(experiment, first_tasks, attempts, tasks))
+        verdicts, attempt_verdicts, left_out = asyncio.run(_score(experiment, first_tasks, attempts, tasks))
     except TimeoutError:
         findings.error("verifier.name", f"{default_name!r} didn't start within {_START_S:g} s")
         return findings
@@ -56,36 +56,36 @@ def verifier_findings(experiment: Experiment, tasks: Mapping[str, Sequence[Task]
     except HeadwayError as error:
         findings.error("verifier.name" if used_names <= {""} else "verifiers", str(error))
         return findings
-    refused = refused_sources(left_out)
+    refused_reasons = refused_sources(left_out)
     for exclusion in left_out:
         split, sources = exclusion.split, getattr(experiment.tasks, exclusion.split)
-        report = findings.error if strict or (split, exclusion.source) in refused else findings.warning
-        report(f"tasks.{split}", exclusion.line(sources))
-    for (split, _), why in refused.items():
-        findings.error(f"tasks.{split}", why)
-    unproved = {(exclusion.split, task.task_id) for exclusion in left_out for task in exclusion.tasks}
-    compared = all(verdict.failure is None for verdict in of_attempts) and check_rewards(
-        "verifier.name", default_name, [verdict.reward for verdict in of_attempts], fully_known, findings
+        add_finding = findings.error if strict or (split, exclusion.source) in refused_reasons else findings.warning
+        add_finding(f"tasks.{split}", exclusion.line(sources))
+    for (split, _), reason in refused_reasons.items():
+        findings.error(f"tasks.{split}", reason)
+    unproved_tasks = {(exclusion.split, task.task_id) for exclusion in left_out for task in exclusion.tasks}
+    is_compared = all(verdict.failure is None for verdict in attempt_verdicts) and check_rewards(
+        "verifier.name", default_name, [verdict.reward for verdict in attempt_verdicts], fully_known, findings
     )
     for (split, source, name), source_verdicts in verdicts.items():
         key = f"tasks.{split}.verifier" if name else "verifier.name"
-        several = len(getattr(experiment.tasks, split)) > 1
-        whose = f"of {source} in tasks.{split}" if several else f"of tasks.{split}"
-        broken = [verdict.failure for verdict in source_verdicts if verdict.failure is not None]
-        if (split, first_tasks[split, source, name].task_id) in unproved:
+        has_several = len(getattr(experiment.tasks, split)) > 1
+        tasks_text = f"of {source} in tasks.{split}" if has_several else f"of tasks.{split}"
+        failures = [verdict.failure for verdict in source_verdicts if verdict.failure is not None]
+        if (split, first_tasks[split, source, name].task_id) in unproved_tasks:
             continue  # reported
-        if broken and len(source_verdicts) == 1 and rollouts_may_reward(experiment):  # it may never be called
-            why = "; so do rollouts that nothing else rewards"
-            if not self_scored:
-                findings.info(key, f"fails on the first task {whose}: {broken[0].cause}{why}")
-        elif broken:
-            findings.error(key, f"fails on the first task {whose}: {broken[0].cause}")
+        if failures and len(source_verdicts) == 1 and rollouts_may_reward(experiment):  # it may never be called
+            reason = "; so do rollouts that nothing else rewards"
+            if not is_self_scored:
+                findings.info(key, f"fails on the first task {tasks_text}: {failures[0].cause}{reason}")
+        elif failures:
+            findings.error(key, f"fails on the first task {tasks_text}: {failures[0].cause}")
         elif len(source_verdicts) > 1 and not source_verdicts[0].solved:
-            of_answer, of_empty = (verdict.reward for verdict in source_verdicts[:2])
-            equal = of_answer == of_empty and not self_scored and (name or not compared)
-            message = f"{name or default_name} doesn't accept the bare reference answer of the first task {whose}"
-            if equal:
-                message += f" and gives it what no answer gets, {of_empty:g}"
+            answer_reward, empty_reward = (verdict.reward for verdict in source_verdicts[:2])
+            is_equal = answer_reward == empty_reward and not is_self_scored and (name or not is_compared)
+            message = f"{name or default_name} doesn't accept the bare reference answer of the first task {tasks_text}"
+            if is_equal:
+                message += f" and gives it what no answer gets, {empty_reward:g}"
                 findings.warning(key, f"{message}; fine if it needs more around it, else no answer earns a reward")
             else:
                 findings.info(key, f"{message}; fine if it needs more around it")
@@ -106,16 +106,16 @@ async def _score(
 
     clock = RealClock()
     settings = experiment.verifier.model_copy(update={"workers": 1})
-    named = named_verifiers(experiment, {"": first_tasks.values()})
-    pool = VerifierPool(LocalLauncher(clock), settings, clock, named=named, retries=0)
+    named_settings = named_verifiers(experiment, {"": first_tasks.values()})
+    pool = VerifierPool(LocalLauncher(clock), settings, clock, named=named_settings, retries=0)
     try:
         async with asyncio.timeout(_START_S):
             await pool.start()
         verdicts: dict[tuple[str, str, str], list[Verdict]] = {}
-        for key, task in first_tasks.items():
+        for task_key, task in first_tasks.items():
             responses = [task.answer, ""] if task.answer else [""]
-            verdicts[key] = await pool.verify(task, responses)
-        last = [await pool.verify(attempt.task, [attempt.answers[-1]["content"]]) for attempt in attempts]
-        return verdicts, [verdict for (verdict,) in last], await prove_references(experiment, tasks, pool)
+            verdicts[task_key] = await pool.verify(task, responses)
+        answer_verdicts = [await pool.verify(attempt.task, [attempt.answers[-1]["content"]]) for attempt in attempts]
+        return verdicts, [verdict for (verdict,) in answer_verdicts], await prove_references(experiment, tasks, pool)
     finally:
         await pool.stop()

@@ -87,17 +87,17 @@ class AlertWatch:
         """Check the clock and the disks, and record the alerts that they raise or clear."""
         run, settings = self._run, self._settings
         self._update("stall", next(iter(self._stalls.values()), ""))
-        fault = ""
+        alert = ""
         if not self._stalls and not run.state.draining:  # a stall's alert names the cause
-            fault = no_step(run.time_s() - self._step_s, self._gaps_s, settings.no_step_times, settings.no_step_s)
-        self._update("no_step", fault)
-        fault = ""
+            alert = no_step(run.time_s() - self._step_s, self._gaps_s, settings.no_step_times, settings.no_step_s)
+        self._update("no_step", alert)
+        alert = ""
         with contextlib.suppress(OSError):
-            needed = settings.disk_bytes + 2 * self._checkpoint_bytes
-            fault = full_disk(shutil.disk_usage(self._folder).free, needed, f"the file system of {self._folder}")
+            needed_bytes = settings.disk_bytes + 2 * self._checkpoint_bytes
+            alert = full_disk(shutil.disk_usage(self._folder).free, needed_bytes, f"the file system of {self._folder}")
         for node in run.nodes():
-            fault = fault or full_disk(node.disk_free_bytes, settings.disk_bytes, f"TMPDIR of the node {node.name!r}")
-        self._update("disk", fault, misses=4)
+            alert = alert or full_disk(node.disk_free_bytes, settings.disk_bytes, f"TMPDIR of the node {node.name!r}")
+        self._update("disk", alert, misses=4)
 
     async def loop(self) -> None:
         """Runs until it is cancelled."""
@@ -118,8 +118,8 @@ class AlertWatch:
 
 def _newest_checkpoint_bytes(folder: Path) -> int:
     with contextlib.suppress(OSError):
-        newest = max((folder / "checkpoints").glob("step_*"), default=None)
-        return 0 if newest is None else sum(file.stat().st_size for file in newest.rglob("*"))
+        newest_folder = max((folder / "checkpoints").glob("step_*"), default=None)
+        return 0 if newest_folder is None else sum(file.stat().st_size for file in newest_folder.rglob("*"))
     return 0
 
 
@@ -128,11 +128,11 @@ async def watching_alerts(
     run: RunContext, folder: Path, ledger: Ledger, recorded: Iterable[LedgerLine], settings: AlertSettings
 ) -> AsyncIterator[None]:
     """Raise the alerts named by ``alerts.rules`` within the block. ``recorded``: lines of former processes."""
-    watch = AlertWatch(run, folder, settings)
-    watch.restore(recorded)
-    ledger.subscribe(watch.take)
-    task = asyncio.create_task(watch.loop(), name="alerts")
+    alert_watch = AlertWatch(run, folder, settings)
+    alert_watch.restore(recorded)
+    ledger.subscribe(alert_watch.take)
+    watch_task = asyncio.create_task(alert_watch.loop(), name="alerts")
     try:
         yield
     finally:
-        await cancel_all(task)
+        await cancel_all(watch_task)

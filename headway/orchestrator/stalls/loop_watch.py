@@ -49,16 +49,16 @@ class LoopWatch:
 
     def run(self, beats: int) -> None:
         """Read beats from a descriptor until it is closed."""
-        received_s, reported = time.monotonic(), False
+        received_s, is_reported = time.monotonic(), False
         while True:
             if self._wait(beats, self._limit_s) or self._wait(beats, _GRACE_S):
-                received = os.read(beats, 1 << 16)
-                if not received:
+                received_bytes = os.read(beats, 1 << 16)
+                if not received_bytes:
                     return
-                self._last = received.split(b"\n")[-2] if received.count(b"\n") else self._last
-                received_s, reported = time.monotonic(), False
-            elif not reported:
-                reported = True
+                self._last = received_bytes.split(b"\n")[-2] if received_bytes.count(b"\n") else self._last
+                received_s, is_reported = time.monotonic(), False
+            elif not is_reported:
+                is_reported = True
                 self._report(time.monotonic() - received_s)
 
     def _wait(self, beats: int, seconds: float) -> bool:
@@ -66,19 +66,19 @@ class LoopWatch:
 
     def _report(self, silent_s: float) -> None:
         """Name where the loop is: on standard error first, since the ledger's disk may be the cause."""
-        stopped, dump = dump_of(self._pid, self._stacks)
+        is_stopped, dump = dump_of(self._pid, self._stacks)
         stacks = parse_dump(dump)
-        line = f"stalled {silent_s:.0f} s: the orchestrator{_cause(stopped, stacks)}"
+        stall_text = f"stalled {silent_s:.0f} s: the orchestrator{_cause(is_stopped, stacks)}"
         with contextlib.suppress(OSError):
-            sys.stderr.write(f"headway: {line} ({stall_page('event loop')})\n")
+            sys.stderr.write(f"headway: {stall_text} ({stall_page('event loop')})\n")
         time_s, step = self._last.split()
         event = EventRecord(
             event=EVENT_STALLED,
-            detail=line,
+            detail=stall_text,
             step=int(step),
             time_s=float(time_s) + silent_s,
             worker=SUBJECT,
-            cause=line.partition(": ")[2],
+            cause=stall_text.partition(": ")[2],
             found_by="watch",
             lost_s=round(silent_s, 1),
             data={"stacks": stacks_text([(SUBJECT, stack) for stack in stacks])},
@@ -104,8 +104,8 @@ class LoopWatch:
 
         with contextlib.suppress(HeadwayError, OSError):  # its configuration can't be read
             alerts = RunDirectory(self._ledger.parent).read_experiment().alerts
-            rested = time.monotonic() - self._alerted_s >= MIN_INTERVAL_S
-            if rested and {"stall", "all"} & set(alerts.rules):
+            is_rested = time.monotonic() - self._alerted_s >= MIN_INTERVAL_S
+            if is_rested and {"stall", "all"} & set(alerts.rules):
                 self._alerted_s = time.monotonic()
                 alert_data, stamp = alert_fields("stall"), {"step": stalled.step, "time_s": stalled.time_s}
                 alert = EventRecord(event=EVENT_ALERT, detail=f"stall: {stalled.detail}", data=alert_data, **stamp)
@@ -115,8 +115,8 @@ class LoopWatch:
 
 def stacks_text(stacks: Sequence[tuple[str, Stack]]) -> str:
     """Stacks as text for an event's data: innermost frame first, bounded."""
-    blocks = ["\n  ".join([f"{worker}, {stack.of}:", *stack.frames[::-1]]) for worker, stack in stacks]
-    return "\n".join(blocks)[:_MOST_TEXT]
+    stack_texts = ["\n  ".join([f"{worker}, {stack.of}:", *stack.frames[::-1]]) for worker, stack in stacks]
+    return "\n".join(stack_texts)[:_MOST_TEXT]
 
 
 def _cause(stopped: bool, stacks: list[Stack]) -> str:
@@ -125,12 +125,12 @@ def _cause(stopped: bool, stacks: list[Stack]) -> str:
     frame, _ = current_frame(WorkerStatus(call="loop", stacks=tuple(stacks)))
     if not frame:
         return "'s event loop doesn't run, and its stacks can't be read"
-    waits_for = next((f"{activity}, at " for path, activity in _DISK_FRAMES.items() if frame.startswith(path)), "")
-    threads = (Stack(of="main", frames=stack.frames) for stack in stacks[1:])
-    others = [current_frame(WorkerStatus(call="loop", stacks=(thread,)))[0] for thread in threads]
-    users = [other for other in others if other and not other.startswith(("headway/", "<"))]
-    beside = f"; another thread is in {users[0]}" if users else ""
-    return f"'s event loop is blocked in {waits_for}{frame}{beside}"
+    disk_text = next((f"{activity}, at " for path, activity in _DISK_FRAMES.items() if frame.startswith(path)), "")
+    thread_stacks = (Stack(of="main", frames=stack.frames) for stack in stacks[1:])
+    thread_frames = [current_frame(WorkerStatus(call="loop", stacks=(thread,)))[0] for thread in thread_stacks]
+    user_frames = [other for other in thread_frames if other and not other.startswith(("headway/", "<"))]
+    other_thread = f"; another thread is in {user_frames[0]}" if user_frames else ""
+    return f"'s event loop is blocked in {disk_text}{frame}{other_thread}"
 
 
 def main(arguments: list[str]) -> None:

@@ -83,21 +83,21 @@ class StallWatch:
         """Judge the present waits."""
         waits, clock, limits = self._run.waits, self._run.clock, self._settings.limits
         self._expectations.learn(waits.take_durations())
-        workers = {name: worker for name, worker in waits.workers.items() if worker.alive}
-        silent_s = {name: worker.silent_s for name, worker in workers.items()}
-        chosen = workers_to_inspect(waits.open(), silent_s, self._expectations, clock.now(), limits)
-        statuses = await asyncio.gather(*(workers[name].inspect() for name in sorted(chosen)))
+        live_workers = {name: worker for name, worker in waits.workers.items() if worker.alive}
+        silent_s = {name: worker.silent_s for name, worker in live_workers.items()}
+        inspected = workers_to_inspect(waits.open(), silent_s, self._expectations, clock.now(), limits)
+        statuses = await asyncio.gather(*(live_workers[name].inspect() for name in sorted(inspected)))
         self._statuses = {status.worker: status for status in statuses if status is not None}
         now_s = clock.now()
-        since_s = {name: now_s - worker.silent_s for name, worker in workers.items() if worker.silent_s > 0}
-        stalls = find_stalls(waits.open(), self._statuses, since_s, self._expectations, now_s, limits)
-        begun, over = self._tracker.update(stalls, now_s)
-        for stall in begun:
+        silent_since_s = {name: now_s - worker.silent_s for name, worker in live_workers.items() if worker.silent_s > 0}
+        stalls = find_stalls(waits.open(), self._statuses, silent_since_s, self._expectations, now_s, limits)
+        begun_stalls, ended_stalls = self._tracker.update(stalls, now_s)
+        for stall in begun_stalls:
             self._report(stall, now_s)
-        for stall in over:
+        for stall in ended_stalls:
             lost_s = now_s - stall.since_s
             self._ended(stall.owner, stall.kind, f"{stall.owner}: {stall.kind} after {lost_s:.0f} s", lost_s)
-        if now_s - self._written_s >= _GRAPH_EVERY_S or begun:
+        if now_s - self._written_s >= _GRAPH_EVERY_S or begun_stalls:
             self._written_s = now_s
             self._write_graph(now_s)
 
@@ -134,10 +134,10 @@ class StallWatch:
             workers=tuple(self._statuses.values()),
             stalls=tuple(self._tracker.open.values()),
         )
-        partial = self._file.with_suffix(".json.tmp")
+        partial_path = self._file.with_suffix(".json.tmp")
         with contextlib.suppress(OSError):  # a full disk is others' to report
-            partial.write_bytes(msgspec.json.encode(graph))
-            partial.replace(self._file)
+            partial_path.write_bytes(msgspec.json.encode(graph))
+            partial_path.replace(self._file)
 
 
 @contextmanager
@@ -145,19 +145,19 @@ def loop_watched(run: RunContext, directory: RunDirectory, lag_s: float) -> Iter
     """Watch this process's event loop from another process within the block. Yields the function that the loop calls
     every second while it runs."""
     directory.logs.mkdir(parents=True, exist_ok=True)
-    stacks = directory.logs / "orchestrator.stacks"
-    arguments = [os.getpid(), stacks, directory.ledger, lag_s, run.experiment.run.on_stall]
+    stacks_path = directory.logs / "orchestrator.stacks"
+    arguments = [os.getpid(), stacks_path, directory.ledger, lag_s, run.experiment.run.on_stall]
     command = [sys.executable, "-m", "headway.orchestrator.stalls.loop_watch", *map(str, arguments)]
-    with stacks.open("ab") as file:
+    with stacks_path.open("ab") as file:
         faulthandler.register(DUMP_SIGNAL, file=file)
         process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)  # Ctrl-C doesn't reach it
         assert process.stdin is not None
-        pipe = process.stdin.fileno()
-        os.set_blocking(pipe, False)
+        pipe_fd = process.stdin.fileno()
+        os.set_blocking(pipe_fd, False)
 
         def beat() -> None:
             with contextlib.suppress(OSError):  # it has ended, or is itself stopped: the run continues
-                os.write(pipe, f"{run.time_s():.3f} {run.state.version}\n".encode())
+                os.write(pipe_fd, f"{run.time_s():.3f} {run.state.version}\n".encode())
 
         try:
             yield beat
@@ -177,9 +177,9 @@ async def watching_stalls(
     run: RunContext, directory: RunDirectory, end: Callable[[str], None], settings: WatchSettings
 ) -> AsyncIterator[None]:
     """Watch the waits of the run and this process's event loop within the block. ``end(reason)`` ends the run."""
-    watch = StallWatch(run, settings, end, directory.waits)
+    watcher = StallWatch(run, settings, end, directory.waits)
     with loop_watched(run, directory, settings.lag_s) as beat:
-        tasks = [asyncio.create_task(watch.loop(beat), name="stall watch"), asyncio.create_task(watch.probe())]
+        tasks = [asyncio.create_task(watcher.loop(beat), name="stall watch"), asyncio.create_task(watcher.probe())]
         try:
             yield
         finally:
