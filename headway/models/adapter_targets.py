@@ -190,9 +190,9 @@ def stored_targets(folder: Path, config: DecoderConfig) -> tuple[AdaptedTarget, 
     for key, supported in _PLAIN.items():
         if raw.get(key) and raw[key] != supported:
             raise ConfigurationError(f"{file}: {key} = {raw[key]!r} is not supported; valid: {supported!r}")
-    if (began := str(raw.get("init_lora_weights"))).startswith(_CHANGED_BASE):
+    if (method := str(raw.get("init_lora_weights"))).startswith(_CHANGED_BASE):
         raise ConfigurationError(
-            f"{file}: init_lora_weights = {began!r}: the adapter belongs to a base that PEFT has changed; convert it "
+            f"{file}: init_lora_weights = {method!r}: the adapter belongs to a base that PEFT has changed; convert it "
             "with save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
     modules, parameters = raw.get("target_modules") or (), tuple(raw.get("target_parameters") or ())

@@ -74,8 +74,8 @@ class _AttendCopies(torch.autograd.Function):
         ctx.save_for_backward(qkv)
         ctx.how = sizes, plan, scores
         copies = plan.copies
-        rows = (_attend(qkv.index_select(0, copy.gather_bl), sizes, copy, scores).flatten(0, 1) for copy in copies)
-        kept_rows = torch.cat([copy_rows[copy.outputs[1]] for copy, copy_rows in zip(copies, rows, strict=True)])
+        outputs = (_attend(qkv.index_select(0, copy.gather_bl), sizes, copy, scores).flatten(0, 1) for copy in copies)
+        kept_rows = torch.cat([copy_rows[copy.outputs[1]] for copy, copy_rows in zip(copies, outputs, strict=True)])
         return torch.empty_like(kept_rows).index_copy_(0, torch.cat([copy.outputs[0] for copy in copies]), kept_rows)
 
     @staticmethod

@@ -219,8 +219,8 @@ class DecoderConfig:
         if not self.family.local_rope:
             return {**raw, "rope_parameters": parameters}
         local_theta = self.rope_theta if self.local_rope_theta is None else self.local_rope_theta
-        both = {"full_attention": parameters, "sliding_attention": {"rope_theta": local_theta, "rope_type": "default"}}
-        return {**raw, "rope_local_base_freq": local_theta, "rope_parameters": both}
+        ropes = {"full_attention": parameters, "sliding_attention": {"rope_theta": local_theta, "rope_type": "default"}}
+        return {**raw, "rope_local_base_freq": local_theta, "rope_parameters": ropes}
 
     def _window_mapping(self) -> dict[str, Any]:
         family, window = self.family, self.window

@@ -52,12 +52,13 @@ def route(
     adapter: LayerAdapter | None = None,
     replay: ExpertReplay | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The experts of each token by descending probability, and their weights: int64 and float [N, K].
+    """The experts of each token and their weights, int64 and float [N, K]: the router's own by descending probability,
+    recorded ones as recorded.
 
     Weights are probabilities of the softmax over all experts; ``normalised`` makes those of the chosen experts add up
     to 1. They are computed in float32 (float64 if the hidden states are) under autocast too, because a rounding error
     here selects another expert. With ``replay`` of this layer, recorded experts are chosen if there are any; their
-    weights still come from these scores, so that gradients reach the router.
+    weights still come from these scores, so that gradients reach the router. It also writes ``replay.counts``.
     """
     wide_dtype = torch.promote_types(hidden_nd.dtype, torch.float32)
     with torch.autocast(hidden_nd.device.type, enabled=False):

@@ -148,8 +148,8 @@ def merge(model: Decoder, lora: Lora) -> None:
             weight = getattr(layer, f"{product}_weight")
             for target, scale, a, b in pairs:
                 part = weight.narrow(-2, target.first, target.rows)
-                wide = torch.promote_types(part.dtype, torch.float32)
-                part.copy_(part.to(wide) + scale * (b.to(part.device, wide) @ a.to(part.device, wide)))
+                dtype = torch.promote_types(part.dtype, torch.float32)
+                part.copy_(part.to(dtype) + scale * (b.to(part.device, dtype) @ a.to(part.device, dtype)))
 
 
 def _add_low_rank(out_nf: Tensor, x_nd: Tensor, pairs: Sequence[LoraPair]) -> Tensor:

@@ -111,16 +111,16 @@ def _resizable_storages(tensors: list[Tensor]) -> list[torch.UntypedStorage]:
     """The distinct storages of the tensors. A storage that can't be emptied, because its memory belongs to a mapped
     file or an array, is replaced by a copy."""
     storages: dict[int, torch.UntypedStorage] = {}
-    made: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # old, kept so that no address recurs; new
+    pairs: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # old, kept so that no address recurs; new
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if not storage.nbytes():
             continue
         if not storage.resizable():
             original = storage
-            if original.data_ptr() not in made:
-                made[original.data_ptr()] = original, _bytes_of(original).clone().untyped_storage()
-            storage = made[original.data_ptr()][1]
+            if original.data_ptr() not in pairs:
+                pairs[original.data_ptr()] = original, _bytes_of(original).clone().untyped_storage()
+            storage = pairs[original.data_ptr()][1]
             with torch.no_grad():
                 tensor.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # pyright: ignore[reportArgumentType]
         storages[storage.data_ptr()] = storage

@@ -99,8 +99,8 @@ class ModelSizes:
         return self.cached_values * number_bytes
 
     def kv_bytes(self, tokens: int, number_bytes: float) -> float:
-        """The bytes of the cache of a sequence of ``tokens`` that keeps nothing beyond windows, including the state of
-        linear layers."""
+        """The cache's bytes for a sequence of ``tokens``: windowed layers keep only their window, and linear layers
+        their state."""
         number_count = sum(layer.cached * min(tokens, layer.window or tokens) + layer.state for layer in self.layers)
         return number_count * number_bytes
 
@@ -306,18 +306,18 @@ def _linear(keys: _Keys, rules: SizeRules) -> dict[str, int]:
         convolved = 2 * key + value
         weights = width * (convolved + value + 2 * value_heads) + convolved * kernel + 2 * value_heads + value_dim
         state = convolved * kernel + value_heads * key_dim * value_dim
-        made = {"joint": convolved + value, "output": value, "normed": 2 * key}
-        return {"parameters": weights + value * width, "state": state, **made}
+        widths = {"joint": convolved + value, "output": value, "normed": 2 * key}
+        return {"parameters": weights + value * width, "state": state, **widths}
     names = rules.mamba_keys.split()
-    heads, dim, state, groups, kernel = (keys.count(name) for name in names[:5])  # Mamba 2
+    heads, dim, state_size, groups, kernel = (keys.count(name) for name in names[:5])  # Mamba 2
     biased, convolution_biased = (bool(keys.get(name)) for name in names[5:])
     inner = heads * dim
-    convolved = inner + 2 * groups * state
-    made = inner + convolved + heads
-    weights = (width + biased) * made + convolved * (kernel + convolution_biased) + 3 * heads + inner
+    convolved = inner + 2 * groups * state_size
+    projected = inner + convolved + heads
+    weights = (width + biased) * projected + convolved * (kernel + convolution_biased) + 3 * heads + inner
     weights += (inner + biased) * width
-    state_values = convolved * kernel + inner * state
-    return {"parameters": weights, "state": state_values, "joint": made, "output": inner}
+    state_values = convolved * kernel + inner * state_size
+    return {"parameters": weights, "state": state_values, "joint": projected, "output": inner}
 
 
 def _is_sparse(keys: _Keys, index: int) -> bool:
@@ -377,7 +377,7 @@ def sizes_of_shapes(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]])
     kv_heads, vocabulary = keys.any_of("num_key_value_heads") or heads, keys.count("vocab_size")
     dim = int(keys.get("head_dim") or width // heads)
     inner_width = keys.any_of("moe_intermediate_size") * per_token or keys.any_of("intermediate_size") or 4 * width
-    made = {"joint": (heads + 2 * kv_heads) * dim, "output": heads * dim, "normed": (heads + kv_heads) * dim}
+    sizes = {"joint": (heads + 2 * kv_heads) * dim, "output": heads * dim, "normed": (heads + kv_heads) * dim}
     counts: dict[int, Counter[str]] = {index: Counter(parameters=0) for index in range(keys.count("num_hidden_layers"))}
     outside = 0
     for name, shape in shapes.items():
@@ -406,5 +406,5 @@ def sizes_of_shapes(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]])
         tied=sum(list(shape) == [vocabulary, width] for shape in shapes.values()) < 2,
         routed=per_token if experts else 0,
         outside=outside,
-        layers=tuple(LayerSizes(**layer_counts, **made, intermediate=inner_width) for layer_counts in counts.values()),
+        layers=tuple(LayerSizes(**layer_counts, **sizes, intermediate=inner_width) for layer_counts in counts.values()),
     )

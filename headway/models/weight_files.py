@@ -55,11 +55,10 @@ def weight_files(folder: Path) -> list[Path]:
     if configured_name.endswith(".safetensors"):
         return [folder / configured_name]
     single_file, index = folder / _SINGLE, folder / (configured_name or _INDEX)
-    named = read_json(index).get("weight_map", {}) if index.is_file() else {}
-    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
-        raise ConfigurationError(f"{index}: weight_map = {str(named)[:80]}: valid: an object of file names by tensor")
-    named = named.values()
-    part_files = sorted({folder / name for name in named})
+    by_name = read_json(index).get("weight_map", {}) if index.is_file() else {}
+    if not isinstance(by_name, dict) or not all(isinstance(name, str) for name in by_name.values()):
+        raise ConfigurationError(f"{index}: weight_map = {str(by_name)[:80]}: valid: an object of file names by tensor")
+    part_files = sorted({folder / name for name in by_name.values()})
     missing_names = [file.name for file in part_files if not file.is_file()]
     if single_file.is_file() and not configured_name:
         if part_files not in ([], [single_file]) and not missing_names:

@@ -50,8 +50,8 @@ class MicroBatchSets:
 
 
 class KeptSets:
-    """The kept sets of a batch. A grammar's masks are computed when a token of its run is first requested, and equal
-    masks are stored once."""
+    """The kept sets of a batch. The masks of a constrained run (consecutive tokens sampled under one grammar) are
+    computed when one of its tokens is first requested, and equal masks are stored once."""
 
     def __init__(self, arrays: SampleArrays, vocabulary: int, grammars: Callable[[], Grammars]) -> None:
         self.arrays = arrays

@@ -42,7 +42,8 @@ class GroupFilters:
     def apply(self, finished: FinishedGroup) -> FilteredGroup:
         """Filter a group whose members are verified: mark the members that leave, and decide the group's outcome.
 
-        Pure but for the hooks. A hook that breaks its contract (any but group_meta) fails the group."""
+        Pure but for the hooks. The group fails if a hook breaks its contract, except group_meta, whose fault is only
+        reported in ``problems``."""
         group, problems = finished.group, list[HookFailed]()
         meta: dict[str, float] = {}
         try:

@@ -145,17 +145,17 @@ class _BaseOnly(PackedModel):
 
 def _lora_config(settings: AdapterConfig, module: PreTrainedModel) -> LoraConfig:
     adapts_all = tuple(settings.targets) == (ALL_LINEAR,)
-    outside = None  # pattern of modules outside of the decoder: in a multimodal model only the decoder is adapted
+    excluded = None  # pattern of modules outside of the decoder: in a multimodal model only the decoder is adapted
     if module.config.get_text_config() is not module.config:
         decoder = module.get_decoder()
         name = next(name for name, submodule in module.named_modules() if submodule is decoder)
-        outside = f"(?!{re.escape(name)}[.]).*"
+        excluded = f"(?!{re.escape(name)}[.]).*"
     return LoraConfig(
         r=settings.rank or 0,
         lora_alpha=settings.alpha or 0,  # pyright: ignore[reportArgumentType]  # any number
         use_rslora=settings.rslora,
         target_modules=ALL_LINEAR if adapts_all else list(settings.targets),
-        exclude_modules=outside,
+        exclude_modules=excluded,
         target_parameters=list(settings.target_parameters) or None,
         task_type="CAUSAL_LM",
     )

@@ -60,12 +60,12 @@ class PackedMask:
         cache_key = (length, dtype or torch.bool)
         if cache_key not in self._made:
             indices = torch.arange(length, device=device)
-            query_indices, tokens = indices[:, None], indices[None, :]
+            query_indices, keys = indices[:, None], indices[None, :]
             zero = torch.zeros((), dtype=torch.int64, device=device)
-            seen = (tokens <= query_indices) if self._sees is None else self._sees(zero, zero, query_indices, tokens)
+            mask = (keys <= query_indices) if self._sees is None else self._sees(zero, zero, query_indices, keys)
             if dtype is not None:
-                seen = torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
-            self._made[cache_key] = seen.expand(length, length)[None, None]
+                mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+            self._made[cache_key] = mask.expand(length, length)[None, None]
         return self._made[cache_key]
 
 

@@ -188,8 +188,8 @@ def require_runnable(folder: Path, raw: Mapping[str, Any], trust_remote_code: bo
         raise ConfigurationError(
             f"{file}: quantization_config: quantised weights can't be trained; valid: float weights"
         )
-    if other := next((key for key in _OTHER_MODALITIES if raw.get(key)), None):
-        raise ConfigurationError(f"{file}: {other}: models of sound or that make images aren't supported; valid: text")
+    if media := next((key for key in _OTHER_MODALITIES if raw.get(key)), None):
+        raise ConfigurationError(f"{file}: {media}: models of sound or that make images aren't supported; valid: text")
     if raw.get("is_encoder_decoder"):
         raise ConfigurationError(f"{file}: is_encoder_decoder = true isn't supported; valid: models that decode alone")
     if raw.get("auto_map") and trust_remote_code:
@@ -202,8 +202,8 @@ def require_runnable(folder: Path, raw: Mapping[str, Any], trust_remote_code: bo
             "the trainer and the generator: read it, then set model.trust_remote_code = true"
         )
     if name not in known_types and known_types:
-        made = raw.get("transformers_version")
-        hint = f"; the folder was written by {made}, and that or a newer one may know it" if made else ""
+        writer = raw.get("transformers_version")
+        hint = f"; the folder was written by {writer}, and that or a newer one may know it" if writer else ""
         raise ConfigurationError(
             f"{file}: model_type = {name!r} is unknown to transformers {version('transformers')}{hint}"
         )

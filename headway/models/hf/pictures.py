@@ -64,9 +64,9 @@ class PictureWorker:
         arrays = {name: np.asarray(value) for name, value in features.items() if name not in _TOKEN_INPUTS}
         ids = TokenIds(features["input_ids"][0])
         for name, array in arrays.items():
-            of_tokens = array.dtype.kind in "iub" and array.shape[-1:] == (len(ids),)  # a response would need them too
-            if array.dtype.hasobject or name.startswith("cross_") or of_tokens:
-                description = f"{name} {list(array.shape)} of {len(ids)} tokens" if of_tokens else name
+            per_token = array.dtype.kind in "iub" and array.shape[-1:] == (len(ids),)  # a response would need them too
+            if array.dtype.hasobject or name.startswith("cross_") or per_token:
+                description = f"{name} {list(array.shape)} of {len(ids)} tokens" if per_token else name
                 raise ConfigurationError(f"{self._path}: its processor makes {description}, which isn't supported")
         return ids, self._store.write(arrays), sum(array.nbytes for array in arrays.values())
 
@@ -85,8 +85,8 @@ def load_processor(path: str | Path, trust_remote_code: bool = False) -> Any:
                 raise
             processor = _without_videos(Path(path)).from_pretrained(path, **load_options)
     except Exception as error:  # any error of transformers for a folder
-        first = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigurationError(f"{path}: transformers can make no processor of it: {' '.join(first[:3])}") from error
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigurationError(f"{path}: transformers can make no processor of it: {' '.join(lines[:3])}") from error
     if not hasattr(processor, "image_processor"):
         raise ConfigurationError(f"{path}: images without a processor: transformers finds a {type(processor).__name__}")
     return processor

@@ -99,9 +99,9 @@ class PictureClient:
     def remove_unneeded(self, needed: set[str]) -> None:
         """Delete the arrays that are unneeded now and were at the last call, and that weren't written in between.
         ``needed``: digests of groups in the buffer."""
-        stored = self._store.stored()
+        write_times = self._store.stored()
         kept_digests = needed | {task.pixels for task, _, _ in self._held_prompts.values()} | {self._next_group_pixels}
-        unneeded = {digest: written_ns for digest, written_ns in stored.items() if digest not in kept_digests}
+        unneeded = {digest: written_ns for digest, written_ns in write_times.items() if digest not in kept_digests}
         for digest, written_ns in unneeded.items() & self._unneeded.items():
             self._store.remove(digest, written_ns)
         self._unneeded = unneeded
