@@ -154,16 +154,16 @@ def _ranks(generator: Mapping[str, Any]) -> int:
 def _set_devices(generator: dict[str, Any], trainer: dict[str, Any], machine: Machine) -> None:
     """Set the devices of the sides that have none."""
     gpus, ranks = machine.usable, _ranks(generator)
-    unset_sides = [side for side in (generator, trainer) if "devices" not in side]
-    if not gpus or not unset_sides:
+    unplaced = [side for side in (generator, trainer) if "devices" not in side]
+    if not gpus or not unplaced:
         return
-    if len(unset_sides) == 2:
+    if len(unplaced) == 2:
         trainer_gpus = gpus if len(gpus) == 1 else gpus[-max(1, len(gpus) // TRAINING_PART) :]
         first_gpus = _replicas([n for n in gpus if n not in trainer_gpus], ranks) or [gpus[0]]
         taken_gpus = {n for first in first_gpus for n in range(first, first + ranks)} if len(gpus) > 1 else set[int]()
         gpus_by_side = {"generator": first_gpus, "trainer": [n for n in gpus if n not in taken_gpus] or [*trainer_gpus]}
     else:
-        other_side = trainer if unset_sides[0] is generator else generator
+        other_side = trainer if unplaced[0] is generator else generator
         is_server = "http://" in str(other_side["devices"])
         if not (used_gpus := _local_gpus(other_side)) and not is_server:
             return  # CPU cores or other machines: the default, as on a machine without GPUs
@@ -173,7 +173,7 @@ def _set_devices(generator: dict[str, Any], trainer: dict[str, Any], machine: Ma
         first_gpus = _replicas(remaining, ranks) if other_side is trainer else remaining
         gpus_by_side = {"generator": first_gpus or used_gpus, "trainer": first_gpus or used_gpus}
     for name, side in zip(_SIDES, (generator, trainer), strict=True):
-        if any(side is other for other in unset_sides) and gpus_by_side[name]:
+        if any(side is other for other in unplaced) and gpus_by_side[name]:
             side["devices"] = [f"cuda:{n}" for n in gpus_by_side[name]]
 
 
