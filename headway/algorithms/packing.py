@@ -176,8 +176,8 @@ def _first_exchange(sizes: list[Lengths], loads: Lengths, heavy: int) -> tuple[i
     """Return the best exchange with the lightest part that allows one: (part, position given, position taken or -1)."""
     ascending: list[int] = np.argsort(loads, kind="stable").tolist()
     for part in ascending:
-        gap = int(loads[heavy] - loads[part])
-        positions = _best_exchange(sizes[heavy], sizes[part], gap) if part != heavy and gap > 1 else None
+        excess = int(loads[heavy] - loads[part])
+        positions = _best_exchange(sizes[heavy], sizes[part], excess) if part != heavy and excess > 1 else None
         if positions is not None:
             return part, *positions
     return None

@@ -37,10 +37,10 @@ def _require_objective(experiment: Experiment) -> None:
             f"algorithm.kl_target = {algorithm.kl_target:g} multiplies the coefficient step by step, and "
             "algorithm.kl_coefficient = 0 stays 0: set kl_coefficient above 0, or leave kl_target out"
         )
-    least = MOST_KL_ERROR * experiment.queue.groups_per_step * experiment.largest_group
-    if algorithm.kl_target is not None and least >= KL_HORIZON:
+    max_cut = MOST_KL_ERROR * experiment.queue.groups_per_step * experiment.largest_group
+    if algorithm.kl_target is not None and max_cut >= KL_HORIZON:
         raise ValueError(
-            f"algorithm.kl_target = {algorithm.kl_target:g}: a step of {least / MOST_KL_ERROR:g} samples could take "
+            f"algorithm.kl_target = {algorithm.kl_target:g}: a step of {max_cut / MOST_KL_ERROR:g} samples could take "
             f"all of the coefficient away, which then stays at 0: fewer than {KL_HORIZON / MOST_KL_ERROR:g}"
         )
     if algorithm.early_stop_ratio is not None and experiment.trainer.optimizer_steps_per_batch == 1:

@@ -79,5 +79,5 @@ def _windowed_in_blocks(q_bhle: Tensor, k_bgle: Tensor, v_bgle: Tensor, scores: 
 def _with_previous(x_bgle: Tensor, blocks: int, window: int, padding: int) -> Tensor:
     """Each block's keys or values, preceded by those of the previous block: [b * blocks, g, 2w, e]."""
     padded = functional.pad(x_bgle, (0, 0, window, padding)).unflatten(2, (blocks + 1, window))
-    both = torch.cat((padded[:, :, :-1], padded[:, :, 1:]), dim=3)
-    return both.transpose(1, 2).flatten(0, 1)
+    doubled = torch.cat((padded[:, :, :-1], padded[:, :, 1:]), dim=3)
+    return doubled.transpose(1, 2).flatten(0, 1)

@@ -150,8 +150,8 @@ class SampledMask(_Counted):
 
 def joined(first: Sequence[Any], second: Sequence[Any]) -> Any:
     """Concatenate two sequences: arrays to an array, counted ones to a counted one."""
-    after: Any = second
-    return first + after if first and second else first or second  # type: ignore[operator]
+    untyped_second: Any = second
+    return first + untyped_second if first and second else first or second  # type: ignore[operator]
 
 
 def sampled_mask(ids: Sequence[int]) -> Sequence[bool]:

@@ -121,13 +121,13 @@ class ChatTemplates:
             def renders(*messages: Mapping[str, Any], text: str = PROBE) -> bool:
                 return text in self._try_render(source, *messages)
 
-            ask, parts = {"role": "user", "content": PROBE}, [{"type": "text", "text": PROBE}]
-            needs_parts, value = not renders(ask) and renders({**ask, "content": parts}), {PROBE: "?"}
-            ask = {**ask, "content": [{"type": "text", "text": "?"}] if needs_parts else "?"}
-            answer = {**ask, "role": "assistant", **dict.fromkeys(REASONING, PROBE)}
-            reads = any(renders(ask, turn) for turn in (answer, _with_call({}, answer), _with_call("{}", answer)))
-            garbles_objects = not renders(ask, _with_call(value)) or renders(ask, _with_call(value), text=repr(value))
-            worded = garbles_objects and renders(ask, _with_call(json_text(value)))
+            user, parts = {"role": "user", "content": PROBE}, [{"type": "text", "text": PROBE}]
+            needs_parts, value = not renders(user) and renders({**user, "content": parts}), {PROBE: "?"}
+            user = {**user, "content": [{"type": "text", "text": "?"}] if needs_parts else "?"}
+            answer = {**user, "role": "assistant", **dict.fromkeys(REASONING, PROBE)}
+            reads = any(renders(user, turn) for turn in (answer, _with_call({}, answer), _with_call("{}", answer)))
+            garbles_objects = not renders(user, _with_call(value)) or renders(user, _with_call(value), text=repr(value))
+            worded = garbles_objects and renders(user, _with_call(json_text(value)))
             self._conventions[source] = _Conventions(reasoning=reads, parts=needs_parts, worded=worded)
         return self._conventions[source]
 

@@ -103,8 +103,8 @@ def encode_conversation(
         return len(tokenizer.render_marked(used[:count], tools=tools)[1]) if count else 0
 
     if train_on == "all":
-        left_out = [number for number in chosen if number not in with_loss]
-        demo = _loss_outside(tokenizer, text, [_span_of(tokenizer, used, number, tools, text) for number in left_out])
+        unlearned = [number for number in chosen if number not in with_loss]
+        demo = _loss_outside(tokenizer, text, [_span_of(tokenizer, used, number, tools, text) for number in unlearned])
     else:
         if not spans:
             spans = [_span_of(tokenizer, used, number, tools, text) for number in with_loss]
@@ -219,7 +219,7 @@ def _loss_inside(tokenizer: Tokenizer, text: str, spans: Sequence[Span], *, call
 def _loss_outside(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> Demonstration:
     """Encode the whole ``text`` with loss, except on the tokens in ``spans``."""
     ids, token_spans = tokenizer.encode_with_spans(text)
-    exclusions = [any(start < behind and first < end for first, behind in spans) for start, end in token_spans]
+    exclusions = [any(start < stop and first < end for first, stop in spans) for start, end in token_spans]
     return Demonstration(ids=ids, learned=[index > 0 and not excluded for index, excluded in enumerate(exclusions)])
 
 

@@ -51,24 +51,24 @@ def output_format(tokenizer: Tokenizer, tools: ToolFormat = "auto") -> OutputFor
     SYNTAXES, or "none". With "auto" it is detected; where it can't be, the format's ``unknown`` has the reason."""
     if tokenizer.chat_template is None:
         return _with_special(tokenizer, OutputFormat(tools="none" if tools == "auto" else tools))
-    written = _turns_format(_Probe(tokenizer))
+    base_format = _turns_format(_Probe(tokenizer))
     if tools != "auto":
-        return _with_special(tokenizer, replace(written, tools=tools))
+        return _with_special(tokenizer, replace(base_format, tools=tools))
     for probe in (_Probe(tokenizer), _Probe(tokenizer, ids="named")):
-        syntax = _call_syntax(probe, written)
+        syntax = _call_syntax(probe, base_format)
         names = [name for name in SYNTAXES if syntax is None or _matches_any(syntax, SYNTAXES[name])]
         for name in names or ["template"]:
             syntaxes = SYNTAXES.get(name, ()) if syntax is None else (syntax, *SYNTAXES.get(name, ()))
-            tried_format = replace(written, tools=name, detected=syntaxes)
+            tried_format = replace(base_format, tools=name, detected=syntaxes)
             if round_trips(probe, tried_format := _with_special(tokenizer, tried_format)):
                 takes_any_id = probe.ids == "named" or replace(probe, ids="long").turn(calls=[_FIRST])
                 return replace(tried_format, ids="any" if takes_any_id else "nine")
-    return _with_special(tokenizer, replace(written, unknown=UNKNOWN))
+    return _with_special(tokenizer, replace(base_format, unknown=UNKNOWN))
 
 
 def _with_special(tokenizer: Tokenizer, written: OutputFormat) -> OutputFormat:
-    marks = [(tokenizer.token(i) or "", i) for i in mark_token_ids(tokenizer, written)]
-    return replace(written, special=tuple(sorted(marks)))
+    texts_and_ids = [(tokenizer.token(i) or "", i) for i in mark_token_ids(tokenizer, written)]
+    return replace(written, special=tuple(sorted(texts_and_ids)))
 
 
 def _matches_any(probed: CallSyntax, known: Sequence[CallSyntax]) -> bool:

@@ -124,9 +124,9 @@ def require_rendered(
         while number < len(tag_counts) and index >= tag_counts[number]:
             number, search_start = number + 1, reached
         anywhere = number == len(tag_counts) or messages[number]["role"] in ("system", "developer")
-        begins, behind = (text.find(f"xQ{index + 1}{end}Qx", 0 if anywhere else search_start) for end in "be")
-        if begins >= 0 and behind >= 0:
-            reached = reached if anywhere else max(reached, behind)
+        tag_start, tag_end = (text.find(f"xQ{index + 1}{end}Qx", 0 if anywhere else search_start) for end in "be")
+        if tag_start >= 0 and tag_end >= 0:
+            reached = reached if anywhere else max(reached, tag_end)
         elif droppable:
             dropped.add(droppable)
         else:

@@ -162,13 +162,13 @@ class Learner:
         for path, prefix, suffix in (("alone", (), ()), ("packed", probe.ids[:cut], probe.prompt + probe.ids[cut:])):
             lengths = [len(part) for part in (prefix, ids, suffix) if part]
             pictures = [{} if part is prefix else pixels[0] for part in (prefix, ids, suffix) if part and pixels]
-            packed_n, states = torch.tensor([*prefix, *ids, *suffix], device=self.device), HiddenStates()
-            with self._precision(), native.using(self._kernels), states.recording(self.model.layers):
+            packed_n, recorder = torch.tensor([*prefix, *ids, *suffix], device=self.device), HiddenStates()
+            with self._precision(), native.using(self._kernels), recorder.recording(self.model.layers):
                 hidden_nd = forward(packed_n, lengths, *([None, pictures] if pictures else []))
                 scored_slice = slice(len(prefix) + max(0, len(probe.prompt) - 1), len(prefix) + len(ids))
                 logits_nv = self.model.head(hidden_nd[scored_slice])
             if len(lengths) == 1 or (self.model.packs and not pixels):
-                scores_by_path[path] = states.scores(logits_nv, ids, len(prefix))
+                scores_by_path[path] = recorder.scores(logits_nv, ids, len(prefix))
             else:  # the documents were rows of a batch in another order
                 scores_by_path[path] = PathScores(logprobs=chosen_logprobs(logits_nv, ids))
         has_experts = self.model.config.has_experts

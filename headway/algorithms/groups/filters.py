@@ -86,8 +86,8 @@ class GroupFilters:
         if early_outcome is not None:
             return members, early_outcome
         if refusal_reason := hooks.group_refusal(group, members):
-            valid = sum(r.valid for r in members)
-            return members, GroupOutcome(ending="filtered", reason=refusal_reason, valid=valid)
+            valid_count = sum(r.valid for r in members)
+            return members, GroupOutcome(ending="filtered", reason=refusal_reason, valid=valid_count)
         if not hooks.default("filter_item"):
             members = tuple(self._filtered_by_hook(group, r) if r.valid else r for r in members)
         discount = experiment.algorithm.turn_discount
@@ -97,8 +97,8 @@ class GroupFilters:
             return members, outcome
         members = self._normalized(group, members)
         if experiment.queue.min_advantage:
-            valid = [r for r in members if r.valid]
-            advantages = [advantage for turns in advantages_of_turns(valid, experiment) for advantage in turns]
+            valid_members = [r for r in members if r.valid]
+            advantages = [advantage for turns in advantages_of_turns(valid_members, experiment) for advantage in turns]
             outcome = advantage_outcome(outcome, advantages, experiment.queue.min_advantage)
         return (members if outcome.ending is not None else self._padded(group, members)), outcome
 

@@ -88,9 +88,9 @@ class PictureClient:
                     ids, digest, size_bytes = await worker.call("prompt", task.messages, task.pictures)
                     return msgspec.structs.replace(task, pixels=digest), ids, size_bytes
                 except RemoteError as error:
-                    if not isinstance(cause := typed_cause(error), ConfigurationError | RemoteError):
-                        raise cause from None  # not the prompt's fault, as a full disk
-                    reason = str(cause)
+                    if not isinstance(exception := typed_cause(error), ConfigurationError | RemoteError):
+                        raise exception from None  # not the prompt's fault, as a full disk
+                    reason = str(exception)
                     break
                 except WorkerDied as death:
                     reason = f"the process that makes prompts died of its pictures: {death.cause.splitlines()[0]}"
