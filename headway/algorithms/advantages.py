@@ -103,8 +103,8 @@ def _by_group(rule: Callable[..., FloatArray], groups_s: IntArray, *values_s: Fl
     """Apply ``rule`` to each group's part of ``values_s``, arrays [S]. Shape [S]."""
     advantages_s = np.zeros(len(groups_s))
     for group in np.unique(groups_s):
-        members = groups_s == group
-        advantages_s[members] = rule(*(values[members] for values in values_s))
+        is_member_s = groups_s == group
+        advantages_s[is_member_s] = rule(*(values[is_member_s] for values in values_s))
     return advantages_s
 
 
@@ -126,9 +126,9 @@ def resolve(name: str, k: int = 2, tokens_s: IntArray | None = None) -> BatchAdv
     The user's function maps ``rewards [G]`` to ``advantages [G]``. ``k``: of `pass_at_k`. ``tokens_s``: sampled tokens
     [S], of `length_weighted`. Raises ConfigurationError when there is no such name, module or function.
     """
-    over_batch = BATCH_ADVANTAGES.get(name)
-    if over_batch is not None:
-        return over_batch
+    batch_rule = BATCH_ADVANTAGES.get(name)
+    if batch_rule is not None:
+        return batch_rule
     if name == "pass_at_k":
         return lambda rewards_s, groups_s: _by_group(partial(pass_at_k, k=k), groups_s, rewards_s)
     if name == "length_weighted":
@@ -152,12 +152,12 @@ def finite_numbers(rule: Hook, result: object, rewards_g: FloatArray) -> FloatAr
     """Convert a hook's result on ``rewards_g`` [G] to numbers [G]. Raises HookFailed unless it is one finite
     number for each."""
     try:
-        found_g = np.asarray(result, dtype=np.float64)
+        numbers_g = np.asarray(result, dtype=np.float64)
     except (TypeError, ValueError):
         raise rule.failed(f"returned {quoted(result)}: {len(rewards_g)} numbers are required") from None
-    if found_g.shape != rewards_g.shape:
-        shape = list(found_g.shape)
+    if numbers_g.shape != rewards_g.shape:
+        shape = list(numbers_g.shape)
         raise rule.failed(f"returned shape {shape} for {len(rewards_g)} rewards: one number for each is required")
-    if not np.isfinite(found_g).all():
-        raise rule.failed(f"returned {quoted(found_g.tolist())} for {quoted(rewards_g.tolist())}: not all finite")
-    return found_g
+    if not np.isfinite(numbers_g).all():
+        raise rule.failed(f"returned {quoted(numbers_g.tolist())} for {quoted(rewards_g.tolist())}: not all finite")
+    return numbers_g

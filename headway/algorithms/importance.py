@@ -54,14 +54,14 @@ def second_moment_mask(log_weight_m: FloatArray, advantages_m: FloatArray, limit
     Only tokens that the gradient drives further away count and can be masked: weight > 1 with a positive advantage,
     weight < 1 with a negative one. PPO's clip never affects the others either.
     """
-    driven = np.flatnonzero(((log_weight_m > 0) & (advantages_m > 0)) | ((log_weight_m < 0) & (advantages_m < 0)))
-    squares = log_weight_m[driven] ** 2
+    driven_m = np.flatnonzero(((log_weight_m > 0) & (advantages_m > 0)) | ((log_weight_m < 0) & (advantages_m < 0)))
+    squares = log_weight_m[driven_m] ** 2
     order = np.argsort(squares, kind="stable")
     means = np.cumsum(squares[order]) / np.arange(1, len(order) + 1)
     # Ascending squares have ascending means: everything after the last mean within the limit is masked.
-    kept = int(np.searchsorted(means, limit, side="right"))
+    kept_count = int(np.searchsorted(means, limit, side="right"))
     keep_m = np.ones(len(log_weight_m), np.bool_)
-    keep_m[driven[order[kept:]]] = False
+    keep_m[driven_m[order[kept_count:]]] = False
     return keep_m
 
 

@@ -35,17 +35,17 @@ def pack(lengths: Sequence[int], budget: int, ranks: int = 1, method: Method = "
         raise ValueError(f"budget = {budget} and ranks = {ranks} must be at least 1")
     if method == "areal":
         return _deal(_areal_micro_batches(lengths, budget, ranks), ranks)
-    everything = list(range(len(lengths)))
+    all_sequences = list(range(len(lengths)))
     if ranks == 1:
-        return [fewest_micro_batches(lengths, everything, budget)]
-    shares = _partition(lengths, everything, ranks)
-    if _heaviest(lengths, shares) > _bound(lengths, everything, ranks):
-        dealt = _deal(_areal_micro_batches(lengths, budget, ranks), ranks)
-        joined = [[i for batch in rank for i in batch] for rank in dealt]
-        shares = min((shares, joined), key=lambda parts: _heaviest(lengths, parts))
+        return [fewest_micro_batches(lengths, all_sequences, budget)]
+    shares = _partition(lengths, all_sequences, ranks)
+    if _heaviest(lengths, shares) > _bound(lengths, all_sequences, ranks):
+        dealt_plan = _deal(_areal_micro_batches(lengths, budget, ranks), ranks)
+        joined_shares = [[i for batch in rank for i in batch] for rank in dealt_plan]
+        shares = min((shares, joined_shares), key=lambda parts: _heaviest(lengths, parts))
     plan = [fewest_micro_batches(lengths, share, budget) for share in shares]
-    micro_batches = max(len(batches) for batches in plan)
-    return [_widen(lengths, share, batches, micro_batches, budget) for share, batches in zip(shares, plan, strict=True)]
+    batch_count = max(len(batches) for batches in plan)
+    return [_widen(lengths, share, batches, batch_count, budget) for share, batches in zip(shares, plan, strict=True)]
 
 
 def pack_in_order(sequences: int, micro_batch: int, ranks: int = 1) -> Plan:
@@ -54,9 +54,9 @@ def pack_in_order(sequences: int, micro_batch: int, ranks: int = 1) -> Plan:
     Their sizes differ by at most one. This is the baseline for a token budget (AReaL, 2025, section 5)."""
     if micro_batch < 1 or ranks < 1:
         raise ValueError(f"micro_batch = {micro_batch} and ranks = {ranks} must be at least 1")
-    each = max(1, -(-sequences // (micro_batch * ranks)))
-    parts: list[MicroBatch] = [part.tolist() for part in np.array_split(np.arange(sequences), each * ranks)]
-    return [parts[each * rank : each * (rank + 1)] for rank in range(ranks)]
+    per_rank = max(1, -(-sequences // (micro_batch * ranks)))
+    micro_batches: list[MicroBatch] = [part.tolist() for part in np.array_split(np.arange(sequences), per_rank * ranks)]
+    return [micro_batches[per_rank * rank : per_rank * (rank + 1)] for rank in range(ranks)]
 
 
 def _areal_micro_batches(lengths: Sequence[int], budget: int, minimum: int) -> list[MicroBatch]:
@@ -65,45 +65,45 @@ def _areal_micro_batches(lengths: Sequence[int], budget: int, minimum: int) -> l
     loads: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[index]
-        fitting = [b for b, load in enumerate(loads) if load + length <= budget]
-        if len(batches) < minimum or not fitting:
+        fitting_indices = [b for b, load in enumerate(loads) if load + length <= budget]
+        if len(batches) < minimum or not fitting_indices:
             batches.append([index])
             loads.append(length)
         else:
-            chosen = min(fitting, key=lambda b: len(batches[b]))
-            batches[chosen].append(index)
-            loads[chosen] += length
+            chosen_index = min(fitting_indices, key=lambda b: len(batches[b]))
+            batches[chosen_index].append(index)
+            loads[chosen_index] += length
     return [sorted(batch) for batch in batches]
 
 
 def _deal(batches: list[MicroBatch], ranks: int) -> Plan:
-    each = max(1, -(-len(batches) // ranks))
-    padded = batches + [[] for _ in range(each * ranks - len(batches))]
-    return [padded[rank::ranks] for rank in range(ranks)]
+    per_rank = max(1, -(-len(batches) // ranks))
+    padded_batches = batches + [[] for _ in range(per_rank * ranks - len(batches))]
+    return [padded_batches[rank::ranks] for rank in range(ranks)]
 
 
 def fewest_micro_batches(lengths: Sequence[int], sequences: list[int], budget: int) -> list[MicroBatch]:
     """Pack into as few micro-batches as the heuristics find, evenly loaded; sequences over the budget stand alone."""
-    alone = [[i] for i in sequences if lengths[i] > budget]
-    shared = [i for i in sequences if lengths[i] <= budget]
-    fewest = -(-sum(lengths[i] for i in shared) // budget)
-    candidate = _partition_within(lengths, shared, fewest, budget)
-    if candidate is not None and _heaviest(lengths, candidate) <= _bound(lengths, shared, fewest):
-        return (alone + candidate) or [[]]  # optimal
-    areal = _areal_micro_batches([lengths[i] for i in shared], budget, 0)
-    areal = [[shared[i] for i in batch] for batch in areal]
-    for parts in range(fewest, len(areal) + 1):
-        candidate = _partition_within(lengths, shared, parts, budget)
+    single_batches = [[i] for i in sequences if lengths[i] > budget]
+    fitting = [i for i in sequences if lengths[i] <= budget]
+    fewest_count = -(-sum(lengths[i] for i in fitting) // budget)
+    candidate = _partition_within(lengths, fitting, fewest_count, budget)
+    if candidate is not None and _heaviest(lengths, candidate) <= _bound(lengths, fitting, fewest_count):
+        return (single_batches + candidate) or [[]]  # optimal
+    areal_batches = _areal_micro_batches([lengths[i] for i in fitting], budget, 0)
+    areal_batches = [[fitting[i] for i in batch] for batch in areal_batches]
+    for part_count in range(fewest_count, len(areal_batches) + 1):
+        candidate = _partition_within(lengths, fitting, part_count, budget)
         if candidate is not None:
-            return _lighter(lengths, alone, candidate, areal)
-    return (alone + areal) or [[]]
+            return _lighter(lengths, single_batches, candidate, areal_batches)
+    return (single_batches + areal_batches) or [[]]
 
 
 def _lighter(
     lengths: Sequence[int], alone: list[MicroBatch], candidate: list[MicroBatch], areal: list[MicroBatch]
 ) -> list[MicroBatch]:
-    worse = len(candidate) == len(areal) and _heaviest(lengths, areal) < _heaviest(lengths, candidate)
-    return (alone + (areal if worse else candidate)) or [[]]
+    areal_is_lighter = len(candidate) == len(areal) and _heaviest(lengths, areal) < _heaviest(lengths, candidate)
+    return (alone + (areal if areal_is_lighter else candidate)) or [[]]
 
 
 def _widen(
@@ -112,12 +112,12 @@ def _widen(
     """Spread ``sequences`` over ``micro_batches`` micro-batches, so that all ranks have the same number."""
     if len(batches) == micro_batches:
         return batches
-    alone = [[i] for i in sequences if lengths[i] > budget]
-    shared = [i for i in sequences if lengths[i] <= budget]
-    wider = _partition_within(lengths, shared, micro_batches - len(alone), budget) if shared else None
+    single_batches = [[i] for i in sequences if lengths[i] > budget]
+    fitting = [i for i in sequences if lengths[i] <= budget]
+    wider = _partition_within(lengths, fitting, micro_batches - len(single_batches), budget) if fitting else None
     if wider is None:
         return batches + [[] for _ in range(micro_batches - len(batches))]
-    return alone + wider
+    return single_batches + wider
 
 
 def _partition_within(lengths: Sequence[int], sequences: list[int], parts: int, budget: int) -> list[MicroBatch] | None:
@@ -136,11 +136,11 @@ def _partition(lengths: Sequence[int], sequences: list[int], parts: int) -> list
     with exchanges."""
     if parts < 2 or not sequences:
         return _longest_first(lengths, sequences, parts)
-    bound = _bound(lengths, sequences, parts)
-    greedy = _exchanged(lengths, _longest_first(lengths, sequences, parts), bound)
-    if _heaviest(lengths, greedy) <= bound:
+    lower_bound = _bound(lengths, sequences, parts)
+    greedy = _exchanged(lengths, _longest_first(lengths, sequences, parts), lower_bound)
+    if _heaviest(lengths, greedy) <= lower_bound:
         return greedy
-    differenced = _exchanged(lengths, _largest_differencing(lengths, sequences, parts), bound)
+    differenced = _exchanged(lengths, _largest_differencing(lengths, sequences, parts), lower_bound)
     return min((differenced, greedy), key=lambda partition: _heaviest(lengths, partition))
 
 
@@ -159,27 +159,27 @@ def _exchanged(lengths: Sequence[int], partition: list[MicroBatch], bound: int) 
     sizes = [np.array([lengths[i] for i in part], dtype=np.int64) for part in partition]
     loads = np.array([size.sum() for size in sizes], dtype=np.int64)
     for _ in range(MAX_EXCHANGES):
-        heavy = int(loads.argmax())
-        exchange = _first_exchange(sizes, loads, heavy) if loads[heavy] > bound else None
+        heavy_part = int(loads.argmax())
+        exchange = _first_exchange(sizes, loads, heavy_part) if loads[heavy_part] > bound else None
         if exchange is None:
             break
-        light, give, take = exchange
-        moved = int(sizes[heavy][give]) - (int(sizes[light][take]) if take >= 0 else 0)
-        _exchange(members, heavy, light, give, take)
-        _exchange(sizes, heavy, light, give, take)
-        loads[heavy] -= moved
-        loads[light] += moved
+        light_part, give_index, take_index = exchange
+        tokens = int(sizes[heavy_part][give_index]) - (int(sizes[light_part][take_index]) if take_index >= 0 else 0)
+        _exchange(members, heavy_part, light_part, give_index, take_index)
+        _exchange(sizes, heavy_part, light_part, give_index, take_index)
+        loads[heavy_part] -= tokens
+        loads[light_part] += tokens
     return [sorted(part.tolist()) for part in members]
 
 
 def _first_exchange(sizes: list[Lengths], loads: Lengths, heavy: int) -> tuple[int, int, int] | None:
     """Return the best exchange with the lightest part that allows one: (part, position given, position taken or -1)."""
-    order: list[int] = np.argsort(loads, kind="stable").tolist()
-    for light in order:
-        gap = int(loads[heavy] - loads[light])
-        positions = _best_exchange(sizes[heavy], sizes[light], gap) if light != heavy and gap > 1 else None
+    ascending: list[int] = np.argsort(loads, kind="stable").tolist()
+    for part in ascending:
+        excess = int(loads[heavy] - loads[part])
+        positions = _best_exchange(sizes[heavy], sizes[part], excess) if part != heavy and excess > 1 else None
         if positions is not None:
-            return light, *positions
+            return part, *positions
     return None
 
 
@@ -192,13 +192,13 @@ def _best_exchange(heavy: Lengths, light: Lengths, gap: int) -> tuple[int, int] 
     partners = np.concatenate([[0], light[order]])  # 0: a plain move, no sequence in return
     ideal = heavy - gap / 2
     right = np.searchsorted(partners, ideal).clip(1, len(partners) - 1) if len(partners) > 1 else np.zeros_like(heavy)
-    best, choice = float(gap), None
+    best_excess, choice = float(gap), None
     for column in (right, np.maximum(right - 1, 0)):
         difference = heavy - partners[column]
         heavier = np.where((difference > 0) & (difference < gap), np.maximum(gap - difference, difference), gap)
         giver = int(heavier.argmin()) if len(heavier) else 0
-        if len(heavier) and heavier[giver] < best:
-            best = float(heavier[giver])
+        if len(heavier) and heavier[giver] < best_excess:
+            best_excess = float(heavier[giver])
             choice = (giver, int(order[column[giver] - 1]) if column[giver] else -1)
     return choice
 
@@ -225,18 +225,18 @@ def _longest_first(lengths: Sequence[int], sequences: list[int], parts: int) -> 
 
 def _largest_differencing(lengths: Sequence[int], sequences: list[int], parts: int) -> list[MicroBatch]:
     """Partition by k-way differencing (Karmarkar & Karp, 1982): merge the two partial partitions of largest spread."""
-    order = count()
+    tiebreaks = count()
     heap: list[tuple[int, int, list[tuple[int, MicroBatch]]]] = []
     for index in sequences:
         bins: list[tuple[int, MicroBatch]] = [(0, list[int]()) for _ in range(parts - 1)]
         bins.append((lengths[index], [index]))
-        heap.append((-lengths[index], next(order), bins))  # negated: the heap's smallest is the largest spread
+        heap.append((-lengths[index], next(tiebreaks), bins))  # negated: the heap's smallest is the largest spread
     heapq.heapify(heap)
     while len(heap) > 1:
-        first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        joined = [(a + b, x + y) for (a, x), (b, y) in zip(first, reversed(second), strict=True)]
-        joined.sort(key=lambda part: part[0])
-        heapq.heappush(heap, (joined[0][0] - joined[-1][0], next(order), joined))
+        first_bins, second_bins = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        joined_bins = [(a + b, x + y) for (a, x), (b, y) in zip(first_bins, reversed(second_bins), strict=True)]
+        joined_bins.sort(key=lambda part: part[0])
+        heapq.heappush(heap, (joined_bins[0][0] - joined_bins[-1][0], next(tiebreaks), joined_bins))
     return [sorted(part) for _, part in heap[0][2]] if heap else [[] for _ in range(parts)]
 
 
@@ -245,11 +245,11 @@ def _first_fit(lengths: Sequence[int], sequences: list[int], parts: int, budget:
     partition: list[MicroBatch] = [[] for _ in range(parts)]
     loads = [0] * parts
     for index in sorted(sequences, key=lambda i: (-lengths[i], i)):
-        chosen = next((part for part in range(parts) if loads[part] + lengths[index] <= budget), None)
-        if chosen is None:
+        chosen_part = next((part for part in range(parts) if loads[part] + lengths[index] <= budget), None)
+        if chosen_part is None:
             return None
-        partition[chosen].append(index)
-        loads[chosen] += lengths[index]
+        partition[chosen_part].append(index)
+        loads[chosen_part] += lengths[index]
     return [sorted(part) for part in partition]
 
 

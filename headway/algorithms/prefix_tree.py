@@ -78,20 +78,20 @@ class PrefixTree:
 
         ``least``: tokens that a branch point must save; one that saves fewer is moved up to the one above it.
         """
-        text = ids_n.astype(">u4").tobytes()  # big-endian: bytes compare as tokens do
+        packed_ids = ids_n.astype(">u4").tobytes()  # big-endian: bytes compare as tokens do
         ends_s = (starts_s + lengths_s).tolist()
-        keys = [
-            (group, text[4 * start : 4 * end] + b"\xff" * 4)  # sorts after all sequences that begin with it
+        sort_keys = [
+            (group, packed_ids[4 * start : 4 * end] + b"\xff" * 4)  # sorts after all sequences that begin with it
             for group, start, end in zip(groups_s.tolist(), starts_s.tolist(), ends_s, strict=True)
         ]
-        order = sorted(range(len(keys)), key=keys.__getitem__)
+        order = sorted(range(len(sort_keys)), key=sort_keys.__getitem__)
         common_t = np.zeros(len(order), np.int64)
         for position, (previous, current) in enumerate(itertools.pairwise(order), 1):
             if groups_s[previous] == groups_s[current]:
-                longest = min(lengths_s[previous], lengths_s[current])
-                previous_ids, current_ids = (ids_n[starts_s[i] : starts_s[i] + longest] for i in (previous, current))
+                limit = min(lengths_s[previous], lengths_s[current])
+                previous_ids, current_ids = (ids_n[starts_s[i] : starts_s[i] + limit] for i in (previous, current))
                 differs = previous_ids != current_ids
-                common_t[position] = differs.argmax() if differs.any() else longest
+                common_t[position] = differs.argmax() if differs.any() else limit
         return cls(lengths_s=lengths_s, order_t=np.array(order, np.int64), common_t=_worth_sharing(common_t, least))
 
     @property
@@ -121,27 +121,27 @@ class PrefixTree:
         starts: list[int] = []
         ends: list[int] = []
         sequences: list[int] = []
-        last = np.zeros(self.order_t.size, np.int64)
+        last_nodes = np.zeros(self.order_t.size, np.int64)
         path: list[int] = []  # nodes of the previous sequence, from its first token on
         for sequence, common in zip(self.order_t.tolist(), self.common_t.tolist(), strict=True):
             if path and common == self.lengths_s[sequence]:
-                last[sequence] = path[-1]
+                last_nodes[sequence] = path[-1]
                 continue
             while path and starts[path[-1]] >= common:
                 path.pop()
             if path and ends[path[-1]] > common:  # split it: the lower part keeps its index, the upper is new
-                below = path[-1]
-                parents.append(parents[below])
-                starts.append(starts[below])
+                split_node = path[-1]
+                parents.append(parents[split_node])
+                starts.append(starts[split_node])
                 ends.append(common)
-                sequences.append(sequences[below])
-                parents[below], starts[below], path[-1] = len(ends) - 1, common, len(ends) - 1
+                sequences.append(sequences[split_node])
+                parents[split_node], starts[split_node], path[-1] = len(ends) - 1, common, len(ends) - 1
             parents.append(path[-1] if path else -1)
             starts.append(common)
             ends.append(int(self.lengths_s[sequence]))
             sequences.append(sequence)
             path.append(len(ends) - 1)
-            last[sequence] = path[-1]
+            last_nodes[sequence] = path[-1]
         order = _level_by_level(parents, sequences)
         position_by_node = np.argsort(order)
         parents_p, starts_p = np.array(parents, np.int64)[order], np.array(starts, np.int64)[order]
@@ -150,7 +150,7 @@ class PrefixTree:
             continues_p=np.where(parents_p >= 0, position_by_node[parents_p], -1),
             sequences_p=np.array(sequences, np.int64)[order],
             starts_p=starts_p,
-            last_s=position_by_node[last],
+            last_s=position_by_node[last_nodes],
         )
 
 
@@ -170,18 +170,18 @@ def _worth_sharing(common_t: IntArray, least: int) -> IntArray:
 
     A branch point saves the tokens between it and the one above, once for all but one of its branches. Deep ones are
     removed first, so that their branches count in the one above."""
-    kept = common_t.copy()
+    worthy_t = common_t.copy()
     points: list[tuple[int, list[int]]] = [(0, [])]  # (depth, sequences that diverge there from the previous one)
     for position, common in enumerate([*common_t.tolist(), 0]):
         while points[-1][0] > common:
             depth, members = points.pop()
-            above = max(common, points[-1][0])
-            if (depth - above) * len(members) < least:
-                kept[members] = above
-                if points[-1][0] < above:
-                    points.append((above, []))
+            parent_depth = max(common, points[-1][0])
+            if (depth - parent_depth) * len(members) < least:
+                worthy_t[members] = parent_depth
+                if points[-1][0] < parent_depth:
+                    points.append((parent_depth, []))
                 points[-1][1].extend(members)
         if points[-1][0] < common:
             points.append((common, []))
         points[-1][1].append(position)
-    return kept
+    return worthy_t

@@ -69,11 +69,11 @@ class SampleArrays:
         """[N] numbers that are equal for tokens with equal ids and rows.
 
         Kept sets are left out: they belong to targets, not to input tokens."""
-        kinds = [rows for kind, rows in self.token_rows.items() if kind != KEPT]
-        if not kinds:
+        other_rows = [rows for kind, rows in self.token_rows.items() if kind != KEPT]
+        if not other_rows:
             return self.token_ids_n
         mixed_n = self.token_ids_n.astype(np.uint64)
-        for rows in kinds:
+        for rows in other_rows:
             mixed_n = mixed_n * np.uint64(1 << 32) + mixed_n + rows.cut([0], [self.tokens]).hashes()
         return np.unique(mixed_n, return_inverse=True)[1]
 
@@ -147,16 +147,16 @@ def lay_out(batch: TrainBatch) -> FlatBatch:
     ids: list[Sequence[int]] = []
     masks: list[Sequence[bool]] = []
     logprobs: list[Sequence[float]] = []
-    versions: list[tuple[int, int]] = []  # (version, number of tokens)
-    advantages: list[tuple[float, int]] = []
-    for sample, sequence, prompt in zip(owners, sequences, prompts_s.tolist(), strict=True):
+    version_runs: list[tuple[int, int]] = []  # (version, number of tokens)
+    advantage_runs: list[tuple[float, int]] = []
+    for sample, sequence, prompt_tokens in zip(owners, sequences, prompts_s.tolist(), strict=True):
         ids += sequence.prompt_ids, sequence.response_ids
-        masks += prompt_masks[prompt], sequence.response_mask
-        logprobs += prompt_logprobs[prompt], sequence.response_logprobs
-        versions.append((PROMPT_VERSION, prompt))
-        versions += [(span.version, span.tokens) for span in sequence.versions]
-        advantages.append((0.0, prompt))
-        advantages += _advantages(sample, sequence)
+        masks += prompt_masks[prompt_tokens], sequence.response_mask
+        logprobs += prompt_logprobs[prompt_tokens], sequence.response_logprobs
+        version_runs.append((PROMPT_VERSION, prompt_tokens))
+        version_runs += [(span.version, span.tokens) for span in sequence.versions]
+        advantage_runs.append((0.0, prompt_tokens))
+        advantage_runs += _advantages(sample, sequence)
     loss_mask_n = TokenMask.concatenated(masks)
     loss_mask_n[(np.cumsum(lengths_s) - lengths_s)[lengths_s > 0]] = False  # only matters where a prompt is empty
     weights = [sample.weight for sample in owners]
@@ -166,8 +166,8 @@ def lay_out(batch: TrainBatch) -> FlatBatch:
         token_ids_n=TokenIds.concatenated(ids),
         loss_mask_n=loss_mask_n,
         behaviour_logprobs_n=TokenLogprobs.concatenated(logprobs),
-        advantage_runs=_runs(advantages, np.float32),
-        version_runs=_runs(versions, np.int64),
+        advantage_runs=_runs(advantage_runs, np.float32),
+        version_runs=_runs(version_runs, np.int64),
         lengths_s=lengths_s,
         groups_s=_count([sample.rollout.group for sample in owners]),
         members_s=_count([sample.rollout.member for sample in owners]),
@@ -181,8 +181,8 @@ def lay_out(batch: TrainBatch) -> FlatBatch:
 def _token_rows(sequences: Sequence[Rollout | Branch], lengths_s: IntArray) -> dict[str, TokenRows]:
     """Concatenate the rows of all sequences' tokens, by kind; a token without one has an empty row."""
     kinds = dict.fromkeys(kind for sequence in sequences for kind in sequence.token_rows)
-    none = TokenRows()
-    rows_s = {kind: [sequence.token_rows.get(kind, none) for sequence in sequences] for kind in kinds}
+    empty_rows = TokenRows()
+    rows_s = {kind: [sequence.token_rows.get(kind, empty_rows) for sequence in sequences] for kind in kinds}
     return {
         kind: TokenRows.joined(rows.cut([0], [length]) for rows, length in zip(parts, lengths_s, strict=True))
         for kind, parts in rows_s.items()
@@ -191,12 +191,12 @@ def _token_rows(sequences: Sequence[Rollout | Branch], lengths_s: IntArray) -> d
 
 def _grammars(sequences: Sequence[Rollout | Branch], responses: Sequence[int]) -> list[ConstrainedRun]:
     """Return the runs of grammar-constrained tokens, equal texts interned. ``responses``: start of each response."""
-    texts: dict[str, str] = {}
+    interned: dict[str, str] = {}
     return [
-        (texts.setdefault(text, text), start + first, start + behind)
+        (interned.setdefault(text, text), start + first, start + stop)
         for sequence, start in zip(sequences, responses, strict=True)
         for text, runs in sequence.grammars.items()
-        for first, behind in runs
+        for first, stop in runs
     ]
 
 
@@ -256,11 +256,11 @@ def _require_consistent(
     samples: Sequence[Sample], sequences: Sequence[Rollout | Branch], responses_s: IntArray
 ) -> None:
     for sample, sequence, tokens in zip(samples, sequences, responses_s.tolist(), strict=True):
-        spans = sum([span.tokens for span in sequence.versions])
-        if not len(sequence.response_logprobs) == len(sequence.response_mask) == spans == tokens:
+        span_tokens = sum([span.tokens for span in sequence.versions])
+        if not len(sequence.response_logprobs) == len(sequence.response_mask) == span_tokens == tokens:
             raise ValueError(
                 f"rollout {sample.rollout.rollout_id}: {tokens} response ids, {len(sequence.response_logprobs)} "
-                f"log-probabilities, {len(sequence.response_mask)} mask values, {spans} tokens in version spans"
+                f"log-probabilities, {len(sequence.response_mask)} mask values, {span_tokens} tokens in version spans"
             )
 
 
@@ -295,13 +295,13 @@ def slice_micro_batch(
 
     ``tree``: the tries of the samples' input tokens (`prefix_tree`); by default no tokens are shared.
     """
-    chosen = np.asarray(samples, dtype=np.int64)
-    fed = arrays.lengths_s[chosen] - 1
+    samples_s = np.asarray(samples, dtype=np.int64)
+    fed = arrays.lengths_s[samples_s] - 1
     pieces = (tree or PrefixTree.separate(fed)).pieces
-    starts = arrays.starts_s[chosen][pieces.sequences_p] + pieces.starts_p
-    indices = gather_tokens(arrays, chosen)
+    starts = arrays.starts_s[samples_s][pieces.sequences_p] + pieces.starts_p
+    indices = gather_tokens(arrays, samples_s)
     lossy = np.flatnonzero(arrays.loss_mask_n[indices])
-    sequence_m = np.repeat(np.arange(chosen.size), fed + 1)[lossy]
+    sequence_m = np.repeat(np.arange(samples_s.size), fed + 1)[lossy]
     position_m = lossy - (np.cumsum(fed + 1) - fed - 1)[sequence_m] - 1  # position of the predictor inside its sample
     return MicroBatchArrays(
         input_ids=arrays.token_ids_n[_ranges(starts, pieces.lengths_p)],
@@ -324,8 +324,8 @@ def prefix_tree(
     Shared are prompts, the turns common to branches of a rollout, and equal beginnings of responses. ``with_rows``:
     tokens with different rows differ, as a replayed token is routed to recorded experts. ``least``: as of
     `PrefixTree.build`."""
-    fed, ids_n = arrays.lengths_s[samples] - 1, arrays.numbers_n if with_rows else arrays.token_ids_n
-    return PrefixTree.build(ids_n, arrays.starts_s[samples], fed, arrays.groups_s[samples], least)
+    fed_s, ids_n = arrays.lengths_s[samples] - 1, arrays.numbers_n if with_rows else arrays.token_ids_n
+    return PrefixTree.build(ids_n, arrays.starts_s[samples], fed_s, arrays.groups_s[samples], least)
 
 
 def _ranges(starts: IntArray, lengths: IntArray) -> IntArray:

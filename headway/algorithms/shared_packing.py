@@ -18,22 +18,22 @@ def pack_trees(tree: PrefixTree, budget: int, ranks: int = 1, method: Method = "
     best plan by heaviest rank, then number of micro-batches, then heaviest micro-batch is returned. `pack`'s own plan
     of single sequences is a candidate, so the heaviest rank never computes more than under that.
     """
-    best = pack(tree.lengths_s.tolist(), budget, ranks, method)
+    best_plan = pack(tree.lengths_s.tolist(), budget, ranks, method)
     if not tree.common_t.any():
-        return best
-    best_cost = _cost(best, tree)
-    parts = 1
-    while parts < 2 * _largest_trie(tree):
-        units = _split_tries(tree, budget, parts)
+        return best_plan
+    best_cost = _cost(best_plan, tree)
+    part_count = 1
+    while part_count < 2 * _largest_trie(tree):
+        units = _split_tries(tree, budget, part_count)
         plan = [
             [sorted(index for unit in batch for index in units[unit][1]) for batch in rank]
             for rank in pack([tokens for tokens, _ in units], budget, ranks, method)
         ]
         cost = _cost(plan, tree)
         if cost < best_cost:
-            best, best_cost = plan, cost
-        parts *= 2
-    return best
+            best_plan, best_cost = plan, cost
+        part_count *= 2
+    return best_plan
 
 
 def _largest_trie(tree: PrefixTree) -> int:
@@ -51,21 +51,21 @@ def _split_tries(tree: PrefixTree, budget: int, parts: int) -> list[Unit]:
     continues: list[int] = pieces.continues_p.tolist()
     starts: list[int] = pieces.starts_p.tolist()
     roots: list[int] = []
-    totals = [0] * len(lengths)  # tokens of the trie, by its root
+    trie_tokens = [0] * len(lengths)  # tokens of the trie, by its root
     for piece, parent in enumerate(continues):
         roots.append(piece if parent < 0 else roots[parent])
-        totals[roots[piece]] += lengths[piece]
-    ending: list[MicroBatch] = [[] for _ in lengths]
+        trie_tokens[roots[piece]] += lengths[piece]
+    ending_sequences: list[MicroBatch] = [[] for _ in lengths]
     lasts: list[int] = pieces.last_s.tolist()
     for sequence, piece in enumerate(lasts):
-        ending[piece].append(sequence)
+        ending_sequences[piece].append(sequence)
     below: list[list[Unit]] = [[] for _ in lengths]
     root_units: list[Unit] = []
     for piece in reversed(range(len(lengths))):
         root, parent, length = roots[piece], continues[piece], lengths[piece]
-        branch_tokens = totals[root] - lengths[root]
+        branch_tokens = trie_tokens[root] - lengths[root]
         capacity = min(budget, lengths[root] - (-branch_tokens // parts)) - starts[piece] - length
-        units = _joined(below[piece], capacity) if below[piece] else [(0, ending[piece])]
+        units = _joined(below[piece], capacity) if below[piece] else [(0, ending_sequences[piece])]
         (root_units if parent < 0 else below[parent]).extend((length + tokens, members) for tokens, members in units)
     return root_units
 
@@ -74,14 +74,14 @@ def _joined(units: list[Unit], capacity: int) -> list[Unit]:
     """Merge ``units`` into units of at most ``capacity`` tokens; a larger one stays alone."""
     if capacity < 1:
         return units
-    sizes = [tokens for tokens, _ in units]
+    unit_tokens = [tokens for tokens, _ in units]
     return [
-        (sum(sizes[i] for i in batch), [sequence for i in batch for sequence in units[i][1]])
-        for batch in fewest_micro_batches(sizes, list(range(len(sizes))), capacity)
+        (sum(unit_tokens[i] for i in batch), [sequence for i in batch for sequence in units[i][1]])
+        for batch in fewest_micro_batches(unit_tokens, list(range(len(unit_tokens))), capacity)
     ]
 
 
 def _cost(plan: Plan, tree: PrefixTree) -> tuple[int, int, int]:
     """Return (tokens of the heaviest rank, micro-batches of a rank, tokens of the heaviest micro-batch) of a plan."""
-    costs = [[tree.take(batch).tokens for batch in rank] for rank in plan]
-    return max(map(sum, costs)), len(plan[0]), max(max(rank, default=0) for rank in costs)
+    rank_tokens = [[tree.take(batch).tokens for batch in rank] for rank in plan]
+    return max(map(sum, rank_tokens)), len(plan[0]), max(max(rank, default=0) for rank in rank_tokens)

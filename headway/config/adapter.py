@@ -33,8 +33,8 @@ class AdapterConfig(Section):
         if self.path and overridden:
             raise ValueError(f"path and {', '.join(overridden)}: the adapter in the folder already sets these")
         if not self.path and (self.rank is None or self.alpha is None):
-            missing = "rank" if self.rank is None else "alpha"
-            raise ValueError(f"{missing} is missing: valid: rank and alpha, say 16 and 32, or path")
+            missing_key = "rank" if self.rank is None else "alpha"
+            raise ValueError(f"{missing_key} is missing: valid: rank and alpha, say 16 and 32, or path")
         if not self.path and not self.targets and not self.target_parameters:
             raise ValueError("targets and target_parameters are empty: no weights would be trained")
         if self.dropout and self.target_parameters:

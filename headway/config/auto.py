@@ -70,14 +70,14 @@ class Machine:
         """The GPUs that a process sees, by the N of cuda:N. CUDA ignores all entries from the first invalid one on."""
         if self.visible is None:
             return self.gpus
-        seen: list[Gpu] = []
-        for entry in (entry.strip() for entry in self.visible.split(",")):
-            by_uuid = entry.startswith("GPU-")
-            named = [gpu for gpu in self.gpus if (by_uuid and gpu.uuid.startswith(entry)) or str(gpu.index) == entry]
-            if len(named) != 1 or named[0] in seen:
+        seen_gpus: list[Gpu] = []
+        for device in (device.strip() for device in self.visible.split(",")):
+            by_uuid = device.startswith("GPU-")
+            named = [gpu for gpu in self.gpus if (by_uuid and gpu.uuid.startswith(device)) or str(gpu.index) == device]
+            if len(named) != 1 or named[0] in seen_gpus:
                 break
-            seen.append(named[0])
-        return tuple(seen)
+            seen_gpus.append(named[0])
+        return tuple(seen_gpus)
 
     @property
     def usable(self) -> tuple[int, ...]:
@@ -85,12 +85,12 @@ class Machine:
         if not self.torch_cuda:
             return ()
         cuda = self.cuda
-        numbers = [re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip()) for part in (self.slurm or "").split(",")]
-        share = {index for n in numbers if n for index in range(int(n[1]), int(n[2] or n[1]) + 1)}
+        range_matches = [re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip()) for part in (self.slurm or "").split(",")]
+        allotted = {i for match in range_matches if match for i in range(int(match[1]), int(match[2] or match[1]) + 1)}
         # CUDA_VISIBLE_DEVICES is set by Slurm too; inside its cgroup only the job's GPUs exist, with other indices.
-        is_share = self.visible is None and 0 < len(share) < len(cuda) and any(gpu.index in share for gpu in cuda)
-        numbered = [n for n, gpu in enumerate(cuda) if not is_share or gpu.index in share]
-        return tuple(n for n in numbered if not cuda[n].users) or tuple(numbered)
+        is_share = self.visible is None and 0 < len(allotted) < len(cuda) and any(gpu.index in allotted for gpu in cuda)
+        candidates = [n for n, gpu in enumerate(cuda) if not is_share or gpu.index in allotted]
+        return tuple(n for n in candidates if not cuda[n].users) or tuple(candidates)
 
 
 def without_auto(raw: Any) -> Any:
@@ -115,22 +115,22 @@ def resolve(
     which keeps engine and dtypes. Invalid parts stay as they are, for validation to report.
     """
     sections = cast("dict[str, Any]", apply_dtype(without_auto(raw)))
-    names = (*_SIDES, "run", "model", "algorithm")
-    if not all(isinstance(sections.get(name, {}), dict) for name in names):
+    section_names = (*_SIDES, "run", "model", "algorithm")
+    if not all(isinstance(sections.get(name, {}), dict) for name in section_names):
         return sections
-    tables: dict[str, dict[str, Any]] = {name: dict(sections.get(name, {})) for name in names}
+    tables: dict[str, dict[str, Any]] = {name: dict(sections.get(name, {})) for name in section_names}
     for section, key in KEPT_KEYS if kept else ():
         tables[section].setdefault(key, cast("Mapping[str, Any]", kept)[section][key])
     generator, trainer = tables["generator"], tables["trainer"]
-    _place(generator, trainer, machine)
+    _set_devices(generator, trainer, machine)
     if _local_gpus(generator):
         generator.setdefault("engine", _engine(tables, machine, in_transformers))
-    shared = {*_local_gpus(generator)} & {*_local_gpus(trainer)}
-    if shared and generator.get("engine") != "vllm-server":
+    shared_gpus = {*_local_gpus(generator)} & {*_local_gpus(trainer)}
+    if shared_gpus and generator.get("engine") != "vllm-server":
         tables["run"].setdefault("offload", True)
-    used = [machine.cuda[n] for side in (generator, trainer) for n in _local_gpus(side) if n < len(machine.cuda)]
+    used_gpus = [machine.cuda[n] for side in (generator, trainer) for n in _local_gpus(side) if n < len(machine.cuda)]
     for side in (generator, trainer):
-        if _local_gpus(side) and used and all(gpu.bfloat16 for gpu in used):
+        if _local_gpus(side) and used_gpus and all(gpu.bfloat16 for gpu in used_gpus):
             side.setdefault("dtype", "bfloat16")
     return sections | {name: table for name, table in tables.items() if table or name in sections}
 
@@ -151,42 +151,42 @@ def _ranks(generator: Mapping[str, Any]) -> int:
     return ranks if isinstance(ranks, int) and ranks > 0 else 1
 
 
-def _place(generator: dict[str, Any], trainer: dict[str, Any], machine: Machine) -> None:
+def _set_devices(generator: dict[str, Any], trainer: dict[str, Any], machine: Machine) -> None:
     """Set the devices of the sides that have none."""
     gpus, ranks = machine.usable, _ranks(generator)
-    missing = [side for side in (generator, trainer) if "devices" not in side]
-    if not gpus or not missing:
+    unplaced = [side for side in (generator, trainer) if "devices" not in side]
+    if not gpus or not unplaced:
         return
-    if len(missing) == 2:
-        training = gpus if len(gpus) == 1 else gpus[-max(1, len(gpus) // TRAINING_PART) :]
-        firsts = _replicas([n for n in gpus if n not in training], ranks) or [gpus[0]]
-        taken = {n for first in firsts for n in range(first, first + ranks)} if len(gpus) > 1 else set[int]()
-        placed = {"generator": firsts, "trainer": [n for n in gpus if n not in taken] or [*training]}
+    if len(unplaced) == 2:
+        trainer_gpus = gpus if len(gpus) == 1 else gpus[-max(1, len(gpus) // TRAINING_PART) :]
+        first_gpus = _replicas([n for n in gpus if n not in trainer_gpus], ranks) or [gpus[0]]
+        taken_gpus = {n for first in first_gpus for n in range(first, first + ranks)} if len(gpus) > 1 else set[int]()
+        gpus_by_side = {"generator": first_gpus, "trainer": [n for n in gpus if n not in taken_gpus] or [*trainer_gpus]}
     else:
-        others = trainer if missing[0] is generator else generator
-        of_servers = "http://" in str(others["devices"])
-        if not (used := _local_gpus(others)) and not of_servers:
+        other_side = trainer if unplaced[0] is generator else generator
+        is_server = "http://" in str(other_side["devices"])
+        if not (used_gpus := _local_gpus(other_side)) and not is_server:
             return  # CPU cores or other machines: the default, as on a machine without GPUs
-        width = 1 if others is trainer else ranks
-        taken = {n for first in used for n in range(first, first + width)}
-        remaining = [n for n in gpus if n not in taken]
-        firsts = _replicas(remaining, ranks) if others is trainer else remaining
-        placed = {"generator": firsts or used, "trainer": firsts or used}
+        width = 1 if other_side is trainer else ranks
+        taken_gpus = {n for first in used_gpus for n in range(first, first + width)}
+        remaining = [n for n in gpus if n not in taken_gpus]
+        first_gpus = _replicas(remaining, ranks) if other_side is trainer else remaining
+        gpus_by_side = {"generator": first_gpus or used_gpus, "trainer": first_gpus or used_gpus}
     for name, side in zip(_SIDES, (generator, trainer), strict=True):
-        if any(side is other for other in missing) and placed[name]:
-            side["devices"] = [f"cuda:{n}" for n in placed[name]]
+        if any(side is other for other in unplaced) and gpus_by_side[name]:
+            side["devices"] = [f"cuda:{n}" for n in gpus_by_side[name]]
 
 
 def _replicas(gpus: Sequence[int], ranks: int) -> list[int]:
     """The first GPU of each replica of ``ranks`` consecutive ones."""
-    firsts: list[int] = []
+    first_gpus: list[int] = []
     remaining = sorted(gpus)
     while remaining:
         first = remaining.pop(0)
-        if (rest := [*range(first + 1, first + ranks)]) == remaining[: ranks - 1]:
-            firsts.append(first)
-            remaining = remaining[len(rest) :]
-    return firsts
+        if (following := [*range(first + 1, first + ranks)]) == remaining[: ranks - 1]:
+            first_gpus.append(first)
+            remaining = remaining[len(following) :]
+    return first_gpus
 
 
 def _engine(tables: Mapping[str, Mapping[str, Any]], machine: Machine, in_transformers: bool) -> str:

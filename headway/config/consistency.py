@@ -37,10 +37,10 @@ def _require_objective(experiment: Experiment) -> None:
             f"algorithm.kl_target = {algorithm.kl_target:g} multiplies the coefficient step by step, and "
             "algorithm.kl_coefficient = 0 stays 0: set kl_coefficient above 0, or leave kl_target out"
         )
-    least = MOST_KL_ERROR * experiment.queue.groups_per_step * experiment.largest_group
-    if algorithm.kl_target is not None and least >= KL_HORIZON:
+    max_cut = MOST_KL_ERROR * experiment.queue.groups_per_step * experiment.largest_group
+    if algorithm.kl_target is not None and max_cut >= KL_HORIZON:
         raise ValueError(
-            f"algorithm.kl_target = {algorithm.kl_target:g}: a step of {least / MOST_KL_ERROR:g} samples could take "
+            f"algorithm.kl_target = {algorithm.kl_target:g}: a step of {max_cut / MOST_KL_ERROR:g} samples could take "
             f"all of the coefficient away, which then stays at 0: fewer than {KL_HORIZON / MOST_KL_ERROR:g}"
         )
     if algorithm.early_stop_ratio is not None and experiment.trainer.optimizer_steps_per_batch == 1:
@@ -67,24 +67,24 @@ def _require_objective(experiment: Experiment) -> None:
 
 def _require_parts(experiment: Experiment) -> None:
     """Check that no key needs the whole batch where it is trained in parts."""
-    algorithm, parts, steps = experiment.algorithm, experiment.queue.groups_per_part, experiment.trainer
-    if parts is None:
+    algorithm, group_count, config = experiment.algorithm, experiment.queue.groups_per_part, experiment.trainer
+    if group_count is None:
         return
-    cause = f"queue.groups_per_part = {parts} trains on a batch before it is complete"
+    fault = f"queue.groups_per_part = {group_count} trains on a batch before it is complete"
     if algorithm.advantage in BATCH_ADVANTAGES:
         raise ValueError(
-            f"{cause}; algorithm.advantage = {algorithm.advantage!r} needs all of it: leave one of them out"
+            f"{fault}; algorithm.advantage = {algorithm.advantage!r} needs all of it: leave one of them out"
         )
     if algorithm.second_moment_limit is not None:
-        raise ValueError(f"{cause}; algorithm.second_moment_limit bounds a mean over all of it: leave one of them out")
-    if steps.optimizer_steps_per_batch > 1:
+        raise ValueError(f"{fault}; algorithm.second_moment_limit bounds a mean over all of it: leave one of them out")
+    if config.optimizer_steps_per_batch > 1:
         raise ValueError(
-            f"{cause}; trainer.optimizer_steps_per_batch = {steps.optimizer_steps_per_batch} divides all of it: leave "
+            f"{fault}; trainer.optimizer_steps_per_batch = {config.optimizer_steps_per_batch} divides all of it: leave "
             "one of them out"
         )
     if experiment.run.deterministic and experiment.queue.budget:
         raise ValueError(
-            f"{cause}, in the order of finishing, which run.deterministic = true excludes unless queue.budget = 0"
+            f"{fault}, in the order of finishing, which run.deterministic = true excludes unless queue.budget = 0"
         )
 
 
@@ -123,10 +123,10 @@ def _require_optimizer_step_staleness(experiment: Experiment) -> None:
     worst = (oldest + 1) * updates - 1
     if limit is not None and worst > limit:
         max_budget = (limit + 1) // updates - 1
-        valid = f"queue.budget = {max_budget}" if max_budget >= 0 else f"at least {updates - 1}"
+        valid_text = f"queue.budget = {max_budget}" if max_budget >= 0 else f"at least {updates - 1}"
         raise ValueError(
             f"queue.max_optimizer_step_staleness = {limit}: trainer.optimizer_steps_per_batch = {updates} turns a "
-            f"staleness of {oldest} steps into up to {worst}; valid: {valid}, or fewer optimiser steps"
+            f"staleness of {oldest} steps into up to {worst}; valid: {valid_text}, or fewer optimiser steps"
         )
 
 

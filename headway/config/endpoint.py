@@ -56,12 +56,12 @@ class EnvironmentConfig(Section):
     @field_validator("name")
     @classmethod
     def _require_known_name(cls, value: str) -> str:
-        known = (*BUILT_IN, *ENVIRONMENTS)
+        known_names = (*BUILT_IN, *ENVIRONMENTS)
         module, colon, path = value.partition(":")
-        if value not in known and not (colon and module and path):
-            near = difflib.get_close_matches(value, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"{hint}valid: {', '.join(known)} or module:Class")
+        if value not in known_names and not (colon and module and path):
+            nearest = difflib.get_close_matches(value, known_names, n=1, cutoff=0.5)
+            hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+            raise ValueError(f"{hint}valid: {', '.join(known_names)} or module:Class")
         return value
 
     @field_validator("agent")

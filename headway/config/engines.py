@@ -49,9 +49,9 @@ def require_engine(experiment: Experiment) -> None:
         )
     if generator.engine_arguments and not starts_vllm(generator.engine, generator.devices):
         name, engine = next(iter(generator.engine_arguments)), generator.engine
-        servers = " for servers that run already" if engine == "vllm-server" else ""
+        suffix = " for servers that run already" if engine == "vllm-server" else ""
         raise ValueError(
-            f"generator.engine_arguments.{name} has no effect: generator.engine = {engine!r} takes none{servers}"
+            f"generator.engine_arguments.{name} has no effect: generator.engine = {engine!r} takes none{suffix}"
         )
     if generator.engine == "torch":
         return
@@ -65,12 +65,12 @@ def require_engine(experiment: Experiment) -> None:
             "keep; valid: generator.engine = 'torch'"
         )
     lowest, highest = VLLM_TEMPERATURES
-    for key, value in (
+    for key, temperature in (
         ("rollout.temperature", rollout.temperature),
         ("evaluation.temperature", experiment.evaluation.temperature),
     ):
-        if value != 0 and not lowest <= value <= highest:
-            raise ValueError(f"{key} = {value:g}: vLLM samples at 0 and from {lowest:g} to {highest:g}")
+        if temperature != 0 and not lowest <= temperature <= highest:
+            raise ValueError(f"{key} = {temperature:g}: vLLM samples at 0 and from {lowest:g} to {highest:g}")
     ranks = generator.engine_arguments.get("tensor_parallel_size", 1)
     if not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"generator.engine_arguments.tensor_parallel_size = {ranks!r}: valid: 1 or more")
@@ -102,7 +102,7 @@ def _require_adapter(experiment: Experiment) -> None:
     model, mode = experiment.model, experiment.generator.update_mode
     if model.adapter is None:
         return
-    problems = {
+    holds_by_problem = {
         "generator.update_mode = 'keep': vLLM computes a request with the version that it came with; valid: 'finish', "
         "'recompute', 'abort'": mode == "keep",
         f"model.adapter.target_parameters = {list(model.adapter.target_parameters)}: vLLM's LoRA of "
@@ -113,7 +113,7 @@ def _require_adapter(experiment: Experiment) -> None:
         f"model.quantization = {model.quantization!r}: vLLM would load the weights unquantised": model.quantization
         is not None,
     }
-    for problem, holds in problems.items():
+    for problem, holds in holds_by_problem.items():
         if holds:
             raise ValueError(f"generator.engine = {experiment.generator.engine!r} with {problem}; or engine = 'torch'")
 
@@ -124,23 +124,23 @@ def _require_devices(experiment: Experiment) -> None:
     for key, names in (("generator.devices", generator.devices), ("trainer.devices", experiment.trainer.devices)):
         if any(name.startswith(ANY_NODE) for name in names) and not experiment.cluster.nodes:
             raise ValueError(f"{key} has a count of devices, which needs cluster.nodes, from which they are taken")
-    served = generator.engine == "vllm-server"
+    is_served = generator.engine == "vllm-server"
     for name in generator.devices:
-        if served and not name.startswith("http://") and not starts_vllm(generator.engine, generator.devices):
+        if is_served and not name.startswith("http://") and not starts_vllm(generator.engine, generator.devices):
             raise ValueError(
                 f"generator.devices has {name!r} beside addresses: generator.engine = 'vllm-server' needs "
                 "http://HOST:PORT of servers that run already, or devices, on each of which it starts one"
             )
-        if not served and name.startswith("http://"):
+        if not is_served and name.startswith("http://"):
             raise ValueError(
                 f"generator.devices has {name!r}: a server's, which needs generator.engine = 'vllm-server'"
             )
-    if served and len(set(generator.devices)) < len(generator.devices):
+    if is_served and len(set(generator.devices)) < len(generator.devices):
         raise ValueError(f"generator.devices = {list(generator.devices)}: a server is one replica; valid: each once")
     for name in experiment.trainer.devices:
         if name.startswith("http://"):
             raise ValueError(f"trainer.devices has {name!r}: valid: cuda:N, cpu:N or cpu:N-M")
-    if experiment.weights.exchange is not None and not served:
+    if experiment.weights.exchange is not None and not is_served:
         raise ValueError("weights.exchange has no effect: generator.engine = 'vllm-server' alone uses it")
 
 
@@ -172,5 +172,5 @@ def cpu_refusal(engine: str, devices: tuple[str, ...], head_dim: int, adapted_mi
         return f"{engine!r} on a CPU has no mixture of experts with an adapter (vLLM 0.32 needs Triton); valid: 'torch'"
     if head_dim in VLLM_CPU_HEAD_SIZES:
         return ""
-    sizes = ", ".join(map(str, VLLM_CPU_HEAD_SIZES))
-    return f"{engine!r} on a CPU can't compute heads of {head_dim} dimensions, which the model has; valid: {sizes}"
+    sizes_text = ", ".join(map(str, VLLM_CPU_HEAD_SIZES))
+    return f"{engine!r} on a CPU can't compute heads of {head_dim} dimensions, which the model has; valid: {sizes_text}"

@@ -56,9 +56,9 @@ def _search_hint(file: Path) -> str:
     """Describe where a relative path was searched for, and a folder below that has such a file."""
     if file.is_absolute():
         return ""
-    here = Path.cwd()
-    near = sorted(folder.name for folder in here.iterdir() if (folder / file).is_file())
-    return f", searched in {here}; cd {near[0] if near else 'to the folder that has it'} first"
+    present_folder = Path.cwd()
+    near = sorted(folder.name for folder in present_folder.iterdir() if (folder / file).is_file())
+    return f", searched in {present_folder}; cd {near[0] if near else 'to the folder that has it'} first"
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Sequence[str], schema: type[BaseModel]) -> dict[str, Any]:
@@ -105,37 +105,37 @@ def _in_file(raw: object, location: tuple[str | int, ...]) -> tuple[str | int, .
     node = raw
     for position, part in enumerate(location):
         table = cast("dict[object, object]", node) if isinstance(node, dict) else None
-        items = cast("list[object]", node) if isinstance(node, list) else None
-        if items is None and (table is None or isinstance(part, int)):
+        list_items = cast("list[object]", node) if isinstance(node, list) else None
+        if list_items is None and (table is None or isinstance(part, int)):
             continue
-        last = position == len(location) - 1
-        of_kind = bool(parts) and isinstance(parts[-1], int) and table is not None and table.get("kind") == part
-        if table is not None and not last and (part not in table or of_kind):
+        is_last = position == len(location) - 1
+        is_kind = bool(parts) and isinstance(parts[-1], int) and table is not None and table.get("kind") == part
+        if table is not None and not is_last and (part not in table or is_kind):
             continue
         parts.append(part)
         if table is not None:
             node = table.get(part)
-        elif items is not None and isinstance(part, int):
-            node = items[part] if part < len(items) else None
+        elif list_items is not None and isinstance(part, int):
+            node = list_items[part] if part < len(list_items) else None
     return tuple(parts)
 
 
 def _apply_override(raw: dict[str, Any], override: str, schema: type[BaseModel]) -> None:
-    key, equals, value = override.lstrip("-").partition("=")
-    parts = key.split(".")
-    if not equals or len(parts) < 2 or not all(parts):
+    key, equals_sign, value_text = override.lstrip("-").partition("=")
+    key_parts = key.split(".")
+    if not equals_sign or len(key_parts) < 2 or not all(key_parts):
         raise ConfigurationError(f"override {override!r}: expected --section.key=value")
     node: Any = raw
     annotation: Any = schema
-    for part in parts[:-1]:
+    for part in key_parts[:-1]:
         name = _key_spelling(part, node, annotation)
         if not isinstance(node, list):  # an item is of the type its list is declared with
             annotation = _inside(annotation, name)
         node = _child(node, name, override)
     if isinstance(node, list):
-        node[_index(cast("list[Any]", node), parts[-1], override)] = _parse_value(value)
+        node[_index(cast("list[Any]", node), key_parts[-1], override)] = _parse_value(value_text)
     else:
-        node[_key_spelling(parts[-1], node, annotation)] = _parse_value(value)
+        node[_key_spelling(key_parts[-1], node, annotation)] = _parse_value(value_text)
 
 
 def _key_spelling(part: str, node: Any, annotation: Any) -> str:
@@ -189,27 +189,27 @@ def _explain(item: dict[str, Any], validated: tuple[Any, ...], schema: type[Base
     if item["type"] == "extra_forbidden" and (sentence := replacement_of(location)):
         return f"the key {key!r} was removed: {sentence}"
     if item["type"] == "extra_forbidden":
-        valid = _valid_names(validated[:-1], schema)
-        near = difflib.get_close_matches(str(location[-1]), valid, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else "valid: " + ", ".join(valid)
+        valid_names = _valid_names(validated[:-1], schema)
+        nearest = difflib.get_close_matches(str(location[-1]), valid_names, n=1, cutoff=0.5)
+        hint = f"did you mean {nearest[0]!r}?" if nearest else "valid: " + ", ".join(valid_names)
         return f"unknown key {key!r}; {hint}"
     if item["type"] == "missing":
         return f"missing key {key!r}"
-    message = str(item["msg"]).removeprefix("Value error, ")
+    reason = str(item["msg"]).removeprefix("Value error, ")
     if item["type"] == "value_error" and len(location) < 2:
-        return message
+        return reason
     if item["type"] == "value_error" and (isinstance(item["input"], dict) or "{" in str(item["input"])):
-        return f"{key}: {message}"  # for tables, whose keys the message names
-    valid = AUTO_KEYS.get(cast("tuple[str, str]", location))
-    return f"{key} = {item['input']!r}: {message}" + (f"; valid: {valid} or {AUTO}" if valid else "")
+        return f"{key}: {reason}"  # for tables, whose keys the message names
+    auto_values = AUTO_KEYS.get(cast("tuple[str, str]", location))
+    return f"{key} = {item['input']!r}: {reason}" + (f"; valid: {auto_values} or {AUTO}" if auto_values else "")
 
 
 def _valid_names(location: tuple[Any, ...], schema: type[BaseModel]) -> list[str]:
     model: type[BaseModel] = schema
-    kinds: list[type[BaseModel]] = []  # possible sections of the current table, where there are several
+    kind_sections: list[type[BaseModel]] = []  # possible sections of the current table, where there are several
     for part in location:
-        if chosen := [kind for kind in kinds if kind.model_fields["kind"].default == part]:
-            model, kinds = chosen[0], []
+        if matching := [kind for kind in kind_sections if kind.model_fields["kind"].default == part]:
+            model, kind_sections = matching[0], []
             continue
         field = model.model_fields.get(str(part))
         if field is None:
@@ -217,7 +217,7 @@ def _valid_names(location: tuple[Any, ...], schema: type[BaseModel]) -> list[str
         sections = sections_of(field.annotation)
         if not sections:
             return []
-        model, kinds = sections[0], sections if len(sections) > 1 else []
+        model, kind_sections = sections[0], sections if len(sections) > 1 else []
     return sorted(model.model_fields)
 
 
@@ -265,16 +265,16 @@ def _effective(experiment: Experiment) -> dict[str, Any]:
 
 def require_resumable(stored: Experiment, requested: Experiment) -> None:
     """Raise ConfigurationError naming every key that differs but may not change on resume."""
-    old, new = _effective(stored), _effective(requested)
-    changed = sorted(
+    old_values, new_values = _effective(stored), _effective(requested)
+    changed_keys = sorted(
         key
-        for key in old.keys() | new.keys()
-        if old.get(key) != new.get(key) and not is_resumable(key) and not key.startswith("sft.")
+        for key in old_values.keys() | new_values.keys()
+        if old_values.get(key) != new_values.get(key) and not is_resumable(key) and not key.startswith("sft.")
     )
-    if changed:
+    if changed_keys:
         hint = ""
-        if "trainer.schedule_steps" in changed:
-            length = old["trainer.schedule_steps"]
+        if "trainer.schedule_steps" in changed_keys:
+            length = old_values["trainer.schedule_steps"]
             hint = f" (the learning rate's decay follows run.steps: keep it with trainer.schedule_steps = {length})"
-        details = ", ".join(f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in changed)
+        details = ", ".join(f"{key}: {old_values.get(key)!r} -> {new_values.get(key)!r}" for key in changed_keys)
         raise ConfigurationError(f"these keys may not change when a run is resumed: {details}{hint}")

@@ -42,22 +42,22 @@ class ObjectiveParameters(Section):
             json.dumps(parameters, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ValueError(f"valid: texts, finite numbers, booleans, lists and tables of them ({error})") from None
-        taken = PARAMETERS.get(advantage, ())
-        made = cls(**{name: value for name, value in parameters.items() if name in taken})
-        made._own.update((name, value) for name, value in parameters.items() if name not in taken)
-        return made
+        taken_names = PARAMETERS.get(advantage, ())
+        instance = cls(**{name: value for name, value in parameters.items() if name in taken_names})
+        instance._own.update((name, value) for name, value in parameters.items() if name not in taken_names)
+        return instance
 
     def taken_by(self, loss: str, advantage: str) -> dict[str, Any]:
         """Return the parameters that ``loss`` and ``advantage`` take, by name, with defaults for those that aren't set.
         Raises ValueError where a parameter of another loss or advantage is set."""
-        taken = [*PARAMETERS.get(loss, ()), *PARAMETERS.get(advantage, ())]
-        for name in sorted(self.model_fields_set.difference(taken)):
-            others = ", ".join(of for of, names in PARAMETERS.items() if name in names)
+        taken_names = [*PARAMETERS.get(loss, ()), *PARAMETERS.get(advantage, ())]
+        for name in sorted(self.model_fields_set.difference(taken_names)):
+            owners = ", ".join(owner for owner, names in PARAMETERS.items() if name in names)
             raise ValueError(
-                f"algorithm.parameters.{name} = {getattr(self, name)!r} is of {others}: the loss {loss!r} and the "
-                f"advantage {advantage!r} take {', '.join(taken) or 'none'}"
+                f"algorithm.parameters.{name} = {getattr(self, name)!r} is of {owners}: the loss {loss!r} and the "
+                f"advantage {advantage!r} take {', '.join(taken_names) or 'none'}"
             )
-        return {name: getattr(self, name) for name in taken} | self._own
+        return {name: getattr(self, name) for name in taken_names} | self._own
 
 
 def _checked(value: Any, validated: ValidatorFunctionWrapHandler, info: ValidationInfo) -> ObjectiveParameters:

@@ -22,12 +22,12 @@ def _method(
     **algorithm: Any,
 ) -> Preset:
     """Make the preset of a published method: these keys of the experiment, and no others."""
-    keys = {"advantage": advantage, "loss": loss, "aggregation": aggregation, **algorithm}
+    settings = {"advantage": advantage, "loss": loss, "aggregation": aggregation, **algorithm}
     if clip is not None:
-        keys["clip_low"], keys["clip_high"] = clip
+        settings["clip_low"], settings["clip_high"] = clip
     if filter_zero_variance is None:
-        return {"algorithm": keys}
-    return {"algorithm": keys, "queue": {"filter_zero_variance": filter_zero_variance}}
+        return {"algorithm": settings}
+    return {"algorithm": settings, "queue": {"filter_zero_variance": filter_zero_variance}}
 
 
 def _plain_ppo(advantage: str, aggregation: str, **algorithm: Any) -> Preset:
@@ -75,8 +75,8 @@ def apply_preset(raw: Any) -> Any:
         return raw
     sections = dict(cast("Mapping[str, Any]", raw))
     algorithm = sections.get("algorithm")
-    name = cast("Mapping[str, Any]", algorithm).get("preset") if isinstance(algorithm, Mapping) else None
-    for section, keys in PRESETS.get(name, {}).items() if isinstance(name, str) else ():
+    preset_name = cast("Mapping[str, Any]", algorithm).get("preset") if isinstance(algorithm, Mapping) else None
+    for section, keys in PRESETS.get(preset_name, {}).items() if isinstance(preset_name, str) else ():
         explicit_keys = sections.get(section, {})
         if isinstance(explicit_keys, Mapping):
             sections[section] = {**keys, **cast("Mapping[str, Any]", explicit_keys)}

@@ -137,14 +137,14 @@ class PruningConfig(Section):
     @property
     def needs_rewards(self) -> bool:
         """Whether members are verified as they finish, not with their group: their rewards decide on the others."""
-        value = self.pruner(ValueBound)
-        return self.pruner(GroupBound) is not None or (value is not None and not value.verifier)
+        value_bound = self.pruner(ValueBound)
+        return self.pruner(GroupBound) is not None or (value_bound is not None and not value_bound.verifier)
 
     @property
     def verifier_pruners(self) -> dict[str, ValueBound | PartialVerifier]:
         """The pruners that call a verifier with partial responses, by kind."""
-        chosen = (self.pruner(ValueBound), self.pruner(PartialVerifier))
-        return {judge.kind: judge for judge in chosen if judge is not None and judge.verifier}
+        bounds = (self.pruner(ValueBound), self.pruner(PartialVerifier))
+        return {pruner.kind: pruner for pruner in bounds if pruner is not None and pruner.verifier}
 
     def require_possible(self, *, longest_tokens: int, group_size: int, deterministic: bool) -> None:
         """Raise ValueError for pruners that could never prune in an experiment with these limits, or must not."""
@@ -153,36 +153,36 @@ class PruningConfig(Section):
                 f"run.deterministic = true excludes pruning.pruners: {self.kinds[0]}: when a rollout is stopped "
                 "depends on when its tokens arrive"
             )
-        tokens = {
+        tokens_by_kind = {
             "relative_length": LEAST_TOKENS,
             "budget": LEAST_TOKENS,
             "repetition": min(LOOP_TOKENS, WINDOW_TOKENS),
             **dict.fromkeys(self.verifier_pruners, VERIFIED_EVERY_TOKENS),
         }
-        if (length := self.pruner(LengthCap)) is not None:
-            tokens["length"] = length.tokens
+        if (length_cap := self.pruner(LengthCap)) is not None:
+            tokens_by_kind["length"] = length_cap.tokens
         self._require_below(
-            "rollout.max_response_tokens", longest_tokens, tokens, "checks responses of that many tokens"
+            "rollout.max_response_tokens", longest_tokens, tokens_by_kind, "checks responses of that many tokens"
         )
         self._require_reachable(group_size)
-        finished = {"group": LEAST_AGREEING, "relative_length": LEAST_OWN_ENDS}
-        self._require_below("rollout.group_size", group_size, finished, "wants that many finished members")
+        members_by_kind = {"group": LEAST_AGREEING, "relative_length": LEAST_OWN_ENDS}
+        self._require_below("rollout.group_size", group_size, members_by_kind, "wants that many finished members")
 
     def _require_reachable(self, group_size: int) -> None:
         """Raise ValueError for bounds that no group reaches, not even with a single member left to finish."""
-        value, group, others = self.pruner(ValueBound), self.pruner(GroupBound), group_size - 1
-        if value is not None and not value.verifier:
+        bound, group_bound, others = self.pruner(ValueBound), self.pruner(GroupBound), group_size - 1
+        if bound is not None and not bound.verifier:
             estimate = PRIOR / (2 * PRIOR + others)
-            if estimate >= value.below:
+            if estimate >= bound.below:
                 raise ValueError(
-                    f"pruning.pruners: value with below = {value.below:g} never prunes anything: when {others} of a "
+                    f"pruning.pruners: value with below = {bound.below:g} never prunes anything: when {others} of a "
                     f"group have failed, all but one, its solve rate is estimated as {estimate:.3g}"
                 )
-        if group is not None:
+        if group_bound is not None:
             probability = (PRIOR + others) / (2 * PRIOR + others)
-            if probability < group.confidence:
+            if probability < group_bound.confidence:
                 raise ValueError(
-                    f"pruning.pruners: group with confidence = {group.confidence:g} never prunes anything: when "
+                    f"pruning.pruners: group with confidence = {group_bound.confidence:g} never prunes anything: when "
                     f"{others} of a group agree, all but one, the last one does with probability {probability:.3g}"
                 )
 

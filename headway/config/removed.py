@@ -161,11 +161,11 @@ REMOVED: Mapping[str, Mapping[str, str]] = {
 def replacement_of(location: Sequence[object]) -> str:
     """Return the end of a sentence that names the replacement of the removed key at ``location``; "" for a key that
     never existed."""
-    parts = [str(part) for part in location if not isinstance(part, int)]
-    for key, sentence in REMOVED.get(parts[0], {}).items() if parts else ():
+    key_parts = [str(part) for part in location if not isinstance(part, int)]
+    for key, sentence in REMOVED.get(key_parts[0], {}).items() if key_parts else ():
         pattern = key.split(".")
-        tail = parts[1 : 1 + len(pattern)]
-        if len(tail) == len(pattern) and all(glob in ("*", part) for glob, part in zip(pattern, tail, strict=True)):
+        tail = key_parts[1 : 1 + len(pattern)]
+        if len(tail) == len(pattern) and all(glob in ("*", name) for glob, name in zip(pattern, tail, strict=True)):
             return sentence
     return ""
 
@@ -185,5 +185,5 @@ RENAMED = {
 
 def renamed(owner: str, name: str) -> str:
     """Return a sentence with the present name of ``owner``'s former ``name``; empty for a name that never existed."""
-    new = RENAMED[owner].get(name)
-    return f"{owner}.{name} is called {new} now (docs/renames.md)" if new else ""
+    new_name = RENAMED[owner].get(name)
+    return f"{owner}.{name} is called {new_name} now (docs/renames.md)" if new_name else ""

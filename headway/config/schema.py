@@ -417,22 +417,22 @@ class Experiment(Section):
     @property
     def smallest_group(self) -> int:
         """Smallest number of rollouts that a group is opened with."""
-        adaptive = self.curriculum.mode == "adaptive"
-        return (self.curriculum.min_group_size if adaptive else None) or self.rollout.group_size
+        is_adaptive = self.curriculum.mode == "adaptive"
+        return (self.curriculum.min_group_size if is_adaptive else None) or self.rollout.group_size
 
     @property
     def largest_group(self) -> int:
         """Largest number of rollouts of a group."""
-        adaptive = self.curriculum.mode == "adaptive"
-        return (self.curriculum.max_group_size if adaptive else None) or self.rollout.group_size
+        is_adaptive = self.curriculum.mode == "adaptive"
+        return (self.curriculum.max_group_size if is_adaptive else None) or self.rollout.group_size
 
     @property
     def task_cooldown_groups(self) -> tuple[int, int]:
         """Groups for which the curriculum doesn't draw a task of its band again: the minimum (all that may be open, so
         that a task seldom has two groups open), and the number that it keeps where it has a choice."""
         queue = self.queue
-        least = queue.groups_per_step * (queue.budget + 1)
-        return least, max(least, REPEAT_STEPS * queue.groups_per_step)
+        min_groups = queue.groups_per_step * (queue.budget + 1)
+        return min_groups, max(min_groups, REPEAT_STEPS * queue.groups_per_step)
 
     @property
     def concurrent_rollouts(self) -> int:

@@ -108,8 +108,8 @@ def require_complete(section: TaskSource | SftSource, source: str) -> None:
     for key, sources in _SOURCES_OF_KEY.items():
         field = type(section).model_fields.get(key)
         if field is not None and source not in sources and getattr(section, key) != field.default:
-            valid = " or ".join(f"'{name}'" for name in sources)
-            raise ValueError(f"{key!r} has no effect with source = '{source}': it belongs to source = {valid}")
+            valid_sources = " or ".join(f"'{name}'" for name in sources)
+            raise ValueError(f"{key!r} has no effect with source = '{source}': it belongs to source = {valid_sources}")
     if source == "jsonl":
         if not section.path:
             raise ValueError("source 'jsonl' needs 'path'")
@@ -142,16 +142,16 @@ def _path_or_table(value: Any) -> Any:
 
 def _listed(value: Any) -> Any:
     """Convert one source, or a list of several, to a list of tables."""
-    items = cast("list[Any]", value) if isinstance(value, (list, tuple)) else [value]
-    return [_path_or_table(item) for item in items]
+    raw_sources = cast("list[Any]", value) if isinstance(value, (list, tuple)) else [value]
+    return [_path_or_table(source) for source in raw_sources]
 
 
 def _require_distinct_names(sources: tuple[TaskSource, ...]) -> tuple[TaskSource, ...]:
-    seen: set[str] = set()
+    seen_names: set[str] = set()
     for source in sources:
-        if source.display_name in seen:
+        if source.display_name in seen_names:
             raise ValueError(f"two sources are called {source.display_name!r}: give them a 'label' each")
-        seen.add(source.display_name)
+        seen_names.add(source.display_name)
     return sources
 
 

@@ -65,11 +65,11 @@ def load_adapter(
     that was trained on another base than the folder ``model``, and for unsupported parts."""
     folder = Path(folder)
     targets = stored_targets(folder, config)
-    file = folder / WEIGHTS_FILE
+    weights_file = folder / WEIGHTS_FILE
     metadata = stored_metadata(folder, model)
     lora = Lora(targets, device, dtype)
     lora.base, lora.quantization = metadata.get(BASE) or base_digest(model), metadata.get(_QUANTIZATION)
-    lora.copy_weights(_from_peft(file, targets, load_file(file)))
+    lora.copy_weights(_from_peft(weights_file, targets, load_file(weights_file)))
     return lora
 
 
@@ -83,8 +83,8 @@ def save_adapter(lora: Lora, folder: str | Path, model: str | Path) -> None:
     if lora.quantization is not None:
         metadata[_QUANTIZATION] = lora.quantization
     save_file(tensors, folder / WEIGHTS_FILE, metadata=metadata)
-    config = json.dumps(_peft_config(lora, model), indent=2)
-    (folder / CONFIG_FILE).write_text(config + "\n", encoding="utf-8")
+    config_text = json.dumps(_peft_config(lora, model), indent=2)
+    (folder / CONFIG_FILE).write_text(config_text + "\n", encoding="utf-8")
 
 
 def merge_decoder(model: str | Path, adapter: str | Path, dtype: torch.dtype) -> Decoder:
@@ -104,8 +104,8 @@ def _peft_tensors(lora: Lora) -> dict[str, Tensor]:
         prefix, (a, b) = prefixes[pair.target.name], (pair.a.detach(), pair.b.detach())
         if pair.target.experts:
             a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
-        elif (rotary := pair.target.rotary_dim) is not None:
-            b = b.unflatten(0, (-1, rotary // 2, 2)).transpose(1, 2).reshape(b.shape)
+        elif (rotary_dim := pair.target.rotary_dim) is not None:
+            b = b.unflatten(0, (-1, rotary_dim // 2, 2)).transpose(1, 2).reshape(b.shape)
         tensors |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
     return tensors
 
@@ -113,12 +113,12 @@ def _peft_tensors(lora: Lora) -> dict[str, Tensor]:
 def _from_peft(file: Path, targets: tuple[AdaptedTarget, ...], stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Inverse of `_peft_tensors`. Raises ConfigurationError for a missing, unexpected or misshapen tensor."""
     tensors: dict[str, Tensor] = {}
-    known: set[str] = set()
+    known_names: set[str] = set()
     prefixes = _prefixes(targets)
     for adapted in targets:
         target, rank = adapted.target, adapted.rank
-        names = [f"{prefixes[target.name]}.lora_{which}.weight" for which in "AB"]
-        known |= set(names)
+        names = [f"{prefixes[target.name]}.lora_{letter}.weight" for letter in "AB"]
+        known_names |= set(names)
         for name, shape in zip(
             names, ((target.parts * rank, target.columns), (target.rows, target.parts * rank)), strict=True
         ):
@@ -134,8 +134,8 @@ def _from_peft(file: Path, targets: tuple[AdaptedTarget, ...], stored: Mapping[s
         elif target.rotary_dim is not None:
             b = b.unflatten(0, (-1, 2, target.rotary_dim // 2)).transpose(1, 2).reshape(b.shape)
         tensors |= {f"{target.name}.lora_A": a, f"{target.name}.lora_B": b}
-    if extra := sorted(stored.keys() - known):
-        raise ConfigurationError(f"{file}: tensors that {CONFIG_FILE} doesn't explain: {', '.join(extra[:4])}")
+    if extra_names := sorted(stored.keys() - known_names):
+        raise ConfigurationError(f"{file}: tensors that {CONFIG_FILE} doesn't explain: {', '.join(extra_names[:4])}")
     return tensors
 
 
@@ -143,18 +143,18 @@ def _prefixes(targets: Sequence[AdaptedTarget]) -> dict[str, str]:
     """PEFT's names of the targets, by ours. A parameter of a mixture has the name of its module; PEFT wraps the first
     of a module's two parameters in the second."""
     prefixes: dict[str, str] = {}
-    wrapped: dict[str, str] = {}  # a mixture's module -> the target that has its name at this point
+    target_by_module: dict[str, str] = {}  # a mixture's module -> the target that has its name at this point
     for target in (adapted.target for adapted in targets):
-        module = target.name.rpartition(".")[0] if target.experts else target.name
-        if module in wrapped:
-            prefixes[wrapped[module]] += ".base_layer"
-        prefixes[target.name], wrapped[module] = _PREFIX + module, target.name
+        module_name = target.name.rpartition(".")[0] if target.experts else target.name
+        if module_name in target_by_module:
+            prefixes[target_by_module[module_name]] += ".base_layer"
+        prefixes[target.name], target_by_module[module_name] = _PREFIX + module_name, target.name
     return prefixes
 
 
 def _peft_config(lora: Lora, model: str | Path) -> dict[str, Any]:
     (rank, alpha), _ = Counter((adapted.rank, adapted.alpha) for adapted in lora.targets).most_common(1)[0]
-    others = [adapted for adapted in lora.targets if (adapted.rank, adapted.alpha) != (rank, alpha)]
+    other_targets = [adapted for adapted in lora.targets if (adapted.rank, adapted.alpha) != (rank, alpha)]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -162,8 +162,8 @@ def _peft_config(lora: Lora, model: str | Path) -> dict[str, Any]:
         "r": rank,
         "lora_alpha": alpha,
         "use_rslora": lora.targets[0].rslora,
-        "rank_pattern": {re.escape(adapted.target.name): adapted.rank for adapted in others},
-        "alpha_pattern": {re.escape(adapted.target.name): adapted.alpha for adapted in others},
+        "rank_pattern": {re.escape(adapted.target.name): adapted.rank for adapted in other_targets},
+        "alpha_pattern": {re.escape(adapted.target.name): adapted.alpha for adapted in other_targets},
         "lora_dropout": lora.dropout.rate,
         "target_modules": sorted(adapted.target.name for adapted in lora.targets if not adapted.target.experts),
         "target_parameters": sorted(adapted.target.name for adapted in lora.targets if adapted.target.experts) or None,

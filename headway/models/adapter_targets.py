@@ -93,24 +93,24 @@ class AdaptedTarget:
 
 def targets_of(config: DecoderConfig) -> Iterator[AdapterTarget]:
     """Yield every target of a decoder, layer by layer."""
-    query, key, width = config.heads * config.head_dim, config.kv_heads * config.head_dim, config.width
-    rotary, names = config.head_dim, config.family.experts
+    query_rows, key_rows, width = config.heads * config.head_dim, config.kv_heads * config.head_dim, config.width
+    rotary_dim, expert_names = config.head_dim, config.family.experts
     for layer in range(config.layers):
-        target = partial(AdapterTarget, layer)
-        yield target("self_attn.q_proj", "qkv", 0, query, width, rotary_dim=rotary)
-        yield target("self_attn.k_proj", "qkv", query, key, width, rotary_dim=rotary)
-        yield target("self_attn.v_proj", "qkv", query + key, key, width)
-        yield target("self_attn.o_proj", "output", 0, width, query)
+        make_target = partial(AdapterTarget, layer)
+        yield make_target("self_attn.q_proj", "qkv", 0, query_rows, width, rotary_dim=rotary_dim)
+        yield make_target("self_attn.k_proj", "qkv", query_rows, key_rows, width, rotary_dim=rotary_dim)
+        yield make_target("self_attn.v_proj", "qkv", query_rows + key_rows, key_rows, width)
+        yield make_target("self_attn.o_proj", "output", 0, width, query_rows)
         mixture = config.mixture if config.layer(layer).sparse else None
-        if mixture is None or names is None:
-            yield target("mlp.gate_proj", "gate_up", 0, config.intermediate, width)
-            yield target("mlp.up_proj", "gate_up", config.intermediate, config.intermediate, width)
-            yield target("mlp.down_proj", "down", 0, width, config.intermediate)
+        if mixture is None or expert_names is None:
+            yield make_target("mlp.gate_proj", "gate_up", 0, config.intermediate, width)
+            yield make_target("mlp.up_proj", "gate_up", config.intermediate, config.intermediate, width)
+            yield make_target("mlp.down_proj", "down", 0, width, config.intermediate)
         else:
-            inner, experts = mixture.intermediate, mixture.experts
-            yield target(names.fused_router.removesuffix(".weight"), "router", 0, experts, width)
-            yield target(names.fused_gate_up, "gate_up", 0, 2 * inner, width, experts=experts)
-            yield target(names.fused_down, "down", 0, width, inner, experts=experts)
+            inner_width, experts = mixture.intermediate, mixture.experts
+            yield make_target(expert_names.fused_router.removesuffix(".weight"), "router", 0, experts, width)
+            yield make_target(expert_names.fused_gate_up, "gate_up", 0, 2 * inner_width, width, experts=experts)
+            yield make_target(expert_names.fused_down, "down", 0, width, inner_width, experts=experts)
 
 
 def chosen_targets(
@@ -124,15 +124,15 @@ def chosen_targets(
     Raises ConfigurationError for an entry that no layer has, with the nearest names. ``file``: PEFT's file with the
     names; an entry in it may have no layer if others do, because PEFT reads lists for several architectures.
     """
-    known = list(targets_of(config))
-    matrices = {target.name: target for target in known if not target.experts}
-    parameters = {target.name if target.experts else f"{target.name}.weight": target for target in known}
-    keys = ("model.adapter.targets", "model.adapter.target_parameters")
+    all_targets = list(targets_of(config))
+    target_by_matrix = {target.name: target for target in all_targets if not target.experts}
+    target_by_parameter = {target.name if target.experts else f"{target.name}.weight": target for target in all_targets}
+    key_names = ("model.adapter.targets", "model.adapter.target_parameters")
     if file is not None:
-        keys = (f"{file}: target_modules", f"{file}: target_parameters")
-    names = _matches(matrices, targets, keys[0], file is not None)
-    names |= _matches(parameters, target_parameters, keys[1], file is not None)
-    return [target for target in known if target.name in names]
+        key_names = (f"{file}: target_modules", f"{file}: target_parameters")
+    chosen_names = _matches(target_by_matrix, targets, key_names[0], file is not None)
+    chosen_names |= _matches(target_by_parameter, target_parameters, key_names[1], file is not None)
+    return [target for target in all_targets if target.name in chosen_names]
 
 
 def _matches(known: Mapping[str, AdapterTarget], requested: Sequence[str] | str, key: str, lenient: bool) -> set[str]:
@@ -142,19 +142,19 @@ def _matches(known: Mapping[str, AdapterTarget], requested: Sequence[str] | str,
         if not names:
             raise ConfigurationError(f"{key} = {requested!r} matches no layer of the model")
         return names
-    names, absent = set[str](), list[str]()
+    names, absent_entries = set[str](), list[str]()
     for entry in (requested,) if isinstance(requested, str) else requested:
         if entry == ALL_LINEAR:
             names |= {target.name for target in known.values() if target.product != "router"}
             continue
         matching = {target.name for name, target in known.items() if name == entry or name.endswith("." + entry)}
         names |= matching
-        absent += () if matching else (entry,)
-    for entry in absent:
+        absent_entries += () if matching else (entry,)
+    for entry in absent_entries:
         if not (lenient and names) or entry.endswith(_NOT_ADAPTED):
-            ends = sorted({name.partition("layers.")[2].partition(".")[2] for name in known})
-            ends += sorted({end.rpartition(".")[2] for end in ends})
-            nearest = get_close_matches(entry, ends, 3, 0.3) or ends[-7:]
+            layer_ends = sorted({name.partition("layers.")[2].partition(".")[2] for name in known})
+            layer_ends += sorted({layer_end.rpartition(".")[2] for layer_end in layer_ends})
+            nearest = get_close_matches(entry, layer_ends, 3, 0.3) or layer_ends[-7:]
             raise ConfigurationError(f"{key}: no layer has {entry!r}; nearest: {', '.join(nearest)}")
     return names
 
@@ -187,12 +187,12 @@ def stored_targets(folder: Path, config: DecoderConfig) -> tuple[AdaptedTarget, 
     raw = read_json(file)
     if raw.get("peft_type") != "LORA":
         raise ConfigurationError(f"{file}: peft_type = {raw.get('peft_type')!r}: valid: 'LORA'")
-    for key, plain in _PLAIN.items():
-        if raw.get(key) and raw[key] != plain:
-            raise ConfigurationError(f"{file}: {key} = {raw[key]!r} is not supported; valid: {plain!r}")
-    if (began := str(raw.get("init_lora_weights"))).startswith(_CHANGED_BASE):
+    for key, supported in _PLAIN.items():
+        if raw.get(key) and raw[key] != supported:
+            raise ConfigurationError(f"{file}: {key} = {raw[key]!r} is not supported; valid: {supported!r}")
+    if (method := str(raw.get("init_lora_weights"))).startswith(_CHANGED_BASE):
         raise ConfigurationError(
-            f"{file}: init_lora_weights = {began!r}: the adapter belongs to a base that PEFT has changed; convert it "
+            f"{file}: init_lora_weights = {method!r}: the adapter belongs to a base that PEFT has changed; convert it "
             "with save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
     modules, parameters = raw.get("target_modules") or (), tuple(raw.get("target_parameters") or ())
@@ -207,15 +207,15 @@ def stored_targets(folder: Path, config: DecoderConfig) -> tuple[AdaptedTarget, 
 def stored_metadata(folder: Path, model: str | Path) -> dict[str, Any]:
     """The metadata of the adapter's weights in ``folder``. Raises ConfigurationError for an unreadable file, weights
     that were trained on another base than the folder ``model``, and weights that aren't finite."""
-    file = folder / WEIGHTS_FILE
+    weights_file = folder / WEIGHTS_FILE
     try:
-        with safe_open(file, framework="np") as content:
-            metadata: dict[str, Any] = content.metadata() or {}
+        with safe_open(weights_file, framework="np") as weights_reader:
+            metadata: dict[str, Any] = weights_reader.metadata() or {}
     except (SafetensorError, OSError) as error:
-        raise ConfigurationError(f"{file}: not a readable safetensors file: {error}") from None
+        raise ConfigurationError(f"{weights_file}: not a readable safetensors file: {error}") from None
     if metadata.get(BASE, "") not in ("", base_digest(model)):
-        raise ConfigurationError(f"{file}: an adapter of another base than {model}: their files differ")
-    require_finite(file)
+        raise ConfigurationError(f"{weights_file}: an adapter of another base than {model}: their files differ")
+    require_finite(weights_file)
     return metadata
 
 

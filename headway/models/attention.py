@@ -69,14 +69,14 @@ class _AttendCopies(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, sizes: tuple[int, int, int], plan: AttentionPlan, scores: Scores) -> Tensor:
-        kind = qkv.device.type
-        ctx.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        device_type = qkv.device.type
+        ctx.autocast = (device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
         ctx.save_for_backward(qkv)
         ctx.how = sizes, plan, scores
         copies = plan.copies
-        rows = (_attend(qkv.index_select(0, copy.gather_bl), sizes, copy, scores).flatten(0, 1) for copy in copies)
-        kept = torch.cat([part[copy.outputs[1]] for copy, part in zip(copies, rows, strict=True)])
-        return torch.empty_like(kept).index_copy_(0, torch.cat([copy.outputs[0] for copy in copies]), kept)
+        outputs = (_attend(qkv.index_select(0, copy.gather_bl), sizes, copy, scores).flatten(0, 1) for copy in copies)
+        kept_rows = torch.cat([copy_rows[copy.outputs[1]] for copy, copy_rows in zip(copies, outputs, strict=True)])
+        return torch.empty_like(kept_rows).index_copy_(0, torch.cat([copy.outputs[0] for copy in copies]), kept_rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -87,6 +87,6 @@ class _AttendCopies(torch.autograd.Function):
             with torch.enable_grad(), torch.autocast(*ctx.autocast):
                 block = qkv.detach().index_select(0, bucket.gather_bl).requires_grad_()
                 out = _attend(block, sizes, bucket, scores)
-            (part,) = torch.autograd.grad(out, block, bucket.take_zeroed(grads[0]))
-            grad_qkv.index_add_(0, bucket.gather_bl, part.to(grad_qkv.dtype))
+            (block_grad,) = torch.autograd.grad(out, block, bucket.take_zeroed(grads[0]))
+            grad_qkv.index_add_(0, bucket.gather_bl, block_grad.to(grad_qkv.dtype))
         return grad_qkv.to(qkv.dtype), None, None, None

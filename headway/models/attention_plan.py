@@ -34,10 +34,10 @@ class Bucket:
 
     def take(self, rows: Tensor) -> Tensor:
         """Packed rows [N, x] as [b, l, x], a view if the documents are contiguous. Padding repeats the last token."""
-        size = (self.documents, self.length, rows.shape[1])
+        shape = (self.documents, self.length, rows.shape[1])
         if self.first is not None:
-            return rows[self.first : self.first + self.documents * self.length].view(size)
-        return rows.index_select(0, self.gather_bl).view(size)
+            return rows[self.first : self.first + self.documents * self.length].view(shape)
+        return rows.index_select(0, self.gather_bl).view(shape)
 
     def take_zeroed(self, rows: Tensor) -> Tensor:
         """Packed rows [N, x] as [b, l, x] with zeros for padding, the gradient of unused outputs."""
@@ -49,11 +49,11 @@ class Bucket:
 
     def put(self, rows: Tensor, values: Tensor) -> None:
         """Write [b, l, x] without padding to packed rows [N, x] (any strides)."""
-        flat = values.reshape(self.documents * self.length, -1)
+        flat_rows = values.reshape(self.documents * self.length, -1)
         if self.first is not None:
-            rows[self.first : self.first + len(flat)] = flat
+            rows[self.first : self.first + len(flat_rows)] = flat_rows
         else:
-            rows.index_copy_(0, self.outputs[0], flat.index_select(0, self.outputs[1]))
+            rows.index_copy_(0, self.outputs[0], flat_rows.index_select(0, self.outputs[1]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,15 +88,15 @@ class AttentionPlan:
         """
         if not lengths or min(lengths) < 1:
             raise ValueError(f"every document needs at least one token; lengths = {list(lengths)}")
-        chosen = (NOTHING,) * len(lengths) if continues is None else tuple(continues)
+        prefix_pieces = (NOTHING,) * len(lengths) if continues is None else tuple(continues)
         sizes, starts = _sizes_and_starts(lengths)
-        shared = _shared_prefixes(sizes.tolist(), starts.tolist(), chosen)
-        prefixes = torch.tensor(prefix_lengths(lengths, chosen))
+        shared = _shared_prefixes(sizes.tolist(), starts.tolist(), prefix_pieces)
+        prefixes = torch.tensor(prefix_lengths(lengths, prefix_pieces))
         rows = torch.arange(int(sizes.sum()))
         buckets, scatter = _buckets(rows, torch.ones_like(rows, dtype=torch.bool), sizes, device)
         return cls(
             lengths=tuple(lengths),
-            continues=chosen,
+            continues=prefix_pieces,
             tokens=len(rows),
             positions_n=(rows + torch.repeat_interleave(prefixes - starts, sizes)).to(device),
             buckets=buckets,
@@ -118,21 +118,21 @@ class AttentionPlan:
     def copies(self) -> tuple[Bucket, ...]:
         """Buckets of complete documents, each with its own copy of its prefix, for attention kernels that can't merge
         parts. No bucket has more rows, including padding, than are packed."""
-        continued, copied = set(self.continues), set[int]()
+        continued_pieces, copied_pieces = set(self.continues), set[int]()
         pieces: list[int] = []  # of all documents, one after another
-        first: list[bool] = []  # whether this document is the first with the piece, which keeps its results
-        documents: list[int] = []  # tokens of each
+        is_first: list[bool] = []  # whether this document is the first with the piece, which keeps its results
+        document_tokens: list[int] = []  # tokens of each
         for last in range(len(self.lengths)):
-            if last not in continued:
+            if last not in continued_pieces:
                 path = _path(self.continues, last)
                 pieces += path
-                first += [piece not in copied for piece in path]
-                copied.update(path)
-                documents.append(sum(self.lengths[piece] for piece in path))
+                is_first += [piece not in copied_pieces for piece in path]
+                copied_pieces.update(path)
+                document_tokens.append(sum(self.lengths[piece] for piece in path))
         sizes, starts = (x[torch.tensor(pieces)] for x in _sizes_and_starts(self.lengths))
-        rows = torch.arange(sum(documents)) + torch.repeat_interleave(starts - (sizes.cumsum(0) - sizes), sizes)
-        kept = torch.repeat_interleave(torch.tensor(first), sizes)
-        return _buckets(rows, kept, torch.tensor(documents), self.scatter_n.device, self.tokens)[0]
+        rows = torch.arange(sum(document_tokens)) + torch.repeat_interleave(starts - (sizes.cumsum(0) - sizes), sizes)
+        kept_mask = torch.repeat_interleave(torch.tensor(is_first), sizes)
+        return _buckets(rows, kept_mask, torch.tensor(document_tokens), self.scatter_n.device, self.tokens)[0]
 
 
 def _sizes_and_starts(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -153,20 +153,20 @@ def _shared_prefixes(sizes: list[int], starts: list[int], continues: tuple[int, 
     if len(continues) != len(sizes):
         raise ValueError(f"{len(sizes)} pieces, but continues has {len(continues)} entries")
     prefixes: list[SharedPrefix] = []
-    seen: set[int] = set()
-    for prefix, run in itertools.groupby(range(len(continues)), key=continues.__getitem__):
-        members = list(run)
-        if prefix == NOTHING and not seen:
+    seen_prefixes: set[int] = set()
+    for prefix, pieces in itertools.groupby(range(len(continues)), key=continues.__getitem__):
+        members = list(pieces)
+        if prefix == NOTHING and not seen_prefixes:
             continue
-        if prefix in seen or not 0 <= prefix < members[0]:
+        if prefix in seen_prefixes or not 0 <= prefix < members[0]:
             raise ValueError(
                 f"piece {members[0]} continues piece {prefix}: a piece stands behind the one it continues, beside the "
                 f"others that do, and those that continue nothing come first; continues = {list(continues)}"
             )
-        seen.add(prefix)
-        keys = tuple(slice(starts[piece], starts[piece] + sizes[piece]) for piece in _path(continues, prefix))
-        queries = slice(starts[members[0]], starts[members[-1]] + sizes[members[-1]])
-        prefixes.append(SharedPrefix(keys=keys, queries=queries))
+        seen_prefixes.add(prefix)
+        key_slices = tuple(slice(starts[piece], starts[piece] + sizes[piece]) for piece in _path(continues, prefix))
+        query_slice = slice(starts[members[0]], starts[members[-1]] + sizes[members[-1]])
+        prefixes.append(SharedPrefix(keys=key_slices, queries=query_slice))
     return tuple(prefixes)
 
 
@@ -185,15 +185,15 @@ def _buckets(
         columns, total = torch.arange(length), documents[members, None]
         indices = firsts[members, None] + torch.minimum(columns, total - 1)
         gather = rows[indices].flatten()
-        used = ((columns < total) & kept[indices]).flatten().nonzero().squeeze(1)
-        scatter[gather[used]] = offset + used
-        end_to_end = len(used) == len(gather) and bool((gather.diff() == 1).all())
+        used_rows = ((columns < total) & kept[indices]).flatten().nonzero().squeeze(1)
+        scatter[gather[used_rows]] = offset + used_rows
+        end_to_end = len(used_rows) == len(gather) and bool((gather.diff() == 1).all())
         buckets.append(
             Bucket(
                 documents=len(members),
                 length=length,
                 gather_bl=gather.to(device),
-                outputs=(gather[used].to(device), used.to(device)),
+                outputs=(gather[used_rows].to(device), used_rows.to(device)),
                 first=int(gather[0]) if end_to_end else None,
             )
         )
@@ -204,11 +204,11 @@ def _buckets(
 def _split(sizes: Tensor, order: Tensor, max_rows: float) -> list[Tensor]:
     """Split the documents, longest first, where the padding to the bucket's longest would exceed PADDING_RATIO, or the
     bucket's rows ``max_rows``."""
-    ordered = sizes[order].tolist()
-    cuts = [0]
-    for i, size in enumerate(ordered):
-        longest = ordered[cuts[-1]]
-        if longest > PADDING_RATIO * size + 1 or (i + 1 - cuts[-1]) * longest > max_rows:
-            cuts.append(i)
-    cuts.append(len(ordered))
-    return [order[a:b] for a, b in itertools.pairwise(cuts)]
+    ordered_sizes = sizes[order].tolist()
+    cut_positions = [0]
+    for i, size in enumerate(ordered_sizes):
+        longest = ordered_sizes[cut_positions[-1]]
+        if longest > PADDING_RATIO * size + 1 or (i + 1 - cut_positions[-1]) * longest > max_rows:
+            cut_positions.append(i)
+    cut_positions.append(len(ordered_sizes))
+    return [order[a:b] for a, b in itertools.pairwise(cut_positions)]

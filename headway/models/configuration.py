@@ -111,12 +111,12 @@ class DecoderConfig:
         return self.attention_bias and self.family.output_bias
 
     def layer(self, index: int) -> LayerKind:
-        windowed = self.window is not None and index in self.window.layers
-        window = self.window.tokens if self.window is not None and windowed else None
+        is_windowed = self.window is not None and index in self.window.layers
+        window_tokens = self.window.tokens if self.window is not None and is_windowed else None
         scale = (self.query_scale or self.head_dim) ** -0.5
         return LayerKind(
-            scores=Scores(scale=scale, window=window, softcap=self.attention_softcap),
-            rope=1 if windowed and self.local_rope_theta is not None else 0,
+            scores=Scores(scale=scale, window=window_tokens, softcap=self.attention_softcap),
+            rope=1 if is_windowed and self.local_rope_theta is not None else 0,
             sparse=self.mixture is not None and index not in self.mixture.dense_layers,
         )
 
@@ -128,9 +128,9 @@ class DecoderConfig:
     @property
     def routing(self) -> ExpertRouting | None:
         """The shape of a token's experts; None: the model has none."""
-        if self.mixture is None or not (layers := len(self.sparse_layers)):
+        if self.mixture is None or not (layer_count := len(self.sparse_layers)):
             return None
-        return ExpertRouting(layers=layers, per_token=self.mixture.per_token, experts=self.mixture.experts)
+        return ExpertRouting(layers=layer_count, per_token=self.mixture.per_token, experts=self.mixture.experts)
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> DecoderConfig:
@@ -151,9 +151,9 @@ class DecoderConfig:
         kv_heads = raw.get("num_key_value_heads")
         max_positions = int(raw.get("max_position_embeddings") or family.default_max_positions)
         bias = family.attention_bias
-        tokens, covered = read_window(raw, family, layers)
-        window = None if tokens is None else SlidingWindow(tokens=tokens, layers=covered)
-        eos = raw.get("eos_token_id")
+        window_tokens, windowed_layers = read_window(raw, family, layers)
+        window = None if window_tokens is None else SlidingWindow(tokens=window_tokens, layers=windowed_layers)
+        eos_ids = raw.get("eos_token_id")
         return cls(
             architecture=family.architecture,
             vocabulary_size=_integer(raw, "vocab_size"),
@@ -174,7 +174,7 @@ class DecoderConfig:
             **_scores(raw, family),
             mixture=_mixture(raw, family, layers),
             bos_token_id=raw.get("bos_token_id"),
-            eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
+            eos_token_id=tuple(eos_ids) if isinstance(eos_ids, list) else eos_ids,
             pad_token_id=raw.get("pad_token_id"),
         )
 
@@ -218,9 +218,9 @@ class DecoderConfig:
         raw = {"rope_theta": self.rope_theta, "rope_scaling": None if self.rope_scaling is None else scaling}
         if not self.family.local_rope:
             return {**raw, "rope_parameters": parameters}
-        local = self.rope_theta if self.local_rope_theta is None else self.local_rope_theta
-        both = {"full_attention": parameters, "sliding_attention": {"rope_theta": local, "rope_type": "default"}}
-        return {**raw, "rope_local_base_freq": local, "rope_parameters": both}
+        local_theta = self.rope_theta if self.local_rope_theta is None else self.local_rope_theta
+        ropes = {"full_attention": parameters, "sliding_attention": {"rope_theta": local_theta, "rope_type": "default"}}
+        return {**raw, "rope_local_base_freq": local_theta, "rope_parameters": ropes}
 
     def _window_mapping(self) -> dict[str, Any]:
         family, window = self.family, self.window
@@ -263,10 +263,10 @@ class DecoderConfig:
     def rope_frequencies(self) -> list[list[float]]:
         """Angular frequency of each rotary pair, in radians per position: [1 or 2][head_dim / 2]. The second row is for
         layers with a window, if these have a separate embedding."""
-        ropes = [frequencies(self.rope_theta, self.head_dim, self.rope_scaling)]
+        frequency_rows = [frequencies(self.rope_theta, self.head_dim, self.rope_scaling)]
         if self.local_rope_theta is not None:
-            ropes.append(frequencies(self.local_rope_theta, self.head_dim, None))
-        return ropes
+            frequency_rows.append(frequencies(self.local_rope_theta, self.head_dim, None))
+        return frequency_rows
 
     def rope_magnitudes(self) -> list[float]:
         """The factor on rotated queries and keys, for each embedding of `rope_frequencies`."""
@@ -274,11 +274,11 @@ class DecoderConfig:
 
     def matmul_parameters(self, index: int, *, active: bool = False) -> int:
         """The number of weights of layer ``index`` in matrix products; ``active``: only those that a token uses."""
-        attention = (2 * self.heads + 2 * self.kv_heads) * self.head_dim * self.width
+        attention_weights = (2 * self.heads + 2 * self.kv_heads) * self.head_dim * self.width
         if (mixture := self.mixture) is None or not self.layer(index).sparse:
-            return attention + 3 * self.width * self.intermediate
-        experts = mixture.per_token if active else mixture.experts
-        return attention + self.width * mixture.experts + experts * 3 * self.width * mixture.intermediate
+            return attention_weights + 3 * self.width * self.intermediate
+        expert_count = mixture.per_token if active else mixture.experts
+        return attention_weights + self.width * mixture.experts + expert_count * 3 * self.width * mixture.intermediate
 
     @property
     def cached_values(self) -> int:
@@ -298,14 +298,14 @@ class DecoderConfig:
         costs twice as much.
         """
         tokens = sum(lengths)
-        prefixes = prefix_lengths(lengths, continues or [-1] * len(lengths))
-        pairs = sum(
+        prefix_tokens = prefix_lengths(lengths, continues or [-1] * len(lengths))
+        pair_count = sum(
             count * (attended_pairs(first + n, window) - attended_pairs(first, window))
             for window, count in self._layers_by_window.items()
-            for first, n in zip(prefixes, lengths, strict=True)
+            for first, n in zip(prefix_tokens, lengths, strict=True)
         )
-        products = self.product_flops(tokens, tokens if head_tokens is None else head_tokens)
-        return float(4 * self.heads * self.head_dim * pairs + products)
+        product_flops = self.product_flops(tokens, tokens if head_tokens is None else head_tokens)
+        return float(4 * self.heads * self.head_dim * pair_count + product_flops)
 
     def product_flops(self, tokens: int, head_tokens: int) -> int:
         """The part of `flops` in products with weights, which the weights' gradients cost again."""
@@ -358,17 +358,17 @@ def _integer(raw: dict[str, Any], key: str) -> int:
 
 def _ropes(raw: dict[str, Any], family: Family, max_positions: int, window: SlidingWindow | None) -> dict[str, Any]:
     """Theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
-    parameters: dict[str, Any] = raw.get("rope_parameters") or {}
-    local: dict[str, Any] = {}
+    rope_parameters: dict[str, Any] = raw.get("rope_parameters") or {}
+    local_parameters: dict[str, Any] = {}
     if family.local_rope:
-        local = parameters.get("sliding_attention") or {}
-        parameters = parameters.get("full_attention") or {}
-    default = float(raw.get("rope_theta") or family.default_theta)
-    theta, scaling = read_rope({**(raw.get("rope_scaling") or {}), **parameters}, default, max_positions)
+        local_parameters = rope_parameters.get("sliding_attention") or {}
+        rope_parameters = rope_parameters.get("full_attention") or {}
+    default_theta = float(raw.get("rope_theta") or family.default_theta)
+    theta, scaling = read_rope({**(raw.get("rope_scaling") or {}), **rope_parameters}, default_theta, max_positions)
     fields: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
     if family.local_rope and window is not None:
         local_default = float(raw.get("rope_local_base_freq") or 10000.0)
-        fields["local_rope_theta"], local_scaling = read_rope(local, local_default, max_positions)
+        fields["local_rope_theta"], local_scaling = read_rope(local_parameters, local_default, max_positions)
         if local_scaling is not None:
             raise ConfigurationError("rope_parameters.sliding_attention: only rope type 'default' is supported there")
     return fields
@@ -401,13 +401,13 @@ def _mixture(raw: dict[str, Any], family: Family, layers: int) -> ExpertMixture 
     key = "num_experts" if raw.get("num_local_experts") is None else "num_local_experts"  # transformers 4, 5
     if raw.get(key) == 0:
         return None
-    step = int(raw.get("decoder_sparse_step") or 1)
-    dense = {int(index) for index in raw.get("mlp_only_layers") or ()}
+    sparse_step = int(raw.get("decoder_sparse_step") or 1)
+    dense_layers = {int(index) for index in raw.get("mlp_only_layers") or ()}
     normalised = family.expert_size_key == "intermediate_size" or bool(raw.get("norm_topk_prob", False))
     return ExpertMixture(
         experts=_integer(raw, key),
         per_token=_integer(raw, "num_experts_per_tok"),
         intermediate=_integer(raw, family.expert_size_key),
         normalised=normalised,
-        dense_layers=tuple(i for i in range(layers) if i in dense or (i + 1) % step),
+        dense_layers=tuple(i for i in range(layers) if i in dense_layers or (i + 1) % sparse_step),
     )

@@ -41,10 +41,10 @@ class DecoderLayer(nn.Module):
         self.output_weight = nn.Parameter(torch.empty(c.width, c.heads * c.head_dim))
         self.post_norm = nn.Parameter(torch.ones(c.width))
         if c.mixture is not None and self.kind.sparse:
-            experts, inner = c.mixture.experts, c.mixture.intermediate
+            experts, inner_width = c.mixture.experts, c.mixture.intermediate
             self.router_weight = nn.Parameter(torch.empty(experts, c.width))
-            self.gate_up_weight = nn.Parameter(torch.empty(experts, 2 * inner, c.width))
-            self.down_weight = nn.Parameter(torch.empty(experts, c.width, inner))
+            self.gate_up_weight = nn.Parameter(torch.empty(experts, 2 * inner_width, c.width))
+            self.down_weight = nn.Parameter(torch.empty(experts, c.width, inner_width))
         else:
             self.gate_up_weight = nn.Parameter(torch.empty(2 * c.intermediate, c.width))
             self.down_weight = nn.Parameter(torch.empty(c.width, c.intermediate))
@@ -95,8 +95,8 @@ class DecoderLayer(nn.Module):
         chosen_nk, weights_nk = route(hidden_nd, self.router_weight, m.per_token, m.normalised, self.adapter, replay)
         if self.routed is not None:
             self.routed.append(chosen_nk)
-        how = mix_in_fixed_shapes if self.fixed_shapes else mix
-        return how(hidden_nd, chosen_nk, weights_nk, self.gate_up_weight, self.down_weight, gated, self.adapter)
+        mix_experts = mix_in_fixed_shapes if self.fixed_shapes else mix
+        return mix_experts(hidden_nd, chosen_nk, weights_nk, self.gate_up_weight, self.down_weight, gated, self.adapter)
 
     def _product(self, name: str, x_nd: Tensor, add: Tensor | None = None) -> Tensor:
         """Input rows times the matrix of this name, plus its bias, the adapter's part and ``add``."""
@@ -142,8 +142,8 @@ class Decoder(PackedModel):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
         # A cast of the module must not round the rotary frequencies: angles of far positions would be off.
         super()._apply(fn, recurse)
-        exact = torch.tensor(self.config.rope_frequencies(), dtype=torch.float32)
-        self._frequencies = exact.to(self._frequencies.device)
+        exact_frequencies = torch.tensor(self.config.rope_frequencies(), dtype=torch.float32)
+        self._frequencies = exact_frequencies.to(self._frequencies.device)
         return self
 
     @property
@@ -197,9 +197,9 @@ class Decoder(PackedModel):
             raise ValueError(f"lengths add up to {plan.tokens} tokens, but {ids_n.shape[0]} ids were given")
         cos, sin = self.rope(plan.positions_n)
         x_nd = self.embed(ids_n)
-        sparse = {index: number for number, index in enumerate(self.config.sparse_layers)}
+        number_by_layer = {index: number for number, index in enumerate(self.config.sparse_layers)}
         for index, layer in enumerate(self.layers):
-            replayed = None if replay is None or index not in sparse else replay.layer(sparse[index])
+            replayed = None if replay is None or index not in number_by_layer else replay.layer(number_by_layer[index])
             if self.checkpoints_layers and torch.is_grad_enabled():
                 x_nd = checkpoint(layer, x_nd, cos, sin, plan, replayed, use_reentrant=False, preserve_rng_state=False)
             else:

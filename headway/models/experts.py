@@ -52,17 +52,18 @@ def route(
     adapter: LayerAdapter | None = None,
     replay: ExpertReplay | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The experts of each token by descending probability, and their weights: int64 and float [N, K].
+    """The experts of each token and their weights, int64 and float [N, K]: the router's own by descending probability,
+    recorded ones as recorded.
 
     Weights are probabilities of the softmax over all experts; ``normalised`` makes those of the chosen experts add up
     to 1. They are computed in float32 (float64 if the hidden states are) under autocast too, because a rounding error
     here selects another expert. With ``replay`` of this layer, recorded experts are chosen if there are any; their
-    weights still come from these scores, so that gradients reach the router.
+    weights still come from these scores, so that gradients reach the router. It also writes ``replay.counts``.
     """
-    wide = torch.promote_types(hidden_nd.dtype, torch.float32)
+    wide_dtype = torch.promote_types(hidden_nd.dtype, torch.float32)
     with torch.autocast(hidden_nd.device.type, enabled=False):
-        hidden_nd = hidden_nd.to(wide)
-        logits_nx = functional.linear(hidden_nd, router_xd.to(wide))
+        hidden_nd = hidden_nd.to(wide_dtype)
+        logits_nx = functional.linear(hidden_nd, router_xd.to(wide_dtype))
         if adapter is not None:
             logits_nx = adapter.add("router", logits_nx, hidden_nd)
         probabilities_nx = torch.softmax(logits_nx, dim=-1)
@@ -81,8 +82,8 @@ def route(
 def _disagreement(recorded_nk: Tensor, known_n: Tensor, own_nk: Tensor, chosen_nk: Tensor) -> Tensor:
     """The layer's `ExpertReplay.counts`; the order of a token's experts doesn't matter."""
     sorted_nk = recorded_nk.sort(-1).values
-    others = [known_n & (sorted_nk != other_nk.sort(-1).values).any(-1) for other_nk in (own_nk, chosen_nk)]
-    return torch.stack([known_n, *others]).sum(-1)
+    disagreeing = [known_n & (sorted_nk != other_nk.sort(-1).values).any(-1) for other_nk in (own_nk, chosen_nk)]
+    return torch.stack([known_n, *disagreeing]).sum(-1)
 
 
 def mix(
@@ -157,5 +158,5 @@ def grouped_linear(rows_md: Tensor, weights_xfd: Tensor | QuantizedMatrix, ends_
 
 def _aligned(weights_xfd: Tensor) -> bool:
     """Whether torch's grouped product takes these weights: rows of a multiple of 16 bytes, elements of at most 4."""
-    bytes_ = weights_xfd.element_size()
-    return bytes_ <= 4 and all(size * bytes_ % 16 == 0 for size in weights_xfd.shape[1:])
+    number_bytes = weights_xfd.element_size()
+    return number_bytes <= 4 and all(size * number_bytes % 16 == 0 for size in weights_xfd.shape[1:])

@@ -208,15 +208,15 @@ _INSTEAD = {
 
 def family_from(raw: dict[str, Any]) -> Family:
     """The family that a ``config.json`` names. Raises ConfigurationError, with the supported ones, for any other."""
-    named = raw.get("architectures") or []
-    if not named:
-        named = [row.architecture for row in _ROWS if row.model_type == raw.get("model_type")]
-    for name in named:
+    architectures = raw.get("architectures") or []
+    if not architectures:
+        architectures = [family.architecture for family in _ROWS if family.model_type == raw.get("model_type")]
+    for name in architectures:
         if name in FAMILIES:
             return FAMILIES[name]
-    kind = raw.get("architectures") or raw.get("model_type")
-    hint = next((f" ({_INSTEAD[name]})" for name in named if name in _INSTEAD), "")
-    raise ConfigurationError(f"architectures = {kind!r} is not supported{hint}; supported: {', '.join(FAMILIES)}")
+    named_kind = raw.get("architectures") or raw.get("model_type")
+    hint = next((f" ({_INSTEAD[name]})" for name in architectures if name in _INSTEAD), "")
+    raise ConfigurationError(f"architectures = {named_kind!r} is not supported{hint}; supported: {', '.join(FAMILIES)}")
 
 
 def family_named(name: str) -> Family:
@@ -231,9 +231,9 @@ def refuse_unsupported(raw: dict[str, Any], family: Family) -> None:
     keys = dict.fromkeys((family.activation_key, "hidden_act", "hidden_activation"))
     activation = next(((key, raw[key]) for key in keys if raw.get(key) is not None), None)
     if activation is not None and activation[1] not in family.activation_names:
-        valid = ", ".join(repr(name) for name in family.activation_names)
+        valid_names = ", ".join(repr(name) for name in family.activation_names)
         raise ConfigurationError(
-            f"{activation[0]} = {activation[1]!r} is not supported in {family.architecture}; supported: {valid}"
+            f"{activation[0]} = {activation[1]!r} is not supported in {family.architecture}; supported: {valid_names}"
         )
     if raw.get("quantization_config"):
         raise ConfigurationError("quantization_config: quantised weights are not supported; supported: float weights")
@@ -256,31 +256,31 @@ def read_window(raw: dict[str, Any], family: Family, layers: int) -> tuple[int |
     types = raw.get("layer_types")
     if types is not None:
         _check_layer_types(types, layers)
-    covered = _covered(raw, family, layers) if types is None else [kind == "sliding_attention" for kind in types]
-    if family.windowed == "none" and any(covered):
+    covered_flags = _covered(raw, family, layers) if types is None else [kind == "sliding_attention" for kind in types]
+    if family.windowed == "none" and any(covered_flags):
         raise ConfigurationError(
             f"layer_types has 'sliding_attention', which {family.architecture} does not compute; "
             "supported: full_attention in every layer"
         )
-    if family.windowed == "all" and tokens is not None and not all(covered):
+    if family.windowed == "all" and tokens is not None and not all(covered_flags):
         raise ConfigurationError(
             f"layer_types has 'full_attention' beside sliding_window = {tokens!r}; supported in {family.architecture}: "
             "sliding_attention in every layer, or sliding_window = null"
         )
-    if tokens is None or not any(covered):
+    if tokens is None or not any(covered_flags):
         return None, ()
     if not isinstance(tokens, int) or tokens < 1:
         raise ConfigurationError(f"sliding_window = {tokens!r}: a positive number of tokens is needed, or null")
-    return tokens, tuple(index for index, windowed in enumerate(covered) if windowed)
+    return tokens, tuple(index for index, windowed in enumerate(covered_flags) if windowed)
 
 
 def _check_layer_types(types: Any, layers: int) -> None:
-    known = ("full_attention", "sliding_attention")
+    known_types = ("full_attention", "sliding_attention")
     if not isinstance(types, list) or len(types) != layers:
         raise ConfigurationError(f"layer_types: a list of {layers} layer types is needed, one for each layer")
-    if unknown := [kind for kind in types if kind not in known]:
+    if unknown_types := [kind for kind in types if kind not in known_types]:
         raise ConfigurationError(
-            f"layer_types has {unknown[0]!r}, which is not supported; supported: {', '.join(known)}"
+            f"layer_types has {unknown_types[0]!r}, which is not supported; supported: {', '.join(known_types)}"
         )
 
 
@@ -288,9 +288,9 @@ def _covered(raw: dict[str, Any], family: Family, layers: int) -> list[bool]:
     if family.windowed == "all":
         return [True] * layers
     if family.windowed == "upper":
-        first = int(raw.get("max_window_layers", 28))
-        return [index >= first for index in range(layers)]
+        first_windowed = int(raw.get("max_window_layers", 28))
+        return [index >= first_windowed for index in range(layers)]
     if family.windowed == "none":
         return [False] * layers
-    every = int(raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or family.windowed)
-    return [(index + 1) % every != 0 for index in range(layers)]
+    period = int(raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or family.windowed)
+    return [(index + 1) % period != 0 for index in range(layers)]

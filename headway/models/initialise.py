@@ -49,7 +49,7 @@ def initialise_model(
     ``rope_theta``: default the family's. Equal arguments give equal files.
     Raises ConfigurationError for inconsistent sizes or an existing output.
     """
-    kind = family_named(family)
+    model_family = family_named(family)
     target = Path(output)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigurationError(f"{target} exists already; choose another output")
@@ -63,16 +63,16 @@ def initialise_model(
         folder.mkdir()
         tokenizer = train_byte_fallback_tokenizer(corpus, vocabulary_size, folder, character_level=character_level)
         config = DecoderConfig(
-            architecture=kind.architecture,
-            qk_norm=kind.qk_norm,
-            attention_bias=bool(kind.attention_bias),
-            norm_epsilon=kind.default_epsilon,
-            window=_window(kind, window, layers, max_positions),
-            local_rope_theta=10000.0 if kind.local_rope else None,
-            attention_softcap=50.0 if kind.attention_softcap else None,
-            final_softcap=30.0 if kind.attention_softcap else None,
-            query_scale=float(head_dim) if kind.query_scale else None,
-            mixture=_mixture(kind, experts, experts_per_token, intermediate),
+            architecture=model_family.architecture,
+            qk_norm=model_family.qk_norm,
+            attention_bias=bool(model_family.attention_bias),
+            norm_epsilon=model_family.default_epsilon,
+            window=_window(model_family, window, layers, max_positions),
+            local_rope_theta=10000.0 if model_family.local_rope else None,
+            attention_softcap=50.0 if model_family.attention_softcap else None,
+            final_softcap=30.0 if model_family.attention_softcap else None,
+            query_scale=float(head_dim) if model_family.query_scale else None,
+            mixture=_mixture(model_family, experts, experts_per_token, intermediate),
             vocabulary_size=-(-tokenizer.vocabulary_size // 8) * 8,
             width=width,
             layers=layers,
@@ -82,7 +82,7 @@ def initialise_model(
             intermediate=intermediate,
             max_positions=max_positions,
             tied=tied,
-            rope_theta=rope_theta or kind.default_theta,
+            rope_theta=rope_theta or model_family.default_theta,
             bos_token_id=tokenizer.token_id(BOS),
             eos_token_id=tokenizer.eos_id,
             pad_token_id=tokenizer.token_id(PAD),
@@ -107,13 +107,13 @@ def _head_dim(width: int, heads: int) -> int:
 
 def _write_generation_config(folder: Path, config: DecoderConfig, tokenizer: Tokenizer) -> None:
     assert tokenizer.token(tokenizer.eos_id) == EOS
-    generation = {
+    generation_config = {
         "bos_token_id": config.bos_token_id,
         "eos_token_id": [tokenizer.eos_id, tokenizer.token_id("<|im_end|>")],
         "pad_token_id": config.pad_token_id,
         "do_sample": True,
     }
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
+    (folder / "generation_config.json").write_text(json.dumps(generation_config, indent=2) + "\n", encoding="utf-8")
 
 
 def _window(kind: Family, tokens: int | None, layers: int, max_positions: int) -> SlidingWindow | None:
@@ -129,8 +129,8 @@ def _window(kind: Family, tokens: int | None, layers: int, max_positions: int) -
         return None
     if tokens < 1:
         raise ConfigurationError(f"window = {tokens}: must be at least 1")
-    every = min(kind.windowed, 3) if isinstance(kind.windowed, int) else layers + 1
-    return SlidingWindow(tokens=tokens, layers=tuple(index for index in range(layers) if (index + 1) % every))
+    period = min(kind.windowed, 3) if isinstance(kind.windowed, int) else layers + 1
+    return SlidingWindow(tokens=tokens, layers=tuple(index for index in range(layers) if (index + 1) % period))
 
 
 def _mixture(kind: Family, experts: int, per_token: int, intermediate: int) -> ExpertMixture | None:
@@ -146,18 +146,18 @@ def initialise_parameters(model: Decoder, seed: int) -> None:
     write to the residual stream are divided by sqrt(2 layers) (GPT-2, section 2.3). Norms are 1, biases 0.
     """
     generator = torch.Generator().manual_seed(seed)
-    residual = 1 / math.sqrt(2 * model.config.layers)
+    residual_scale = 1 / math.sqrt(2 * model.config.layers)
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            leaf = name.rsplit(".", 1)[-1]
-            if leaf.endswith("norm"):
+            leaf_name = name.rsplit(".", 1)[-1]
+            if leaf_name.endswith("norm"):
                 parameter.fill_(1.0 - model.config.family.norm_offset)
-            elif leaf.endswith("bias"):
+            elif leaf_name.endswith("bias"):
                 parameter.zero_()
             else:
                 scale = 1 / math.sqrt(parameter.shape[-1])
-                if leaf in ("output_weight", "down_weight"):
-                    scale *= residual
+                if leaf_name in ("output_weight", "down_weight"):
+                    scale *= residual_scale
                 values = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, scale, generator=generator)
                 parameter.copy_(values)

@@ -27,11 +27,11 @@ class QuantizedMatrix:
 
     def __init__(self, weight: Tensor, quantization: Quantization) -> None:
         self.shape, self._quantization = weight.shape, quantization
-        library, flat = _bitsandbytes(), weight.detach().float().reshape(-1, weight.shape[-1]).contiguous()
+        library, flat_weight = _bitsandbytes(), weight.detach().float().reshape(-1, weight.shape[-1]).contiguous()
         if quantization == "4bit":
-            self._codes, self._state = library.quantize_4bit(flat, blocksize=64, quant_type="nf4")
+            self._codes, self._state = library.quantize_4bit(flat_weight, blocksize=64, quant_type="nf4")
         else:
-            self._codes, self._state = library.quantize_blockwise(flat, blocksize=256)
+            self._codes, self._state = library.quantize_blockwise(flat_weight, blocksize=256)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -47,8 +47,8 @@ class QuantizedMatrix:
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """The dequantised matrix."""
         library = _bitsandbytes()
-        expand = library.dequantize_4bit if self._quantization == "4bit" else library.dequantize_blockwise
-        return expand(self._codes, self._state).view(self.shape).to(dtype)
+        dequantise = library.dequantize_4bit if self._quantization == "4bit" else library.dequantize_blockwise
+        return dequantise(self._codes, self._state).view(self.shape).to(dtype)
 
 
 def _bitsandbytes() -> Any:
@@ -72,14 +72,14 @@ def _normalise_backward(grad: Tensor, unit: Tensor, inverse: Tensor, weight: Ten
     """Gradients of weight * unit with respect to x (float32) and, per row, to weight (not summed yet)."""
     per_weight = grad * unit
     with torch.autocast(grad.device.type, enabled=False):  # the row sums stay float32
-        along = (per_weight @ weight).mul_(1 / grad.shape[-1]).unsqueeze(-1)
-    return (grad * weight).addcmul_(unit, along, value=-1).mul_(inverse), per_weight
+        projection = (per_weight @ weight).mul_(1 / grad.shape[-1]).unsqueeze(-1)
+    return (grad * weight).addcmul_(unit, projection, value=-1).mul_(inverse), per_weight
 
 
 def _with_gradients(x: Tensor, weight: Tensor | None = None) -> native.Kernels | None:
     """The native kernels if they have gradients (float32 outside autocast), else None."""
-    fast = native.active(x, weight)
-    return fast if fast is not None and fast.dtype == product_dtype(x) == torch.float32 else None
+    kernels = native.active(x, weight)
+    return kernels if kernels is not None and kernels.dtype == product_dtype(x) == torch.float32 else None
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -100,10 +100,10 @@ class _RmsNorm(torch.autograd.Function):
         unit, inverse, weight = ctx.saved_tensors
         if ctx.fast is not None:
             return *ctx.fast.rms_norm_backward(grads[0], unit, weight, inverse), None, None
-        wide = with_offset(weight, ctx.offset) if ctx.offset else _wide(weight)
-        grad_x, per_weight = _normalise_backward(_wide(grads[0]), _wide(unit), inverse, wide)
-        to_weight = per_weight.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return grad_x.to(ctx.dtype), to_weight, None, None
+        wide_weight = with_offset(weight, ctx.offset) if ctx.offset else _wide(weight)
+        grad_x, per_weight = _normalise_backward(_wide(grads[0]), _wide(unit), inverse, wide_weight)
+        grad_weight = per_weight.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return grad_x.to(ctx.dtype), grad_weight, None, None
 
 
 def rms_norm(x_nd: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
@@ -114,8 +114,8 @@ def rms_norm(x_nd: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) 
     """
     if torch.is_grad_enabled():
         return _RmsNorm.apply(x_nd, weight, epsilon, offset)  # pyright: ignore[reportReturnType]
-    if not offset and (fast := native.active(x_nd, weight)) is not None:
-        return fast.rms_norm(x_nd, weight, epsilon)
+    if not offset and (kernels := native.active(x_nd, weight)) is not None:
+        return kernels.rms_norm(x_nd, weight, epsilon)
     return _weighted(_normalise(x_nd, epsilon)[0], weight, offset, product_dtype(x_nd))
 
 
@@ -147,8 +147,8 @@ def linear(
         out = frozen_product(x_nd, weight, functional.linear)
         out = out if bias is None else out + bias
         return out if add is None else add + out
-    if not torch.is_grad_enabled() and (fast := native.active(x_nd, weight)) is not None and fast.packs(weight):
-        return fast.linear(x_nd, weight, bias, add)
+    if not torch.is_grad_enabled() and (kernels := native.active(x_nd, weight)) is not None and kernels.packs(weight):
+        return kernels.linear(x_nd, weight, bias, add)
     if add is None:
         return functional.linear(x_nd, weight, bias)
     if bias is not None or product_dtype(add) != add.dtype:
@@ -171,8 +171,8 @@ def with_offset(weight: Tensor, offset: float) -> Tensor:
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype of matrix products of ``x``: autocast's if it is enabled, else that of x."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    device_type = x.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
 
 
 def _pairs(x: Tensor) -> Tensor:
@@ -190,13 +190,13 @@ class _NormRotate(torch.autograd.Function):
         ctx.mark_dirty(qkv)
         ctx.fast = _with_gradients(qkv, q_norm)
         if ctx.fast is not None:
-            turned = (qkv.shape[0], sizes[0] + sizes[1])
-            norms = ()
+            rotated_shape = (qkv.shape[0], sizes[0] + sizes[1])
+            norm_outputs = ()
             if q_norm is not None and k_norm is not None:
-                norms = (qkv.new_empty(*turned, sizes[2]), qkv.new_empty(turned))
-            ctx.fast.norm_rotate(qkv, q_norm, k_norm, cos, sin, sizes, *norms)
+                norm_outputs = (qkv.new_empty(*rotated_shape, sizes[2]), qkv.new_empty(rotated_shape))
+            ctx.fast.norm_rotate(qkv, q_norm, k_norm, cos, sin, sizes, *norm_outputs)
             ctx.sizes = sizes
-            ctx.save_for_backward(cos, sin, *norms, *((q_norm, k_norm) if norms else ()))
+            ctx.save_for_backward(cos, sin, *norm_outputs, *((q_norm, k_norm) if norm_outputs else ()))
             return qkv
         rotation = torch.complex(cos, sin)
         saved = _norm_rotate(qkv, q_norm, k_norm, rotation, sizes)
@@ -211,19 +211,19 @@ class _NormRotate(torch.autograd.Function):
             cos, sin, *norms = ctx.saved_tensors
             return grad, *ctx.fast.norm_rotate_backward(grad, norms, cos, sin, ctx.sizes), None, None, None
         heads, kv_heads, head_dim, _ = ctx.sizes
-        rotation, *rest = ctx.saved_tensors
-        rotated = grad.view(grad.shape[0], -1, head_dim)[:, : heads + kv_heads]
-        turned = torch.view_as_real(_pairs(_wide(rotated)) * rotation.conj()).flatten(-2)
+        rotation, *saved_norms = ctx.saved_tensors
+        rotated_grad = grad.view(grad.shape[0], -1, head_dim)[:, : heads + kv_heads]
+        turned = torch.view_as_real(_pairs(_wide(rotated_grad)) * rotation.conj()).flatten(-2)
         if not ctx.normed:
-            rotated.copy_(turned)
+            rotated_grad.copy_(turned)
             return grad, None, None, None, None, None
-        unit, inverse, q_norm, k_norm = rest
+        unit, inverse, q_norm, k_norm = saved_norms
         parts = ((slice(0, heads), q_norm), (slice(heads, heads + kv_heads), k_norm))
         grads_of_weights: list[Tensor | None] = []
         for (part, weight), needs_grad in zip(parts, ctx.needs_input_grad[1:3], strict=True):
             wide = _wide(weight)
             grad_x, per_weight = _normalise_backward(turned[:, part], unit[:, part], inverse[:, part], wide)
-            rotated[:, part].copy_(grad_x)
+            rotated_grad[:, part].copy_(grad_x)
             grads_of_weights.append(per_weight.sum((0, 1)).to(weight.dtype) if needs_grad else None)
         return grad, grads_of_weights[0], grads_of_weights[1], None, None, None
 
@@ -234,13 +234,13 @@ def _norm_rotate(
     """Overwrite the query and key part of ``qkv``. Returns the norm's unit vectors and inverse scales for the
     backward; None: there is no norm."""
     heads, kv_heads, head_dim, epsilon = sizes
-    part = qkv.view(qkv.shape[0], -1, head_dim)[:, : heads + kv_heads]
+    query_key = qkv.view(qkv.shape[0], -1, head_dim)[:, : heads + kv_heads]
     if q_norm is None or k_norm is None:
-        part.copy_(torch.view_as_real(_pairs(_wide(part)) * rotation).flatten(-2))
+        query_key.copy_(torch.view_as_real(_pairs(_wide(query_key)) * rotation).flatten(-2))
         return None
-    unit, inverse = _normalise(part, epsilon)
+    unit, inverse = _normalise(query_key, epsilon)
     weight = torch.cat((q_norm.expand(heads, -1), k_norm.expand(kv_heads, -1)))
-    part.copy_(torch.view_as_real(_pairs(unit * _wide(weight)) * rotation).flatten(-2))
+    query_key.copy_(torch.view_as_real(_pairs(unit * _wide(weight)) * rotation).flatten(-2))
     return unit, inverse
 
 
@@ -251,8 +251,8 @@ def norm_rotate(
     rotated by position (RoFormer, Eq. 34). Rotated pairs are neighbours; cos and sin are float32 [N, 1, Dh / 2]."""
     if torch.is_grad_enabled():
         return _NormRotate.apply(qkv, q_norm, k_norm, cos, sin, sizes)  # pyright: ignore[reportReturnType]
-    if (fast := native.active(qkv, q_norm)) is not None:
-        fast.norm_rotate(qkv, q_norm, k_norm, cos, sin, sizes)
+    if (kernels := native.active(qkv, q_norm)) is not None:
+        kernels.norm_rotate(qkv, q_norm, k_norm, cos, sin, sizes)
     else:
         _norm_rotate(qkv, q_norm, k_norm, torch.complex(cos, sin), sizes)
     return qkv
@@ -298,8 +298,8 @@ def gated_silu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate and up side by side: [N, 2f] to [N, f] (Shazeer 2020, SwiGLU)."""
     if torch.is_grad_enabled():
         return _Gated.apply(gate_up, functional.silu, _silu_gradient)  # pyright: ignore[reportReturnType]
-    if (fast := native.active(gate_up)) is not None:
-        return fast.gated_silu(gate_up)
+    if (kernels := native.active(gate_up)) is not None:
+        return kernels.gated_silu(gate_up)
     gate_nf, up_nf = gate_up.chunk(2, dim=-1)
     return functional.silu(gate_nf).mul_(up_nf)
 

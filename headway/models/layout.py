@@ -39,8 +39,8 @@ def fused_expert_entries(model: Decoder) -> Iterator[tuple[TensorEntry, list[str
         if names is None or not layer.kind.sparse:
             continue
         numbers = range(len(layer.gate_up_weight))
-        gates = [prefix + name.format(number) for number in numbers for name in (names.gate, names.up)]
-        yield _entry(prefix + names.fused_gate_up, layer.gate_up_weight), gates
+        gate_up_names = [prefix + name.format(number) for number in numbers for name in (names.gate, names.up)]
+        yield _entry(prefix + names.fused_gate_up, layer.gate_up_weight), gate_up_names
         yield _entry(prefix + names.fused_down, layer.down_weight), [prefix + names.down.format(n) for n in numbers]
         if names.fused_router != names.router:
             yield _entry(prefix + names.fused_router, layer.router_weight), [prefix + names.router]
@@ -63,26 +63,26 @@ def _entry(name: str, parameter: Tensor, rotary_dim: int | None = None) -> Tenso
 
 
 def _layer_entries(layer: DecoderLayer, prefix: str) -> Iterator[TensorEntry]:
-    config, sparse = layer.config, layer.kind.sparse
-    query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    config, is_sparse = layer.config, layer.kind.sparse
+    query_rows, key_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
     for name, hf_name in layer.family.norm_names().items():
         yield _entry(f"{prefix}{hf_name}.weight", getattr(layer, name))
-    for kind, attention, output, gate_up, down in (
+    for kind, qkv, output, gate_up, down in (
         ("weight", layer.qkv_weight, layer.output_weight, layer.gate_up_weight, layer.down_weight),
         ("bias", layer.qkv_bias, layer.output_bias, layer.gate_up_bias, layer.down_bias),
     ):
-        if attention is not None:
-            q, k, v = attention.split((query, key, key))
+        if qkv is not None:
+            q, k, v = qkv.split((query_rows, key_rows, key_rows))
             yield _entry(f"{prefix}self_attn.q_proj.{kind}", q, config.head_dim)
             yield _entry(f"{prefix}self_attn.k_proj.{kind}", k, config.head_dim)
             yield _entry(f"{prefix}self_attn.v_proj.{kind}", v)
         if output is not None:
             yield _entry(f"{prefix}self_attn.o_proj.{kind}", output)
-        if gate_up is not None and not sparse:
+        if gate_up is not None and not is_sparse:
             gate, up = gate_up.chunk(2)
             yield _entry(f"{prefix}mlp.gate_proj.{kind}", gate)
             yield _entry(f"{prefix}mlp.up_proj.{kind}", up)
-        if down is not None and not sparse:
+        if down is not None and not is_sparse:
             yield _entry(f"{prefix}mlp.down_proj.{kind}", down)
     if layer.q_norm is not None and layer.k_norm is not None:
         yield _entry(prefix + "self_attn.q_norm.weight", layer.q_norm, config.head_dim)

@@ -54,20 +54,20 @@ def load_model(path: str | Path, dtype: str | torch.dtype = "float32", device: s
     """
     folder = Path(path)
     model = build(DecoderConfig.from_pretrained(folder), dtype, device)
-    stored = stored_tensors(weight_files(folder))
+    stored_by_name = stored_tensors(weight_files(folder))
     if model.config.tied:
-        require_tied(folder, stored)
-    file_by_name = {name: tensor.file for name, tensor in stored.items()}
+        require_tied(folder, stored_by_name)
+    file_by_name = {name: tensor.file for name, tensor in stored_by_name.items()}
     targets = _targets(model, file_by_name)
     _check_names(folder, model.config, set(targets), set(file_by_name))
-    by_file: dict[Path, list[str]] = {}
+    names_by_file: dict[Path, list[str]] = {}
     for name in sorted(targets):
-        by_file.setdefault(file_by_name[name], []).append(name)
+        names_by_file.setdefault(file_by_name[name], []).append(name)
     with torch.no_grad():
-        for file, names in by_file.items():
+        for file, names in names_by_file.items():
             try:
-                with safe_open(file, framework="pt") as content:
-                    _fill(targets, names, content, file)
+                with safe_open(file, framework="pt") as reader:
+                    _fill(targets, names, reader, file)
             except (SafetensorError, OSError) as error:
                 raise ConfigurationError(f"{file}: not a readable safetensors file: {error}") from None
     return model
@@ -90,32 +90,32 @@ def build(config: DecoderConfig, dtype: str | torch.dtype = "float32", device: s
 
 def _fill(targets: Mapping[str, TensorEntry], names: list[str], content: Any, file: Path) -> None:
     for name in names:
-        target, stored = targets[name], content.get_tensor(name)
-        if tuple(stored.shape) != target.shape:
+        target, stored_tensor = targets[name], content.get_tensor(name)
+        if tuple(stored_tensor.shape) != target.shape:
             raise ConfigurationError(
-                f"{file}: {name} has shape {list(stored.shape)}, config.json implies {list(target.shape)}"
+                f"{file}: {name} has shape {list(stored_tensor.shape)}, config.json implies {list(target.shape)}"
             )
-        target.view.copy_(stored.view(target.view.shape))
+        target.view.copy_(stored_tensor.view(target.view.shape))
         require_finite_tensors(str(file), {name: target.view})
 
 
 def _targets(model: Decoder, stored: Mapping[str, Path]) -> dict[str, TensorEntry]:
     """The tensors to read, by name; mixtures expert by expert, or as one tensor if the files hold them fused."""
     targets = {entry.name: entry for entry in hugging_face_entries(model)}
-    for fused, replaced in fused_expert_entries(model):
-        if fused.name in stored:
-            targets[fused.name] = fused
-            for name in replaced:
+    for fused_entry, replaced_names in fused_expert_entries(model):
+        if fused_entry.name in stored:
+            targets[fused_entry.name] = fused_entry
+            for name in replaced_names:
                 del targets[name]
     return targets
 
 
 def _check_names(folder: Path, config: DecoderConfig, expected: set[str], stored: set[str]) -> None:
-    if missing := sorted(expected - stored):
-        raise ConfigurationError(f"{folder}: tensors missing: {_first_names(missing)}")
-    extra = sorted(name for name in stored - expected if not _ignorable(name, config))
-    if extra:
-        raise ConfigurationError(f"{folder}: tensors this architecture does not have: {_first_names(extra)}")
+    if missing_names := sorted(expected - stored):
+        raise ConfigurationError(f"{folder}: tensors missing: {_first_names(missing_names)}")
+    extra_names = sorted(name for name in stored - expected if not _ignorable(name, config))
+    if extra_names:
+        raise ConfigurationError(f"{folder}: tensors this architecture does not have: {_first_names(extra_names)}")
 
 
 def _ignorable(name: str, config: DecoderConfig) -> bool:
@@ -134,19 +134,19 @@ def save_model(model: Decoder, path: str | Path, tokenizer_source: str | Path | 
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {e.name: e.view.cpu().reshape(e.shape).contiguous() for e in hugging_face_entries(model)}
+    tensors = {entry.name: entry.view.cpu().reshape(entry.shape).contiguous() for entry in hugging_face_entries(model)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     dtype = str(model.dtype).removeprefix("torch.")
-    config = json.dumps(model.config.to_mapping(dtype), indent=2, ensure_ascii=False)
-    (folder / "config.json").write_text(config + "\n", encoding="utf-8")
+    config_text = json.dumps(model.config.to_mapping(dtype), indent=2, ensure_ascii=False)
+    (folder / "config.json").write_text(config_text + "\n", encoding="utf-8")
     if tokenizer_source is not None:
         copy_tokenizer(Path(tokenizer_source), folder)
 
 
 def copy_tokenizer(source: Path, folder: Path, further: Sequence[str] = ()) -> None:
     """Copy a model folder's tokenizer files, including chat templates, and the files ``further``."""
-    named = [file.relative_to(source) for file in source.glob("additional_chat_templates/*.jinja")]
-    for name in (*TOKENIZER_FILES, *further, *named):
+    template_names = [file.relative_to(source) for file in source.glob("additional_chat_templates/*.jinja")]
+    for name in (*TOKENIZER_FILES, *further, *template_names):
         if (file := source / name).is_file():
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(file, folder / name)

@@ -45,8 +45,8 @@ class Dropout:
         generator = torch.Generator(x_nd.device).manual_seed(
             xxhash.xxh3_64_intdigest(f"{self.key}/{target}".encode()) >> 1
         )
-        kept = torch.rand(x_nd.shape, generator=generator, device=x_nd.device) >= self.rate
-        return x_nd * kept / (1 - self.rate)
+        kept_mask = torch.rand(x_nd.shape, generator=generator, device=x_nd.device) >= self.rate
+        return x_nd * kept_mask / (1 - self.rate)
 
 
 class LayerLora:
@@ -97,17 +97,17 @@ class Lora:
         self.quantization: Quantization | None = None  # of its base model in training
         self.parameters: dict[str, nn.Parameter] = {}
         generator = torch.Generator().manual_seed(seed)
-        by_layer: dict[int, list[LoraPair]] = {}
+        pairs_by_layer: dict[int, list[LoraPair]] = {}
         for adapted in self.targets:
             target, rank = adapted.target, adapted.rank
-            experts = (target.experts,) if target.experts else ()
+            expert_shape = (target.experts,) if target.experts else ()
             bound = 1 / math.sqrt(target.columns)  # as torch's linear layers and PEFT
-            a = torch.empty(*experts, rank, target.columns).uniform_(-bound, bound, generator=generator)
-            b = torch.zeros(*experts, target.rows, rank)
+            a = torch.empty(*expert_shape, rank, target.columns).uniform_(-bound, bound, generator=generator)
+            b = torch.zeros(*expert_shape, target.rows, rank)
             pair = LoraPair(target, adapted.scale, *(nn.Parameter(matrix.to(device, dtype)) for matrix in (a, b)))
             self.parameters |= {f"{target.name}.lora_A": pair.a, f"{target.name}.lora_B": pair.b}
-            by_layer.setdefault(target.layer, []).append(pair)
-        self.layers = {layer: LayerLora(pairs, self.dropout) for layer, pairs in by_layer.items()}
+            pairs_by_layer.setdefault(target.layer, []).append(pair)
+        self.layers = {layer: LayerLora(pairs, self.dropout) for layer, pairs in pairs_by_layer.items()}
 
     def pairs(self) -> Iterator[LoraPair]:
         """Yield the two matrices of every target."""
@@ -148,14 +148,14 @@ def merge(model: Decoder, lora: Lora) -> None:
             weight = getattr(layer, f"{product}_weight")
             for target, scale, a, b in pairs:
                 part = weight.narrow(-2, target.first, target.rows)
-                wide = torch.promote_types(part.dtype, torch.float32)
-                part.copy_(part.to(wide) + scale * (b.to(part.device, wide) @ a.to(part.device, wide)))
+                dtype = torch.promote_types(part.dtype, torch.float32)
+                part.copy_(part.to(dtype) + scale * (b.to(part.device, dtype) @ a.to(part.device, dtype)))
 
 
 def _add_low_rank(out_nf: Tensor, x_nd: Tensor, pairs: Sequence[LoraPair]) -> Tensor:
-    places = tuple((pair.target.first, pair.target.rows, pair.scale) for pair in pairs)
+    row_spans = tuple((pair.target.first, pair.target.rows, pair.scale) for pair in pairs)
     matrices = (matrix for pair in pairs for matrix in (pair.a, pair.b))
-    return _AddLowRank.apply(out_nf, x_nd, places, *matrices)  # pyright: ignore[reportReturnType]
+    return _AddLowRank.apply(out_nf, x_nd, row_spans, *matrices)  # pyright: ignore[reportReturnType]
 
 
 class _AddLowRank(torch.autograd.Function):
@@ -184,15 +184,15 @@ class _AddLowRank(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_nd, inner_nr, a_rd, *b = ctx.saved_tensors
         grad_nf = grads[0].to(x_nd.dtype)
-        to_inner, to_b = [], []
+        inner_grads, b_grads = [], []
         for (first, rows, scale), inner, b_fr in zip(ctx.places, inner_nr.split(ctx.ranks, 1), b, strict=True):
             part = grad_nf.narrow(1, first, rows)
-            to_inner.append((part @ b_fr.to(part.dtype)).mul_(scale))
-            to_b.append((part.t() @ inner).mul_(scale).to(b_fr.dtype))
-        to_inner_nr = torch.cat(to_inner, 1)
-        to_a = (to_inner_nr.t() @ x_nd).to(b[0].dtype).split(ctx.ranks)
-        pairs = (gradient for pair in zip(to_a, to_b, strict=True) for gradient in pair)
-        return grads[0], to_inner_nr @ a_rd if ctx.needs_input_grad[1] else None, None, *pairs
+            inner_grads.append((part @ b_fr.to(part.dtype)).mul_(scale))
+            b_grads.append((part.t() @ inner).mul_(scale).to(b_fr.dtype))
+        to_inner_nr = torch.cat(inner_grads, 1)
+        a_grads = (to_inner_nr.t() @ x_nd).to(b[0].dtype).split(ctx.ranks)
+        matrix_grads = (gradient for pair in zip(a_grads, b_grads, strict=True) for gradient in pair)
+        return grads[0], to_inner_nr @ a_rd if ctx.needs_input_grad[1] else None, None, *matrix_grads
 
 
 def _by_expert(rows_md: Tensor, weights_xfd: Tensor, expert_m: Tensor) -> Tensor:

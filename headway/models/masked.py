@@ -22,9 +22,9 @@ def causal_attention(q_bhle: Tensor, k_bgle: Tensor, v_bgle: Tensor, scores: Sco
     if window is not None and length > 2 * window:
         return _windowed_in_blocks(q_bhle, k_bgle, v_bgle, scores, window)
     if window is None and scores.softcap is None:
-        gqa = q_bhle.shape[1] != k_bgle.shape[1]
+        uses_groups = q_bhle.shape[1] != k_bgle.shape[1]
         return functional.scaled_dot_product_attention(
-            q_bhle, k_bgle, v_bgle, is_causal=True, scale=scores.scale, enable_gqa=gqa
+            q_bhle, k_bgle, v_bgle, is_causal=True, scale=scores.scale, enable_gqa=uses_groups
         )
     return masked_attention(q_bhle, k_bgle, v_bgle, visible_mask(length, window, q_bhle.device), scores)
 
@@ -48,10 +48,10 @@ def masked_attention(q_bhle: Tensor, k_bgte: Tensor, v_bgte: Tensor, mask: Tenso
             q_bhle, k_bgte, v_bgte, attn_mask=mask, scale=scores.scale, enable_gqa=heads != kv_heads
         )
     b, _, length, e = q_bhle.shape
-    grouped = q_bhle.reshape(b, kv_heads, -1, e)  # the queries of a key head are contiguous: keys are not repeated
-    products = grouped @ k_bgte.transpose(2, 3)
-    wide = products.to(torch.promote_types(products.dtype, torch.float32))
-    capped = (wide * (scores.scale / cap)).tanh() * cap
+    grouped_q = q_bhle.reshape(b, kv_heads, -1, e)  # the queries of a key head are contiguous: keys are not repeated
+    dot_products = grouped_q @ k_bgte.transpose(2, 3)
+    wide_scores = dot_products.to(torch.promote_types(dot_products.dtype, torch.float32))
+    capped = (wide_scores * (scores.scale / cap)).tanh() * cap
     capped = capped.view(b, kv_heads, -1, length, k_bgte.shape[2])
     if mask.ndim == 4:
         mask = mask[:, :, None]
@@ -64,9 +64,9 @@ def _windowed_in_blocks(q_bhle: Tensor, k_bgle: Tensor, v_bgle: Tensor, scores: 
     """Attention in blocks of ``window`` queries, each over the keys of its own and the previous block."""
     b, heads, length, e = q_bhle.shape
     blocks = -(-length // window)
-    filled = blocks * window - length
-    q = functional.pad(q_bhle, (0, 0, 0, filled)).unflatten(2, (blocks, window)).transpose(1, 2).flatten(0, 1)
-    k, v = (_with_previous(x, blocks, window, filled) for x in (k_bgle, v_bgle))
+    padding = blocks * window - length
+    q = functional.pad(q_bhle, (0, 0, 0, padding)).unflatten(2, (blocks, window)).transpose(1, 2).flatten(0, 1)
+    k, v = (_with_previous(x, blocks, window, padding) for x in (k_bgle, v_bgle))
     query = torch.arange(window, device=q.device)[:, None]
     key = torch.arange(2 * window, device=q.device)[None, :]
     band = (key > query) & (key <= query + window)  # [w, 2w]
@@ -76,8 +76,8 @@ def _windowed_in_blocks(q_bhle: Tensor, k_bgle: Tensor, v_bgle: Tensor, scores: 
     return out.unflatten(0, (b, blocks)).transpose(1, 2).reshape(b, heads, -1, e)[:, :, :length]
 
 
-def _with_previous(x_bgle: Tensor, blocks: int, window: int, filled: int) -> Tensor:
+def _with_previous(x_bgle: Tensor, blocks: int, window: int, padding: int) -> Tensor:
     """Each block's keys or values, preceded by those of the previous block: [b * blocks, g, 2w, e]."""
-    padded = functional.pad(x_bgle, (0, 0, window, filled)).unflatten(2, (blocks + 1, window))
-    both = torch.cat((padded[:, :, :-1], padded[:, :, 1:]), dim=3)
-    return both.transpose(1, 2).flatten(0, 1)
+    padded = functional.pad(x_bgle, (0, 0, window, padding)).unflatten(2, (blocks + 1, window))
+    doubled = torch.cat((padded[:, :, :-1], padded[:, :, 1:]), dim=3)
+    return doubled.transpose(1, 2).flatten(0, 1)

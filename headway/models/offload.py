@@ -46,40 +46,40 @@ class OffloadedTensors:
             return MemoryMove(moved_bytes=0, seconds=0.0)
         started, used_before_bytes = time.perf_counter(), used_bytes()
         storages = _resizable_storages(list(tensors))
-        hosts: dict[int, Tensor] = {}
+        host_by_address: dict[int, Tensor] = {}
         for storage in storages:
             if storage.device.type != "cpu":
-                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
-                hosts[storage.data_ptr()] = host.copy_(_bytes_of(storage))
+                host_copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+                host_by_address[storage.data_ptr()] = host_copy.copy_(_bytes_of(storage))
         self._write([storage for storage in storages if storage.device.type == "cpu"])
-        self._offloaded = [(storage, storage.nbytes(), hosts.get(storage.data_ptr())) for storage in storages]
+        self._offloaded = [(storage, storage.nbytes(), host_by_address.get(storage.data_ptr())) for storage in storages]
         for storage in storages:
             storage.resize_(0)
         drop()
         _release_freed_memory()
-        moved = sum(size for _, size, _ in self._offloaded)
+        moved_bytes = sum(size for _, size, _ in self._offloaded)
         seconds = time.perf_counter() - started
-        return MemoryMove(moved_bytes=moved, seconds=seconds, freed_bytes=used_before_bytes - used_bytes())
+        return MemoryMove(moved_bytes=moved_bytes, seconds=seconds, freed_bytes=used_before_bytes - used_bytes())
 
     def onload(self) -> MemoryMove:
         """Fill the storages again, bit for bit; no-op while nothing is offloaded. Raises StorageFailed if the file
         can't be read."""
-        started, moved = time.perf_counter(), 0
+        started, moved_bytes = time.perf_counter(), 0
         try:
             if self._file is not None:
                 self._file.seek(0)
-            for storage, size, host in self._offloaded:
-                storage.resize_(size)
-                if host is not None:
-                    _bytes_of(storage).copy_(host)
+            for storage, size_bytes, host_copy in self._offloaded:
+                storage.resize_(size_bytes)
+                if host_copy is not None:
+                    _bytes_of(storage).copy_(host_copy)
                 elif self._file is not None:
                     _fill(self._file.fileno(), _view(storage))
-                moved += size
+                moved_bytes += size_bytes
         except OSError as error:
             raise StorageFailed(f"what was offloaded can't be read back: {error}") from error
         self._offloaded = []
         self._close_file()
-        return MemoryMove(moved_bytes=moved, seconds=time.perf_counter() - started, onload=True)
+        return MemoryMove(moved_bytes=moved_bytes, seconds=time.perf_counter() - started, onload=True)
 
     def close(self) -> None:
         """Remove the file; offloaded values are lost."""
@@ -90,9 +90,9 @@ class OffloadedTensors:
         try:
             self._file = tempfile.TemporaryFile(prefix=PREFIX, dir=self._directory, buffering=0)  # noqa: SIM115
             for storage in storages:
-                rest = _view(storage)
-                while rest:
-                    rest = rest[self._file.write(rest) :]
+                remaining_view = _view(storage)
+                while remaining_view:
+                    remaining_view = remaining_view[self._file.write(remaining_view) :]
         except OSError as error:
             self._close_file()
             size = sum(storage.nbytes() for storage in storages)
@@ -111,16 +111,16 @@ def _resizable_storages(tensors: list[Tensor]) -> list[torch.UntypedStorage]:
     """The distinct storages of the tensors. A storage that can't be emptied, because its memory belongs to a mapped
     file or an array, is replaced by a copy."""
     storages: dict[int, torch.UntypedStorage] = {}
-    made: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # old, kept so that no address recurs; new
+    pairs: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # old, kept so that no address recurs; new
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if not storage.nbytes():
             continue
         if not storage.resizable():
             original = storage
-            if original.data_ptr() not in made:
-                made[original.data_ptr()] = original, _bytes_of(original).clone().untyped_storage()
-            storage = made[original.data_ptr()][1]
+            if original.data_ptr() not in pairs:
+                pairs[original.data_ptr()] = original, _bytes_of(original).clone().untyped_storage()
+            storage = pairs[original.data_ptr()][1]
             with torch.no_grad():
                 tensor.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # pyright: ignore[reportArgumentType]
         storages[storage.data_ptr()] = storage
@@ -138,23 +138,23 @@ def _view(storage: torch.UntypedStorage) -> memoryview:
 
 def _fill(descriptor: int, target: memoryview) -> None:
     while target:
-        if not (count := os.readv(descriptor, [target])):
+        if not (read_bytes := os.readv(descriptor, [target])):
             raise OSError("the file ended early")
-        target = target[count:]
+        target = target[read_bytes:]
 
 
 def _release_freed_memory() -> None:
     """Return freed memory to the system, since the C library is set to keep it (runtime/devices.py)."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 def used_bytes() -> int:
     """The resident memory of this process, including shared memory; with a GPU, the memory of torch's allocator."""
     if torch.cuda.is_initialized():
         return torch.cuda.memory_reserved()
-    resident = Path("/proc/self/statm").read_text().split()[1]
-    return int(resident) * os.sysconf("SC_PAGE_SIZE")
+    resident_pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(resident_pages) * os.sysconf("SC_PAGE_SIZE")

@@ -26,9 +26,9 @@ def load_frozen(path: str | Path, bits: Quantization, device: str | torch.device
     bitsandbytes. While it loads, the complete float32 model is in the host's memory."""
     model = load_model(path)
     for layer, name in _matrices(model):
-        codes = QuantizedMatrix(getattr(layer, name).to(device), bits)
+        quantized = QuantizedMatrix(getattr(layer, name).to(device), bits)
         delattr(layer, name)
-        setattr(layer, name, codes)
+        setattr(layer, name, quantized)
     return model.to(device).requires_grad_(False)
 
 

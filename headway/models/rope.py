@@ -86,13 +86,13 @@ class YarnScaling(RopeScaling):
         low, high = max(low, 0), min(high, head_dim - 1)
         span = high - low or 0.001
         blends = [min(max((pair - low) / span, 0.0), 1.0) for pair in range(head_dim // 2)]
-        plain = unscaled(theta, head_dim)
-        return [f * (1 - blend) + f / self.factor * blend for f, blend in zip(plain, blends, strict=True)]
+        plain_frequencies = unscaled(theta, head_dim)
+        return [f * (1 - blend) + f / self.factor * blend for f, blend in zip(plain_frequencies, blends, strict=True)]
 
     def _pair_that_turns(self, turns: float, theta: float, head_dim: int) -> float:
         """The (fractional) index of the rotary pair that turns ``turns`` times within the original context."""
-        original = self.original_max_position_embeddings
-        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        original_positions = self.original_max_position_embeddings
+        return head_dim * math.log(original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     @property
     def magnitude(self) -> float:
@@ -114,18 +114,18 @@ def read_rope(raw: dict[str, Any], theta: float, max_positions: int) -> tuple[fl
     Raises ConfigurationError for an unsupported type or a missing value.
     """
     theta = float(raw.get("rope_theta") or theta)
-    kind = raw.get("rope_type", raw.get("type", "default"))
+    rope_type = raw.get("rope_type", raw.get("type", "default"))
     if raw.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigurationError("partial_rotary_factor: only whole-head rotation (1.0) is supported")
-    if kind == "default":
+    if rope_type == "default":
         return theta, None
-    if kind not in _READERS:
-        supported = ", ".join(("default", *_READERS))
-        raise ConfigurationError(f"rope type {kind!r} is not supported; supported: {supported}")
+    if rope_type not in _READERS:
+        supported_names = ", ".join(("default", *_READERS))
+        raise ConfigurationError(f"rope type {rope_type!r} is not supported; supported: {supported_names}")
     try:
-        return theta, _READERS[kind](raw, max_positions)
+        return theta, _READERS[rope_type](raw, max_positions)
     except KeyError as error:
-        raise ConfigurationError(f"rope type {kind!r} needs {error.args[0]!r}") from None
+        raise ConfigurationError(f"rope type {rope_type!r} needs {error.args[0]!r}") from None
 
 
 def _linear(raw: dict[str, Any], _: int) -> LinearScaling:
@@ -142,19 +142,19 @@ def _llama3(raw: dict[str, Any], max_positions: int) -> Llama3Scaling:
 
 
 def _yarn(raw: dict[str, Any], max_positions: int) -> YarnScaling:
-    original = int(raw.get("original_max_position_embeddings") or max_positions)
-    factor = float(raw["factor"]) if raw.get("factor") is not None else max_positions / original
-    attention = raw.get("attention_factor")
-    if attention is None:
+    original_positions = int(raw.get("original_max_position_embeddings") or max_positions)
+    factor = float(raw["factor"]) if raw.get("factor") is not None else max_positions / original_positions
+    attention_factor = raw.get("attention_factor")
+    if attention_factor is None:
         mscale, mscale_all = raw.get("mscale"), raw.get("mscale_all_dim")
         if mscale and mscale_all:
-            attention = _growth(factor, mscale) / _growth(factor, mscale_all)
+            attention_factor = _growth(factor, mscale) / _growth(factor, mscale_all)
         else:
-            attention = _growth(factor, 1.0)
+            attention_factor = _growth(factor, 1.0)
     return YarnScaling(
         factor=factor,
-        original_max_position_embeddings=original,
-        attention_factor=float(attention),
+        original_max_position_embeddings=original_positions,
+        attention_factor=float(attention_factor),
         beta_fast=float(raw.get("beta_fast") or 32.0),
         beta_slow=float(raw.get("beta_slow") or 1.0),
         truncate=bool(raw.get("truncate", True)),

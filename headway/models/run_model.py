@@ -113,14 +113,14 @@ def load_into(adapter: Lora | HfAdapter, model: PackedModel, path: str | Path, b
         adapter.load(path)
         return
     assert isinstance(model, Decoder)
-    stored = load_adapter(path, base, model.config)
-    scales = {adapted.target.name: adapted.scale for adapted in adapter.targets}
-    for other in stored.targets:
-        if (scale := scales.get(other.target.name, other.scale)) != other.scale:
+    stored_lora = load_adapter(path, base, model.config)
+    scale_by_target = {adapted.target.name: adapted.scale for adapted in adapter.targets}
+    for adapted in stored_lora.targets:
+        if (scale := scale_by_target.get(adapted.target.name, adapted.scale)) != adapted.scale:
             raise ConfigurationError(
-                f"{path}: scaled by {other.scale:g} at {other.target.name}, the run's adapter by {scale:g}"
+                f"{path}: scaled by {adapted.scale:g} at {adapted.target.name}, the run's adapter by {scale:g}"
             )
-    adapter.copy_weights(stored.weights())
+    adapter.copy_weights(stored_lora.weights())
 
 
 def without_adapter(model: PackedModel, adapter: Lora | HfAdapter) -> PackedModel:

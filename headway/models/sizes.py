@@ -86,8 +86,8 @@ class ModelSizes:
     @property
     def dense_parameters(self) -> int:
         """The number of weights that products of few rows read: no experts, and no embedding used only for lookup."""
-        embedding = 0 if self.tied else self.vocabulary_size * self.width
-        return self.parameters - embedding - sum(layer.experts for layer in self.layers)
+        embedding_weights = 0 if self.tied else self.vocabulary_size * self.width
+        return self.parameters - embedding_weights - sum(layer.experts for layer in self.layers)
 
     @cached_property
     def cached_values(self) -> int:
@@ -99,10 +99,10 @@ class ModelSizes:
         return self.cached_values * number_bytes
 
     def kv_bytes(self, tokens: int, number_bytes: float) -> float:
-        """The bytes of the cache of a sequence of ``tokens`` that keeps nothing beyond windows, including the state of
-        linear layers."""
-        values = sum(layer.cached * min(tokens, layer.window or tokens) + layer.state for layer in self.layers)
-        return values * number_bytes
+        """The cache's bytes for a sequence of ``tokens``: windowed layers keep only their window, and linear layers
+        their state."""
+        number_count = sum(layer.cached * min(tokens, layer.window or tokens) + layer.state for layer in self.layers)
+        return number_count * number_bytes
 
     def activation_bytes(self, tokens: int, number_bytes: int, *, checkpointing: bool = False) -> int:
         """The bytes that the backward of one micro-batch of ``tokens`` needs, without logits and soft-capped scores.
@@ -113,14 +113,14 @@ class ModelSizes:
         three times the largest of them. With gradient ``checkpointing`` each layer keeps only its input, 4·d bytes per
         token, and one layer keeps all of the above.
         """
-        kept = [
+        kept_bytes = [
             number_bytes * (4 * self.width + layer.joint + 3 * layer.output + 3 * layer.intermediate) + 4 * layer.normed
             for layer in self.layers
         ]
         widest = max(max(2 * layer.intermediate, layer.joint) for layer in self.layers)
-        passing = 3 * 4 * widest + 3 * 4 * self.width
-        layers = len(self.layers) * 4 * self.width + max(kept) if checkpointing else sum(kept)
-        return tokens * (layers + passing)
+        transient_bytes = 3 * 4 * widest + 3 * 4 * self.width
+        layer_bytes = len(self.layers) * 4 * self.width + max(kept_bytes) if checkpointing else sum(kept_bytes)
+        return tokens * (layer_bytes + transient_bytes)
 
     def score_bytes(self, tokens: int, longest_tokens: int, number_bytes: int, *, checkpointing: bool = False) -> int:
         """The bytes that the backward needs for attention with capped scores, which is computed in full: for each query
@@ -128,9 +128,9 @@ class ModelSizes:
         products' dtype too."""
         if self.attention_softcap is None:
             return 0
-        number = 8 + (number_bytes if number_bytes < 4 else 0)
-        layers = [self.heads * tokens * keys * number for keys in self.scored_keys(longest_tokens)]
-        return max(layers) if checkpointing else sum(layers)
+        bytes_per_score = 8 + (number_bytes if number_bytes < 4 else 0)
+        layer_bytes = [self.heads * tokens * keys * bytes_per_score for keys in self.scored_keys(longest_tokens)]
+        return max(layer_bytes) if checkpointing else sum(layer_bytes)
 
     def scored_keys(self, longest_tokens: int) -> list[int]:
         """The number of keys per query for which scores are computed, by layer; with a window, twice its size."""
@@ -186,8 +186,8 @@ def sizes_from(raw: Mapping[str, Any]) -> ModelSizes:
 
 def _model_type(raw: Mapping[str, Any]) -> str:
     """The model's name in `RULES`: its architecture's if the decoder computes it, else model_type."""
-    known = [FAMILIES[name].model_type for name in raw.get("architectures") or () if name in FAMILIES]
-    return known[0] if known else str(raw.get("model_type"))
+    known_types = [FAMILIES[name].model_type for name in raw.get("architectures") or () if name in FAMILIES]
+    return known_types[0] if known_types else str(raw.get("model_type"))
 
 
 class _Keys(dict[str, Any]):
@@ -217,37 +217,37 @@ def _kinds(keys: _Keys, rules: SizeRules) -> list[str]:
     layer_types = keys.get("layer_types") or keys.get("layers_block_type") or keys.get("hybrid_override_pattern")
     if rules.family is not None:
         layers = keys.count("num_hidden_layers")
-        tokens, covered = read_window(keys.raw, rules.family, layers)
-        keys["sliding_window"] = tokens
-        return [_WINDOWED if tokens and index in covered else _FULL for index in range(layers)]
+        window_tokens, windowed_layers = read_window(keys.raw, rules.family, layers)
+        keys["sliding_window"] = window_tokens
+        return [_WINDOWED if window_tokens and index in windowed_layers else _FULL for index in range(layers)]
     if layer_types is not None:
         if len(layer_types) != (layers := keys.get("num_hidden_layers", len(layer_types))):
             raise ConfigurationError(f"layer_types has {len(layer_types)} layers, but num_hidden_layers = {layers}")
-        if unknown := sorted(set(layer_types) - set(_KINDS)):
-            raise ConfigurationError(f"layer_types has {unknown[0]!r}; known: {', '.join(_KINDS)}")
+        if unknown_types := sorted(set(layer_types) - set(_KINDS)):
+            raise ConfigurationError(f"layer_types has {unknown_types[0]!r}; known: {', '.join(_KINDS)}")
         return [_KINDS[kind] for kind in layer_types]
     layers = keys.count("num_hidden_layers")
     if rules.linear_every is not None:
-        every = keys.any_of("full_attention_interval") or rules.linear_every
-        return [_FULL if (index + 1) % every == 0 else _LINEAR for index in range(layers)]
+        period = keys.any_of("full_attention_interval") or rules.linear_every
+        return [_FULL if (index + 1) % period == 0 else _LINEAR for index in range(layers)]
     if "attn_layer_indices" in keys:
         return [_FULL if index in keys["attn_layer_indices"] else _LINEAR for index in range(layers)]
-    every = rules.window_every if keys.get("sliding_window") else None
-    if every is not None:
-        return [_FULL if every > 1 and (index + 1) % every == 0 else _WINDOWED for index in range(layers)]
+    period = rules.window_every if keys.get("sliding_window") else None
+    if period is not None:
+        return [_FULL if period > 1 and (index + 1) % period == 0 else _WINDOWED for index in range(layers)]
     return [_LINEAR if rules.linear == "mamba" else _FULL] * layers
 
 
 def _layer(keys: _Keys, rules: SizeRules, index: int, kind: str) -> LayerSizes:
-    alone = kind in ("dense", "sparse")  # a feed-forward without attention
+    feed_forward_only = kind in ("dense", "sparse")  # a feed-forward without attention
     counts = {"parameters": rules.norms * keys.count("hidden_size")}
-    if not alone:
-        mixer = _linear(keys, rules) if kind == _LINEAR else _attention(keys, rules, index)
-        counts = {**mixer, "parameters": counts["parameters"] + mixer["parameters"]}
-    if alone or rules.norms > 1:  # with one norm a layer is either a mixer or a feed-forward
-        sparse = kind == "sparse" if alone else _is_sparse(keys, index)
-        ends = _experts(keys, rules) if sparse else _dense(keys, rules)
-        counts = {**counts, **ends, "parameters": counts["parameters"] + ends["parameters"]}
+    if not feed_forward_only:
+        mixer_counts = _linear(keys, rules) if kind == _LINEAR else _attention(keys, rules, index)
+        counts = {**mixer_counts, "parameters": counts["parameters"] + mixer_counts["parameters"]}
+    if feed_forward_only or rules.norms > 1:  # with one norm a layer is either a mixer or a feed-forward
+        is_sparse = kind == "sparse" if feed_forward_only else _is_sparse(keys, index)
+        mlp_counts = _experts(keys, rules) if is_sparse else _dense(keys, rules)
+        counts = {**counts, **mlp_counts, "parameters": counts["parameters"] + mlp_counts["parameters"]}
     return LayerSizes(window=keys.count("sliding_window") if kind == _WINDOWED else None, **counts)
 
 
@@ -256,16 +256,16 @@ def _attention(keys: _Keys, rules: SizeRules, index: int) -> dict[str, int]:
         return _latent(keys, rules, index)
     width, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
     kv_heads = keys.count("num_key_value_heads") if "num_key_value_heads" in keys else heads
-    dim = int(keys.get("head_dim") or width // heads)
-    query, key = heads * dim, kv_heads * dim
-    made = query * (2 if rules.output_gate else 1) + 2 * key
+    head_dim = int(keys.get("head_dim") or width // heads)
+    query, key = heads * head_dim, kv_heads * head_dim
+    projected = query * (2 if rules.output_gate else 1) + 2 * key
     biased = bool(keys.get("attention_bias", False)) if rules.query_bias is None else rules.query_bias
-    back = bool(keys.get("attention_bias", False)) if rules.output_bias is None else rules.output_bias
-    weights = width * (made + query) + biased * made + back * width + rules.sinks * heads
-    norm = "head" if keys.get("use_qk_norm") and rules.qk_norm == "none" else rules.qk_norm
-    weights += {"none": 0, "head": 2 * dim, "whole": query + key}[norm]
-    cached = {"cached": 2 * key, "joint": query + 2 * key, "output": query, "normed": query + key}
-    return {"parameters": weights, **cached}
+    output_biased = bool(keys.get("attention_bias", False)) if rules.output_bias is None else rules.output_bias
+    weights = width * (projected + query) + biased * projected + output_biased * width + rules.sinks * heads
+    norm_kind = "head" if keys.get("use_qk_norm") and rules.qk_norm == "none" else rules.qk_norm
+    weights += {"none": 0, "head": 2 * head_dim, "whole": query + key}[norm_kind]
+    cache_counts = {"cached": 2 * key, "joint": query + 2 * key, "output": query, "normed": query + key}
+    return {"parameters": weights, **cache_counts}
 
 
 def _latent(keys: _Keys, rules: SizeRules, index: int) -> dict[str, int]:
@@ -282,19 +282,19 @@ def _latent(keys: _Keys, rules: SizeRules, index: int) -> dict[str, int]:
     weights += heads * value * width + biased * width
     cached = latent + rotary
     if rules.indexer and _is_indexed(keys, index):
-        many, dim = keys.count("index_n_heads"), keys.count("index_head_dim")
-        weights += compressed * many * dim + width * dim + 2 * dim + width * many
+        indexer_heads, dim = keys.count("index_n_heads"), keys.count("index_head_dim")
+        weights += compressed * indexer_heads * dim + width * dim + 2 * dim + width * indexer_heads
         cached += dim
-    made = {"joint": heads * (2 * query + value), "output": heads * value, "normed": 2 * heads * query}
-    return {"parameters": weights, "cached": cached, **made}
+    width_counts = {"joint": heads * (2 * query + value), "output": heads * value, "normed": 2 * heads * query}
+    return {"parameters": weights, "cached": cached, **width_counts}
 
 
 def _is_indexed(keys: _Keys, index: int) -> bool:
     """Whether the layer selects keys itself; the others reuse the selection of the previous layer."""
     if "indexer_types" in keys:
         return keys["indexer_types"][index] == "full"
-    every, offset = max(1, keys.any_of("index_topk_freq")), int(keys.get("index_skip_topk_offset", 2))
-    return max(index - offset + 1, 0) % every == 0
+    period, offset = max(1, keys.any_of("index_topk_freq")), int(keys.get("index_skip_topk_offset", 2))
+    return max(index - offset + 1, 0) % period == 0
 
 
 def _linear(keys: _Keys, rules: SizeRules) -> dict[str, int]:
@@ -306,18 +306,18 @@ def _linear(keys: _Keys, rules: SizeRules) -> dict[str, int]:
         convolved = 2 * key + value
         weights = width * (convolved + value + 2 * value_heads) + convolved * kernel + 2 * value_heads + value_dim
         state = convolved * kernel + value_heads * key_dim * value_dim
-        made = {"joint": convolved + value, "output": value, "normed": 2 * key}
-        return {"parameters": weights + value * width, "state": state, **made}
+        widths = {"joint": convolved + value, "output": value, "normed": 2 * key}
+        return {"parameters": weights + value * width, "state": state, **widths}
     names = rules.mamba_keys.split()
-    heads, dim, state, groups, kernel = (keys.count(name) for name in names[:5])  # Mamba 2
+    heads, dim, state_size, groups, kernel = (keys.count(name) for name in names[:5])  # Mamba 2
     biased, convolution_biased = (bool(keys.get(name)) for name in names[5:])
     inner = heads * dim
-    convolved = inner + 2 * groups * state
-    made = inner + convolved + heads
-    weights = (width + biased) * made + convolved * (kernel + convolution_biased) + 3 * heads + inner
+    convolved = inner + 2 * groups * state_size
+    projected = inner + convolved + heads
+    weights = (width + biased) * projected + convolved * (kernel + convolution_biased) + 3 * heads + inner
     weights += (inner + biased) * width
-    kept = convolved * kernel + inner * state
-    return {"parameters": weights, "state": kept, "joint": made, "output": inner}
+    state_values = convolved * kernel + inner * state_size
+    return {"parameters": weights, "state": state_values, "joint": projected, "output": inner}
 
 
 def _is_sparse(keys: _Keys, index: int) -> bool:
@@ -325,13 +325,13 @@ def _is_sparse(keys: _Keys, index: int) -> bool:
         return False
     if "mlp_layer_types" in keys:
         return keys["mlp_layer_types"][index] == "sparse"
-    dense = index < keys.any_of("first_k_dense_replace") or index in keys.get("mlp_only_layers", ())
-    return not dense and (index + 1) % max(1, keys.any_of("decoder_sparse_step")) == 0
+    is_dense = index < keys.any_of("first_k_dense_replace") or index in keys.get("mlp_only_layers", ())
+    return not is_dense and (index + 1) % max(1, keys.any_of("decoder_sparse_step")) == 0
 
 
 def _dense(keys: _Keys, rules: SizeRules) -> dict[str, int]:
-    size = keys.count(rules.shared_size_key if rules.always_shared else "intermediate_size", 0)
-    return {"parameters": _feed_forward(keys, rules, size, _is_biased(keys, rules)), "intermediate": size}
+    inner_width = keys.count(rules.shared_size_key if rules.always_shared else "intermediate_size", 0)
+    return {"parameters": _feed_forward(keys, rules, inner_width, _is_biased(keys, rules)), "intermediate": inner_width}
 
 
 def _is_biased(keys: _Keys, rules: SizeRules) -> bool:
@@ -339,20 +339,20 @@ def _is_biased(keys: _Keys, rules: SizeRules) -> bool:
 
 
 def _feed_forward(keys: _Keys, rules: SizeRules, size: int, biased: bool, width: int = 0) -> int:
-    width, into = width or keys.count("hidden_size"), 2 if rules.gated_mlp else 1
-    return (into + 1) * width * size + biased * (into * size + width)
+    width, input_matrices = width or keys.count("hidden_size"), 2 if rules.gated_mlp else 1
+    return (input_matrices + 1) * width * size + biased * (input_matrices * size + width)
 
 
 def _experts(keys: _Keys, rules: SizeRules) -> dict[str, int]:
     width, experts, size = keys.count("hidden_size"), keys.any_of(*_EXPERTS), keys.count(rules.expert_size_key)
-    each, latent = keys.count("num_experts_per_tok"), keys.any_of("moe_latent_size")
-    per_expert, biased = _feed_forward(keys, rules, size, rules.expert_bias, latent), _is_biased(keys, rules)
+    per_token, latent_width = keys.count("num_experts_per_tok"), keys.any_of("moe_latent_size")
+    per_expert, biased = _feed_forward(keys, rules, size, rules.expert_bias, latent_width), _is_biased(keys, rules)
     shared = keys.count(rules.shared_size_key, 0) if rules.shared_size_key else keys.any_of("n_shared_experts") * size
     weights = experts * per_expert + (width + rules.expert_bias) * experts  # and the router
     weights += _feed_forward(keys, rules, shared, biased) + width * rules.shared_gate if shared else 0
-    weights += 2 * latent * width + biased * (latent + width) if latent else 0
-    idle = {"experts": experts * per_expert, "idle": (experts - each) * per_expert}
-    return {"parameters": weights, **idle, "intermediate": each * size + shared}
+    weights += 2 * latent_width * width + biased * (latent_width + width) if latent_width else 0
+    idle_counts = {"experts": experts * per_expert, "idle": (experts - per_token) * per_expert}
+    return {"parameters": weights, **idle_counts, "intermediate": per_token * size + shared}
 
 
 # --- shapes ----------------------------------------------------------------------------------------------
@@ -363,12 +363,12 @@ def sizes_of_shapes(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]])
     Experts per token and heads come from config.json. If no tensor projects to keys alone, every layer is assumed to
     cache them. Parts that read images count as outside of the layers."""
     keys = _Keys(raw, {})
-    for usual, others in _OTHER_NAMES.items():
-        if usual not in keys and (name := next((name for name in others if name in keys), None)):
-            keys[usual] = keys[name]
+    for usual_name, other_names in _OTHER_NAMES.items():
+        if usual_name not in keys and (name := next((name for name in other_names if name in keys), None)):
+            keys[usual_name] = keys[name]
     if "quantization_config" in keys:
         raise ConfigurationError("quantization_config: shapes of quantised tensors don't give the number of weights")
-    experts, each = keys.any_of(*_EXPERTS), keys.any_of("num_experts_per_tok")
+    experts, per_token = keys.any_of(*_EXPERTS), keys.any_of("num_experts_per_tok")
     if not experts and any(".experts." in name for name in shapes):
         raise ConfigurationError(
             f"num_experts: missing, but there are tensors of experts; known: {', '.join(_EXPERTS)}"
@@ -376,23 +376,23 @@ def sizes_of_shapes(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]])
     width, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
     kv_heads, vocabulary = keys.any_of("num_key_value_heads") or heads, keys.count("vocab_size")
     dim = int(keys.get("head_dim") or width // heads)
-    size = keys.any_of("moe_intermediate_size") * each or keys.any_of("intermediate_size") or 4 * width
-    made = {"joint": (heads + 2 * kv_heads) * dim, "output": heads * dim, "normed": (heads + kv_heads) * dim}
+    inner_width = keys.any_of("moe_intermediate_size") * per_token or keys.any_of("intermediate_size") or 4 * width
+    sizes = {"joint": (heads + 2 * kv_heads) * dim, "output": heads * dim, "normed": (heads + kv_heads) * dim}
     counts: dict[int, Counter[str]] = {index: Counter(parameters=0) for index in range(keys.count("num_hidden_layers"))}
     outside = 0
     for name, shape in shapes.items():
-        count, numbered = math.prod(shape), re.search(r"\.(\d+)\.", name)
-        if numbered is None or int(numbered[1]) not in counts or "visual" in name or "vision" in name:
-            outside += count
+        weight_count, number_match = math.prod(shape), re.search(r"\.(\d+)\.", name)
+        if number_match is None or int(number_match[1]) not in counts or "visual" in name or "vision" in name:
+            outside += weight_count
             continue
-        layer_counts = counts[int(numbered[1])]
-        layer_counts["parameters"] += count
+        layer_counts = counts[int(number_match[1])]
+        layer_counts["parameters"] += weight_count
         if ".experts." in name:
-            layer_counts.update(experts=count, idle=count - count * each // experts)
+            layer_counts.update(experts=weight_count, idle=weight_count - weight_count * per_token // experts)
         if name.endswith(("k_proj.weight", "v_proj.weight", "kv_a_proj_with_mqa.weight")):
             layer_counts["cached"] += shape[0]
         if name.endswith("conv1d.weight"):  # of a recurrent layer, whose other states shapes don't tell
-            layer_counts["state"] += count
+            layer_counts["state"] += weight_count
     if not any(layer_counts["cached"] for layer_counts in counts.values()):
         for layer_counts in counts.values():
             layer_counts["cached"] = 2 * kv_heads * dim
@@ -404,7 +404,7 @@ def sizes_of_shapes(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]])
         kv_heads=1 if any("kv_a_proj" in name for name in shapes) else kv_heads,
         max_positions=int(keys.get("max_position_embeddings", 1 << 31)),
         tied=sum(list(shape) == [vocabulary, width] for shape in shapes.values()) < 2,
-        routed=each if experts else 0,
+        routed=per_token if experts else 0,
         outside=outside,
-        layers=tuple(LayerSizes(**layer_counts, **made, intermediate=size) for layer_counts in counts.values()),
+        layers=tuple(LayerSizes(**layer_counts, **sizes, intermediate=inner_width) for layer_counts in counts.values()),
     )

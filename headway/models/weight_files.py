@@ -51,27 +51,26 @@ def weight_files(folder: Path) -> list[Path]:
     Raises ConfigurationError if there is none, if one is missing, or if model.safetensors and the index's files differ,
     because other programs read the index first.
     """
-    chosen = str(read_json(folder / "config.json").get("transformers_weights") or "")
-    if chosen.endswith(".safetensors"):
-        return [folder / chosen]
-    single, index = folder / _SINGLE, folder / (chosen or _INDEX)
-    named = read_json(index).get("weight_map", {}) if index.is_file() else {}
-    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
-        raise ConfigurationError(f"{index}: weight_map = {str(named)[:80]}: valid: an object of file names by tensor")
-    named = named.values()
-    parts = sorted({folder / name for name in named})
-    missing = [file.name for file in parts if not file.is_file()]
-    if single.is_file() and not chosen:
-        if parts not in ([], [single]) and not missing:
-            tensors = stored_tensors([single, *parts])
-            if lone := stored_tensors([single]).keys() ^ stored_tensors(parts).keys():
+    configured_name = str(read_json(folder / "config.json").get("transformers_weights") or "")
+    if configured_name.endswith(".safetensors"):
+        return [folder / configured_name]
+    single_file, index = folder / _SINGLE, folder / (configured_name or _INDEX)
+    by_name = read_json(index).get("weight_map", {}) if index.is_file() else {}
+    if not isinstance(by_name, dict) or not all(isinstance(name, str) for name in by_name.values()):
+        raise ConfigurationError(f"{index}: weight_map = {str(by_name)[:80]}: valid: an object of file names by tensor")
+    part_files = sorted({folder / name for name in by_name.values()})
+    missing_names = [file.name for file in part_files if not file.is_file()]
+    if single_file.is_file() and not configured_name:
+        if part_files not in ([], [single_file]) and not missing_names:
+            tensors = stored_tensors([single_file, *part_files])
+            if lone := stored_tensors([single_file]).keys() ^ stored_tensors(part_files).keys():
                 raise ConfigurationError(_TWICE.format(folder, _SINGLE, tensors[min(lone)].file.name, min(lone)))
-        return [single]
-    if missing:
+        return [single_file]
+    if missing_names:
         raise ConfigurationError(
-            f"{folder}: {len(missing)} of {len(parts)} files are missing: {', '.join(missing[:4])}"
+            f"{folder}: {len(missing_names)} of {len(part_files)} files are missing: {', '.join(missing_names[:4])}"
         )
-    if not (files := parts or sorted(folder.glob("*.safetensors"))):
+    if not (files := part_files or sorted(folder.glob("*.safetensors"))):
         raise ConfigurationError(f"{folder}: no *.safetensors file (other weight formats are not read)")
     return files
 
@@ -82,17 +81,17 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         try:
-            raw = np.memmap(file, np.uint8, mode="r")
-            start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
-            header = json.loads(raw[8:start].tobytes())
+            file_array = np.memmap(file, np.uint8, mode="r")
+            data_start = 8 + int.from_bytes(file_array[:8].tobytes(), "little")
+            header = json.loads(file_array[8:data_start].tobytes())
             for name in sorted(header.keys() - {"__metadata__"}):
                 begin, end = header[name]["data_offsets"]
-                content = raw[start + begin : start + end]
+                content = file_array[data_start + begin : data_start + end]
                 if len(content) != end - begin:
                     raise ValueError(f"{name} is incomplete: the file is truncated")
                 tensor = StoredTensor(file, header[name]["dtype"], header[name]["shape"], content)
-                if (first := tensors.setdefault(name, tensor)) is not tensor and not first.equals(tensor):
-                    raise ConfigurationError(_TWICE.format(file.parent, first.file.name, file.name, name))
+                if (earlier := tensors.setdefault(name, tensor)) is not tensor and not earlier.equals(tensor):
+                    raise ConfigurationError(_TWICE.format(file.parent, earlier.file.name, file.name, name))
         except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise ConfigurationError(f"{file}: not a readable safetensors file: {error}") from None
     return tensors

@@ -172,7 +172,7 @@ def rollout_from(
     """Make the unverified rollout of ``conversation``, ended at ``now`` (clock seconds). Without any answered call it
     fails at the boundary "environment" unless ``failure`` says why; a conversation that was cut counts as truncated.
     With a posted reward it is verified."""
-    begun = Rollout(
+    base_rollout = Rollout(
         group=group.index,
         member=member,
         prompt_ids=group.prompt_ids,
@@ -183,13 +183,13 @@ def rollout_from(
         generated_s=now,
     )
     if not conversation.branches:
-        cause = "the agent made no call that was answered"
-        failure = failure or Failure(boundary="environment", cause=cause, infrastructure=False)
-        return msgspec.structs.replace(begun, finish_reason="error", failure=failure, finished_s=now)
-    trunk, *others = conversation.branches
-    rewarded = conversation.reward is not None and failure is None
+        reason = "the agent made no call that was answered"
+        failure = failure or Failure(boundary="environment", cause=reason, infrastructure=False)
+        return msgspec.structs.replace(base_rollout, finish_reason="error", failure=failure, finished_s=now)
+    trunk, *other_branches = conversation.branches
+    is_rewarded = conversation.reward is not None and failure is None
     return msgspec.structs.replace(
-        begun,
+        base_rollout,
         prompt_ids=trunk.prompt_ids,
         response_ids=trunk.response_ids,
         response_logprobs=trunk.response_logprobs,
@@ -199,13 +199,13 @@ def rollout_from(
         grammars=trunk.grammars,
         turn_ends=trunk.turn_ends,
         finish_reason="error" if failure is not None else "length" if conversation.cut else trunk.finish_reason,
-        branches=tuple(others),
+        branches=tuple(other_branches),
         turns=conversation.turns,
         rewritten=conversation.causes.get("rewritten", 0),
         first_token_s=conversation.first_token_s,
-        finished_s=0.0 if failure is None and not rewarded else now,
-        reward=conversation.reward if conversation.reward is not None and rewarded else 0.0,
-        solved=conversation.solved and rewarded,
+        finished_s=0.0 if failure is None and not is_rewarded else now,
+        reward=conversation.reward if conversation.reward is not None and is_rewarded else 0.0,
+        solved=conversation.solved and is_rewarded,
         resumes=conversation.resumes,
         reprefills=conversation.reprefills,
     )

@@ -28,8 +28,8 @@ def token_at(seed: int, position: int) -> int:
 
 def tokens_from(seed: int, first: int, count: int) -> tuple[int, ...]:
     """Ids at ``count`` positions from ``first`` on."""
-    begin = (seed % _PERIOD + first) % _PERIOD
-    return (_ALL_IDS * (1 + (begin + count) // _PERIOD))[begin : begin + count]
+    start_index = (seed % _PERIOD + first) % _PERIOD
+    return (_ALL_IDS * (1 + (start_index + count) // _PERIOD))[start_index : start_index + count]
 
 
 _stored: Callable[[Any, int], Any] = vars(tuple)["__getitem__"]  # past the subclass's own
@@ -90,16 +90,16 @@ class CountedTokens(_Counted):
         return _stored(self, 2)
 
     def _item(self, position: int) -> int:
-        last: int = _stored(self, 3)
-        if last >= 0 and position == len(self) - 1:
-            return last
+        last_token: int = _stored(self, 3)
+        if last_token >= 0 and position == len(self) - 1:
+            return last_token
         return token_at(self.seed, position)
 
     def __add__(self, other: tuple[Any, ...], /) -> Any:
         """Tokens that follow under the same seed; those of a plain tuple only when there are none."""
         if isinstance(other, CountedTokens):
-            last: int = _stored(other, 3)
-            return CountedTokens.of(len(self) + len(other), self.seed, self.sampled + other.sampled, last)
+            last_token: int = _stored(other, 3)
+            return CountedTokens.of(len(self) + len(other), self.seed, self.sampled + other.sampled, last_token)
         return self if not other else tuple(self) + other
 
     def __radd__(self, other: tuple[Any, ...]) -> Any:
@@ -150,8 +150,8 @@ class SampledMask(_Counted):
 
 def joined(first: Sequence[Any], second: Sequence[Any]) -> Any:
     """Concatenate two sequences: arrays to an array, counted ones to a counted one."""
-    after: Any = second
-    return first + after if first and second else first or second  # type: ignore[operator]
+    untyped_second: Any = second
+    return first + untyped_second if first and second else first or second  # type: ignore[operator]
 
 
 def sampled_mask(ids: Sequence[int]) -> Sequence[bool]:

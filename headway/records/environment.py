@@ -92,11 +92,11 @@ class PartialRollout(msgspec.Struct, frozen=True, kw_only=True):
         if self.finished is not None:
             return self.finished.first_version
         responses = [exchange.result.response for exchange in self.episode.exchanges] if self.episode else []
-        return next((r.versions[0].version for r in (*responses, self.response) if r.versions), -1)
+        return next((response.versions[0].version for response in (*responses, self.response) if response.versions), -1)
 
     @property
     def snapshot(self) -> str:
         """The snapshot of its sandbox: a file's name in the run's folder of sandboxes, or its name at the provider as
         PROVIDER:ID; "": none."""
-        kept = None if self.episode is None else self.episode.environment.snapshot
-        return "" if kept is None else kept.path
+        snapshot = None if self.episode is None else self.episode.environment.snapshot
+        return "" if snapshot is None else snapshot.path

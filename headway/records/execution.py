@@ -35,10 +35,10 @@ class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def worker_chunk(self, stage: str) -> int | None:
         """Items that one worker of a stage takes at once; None: all that come."""
-        placed = self.stages[stage]
-        workers = len(placed.devices)
-        stage_chunk = placed.chunk or (self.items if workers > 1 else None)
-        return None if stage_chunk is None else math.ceil(stage_chunk / workers)
+        placement = self.stages[stage]
+        worker_count = len(placement.devices)
+        stage_chunk = placement.chunk or (self.items if worker_count > 1 else None)
+        return None if stage_chunk is None else math.ceil(stage_chunk / worker_count)
 
 
 class StageStep(msgspec.Struct, frozen=True, kw_only=True):

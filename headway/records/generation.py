@@ -237,5 +237,5 @@ class ProbeScores(msgspec.Struct, frozen=True, kw_only=True):
 def probe_ids(seed: int, vocabulary: int, context_tokens: int) -> tuple[int, ...]:
     """Return random token ids, equal for equal arguments on every machine; the context has room for one more."""
     tokens = max(2, min(PROBE_TOKENS, context_tokens - 1))
-    bits = np.random.Philox(key=[_PROBE_KEY, seed]).random_raw(tokens)
-    return tuple((bits % np.uint64(vocabulary)).tolist())
+    random_bits = np.random.Philox(key=[_PROBE_KEY, seed]).random_raw(tokens)
+    return tuple((random_bits % np.uint64(vocabulary)).tolist())

@@ -205,15 +205,15 @@ class PrunerFigures(msgspec.Struct, frozen=True, kw_only=True):
     def total(figures: Iterable[PrunerFigures]) -> PrunerFigures:
         """Figures of several steps or pruners as one; the bias is the mean over all audits."""
         parts = list(figures)
-        audits = sum(part.audits for part in parts)
+        audit_count = sum(part.audits for part in parts)
         return PrunerFigures(
             rollouts=sum(part.rollouts for part in parts),
             dropped=sum(part.dropped for part in parts),
             saved_tokens=sum(part.saved_tokens for part in parts),
-            audits=audits,
+            audits=audit_count,
             audited_tokens=sum(part.audited_tokens for part in parts),
             wrong=sum(part.wrong for part in parts),
-            reward_bias=sum(part.audits * part.reward_bias for part in parts) / audits if audits else 0.0,
+            reward_bias=sum(part.audits * part.reward_bias for part in parts) / audit_count if audit_count else 0.0,
         )
 
 
@@ -337,8 +337,8 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True, tag="evaluatio
         if not self.failed:
             return ""
         warning = "MOST FAILED, and count in no rate: " if self.mostly_failed else ""
-        cause = f": {self.failure_cause}" if self.failure_cause else ""
-        return f"{warning}{self.failed:,} of {self.failed + self.samples:,} attempts failed{cause}"
+        cause_suffix = f": {self.failure_cause}" if self.failure_cause else ""
+        return f"{warning}{self.failed:,} of {self.failed + self.samples:,} attempts failed{cause_suffix}"
 
 
 class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag="event", tag_field="kind"):

@@ -55,14 +55,14 @@ def allow_list(written: Sequence[str]) -> AllowList:
 
 
 def _entry(written: str) -> AllowedHost:
-    below = written.startswith("*.")
-    host, port = authority_of(written[2:] if below else written)
-    if host is None or (below and is_address(host)):
+    has_wildcard = written.startswith("*.")
+    host, port = authority_of(written[2:] if has_wildcard else written)
+    if host is None or (has_wildcard and is_address(host)):
         raise ConfigurationError(
             f"sandbox network {written!r}: valid: NAME, *.NAME, an IPv4 address or an [IPv6 address], each with or"
             " without :PORT; no scheme, no path, names in ASCII"
         )
-    return AllowedHost(host, below, DEFAULT_PORTS if port is None else (port,))
+    return AllowedHost(host, has_wildcard, DEFAULT_PORTS if port is None else (port,))
 
 
 def authority_of(text: str) -> tuple[str | None, int | None]:
@@ -79,15 +79,15 @@ def authority_of(text: str) -> tuple[str | None, int | None]:
 def host_of(text: str) -> str | None:
     """Normalise a host for comparison: a name in lower case without its last dot, an address in its canonical short
     form without brackets. None: it can be neither."""
-    bracketed = text.startswith("[") and text.endswith("]")
+    is_bracketed = text.startswith("[") and text.endswith("]")
     try:
-        address = ipaddress.ip_address(text[1:-1] if bracketed else text)
+        address = ipaddress.ip_address(text[1:-1] if is_bracketed else text)
     except ValueError:
         name = text.lower().removesuffix(".")
         labels = name.split(".")
-        sound = len(name) <= NAME_CHARACTERS and all(_LABEL.fullmatch(label) for label in labels)
-        return name if sound and not _NUMBER.fullmatch(labels[-1]) else None
-    if bracketed != (address.version == 6) or "%" in text:
+        is_valid = len(name) <= NAME_CHARACTERS and all(_LABEL.fullmatch(label) for label in labels)
+        return name if is_valid and not _NUMBER.fullmatch(labels[-1]) else None
+    if is_bracketed != (address.version == 6) or "%" in text:
         return None
     return str(plain(address))
 
@@ -110,9 +110,9 @@ def is_public(text: str) -> bool:
     except ValueError:
         return False
     if isinstance(address, ipaddress.IPv4Address):
-        usable = address.is_global and not address.is_multicast and not address.is_reserved
-        return usable and address not in _INTERNAL and address != _METADATA
+        is_usable = address.is_global and not address.is_multicast and not address.is_reserved
+        return is_usable and address not in _INTERNAL and address != _METADATA
     if address in _CARRIES_IPV4:
         return is_public(str(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)))
-    inner = address.sixtofour or (address.teredo[1] if address.teredo else None)
-    return address.is_global and address in _UNICAST and (inner is None or is_public(str(inner)))
+    embedded = address.sixtofour or (address.teredo[1] if address.teredo else None)
+    return address.is_global and address in _UNICAST and (embedded is None or is_public(str(embedded)))

@@ -28,10 +28,10 @@ class ResourceLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raise ConfigurationError for limits that are too small or contradict each other."""
-        least = {"memory_bytes": MIN_MEMORY_BYTES, "disk_bytes": MIB, "inodes": 100, "processes": 4, "open_files": 32}
-        for name, value in least.items():
-            if getattr(self, name) < value:
-                raise ConfigurationError(f"sandbox limit {name} = {getattr(self, name)}: at least {value}")
+        minima = {"memory_bytes": MIN_MEMORY_BYTES, "disk_bytes": MIB, "inodes": 100, "processes": 4, "open_files": 32}
+        for name, least in minima.items():
+            if getattr(self, name) < least:
+                raise ConfigurationError(f"sandbox limit {name} = {getattr(self, name)}: at least {least}")
         if not 0.01 <= self.cpus <= 4096:
             raise ConfigurationError(f"sandbox limit cpus = {self.cpus}: between 0.01 and 4096")
         if self.disk_bytes > self.memory_bytes * 3 // 4:

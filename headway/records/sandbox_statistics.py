@@ -78,10 +78,10 @@ class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def since(self, earlier: PoolStatistics) -> PoolStatistics:
         """These statistics with counters and histograms since ``earlier``, an earlier reading of the same pool."""
-        grown = {name: getattr(self, name) - getattr(earlier, name) for name in POOL_COUNTERS}
-        grown |= {name: _increase(getattr(self, name), getattr(earlier, name)) for name in POOL_CAUSES}
-        grown |= {name: getattr(self, name).since(getattr(earlier, name)) for name in POOL_LATENCIES}
-        return msgspec.structs.replace(self, **grown)
+        increases = {name: getattr(self, name) - getattr(earlier, name) for name in POOL_COUNTERS}
+        increases |= {name: _increase(getattr(self, name), getattr(earlier, name)) for name in POOL_CAUSES}
+        increases |= {name: getattr(self, name).since(getattr(earlier, name)) for name in POOL_LATENCIES}
+        return msgspec.structs.replace(self, **increases)
 
     def counted(self) -> PoolStatistics:
         """The counters and histograms alone, which remain of a pool that has ended."""
@@ -96,8 +96,8 @@ class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         figures |= {name: _summed(getattr(pool, name) for pool in pools) for name in POOL_CAUSES}
         figures |= {name: Latencies.total(getattr(pool, name) for pool in pools) for name in POOL_LATENCIES}
         oldest_wait_s = max((pool.oldest_wait_s for pool in pools), default=0.0)
-        broken = any(pool.breaker_open for pool in pools)
-        return PoolStatistics(oldest_wait_s=oldest_wait_s, breaker_open=broken, **figures)
+        breaker_open = any(pool.breaker_open for pool in pools)
+        return PoolStatistics(oldest_wait_s=oldest_wait_s, breaker_open=breaker_open, **figures)
 
 
 def _increase(later: dict[str, int], earlier: dict[str, int]) -> dict[str, int]:
@@ -106,10 +106,10 @@ def _increase(later: dict[str, int], earlier: dict[str, int]) -> dict[str, int]:
 
 
 def _summed(counts: Iterable[dict[str, int]]) -> dict[str, int]:
-    added: Counter[str] = Counter()
+    sums: Counter[str] = Counter()
     for count_by_cause in counts:
-        added.update(count_by_cause)
-    return dict(added)
+        sums.update(count_by_cause)
+    return dict(sums)
 
 
 POOL_COUNTERS = ("started", "retries", "hedges", "hedges_won", "breaker_openings", "execs", "lost")

@@ -86,9 +86,9 @@ class TokenBlock:
         rows; default: as many as have rows of the same kind. Repeated rows are left out, missing ones are empty."""
         for kind, rows in token_rows.items():
             parts = self._rows.setdefault(kind, [])
-            first = 0 if known is None else sum(map(len, parts)) - known
-            if first:
-                rows = rows[first:] if first > 0 else TokenRows.joined((TokenRows.empty(-first), rows))
+            offset = 0 if known is None else sum(map(len, parts)) - known
+            if offset:
+                rows = rows[offset:] if offset > 0 else TokenRows.joined((TokenRows.empty(-offset), rows))
             parts.append(rows)
 
     @property
@@ -118,8 +118,8 @@ class TokenBlock:
     @property
     def mask(self) -> TokenMask:
         mask = np.ones(len(self), TokenMask.dtype)
-        for first, behind in self._masked:
-            mask[first:behind] = False
+        for first, stop in self._masked:
+            mask[first:stop] = False
         return TokenMask.view(mask)
 
     @property

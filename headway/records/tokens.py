@@ -48,8 +48,8 @@ class TokenArray(Sequence[T]):
 
     def __init__(self, values: Iterable[T] = ()) -> None:
         """Copy or wrap ``values``. Raises ValueError for items of another kind, and for ids beyond 32 bits."""
-        source = values.array if isinstance(values, TokenArray) else values
-        raw = np.asarray(source if isinstance(source, np.ndarray) else list(source))
+        plain_values = values.array if isinstance(values, TokenArray) else values
+        raw = np.asarray(plain_values if isinstance(plain_values, np.ndarray) else list(plain_values))
         if raw.ndim != 1 or (raw.size and raw.dtype.kind not in self.kinds):
             raise ValueError(f"{type(self).__name__}: {raw.dtype} in {raw.ndim} dimensions: a row of numbers is needed")
         if (
@@ -59,7 +59,7 @@ class TokenArray(Sequence[T]):
             and not -(2**31) <= raw.min() <= raw.max() < 2**31
         ):
             raise ValueError(f"{type(self).__name__}: {raw.min()} to {raw.max()}: 32 bits are needed to hold each")
-        shared = raw is source and (raw.flags.writeable or not raw.flags.c_contiguous)  # by its owner, or strided
+        shared = raw is plain_values and (raw.flags.writeable or not raw.flags.c_contiguous)  # by its owner, or strided
         array = raw.astype(self.dtype, order="C", copy=shared)
         array.setflags(write=False)
         self.array = array
@@ -68,11 +68,11 @@ class TokenArray(Sequence[T]):
     @classmethod
     def view(cls, data: bytes | bytearray | memoryview | NDArray[Any]) -> Self:
         """Wrap ``data``, which must not be written to any more, without a copy."""
-        made = cls.__new__(cls)
+        instance = cls.__new__(cls)
         array: NDArray[Any] = data if isinstance(data, np.ndarray) else np.frombuffer(data, cls.dtype)
         array.setflags(write=False)
-        made.array, made._hash = array, None
-        return made
+        instance.array, instance._hash = array, None
+        return instance
 
     @classmethod
     def filled(cls, value: float, count: int) -> Self:
@@ -235,12 +235,12 @@ class TokenRows(msgspec.Struct, frozen=True, array_like=True):
     def cut(self, starts: Sequence[int] | NDArray[Any], lengths: Sequence[int] | NDArray[Any]) -> TokenRows:
         """The rows from each of ``starts`` on, ``lengths`` of them each, concatenated; rows beyond the last are
         empty."""
-        ends = np.concatenate([[0], np.cumsum(self.lengths.array, dtype=np.int64)])
+        row_ends = np.concatenate([[0], np.cumsum(self.lengths.array, dtype=np.int64)])
         runs: list[TokenRows] = []
         for start, length in zip(starts, lengths, strict=True):
             first, end = (min(int(bound), len(self)) for bound in (start, start + length))
-            data = self.data[int(ends[first]) * self.item_bytes : int(ends[end]) * self.item_bytes]
-            runs.append(TokenRows(self.lengths[first:end], data, self.item_bytes))
+            cut_bytes = self.data[int(row_ends[first]) * self.item_bytes : int(row_ends[end]) * self.item_bytes]
+            runs.append(TokenRows(self.lengths[first:end], cut_bytes, self.item_bytes))
             runs.append(TokenRows.empty(int(length) - (end - first)))
         return TokenRows.joined(runs)
 
@@ -255,10 +255,10 @@ class TokenRows(msgspec.Struct, frozen=True, array_like=True):
         lengths, data = self.lengths.array.astype(np.int64), self.data.array
         ends, hashes = np.cumsum(lengths * self.item_bytes), lengths.astype(np.uint64)
         for length in np.unique(lengths[lengths > 0]).tolist():  # eight bytes of all rows of a length at once
-            rows, size = np.flatnonzero(lengths == length), length * self.item_bytes
-            for chunk in np.array_split(rows, len(rows) // _ROWS_AT_ONCE + 1):
-                words = np.zeros((len(chunk), -(-size // 8)), np.uint64)
-                words.view(np.uint8)[:, :size] = data[(ends[chunk] - size)[:, None] + np.arange(size)]
+            row_indices, row_bytes = np.flatnonzero(lengths == length), length * self.item_bytes
+            for chunk in np.array_split(row_indices, len(row_indices) // _ROWS_AT_ONCE + 1):
+                words = np.zeros((len(chunk), -(-row_bytes // 8)), np.uint64)
+                words.view(np.uint8)[:, :row_bytes] = data[(ends[chunk] - row_bytes)[:, None] + np.arange(row_bytes)]
                 for word in words.T:
                     hashes[chunk] = hashes[chunk] * np.uint64(_MIX) + word
         return hashes
@@ -267,8 +267,8 @@ class TokenRows(msgspec.Struct, frozen=True, array_like=True):
         """All rows as an array, [N, width]; -1 where a row is empty or a number has all bits set. Raises ValueError for
         a row of another length."""
         lengths = self.lengths.array
-        if len(wrong := lengths[(lengths > 0) & (lengths != width)]):
-            raise ValueError(f"a row of {wrong[0]} numbers where {width} are needed")
+        if len(wrong_lengths := lengths[(lengths > 0) & (lengths != width)]):
+            raise ValueError(f"a row of {wrong_lengths[0]} numbers where {width} are needed")
         table = np.full((len(self), width), -1, np.int32)
         values = self.values.reshape(-1, width)
         table[lengths > 0] = np.where(values == np.iinfo(values.dtype).max, -1, values.astype(np.int32))
@@ -311,19 +311,19 @@ class ExpertRouting(msgspec.Struct, frozen=True):
     def fault(self, rows: TokenRows) -> str:
         """Return why these experts can't be those of this mixture; "" when they can."""
         lengths, values = rows.lengths.array, rows.values
-        if len(wrong := lengths[(lengths != 0) & (lengths != self.width)]):
-            layers = f"{self.layers} layers with {self.per_token} experts of a token"
-            return f"a row of {wrong[0]} numbers where {self.width} are needed: {layers}"
-        known = values[values != np.iinfo(values.dtype).max]
-        if (highest := int(known.max(initial=0))) >= self.experts:
+        if len(wrong_lengths := lengths[(lengths != 0) & (lengths != self.width)]):
+            layers_text = f"{self.layers} layers with {self.per_token} experts of a token"
+            return f"a row of {wrong_lengths[0]} numbers where {self.width} are needed: {layers_text}"
+        expert_ids = values[values != np.iinfo(values.dtype).max]
+        if (highest := int(expert_ids.max(initial=0))) >= self.experts:
             return f"expert {highest} of a layer that has {self.experts}"
         return ""
 
 
 def outside_kept(lengths: NDArray[np.int64], values: NDArray[Any], ids: NDArray[Any]) -> NDArray[np.int64]:
     """Indices of the rows, as `TokenRows.take` gives them, that are kept sets without the token of ``ids``, [M]."""
-    held = np.repeat(np.arange(len(ids)), lengths)[values == np.repeat(ids, lengths)]
-    return np.flatnonzero((lengths > 0) & (np.bincount(held, minlength=len(ids)) == 0))
+    holding_rows = np.repeat(np.arange(len(ids)), lengths)[values == np.repeat(ids, lengths)]
+    return np.flatnonzero((lengths > 0) & (np.bincount(holding_rows, minlength=len(ids)) == 0))
 
 
 _KINDS = frozenset((TokenIds, TokenLogprobs, TokenMask, RowLengths, RowBytes))

@@ -38,9 +38,9 @@ class TaskCursor:
 
     def next(self) -> Task:
         """Return the next task and advance."""
-        chosen = self._mixture.next()
-        order = self._orders[chosen]
-        return order.tasks[order.number(self._mixture.counts[chosen] - 1)]
+        source_index = self._mixture.next()
+        order = self._orders[source_index]
+        return order.tasks[order.number(self._mixture.counts[source_index] - 1)]
 
     def seek(self, position: int) -> None:
         """Go to ``position`` (>= 0), as if that many tasks had been handed out."""
@@ -58,14 +58,14 @@ def make_task_orders(
         raise ConfigurationError("there are no tasks to draw from")
     if weights is None or len(weights) < 2:
         return [TaskOrder(tasks, seed)], Mixture([1.0])
-    of_source: dict[str, list[Task]] = {name: [] for name in weights}
+    tasks_by_source: dict[str, list[Task]] = {name: [] for name in weights}
     for task in tasks:
-        of_source[task.source].append(task)
-    for name, members in of_source.items():
-        if not members:
+        tasks_by_source[task.source].append(task)
+    for name, source_tasks in tasks_by_source.items():
+        if not source_tasks:
             raise ConfigurationError(f"{name}: there are no tasks to draw from")
     # a separate seed for each, or sources of one size would have equal permutations
-    orders = [TaskOrder(members, f"{seed}:{name}") for name, members in of_source.items()]
+    orders = [TaskOrder(source_tasks, f"{seed}:{name}") for name, source_tasks in tasks_by_source.items()]
     return orders, Mixture(list(weights.values()))
 
 
@@ -94,9 +94,9 @@ def permutation(size: int, seed: int | str, epoch: int) -> npt.NDArray[np.int64]
     doesn't change with the version of a library's shuffle.
     """
     key = hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=8).digest()
-    mixed = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    mixed += np.uint64(int.from_bytes(key, "little"))
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
-    return np.argsort(mixed, kind="stable")
+    hashes = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    hashes += np.uint64(int.from_bytes(key, "little"))
+    hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    hashes ^= hashes >> np.uint64(31)
+    return np.argsort(hashes, kind="stable")

@@ -64,19 +64,19 @@ class ArrowStruct(dict[str, Any]):
 def without_nulls(value: Any) -> Any:
     """Return ``value`` without null fields, in all objects where a null may stand for a missing field."""
     if isinstance(value, dict):
-        lacks = isinstance(value, ArrowStruct)
-        return {key: without_nulls(child) for key, child in value.items() if child is not None or not lacks}
+        drops_nulls = isinstance(value, ArrowStruct)
+        return {key: without_nulls(child) for key, child in value.items() if child is not None or not drops_nulls}
     return [without_nulls(child) for child in value] if isinstance(value, list) else value
 
 
 def _marked_structs(value: Any, feature: Any) -> Any:
     """Return a column's value with objects of struct columns as ArrowStruct; JSON columns have plain dictionaries."""
-    inner = getattr(feature, "feature", feature[0] if isinstance(feature, list) and feature else None)
-    if isinstance(value, list) and (inner is not None or feature is None):
-        return [_marked_structs(child, inner) for child in value]
+    element_feature = getattr(feature, "feature", feature[0] if isinstance(feature, list) and feature else None)
+    if isinstance(value, list) and (element_feature is not None or feature is None):
+        return [_marked_structs(child, element_feature) for child in value]
     if isinstance(value, dict) and (isinstance(feature, Mapping) or feature is None):
-        fields: Mapping[str, Any] = feature or {}
-        return ArrowStruct({key: _marked_structs(child, fields.get(key)) for key, child in value.items()})
+        feature_by_name: Mapping[str, Any] = feature or {}
+        return ArrowStruct({key: _marked_structs(child, feature_by_name.get(key)) for key, child in value.items()})
     return value
 
 
@@ -92,12 +92,12 @@ def _open_path(package: Any, source: TaskSource | SftSource) -> Iterable[Mapping
         return _split_of(_load(package, source, str(path), streaming=True), source)
     builder = _BUILDERS.get(path.suffix)
     if builder is None:
-        valid = ", ".join(_BUILDERS)
-        raise ConfigurationError(f"{path}: {path.suffix or 'no'} files can't be read; valid: {valid}, or a folder")
+        suffixes = ", ".join(_BUILDERS)
+        raise ConfigurationError(f"{path}: {path.suffix or 'no'} files can't be read; valid: {suffixes}, or a folder")
     if source.split or source.subset:
         raise ConfigurationError(f"{path} is a single file, without splits and subsets: leave 'split' and 'subset' out")
-    as_text = {"converters": _text_columns(source)} if builder == "csv" else {}
-    return package.load_dataset(builder, data_files=str(path), split="train", streaming=True, **as_text)
+    csv_options = {"converters": _text_columns(source)} if builder == "csv" else {}
+    return package.load_dataset(builder, data_files=str(path), split="train", streaming=True, **csv_options)
 
 
 def _load(package: Any, source: TaskSource | SftSource, path_or_name: str, **options: Any) -> Any:
@@ -108,8 +108,8 @@ def _load(package: Any, source: TaskSource | SftSource, path_or_name: str, **opt
         return package.load_dataset(path_or_name, source.subset or None, **options)
     except ValueError as error:
         if "BuilderConfig" in str(error) or "Config name is missing" in str(error):
-            problem = f"subset = {source.subset!r}" if source.subset else "'subset' is needed"
-            raise ConfigurationError(f"{source.display_name}: {problem}: {_first_line(error)}") from None
+            reason = f"subset = {source.subset!r}" if source.subset else "'subset' is needed"
+            raise ConfigurationError(f"{source.display_name}: {reason}: {_first_line(error)}") from None
         raise
 
 
@@ -134,10 +134,10 @@ def _split_of(loaded: Any, source: TaskSource | SftSource) -> Iterable[Mapping[s
     names = [str(name) for name in loaded]
     split = source.split or (names[0] if len(names) == 1 else "train")
     if split not in names:
-        near = difflib.get_close_matches(split, names, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        asked = f"split = {split!r}" if source.split else "'split' is needed"
-        raise ConfigurationError(f"{source.display_name}: {asked}; {hint}it has: {', '.join(names)}")
+        nearest = difflib.get_close_matches(split, names, n=1)
+        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+        request_text = f"split = {split!r}" if source.split else "'split' is needed"
+        raise ConfigurationError(f"{source.display_name}: {request_text}; {hint}it has: {', '.join(names)}")
     return loaded[split]
 
 

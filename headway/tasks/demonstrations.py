@@ -60,8 +60,8 @@ def _text(raw: Mapping[str, Any], key: str, location: str) -> str:
 def _tools_from(value: Any, key: str, location: str) -> tuple[dict[str, Any], ...] | None:
     if not value:
         return None
-    items = cast("list[Any]", without_nulls(value if isinstance(value, list) else [value]))
-    if not all(isinstance(item, dict) for item in items):
-        valid = "must be a list of objects; 'convert' can make one"
-        raise ConfigurationError(f'{location}: "{key}" = {short(value)}: {valid}')
-    return tuple(items)
+    raw_tools = cast("list[Any]", without_nulls(value if isinstance(value, list) else [value]))
+    if not all(isinstance(tool, dict) for tool in raw_tools):
+        reason = "must be a list of objects; 'convert' can make one"
+        raise ConfigurationError(f'{location}: "{key}" = {short(value)}: {reason}')
+    return tuple(raw_tools)

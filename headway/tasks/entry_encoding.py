@@ -19,9 +19,9 @@ def pack_entry(value: Any) -> Any:
     if value is None or isinstance(value, bool):
         return value
     # exact types first: a numpy.str_ or numpy.float64 is a subclass and must become the plain one
-    for plain in (int, float, str):
-        if isinstance(value, plain):
-            return plain(value)
+    for plain_type in (int, float, str):
+        if isinstance(value, plain_type):
+            return plain_type(value)
     if isinstance(value, list):
         return [pack_entry(item) for item in value]
     if isinstance(value, tuple):

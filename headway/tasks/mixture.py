@@ -21,11 +21,11 @@ class Mixture:
 
     def __init__(self, weights: Sequence[float]) -> None:
         """``weights``: positive, not necessarily summing to 1; read as exact decimals. Raises ValueError otherwise."""
-        exact = [Fraction(str(weight)) for weight in weights]
-        if not exact or min(exact) <= 0:
+        exact_weights = [Fraction(str(weight)) for weight in weights]
+        if not exact_weights or min(exact_weights) <= 0:
             raise ValueError(f"weights = {list(weights)}: must be positive")
-        scale = lcm(*(weight.denominator for weight in exact))
-        integer_weights = [int(weight * scale) for weight in exact]
+        scale = lcm(*(weight.denominator for weight in exact_weights))
+        integer_weights = [int(weight * scale) for weight in exact_weights]
         divisor = gcd(*integer_weights)
         self._weights = [weight // divisor for weight in integer_weights]
         self.period = sum(self._weights)
@@ -34,23 +34,23 @@ class Mixture:
     def next(self) -> int:
         """Choose the next source; returns its index."""
         if len(self.counts) == 1:
-            chosen = 0
+            source_index = 0
         else:
             # everything times 2 (k - 1) x period: the threshold 1 / (2k - 2) becomes the period
-            scale, number = 2 * (len(self.counts) - 1), sum(self.counts) + 1
+            scale, choice_count = 2 * (len(self.counts) - 1), sum(self.counts) + 1
             deficits = [
-                scale * (number * weight - count * self.period)
+                scale * (choice_count * weight - count * self.period)
                 for weight, count in zip(self._weights, self.counts, strict=True)
             ]
-            due = [i for i, deficit in enumerate(deficits) if deficit >= self.period]
+            due_sources = [i for i, deficit in enumerate(deficits) if deficit >= self.period]
             bound = (scale - 1) * self.period
-            chosen = min(due, key=lambda i: (Fraction(bound - deficits[i], self._weights[i]), i))
-        self.counts[chosen] += 1
-        return chosen
+            source_index = min(due_sources, key=lambda i: (Fraction(bound - deficits[i], self._weights[i]), i))
+        self.counts[source_index] += 1
+        return source_index
 
     def seek(self, position: int) -> None:
         """Go to ``position`` (>= 0), as if that many choices had been made."""
-        periods, rest = divmod(position, self.period)
+        periods, remaining = divmod(position, self.period)
         self.counts = [periods * weight for weight in self._weights]
-        for _ in range(rest):
+        for _ in range(remaining):
             self.next()

@@ -46,8 +46,8 @@ class Rows:
             try:
                 converted = convert(raw)
             except (Exception, SystemExit) as error:  # a user's function may raise anything
-                cause = f"{type(error).__name__}: {error}"
-                raise ConfigurationError(f"{location}: {source.convert} raised {cause}") from error
+                reason = f"{type(error).__name__}: {error}"
+                raise ConfigurationError(f"{location}: {source.convert} raised {reason}") from error
             if converted is None:
                 self.left_out += 1
             elif isinstance(converted, dict):
@@ -65,21 +65,21 @@ def _rows_from(source: TaskSource | SftSource) -> Iterator[tuple[str, dict[str, 
 
 def _yielded(source: TaskSource) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows of a user's function, each with its number. Raises ConfigurationError."""
-    function = import_function(source.name, "name", ())
+    make_rows = import_function(source.name, "name", ())
     number = -1
     try:
-        inspect.signature(function).bind(**source.parameters)
-        for number, raw in enumerate(function(**source.parameters)):
+        inspect.signature(make_rows).bind(**source.parameters)
+        for number, raw in enumerate(make_rows(**source.parameters)):
             if not isinstance(raw, Mapping):
-                problem = f"yielded a {type(raw).__name__}; valid: dictionaries"
-                raise ConfigurationError(f"{source.name}, row {number}: it {problem} of prompt, answer, ...")
+                fault = f"yielded a {type(raw).__name__}; valid: dictionaries"
+                raise ConfigurationError(f"{source.name}, row {number}: it {fault} of prompt, answer, ...")
             yield f"{source.name}, row {number}", {str(key): value for key, value in raw.items()}
     except ConfigurationError:
         raise
     except (Exception, SystemExit) as error:  # a user's function may raise anything
-        cause = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
         call_state = f"after row {number}" if number >= 0 else f"called with {dict(source.parameters)}"
-        raise ConfigurationError(f"{source.name} {call_state} raised {cause}") from error
+        raise ConfigurationError(f"{source.name} {call_state} raised {reason}") from error
 
 
 def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -90,9 +90,9 @@ def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-                if text.strip():
-                    yield f"{path}:{number}", _parse_object(text, f"{path}:{number}")
+                content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                if content.strip():
+                    yield f"{path}:{number}", _parse_object(content, f"{path}:{number}")
     except FileNotFoundError:
         raise ConfigurationError(f"no such file: {path}") from None
     except IsADirectoryError:
@@ -118,8 +118,8 @@ def _lone_surrogate(line: bytes) -> str:
     except ValueError:
         return ""
     for key, value in raw.items() if isinstance(raw, dict) else ():
-        if half := re.search("[\ud800-\udfff]", json.dumps([key, value], ensure_ascii=False)):
-            return f'"{short(key)[1:-1]}" holds \\u{ord(half[0]):x}, half of a surrogate pair, which is no character'
+        if match := re.search("[\ud800-\udfff]", json.dumps([key, value], ensure_ascii=False)):
+            return f'"{short(key)[1:-1]}" holds \\u{ord(match[0]):x}, half of a surrogate pair, which is no character'
     return ""
 
 
@@ -128,20 +128,20 @@ def number_text(value: float | Decimal) -> str:
     if isinstance(value, int):
         return str(value)
     if isinstance(value, float) and not value.is_integer():
-        single = np.float32(value)  # a column's type isn't in its rows
-        value = Decimal(str(single) if float(single) == value else repr(value))
+        float32_value = np.float32(value)  # a column's type isn't in its rows
+        value = Decimal(str(float32_value) if float(float32_value) == value else repr(value))
     return format(Decimal(value).to_integral_value() if value == int(value) else value, "f")
 
 
 def require_column(raw: Mapping[str, Any], key: str, location: str) -> Any:
     """Return ``raw[key]``, or the value at the path ``key`` (``reward_model.ground_truth``). Raises ConfigurationError
     with the existing columns when it is missing."""
-    first, dot, rest = key.partition(".")
-    if key not in raw and dot and isinstance(raw.get(first), Mapping):
-        return require_column(raw[first], rest, f'{location}: "{first}"')
+    head_key, dot, rest_key = key.partition(".")
+    if key not in raw and dot and isinstance(raw.get(head_key), Mapping):
+        return require_column(raw[head_key], rest_key, f'{location}: "{head_key}"')
     if key not in raw:
-        near = difflib.get_close_matches(key, list(raw), n=1, cutoff=0.6)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        nearest = difflib.get_close_matches(key, list(raw), n=1, cutoff=0.6)
+        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
         raise ConfigurationError(f'{location}: missing "{key}"; {hint}it has: {", ".join(sorted(raw)) or "nothing"}')
     return raw[key]
 
@@ -169,11 +169,11 @@ def require_messages(value: Any, key: str, location: str, pictures: Path | None 
         field = f'{location}: "{key}"[{number}]'
         if not isinstance(raw, dict):
             raise ConfigurationError(f'{field} = {short(raw)}: must be {{"role", "content"}}')
-        message = {str(name): item for name, item in cast("dict[Any, Any]", raw).items() if item is not None}
+        message = {str(name): child for name, child in cast("dict[Any, Any]", raw).items() if child is not None}
         role, content = message.get("role"), message.get("content")
         if role not in ROLES:
-            have = "" if "role" in message else f"; it has: {', '.join(message) or 'nothing'}"
-            raise ConfigurationError(f"{field}: role = {role!r}{have}; valid: {', '.join(ROLES)}")
+            present_text = "" if "role" in message else f"; it has: {', '.join(message) or 'nothing'}"
+            raise ConfigurationError(f"{field}: role = {role!r}{present_text}; valid: {', '.join(ROLES)}")
         if content is None and role == "assistant" and message.get("tool_calls"):
             message["content"] = ""  # templates test and concatenate it
         elif isinstance(content, list) and pictures is not None:
@@ -205,8 +205,8 @@ def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
-        for item in value.values():
-            yield from _strings(item)
+        for child in value.values():
+            yield from _strings(child)
     elif isinstance(value, list):
-        for item in value:
-            yield from _strings(item)
+        for child in value:
+            yield from _strings(child)

@@ -48,20 +48,20 @@ def read_tasks(sources: TaskSource | Sequence[TaskSource], seed: int = 0) -> Tas
     malformed file (with file and line) or data set (with its row), a missing column (with the existing ones), an
     unknown generator (with the nearest names), bad parameters, a source without a task of its own.
     """
-    unique: dict[str, Task] = {}
-    sets = [_read(source, seed) for source in ([sources] if isinstance(sources, TaskSource) else sources)]
-    for task_set in sets:
-        previous_count = len(unique)
+    task_by_id: dict[str, Task] = {}
+    task_sets = [_read(source, seed) for source in ([sources] if isinstance(sources, TaskSource) else sources)]
+    for task_set in task_sets:
+        previous_count = len(task_by_id)
         for task in task_set.tasks:
-            unique.setdefault(task.task_id, task)
-        if len(unique) == previous_count:
+            task_by_id.setdefault(task.task_id, task)
+        if len(task_by_id) == previous_count:
             raise ConfigurationError(f"{task_set.name} has only tasks that are in earlier sources")
-    tasks = tuple(unique.values())
+    tasks = tuple(task_by_id.values())
     return TaskSet(
-        name=", ".join(task_set.name for task_set in sets),
+        name=", ".join(task_set.name for task_set in task_sets),
         tasks=tasks,
-        duplicates=sum(len(task_set.tasks) + task_set.duplicates for task_set in sets) - len(tasks),
-        left_out=sum(task_set.left_out for task_set in sets),
+        duplicates=sum(len(task_set.tasks) + task_set.duplicates for task_set in task_sets) - len(tasks),
+        left_out=sum(task_set.left_out for task_set in task_sets),
     )
 
 
@@ -71,19 +71,19 @@ def _read(source: TaskSource, seed: int) -> TaskSet:
     candidates = (_task_from(raw, location, source) for location, raw in rows)
     if source.source == "reasoning-gym":
         candidates = _generate(source)
-    unique: dict[str, Task] = {}
+    task_by_id: dict[str, Task] = {}
     count = 0
     for task in candidates:
         count += 1
-        unique.setdefault(task.task_id, task)
-    if not unique:
-        why = f": {source.convert} left out all {rows.left_out:,} rows" if rows.left_out else ""
-        raise ConfigurationError(f"{source.display_name} holds no tasks{why}")
-    tasks = tuple(unique.values())
-    kept = tasks
+        task_by_id.setdefault(task.task_id, task)
+    if not task_by_id:
+        reason = f": {source.convert} left out all {rows.left_out:,} rows" if rows.left_out else ""
+        raise ConfigurationError(f"{source.display_name} holds no tasks{reason}")
+    tasks = tuple(task_by_id.values())
+    kept_tasks = tasks
     if source.limit is not None and source.limit < len(tasks):
-        kept = tuple(tasks[i] for i in permutation(len(tasks), seed, 0)[: source.limit])
-    return TaskSet(name=source.display_name, tasks=kept, duplicates=count - len(tasks), left_out=rows.left_out)
+        kept_tasks = tuple(tasks[i] for i in permutation(len(tasks), seed, 0)[: source.limit])
+    return TaskSet(name=source.display_name, tasks=kept_tasks, duplicates=count - len(tasks), left_out=rows.left_out)
 
 
 def row_name_of(sources: Sequence[TaskSource], task: Task) -> str:
@@ -116,10 +116,10 @@ def _task_from(raw: dict[str, Any], location: str, source: TaskSource) -> Task:
     answer = _answer_from(raw, columns.answer, location, exact=source.source == "jsonl")
     verifier = _verifier_key(raw.get("verifier"), location)
     metadata = _metadata_from(raw, columns, location)
-    plain = all(isinstance(message["content"], str) for message in messages)
-    further = {"messages": messages if plain else template_messages(messages), "verifier": verifier}
+    is_text_only = all(isinstance(message["content"], str) for message in messages)
+    other_content = {"messages": messages if is_text_only else template_messages(messages), "verifier": verifier}
     return Task(
-        task_id=task_id(prompt, answer, metadata | {key: value for key, value in further.items() if value}),
+        task_id=task_id(prompt, answer, metadata | {key: value for key, value in other_content.items() if value}),
         prompt=prompt,
         messages=messages,
         answer=answer,
@@ -141,13 +141,13 @@ def _prompt_from(
             return text, ()
         urls = [images] if isinstance(images, str) else images
         if not isinstance(urls, list):
-            problem = 'must be a list of paths or data: URLs; columns.images = "" takes none'
-            raise ConfigurationError(f'{location}: "{images_column}" = {short(images)}: {problem}')
+            reason = 'must be a list of paths or data: URLs; columns.images = "" takes none'
+            raise ConfigurationError(f'{location}: "{images_column}" = {short(images)}: {reason}')
         parts = [picture_part(url, f'{location}: "{images_column}"', folder) for url in urls]
         return text, ({"role": "user", "content": [*parts, {"type": "text", "text": text}]},)
     if images:
-        problem = 'write pictures as their parts, image_url; columns.images = "" takes none'
-        raise ConfigurationError(f'{location}: "{images_column}" beside messages: {problem}')
+        reason = 'write pictures as their parts, image_url; columns.images = "" takes none'
+        raise ConfigurationError(f'{location}: "{images_column}" beside messages: {reason}')
     messages = require_messages(raw[column], column, location, folder)
     if messages[-1]["role"] == "assistant":
         raise ConfigurationError(
@@ -172,8 +172,8 @@ def _answer_from(raw: dict[str, Any], column: str | None, location: str, exact: 
     answer = require_column(raw, name, location)
     if isinstance(answer, str):
         return answer
-    number = isinstance(answer, (int, float, Decimal)) and not isinstance(answer, bool) and math.isfinite(answer)
-    if not exact and number:
+    is_number = isinstance(answer, (int, float, Decimal)) and not isinstance(answer, bool) and math.isfinite(answer)
+    if not exact and is_number:
         return number_text(answer)
     if exact:
         raise ConfigurationError(f'{location}: "{name}" = {short(answer)}: must be a string, so write it in quotes')
@@ -185,21 +185,21 @@ def _answer_from(raw: dict[str, Any], column: str | None, location: str, exact: 
 
 def _metadata_from(raw: dict[str, Any], columns: TaskColumns, location: str) -> dict[str, Any]:
     """Collect the verifier's metadata besides prompt and answer, in JSON types."""
-    nested = raw.get("metadata")
-    if nested is None:  # data sets use null for a missing struct
-        nested = {}
-    if not isinstance(nested, dict):
-        raise ConfigurationError(f'{location}: "metadata" must be an object, got {type(nested).__name__}')
-    others = _column_name(columns.answer, "answer"), _column_name(columns.images, "images")
-    taken = (columns.prompt, *others, "metadata", "verifier")
-    kept = {**{key: value for key, value in raw.items() if key not in taken}, **nested}
-    for name, value in kept.items():
+    metadata = raw.get("metadata")
+    if metadata is None:  # data sets use null for a missing struct
+        metadata = {}
+    if not isinstance(metadata, dict):
+        raise ConfigurationError(f'{location}: "metadata" must be an object, got {type(metadata).__name__}')
+    other_columns = _column_name(columns.answer, "answer"), _column_name(columns.images, "images")
+    taken_columns = (columns.prompt, *other_columns, "metadata", "verifier")
+    merged = {**{key: value for key, value in raw.items() if key not in taken_columns}, **metadata}
+    for name, value in merged.items():
         if not _is_json(value):
             raise ConfigurationError(
                 f'{location}: "{name}" holds a {type(value).__name__}, which has no JSON form; leave it '
                 "out with a function of your own: convert = 'module:function'"
             )
-    return kept
+    return merged
 
 
 def _is_json(value: Any) -> bool:
@@ -230,7 +230,7 @@ def _generate(source: TaskSource) -> Iterator[Task]:
     for i in range(source.generator_parameters["size"]):
         try:
             entry = dataset[i]
-            packed = pack_entry({key: entry[key] for key in ("question", "answer", "metadata")})
+            packed_entry = pack_entry({key: entry[key] for key in ("question", "answer", "metadata")})
         except Exception as error:  # boundary to a foreign generator: any exception is bad input here
             raise ConfigurationError(f"{name} failed at entry {i}: {type(error).__name__}: {error}") from error
         prompt = str(entry["question"])
@@ -239,7 +239,7 @@ def _generate(source: TaskSource) -> Iterator[Task]:
             task_id=task_id(prompt, answer),  # without metadata: it may number the entries, and hide repeats
             prompt=prompt,
             answer=answer,
-            metadata={"generator": source.name, "parameters": generator_parameters, "entry": packed},
+            metadata={"generator": source.name, "parameters": generator_parameters, "entry": packed_entry},
             source=source.display_name,
             verifier=source.verifier,
         )
@@ -254,12 +254,12 @@ def build_generator(name: str, parameters: Mapping[str, Any]) -> Any:
         near = difflib.get_close_matches(name, list(DATASETS), n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "valid: " + ", ".join(sorted(DATASETS))
         raise ConfigurationError(f"unknown reasoning-gym generator {name!r}; {hint}")
-    valid = sorted(field.name for field in dataclasses.fields(DATASETS[name][1]))
+    parameter_names = sorted(field.name for field in dataclasses.fields(DATASETS[name][1]))
     for key in parameters:
-        if key not in valid:
-            near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
-            ours = ", ".join(parameter for parameter in valid if parameter not in ("seed", "size"))
-            hint = f"did you mean {near[0]!r}?" if near else f"valid: {ours}"
+        if key not in parameter_names:
+            near = difflib.get_close_matches(key, parameter_names, n=1, cutoff=0.5)
+            valid_text = ", ".join(parameter for parameter in parameter_names if parameter not in ("seed", "size"))
+            hint = f"did you mean {near[0]!r}?" if near else f"valid: {valid_text}"
             raise ConfigurationError(f"reasoning-gym {name} has no parameter {key!r}; {hint}")
     try:
         return create_dataset(name, **parameters)
@@ -285,12 +285,12 @@ def overlap(named_sets: Mapping[str, Iterable[Task]], *, white_space: bool = Tru
     with prompts that differ in white space only."""
     prompts = {name: dict.fromkeys(_prompt_key(task) for task in tasks) for name, tasks in named_sets.items()}
     if not white_space:
-        exact = {prompt for first, second in combinations(prompts.values(), 2) for prompt in first if prompt in second}
-        prompts = {name: {" ".join(p.split()): p for p in texts if p not in exact} for name, texts in prompts.items()}
+        common = {prompt for first, second in combinations(prompts.values(), 2) for prompt in first if prompt in second}
+        prompts = {name: {" ".join(p.split()): p for p in texts if p not in common} for name, texts in prompts.items()}
     return [
-        TaskOverlap(first=first, second=second, prompts=len(shared), example=shared[0])
+        TaskOverlap(first=first, second=second, prompts=len(shared_prompts), example=shared_prompts[0])
         for first, second in combinations(prompts, 2)
-        if (shared := [prompt for prompt in prompts[second] if prompt in prompts[first]])
+        if (shared_prompts := [prompt for prompt in prompts[second] if prompt in prompts[first]])
     ]
 
 
@@ -298,9 +298,9 @@ def contradictions(tasks: Iterable[Task]) -> dict[str, list[str]]:
     """Map each prompt that has several answers to these."""
     answers: dict[str, list[str]] = {}
     for task in tasks:
-        known = answers.setdefault(_prompt_key(task), [])
-        if task.answer.strip() not in known:
-            known.append(task.answer.strip())
+        answers_so_far = answers.setdefault(_prompt_key(task), [])
+        if task.answer.strip() not in answers_so_far:
+            answers_so_far.append(task.answer.strip())
     return {prompt: prompt_answers for prompt, prompt_answers in answers.items() if len(prompt_answers) > 1}
 
 
@@ -332,5 +332,5 @@ def require_disjoint(named_sets: Mapping[str, Iterable[Task]]) -> None:
 
 def without_prompts_of(tasks: Iterable[Task], held_out: Iterable[Task]) -> list[Task]:
     """Return ``tasks`` without those whose prompt is in ``held_out``, which makes generated sets disjoint."""
-    taken = {_prompt_key(task) for task in held_out}
-    return [task for task in tasks if _prompt_key(task) not in taken]
+    held_out_prompts = {_prompt_key(task) for task in held_out}
+    return [task for task in tasks if _prompt_key(task) not in held_out_prompts]

@@ -46,20 +46,20 @@ def kinds_of(schema: Any, root: Any = None, levels: int = _MOST_LEVELS) -> froze
         steps = [step.replace("~1", "/").replace("~0", "~") for step in reference.split("/")[1:]]
         referenced = reduce(lambda part, step: part.get(step) if isinstance(part, Mapping) else None, steps, root)
         return kinds_of(referenced, root, levels - 1)
-    if isinstance(kinds := schema.get("type"), str | list):
-        return frozenset([kinds] if isinstance(kinds, str) else kinds)
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    ways = [frozenset(_KINDS[type(value)][:1]) for value in values] if isinstance(values, list) else []
+    if isinstance(type_names := schema.get("type"), str | list):
+        return frozenset([type_names] if isinstance(type_names, str) else type_names)
+    listed_values = [schema["const"]] if "const" in schema else schema.get("enum")
+    sets = [frozenset(_KINDS[type(value)][:1]) for value in listed_values] if isinstance(listed_values, list) else []
     for key in ("anyOf", "oneOf", "allOf"):
-        ways += [kinds_of(part, root, levels - 1) for part in schema.get(key) or ()]
-    return frozenset[str]().union(*ways) if all(ways) else frozenset()
+        sets += [kinds_of(part, root, levels - 1) for part in schema.get(key) or ()]
+    return frozenset[str]().union(*sets) if all(sets) else frozenset()
 
 
 def typed(text: str, schema: Any, root: Any) -> Any:
     """Convert ``text`` to the value that its schema allows: a text where only that is allowed, else JSON where it
     parses to an allowed type, else the text."""
-    kinds = kinds_of(schema, root)
-    if kinds == {"string"}:
+    type_names = kinds_of(schema, root)
+    if type_names == {"string"}:
         return text
     try:
         value = JSON.decode(text.strip())
@@ -68,9 +68,9 @@ def typed(text: str, schema: Any, root: Any) -> Any:
             value = literal(text.strip(), "")
         except (ValueError, RecursionError):
             return text
-        if not kinds.intersection(_KINDS[type(value)]):  # the schema doesn't exclude a text
+        if not type_names.intersection(_KINDS[type(value)]):  # the schema doesn't exclude a text
             return text
-    return text if "string" in kinds and not kinds.intersection(_KINDS[type(value)]) else value
+    return text if "string" in type_names and not type_names.intersection(_KINDS[type(value)]) else value
 
 
 def literal(text: str, quote: str) -> Any:
@@ -82,29 +82,29 @@ def literal(text: str, quote: str) -> Any:
 def literal_at(text: str, position: int, quote: str) -> tuple[Any, int]:
     """Read the value at ``position``; return it and its end. It is JSON, a Python literal, or has ``quote`` (a mark)
     around texts, and keys that may be bare. Raises ValueError, and JSONDecodeError where the text ends too early."""
-    source, depth = list[str](), 0
-    while not source or depth:
-        position = blank.end() if (blank := _BLANK.match(text, position)) else position
-        marked = bool(quote) and text.startswith(quote, position)
-        end = text.find(quote, position + len(quote)) if marked else -1
-        token = None if marked else _TOKEN.match(text, position)
-        if position >= len(text) or (marked and end < 0) or (token is None and text[position] in "'\""):
+    python_pieces, open_brackets = list[str](), 0
+    while not python_pieces or open_brackets:
+        position = blank_match.end() if (blank_match := _BLANK.match(text, position)) else position
+        is_marked = bool(quote) and text.startswith(quote, position)
+        end = text.find(quote, position + len(quote)) if is_marked else -1
+        token_match = None if is_marked else _TOKEN.match(text, position)
+        if position >= len(text) or (is_marked and end < 0) or (token_match is None and text[position] in "'\""):
             raise json.JSONDecodeError("the text ends here", text, len(text))
-        if marked:
+        if is_marked:
             piece, position = repr(text[position + len(quote) : end]), end + len(quote)
-        elif token is None:
+        elif token_match is None:
             raise ValueError(f"no value at {position}")
         else:
-            piece, position = token[0], token.end()
-            depth += (piece in ("[", "{")) - (piece in ("]", "}"))
+            piece, position = token_match[0], token_match.end()
+            open_brackets += (piece in ("[", "{")) - (piece in ("]", "}"))
             if piece[0] in "'\"":
                 piece = repr(_unquoted(piece))
             elif piece not in _SIGNS:
                 is_key = _COLON.match(text, position) is not None
                 piece = repr(piece if is_key else _WORDS[piece] if piece in _WORDS else JSON.decode(piece))
-        source.append(piece)
+        python_pieces.append(piece)
     try:
-        value = ast.literal_eval(" ".join(source))
+        value = ast.literal_eval(" ".join(python_pieces))
         json.dumps(value)  # a set isn't a value
         return value, position
     except (SyntaxError, TypeError, MemoryError):

@@ -151,16 +151,16 @@ class _Patterns(NamedTuple):
 def _lenient(text: str) -> str:
     """Return a pattern of a mark that accepts any white space inside it; its borders are matched exactly."""
     pieces = re.split(r"(\s+|(?<=[>\]}])(?=[<\[{]))", text)
-    return "".join(r"\s*" if number % 2 else re.escape(piece) for number, piece in enumerate(pieces))
+    return "".join(r"\s*" if i % 2 else re.escape(piece) for i, piece in enumerate(pieces))
 
 
 def _head_pattern(text: str, named_ids: bool) -> str:
     """Return a pattern of a head: the first placeholder of the name is a group, and further ones refer to it."""
-    name = r"""(?P<name>[^\s<>"'(){}\[\],]{1,256})"""
-    call_id = rf"(?P<id>(?:functions\.)?{name}(?::\d+)?)" if named_ids else r"[\w.:-]*"
+    name_pattern = r"""(?P<name>[^\s<>"'(){}\[\],]{1,256})"""
+    id_pattern = rf"(?P<id>(?:functions\.)?{name_pattern}(?::\d+)?)" if named_ids else r"[\w.:-]*"
     first, *further = _lenient(text.strip()).split(NAME)
-    pattern = first + "".join((r"(?P=name)" if number else name) + piece for number, piece in enumerate(further))
-    return pattern.replace(CALL_ID, call_id.replace("[^", "[^:") if named_ids else call_id)
+    pattern = first + "".join((r"(?P=name)" if i else name_pattern) + piece for i, piece in enumerate(further))
+    return pattern.replace(CALL_ID, id_pattern.replace("[^", "[^:") if named_ids else id_pattern)
 
 
 def _edge_pattern(text: str) -> str:
@@ -174,31 +174,31 @@ def _patterns(syntax: CallSyntax) -> _Patterns:
     head = _head_pattern(syntax.object_head[0], syntax.named_ids)
     opening = _lenient(syntax.opening.strip())
     opening += r"\s*+" * bool(opening)  # possessive here and below: long runs of blanks would take quadratic time
-    pre = re.split(f"[{NAME}{CALL_ID}]", syntax.object_head[0])[0]
-    marked = any(character.isalpha() for character in pre)
-    first = rf"(?:{opening})?{head}" if marked else opening + head
+    head_start = re.split(f"[{NAME}{CALL_ID}]", syntax.object_head[0])[0]
+    marked = any(character.isalpha() for character in head_start)
+    first_pattern = rf"(?:{opening})?{head}" if marked else opening + head
     if not syntax.marks:
-        first = rf"\s*+(?:{re.escape(PYTHON_TAG)}\s*+)?{first}"
+        first_pattern = rf"\s*+(?:{re.escape(PYTHON_TAG)}\s*+)?{first_pattern}"
     tail = syntax.tail
     if syntax.keys:  # the object's own end is JSON
         sample = re.sub(f"[{NAME}{CALL_ID}]", "x", syntax.object_head[1] + "{}" + tail)
         tail = sample[JSON.raw_decode(sample)[1] :]
     pairs = syntax.pairs or Pairs(assign="")
-    steps = [_lenient(step) for step in re.findall(r"<[^>]*>|[^\s<]+", tail)] or [""]
-    ends = r"(?:\s*+".join(steps) + ")?" * (len(steps) - 1)  # the first, and as many as were written
+    tail_steps = [_lenient(step) for step in re.findall(r"<[^>]*>|[^\s<]+", tail)] or [""]
+    tail_pattern = r"(?:\s*+".join(tail_steps) + ")?" * (len(tail_steps) - 1)  # the first, and as many as were written
     key = r"[^\n]*?" if pairs.start.strip() else r"[^\s=:,(){}]+"
     assign = "|".join(_edge_pattern(text) for text in (pairs.assign_text, pairs.assign) if text)
     separator = _lenient(pairs.separator.strip())
     pair = r"\s*+" + rf"(?:{separator}\s*+)?" * bool(separator) + _lenient(pairs.start.strip())
-    ahead = rf"(?={pair}{key}(?:{assign})|\s*+{ends})"
+    lookahead = rf"(?={pair}{key}(?:{assign})|\s*+{tail_pattern})"
     return _Patterns(
-        first=re.compile(first),
+        first=re.compile(first_pattern),
         later=re.compile(head if marked else rf"\s*(?:{_lenient(syntax.between.strip()) or '[;,]'}|[;,])\s*{head}"),
-        tail=re.compile(r"\s*+" + ends),
-        tail_mark=re.compile(ends),
+        tail=re.compile(r"\s*+" + tail_pattern),
+        tail_mark=re.compile(tail_pattern),
         closed=re.compile(rf"\s*+(?:;\s*+)?(?:{_lenient(syntax.closing.strip())}\s*+)?$"),
         pair=re.compile(rf"{pair}(?P<key>{key})(?P<assign>{assign})"),
-        end=re.compile((_edge_pattern(pairs.quote + pairs.end) if pairs.quote + pairs.end else "") + ahead),
+        end=re.compile((_edge_pattern(pairs.quote + pairs.end) if pairs.quote + pairs.end else "") + lookahead),
         close=re.compile(rf"\s*{_lenient(pairs.end.strip())}"),
         behind="".join(tail.split()),
         marked=marked,
@@ -209,19 +209,19 @@ def read_calls(text: str, syntax: CallSyntax, schemas: Schemas) -> tuple[str, tu
     """Parse a text into (content beside the calls, calls); None where there are none or they can't be read. Text
     between and after calls is dropped, and so is a last call that was cut, if an earlier one is complete."""
     patterns = _patterns(syntax)
-    begun = patterns.first.search(text) if syntax.marks else patterns.first.match(text)
-    if begun is None:
+    head_match = patterns.first.search(text) if syntax.marks else patterns.first.match(text)
+    if head_match is None:
         return None
-    content, calls, end = text[: begun.start()].rstrip(), list[ToolCall](), 0
-    while begun is not None:
+    content, calls, end = text[: head_match.start()].rstrip(), list[ToolCall](), 0
+    while head_match is not None:
         try:
-            call, end = _call(text, begun, syntax, patterns, schemas)
+            call, end = _call(text, head_match, syntax, patterns, schemas)
         except UnreadableCall as error:
             if error.cut and calls:
                 break
             return None
         calls.append(call)
-        begun = patterns.later.search(text, end) if patterns.marked else patterns.later.match(text, end)
+        head_match = patterns.later.search(text, end) if patterns.marked else patterns.later.match(text, end)
     else:
         if not syntax.marks and not patterns.closed.match(text, end):
             return None
@@ -231,28 +231,28 @@ def read_calls(text: str, syntax: CallSyntax, schemas: Schemas) -> tuple[str, tu
 
 
 def _call(
-    text: str, begun: re.Match[str], syntax: CallSyntax, patterns: _Patterns, schemas: Schemas
+    text: str, head_match: re.Match[str], syntax: CallSyntax, patterns: _Patterns, schemas: Schemas
 ) -> tuple[ToolCall, int]:
-    """Read the call whose head is ``begun``; return it and its end. Raises UnreadableCall."""
-    position = begun.end()
+    """Read the call whose head is ``head_match``; return it and its end. Raises UnreadableCall."""
+    position = head_match.end()
     if syntax.keys:
-        value, position = _json_at(text, position)
-        name, arguments = _name_and_arguments(value, syntax.keys, None if syntax.marks else schemas)
+        call_value, position = _json_at(text, position)
+        name, arguments = _name_and_arguments(call_value, syntax.keys, None if syntax.marks else schemas)
     else:
-        name = begun["name"]
+        name = head_match["name"]
         if syntax.pairs is None:
             arguments, position = _json_at(text, position)
         else:
             arguments, position = _read_pairs(text, position, syntax.pairs, patterns, schemas.get(name))
     if syntax.pairs is None:
-        behind, rest = patterns.tail.match(text, position), "".join(text[position:].split())
-        if behind is None and not patterns.behind.startswith(rest):  # nor was it cut in its tail
+        tail_match, rest_text = patterns.tail.match(text, position), "".join(text[position:].split())
+        if tail_match is None and not patterns.behind.startswith(rest_text):  # nor was it cut in its tail
             raise UnreadableCall(cut=False)
-        position = behind.end() if behind else len(text)
-    written = _arguments_text(arguments)
-    if written is None or not encodable(name + written):
+        position = tail_match.end() if tail_match else len(text)
+    arguments_text = _arguments_text(arguments)
+    if arguments_text is None or not encodable(name + arguments_text):
         raise UnreadableCall(cut=False)
-    return ToolCall(name=name, arguments=written, call_id=begun["id"] if syntax.named_ids else ""), position
+    return ToolCall(name=name, arguments=arguments_text, call_id=head_match["id"] if syntax.named_ids else ""), position
 
 
 def _json_at(text: str, position: int) -> tuple[Any, int]:
@@ -270,8 +270,8 @@ def _json_at(text: str, position: int) -> tuple[Any, int]:
 def _name_and_arguments(value: Any, keys: tuple[str, str], tools: Schemas | None) -> tuple[str, Any]:
     """Return name and arguments of a call's object. ``tools`` is given where no mark identifies a call: then the object
     must have arguments, or the name of one of them. Raises UnreadableCall."""
-    inner = [value, *value.values()] if isinstance(value, dict) else []
-    for level in inner:
+    levels = [value, *value.values()] if isinstance(value, dict) else []
+    for level in levels:
         if isinstance(level, dict) and isinstance(name := level.get(keys[0], level.get("name")), str):
             argument_keys = [key for key in (keys[1], "arguments", "parameters") if key in level]
             if argument_keys or tools is None or name in tools:
@@ -283,10 +283,10 @@ def _arguments_text(arguments: Any) -> str | None:
     """Write arguments as the text that a client gets; None where they are no object."""
     if isinstance(arguments, str):
         try:
-            inner = JSON.decode(arguments) if arguments.strip() else None
+            parsed = JSON.decode(arguments) if arguments.strip() else None
         except (ValueError, RecursionError):
             return None
-        return arguments if isinstance(inner, dict) else "{}" if inner is None else None
+        return arguments if isinstance(parsed, dict) else "{}" if parsed is None else None
     return "{}" if arguments is None else json_text(arguments) if isinstance(arguments, dict) else None
 
 
@@ -294,7 +294,7 @@ def _read_pairs(text: str, position: int, pairs: Pairs, patterns: _Patterns, sch
     """Read arguments written one by one from ``position`` on; return them and the call's end. Raises UnreadableCall."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     arguments = dict[str, Any]()
-    while (behind := patterns.tail.match(text, position)) is None:
+    while (tail_match := patterns.tail.match(text, position)) is None:
         pair = patterns.pair.match(text, position)
         if pair is None:
             raise UnreadableCall(cut=patterns.tail_mark.search(text, position) is None)
@@ -306,14 +306,14 @@ def _read_pairs(text: str, position: int, pairs: Pairs, patterns: _Patterns, sch
                 arguments[key], position = literal_at(text, start, mark)
             except (ValueError, RecursionError) as error:
                 raise UnreadableCall(cut=isinstance(error, json.JSONDecodeError)) from None
-            if (closed := patterns.close.match(text, position)) is None:
+            if (close_match := patterns.close.match(text, position)) is None:
                 raise UnreadableCall(cut=not text[position:].strip())
-            position = closed.end()
+            position = close_match.end()
             continue
-        end = patterns.end.search(text, position)
-        if end is None:
+        end_match = patterns.end.search(text, position)
+        if end_match is None:
             raise UnreadableCall(cut=patterns.tail_mark.search(text, position) is None)
-        written, position = text[position : end.start()], end.end()
-        kind = properties.get(key, {}) if isinstance(properties, Mapping) else {}
-        arguments[key] = written if is_text else typed(written, kind, schema)
-    return arguments, behind.end()
+        value_text, position = text[position : end_match.start()], end_match.end()
+        value_schema = properties.get(key, {}) if isinstance(properties, Mapping) else {}
+        arguments[key] = value_text if is_text else typed(value_text, value_schema, schema)
+    return arguments, tail_match.end()

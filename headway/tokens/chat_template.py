@@ -102,13 +102,13 @@ class ChatTemplates:
         """Yield the end of a turn of text and that of a turn with calls, as far as the template renders them."""
         question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}
         tool_message = {"role": "tool", "tool_call_id": "abcdefgh1", "name": "f", "content": "?"}
-        call = _with_call({PROBE: PROBE})
-        for turn, follows, tools in ((answer, question, None), (call, tool_message, PROBE_TOOLS)):
+        call_message = _with_call({PROBE: PROBE})
+        for turn, next_message, tools in ((answer, question, None), (call_message, tool_message, PROBE_TOOLS)):
             ended_text, followed_text, two_calls_text = "", "", ""
             with contextlib.suppress(ConfigurationError):  # it is raised again for messages that need this
                 ended_text = self.render([question, turn], tools, {"add_generation_prompt": False})
-                followed_text = self.render([question, turn, follows], tools, {"add_generation_prompt": False})
-                two_calls = {**turn, "tool_calls": [*turn.get("tool_calls", ()), *call["tool_calls"]]}
+                followed_text = self.render([question, turn, next_message], tools, {"add_generation_prompt": False})
+                two_calls = {**turn, "tool_calls": [*turn.get("tool_calls", ()), *call_message["tool_calls"]]}
                 two_calls_text = self.render([question, two_calls], tools, {"add_generation_prompt": False})
             if PROBE in ended_text:
                 ended_text, followed_text = (text.rpartition(PROBE)[2] for text in (ended_text, followed_text))
@@ -121,14 +121,14 @@ class ChatTemplates:
             def renders(*messages: Mapping[str, Any], text: str = PROBE) -> bool:
                 return text in self._try_render(source, *messages)
 
-            ask, parts = {"role": "user", "content": PROBE}, [{"type": "text", "text": PROBE}]
-            listed, value = not renders(ask) and renders({**ask, "content": parts}), {PROBE: "?"}
-            ask = {**ask, "content": [{"type": "text", "text": "?"}] if listed else "?"}
-            answer = {**ask, "role": "assistant", **dict.fromkeys(REASONING, PROBE)}
-            reads = any(renders(ask, turn) for turn in (answer, _with_call({}, answer), _with_call("{}", answer)))
-            spelled = not renders(ask, _with_call(value)) or renders(ask, _with_call(value), text=repr(value))
-            worded = spelled and renders(ask, _with_call(json_text(value)))
-            self._conventions[source] = _Conventions(reasoning=reads, parts=listed, worded=worded)
+            user, parts = {"role": "user", "content": PROBE}, [{"type": "text", "text": PROBE}]
+            needs_parts, value = not renders(user) and renders({**user, "content": parts}), {PROBE: "?"}
+            user = {**user, "content": [{"type": "text", "text": "?"}] if needs_parts else "?"}
+            answer = {**user, "role": "assistant", **dict.fromkeys(REASONING, PROBE)}
+            reads = any(renders(user, turn) for turn in (answer, _with_call({}, answer), _with_call("{}", answer)))
+            garbles_objects = not renders(user, _with_call(value)) or renders(user, _with_call(value), text=repr(value))
+            worded = garbles_objects and renders(user, _with_call(json_text(value)))
+            self._conventions[source] = _Conventions(reasoning=reads, parts=needs_parts, worded=worded)
         return self._conventions[source]
 
     def _try_render(self, source: str, *messages: Mapping[str, Any]) -> str:
@@ -142,17 +142,17 @@ class ChatTemplates:
     def _entries(self, messages: Sequence[Mapping[str, Any]], conventions: _Conventions) -> list[dict[str, Any]]:
         entries: list[dict[str, Any]] = []
         for message in messages:
-            entry = {key: value for key, value in message.items() if value is not None and key not in LOSS}
-            entry.setdefault("content", "")
-            if entry.get("role") == "developer":  # OpenAI's newer name; few templates know it
-                entry["role"] = "system"
-            if entry.get("role") == "assistant":
-                _place_reasoning(entry, conventions.reasoning)
-            if isinstance(entry.get("tool_calls"), Sequence):
-                entry["tool_calls"] = [normalized_call(call, conventions.worded) for call in entry["tool_calls"]]
-            if conventions.parts and isinstance(entry["content"], str):
-                entry["content"] = [{"type": "text", "text": entry["content"]}] if entry["content"] else []
-            entries.append(entry)
+            adapted = {key: value for key, value in message.items() if value is not None and key not in LOSS}
+            adapted.setdefault("content", "")
+            if adapted.get("role") == "developer":  # OpenAI's newer name; few templates know it
+                adapted["role"] = "system"
+            if adapted.get("role") == "assistant":
+                _place_reasoning(adapted, conventions.reasoning)
+            if isinstance(adapted.get("tool_calls"), Sequence):
+                adapted["tool_calls"] = [normalized_call(call, conventions.worded) for call in adapted["tool_calls"]]
+            if conventions.parts and isinstance(adapted["content"], str):
+                adapted["content"] = [{"type": "text", "text": adapted["content"]}] if adapted["content"] else []
+            entries.append(adapted)
         return entries
 
 
@@ -166,8 +166,8 @@ def _place_reasoning(entry: dict[str, Any], reads: bool) -> None:
     reasoning, content = reasoning_of(entry), entry["content"]
     if not isinstance(content, str):
         return
-    if reads and not reasoning and (thought := THOUGHT.fullmatch(content)) is not None:
-        reasoning, entry["content"] = thought[1].strip(), thought[2]
+    if reads and not reasoning and (match := THOUGHT.fullmatch(content)) is not None:
+        reasoning, entry["content"] = match[1].strip(), match[2]
     if reasoning:
         for key in REASONING:
             entry.pop(key, None)
@@ -220,9 +220,9 @@ class _MarkedGeneration(_Generation):
     """The tag ``{% generation %}`` with marks at its beginning and end in the text, also inside macros and loops."""
 
     def parse(self, parser: Any) -> list[nodes.Node]:
-        content = super().parse(parser)
-        first, last = (nodes.Output([nodes.TemplateData(mark)]) for mark in (OPEN, CLOSE))
-        return [first, *content, last]
+        block_nodes = super().parse(parser)
+        open_mark, close_mark = (nodes.Output([nodes.TemplateData(mark)]) for mark in (OPEN, CLOSE))
+        return [open_mark, *block_nodes, close_mark]
 
 
 def _environment(marks: bool, started: datetime) -> ImmutableSandboxedEnvironment:

@@ -80,12 +80,12 @@ class Chat:
         if not continues:
             return self.render(messages, tools, variables)
         last = messages[-1]
-        begun = replace(last, content=last.content + _SENTINEL, written=last.written and last.written + _SENTINEL)
-        text = self.render([*messages[:-1], begun], tools, variables, add_generation_prompt=False)
+        marked = replace(last, content=last.content + _SENTINEL, written=last.written and last.written + _SENTINEL)
+        text = self.render([*messages[:-1], marked], tools, variables, add_generation_prompt=False)
         prefix, separator, _ = text.rpartition(_SENTINEL)
         if not separator or not prefix.endswith(last.content.lstrip()):  # a template may trim leading white space
-            why = "the chat template doesn't end with a final message of the assistant, so that it can't be continued"
-            raise RequestRefused(f"messages: {why}", param="messages")
+            fault = "the chat template doesn't end with a final message of the assistant, so that it can't be continued"
+            raise RequestRefused(f"messages: {fault}", param="messages")
         return prefix
 
     def answer(
@@ -123,19 +123,19 @@ class Chat:
         does. ``exactly``: no template wrote the text, so only the sampled text itself matches. ``tools``: of the
         request.
         """
-        sampled, ending = list(answer.ids), ""
-        if sampled and sampled[-1] in self.tokenizer.stop_ids:
-            ending = self.tokenizer.token(sampled.pop()) or ""
-        body = self.tokenizer.decode(sampled, keep_special=True)
-        literal = start + len(body) + len(ending) if text.startswith(body + ending, start) else None
-        if exactly or (literal is not None and (ending or not self._turn_suffix())):
-            return literal
+        sampled_ids, stop_text = list(answer.ids), ""
+        if sampled_ids and sampled_ids[-1] in self.tokenizer.stop_ids:
+            stop_text = self.tokenizer.token(sampled_ids.pop()) or ""
+        body_text = self.tokenizer.decode(sampled_ids, keep_special=True)
+        literal_end = start + len(body_text) + len(stop_text) if text.startswith(body_text + stop_text, start) else None
+        if exactly or (literal_end is not None and (stop_text or not self._turn_suffix())):
+            return literal_end
         for end in self._possible_ends(text, start):
-            parsed = parse_output(text[start:end], self.written, calls=answer.calls, opened=answer.opened, tools=tools)
-            if same_answer(answer.message, parsed):
-                if literal is not None:  # the stop string may be what follows in any case
-                    return literal
-                return end + len(ending) if ending and text.startswith(ending, end) else end
+            message = parse_output(text[start:end], self.written, calls=answer.calls, opened=answer.opened, tools=tools)
+            if same_answer(answer.message, message):
+                if literal_end is not None:  # the stop string may be what follows in any case
+                    return literal_end
+                return end + len(stop_text) if stop_text and text.startswith(stop_text, end) else end
         return None
 
     def _possible_ends(self, text: str, start: int) -> list[int]:

@@ -48,8 +48,8 @@ def encode_pair(
     if not set(solution_ids) - {*tokenizer.stop_ids}:
         return None
     ids = [*prompt_ids, *solution_ids] + ([] if solution_ids[-1] in tokenizer.stop_ids else [tokenizer.eos_id])
-    first = 1 if train_on == "all" else len(prompt_ids)
-    return Demonstration(ids=ids, learned=[index >= first for index in range(len(ids))])
+    first_learned = 1 if train_on == "all" else len(prompt_ids)
+    return Demonstration(ids=ids, learned=[index >= first_learned for index in range(len(ids))])
 
 
 def _encode_chat_pair(tokenizer: Tokenizer, prompt: str, solution: str, train_on: TrainOn) -> Demonstration | None:
@@ -64,8 +64,8 @@ def _encode_chat_pair(tokenizer: Tokenizer, prompt: str, solution: str, train_on
     answer["content"] = PROBE
     end = tokenizer.render_messages([question, answer], add_generation_prompt=False).rpartition(PROBE)[2].rstrip()
     body = _strip_stop_tokens(tokenizer, solution).lstrip().removeprefix("<think>").lstrip("\n")
-    start = 0 if train_on == "all" else len(prompt_text)
-    return _loss_inside(tokenizer, prompt_text + body + end, [(start, len(prompt_text + body + end))])
+    loss_start = 0 if train_on == "all" else len(prompt_text)
+    return _loss_inside(tokenizer, prompt_text + body + end, [(loss_start, len(prompt_text + body + end))])
 
 
 def encode_conversation(
@@ -80,51 +80,51 @@ def encode_conversation(
     ends a response (generation would not stop there); and for "assistant" when the template rewrites earlier turns
     (drops their reasoning, say), so that they would be learned in a text that no generator ever sees.
     """
-    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    if not turns:
+    turn_numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turn_numbers:
         raise ConfigurationError("no message is the assistant's, so there is nothing to learn")
-    chosen = {"assistant": turns, "last_assistant": turns[-1:], "all": [*range(len(messages))]}[train_on]
+    chosen = {"assistant": turn_numbers, "last_assistant": turn_numbers[-1:], "all": [*range(len(messages))]}[train_on]
     with_loss = [number for number in chosen if _has_loss(messages[number], number, True)]
-    for number in {*range(len(messages))} - {*chosen, *turns}:
+    for number in {*range(len(messages))} - {*chosen, *turn_numbers}:
         if _has_loss(messages[number], number, False):
             hint = "valid: the assistant's messages, or any with sft.train_on = 'all'"
             raise ConfigurationError(f"messages[{number}] (role {messages[number]['role']!r}) is to be learned: {hint}")
-    empty = [number for number in with_loss if number in turns and not _has_output(messages[number])]
-    with_loss = [number for number in with_loss if number not in empty]
-    learned = [number for number in with_loss if number in turns]
-    if not learned:
+    empty_numbers = [number for number in with_loss if number in turn_numbers and not _has_output(messages[number])]
+    with_loss = [number for number in with_loss if number not in empty_numbers]
+    learned_turns = [number for number in with_loss if number in turn_numbers]
+    if not learned_turns:
         return None
     # messages after the last turn that is learned teach nothing
     used = [_trimmed(tokenizer, raw) for raw in (messages if train_on == "all" else messages[: with_loss[-1] + 1])]
     text, spans = tokenizer.render_marked(used, tools=tools)
 
-    def marks(count: int) -> int:
+    def count_marks(count: int) -> int:
         """Count the marks in the first ``count`` messages: a turn may have several."""
         return len(tokenizer.render_marked(used[:count], tools=tools)[1]) if count else 0
 
     if train_on == "all":
-        left_out = [number for number in chosen if number not in with_loss]
-        made = _loss_outside(tokenizer, text, [_span_of(tokenizer, used, number, tools, text) for number in left_out])
+        unlearned = [number for number in chosen if number not in with_loss]
+        demo = _loss_outside(tokenizer, text, [_span_of(tokenizer, used, number, tools, text) for number in unlearned])
     else:
         if not spans:
             spans = [_span_of(tokenizer, used, number, tools, text) for number in with_loss]
-        elif {number for number in turns if number < len(used)} - {*with_loss}:
-            spans = [span for number in with_loss for span in spans[marks(number) : marks(number + 1)]]
-        made = _loss_inside(tokenizer, text, spans, calls=bool(used[-1].get("tool_calls")))
-    dropped = require_rendered(tokenizer, used, tools, learned)
-    return replace(made, empty_turns=len(empty), dropped=frozenset(dropped))
+        elif {number for number in turn_numbers if number < len(used)} - {*with_loss}:
+            spans = [span for number in with_loss for span in spans[count_marks(number) : count_marks(number + 1)]]
+        demo = _loss_inside(tokenizer, text, spans, calls=bool(used[-1].get("tool_calls")))
+    dropped_texts = require_rendered(tokenizer, used, tools, learned_turns)
+    return replace(demo, empty_turns=len(empty_numbers), dropped=frozenset(dropped_texts))
 
 
 def _has_loss(message: Mapping[str, Any], number: int, default: bool) -> bool:
     """Whether a message is learned, by its own keys or else by ``default``. Raises ConfigurationError for a weight that
     is neither 0 nor 1."""
-    weights = {key: message[key] for key in LOSS if message.get(key) is not None}
-    for key, value in weights.items():
-        if not isinstance(value, int | float) or value not in (0, 1):
-            raise ConfigurationError(f"messages[{number}].{key} = {value!r}: valid: true, false, 1, 0")
-    if len({bool(value) for value in weights.values()}) > 1:
-        raise ConfigurationError(f"messages[{number}]: {weights} contradict each other")
-    return bool(next(iter(weights.values()), default))
+    weight_by_key = {key: message[key] for key in LOSS if message.get(key) is not None}
+    for key, weight in weight_by_key.items():
+        if not isinstance(weight, int | float) or weight not in (0, 1):
+            raise ConfigurationError(f"messages[{number}].{key} = {weight!r}: valid: true, false, 1, 0")
+    if len({bool(weight) for weight in weight_by_key.values()}) > 1:
+        raise ConfigurationError(f"messages[{number}]: {weight_by_key} contradict each other")
+    return bool(next(iter(weight_by_key.values()), default))
 
 
 def _has_output(message: Mapping[str, Any]) -> bool:
@@ -150,19 +150,19 @@ def _trimmed(tokenizer: Tokenizer, message: Mapping[str, Any]) -> Mapping[str, A
 
 def _span_of(tokenizer: Tokenizer, messages: Messages, number: int, tools: Tools, text: str) -> Span:
     """Find the span of turn ``number`` in ``text``, with its end of turn and the template's text after it."""
-    prompts = messages[number]["role"] == "assistant"
+    is_assistant = messages[number]["role"] == "assistant"
     prefix = ""
-    if number or prompts:
-        prefix = tokenizer.render_messages(messages[:number], tools=tools, add_generation_prompt=prompts)
-    prefix = prefix if prompts else common_prefix(text, prefix)
+    if number or is_assistant:
+        prefix = tokenizer.render_messages(messages[:number], tools=tools, add_generation_prompt=is_assistant)
+    prefix = prefix if is_assistant else common_prefix(text, prefix)
     if number == len(messages) - 1:
         prefix_and_turn = text
     else:
         # a template may close the conversation, so only the text common to both renderings is the turn's
-        so_far = tokenizer.render_messages(messages[: number + 1], tools=tools, add_generation_prompt=False)
-        prefix_and_turn = common_prefix(text, so_far)
-        ends = set(tokenizer.stop_ids) & {*tokenizer.encode(prefix_and_turn[len(prefix) :])}
-        if so_far[len(prefix_and_turn) :].strip() and not ends:
+        text_so_far = tokenizer.render_messages(messages[: number + 1], tools=tools, add_generation_prompt=False)
+        prefix_and_turn = common_prefix(text, text_so_far)
+        stop_ids = set(tokenizer.stop_ids) & {*tokenizer.encode(prefix_and_turn[len(prefix) :])}
+        if text_so_far[len(prefix_and_turn) :].strip() and not stop_ids:
             raise _rewritten_turn(number)
     if not text.startswith(prefix) or len(prefix_and_turn) <= len(prefix):
         raise _rewritten_turn(number) if number < len(messages) - 1 else _prompt_mismatch(text, prefix)
@@ -188,23 +188,23 @@ def _rewritten_turn(number: int) -> ConfigurationError:
 
 def _loss_inside(tokenizer: Tokenizer, text: str, spans: Sequence[Span], *, calls: bool = False) -> Demonstration:
     """Encode ``text`` with loss on the tokens in ``spans``; ``calls``: the last turn ends with calls."""
-    ids, covers = tokenizer.encode_with_spans(text)
+    ids, token_spans = tokenizer.encode_with_spans(text)
     edges = {edge for span in spans for edge in span}
-    if any(start < edge < end for edge in edges for start, end in covers):
+    if any(start < edge < end for edge in edges for start, end in token_spans):
         # a token across the border of a turn: a generator's prompt ends at the border, and so must the tokens
-        cuts, ids, covers = sorted({0, len(text), *edges}), list[int](), list[Span]()
+        cuts, ids, token_spans = sorted({0, len(text), *edges}), list[int](), list[Span]()
         for start, end in pairwise(cuts):
             piece, piece_spans = tokenizer.encode_with_spans(text[start:end], prior_id=ids[-1] if ids else None)
             ids += piece
-            covers += [(start + first, start + behind) for first, behind in piece_spans]
+            token_spans += [(start + first, start + stop) for first, stop in piece_spans]
     learned = [False] * len(ids)
     for number, span in enumerate(spans):
-        last = _mark_loss(tokenizer, ids, covers, learned, span)
-        mark = tokenizer.next_marks.get(calls)
+        last = _mark_loss(tokenizer, ids, token_spans, learned, span)
+        mark_id = tokenizer.next_marks.get(calls)
         if number < len(spans) - 1 or last is None or ids[last] in tokenizer.stop_ids:
             continue
-        if mark is not None and last == len(ids) - 1:  # the next message would end the turn
-            ids, learned = [*ids, mark], [*learned, True]
+        if mark_id is not None and last == len(ids) - 1:  # the next message would end the turn
+            ids, learned = [*ids, mark_id], [*learned, True]
         else:
             stops, end = ", ".join(repr(tokenizer.token(i)) for i in tokenizer.stop_ids), tokenizer.token(ids[last])
             raise ConfigurationError(
@@ -218,23 +218,23 @@ def _loss_inside(tokenizer: Tokenizer, text: str, spans: Sequence[Span], *, call
 
 def _loss_outside(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> Demonstration:
     """Encode the whole ``text`` with loss, except on the tokens in ``spans``."""
-    ids, covers = tokenizer.encode_with_spans(text)
-    exclusions = [any(start < behind and first < end for first, behind in spans) for start, end in covers]
+    ids, token_spans = tokenizer.encode_with_spans(text)
+    exclusions = [any(start < stop and first < end for first, stop in spans) for start, end in token_spans]
     return Demonstration(ids=ids, learned=[index > 0 and not excluded for index, excluded in enumerate(exclusions)])
 
 
 def _mark_loss(
-    tokenizer: Tokenizer, ids: Sequence[int], covers: Sequence[Span], learned: list[bool], span: Span
+    tokenizer: Tokenizer, ids: Sequence[int], spans: Sequence[Span], learned: list[bool], span: Span
 ) -> int | None:
     """Mark the span's tokens up to the first one that ends a response, in it or right after it. Returns the index of
     the last marked token."""
     start, end = span
-    indices = [index for index, (first, last) in enumerate(covers) if start <= first and last <= end and last > start]
+    indices = [index for index, (first, last) in enumerate(spans) if start <= first and last <= end and last > start]
     if not indices:
         return None
-    behind = indices[-1] + 1
-    if behind < len(ids) and ids[behind] in tokenizer.stop_ids:
-        indices.append(behind)
+    next_index = indices[-1] + 1
+    if next_index < len(ids) and ids[next_index] in tokenizer.stop_ids:
+        indices.append(next_index)
     for index in indices:
         learned[index] = True
         if ids[index] in tokenizer.stop_ids:

@@ -51,24 +51,24 @@ def output_format(tokenizer: Tokenizer, tools: ToolFormat = "auto") -> OutputFor
     SYNTAXES, or "none". With "auto" it is detected; where it can't be, the format's ``unknown`` has the reason."""
     if tokenizer.chat_template is None:
         return _with_special(tokenizer, OutputFormat(tools="none" if tools == "auto" else tools))
-    written = _turns_format(_Probe(tokenizer))
+    base_format = _turns_format(_Probe(tokenizer))
     if tools != "auto":
-        return _with_special(tokenizer, replace(written, tools=tools))
-    for form in (_Probe(tokenizer), _Probe(tokenizer, ids="named")):
-        syntax = _call_syntax(form, written)
+        return _with_special(tokenizer, replace(base_format, tools=tools))
+    for probe in (_Probe(tokenizer), _Probe(tokenizer, ids="named")):
+        syntax = _call_syntax(probe, base_format)
         names = [name for name in SYNTAXES if syntax is None or _matches_any(syntax, SYNTAXES[name])]
         for name in names or ["template"]:
             syntaxes = SYNTAXES.get(name, ()) if syntax is None else (syntax, *SYNTAXES.get(name, ()))
-            tried = replace(written, tools=name, detected=syntaxes)
-            if round_trips(form, tried := _with_special(tokenizer, tried)):
-                taken = form.ids == "named" or replace(form, ids="long").turn(calls=[_FIRST])
-                return replace(tried, ids="any" if taken else "nine")
-    return _with_special(tokenizer, replace(written, unknown=UNKNOWN))
+            tried_format = replace(base_format, tools=name, detected=syntaxes)
+            if round_trips(probe, tried_format := _with_special(tokenizer, tried_format)):
+                takes_any_id = probe.ids == "named" or replace(probe, ids="long").turn(calls=[_FIRST])
+                return replace(tried_format, ids="any" if takes_any_id else "nine")
+    return _with_special(tokenizer, replace(base_format, unknown=UNKNOWN))
 
 
 def _with_special(tokenizer: Tokenizer, written: OutputFormat) -> OutputFormat:
-    marks = [(tokenizer.token(i) or "", i) for i in mark_token_ids(tokenizer, written)]
-    return replace(written, special=tuple(sorted(marks)))
+    texts_and_ids = [(tokenizer.token(i) or "", i) for i in mark_token_ids(tokenizer, written)]
+    return replace(written, special=tuple(sorted(texts_and_ids)))
 
 
 def _matches_any(probed: CallSyntax, known: Sequence[CallSyntax]) -> bool:
@@ -108,8 +108,8 @@ class _Probe:
         return [{"type": "function", "function": function} for function in functions]
 
     def call_id(self, name: str, number: int) -> str:
-        named = {"nine": f"probe000{number}", "long": f"call_probe_000{number}", "named": f"functions.{name}:{number}"}
-        return named[self.ids]
+        ids = {"nine": f"probe000{number}", "long": f"call_probe_000{number}", "named": f"functions.{name}:{number}"}
+        return ids[self.ids]
 
     @property
     def prompt(self) -> str:
@@ -124,8 +124,8 @@ class _Probe:
     def _rendered(self, messages: list[dict[str, Any]], asking: bool) -> str:
         try:
             question_text, text = (
-                self.tokenizer.render_messages(some, tools=self.tools, add_generation_prompt=last, variables=_VARIABLES)
-                for some, last in (([_QUESTION], False), (messages, asking))
+                self.tokenizer.render_messages(part, tools=self.tools, add_generation_prompt=asks, variables=_VARIABLES)
+                for part, asks in (([_QUESTION], False), (messages, asking))
             )
         except ConfigurationError:
             return ""
@@ -134,29 +134,29 @@ class _Probe:
 
 def _turns_format(probe: _Probe) -> OutputFormat:
     """Detect how the template writes reasoning and content."""
-    thought = ("", "")
+    thought_marks = ("", "")
     if probe.tokenizer.templates.reads_reasoning(probe.tools):  # else it would be in the content, between our marks
         turns = (probe.turn(_CONTENT, thought=_THOUGHT), probe.turn("", [_FIRST], _THOUGHT))
-        opened = [_after_prompt(turn, probe.begun).partition(_THOUGHT) for turn in turns if _THOUGHT in turn]
-        if opened:
-            rests = [rest.partition(_CONTENT)[0] for _, _, rest in opened]
-            closing = re.sub(r"\s+[^\s>]*$", "", _common_prefix(*rests)) if len(rests) == 2 else rests[0]
-            if _CONTENT not in opened[0][2]:  # without content to end it: one mark
+        thought_parts = [_after_prompt(turn, probe.begun).partition(_THOUGHT) for turn in turns if _THOUGHT in turn]
+        if thought_parts:
+            closings = [rest.partition(_CONTENT)[0] for _, _, rest in thought_parts]
+            closing = re.sub(r"\s+[^\s>]*$", "", _common_prefix(*closings)) if len(closings) == 2 else closings[0]
+            if _CONTENT not in thought_parts[0][2]:  # without content to end it: one mark
                 closing = (re.findall(r"<[^<>]*>|\[[^\[\]]*\]", closing) or [""])[0]
-            thought = (opened[0][0].strip(), closing.strip())
-    source = probe.tokenizer.chat_template or ""
-    if not all(thought):
-        ends = _THOUGHT_ENDS.search(source)
-        thought = (_OPENINGS.get(ends[0], ends[0].replace("/", "", 1)), ends[0]) if ends else ("", "")
-    reasoning = all(thought)
-    lead = _after_prompt(probe.turn(_CONTENT), probe.begun).partition(_CONTENT)
-    mark = (lead[0].split(thought[1])[-1] if reasoning else lead[0]).strip() if lead[1] else ""
-    special = {probe.tokenizer.token(i) or "" for i in probe.tokenizer.special_ids}
-    if not re.sub("|".join(map(re.escape, sorted(special - {""}))) or "(?!)", "", mark).strip():
+            thought_marks = (thought_parts[0][0].strip(), closing.strip())
+    template_source = probe.tokenizer.chat_template or ""
+    if not all(thought_marks):
+        match = _THOUGHT_ENDS.search(template_source)
+        thought_marks = (_OPENINGS.get(match[0], match[0].replace("/", "", 1)), match[0]) if match else ("", "")
+    reasoning = all(thought_marks)
+    lead_parts = _after_prompt(probe.turn(_CONTENT), probe.begun).partition(_CONTENT)
+    mark = (lead_parts[0].split(thought_marks[1])[-1] if reasoning else lead_parts[0]).strip() if lead_parts[1] else ""
+    special_texts = {probe.tokenizer.token(i) or "" for i in probe.tokenizer.special_ids}
+    if not re.sub("|".join(map(re.escape, sorted(special_texts - {""}))) or "(?!)", "", mark).strip():
         mark = ""  # nothing is left of it in decoded text
     return OutputFormat(
         reasoning=reasoning,
-        thought=thought if reasoning else OutputFormat.thought,
+        thought=thought_marks if reasoning else OutputFormat.thought,
         content_mark=mark,
     )
 
@@ -177,18 +177,18 @@ def _call_syntax(probe: _Probe, written: OutputFormat) -> CallSyntax | None:
     if _SECOND[0] not in body and body.count(CALL_ID) < 2:
         calls = [_FIRST]
         body = _body(probe, written, calls)
-    pairs, keys = None, _keys(body)
+    pair_syntax, keys = None, _keys(body)
     if _FIRST[0] not in body and probe.ids != "named":
         return None
-    places = _json_call_spans(body, calls, keys)
-    if not places:
-        pairs, places = _pairs(probe, written, body, calls)
-    if not places:
+    call_spans = _json_call_spans(body, calls, keys)
+    if not call_spans:
+        pair_syntax, call_spans = _pairs(probe, written, body, calls)
+    if not call_spans:
         return None
-    prefix, suffix = body[: places[0].start], body[places[-1].end :]
+    prefix, suffix = body[: call_spans[0].start], body[call_spans[-1].end :]
     opening = between = closing = ""
     if len(calls) == 2:
-        amid = body[places[0].end : places[1].start]
+        amid = body[call_spans[0].end : call_spans[1].start]
         head = _common_suffix(prefix, amid)
         tail = _common_prefix(amid[: len(amid) - len(head)], suffix)
         opening, between, closing = prefix.removesuffix(head), amid.removesuffix(head)[len(tail) :], suffix[len(tail) :]
@@ -196,12 +196,12 @@ def _call_syntax(probe: _Probe, written: OutputFormat) -> CallSyntax | None:
     content_turn = probe.turn(_CONTENT, calls[:1])
     return CallSyntax(
         opening=opening,
-        head=prefix + places[0].head,
-        tail=places[0].tail + suffix,
+        head=prefix + call_spans[0].head,
+        tail=call_spans[0].tail + suffix,
         between=between,
         closing=closing,
         keys=keys,
-        pairs=pairs,
+        pairs=pair_syntax,
         named_ids=probe.ids == "named",
         max_calls=None if len(calls) == 2 else 1,
         content_behind=-1 < content_turn.find(_FIRST[0]) < content_turn.find(_CONTENT),
@@ -211,8 +211,8 @@ def _call_syntax(probe: _Probe, written: OutputFormat) -> CallSyntax | None:
 def _body(probe: _Probe, written: OutputFormat, calls: Sequence[Call]) -> str:
     """Render a turn of calls alone: the text after its role's mark and reasoning, with CALL_ID for the ids."""
     text = _response(probe, probe.turn(calls=calls), probe.begun)
-    lead = text.partition(_FIRST[0])[0].rpartition(written.thought[1])[0] if written.reasoning else ""
-    text = text[len(lead) :].removeprefix(written.thought[1])
+    lead_text = text.partition(_FIRST[0])[0].rpartition(written.thought[1])[0] if written.reasoning else ""
+    text = text[len(lead_text) :].removeprefix(written.thought[1])
     for number, (name, _) in enumerate(calls):
         text = text.replace(probe.call_id(name, number), CALL_ID)
     return text
@@ -222,8 +222,8 @@ def _response(probe: _Probe, turn: str, prompt: str) -> str:
     """Return the part of a turn that a model writes after the prompt, without the turn's end."""
     text = _after_prompt(turn, prompt)
     text = text.removesuffix(_common_suffix(text, probe.turn(_CONTENT).partition(_CONTENT)[2]))
-    ends = [text.find(end) for i in probe.tokenizer.stop_ids if (end := probe.tokenizer.token(i))]
-    return text[: min((position for position in ends if position >= 0), default=len(text))]
+    end_positions = [text.find(end) for i in probe.tokenizer.stop_ids if (end := probe.tokenizer.token(i))]
+    return text[: min((position for position in end_positions if position >= 0), default=len(text))]
 
 
 def _keys(body: str) -> tuple[str, str] | None:
@@ -247,18 +247,18 @@ def _objects(body: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
 
 def _json_call_spans(body: str, calls: Sequence[Call], keys: tuple[str, str] | None) -> list[_Span]:
     """Find the spans of calls whose arguments are JSON objects; empty where one isn't found."""
-    spans, offset, named_names = list[_Span](), 0, _FIRST[0] in body
+    spans, offset, has_names = list[_Span](), 0, _FIRST[0] in body
     for name, args in calls:
         inner = next(((start, end) for start, end, value in _objects(body) if value == args and start >= offset), None)
-        outer = [(start, end) for start, end, _ in _objects(body) if keys and inner and start < inner[0] < end]
-        named = body.find(name if named_names else CALL_ID, offset)
-        if inner is None or (keys and not outer) or named < 0:
+        objects = [(start, end) for start, end, _ in _objects(body) if keys and inner and start < inner[0] < end]
+        name_start = body.find(name if has_names else CALL_ID, offset)
+        if inner is None or (keys and not objects) or name_start < 0:
             return []
-        start, end = outer[0] if keys else (named, inner[1])
+        start, end = objects[0] if keys else (name_start, inner[1])
         spans.append(_Span(start, end, _slots(body[start : inner[0]], name), _slots(body[inner[1] : end], name)))
         offset = end
     if keys and len({span.head for span in spans}) == 2:  # calls are numbered
-        spans = [p._replace(head=re.sub(r'"\d+"', f'"{CALL_ID}"', p.head)) for p in spans]
+        spans = [call_span._replace(head=re.sub(r'"\d+"', f'"{CALL_ID}"', call_span.head)) for call_span in spans]
     return spans
 
 
@@ -271,49 +271,49 @@ def _pairs(probe: _Probe, written: OutputFormat, body: str, calls: Sequence[Call
     pieces, offset = list[str](), 0  # texts between name, keys and values
     for name, arguments in calls:
         first_key = body.find(next(iter(arguments)), offset)
-        named = body.rfind(name, offset, max(first_key, 0))
-        if first_key < 0 or named < 0:
+        name_start = body.rfind(name, offset, max(first_key, 0))
+        if first_key < 0 or name_start < 0:
             return None, []
-        for known in (name, *(str(part) for pair in arguments.items() for part in pair)):
-            position = body.find(known, named if known == name else offset)
+        for known_text in (name, *(str(part) for pair in arguments.items() for part in pair)):
+            position = body.find(known_text, name_start if known_text == name else offset)
             if position < 0:
                 return None, []
             pieces.append(body[offset:position])
-            offset = position + len(known)
-    head, assign, amid = pieces[1:4]
-    key_prefix = _common_suffix(head, amid)
-    end = _common_prefix(amid[: len(amid) - len(key_prefix)], body[offset:])
+            offset = position + len(known_text)
+    head, assign, middle = pieces[1:4]
+    key_prefix = _common_suffix(head, middle)
+    end = _common_prefix(middle[: len(middle) - len(key_prefix)], body[offset:])
     spans, offset = list[_Span](), 0
     for name, arguments in calls:
         start, values = body.index(name, offset), [str(value) for value in arguments.values()]
-        args = body.index(next(iter(arguments)), start) - len(key_prefix)
-        offset = body.index(values[-1], args) + len(values[-1]) + len(end)
-        spans.append(_Span(start, offset, _slots(body[start:args], name), ""))
-    texts = [_body(probe, written, [(_FIRST[0], {"key_a": value})]) for value in (_VALUE, 71001, "\\")]
-    as_text, plain = (text.partition("key_a")[2] for text in texts[:2])
-    assign_text, quote = as_text.partition(_VALUE)[0], as_text.partition(_VALUE)[2]
-    end_plain = plain.partition("71001")[2]
+        args_start = body.index(next(iter(arguments)), start) - len(key_prefix)
+        offset = body.index(values[-1], args_start) + len(values[-1]) + len(end)
+        spans.append(_Span(start, offset, _slots(body[start:args_start], name), ""))
+    probe_texts = [_body(probe, written, [(_FIRST[0], {"key_a": value})]) for value in (_VALUE, 71001, "\\")]
+    text_pair, number_pair = (text.partition("key_a")[2] for text in probe_texts[:2])
+    assign_text, quote = text_pair.partition(_VALUE)[0], text_pair.partition(_VALUE)[2]
+    end_plain = number_pair.partition("71001")[2]
     quote = quote.removesuffix(end_plain) if quote.endswith(end_plain) else ""
-    pairs = Pairs(
+    pair_syntax = Pairs(
         start=key_prefix,
         assign=assign,
         end=end,
-        separator=amid[len(end) : len(amid) - len(key_prefix)],
+        separator=middle[len(end) : len(middle) - len(key_prefix)],
         assign_text="" if assign_text == assign else assign_text,
         quote=quote,
-        escapes=bool(quote) and "\\\\" in texts[2],
+        escapes=bool(quote) and "\\\\" in probe_texts[2],
     )
-    return pairs, spans
+    return pair_syntax, spans
 
 
 def round_trips(probe: _Probe, written: OutputFormat) -> bool:
     """Whether parsing returns the calls that were rendered, from tokens, whole and streamed."""
-    types = {"type": "object", "properties": _TYPES}
-    tools = [{"function": {"name": name, "parameters": types}} for name, _ in (_FIRST, _SECOND)]
-    several = written.syntaxes[0].max_calls is None
+    parameter_schema = {"type": "object", "properties": _TYPES}
+    tools = [{"function": {"name": name, "parameters": parameter_schema}} for name, _ in (_FIRST, _SECOND)]
+    allows_several = written.syntaxes[0].max_calls is None
     for calls in (
         [(_FIRST[0], _ROUND_TRIP_ARGUMENTS)],
-        [(_FIRST[0], _ROUND_TRIP_ARGUMENTS), (_SECOND[0], {}), (_SECOND[0], {"key_b": 1})][: 3 * several],
+        [(_FIRST[0], _ROUND_TRIP_ARGUMENTS), (_SECOND[0], {}), (_SECOND[0], {"key_b": 1})][: 3 * allows_several],
     ):
         turn = probe.turn(calls=calls)
         prompt = _common_prefix(probe.prompt, turn)
@@ -343,9 +343,9 @@ def _common_suffix(first: str, second: str) -> str:
     """Return the common suffix of two texts, which begins after a mark that it would cut."""
     size = min(len(first), len(second))
     size = next((n for n in range(size) if first[-n - 1] != second[-n - 1]), size)
-    end = first[len(first) - size :]
-    cut = any(_OPEN_MARK.search(text[: len(text) - size]) for text in (first, second))
-    return end.partition(">")[2] if cut else end
+    suffix = first[len(first) - size :]
+    cuts_mark = any(_OPEN_MARK.search(text[: len(text) - size]) for text in (first, second))
+    return suffix.partition(">")[2] if cuts_mark else suffix
 
 
 def _after_prompt(text: str, prompt: str) -> str:

@@ -84,8 +84,8 @@ def json_part(schema: Mapping[str, Any] | bool | None = None, *, lenient: bool =
         raise GrammarRefused(f"a JSON schema is an object or a boolean, not {type(schema).__name__}")
     if not isinstance(schema, bool) and "x-guidance" not in schema:
         schema = {**schema, "x-guidance": {"whitespace_pattern": _SPACES, **({"lenient": True} if lenient else {})}}
-    if lark := _lark_of(schema):
-        return lark
+    if lark_part := _lark_of(schema):
+        return lark_part
     try:
         return f"%json {json.dumps(_narrowed(schema), allow_nan=False, separators=(',', ':'))}"
     except (TypeError, ValueError, RecursionError) as error:
@@ -94,15 +94,15 @@ def json_part(schema: Mapping[str, Any] | bool | None = None, *, lenient: bool =
 
 def _lark_of(schema: Any) -> str:
     """Write the grammar of an object whose only text matches a grammar in Lark; "" for any other schema."""
-    names = schema.get("properties") if isinstance(schema, Mapping) else None
-    for name, text in names.items() if isinstance(names, Mapping) and len(names) == 1 else ():
-        if isinstance(text, Mapping) and isinstance(text.get(LARK), str):
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    for name, property_schema in properties.items() if isinstance(properties, Mapping) and len(properties) == 1 else ():
+        if isinstance(property_schema, Mapping) and isinstance(property_schema.get(LARK), str):
             try:
-                inner = quoted_lark(text[LARK])
+                lark_body = quoted_lark(property_schema[LARK])
             except ValueError as error:
                 raise GrammarRefused(f"grammar: {error}") from None
             opening = json.dumps(f'{{{json.dumps(name)}: "')
-            return f'{opening} %lark {{\n{inner}\n}} "\\"}}"'
+            return f'{opening} %lark {{\n{lark_body}\n}} "\\"}}"'
     return ""
 
 
@@ -116,19 +116,19 @@ def _narrowed(schema: Any) -> Any:
     narrowed: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
-            narrowed[key] = {name: _narrowed(part) for name, part in value.items()}
+            narrowed[key] = {name: _narrowed(child) for name, child in value.items()}
         elif key in _SCHEMA_LISTS and isinstance(value, list):
-            narrowed[key] = [_narrowed(part) for part in value]
+            narrowed[key] = [_narrowed(child) for child in value]
         else:
             narrowed[key] = _narrowed(value) if key in _SCHEMAS else value
-    over, under = narrowed.get("exclusiveMinimum"), narrowed.get("exclusiveMaximum")
-    low = max((n for n in (over, narrowed.get("minimum")) if _is_number(n)), default=-math.inf)
-    high = min((n for n in (under, narrowed.get("maximum")) if _is_number(n)), default=math.inf)
-    if 0 <= high - low < 1 and (low == over or high == under):
-        step = max((high - low) * 1e-6, 1e-12)
-        for exclusive in ("exclusiveMinimum", "exclusiveMaximum"):
-            narrowed.pop(exclusive, None)
-        narrowed |= {"minimum": low + step * (low == over), "maximum": high - step * (high == under)}
+    open_low, open_high = narrowed.get("exclusiveMinimum"), narrowed.get("exclusiveMaximum")
+    low = max((n for n in (open_low, narrowed.get("minimum")) if _is_number(n)), default=-math.inf)
+    high = min((n for n in (open_high, narrowed.get("maximum")) if _is_number(n)), default=math.inf)
+    if 0 <= high - low < 1 and (low == open_low or high == open_high):
+        margin = max((high - low) * 1e-6, 1e-12)
+        for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
+            narrowed.pop(keyword, None)
+        narrowed |= {"minimum": low + margin * (low == open_low), "maximum": high - margin * (high == open_high)}
     return narrowed
 
 
@@ -163,10 +163,10 @@ class Matcher:
         """Append a token; return whether it ended the response. Raises GrammarRefused for a token that isn't allowed
         here, and GrammarExhausted where following it exceeds the library's limits."""
         if self.finished or not self.inner.consume_token(token):
-            why = _message(self.inner.get_error())
-            if self.finished or "satisfy the grammar" in why:
+            reason = _message(self.inner.get_error())
+            if self.finished or "satisfy the grammar" in reason:
                 raise GrammarRefused(f"token {token} at place {self.tokens} of the response is outside its grammar")
-            raise GrammarExhausted(f"grammar, at place {self.tokens} of the response: {why}")
+            raise GrammarExhausted(f"grammar, at place {self.tokens} of the response: {reason}")
         self.tokens += 1
         self.finished = token in self._stop_ids
         return self.finished
@@ -274,20 +274,20 @@ class Grammars:
 
     def _compile_and_cache(self, text: str) -> LLMatcher | GrammarRefused:
         """Compile a grammar and cache it: with few states, or with many once those didn't suffice."""
-        previous, kept = self._compiled.get(text), self._compiled
-        large = previous is not None and previous.large
-        outcome = self._compile(text, large)
-        if not large and isinstance(outcome, GrammarExhausted):
-            large, outcome = True, self._compile(text, True)
+        previous, cache = self._compiled.get(text), self._compiled
+        is_large = previous is not None and previous.large
+        outcome = self._compile(text, is_large)
+        if not is_large and isinstance(outcome, GrammarExhausted):
+            is_large, outcome = True, self._compile(text, True)
         if len(text) > MOST_CHARACTERS:
             return outcome
         with self._lock:
-            kept.pop(text, None)
-            kept[text] = _Compiled(outcome, large)
-            for grammar_text in [grammar_text for grammar_text in kept if kept[grammar_text].large][:-_MOST_LARGE]:
-                del kept[grammar_text]
-            while len(kept) > _MOST_COMPILED or sum(map(len, kept)) > _MOST_CACHED_CHARACTERS:
-                kept.popitem(last=False)
+            cache.pop(text, None)
+            cache[text] = _Compiled(outcome, is_large)
+            for grammar_text in [grammar_text for grammar_text in cache if cache[grammar_text].large][:-_MOST_LARGE]:
+                del cache[grammar_text]
+            while len(cache) > _MOST_COMPILED or sum(map(len, cache)) > _MOST_CACHED_CHARACTERS:
+                cache.popitem(last=False)
         return outcome
 
     def _compile(self, text: str, large: bool) -> LLMatcher | GrammarRefused:
@@ -296,20 +296,20 @@ class Grammars:
         if self._inner is None:
             if not self.stop_ids:
                 return GrammarRefused(f"the model's {self.vocabulary} tokens have no stop token to end a response with")
-            texts = TokenizerWrapper(_Texts(self._tokenizer, self.vocabulary, self.stop_ids))
-            self._inner = LLTokenizer(texts, eos_token=sorted(self.stop_ids))
+            wrapped_texts = TokenizerWrapper(_Texts(self._tokenizer, self.vocabulary, self.stop_ids))
+            self._inner = LLTokenizer(wrapped_texts, eos_token=sorted(self.stop_ids))
         if not grammar_trial().compiles_safely(_HEAD + text):
             return GrammarRefused(
                 f"grammar: it can't be compiled within {TRIAL_S:.0f} s and a gibibyte: make it simpler"
             )
         limits = _limits(_MOST_STATES if large else _FEW_STATES, self._fuel)
-        inner = LLMatcher(self._inner, _HEAD + text, log_level=0, limits=limits)
-        if not (error := inner.get_error()):
-            inner.compute_bitmask()  # of the first token: the states that it needs are then computed for all copies
-            error = inner.get_error()
-        if "too many states" in error:
-            return GrammarExhausted(f"grammar: {_message(error)}")
-        return GrammarRefused(_located_error(text, error)) if error else inner
+        matcher = LLMatcher(self._inner, _HEAD + text, log_level=0, limits=limits)
+        if not (error_text := matcher.get_error()):
+            matcher.compute_bitmask()  # of the first token: the states that it needs are then computed for all copies
+            error_text = matcher.get_error()
+        if "too many states" in error_text:
+            return GrammarExhausted(f"grammar: {_message(error_text)}")
+        return GrammarRefused(_located_error(text, error_text)) if error_text else matcher
 
 
 def _advanced(matcher: Matcher, ids: Sequence[int]) -> Matcher:
@@ -323,9 +323,9 @@ def _advanced(matcher: Matcher, ids: Sequence[int]) -> Matcher:
 
 def _states_exhausted(compiled: LLMatcher) -> bool:
     """Whether responses have used up the states that a compiled grammar may have: all of its copies share them."""
-    first = compiled.deep_copy()
-    first.compute_bitmask()
-    return first.is_error()
+    first_copy = compiled.deep_copy()
+    first_copy.compute_bitmask()
+    return first_copy.is_error()
 
 
 class _Texts:
@@ -334,8 +334,8 @@ class _Texts:
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, stop_ids: frozenset[int]) -> None:
-        texts = tokenizer.vocabulary_bytes()[:vocabulary]
-        self.tokens = texts + [b""] * (vocabulary - len(texts))
+        token_bytes = tokenizer.vocabulary_bytes()[:vocabulary]
+        self.tokens = token_bytes + [b""] * (vocabulary - len(token_bytes))
         self.eos_token_id = min(stop_ids)
         self.special_token_ids = sorted(i for i in tokenizer.special_ids | stop_ids if i < vocabulary)
 
@@ -349,18 +349,18 @@ def fill_masks(rows: Sequence[tuple[Matcher, int]], masks: NDArray[np.uint32]) -
     Return an error, by the row's number, where no token may follow: that row's mask is undefined."""
     assert masks.flags.c_contiguous
     row_bytes = masks.shape[1] * masks.itemsize
-    start, threads = masks.ctypes.data, _threads() if len(rows) >= _PARALLEL_ROWS else None
-    if threads is not None:
-        threads.unsafe_compute_mask_ptr([(state.inner, row) for state, row in rows], start, row_bytes, len(masks))
+    address, pool = masks.ctypes.data, _threads() if len(rows) >= _PARALLEL_ROWS else None
+    if pool is not None:
+        pool.unsafe_compute_mask_ptr([(matcher.inner, row) for matcher, row in rows], address, row_bytes, len(masks))
     else:
         for matcher, row in rows:
-            matcher.inner.unsafe_compute_mask_ptr(start + row * row_bytes, row_bytes)
+            matcher.inner.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
     errors, has_allowed = dict[int, GrammarRefused](), (masks != 0).any(axis=1)
     for matcher, row in rows:
         if matcher.finished or matcher.inner.is_error() or not has_allowed[row]:
-            why = "the response has ended" if matcher.finished else _message(matcher.inner.get_error()) or _DEAD_END
-            kind = GrammarRefused if matcher.finished or why == _DEAD_END else GrammarExhausted
-            errors[row] = kind(f"grammar, at place {matcher.tokens} of the response: {why}")
+            reason = "the response has ended" if matcher.finished else _message(matcher.inner.get_error()) or _DEAD_END
+            error_class = GrammarRefused if matcher.finished or reason == _DEAD_END else GrammarExhausted
+            errors[row] = error_class(f"grammar, at place {matcher.tokens} of the response: {reason}")
     return errors
 
 
@@ -372,8 +372,8 @@ def allowed_ids(mask: NDArray[np.uint32]) -> NDArray[np.int32]:
 @functools.cache
 def _threads() -> LLExecutor | None:
     """Return the pool of threads for many masks, one for each core of this process; None where it has one core."""
-    cores = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-    return LLExecutor(cores) if cores > 1 else None
+    core_count = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    return LLExecutor(core_count) if core_count > 1 else None
 
 
 def _limits(states: int, fuel: int) -> LLParserLimits:
@@ -391,17 +391,17 @@ def _lower_priority() -> None:
 
 def _located_error(text: str, error: str) -> str:
     """Return the library's message, with the part of the JSON schema that is at fault where there is one."""
-    message, decoder = _message(error), json.JSONDecoder()
-    if _LIMIT.search(message):  # a grammar that took long isn't tried again in parts
-        return f"grammar: {message}"
-    for part in re.finditer(r"%json\s*", text):
+    reason, decoder = _message(error), json.JSONDecoder()
+    if _LIMIT.search(reason):  # a grammar that took long isn't tried again in parts
+        return f"grammar: {reason}"
+    for json_match in re.finditer(r"%json\s*", text):
         try:
-            schema, _ = decoder.raw_decode(text, part.end())
+            schema, _ = decoder.raw_decode(text, json_match.end())
         except (ValueError, RecursionError):
             continue
         if fault := _fault(schema):
             return f"JSON schema{_fault_location(schema, fault)}: {fault}"
-    return f"grammar: {message}"
+    return f"grammar: {reason}"
 
 
 def _fault(schema: Any) -> str:
@@ -413,11 +413,11 @@ def _fault(schema: Any) -> str:
 
 def _fault_location(schema: Any, fault: str) -> str:
     """Find a schema's innermost part with this fault; return " at" and its JSON pointer, "" for the whole schema."""
-    shared = {key: schema[key] for key in _SHARED if isinstance(schema, dict) and key in schema}
-    pointer, until = "", time.monotonic() + _FAULT_SEARCH_S
+    definitions = {key: schema[key] for key in _SHARED if isinstance(schema, dict) and key in schema}
+    pointer, deadline_s = "", time.monotonic() + _FAULT_SEARCH_S
     while True:
-        for part, part_pointer in itertools.takewhile(lambda _: time.monotonic() < until, _parts(schema)):
-            if _fault({**shared, **part} if isinstance(part, dict) else part) == fault:
+        for part, part_pointer in itertools.takewhile(lambda _: time.monotonic() < deadline_s, _parts(schema)):
+            if _fault({**definitions, **part} if isinstance(part, dict) else part) == fault:
                 schema, pointer = part, pointer + part_pointer
                 break
         else:

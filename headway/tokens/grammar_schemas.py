@@ -1,6 +1,7 @@
 """Rewriting of JSON schemas for llguidance: vacuous keywords go, and unsupported ones become supported ones.
 
-The result allows the same values as the schema, or fewer; sets of many items are an exception, see `_unique`.
+The result allows the same values as the schema, or fewer; sets of many items are an exception
+(`_without_unique_items`).
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ def supported_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
         rewritten.pop("else", None)
     elif "then" not in rewritten and "else" not in rewritten:
         del rewritten["if"]
-    if isinstance(names := rewritten.get("propertyNames"), Mapping):
-        rewritten = _named(rewritten, names)
+    if isinstance(name_schema := rewritten.get("propertyNames"), Mapping):
+        rewritten = _without_property_names(rewritten, name_schema)
     if rewritten.get("uniqueItems") is True:
-        rewritten = _unique(rewritten)
+        rewritten = _without_unique_items(rewritten)
     for key in ("anyOf", "oneOf"):
-        if isinstance(ways := rewritten.get(key), list) and any(not _has_lookaround(way) for way in ways):
-            rewritten[key] = [way for way in ways if not _has_lookaround(way)]
+        if isinstance(choices := rewritten.get(key), list) and any(not _has_lookaround(choice) for choice in choices):
+            rewritten[key] = [choice for choice in choices if not _has_lookaround(choice)]
     if isinstance(pattern := rewritten.get("pattern"), str) and "(?" in pattern:
         patterns = _without_lookaheads(pattern)
         rewritten["pattern"] = patterns[-1]
         if patterns[:-1]:
-            more = [{"pattern": lookahead} for lookahead in patterns[:-1]]
-            rewritten["allOf"] = [*(rewritten["allOf"] if isinstance(rewritten.get("allOf"), list) else ()), *more]
+            conjuncts = [{"pattern": lookahead} for lookahead in patterns[:-1]]
+            rewritten["allOf"] = [*(rewritten["allOf"] if isinstance(rewritten.get("allOf"), list) else ()), *conjuncts]
     return rewritten
 
 
@@ -58,39 +59,39 @@ def is_one_of(value: Any, valid: Sequence[Any]) -> bool:
     return any(value == candidate and isinstance(value, bool) is isinstance(candidate, bool) for candidate in valid)
 
 
-def _named(schema: dict[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
+def _without_property_names(schema: dict[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
     """Express propertyNames by a list of properties, or by patternProperties."""
-    others = schema.get("additionalProperties", True)
-    rest = {key: value for key, value in schema.items() if key != "propertyNames"}
+    other_schema = schema.get("additionalProperties", True)
+    other_keywords = {key: value for key, value in schema.items() if key != "propertyNames"}
     if set(names) - {"type", "enum", "const", "pattern"} or names.get("type", "string") != "string":
         return schema
-    listed = names.get("enum", [names["const"]] if "const" in names else None)
-    if isinstance(listed, list) and "pattern" not in names and "patternProperties" not in schema:
-        defined = schema.get("properties") or {}
-        properties = {name: defined.get(name, others) for name in listed if isinstance(name, str)}
-        return {**rest, "properties": properties, "additionalProperties": False}
+    listed_names = names.get("enum", [names["const"]] if "const" in names else None)
+    if isinstance(listed_names, list) and "pattern" not in names and "patternProperties" not in schema:
+        defined_schemas = schema.get("properties") or {}
+        properties = {name: defined_schemas.get(name, other_schema) for name in listed_names if isinstance(name, str)}
+        return {**other_keywords, "properties": properties, "additionalProperties": False}
     if (
-        listed is None
+        listed_names is None
         and isinstance(names.get("pattern"), str)
         and not {"properties", "patternProperties"} & set(schema)
     ):
-        return {**rest, "patternProperties": {names["pattern"]: others}, "additionalProperties": False}
+        return {**other_keywords, "patternProperties": {names["pattern"]: other_schema}, "additionalProperties": False}
     return schema
 
 
-def _unique(schema: dict[str, Any]) -> dict[str, Any]:
+def _without_unique_items(schema: dict[str, Any]) -> dict[str, Any]:
     """Express uniqueItems by an enumeration of the items' subsets where these are few. Other lists may repeat an item,
     which a client's set takes once: no grammar knows the items written before."""
     items, min_items, max_items = schema.get("items"), schema.get("minItems", 0), schema.get("maxItems", _SET_ITEMS)
     if items is None or not isinstance(min_items, int) or not isinstance(max_items, int) or "prefixItems" in schema:
         return schema
     rest = {key: value for key, value in schema.items() if key not in ("uniqueItems", "items", "minItems", "maxItems")}
-    values = items.get("enum") if isinstance(items, Mapping) else None
-    if isinstance(items, Mapping) and items.get("type") == "boolean" and values is None:
-        values = [False, True]
-    if isinstance(values, list) and len(values) <= _SET_ITEMS:
-        sizes = range(min_items, min(max_items, len(values)) + 1)
-        subsets = [list(subset) for size in sizes for subset in itertools.combinations(values, size)]
+    item_values = items.get("enum") if isinstance(items, Mapping) else None
+    if isinstance(items, Mapping) and items.get("type") == "boolean" and item_values is None:
+        item_values = [False, True]
+    if isinstance(item_values, list) and len(item_values) <= _SET_ITEMS:
+        sizes = range(min_items, min(max_items, len(item_values)) + 1)
+        subsets = [list(subset) for size in sizes for subset in itertools.combinations(item_values, size)]
         return {**{key: value for key, value in rest.items() if key != "type"}, "enum": subsets} if subsets else schema
     return {key: value for key, value in schema.items() if key != "uniqueItems"}
 
@@ -103,34 +104,34 @@ def _has_lookaround(schema: Any) -> bool:
 def _without_lookaheads(pattern: str) -> list[str]:
     """Split ``pattern`` into patterns whose conjunction equals it, as far as its lookaheads are at its beginning and of
     simple forms; the last pattern is the rest."""
-    lookaheads, rest = list[str](), pattern
-    while lookahead := _LOOKAHEAD.match(rest):
-        end = _closing(rest, lookahead.end())
-        inside = rest[lookahead.end() : end].removeprefix("^")
-        positive = lookahead[1] == "="
-        other = f"^(?:{inside})" if positive else _complement(inside)
-        if end < 0 or other is None:
+    lookaheads, rest_pattern = list[str](), pattern
+    while lookahead := _LOOKAHEAD.match(rest_pattern):
+        end = _closing_position(rest_pattern, lookahead.end())
+        inside = rest_pattern[lookahead.end() : end].removeprefix("^")
+        is_positive = lookahead[1] == "="
+        condition = f"^(?:{inside})" if is_positive else _complement(inside)
+        if end < 0 or condition is None:
             break
-        lookaheads.append(other)
-        rest = ("^" if rest.startswith("^") else "") + rest[end + 1 :]
-    return [*lookaheads, rest] if rest.startswith("^") else [pattern]
+        lookaheads.append(condition)
+        rest_pattern = ("^" if rest_pattern.startswith("^") else "") + rest_pattern[end + 1 :]
+    return [*lookaheads, rest_pattern] if rest_pattern.startswith("^") else [pattern]
 
 
 def _complement(inside: str) -> str | None:
     """Return a pattern of the texts that don't begin with ``inside``; None where there is no simple one."""
-    letter = r"(\\[^\w]|[^\\\[\](){}.*+?^$|])"
-    if match := re.fullmatch(letter, inside):
+    letter_pattern = r"(\\[^\w]|[^\\\[\](){}.*+?^$|])"
+    if match := re.fullmatch(letter_pattern, inside):
         return f"^([^{match[1]}]|$)"
-    if two := re.fullmatch(rf"\.\*{letter}\1", inside):
-        return f"^{two[1]}?([^{two[1]}]+{two[1]}?)*$"
-    if match := re.fullmatch(rf"\.\*{letter}", inside):
+    if pair_match := re.fullmatch(rf"\.\*{letter_pattern}\1", inside):
+        return f"^{pair_match[1]}?([^{pair_match[1]}]+{pair_match[1]}?)*$"
+    if match := re.fullmatch(rf"\.\*{letter_pattern}", inside):
         return f"^[^{match[1]}]*$"
-    if chars := re.fullmatch(r"\[([^\]\\^][^\]\\]*)\]\*\$", inside):
-        return f"[^{chars[1]}]"
+    if class_match := re.fullmatch(r"\[([^\]\\^][^\]\\]*)\]\*\$", inside):
+        return f"[^{class_match[1]}]"
     return None
 
 
-def _closing(pattern: str, start: int) -> int:
+def _closing_position(pattern: str, start: int) -> int:
     """Return the position of the bracket that closes the group whose inside begins at ``start``; -1: none does."""
     steps = ((letter == "(") - (letter == ")") for letter in _LITERAL.sub(lambda m: "." * len(m[0]), pattern)[start:])
     return next((start + offset for offset, depth in enumerate(itertools.accumulate(steps)) if depth < 0), -1)

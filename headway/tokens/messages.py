@@ -68,14 +68,14 @@ def normal_messages(raw: Any) -> tuple[Message, ...]:
     that isn't text, an unknown role, a tool's answer to a missing call."""
     if not isinstance(raw, Sequence) or isinstance(raw, str | bytes) or not raw:
         raise _refusal("messages", ": a list of one or more messages is needed")
-    messages = tuple(normal_message(entry, f"messages[{number}]") for number, entry in enumerate(raw))
+    messages = tuple(normal_message(raw_message, f"messages[{number}]") for number, raw_message in enumerate(raw))
     asked: set[str] = set()  # call ids of the assistant message whose answers are read
     for number, message in enumerate(messages):
         if message.role == "assistant":
             asked = {call.call_id for call in message.calls}
         elif message.role == "tool" and message.tool_call_id and message.tool_call_id not in asked and "" not in asked:
-            has = f"the assistant's message before it has {', '.join(map(repr, sorted(asked))) or 'no tool calls'}"
-            raise _refusal(f"messages[{number}].tool_call_id", f" = {message.tool_call_id!r}: {has}")
+            reason = f"the assistant's message before it has {', '.join(map(repr, sorted(asked))) or 'no tool calls'}"
+            raise _refusal(f"messages[{number}].tool_call_id", f" = {message.tool_call_id!r}: {reason}")
     return messages
 
 
@@ -102,9 +102,9 @@ def assistant_message(
     """Make a message of the assistant. Where ``reasoning`` is empty, it is taken from a ``<think>`` block that
     ``content`` begins with. ``written``: the text with the reasoning inside, where it is known."""
     reasoning = reasoning.strip()
-    if not reasoning and (thought := THOUGHT.fullmatch(content)) is not None:
+    if not reasoning and (match := THOUGHT.fullmatch(content)) is not None:
         written = written or content
-        reasoning, content = thought[1].strip(), thought[2]
+        reasoning, content = match[1].strip(), match[2]
     elif reasoning and not written:
         written = f"<think>\n{reasoning}\n</think>\n\n{content}"
     return Message(role="assistant", content=content, reasoning=reasoning, calls=calls, name=name, written=written)
@@ -115,20 +115,20 @@ def normal_tools(raw: Any) -> list[dict[str, Any]] | None:
     if not raw:
         return None
     tools: list[dict[str, Any]] = []
-    for number, entry in enumerate(_list(raw, "tools")):
-        tool = dict(entry) if isinstance(entry, Mapping) else {}
+    for number, raw_tool in enumerate(_list(raw, "tools")):
+        tool = dict(raw_tool) if isinstance(raw_tool, Mapping) else {}
         function = tool.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
         if tool.get("type") != "function" or not isinstance(function, Mapping) or not isinstance(name, str):
-            problem = ": valid: an object with type = 'function' and a function that has a name"
-            raise _refusal(f"tools[{number}]", problem)
+            reason = ": valid: an object with type = 'function' and a function that has a name"
+            raise _refusal(f"tools[{number}]", reason)
         # OpenAI's API lets clients leave these out, and templates read them.
         if not function.get("parameters"):
-            empty = {
+            defaults = {
                 "parameters": {"type": "object", "properties": {}},
                 "description": function.get("description") or "",
             }
-            tool["function"] = {**function, **empty}
+            tool["function"] = {**function, **defaults}
         tools.append(tool)
     return tools
 
@@ -140,15 +140,15 @@ def template_form(messages: Iterable[Message], *, reasoning_field: bool) -> list
 
 
 def _template_message(message: Message, reasoning_field: bool) -> dict[str, Any]:
-    entry: dict[str, Any] = {"role": message.role, "content": message.content if reasoning_field else message.inline}
+    adapted: dict[str, Any] = {"role": message.role, "content": message.content if reasoning_field else message.inline}
     if message.reasoning and reasoning_field:
-        entry["reasoning_content"] = message.reasoning
+        adapted["reasoning_content"] = message.reasoning
     if message.calls:
-        entry["tool_calls"] = [
+        adapted["tool_calls"] = [
             openai_tool_call(call.name, object_or_text(call.arguments), call.call_id) for call in message.calls
         ]
-    named = {"tool_call_id": message.tool_call_id, "name": message.name}
-    return entry | {key: value for key, value in named.items() if value}
+    optional_fields = {"tool_call_id": message.tool_call_id, "name": message.name}
+    return adapted | {key: text for key, text in optional_fields.items() if text}
 
 
 def openai_tool_call(name: str, arguments: Any, call_id: str) -> dict[str, Any]:
@@ -221,8 +221,8 @@ def _text(value: Any, field: str) -> str:
     for number, part in enumerate(_list(value, field, "a text or a list of parts")):
         text = part.get(_TEXT_PARTS.get(str(part.get("type")), "")) if isinstance(part, Mapping) else part
         if not isinstance(text, str):
-            problem = ": valid: a part with type = 'text' and its text; requests are of text alone"
-            raise _refusal(f"{field}[{number}]", problem)
+            reason = ": valid: a part with type = 'text' and its text; requests are of text alone"
+            raise _refusal(f"{field}[{number}]", reason)
         texts.append(text)
     return require_encodable("\n".join(texts), field)
 
@@ -234,9 +234,9 @@ def encodable(text: str) -> bool:
 
 def require_encodable(text: str, field: str) -> str:
     """Return ``text`` as it is. Raises RequestRefused naming ``field`` where no tokenizer can encode it."""
-    half = None if text.isascii() else _HALVES.search(text)
-    if half is not None:
-        raise _refusal(field, f": character {half.start()} is half of a surrogate pair, which no tokenizer can encode")
+    match = None if text.isascii() else _HALVES.search(text)
+    if match is not None:
+        raise _refusal(field, f": character {match.start()} is half of a surrogate pair, which no tokenizer can encode")
     return text
 
 
@@ -254,8 +254,8 @@ def _calls(raw: Any, field: str) -> tuple[ToolCall, ...]:
 
 
 def _call(raw: Any, field: str) -> ToolCall:
-    entry: Mapping[str, Any] = raw if isinstance(raw, Mapping) else {}
-    function = _object(entry.get("function"), f"{field}.function")
+    fields: Mapping[str, Any] = raw if isinstance(raw, Mapping) else {}
+    function = _object(fields.get("function"), f"{field}.function")
     name, arguments = function.get("name"), function.get("arguments")
     if isinstance(arguments, Mapping):
         arguments = json_text(arguments)
@@ -263,17 +263,17 @@ def _call(raw: Any, field: str) -> ToolCall:
         raise _refusal(f"{field}.function", ": its name is a text, and so are its arguments (JSON)")
     name = require_encodable(name, f"{field}.function.name")
     arguments = require_encodable(arguments or "", f"{field}.function.arguments")
-    return ToolCall(name=name, arguments=arguments, call_id=_optional_text(entry, "id", field))
+    return ToolCall(name=name, arguments=arguments, call_id=_optional_text(fields, "id", field))
 
 
 def object_or_text(arguments: str) -> Any:
     if not arguments.strip():
         return {}
     try:
-        value = json.loads(arguments)
+        parsed = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    return value if isinstance(value, dict) else arguments
+    return parsed if isinstance(parsed, dict) else arguments
 
 
 def _object(value: Any, field: str) -> Mapping[str, Any]:

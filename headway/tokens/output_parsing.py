@@ -61,23 +61,23 @@ def parse_output(
     If a tool call is malformed, all of them stay in the content, so that the caller can name the mistake (as vLLM's
     parsers do).
     """
-    reasoning, rest = _split_reasoning(text, written, opened) if written.reasoning else ("", text)
-    rest = _without_content_mark(rest, written.content_mark)
-    content, unnamed = rest, tuple[ToolCall, ...]()
+    reasoning, rest_text = _split_reasoning(text, written, opened) if written.reasoning else ("", text)
+    rest_text = _without_content_mark(rest_text, written.content_mark)
+    content, parsed_calls = rest_text, tuple[ToolCall, ...]()
     schemas = schemas_of(tools)
     for syntax in written.syntaxes if calls else ():
-        if (read := read_calls(rest, syntax, schemas)) is not None:
-            content, unnamed = read
+        if (parsed := read_calls(rest_text, syntax, schemas)) is not None:
+            content, parsed_calls = parsed
             break
     tool_calls = tuple(
         call if call.call_id else replace(call, call_id=_call_id(f"{call_prefix}{number}", written))
-        for number, call in enumerate(unnamed)
+        for number, call in enumerate(parsed_calls)
     )
     if not written.reasoning:
         return assistant_message(content, calls=tool_calls)
     # written: the content as a template without a field for reasoning reads it
-    inside = text[: len(text) - len(rest)] + content if reasoning else ""
-    return assistant_message(content.lstrip("\n"), reasoning, tool_calls, written=inside)
+    written_text = text[: len(text) - len(rest_text)] + content if reasoning else ""
+    return assistant_message(content.lstrip("\n"), reasoning, tool_calls, written=written_text)
 
 
 def _call_id(plain: str, written: OutputFormat) -> str:
@@ -85,8 +85,8 @@ def _call_id(plain: str, written: OutputFormat) -> str:
 
 
 def _without_content_mark(text: str, mark: str) -> str:
-    begun = text.lstrip()
-    return begun[len(mark) :] if mark and begun.startswith(mark) else text
+    stripped = text.lstrip()
+    return stripped[len(mark) :] if mark and stripped.startswith(mark) else text
 
 
 def _split_reasoning(text: str, written: OutputFormat, opened: bool) -> tuple[str, str]:
@@ -105,19 +105,19 @@ def settled_parts(text: str, written: OutputFormat, *, calls: bool, opened: bool
     final `openai_message`, for any continuation."""
     reasoning, (opening, closing) = "", written.thought
     if written.reasoning:
-        begun = text.lstrip()
-        if opening.startswith(begun):
+        stripped = text.lstrip()
+        if opening.startswith(stripped):
             return "", ""  # it may be the beginning of a mark
-        if begun.startswith(opening) or opened:
-            inside = begun.removeprefix(opening) if begun.startswith(opening) else text
-            thought, closed, text = inside.partition(closing)
+        if stripped.startswith(opening) or opened:
+            inner_text = stripped.removeprefix(opening) if stripped.startswith(opening) else text
+            thought_text, closed, text = inner_text.partition(closing)
             if not closed:
-                return _stable(thought.lstrip(), closing), ""
-            reasoning = thought.strip()
+                return _stable(thought_text.lstrip(), closing), ""
+            reasoning = thought_text.strip()
         text = text.lstrip("\n")
         if not reasoning and (opening.startswith(text.lstrip()) or text.lstrip().startswith(opening)):
             return "", ""  # after an empty block, another block would be the reasoning
-    if written.content_mark.startswith(begun := text.lstrip()) and begun != written.content_mark:
+    if written.content_mark.startswith(stripped := text.lstrip()) and stripped != written.content_mark:
         return reasoning, ""
     text = _without_content_mark(text, written.content_mark)
     if written.content_mark and written.reasoning:
@@ -130,10 +130,10 @@ def settled_parts(text: str, written: OutputFormat, *, calls: bool, opened: bool
 def _certain_content(text: str, syntax: CallSyntax) -> str:
     """Return the part of a content that no call of this grammar can change."""
     if not syntax.marks:
-        begun, form = text.lstrip(), (syntax.opening + syntax.object_head[1] + syntax.head).lstrip()[0]
+        stripped, form = text.lstrip(), (syntax.opening + syntax.object_head[1] + syntax.head).lstrip()[0]
         return (
             ""
-            if not begun or begun[0] == form or begun.startswith(PYTHON_TAG) or PYTHON_TAG.startswith(begun)
+            if not stripped or stripped[0] == form or stripped.startswith(PYTHON_TAG) or PYTHON_TAG.startswith(stripped)
             else text
         )
     starts = [start for mark in syntax.marks if (start := text.find(mark)) >= 0]
@@ -155,21 +155,21 @@ def openai_message(message: Message, written: OutputFormat) -> dict[str, Any]:
     """Convert an answer to the form of OpenAI's chat API, with ``reasoning_content``. Where the model's chat template
     has no reasoning, it stays in the content as written."""
     content = message.content if written.reasoning else message.inline
-    entry: dict[str, Any] = {"role": "assistant", "content": None if message.calls and not content else content}
+    api_form: dict[str, Any] = {"role": "assistant", "content": None if message.calls and not content else content}
     if message.reasoning and written.reasoning:
-        entry["reasoning_content"] = message.reasoning
+        api_form["reasoning_content"] = message.reasoning
     if message.calls:
-        entry["tool_calls"] = [openai_tool_call(call.name, call.arguments, call.call_id) for call in message.calls]
-    return entry
+        api_form["tool_calls"] = [openai_tool_call(call.name, call.arguments, call.call_id) for call in message.calls]
+    return api_form
 
 
 @lru_cache(maxsize=16)
 def mark_token_ids(tokenizer: Tokenizer, written: OutputFormat) -> frozenset[int]:
     """Return the special tokens that are marks of this format, whose text parsing needs."""
     texts = [*written.thought * written.reasoning, written.content_mark, PYTHON_TAG * (written.tools == "llama_json")]
-    marks = "\n".join([*texts, *(text for syntax in written.syntaxes for text in syntax.texts)])
-    special = tokenizer.special_ids.difference(tokenizer.stop_ids)
-    return frozenset(i for i in special if (token := tokenizer.token(i)) and token in marks)
+    joined_marks = "\n".join([*texts, *(text for syntax in written.syntaxes for text in syntax.texts)])
+    special_ids = tokenizer.special_ids.difference(tokenizer.stop_ids)
+    return frozenset(i for i in special_ids if (token := tokenizer.token(i)) and token in joined_marks)
 
 
 def response_text(tokenizer: Tokenizer, ids: Sequence[int], written: OutputFormat, stop: Sequence[str] = ()) -> str:
@@ -177,7 +177,7 @@ def response_text(tokenizer: Tokenizer, ids: Sequence[int], written: OutputForma
     other than the format's marks, cut at the first stop string."""
     if ids and ids[-1] in tokenizer.stop_ids:
         ids = ids[:-1]
-    kept = mark_token_ids(tokenizer, written)
-    text = tokenizer.decode((i for i in ids if i in kept or i not in tokenizer.special_ids), keep_special=True)
-    positions = [position for string in stop if string and (position := text.find(string)) >= 0]
+    kept_ids = mark_token_ids(tokenizer, written)
+    text = tokenizer.decode((i for i in ids if i in kept_ids or i not in tokenizer.special_ids), keep_special=True)
+    positions = [position for stop_text in stop if stop_text and (position := text.find(stop_text)) >= 0]
     return text[: min(positions)] if positions else text

@@ -22,16 +22,16 @@ def require_parts(value: Sequence[Any], field: str, folder: Path) -> list[dict[s
     missing picture, and a file that is no picture.
     """
     parts: list[dict[str, Any]] = []
-    for number, raw in enumerate(value):
-        part: Mapping[str, Any] = cast("Mapping[str, Any]", raw) if isinstance(raw, Mapping) else {}
-        kind, label = str(part.get("type")), f"{field}[{number}]"
+    for number, raw_part in enumerate(value):
+        part: Mapping[str, Any] = cast("Mapping[str, Any]", raw_part) if isinstance(raw_part, Mapping) else {}
+        kind, location = str(part.get("type")), f"{field}[{number}]"
         if kind == "text" and isinstance(part.get("text"), str):
             parts.append({"type": "text", "text": part["text"]})
         elif kind == "image_url":
             image = part.get("image_url")
-            parts.append(picture_part(image.get("url") if isinstance(image, Mapping) else image, label, folder))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+            parts.append(picture_part(image.get("url") if isinstance(image, Mapping) else image, location, folder))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
         else:  # sound and video, too
-            raise ConfigurationError(f"{label}: type = {kind!r}: valid: text with its text, image_url with its url")
+            raise ConfigurationError(f"{location}: type = {kind!r}: valid: text with its text, image_url with its url")
     return parts
 
 
@@ -39,14 +39,14 @@ def picture_part(url: Any, field: str, folder: Path) -> dict[str, Any]:
     """Make the part of a picture, a path relative to ``folder`` or a data: URL, with its content hash. Raises as
     `require_parts`."""
     if not isinstance(url, str) or not url or url.startswith(("http:", "https:")):
-        problem = f"url = {str(url)[:80]!r}: nothing is fetched"
-        raise ConfigurationError(f"{field}: {problem}; valid: a path, or a data: URL of base64")
+        reason = f"url = {str(url)[:80]!r}: nothing is fetched"
+        raise ConfigurationError(f"{field}: {reason}; valid: a path, or a data: URL of base64")
     address = url if url.startswith(_DATA) else str((folder / url.removeprefix("file://")).resolve())
     try:
-        _, content = open_picture(address, decode=False)
+        _, content_hash = open_picture(address, decode=False)
     except ConfigurationError as error:
         raise ConfigurationError(f"{field}: {error}") from None
-    return {"type": "image_url", "image_url": {"url": address}, "content_hash": content}
+    return {"type": "image_url", "image_url": {"url": address}, "content_hash": content_hash}
 
 
 def open_picture(url: str, *, decode: bool = True) -> tuple[Any, str]:
@@ -56,16 +56,16 @@ def open_picture(url: str, *, decode: bool = True) -> tuple[Any, str]:
 
     displayed_url = f"{url[:40]}..." if url.startswith(_DATA) else url
     try:
-        head, _, data = url.partition(";base64,")
-        content = base64.b64decode(data, validate=True) if head.startswith(_DATA) else Path(url).read_bytes()
-        with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
+        header, _, payload = url.partition(";base64,")
+        picture_bytes = base64.b64decode(payload, validate=True) if header.startswith(_DATA) else Path(url).read_bytes()
+        with Image.open(io.BytesIO(picture_bytes), formats=_FORMATS) as image:
             picture = image.convert("RGB") if decode else image.verify()
-        return picture, hashlib.blake2b(content, digest_size=16).hexdigest()
+        return picture, hashlib.blake2b(picture_bytes, digest_size=16).hexdigest()
     except FileNotFoundError:
         raise ConfigurationError(f"no such picture: {displayed_url}") from None
     except Exception as error:  # the boundary to readers of many formats, which raise any exception for bad files
-        unknown = isinstance(error, UnidentifiedImageError)
-        reason = f"it is none of {', '.join(_FORMATS)}" if unknown else str(error) or type(error).__name__
+        is_unknown = isinstance(error, UnidentifiedImageError)
+        reason = f"it is none of {', '.join(_FORMATS)}" if is_unknown else str(error) or type(error).__name__
         reason = "a data: URL needs base64 of a picture" if url.startswith(_DATA) else reason
         raise ConfigurationError(f"{displayed_url} can't be read as a picture: {reason}") from None
 

@@ -25,19 +25,19 @@ class PieceEncoder:
         self._tokenizer = tokenizer
         verbatim = tokenizer.verbatim_tokens()
         self._borders = frozenset(text for text, special in verbatim.items() if special)
-        longest_first = sorted(verbatim, key=len, reverse=True)
-        self._token = re.compile("|".join(map(re.escape, longest_first))) if self._borders else None
+        by_length = sorted(verbatim, key=len, reverse=True)
+        self._token = re.compile("|".join(map(re.escape, by_length))) if self._borders else None
         self._encode_cached = lru_cache(_CACHED_PIECES)(self._encode_piece)
 
     def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
         """Encode ``text``; ``max_tokens``: as in `Tokenizer.encode`."""
         if self._token is None or len(text) not in _CACHED_LENGTHS:
             return self._tokenizer.encode(text, max_tokens=max_tokens)
-        starts = [match.start() for match in self._token.finditer(text) if match.group() in self._borders]
+        border_starts = [match.start() for match in self._token.finditer(text) if match.group() in self._borders]
         ids: list[int] = []
-        for start, end in zip([0, *starts], [*starts, len(text)], strict=True):
-            encode = self._encode_cached if end - start in _CACHED_LENGTHS else self._encode_piece
-            ids.extend(encode(text[start:end]))
+        for start, end in zip([0, *border_starts], [*border_starts, len(text)], strict=True):
+            encode_piece = self._encode_cached if end - start in _CACHED_LENGTHS else self._encode_piece
+            ids.extend(encode_piece(text[start:end]))
         return ids
 
     def _encode_piece(self, piece: str) -> array[int]:

@@ -38,26 +38,26 @@ def quoted_lark(text: str) -> str:
     definitions: list[str] = []
 
     def replaced(match: re.Match[str]) -> str:
-        kind, written = str(match.lastgroup), match[0]
-        if kind == "comment":
+        token_kind, token_text = str(match.lastgroup), match[0]
+        if token_kind == "comment":
             return ""
-        if kind == "text":
-            plain = json.loads(written.removesuffix("i"))
-            if written.endswith("i"):
-                return f"/{_regex(re.escape(plain), re.IGNORECASE)}/"
-            return json.dumps(_json(plain), ensure_ascii=False)
-        if kind == "range":
-            first, last = (json.loads(end.strip()) for end in re.split(r"(?<=\")\s*\.\.\s*(?=\")", written))
+        if token_kind == "text":
+            literal_text = json.loads(token_text.removesuffix("i"))
+            if token_text.endswith("i"):
+                return f"/{_regex(re.escape(literal_text), re.IGNORECASE)}/"
+            return json.dumps(_json(literal_text), ensure_ascii=False)
+        if token_kind == "range":
+            first, last = (json.loads(end.strip()) for end in re.split(r"(?<=\")\s*\.\.\s*(?=\")", token_text))
             if not len(first) == len(last) == 1 or last < first:
-                raise ValueError(f"{written}: a range goes from one character to a later one")
+                raise ValueError(f"{token_text}: a range goes from one character to a later one")
             return f"/{_characters([(ord(first), ord(last))])}/"
-        if kind == "regex":
-            body, _, letters = written[1:].rpartition("/")
-            plain = body.replace(r"\/", "/")
-            return f"/{_regex(plain, _flags(letters))}/"
-        if kind == "imported":
-            return _imported(written, definitions)
-        raise ValueError(f"{written}: valid directives are %ignore and %import common")
+        if token_kind == "regex":
+            body, _, flag_letters = token_text[1:].rpartition("/")
+            literal_text = body.replace(r"\/", "/")
+            return f"/{_regex(literal_text, _flags(flag_letters))}/"
+        if token_kind == "imported":
+            return _imported(token_text, definitions)
+        raise ValueError(f"{token_text}: valid directives are %ignore and %import common")
 
     return _as_terminals("\n".join([_TOKEN.sub(replaced, text), *definitions]))
 
@@ -84,14 +84,14 @@ def _as_terminals(grammar: str) -> str:
 def _imported(written: str, definitions: list[str]) -> str:
     """Return the imports of terminals without escaped characters; add the others to ``definitions``."""
     names = re.findall(r"\w+(?:\s*->\s*\w+)?", written.partition("common")[2])
-    kept: list[str] = []
+    import_lines: list[str] = []
     for name in names:
         source, _, alias = (part.strip() for part in name.partition("->"))
         if source in _COMMON:
             definitions.append(f"{alias or source}: {quoted_lark(_COMMON[source])}")
         else:
-            kept.append(f"%import common.{source}" + (f" -> {alias}" if alias else ""))
-    return "\n".join(kept)
+            import_lines.append(f"%import common.{source}" + (f" -> {alias}" if alias else ""))
+    return "\n".join(import_lines)
 
 
 def _json(text: str) -> str:
@@ -99,8 +99,8 @@ def _json(text: str) -> str:
 
 
 def _flags(letters: str) -> int:
-    known = {"i": re.IGNORECASE, "m": re.MULTILINE, "s": re.DOTALL, "x": re.VERBOSE, "u": 0, "l": 0}
-    return sum(known[letter] for letter in set(letters))
+    flag_by_letter = {"i": re.IGNORECASE, "m": re.MULTILINE, "s": re.DOTALL, "x": re.VERBOSE, "u": 0, "l": 0}
+    return sum(flag_by_letter[letter] for letter in set(letters))
 
 
 def _regex(pattern: str, flags: int = 0) -> str:
@@ -138,18 +138,18 @@ def _node_pattern(kind: str, value: Any, flags: int) -> str:
 
 
 def _set_ranges(items: Sequence[tuple[Any, Any]], flags: int) -> _Ranges:
-    char_ranges, negated = _Ranges(), False
-    classes = {"DIGIT": _DIGIT, "SPACE": _SPACE, "WORD": _WORD}
+    char_ranges, is_negated = _Ranges(), False
+    ranges_by_class = {"DIGIT": _DIGIT, "SPACE": _SPACE, "WORD": _WORD}
     for kind, value in items:
         if str(kind) == "NEGATE":
-            negated = True
+            is_negated = True
         elif str(kind) == "CATEGORY":
-            ranges = classes[str(value).rsplit("_", 1)[1]]
+            ranges = ranges_by_class[str(value).rsplit("_", 1)[1]]
             char_ranges += _complement(ranges) if "NOT" in str(value) else ranges
         else:
             char_ranges.append((value, value) if str(kind) == "LITERAL" else value)
     char_ranges = _with_other_case(char_ranges, flags)
-    return _complement(char_ranges) if negated else char_ranges
+    return _complement(char_ranges) if is_negated else char_ranges
 
 
 def _with_other_case(ranges: _Ranges, flags: int) -> _Ranges:
@@ -174,9 +174,9 @@ def _complement(ranges: _Ranges) -> _Ranges:
 
 def _characters(ranges: _Ranges) -> str:
     """Return a regex of the JSON texts of one of these characters."""
-    escaped = [code for code in _ESCAPED if any(low <= code <= high for low, high in ranges)]
-    outside = _complement([*_complement(ranges), *((code, code) for code in _ESCAPED), (0xD800, 0xDFFF)])
-    plain = "".join(rf"\x{{{low:X}}}-\x{{{high:X}}}" for low, high in outside)
-    ways = [f"[{plain}]"] * bool(plain)
-    ways += ["".join(rf"\x{{{ord(letter):X}}}" for letter in _json(chr(code))) for code in escaped]
-    return f"(?:{'|'.join(ways)})"
+    escaped_codes = [code for code in _ESCAPED if any(low <= code <= high for low, high in ranges)]
+    plain_ranges = _complement([*_complement(ranges), *((code, code) for code in _ESCAPED), (0xD800, 0xDFFF)])
+    plain_class = "".join(rf"\x{{{low:X}}}-\x{{{high:X}}}" for low, high in plain_ranges)
+    choices = [f"[{plain_class}]"] * bool(plain_class)
+    choices += ["".join(rf"\x{{{ord(letter):X}}}" for letter in _json(chr(code))) for code in escaped_codes]
+    return f"(?:{'|'.join(choices)})"

@@ -55,9 +55,9 @@ class AnswerStream:
     def _new_pieces(self, *texts: str) -> tuple[str, str]:
         pieces: list[str] = []
         for index, text in enumerate(texts):
-            known = text if text.startswith(self._sent[index]) else self._sent[index]  # shorter: nothing new is certain
-            pieces.append(known.removeprefix(self._sent[index]))
-            self._sent[index] = known
+            final = text if text.startswith(self._sent[index]) else self._sent[index]  # shorter: nothing new is certain
+            pieces.append(final.removeprefix(self._sent[index]))
+            self._sent[index] = final
         return pieces[0], pieces[1]
 
     def _before_stop(self, text: str) -> str:

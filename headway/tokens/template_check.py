@@ -30,10 +30,10 @@ class _Tags:
             return text
         self.placed.append((name, droppable))
         # tags go inside the text's own markup: templates check its beginning and end for <tool_response>, say
-        head = match.end() if (match := _HEAD.match(text)) and match.end() < len(text) else 0
-        tail = match.start() if (match := _TAIL.search(text, max(head, len(text) - 200))) else len(text)
-        number, tail = len(self.placed), tail if tail > head else len(text)
-        return f"{text[:head]}xQ{number}bQx{text[head:tail]}xQ{number}eQx{text[tail:]}"
+        head_end = match.end() if (match := _HEAD.match(text)) and match.end() < len(text) else 0
+        tail_start = match.start() if (match := _TAIL.search(text, max(head_end, len(text) - 200))) else len(text)
+        number, tail_start = len(self.placed), tail_start if tail_start > head_end else len(text)
+        return f"{text[:head_end]}xQ{number}bQx{text[head_end:tail_start]}xQ{number}eQx{text[tail_start:]}"
 
     def value(self, value: Any, name: str) -> Any:
         """Return a JSON value with all its texts tagged, names of fields too."""
@@ -48,47 +48,47 @@ class _Tags:
         if not isinstance(value, Mapping):
             return value
         named = properties if isinstance(properties := value.get("properties"), Mapping) else {}
-        tagged = {key: self.text(key, f"{name} parameter {key!r}") for key in named}
-        chosen = {
+        tag_by_name = {key: self.text(key, f"{name} parameter {key!r}") for key in named}
+        fields = {
             key: self.value(value[key], f"{name} {key}") for key in ("name", "description", "enum") if key in value
         }
         if named:
-            chosen["properties"] = {tagged[key]: self.schema(child, name) for key, child in named.items()}
-        if isinstance(required := value.get("required"), list):
-            chosen["required"] = [tagged.get(key, key) for key in required]
-        return {key: self.schema(child, name) for key, child in value.items() if key not in chosen} | chosen
+            fields["properties"] = {tag_by_name[key]: self.schema(child, name) for key, child in named.items()}
+        if isinstance(required_names := value.get("required"), list):
+            fields["required"] = [tag_by_name.get(key, key) for key in required_names]
+        return {key: self.schema(child, name) for key, child in value.items() if key not in fields} | fields
 
     def message(self, message: Mapping[str, Any], name: str, learned: bool) -> dict[str, Any]:
         """Return a message with tagged texts. Raises ConfigurationError for a call without an object of arguments."""
-        entry = dict(message)
-        beside = "" if learned else "reasoning of turns that aren't learned"
-        if (reasoning := reasoning_of(entry)) and entry["role"] == "assistant":
+        tagged = dict(message)
+        droppable = "" if learned else "reasoning of turns that aren't learned"
+        if (reasoning := reasoning_of(tagged)) and tagged["role"] == "assistant":
             for key in REASONING:
-                entry.pop(key, None)
-            entry[REASONING[0]] = self.text(reasoning, f"{name}.{REASONING[0]}", beside)
-        content = entry.get("content")
-        if isinstance(content, str) and entry["role"] == "assistant" and (thought := _THOUGHT.fullmatch(content)):
-            inside = self.text(thought[2], f"the reasoning in {name}.content", beside)
-            entry["content"] = thought[1] + inside + thought[3] + self.text(thought[4], f"{name}.content")
+                tagged.pop(key, None)
+            tagged[REASONING[0]] = self.text(reasoning, f"{name}.{REASONING[0]}", droppable)
+        content = tagged.get("content")
+        if isinstance(content, str) and tagged["role"] == "assistant" and (thought := _THOUGHT.fullmatch(content)):
+            thought_text = self.text(thought[2], f"the reasoning in {name}.content", droppable)
+            tagged["content"] = thought[1] + thought_text + thought[3] + self.text(thought[4], f"{name}.content")
         elif isinstance(content, list):
-            entry["content"] = [{**part, "text": self.text(part.get("text"), f"{name}.content")} for part in content]
+            tagged["content"] = [{**part, "text": self.text(part.get("text"), f"{name}.content")} for part in content]
         else:
-            entry["content"] = self.text(content, f"{name}.content")
-        calls = [normalized_call(call) for call in entry.get("tool_calls") or ()]
+            tagged["content"] = self.text(content, f"{name}.content")
+        calls = [normalized_call(call) for call in tagged.get("tool_calls") or ()]
         for number, call in enumerate(calls):
             field = f"{name}.tool_calls[{number}]"
             function: Any = call.get("function") if isinstance(call, Mapping) else None
             arguments: Any = function.get("arguments") if isinstance(function, Mapping) else None
-            named = isinstance(arguments, Mapping) and isinstance(function.get("name"), str)
-            if not named or not _is_json(arguments):
-                valid = "valid: a function with its name and its arguments, a JSON object"
-                raise ConfigurationError(f"{field} = {str(call)[:80]}: {valid}")
-            tagged = {"name": self.text(function["name"], field), "arguments": self.value(arguments, field)}
-            calls[number] = {**call, "function": {**function, **tagged}}
+            is_complete = isinstance(arguments, Mapping) and isinstance(function.get("name"), str)
+            if not is_complete or not _is_json(arguments):
+                reason = "valid: a function with its name and its arguments, a JSON object"
+                raise ConfigurationError(f"{field} = {str(call)[:80]}: {reason}")
+            tagged_call = {"name": self.text(function["name"], field), "arguments": self.value(arguments, field)}
+            calls[number] = {**call, "function": {**function, **tagged_call}}
         if calls:
-            entry["tool_calls"] = calls
-        beside = "the name of a tool's answer" if entry["role"] == "tool" else ""
-        return entry | ({"name": self.text(entry["name"], f"{name}.name", beside)} if "name" in entry else {})
+            tagged["tool_calls"] = calls
+        droppable = "the name of a tool's answer" if tagged["role"] == "tool" else ""
+        return tagged | ({"name": self.text(tagged["name"], f"{name}.name", droppable)} if "name" in tagged else {})
 
 
 def require_rendered(
@@ -103,7 +103,7 @@ def require_rendered(
     message, or renders a role as another one. Reasoning may be dropped except in the messages that are ``learned``, and
     so may the ``name`` of a tool's answer: the function returns which of these are dropped."""
     templates, tags = tokenizer.templates, _Tags()
-    source, known = templates.source(tools), templates.rendered
+    source, rendered_keys = templates.source(tools), templates.rendered
     for number in learned:
         field = f"messages[{number}].{REASONING[0]}"
         if reasoning_of(messages[number]) and "</think>" not in source and not templates.reads_reasoning(tools):
@@ -112,38 +112,38 @@ def require_rendered(
     def text_of(entries: Sequence[Mapping[str, Any]], tools: Any) -> str:
         return tokenizer.render_messages(entries, tools=tools, add_generation_prompt=add_generation_prompt)
 
-    offered = canonical_value(tools or [])
-    ends, entries = list[int](), list[dict[str, Any]]()
+    tools_key = canonical_value(tools or [])
+    tag_counts, entries = list[int](), list[dict[str, Any]]()
     for number, message in enumerate(messages):
         entries.append(tags.message(message, f"messages[{number}]", number in learned))
-        ends.append(len(tags.placed))
-    tagged = tools if offered in known else tags.schema(list(tools or ()), "the tools'") or None
-    text, dropped = text_of(entries, tagged), set[str]()
+        tag_counts.append(len(tags.placed))
+    tagged_tools = tools if tools_key in rendered_keys else tags.schema(list(tools or ()), "the tools'") or None
+    text, dropped = text_of(entries, tagged_tools), set[str]()
     search_start = reached = number = 0
     for index, (name, droppable) in enumerate(tags.placed):
-        while number < len(ends) and index >= ends[number]:
+        while number < len(tag_counts) and index >= tag_counts[number]:
             number, search_start = number + 1, reached
-        anywhere = number == len(ends) or messages[number]["role"] in ("system", "developer")
-        begins, behind = (text.find(f"xQ{index + 1}{end}Qx", 0 if anywhere else search_start) for end in "be")
-        if begins >= 0 and behind >= 0:
-            reached = reached if anywhere else max(reached, behind)
+        anywhere = number == len(tag_counts) or messages[number]["role"] in ("system", "developer")
+        tag_start, tag_end = (text.find(f"xQ{index + 1}{end}Qx", 0 if anywhere else search_start) for end in "be")
+        if tag_start >= 0 and tag_end >= 0:
+            reached = reached if anywhere else max(reached, tag_end)
         elif droppable:
             dropped.add(droppable)
         else:
-            does = "puts it elsewhere" if f"xQ{index + 1}bQx" in text else "drops it"
-            raise ConfigurationError(f"{name}: the chat template {does}, so the model wouldn't see the row's content")
+            fault = "puts it elsewhere" if f"xQ{index + 1}bQx" in text else "drops it"
+            raise ConfigurationError(f"{name}: the chat template {fault}, so the model wouldn't see the row's content")
     roles = tuple(message["role"] for message in messages)
-    for role in () if roles in known else {*roles}:
+    for role in () if roles in rendered_keys else {*roles}:
         other = _OTHER_ROLE.get(role, "user")
-        changed = [{**entry, "role": other} if entry["role"] == role else entry for entry in entries]
+        changed_entries = [{**entry, "role": other} if entry["role"] == role else entry for entry in entries]
         try:
-            same = text_of(changed, tagged) == text
+            is_same = text_of(changed_entries, tagged_tools) == text
         except ConfigurationError:  # the template refuses that, so it distinguishes roles
             continue
-        if same:
+        if is_same:
             field = f"messages[{roles.index(role)}].role = {role!r}"
             raise ConfigurationError(f"{field}: the chat template renders it as it does {other!r}: the role is unknown")
-    known |= {offered, roles}
+    rendered_keys |= {tools_key, roles}
     return dropped
 
 

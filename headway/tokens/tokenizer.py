@@ -51,8 +51,8 @@ class Tokenizer:
     ) -> None:
         """``chat_template``: the template's source, or several by name; ``arguments``, ``started``: as in `load`."""
         if not eos_ids:
-            valid = "eos_token in tokenizer_config.json, or eos_token_id in generation_config.json or config.json"
-            raise ConfigurationError(f"{origin}: no end-of-sequence token; set {valid}")
+            source_hint = "eos_token in tokenizer_config.json, or eos_token_id in generation_config.json or config.json"
+            raise ConfigurationError(f"{origin}: no end-of-sequence token; set {source_hint}")
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -69,10 +69,10 @@ class Tokenizer:
         self.pad_id = eos_ids[0] if pad_id is None else pad_id
         self.vocabulary_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
-        outside = [i for i in (*self.stop_ids, self.pad_id) if not 0 <= i < self.vocabulary_size]
-        if outside:
+        outside_ids = [i for i in (*self.stop_ids, self.pad_id) if not 0 <= i < self.vocabulary_size]
+        if outside_ids:
             raise ConfigurationError(
-                f"{origin}: end or padding token {outside[0]} is outside the vocabulary of {self.vocabulary_size}"
+                f"{origin}: end or padding token {outside_ids[0]} is outside the vocabulary of {self.vocabulary_size}"
             )
 
     @classmethod
@@ -100,34 +100,34 @@ class Tokenizer:
         (``chat``) has no end at which generation could stop.
         """
         folder = Path(path)
-        file = folder / "tokenizer.json"
-        if not file.is_file():
-            raise ConfigurationError(_missing_file_message(folder, file))
+        tokenizer_file = folder / "tokenizer.json"
+        if not tokenizer_file.is_file():
+            raise ConfigurationError(_missing_file_message(folder, tokenizer_file))
         try:
-            backend = Backend.from_file(str(file))
+            backend = Backend.from_file(str(tokenizer_file))
         except Exception as error:  # tokenizers raises plain Exception for any malformed file
-            raise ConfigurationError(f"{file}: not a readable tokenizer: {error}") from None
-        settings = _json_object(folder / "tokenizer_config.json")
-        _add_tokens(backend, settings, folder / "tokenizer_config.json")
-        named = {**_json_object(folder / "special_tokens_map.json"), **settings}
-        special = {name: text for name in _NAMED_TOKENS if (text := _token_text(named.get(name))) is not None}
-        eos_ids = _token_id(backend, special.get("eos_token"), file)
+            raise ConfigurationError(f"{tokenizer_file}: not a readable tokenizer: {error}") from None
+        tokenizer_config = _json_object(folder / "tokenizer_config.json")
+        _add_tokens(backend, tokenizer_config, folder / "tokenizer_config.json")
+        named_tokens = {**_json_object(folder / "special_tokens_map.json"), **tokenizer_config}
+        specials = {name: text for name in _NAMED_TOKENS if (text := _token_text(named_tokens.get(name))) is not None}
+        eos_ids = _token_id(backend, specials.get("eos_token"), tokenizer_file)
         for name in ("generation_config.json", "config.json"):
             eos_ids += _id_list(_json_object(folder / name).get("eos_token_id"), folder / name)
-        pad = _token_id(backend, special.get("pad_token"), file)
-        made = cls(
+        pad_ids = _token_id(backend, specials.get("pad_token"), tokenizer_file)
+        tokenizer = cls(
             backend,
             eos_ids,
-            pad_id=pad[0] if pad else None,
-            chat_template=_chat_templates(folder, settings),
-            special_tokens=special,
+            pad_id=pad_ids[0] if pad_ids else None,
+            chat_template=_chat_templates(folder, tokenizer_config),
+            special_tokens=specials,
             origin=str(folder),
             arguments=arguments,
             started=started,
         )
-        if chat and made.chat_template is not None:
-            made._stop_at_turn_ends()
-        return made
+        if chat and tokenizer.chat_template is not None:
+            tokenizer._stop_at_turn_ends()
+        return tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = False, max_tokens: int | None = None) -> list[int]:
         """Encode ``text`` as token ids; ``add_special_tokens`` lets the tokenizer's post-processor add its own (a bos).
@@ -151,9 +151,9 @@ class Tokenizer:
     @cached_property
     def _prefix_ids(self) -> list[int]:
         """The ids that the post-processor puts before a text."""
-        bare, full = self.encode("a"), self.encode("a", add_special_tokens=True)
-        starts = range(len(full) - len(bare) + 1)
-        return full[: next((start for start in starts if full[start : start + len(bare)] == bare), 0)]
+        bare_ids, full_ids = self.encode("a"), self.encode("a", add_special_tokens=True)
+        starts = range(len(full_ids) - len(bare_ids) + 1)
+        return full_ids[: next((start for start in starts if full_ids[start : start + len(bare_ids)] == bare_ids), 0)]
 
     @cached_property
     def _marks_text_start(self) -> bool:
@@ -170,8 +170,8 @@ class Tokenizer:
             ids = self.encode(token + text, max_tokens=max_tokens)
             if ids and ids[0] == prior_id:
                 return ids[1:]
-        marked = prior_id is not None and self._marks_text_start and 0 < len(text) <= _PIECE
-        return self.encode_with_spans(text, prior_id)[0] if marked else self.encode(text, max_tokens=max_tokens)
+        needs_anchor = prior_id is not None and self._marks_text_start and 0 < len(text) <= _PIECE
+        return self.encode_with_spans(text, prior_id)[0] if needs_anchor else self.encode(text, max_tokens=max_tokens)
 
     def encode_with_spans(self, text: str, prior_id: int | None = None) -> tuple[list[int], list[tuple[int, int]]]:
         """Encode ``text``, without special tokens; return the ids and each id's span of characters, [first, end).
@@ -181,18 +181,18 @@ class Tokenizer:
         span that character.
         """
         # after a special token the tokenizer decides whether a beginning is marked; after any other token it isn't
-        special = (self.token(prior_id) or "",) if prior_id in self.special_ids and prior_id is not None else ()
-        for anchor in special or (("\n", ".", "a", "0") if prior_id is not None and self._marks_text_start else ()):
+        anchors = (self.token(prior_id) or "",) if prior_id in self.special_ids and prior_id is not None else ()
+        for anchor in anchors or (("\n", ".", "a", "0") if prior_id is not None and self._marks_text_start else ()):
             ids, spans = self.encode_with_spans(anchor + text)
-            inside = next((index for index, (start, _) in enumerate(spans) if start >= len(anchor)), len(ids))
-            if all(end <= len(anchor) for _, end in spans[:inside]):  # no token joins it with the text
-                return ids[inside:], [(first - len(anchor), end - len(anchor)) for first, end in spans[inside:]]
+            text_index = next((index for index, (start, _) in enumerate(spans) if start >= len(anchor)), len(ids))
+            if all(end <= len(anchor) for _, end in spans[:text_index]):  # no token joins it with the text
+                return ids[text_index:], [(first - len(anchor), end - len(anchor)) for first, end in spans[text_index:]]
         encoding = self._backend.encode(text, add_special_tokens=False)
         spans: list[tuple[int, int]] = []
-        reached = 0
+        reached_end = 0
         for first, end in encoding.offsets:
-            spans.append((min(first, reached), end))
-            reached = max(reached, end)
+            spans.append((min(first, reached_end), end))
+            reached_end = max(reached_end, end)
         return encoding.ids, spans
 
     def decode(self, ids: Iterable[int], *, keep_special: bool = False) -> str:
@@ -204,28 +204,28 @@ class Tokenizer:
         characters, but a blank that a decoder strips from the start of a text stays, and so do those that WordPiece
         puts between words only when it decodes whole texts. Ids without a token have no bytes."""
         decoder = self._backend.decoder
-        kind = b"" if decoder is None else decoder.__getstate__()
-        added = {i: token.content.encode() for i, token in self._backend.get_added_tokens_decoder().items()}
-        texts = [b""] * self.vocabulary_size
+        pickled = b"" if decoder is None else decoder.__getstate__()
+        added_bytes = {i: token.content.encode() for i, token in self._backend.get_added_tokens_decoder().items()}
+        bytes_by_id = [b""] * self.vocabulary_size
         for token, i in self._backend.get_vocab(with_added_tokens=True).items():
-            if i in added:
-                texts[i] = added[i]
-            elif b'"ByteLevel"' in kind:
+            if i in added_bytes:
+                bytes_by_id[i] = added_bytes[i]
+            elif b'"ByteLevel"' in pickled:
                 is_byte_level = all(c in _BYTE_LEVEL for c in token)
-                texts[i] = bytes(_BYTE_LEVEL[c] for c in token) if is_byte_level else token.encode()
-            elif b'"ByteFallback"' in kind and _BYTE_TOKEN.fullmatch(token):
-                texts[i] = bytes([int(token[3:5], 16)])
-            elif "▁".encode() in kind or b'"ByteFallback"' in kind:  # SentencePiece's: Metaspace, or Replace
-                texts[i] = (token.replace("▁", " ") if "▁".encode() in kind else token).encode()
+                bytes_by_id[i] = bytes(_BYTE_LEVEL[c] for c in token) if is_byte_level else token.encode()
+            elif b'"ByteFallback"' in pickled and _BYTE_TOKEN.fullmatch(token):
+                bytes_by_id[i] = bytes([int(token[3:5], 16)])
+            elif "▁".encode() in pickled or b'"ByteFallback"' in pickled:  # SentencePiece's: Metaspace, or Replace
+                bytes_by_id[i] = (token.replace("▁", " ") if "▁".encode() in pickled else token).encode()
             else:
-                texts[i] = self.decode([i], keep_special=True).encode()
-        return texts
+                bytes_by_id[i] = self.decode([i], keep_special=True).encode()
+        return bytes_by_id
 
     def verbatim_tokens(self) -> dict[str, bool]:
         """Map each added token that is matched in the unnormalised text to whether the text always splits at it: it is
         special, and matches beside any character."""
-        added = (token for token in self._backend.get_added_tokens_decoder().values() if not token.normalized)
-        return {token.content: token.special and not (token.lstrip or token.single_word) for token in added}
+        added_tokens = (token for token in self._backend.get_added_tokens_decoder().values() if not token.normalized)
+        return {token.content: token.special and not (token.lstrip or token.single_word) for token in added_tokens}
 
     def token(self, token_id: int) -> str | None:
         """Return the vocabulary's entry for an id; None for an unknown id."""
@@ -269,17 +269,17 @@ class Tokenizer:
         text = self.render_messages(messages, tools=tools, add_generation_prompt=False)
         if "generation" not in self.templates.source(tools):
             return text, []
-        marked = self.render_messages(messages, tools=tools, add_generation_prompt=False, marks=True)
+        marked_text = self.render_messages(messages, tools=tools, add_generation_prompt=False, marks=True)
         spans: list[tuple[int, int]] = []
-        plain, opened = 0, -1
-        for piece in MARK.split(marked):
+        plain_length, open_start = 0, -1
+        for piece in MARK.split(marked_text):
             if piece == OPEN:
-                opened = plain
+                open_start = plain_length
             elif piece == CLOSE:
-                spans.append((opened, plain))
+                spans.append((open_start, plain_length))
             else:
-                plain += len(piece)
-        if MARK.sub("", marked) != text:
+                plain_length += len(piece)
+        if MARK.sub("", marked_text) != text:
             raise ConfigurationError(
                 f"{self._origin}: the chat template changes what its {{% generation %}} blocks hold after they end (a "
                 "filter around them?), so what the assistant wrote can't be determined: put the filter inside"
@@ -292,33 +292,33 @@ class Tokenizer:
         for end in self.templates.turn_ends():
             text = end.final.strip() or end.followed.strip()
             end_ids, followed_ids = self.encode(end.final.strip()), self.encode(end.followed.strip())
-            shared = common_prefix(end_ids, followed_ids)  # tokens that close a conversation aren't its last turn's
-            following = followed_ids[len(shared) :] if shared or not end_ids else []
-            end_ids = shared or end_ids
-            ended = any(i in self.stop_ids for i in end_ids)
-            if end.calls and not ended and not ({*end_ids[-1:]} & self.special_ids - {*self.encode(end.between)}):
+            shared_ids = common_prefix(end_ids, followed_ids)  # tokens that close a conversation aren't its last turn's
+            following_ids = followed_ids[len(shared_ids) :] if shared_ids or not end_ids else []
+            end_ids = shared_ids or end_ids
+            is_ended = any(i in self.stop_ids for i in end_ids)
+            if end.calls and not is_ended and not ({*end_ids[-1:]} & self.special_ids - {*self.encode(end.between)}):
                 end_ids = []  # its last token is the call's, which another call may follow
-            marks = (i for i in following if self.decode([i], keep_special=True).strip())
-            first = (end_ids[-1:] if end.calls else end_ids[:1]) or [*islice(marks, 1)]
-            if first and not end_ids:
-                self.next_marks[end.calls] = first[0]
-            if not first or ended or first[0] in self.stop_ids:
+            mark_ids = (i for i in following_ids if self.decode([i], keep_special=True).strip())
+            new_stop = (end_ids[-1:] if end.calls else end_ids[:1]) or [*islice(mark_ids, 1)]
+            if new_stop and not end_ids:
+                self.next_marks[end.calls] = new_stop[0]
+            if not new_stop or is_ended or new_stop[0] in self.stop_ids:
                 continue
-            if first[0] not in self.special_ids:
-                known = ", ".join(repr(self.token(i)) for i in self.stop_ids)
+            if new_stop[0] not in self.special_ids:
+                known_stops = ", ".join(repr(self.token(i)) for i in self.stop_ids)
                 raise ConfigurationError(
                     f"{self._origin}: the chat template ends the assistant's turn{' with calls' * end.calls} with "
                     f"{text[:40]!r}, where no special token is, and generation stops only at "
-                    f"{known}: end turns with a token that is there"
+                    f"{known_stops}: end turns with a token that is there"
                 )
-            self.stop_ids += (first[0],)
-            self.added_stops += (self.token(first[0]) or "",)
+            self.stop_ids += (new_stop[0],)
+            self.added_stops += (self.token(new_stop[0]) or "",)
 
     @property
     def added_text(self) -> str:
         """The sentence about ``added_stops`` in messages to the user."""
-        ends = ", ".join(map(repr, self.added_stops))
-        return f"{ends} ends a response too, as the chat template ends turns so; eos_token_id doesn't name it"
+        stop_names = ", ".join(map(repr, self.added_stops))
+        return f"{stop_names} ends a response too, as the chat template ends turns so; eos_token_id doesn't name it"
 
     def is_open(self, token_id: int) -> bool:
         """Whether the next token may change the text of this one, which is part of a character."""
@@ -365,38 +365,38 @@ class IncrementalDecoder:
         return self.stopped is not None
 
     def _search(self) -> None:
-        window = self.settled[max(0, len(self.settled) - self._reach) :] + self._open_text
-        matches = [(position, text) for text in self._stop if (position := window.find(text)) >= 0]
+        search_text = self.settled[max(0, len(self.settled) - self._reach) :] + self._open_text
+        matches = [(position, text) for text in self._stop if (position := search_text.find(text)) >= 0]
         self.stopped = min(matches)[1] if matches else None
 
 
 def _missing_file_message(folder: Path, file: Path) -> str:
     if not folder.is_dir():
         return f"no such folder: {folder}"
-    message = f"no such file: {file}"
-    if (best := folder / "best" / file.name).is_file():
-        return f"{message}; {folder} is a run's folder, its model is {best.parent}"
-    if other := [name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()]:
-        message += (
-            f"; {other[0]} alone is not read: transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) "
+    reason = f"no such file: {file}"
+    if (best_file := folder / "best" / file.name).is_file():
+        return f"{reason}; {folder} is a run's folder, its model is {best_file.parent}"
+    if others := [name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()]:
+        reason += (
+            f"; {others[0]} alone is not read: transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) "
             "writes tokenizer.json out of it"
         )
-    return message
+    return reason
 
 
 def _add_tokens(backend: Backend, settings: Mapping[str, Any], file: Path) -> None:
     """Add the tokens that only tokenizer_config.json has (added to a model after its tokenizer.json was written)."""
-    listed: Mapping[str, Mapping[str, Any]] = settings.get("added_tokens_decoder") or {}
-    for key, entry in sorted(listed.items(), key=lambda item: int(item[0])):
+    listed_tokens: Mapping[str, Mapping[str, Any]] = settings.get("added_tokens_decoder") or {}
+    for id_text, entry in sorted(listed_tokens.items(), key=lambda item: int(item[0])):
         text = _token_text(dict(entry))
         if text is None or backend.token_to_id(text) is not None:
             continue
         options = {name: bool(entry.get(name, False)) for name in ("single_word", "lstrip", "rstrip", "normalized")}
         special = bool(entry.get("special", False))
         (backend.add_special_tokens if special else backend.add_tokens)([AddedToken(text, special=special, **options)])
-        if backend.token_to_id(text) != int(key):
+        if backend.token_to_id(text) != int(id_text):
             raise ConfigurationError(
-                f"{file}: added_tokens_decoder gives {text!r} the id {key}, but tokenizer.json leaves it "
+                f"{file}: added_tokens_decoder gives {text!r} the id {id_text}, but tokenizer.json leaves it "
                 f"{backend.token_to_id(text)}: the two files don't belong together"
             )
 
@@ -444,8 +444,8 @@ def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]
     files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if templates_by_name := {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}:
         return templates_by_name
-    value = _json_object(folder / "chat_template.json").get("chat_template", settings.get("chat_template"))
-    listed = [{"name": "default", "template": value}] if isinstance(value, str) else value or []
+    configured = _json_object(folder / "chat_template.json").get("chat_template", settings.get("chat_template"))
+    listed = [{"name": "default", "template": configured}] if isinstance(configured, str) else configured or []
     named: dict[str, Any] = {str(raw.get("name")): raw.get("template") for raw in listed if isinstance(raw, dict)}
     if not isinstance(listed, list) or not all(isinstance(text, str) for text in named.values()):
         raise ConfigurationError(f"{folder}: chat_template: valid: a text, or a list of objects of name and template")

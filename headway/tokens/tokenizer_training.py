@@ -57,19 +57,19 @@ def train_byte_fallback_tokenizer(
             f"{MINIMUM_SIZE - len(BYTES)} special tokens)"
         )
     corpus = list(texts)
-    capacity = size - MINIMUM_SIZE
-    counts = Counter(character for text in corpus for character in text)
-    ranked = sorted(counts, key=lambda c: (-counts[c], c))[:capacity]
-    tokens, merges = sorted(ranked), []
-    if not character_level and len(tokens) < capacity:
-        tokens, merges = _learn_merges(corpus, sorted(ranked), capacity)
-    ordered = [*SPECIAL_TOKENS, *RESERVED_TOKENS, *BYTES, *tokens]
-    backend = _assemble({token: index for index, token in enumerate(dict.fromkeys(ordered))}, merges)
+    free_ids = size - MINIMUM_SIZE
+    character_counts = Counter(character for text in corpus for character in text)
+    common_characters = sorted(character_counts, key=lambda c: (-character_counts[c], c))[:free_ids]
+    tokens, merges = sorted(common_characters), []
+    if not character_level and len(tokens) < free_ids:
+        tokens, merges = _learn_merges(corpus, sorted(common_characters), free_ids)
+    ordered_tokens = [*SPECIAL_TOKENS, *RESERVED_TOKENS, *BYTES, *tokens]
+    backend = _assemble({token: index for index, token in enumerate(dict.fromkeys(ordered_tokens))}, merges)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))
-    settings = json.dumps(_SETTINGS, indent=2, ensure_ascii=False)
-    (folder / "tokenizer_config.json").write_text(settings + "\n", encoding="utf-8")
+    settings_text = json.dumps(_SETTINGS, indent=2, ensure_ascii=False)
+    (folder / "tokenizer_config.json").write_text(settings_text + "\n", encoding="utf-8")
     return Tokenizer.load(folder)
 
 
@@ -81,11 +81,11 @@ def _learn_merges(corpus: list[str], alphabet: list[str], size: int) -> tuple[li
         vocab_size=size, show_progress=False, initial_alphabet=alphabet, limit_alphabet=len(alphabet), min_frequency=2
     )
     learner.train_from_iterator(corpus, trainer)
-    learned: dict[str, Any] = json.loads(learner.to_str())["model"]
-    reserved = {*SPECIAL_TOKENS, *RESERVED_TOKENS, *BYTES}
-    merges = [(pair[0], pair[1]) for pair in learned["merges"] if pair[0] + pair[1] not in reserved]
-    tokens = [token for token, _ in sorted(learned["vocab"].items(), key=lambda item: item[1])]
-    return [token for token in tokens if token not in reserved], merges
+    learned_model: dict[str, Any] = json.loads(learner.to_str())["model"]
+    reserved_tokens = {*SPECIAL_TOKENS, *RESERVED_TOKENS, *BYTES}
+    merges = [(pair[0], pair[1]) for pair in learned_model["merges"] if pair[0] + pair[1] not in reserved_tokens]
+    tokens = [token for token, _ in sorted(learned_model["vocab"].items(), key=lambda item: item[1])]
+    return [token for token in tokens if token not in reserved_tokens], merges
 
 
 def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:

@@ -83,30 +83,30 @@ def answer_grammar(constraint: Constraint, written: OutputFormat, *, opened: boo
     syntax = next(iter(written.syntaxes), None)
     rules = _Rules(dict(written.special))
     opening, closing = written.thought
-    thinks = written.reasoning and not opened  # an answer that begins with the mark is reasoning
-    plain = thinks and not rules.pieces(opening)[0][1]
-    unthought = rf" & ~/\s*{_pattern(opening)}{_ANY}/" if plain else ""
-    free = constraint.text is None and not constraint.forced
-    mark = f"({rules.literal(written.content_mark)})? " if written.content_mark else ""
-    ways = list[str]()
+    may_think = written.reasoning and not opened  # an answer that begins with the mark is reasoning
+    mark_is_text = may_think and not rules.pieces(opening)[0][1]
+    unthought = rf" & ~/\s*{_pattern(opening)}{_ANY}/" if mark_is_text else ""
+    allows_text = constraint.text is None and not constraint.forced
+    mark_rule = f"({rules.literal(written.content_mark)})? " if written.content_mark else ""
+    choices = list[str]()
     if constraint.text is not None:
-        ways.append(mark + "json")
+        choices.append(mark_rule + "json")
         rules.add(f"json: {_schema_rule(constraint.text)}")
-    if free:
-        ways.append(mark + "TEXT")
+    if allows_text:
+        choices.append(mark_rule + "TEXT")
         rules.add(f"TEXT: {_free_text(syntax)}{unthought}")
     if constraint.tools and syntax is not None:
-        ways.append(_calls(constraint, syntax, rules, unthought if free else None))
-    start = f"({' | '.join(ways)})"
+        choices.append(_calls(constraint, syntax, rules, unthought if allows_text else None))
+    start_rule = f"({' | '.join(choices)})"
     if written.reasoning:
-        start = f"(thought BREAK)? {start}" if thinks else f"thought BREAK {start}"
+        start_rule = f"(thought BREAK)? {start_rule}" if may_think else f"thought BREAK {start_rule}"
         if len(rules.pieces(opening + closing)) == 1:
-            begun = rf"\s*{_pattern(opening)}" if thinks else ""
-            rules.add(f"thought[lazy]: /{begun}{_ANY}{_pattern(closing)}/")
+            begin_pattern = rf"\s*{_pattern(opening)}" if may_think else ""
+            rules.add(f"thought[lazy]: /{begin_pattern}{_ANY}{_pattern(closing)}/")
         else:
-            rules.add(f"thought: {rules.literal(opening) if thinks else ''} {rules.up_to(closing)}")
+            rules.add(f"thought: {rules.literal(opening) if may_think else ''} {rules.up_to(closing)}")
         rules.add(r"BREAK: /\n{0,2}/")
-    return "\n".join([f"start: {start}", *rules.lines, ""])
+    return "\n".join([f"start: {start_rule}", *rules.lines, ""])
 
 
 class _Rules:
@@ -135,15 +135,15 @@ class _Rules:
 
     def up_to(self, mark: str, without: str = "") -> str:
         """Return a rule for any text up to and with the first ``mark``; ``without``: an intersection for the text."""
-        (first, i), *rest = self.pieces(mark)
-        name = f"mark{len(self.lines)}"
-        if i is None:
-            self.add(f"{name.upper()}: /{_ANY}{_pattern(first)}/{without}")
-            self.add(f"{name}[lazy]: {name.upper()}")
+        (first_piece, token_id), *rest = self.pieces(mark)
+        rule_name = f"mark{len(self.lines)}"
+        if token_id is None:
+            self.add(f"{rule_name.upper()}: /{_ANY}{_pattern(first_piece)}/{without}")
+            self.add(f"{rule_name}[lazy]: {rule_name.upper()}")
         else:
-            self.add(f"{name.upper()}: /{_ANY}/{without}")
-            name = f"{name.upper()} <[{i}]>"
-        return " ".join([name, self.literal("".join(piece for piece, _ in rest))]).strip()
+            self.add(f"{rule_name.upper()}: /{_ANY}/{without}")
+            rule_name = f"{rule_name.upper()} <[{token_id}]>"
+        return " ".join([rule_name, self.literal("".join(piece for piece, _ in rest))]).strip()
 
 
 def _free_text(syntax: CallSyntax | None) -> str:
@@ -162,94 +162,94 @@ def _first_call(syntax: CallSyntax) -> str:
 def _calls(constraint: Constraint, syntax: CallSyntax, rules: _Rules, text_filter: str | None) -> str:
     """Return the sequence of calls alone, or of a text and calls after it where ``text_filter``, an intersection for
     the text, isn't None."""
-    head, start = _first_call(syntax), ""
+    head, text_rule = _first_call(syntax), ""
     if text_filter is not None and syntax.marks:
         mark, _ = rules.pieces(head.lstrip())[0] if rules.pieces(head.lstrip())[0][1] else (syntax.marks[0], None)
-        head, start = head.lstrip()[len(mark) :], rules.up_to(mark, text_filter)
+        head, text_rule = head.lstrip()[len(mark) :], rules.up_to(mark, text_filter)
     for number, tool in enumerate(constraint.tools):
         if syntax.pairs is None:
             rules.add(f"arguments{number}: {_schema_rule(tool.arguments)}")
         else:
             _add_pairs(tool, number, syntax.pairs, rules)
-    heads = {"first": head, "more": (syntax.between or "; " * (not syntax.marks)) + syntax.head}
-    several = not constraint.single and syntax.max_calls != 1
-    for rule, text in heads.items():
-        if rule == "first" or several:
-            ways = [_call(tool, number, text, syntax, rules) for number, tool in enumerate(constraint.tools)]
-            rules.add(f"{rule}: {' | '.join(ways)}")
-    return " ".join(filter(None, (start, "first", "more*" * several, rules.literal(syntax.closing.rstrip()))))
+    head_by_rule = {"first": head, "more": (syntax.between or "; " * (not syntax.marks)) + syntax.head}
+    allows_more = not constraint.single and syntax.max_calls != 1
+    for rule_name, head_text in head_by_rule.items():
+        if rule_name == "first" or allows_more:
+            choices = [_call(tool, number, head_text, syntax, rules) for number, tool in enumerate(constraint.tools)]
+            rules.add(f"{rule_name}: {' | '.join(choices)}")
+    return " ".join(filter(None, (text_rule, "first", "more*" * allows_more, rules.literal(syntax.closing.rstrip()))))
 
 
 def _call(tool: CallableTool, number: int, head: str, syntax: CallSyntax, rules: _Rules) -> str:
     name = json_text(tool.name)[1:-1] if syntax.keys else tool.name
     call_id = (f"functions.{name}:", "/[0-9]{1,3}/") if syntax.named_ids else ("", "/[A-Za-z0-9]{1,9}/")
     parts = [[rules.literal(part) for part in text.replace(NAME, name).split(CALL_ID)] for text in (head, syntax.tail)]
-    slot = f" {rules.literal(call_id[0])} {call_id[1]} "
-    return " ".join([slot.join(parts[0]), f"arguments{number}", slot.join(parts[1])])
+    id_rule = f" {rules.literal(call_id[0])} {call_id[1]} "
+    return " ".join([id_rule.join(parts[0]), f"arguments{number}", id_rule.join(parts[1])])
 
 
 def _add_pairs(tool: CallableTool, number: int, pairs: Pairs, rules: _Rules) -> None:
     """Add the rule ``arguments`` + ``number`` for arguments that are written one by one, in the schema's order."""
     schema = tool.arguments.schema if isinstance(tool.arguments.schema, Mapping) else {}
     properties: Mapping[str, Any] = schema.get("properties") or {}
-    separator = rules.literal(pairs.separator)
+    separator_rule = rules.literal(pairs.separator)
     open_ended = schema.get("additionalProperties", not properties) is not False
-    other = f"{rules.literal(pairs.start)} {_KEY} {_value(None, schema, pairs, rules, tool)}"
-    last, others = len(properties), f"({separator} other{number})*"
+    other_pair = f"{rules.literal(pairs.start)} {_KEY} {_value(None, schema, pairs, rules, tool)}"
+    property_count, other_pairs = len(properties), f"({separator_rule} other{number})*"
     if open_ended:
-        rules.add(f"other{number}: {other}")
-    rules.add(f"pairs{number}_{last}: " + (f"(other{number} {others})?" if open_ended else _NOTHING))
-    rules.add(f"further{number}_{last}: " + (others if open_ended else _NOTHING))
+        rules.add(f"other{number}: {other_pair}")
+    rules.add(f"pairs{number}_{property_count}: " + (f"(other{number} {other_pairs})?" if open_ended else _NOTHING))
+    rules.add(f"further{number}_{property_count}: " + (other_pairs if open_ended else _NOTHING))
     for index, (key, part) in reversed(list(enumerate(properties.items()))):
         rules.add(
             f"pair{number}_{index}: {rules.literal(pairs.start + key)} {_value(part, schema, pairs, rules, tool)}"
         )
-        for rule, joint in (("pairs", ""), ("further", separator)):
-            without = "" if key in (schema.get("required") or ()) else f" | {rule}{number}_{index + 1}"
-            rules.add(f"{rule}{number}_{index}: {joint} pair{number}_{index} further{number}_{index + 1}{without}")
+        for rule, joint in (("pairs", ""), ("further", separator_rule)):
+            skip_rule = "" if key in (schema.get("required") or ()) else f" | {rule}{number}_{index + 1}"
+            rules.add(f"{rule}{number}_{index}: {joint} pair{number}_{index} further{number}_{index + 1}{skip_rule}")
     rules.add(f"arguments{number}: pairs{number}_0")
 
 
 def _value(part: Any, root: Mapping[str, Any], pairs: Pairs, rules: _Rules, tool: CallableTool) -> str:
     """Return the rule of a value with its marks; ``part``: its schema, None for any text."""
-    kinds = kinds_of(part, root)
-    ways = list[str]()
-    if part is None or not kinds or "string" in kinds:
-        start = rules.literal(pairs.assign_text or pairs.assign)
-        listed = part.get("enum") if isinstance(part, Mapping) and kinds == {"string"} else None
-        if isinstance(listed, list):
-            ways += [f"{start} {rules.literal(value + pairs.quote + pairs.end)}" for value in listed]
+    type_names = kinds_of(part, root)
+    choices = list[str]()
+    if part is None or not type_names or "string" in type_names:
+        text_start = rules.literal(pairs.assign_text or pairs.assign)
+        listed_values = part.get("enum") if isinstance(part, Mapping) and type_names == {"string"} else None
+        if isinstance(listed_values, list):
+            choices += [f"{text_start} {rules.literal(value + pairs.quote + pairs.end)}" for value in listed_values]
         elif pairs.quote in ("'", '"'):
-            ways.append(rf"{start} /[^{pairs.quote}\\\n]*/ {rules.literal(pairs.quote + pairs.end)}")
+            choices.append(rf"{text_start} /[^{pairs.quote}\\\n]*/ {rules.literal(pairs.quote + pairs.end)}")
         else:
-            ways.append(f"{start} {rules.up_to(pairs.quote + pairs.end)}")
-    if others := sorted(kinds - {"string"}):
-        name = f"literal{len(rules.lines)}"
-        if pairs.quote and not kinds & {"integer", "number"}:
+            choices.append(f"{text_start} {rules.up_to(pairs.quote + pairs.end)}")
+    if other_types := sorted(type_names - {"string"}):
+        rule_name = f"literal{len(rules.lines)}"
+        if pairs.quote and not type_names & {"integer", "number"}:
             _add_literals(pairs.quote, rules)
-            rules.add(f"{name}: {' | '.join(f'{kind}_literal' for kind in others)}")
+            rules.add(f"{rule_name}: {' | '.join(f'{kind}_literal' for kind in other_types)}")
         else:
-            shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-            value_schema = {**(part or {}), **shared}
-            narrowed = {**value_schema, "type": others} if "type" in value_schema else value_schema
-            rules.add(f"{name}: {json_part(narrowed, lenient=not tool.arguments.strict)}")
-        ways.append(f"{rules.literal(pairs.assign)} {name} {rules.literal(pairs.end)}")
-    return f"({' | '.join(ways)})"
+            definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+            value_schema = {**(part or {}), **definitions}
+            typed_schema = {**value_schema, "type": other_types} if "type" in value_schema else value_schema
+            rules.add(f"{rule_name}: {json_part(typed_schema, lenient=not tool.arguments.strict)}")
+        choices.append(f"{rules.literal(pairs.assign)} {rule_name} {rules.literal(pairs.end)}")
+    return f"({' | '.join(choices)})"
 
 
 def _add_literals(quote: str, rules: _Rules) -> None:
     """Add rules, by type, for values that aren't written as JSON."""
-    python = quote in ("'", '"')
-    text = r"/'[^'\\\n]*'/" if python else f"{rules.literal(quote)} {rules.up_to(quote)}"
-    rules.add("boolean_literal: " + ('"True" | "False"' if python else '"true" | "false"'))
-    rules.add("null_literal: " + ('"None"' if python else '"null"'))
+    is_python = quote in ("'", '"')
+    text_rule = r"/'[^'\\\n]*'/" if is_python else f"{rules.literal(quote)} {rules.up_to(quote)}"
+    rules.add("boolean_literal: " + ('"True" | "False"' if is_python else '"true" | "false"'))
+    rules.add("null_literal: " + ('"None"' if is_python else '"null"'))
     rules.add('number_literal: %json {"type": "number"}')
-    rules.add(f"string_literal: {text}")
+    rules.add(f"string_literal: {text_rule}")
     rules.add('array_literal: "[" (any_literal ("," " "? any_literal)*)? "]"')
-    key = "string_literal" if python else _KEY
+    key = "string_literal" if is_python else _KEY
     rules.add(f'object_literal: "{{" ({key} ":" " "? any_literal ("," " "? {key} ":" " "? any_literal)*)? "}}"')
-    kinds = ("boolean", "null", "number", "string", "array", "object")
-    rules.add(f"any_literal: {' | '.join(f'{kind}_literal' for kind in kinds)}")
+    type_names = ("boolean", "null", "number", "string", "array", "object")
+    rules.add(f"any_literal: {' | '.join(f'{kind}_literal' for kind in type_names)}")
 
 
 def _schema_rule(asked: RequestedSchema) -> str:
@@ -268,11 +268,11 @@ def _pattern(text: str) -> str:
 def _require_expressible(constraint: Constraint, written: OutputFormat) -> None:
     """Raise RequestRefused where the format has no form for the constraint."""
     if constraint.calls_param and not written.syntaxes:
-        why = "the model's chat template writes tool calls in an unknown form (endpoint.tools sets one)"
-        valid = "false" if constraint.calls_param.endswith("strict") else "'auto' and 'none'"
-        raise RequestRefused(f"{constraint.calls_param}: {why}; valid: {valid}", param=constraint.calls_param)
+        reason = "the model's chat template writes tool calls in an unknown form (endpoint.tools sets one)"
+        valid_values = "false" if constraint.calls_param.endswith("strict") else "'auto' and 'none'"
+        raise RequestRefused(f"{constraint.calls_param}: {reason}; valid: {valid_values}", param=constraint.calls_param)
     if constraint.text is not None and constraint.tools and written.syntaxes and not written.syntaxes[0].marks:
-        why = "the model's chat template writes tool calls as bare JSON, which looks the same as an answer in JSON"
+        reason = "the model's chat template writes tool calls as bare JSON, which looks the same as an answer in JSON"
         raise RequestRefused(
-            f"{constraint.param}: beside tools, {why}; valid: tool_choice = 'none'", param=constraint.param
+            f"{constraint.param}: beside tools, {reason}; valid: tool_choice = 'none'", param=constraint.param
         )

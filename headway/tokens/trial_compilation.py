@@ -32,13 +32,13 @@ class GrammarTrial:
     def compiles_safely(self, text: str) -> bool:
         """Whether the library compiles this grammar, or refuses it, within TRIAL_S and without crashing."""
         with self._lock:
-            data = text.encode("utf-8", "surrogatepass")
+            grammar_bytes = text.encode("utf-8", "surrogatepass")
             for _ in range(2):
                 process = self._running_process()
                 assert process.stdin is not None
                 assert process.stdout is not None
                 with contextlib.suppress(BrokenPipeError):
-                    process.stdin.write(len(data).to_bytes(8, "little") + data)
+                    process.stdin.write(len(grammar_bytes).to_bytes(8, "little") + grammar_bytes)
                     process.stdin.flush()
                     if process.stdout.read(1):
                         return True
@@ -67,12 +67,12 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(10)
     tokenizer, limits = LLTokenizer("byte"), LLParserLimits(max_grammar_size=100_000, verbose_errors=False)
-    while head := sys.stdin.buffer.read(8):
-        text = sys.stdin.buffer.read(int.from_bytes(head, "little")).decode("utf-8", "replace")
+    while size_bytes := sys.stdin.buffer.read(8):
+        text = sys.stdin.buffer.read(int.from_bytes(size_bytes, "little")).decode("utf-8", "replace")
         signal.setitimer(signal.ITIMER_PROF, TRIAL_S)  # by the clock, a busy machine would refuse any grammar
-        inner = LLMatcher(tokenizer, text, log_level=0, limits=limits)
-        if not inner.get_error():
-            inner.compute_bitmask()
+        matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+        if not matcher.get_error():
+            matcher.compute_bitmask()
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(b".")
         sys.stdout.buffer.flush()

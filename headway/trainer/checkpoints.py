@@ -45,8 +45,8 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
 
     def sealed(self) -> CheckpointState:
         """A copy whose ``checksum`` is that of all other fields."""
-        open_state = msgspec.structs.replace(self, checksum="")
-        checksum = xxhash.xxh3_128_hexdigest(msgspec.json.encode(open_state))
+        unsealed = msgspec.structs.replace(self, checksum="")
+        checksum = xxhash.xxh3_128_hexdigest(msgspec.json.encode(unsealed))
         return msgspec.structs.replace(self, checksum=checksum)
 
 
@@ -61,27 +61,27 @@ def write_folder(path: str | Path, fill: Callable[[Path], None], state: Checkpoi
     Raises any error of ``fill``, and OSError (a full disk); the previous content is then kept.
     """
     target = Path(path)
-    scratch, retired = target.with_name(target.name + ".tmp"), target.with_name(target.name + ".old")
+    scratch_folder, retired_folder = target.with_name(target.name + ".tmp"), target.with_name(target.name + ".old")
     recover_folder(target)
-    scratch.mkdir(parents=True)
+    scratch_folder.mkdir(parents=True)
     try:
-        mark = scratch / _UNFINISHED
-        mark.touch()
-        fill(scratch)
-        written = (file for file in sorted(scratch.rglob("*")) if file.is_file() and file != mark)
-        files = {str(file.relative_to(scratch)): _checksum(file) for file in written}
-        (scratch / STATE_FILE).write_bytes(
-            msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(state, files=files).sealed()), indent=1)
+        mark_file = scratch_folder / _UNFINISHED
+        mark_file.touch()
+        fill(scratch_folder)
+        written_files = (file for file in sorted(scratch_folder.rglob("*")) if file.is_file() and file != mark_file)
+        checksums = {str(file.relative_to(scratch_folder)): _checksum(file) for file in written_files}
+        (scratch_folder / STATE_FILE).write_bytes(
+            msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(state, files=checksums).sealed()), indent=1)
         )
-        mark.unlink()  # from here on `state.json` lists the written files
-        flush_folder(scratch)
+        mark_file.unlink()  # from here on `state.json` lists the written files
+        flush_folder(scratch_folder)
         if target.exists():
-            target.rename(retired)
-        scratch.rename(target)
+            target.rename(retired_folder)
+        scratch_folder.rename(target)
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(scratch_folder, ignore_errors=True)
     flush(target.parent)
-    _remove(retired)
+    _remove(retired_folder)
 
 
 def require_replaceable(path: str | Path, key: str) -> None:
@@ -91,9 +91,9 @@ def require_replaceable(path: str | Path, key: str) -> None:
     target = Path(path)
     if target.name in ("", ".."):
         raise ConfigurationError(f"{key} = {str(path)!r}: a folder's own name is needed, such as 'models/tiny'")
-    for beside in (target.with_name(target.name + ".tmp"), target.with_name(target.name + ".old")):
-        if os.path.lexists(beside) and not (_is_replaceable(beside) or _is_unfinished(beside)):
-            raise ConfigurationError(f"{key} = {str(path)!r} would remove {beside}: move it, or choose another {key}")
+    for sibling in (target.with_name(target.name + ".tmp"), target.with_name(target.name + ".old")):
+        if os.path.lexists(sibling) and not (_is_replaceable(sibling) or _is_unfinished(sibling)):
+            raise ConfigurationError(f"{key} = {str(path)!r} would remove {sibling}: move it, or choose another {key}")
     if os.path.lexists(target) and not _is_replaceable(target):
         raise ConfigurationError(
             f"{key} = {str(path)!r} exists, and its content would be removed; valid: a new folder, an empty one, or "
@@ -104,9 +104,9 @@ def require_replaceable(path: str | Path, key: str) -> None:
 def _is_replaceable(target: Path) -> bool:
     if target.is_symlink() or not target.is_dir():
         return False
-    names = {str(file.relative_to(target)) for file in target.rglob("*") if file.is_symlink() or not file.is_dir()}
+    file_names = {str(file.relative_to(target)) for file in target.rglob("*") if file.is_symlink() or not file.is_dir()}
     try:
-        return names <= {*read_state(target).files, STATE_FILE, *([CARD_FILE] if has_own_card(target) else [])}
+        return file_names <= {*read_state(target).files, STATE_FILE, *([CARD_FILE] if has_own_card(target) else [])}
     except CheckpointCorrupt:
         return not any(target.iterdir())
 
@@ -130,8 +130,8 @@ def read_state(path: str | Path) -> CheckpointState:
         state = msgspec.json.decode(file.read_bytes(), type=CheckpointState)
     except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         raise CheckpointCorrupt(f"{file}: {error}") from None
-    if state.checksum != (expected := state.sealed().checksum):
-        raise CheckpointCorrupt(f"{file}: checksum {state.checksum}, expected {expected}")
+    if state.checksum != (expected_checksum := state.sealed().checksum):
+        raise CheckpointCorrupt(f"{file}: checksum {state.checksum}, expected {expected_checksum}")
     return state
 
 
@@ -142,14 +142,14 @@ def verify(path: str | Path) -> CheckpointState:
     state = read_state(folder)
     if _NAME.fullmatch(folder.name) and state.version != version_of(folder):
         raise CheckpointCorrupt(f"{folder / STATE_FILE}: version {state.version}, in the folder of another version")
-    for name, expected in sorted(state.files.items()):
+    for name, expected_checksum in sorted(state.files.items()):
         file = folder / name
         try:
             checksum = _checksum(file)
         except OSError as error:
             raise CheckpointCorrupt(f"{file}: {error.strerror}") from None
-        if checksum != expected:
-            raise CheckpointCorrupt(f"{file}: checksum {checksum}, expected {expected}")
+        if checksum != expected_checksum:
+            raise CheckpointCorrupt(f"{file}: checksum {checksum}, expected {expected_checksum}")
     return state
 
 
@@ -190,13 +190,13 @@ def version_of(path: Path) -> int:
 def rename_corrupt(run: str | Path, newer_than: Path) -> list[Path]:
     """Rename the checkpoints newer than the valid one ``newer_than``, all of which are corrupt, to ``NAME.corrupt``, so
     that they don't count among those to keep; returns their new paths."""
-    moved: list[Path] = []
+    renamed_paths: list[Path] = []
     for path in find_checkpoints(run):
         if version_of(path) > version_of(newer_than):
-            target = path.with_name(path.name + ".corrupt")
-            shutil.rmtree(target, ignore_errors=True)
-            moved.append(path.rename(target))
-    return moved
+            corrupt_path = path.with_name(path.name + ".corrupt")
+            shutil.rmtree(corrupt_path, ignore_errors=True)
+            renamed_paths.append(path.rename(corrupt_path))
+    return renamed_paths
 
 
 def keep_last(run: str | Path, count: int) -> list[Path]:
@@ -204,13 +204,13 @@ def keep_last(run: str | Path, count: int) -> list[Path]:
     newest one is durable. Raises ValueError for ``count`` < 1."""
     if count < 1:
         raise ValueError(f"count = {count}: at least one checkpoint is kept")
-    removed = find_checkpoints(run)[:-count]
-    for path in removed:
+    removed_folders = find_checkpoints(run)[:-count]
+    for path in removed_folders:
         # A half-removed checkpoint must not look like one.
-        retired = path.with_name(path.name + ".tmp")
-        path.rename(retired)
-        shutil.rmtree(retired)
-    return removed
+        retired_folder = path.with_name(path.name + ".tmp")
+        path.rename(retired_folder)
+        shutil.rmtree(retired_folder)
+    return removed_folders
 
 
 def remove_leftovers(run: str | Path) -> list[Path]:
@@ -220,8 +220,8 @@ def remove_leftovers(run: str | Path) -> list[Path]:
     """
     run = Path(run)
     for folder in (run, run / CHECKPOINTS):
-        for retired in sorted(folder.glob("*.old")) if folder.is_dir() else []:
-            recover_folder(retired.with_suffix(""))
+        for retired_folder in sorted(folder.glob("*.old")) if folder.is_dir() else []:
+            recover_folder(retired_folder.with_suffix(""))
     leftovers = [run / CANDIDATE] if (run / CANDIDATE).is_dir() else []  # never judged
     leftovers += [
         path
@@ -238,21 +238,21 @@ def remove_leftovers(run: str | Path) -> list[Path]:
 def recover_folder(path: str | Path) -> None:
     """Undo or complete a replacement of ``path`` that a kill interrupted, and remove its ``.tmp`` and ``.old``."""
     target = Path(path)
-    retired = target.with_name(target.name + ".old")
-    if retired.exists() and not target.exists():
-        retired.rename(target)
-    _remove(retired)
+    retired_folder = target.with_name(target.name + ".old")
+    if retired_folder.exists() and not target.exists():
+        retired_folder.rename(target)
+    _remove(retired_folder)
     _remove(target.with_name(target.name + ".tmp"))
 
 
 def _remove(folder: Path) -> None:
     """Delete a folder if it exists. Files that mark it as Headway's are deleted last, in case a kill leaves a part."""
-    for entry in folder.iterdir() if folder.is_dir() and not folder.is_symlink() else ():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry, ignore_errors=True)
-        elif entry.name not in (STATE_FILE, _UNFINISHED):
+    for child in folder.iterdir() if folder.is_dir() and not folder.is_symlink() else ():
+        if child.is_dir() and not child.is_symlink():
+            shutil.rmtree(child, ignore_errors=True)
+        elif child.name not in (STATE_FILE, _UNFINISHED):
             with contextlib.suppress(OSError):
-                entry.unlink()
+                child.unlink()
     shutil.rmtree(folder, ignore_errors=True)
 
 

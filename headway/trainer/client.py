@@ -63,11 +63,11 @@ class TrainerClient:
     @property
     def worker_states(self) -> list[WorkerState]:
         """Health and restarts of every rank."""
-        alive = {worker.name: worker.alive for worker in self.workers}
-        names = {f"trainer-{rank}": device for rank, device in enumerate(self._experiment.trainer.devices)}
+        alive_by_name = {worker.name: worker.alive for worker in self.workers}
+        device_by_name = {f"trainer-{rank}": device for rank, device in enumerate(self._experiment.trainer.devices)}
         return [
-            WorkerState(name=name, up=alive.get(name, False), restarts=self._restarts, device=device)
-            for name, device in names.items()
+            WorkerState(name=name, up=alive_by_name.get(name, False), restarts=self._restarts, device=device)
+            for name, device in device_by_name.items()
         ]
 
     async def start(self) -> None:
@@ -79,19 +79,19 @@ class TrainerClient:
         # A rendezvous file can be used for one start only, and must outlive it: groups may be made lazily.
         self._rendezvous = await self._make_rendezvous()
         specs = [self._spec(rank, device) for rank, device in enumerate(self._experiment.trainer.devices)]
-        starts = [asyncio.ensure_future(self._launcher.start(spec)) for spec in specs]
+        start_tasks = [asyncio.ensure_future(self._launcher.start(spec)) for spec in specs]
         try:
-            self.workers = tuple(await asyncio.gather(*starts))
+            self.workers = tuple(await asyncio.gather(*start_tasks))
         except RemoteError as error:
             raise typed_cause(error) from error
         finally:
             if not self.workers:
-                await self._kill_started(starts)
+                await self._kill_started(start_tasks)
 
     def set_devices(self, devices: tuple[str, ...]) -> None:
         """Set the devices, one per rank, for the next start."""
-        trainer = self._experiment.trainer.model_copy(update={"devices": devices})
-        self._experiment = self._experiment.model_copy(update={"trainer": trainer})
+        trainer_config = self._experiment.trainer.model_copy(update={"devices": devices})
+        self._experiment = self._experiment.model_copy(update={"trainer": trainer_config})
 
     async def restart(self) -> None:
         """Replace every rank by a new process with the initial weights."""
@@ -213,10 +213,10 @@ class TrainerClient:
         except RemoteError:
             # When a rank dies in the middle of a sum, the others' broken connections may be known before its death is.
             if len(workers) > 1:
-                deaths: list[Any] = [worker.died for worker in workers]
-                dead, _ = await asyncio.wait(deaths, timeout=_DEATH_S, return_when=asyncio.FIRST_COMPLETED)
-                for death in dead:
-                    raise death.result() from None
+                death_futures: list[Any] = [worker.died for worker in workers]
+                done, _ = await asyncio.wait(death_futures, timeout=_DEATH_S, return_when=asyncio.FIRST_COMPLETED)
+                for death_future in done:
+                    raise death_future.result() from None
             raise
 
     def _running(self) -> tuple[WorkerHandle, ...]:
@@ -224,14 +224,14 @@ class TrainerClient:
             raise HeadwayError("the trainer is not running: start() or restart() it first")
         return self.workers
 
-    async def _kill_started(self, starts: list[asyncio.Task[WorkerHandle]]) -> None:
+    async def _kill_started(self, start_tasks: list[asyncio.Task[WorkerHandle]]) -> None:
         """Kill the other ranks after one failed to start, since they would wait for it forever."""
-        for start in starts:
-            start.cancel()
-        for outcome in await asyncio.gather(*starts, return_exceptions=True):
-            if not isinstance(outcome, BaseException):
-                outcome.kill()
-                await outcome.died
+        for start_task in start_tasks:
+            start_task.cancel()
+        for worker_or_error in await asyncio.gather(*start_tasks, return_exceptions=True):
+            if not isinstance(worker_or_error, BaseException):
+                worker_or_error.kill()
+                await worker_or_error.died
         self._remove_rendezvous()
 
     async def _make_rendezvous(self) -> str:

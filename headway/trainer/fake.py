@@ -81,14 +81,14 @@ class FakeTrainer:
     ) -> PartReport:
         if part.step != self.version:
             raise StepRefused(f"batch of step {part.step} given to a trainer at version {self.version}")
-        began, latency = self._clock.now(), self._latency
+        started_s, latency = self._clock.now(), self._latency
         self._on_work(True)
         try:
             await self._work(latency(part) if callable(latency) else latency * len(part.samples))
         finally:
             self._on_work(False)
         self._parts.append(part)
-        self._parts_s += (spent_s := self._clock.now() - began)
+        self._parts_s += (spent_s := self._clock.now() - started_s)
         return PartReport(samples=len(part.samples), tokens=0, loss=0.0, loss_tokens=0, compute_s=spent_s)
 
     async def optim_step(self, settings: OptimiserSettings | None = None) -> StepReport:
@@ -100,7 +100,7 @@ class FakeTrainer:
         compute_s = self._clear_parts()
         self.version += 0 if skipped else 1
         rollouts = [sample.rollout for sample in samples]
-        tokens = sum(r.all_tokens for r in rollouts)
+        tokens = sum(rollout.all_tokens for rollout in rollouts)
         return StepReport(
             step=step,
             version=self.version,
@@ -110,7 +110,7 @@ class FakeTrainer:
             tokens=tokens,
             computed_tokens=tokens,
             flops=tokens * self._flops_per_token,
-            loss_tokens=sum(sampled_tokens(s.response_mask) for r in rollouts for s in r.sequences),
+            loss_tokens=sum(sampled_tokens(s.response_mask) for rollout in rollouts for s in rollout.sequences),
             micro_batches=1,
             compute_s=compute_s,
             metrics={"loss": 0.0, "grad_norm": 0.0, "entropy": 0.0, "learning_rate": 0.0},
@@ -131,11 +131,11 @@ class FakeTrainer:
         if self._lost_s is None:
             await self._clock.sleep(seconds)
             return
-        left_s, lost_s = seconds, self._lost_s()
-        while left_s > _ROUNDING * seconds:
-            await self._clock.sleep(left_s)
-            before_s, lost_s = lost_s, self._lost_s()
-            left_s = lost_s - before_s
+        remaining_s, lost_s = seconds, self._lost_s()
+        while remaining_s > _ROUNDING * seconds:
+            await self._clock.sleep(remaining_s)
+            previous_lost_s, lost_s = lost_s, self._lost_s()
+            remaining_s = lost_s - previous_lost_s
 
     async def begin_publish(self, version: int) -> None:
         await self._clock.sleep(self._publish_s)

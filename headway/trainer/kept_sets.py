@@ -37,21 +37,21 @@ class MicroBatchSets:
     def outside(self, first: int, stop: int) -> Tensor:
         """[C, V] whether each id is outside the set of each token from ``first`` to ``stop``."""
         lengths_c, masks_c = self.lengths_m[first:stop], self.masks_m[first:stop]
-        device, start = self.masses_m.device, int(self.lengths_m[:first].sum())
+        device, first_id = self.masses_m.device, int(self.lengths_m[:first].sum())
         outside_cv = torch.zeros(len(lengths_c), self.vocabulary, dtype=torch.bool, device=device)
         outside_cv[torch.from_numpy(lengths_c > 0).to(device)] = True
-        rows = torch.from_numpy(np.repeat(np.arange(len(lengths_c)), lengths_c)).to(device)
-        outside_cv[rows, torch.from_numpy(self.values[start : start + len(rows)]).to(device)] = False
-        if len(indices := np.flatnonzero(masks_c >= 0)):
-            mask_cb = self.masks_ub[torch.from_numpy(masks_c[indices]).to(device)]
+        rows_i = torch.from_numpy(np.repeat(np.arange(len(lengths_c)), lengths_c)).to(device)
+        outside_cv[rows_i, torch.from_numpy(self.values[first_id : first_id + len(rows_i)]).to(device)] = False
+        if len(masked_rows := np.flatnonzero(masks_c >= 0)):
+            mask_cb = self.masks_ub[torch.from_numpy(masks_c[masked_rows]).to(device)]
             bits_cb8 = mask_cb[..., None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1
-            outside_cv[torch.from_numpy(indices).to(device)] = bits_cb8.flatten(1)[:, : self.vocabulary] == 0
+            outside_cv[torch.from_numpy(masked_rows).to(device)] = bits_cb8.flatten(1)[:, : self.vocabulary] == 0
         return outside_cv
 
 
 class KeptSets:
-    """The kept sets of a batch. A grammar's masks are computed when a token of its run is first requested, and equal
-    masks are stored once."""
+    """The kept sets of a batch. The masks of a constrained run (consecutive tokens sampled under one grammar) are
+    computed when one of its tokens is first requested, and equal masks are stored once."""
 
     def __init__(self, arrays: SampleArrays, vocabulary: int, grammars: Callable[[], Grammars]) -> None:
         self.arrays = arrays
@@ -59,8 +59,8 @@ class KeptSets:
         self._grammars = grammars
         self._rows = arrays.token_rows.get(KEPT, TokenRows.empty(arrays.tokens))
         self._run_n = np.full(arrays.tokens, -1, np.int64)  # the constrained run that each token is in
-        for run, (_, first, stop) in enumerate(arrays.grammars):
-            self._run_n[first:stop] = run
+        for run_index, (_, first, stop) in enumerate(arrays.grammars):
+            self._run_n[first:stop] = run_index
         self._mask_n = np.full(arrays.tokens, -1, np.int64)  # number of each token's mask, where its run is computed
         self._numbers: dict[bytes, int] = {}  # of the masks ...
         self._masks: list[bytes] = []  # ... by number
@@ -72,13 +72,13 @@ class KeptSets:
         lengths_m, values = self._rows.take(targets_m)
         if int(values.max(initial=0)) >= self._vocabulary:
             raise KeptSetMismatch(f"a kept set has id {values.max()} in a vocabulary of {self._vocabulary}")
-        if len(wrong := outside_kept(lengths_m, values, ids_m)):
-            position, token = int(targets_m[wrong[0]]), ids_m[wrong[0]]
+        if len(wrong_indices := outside_kept(lengths_m, values, ids_m)):
+            position, token = int(targets_m[wrong_indices[0]]), ids_m[wrong_indices[0]]
             raise self._mismatch(position, f"token {token} isn't in the kept set recorded for it")
         runs_m = self._run_n[targets_m]
-        for run in np.unique(runs_m[(lengths_m == 0) & (runs_m >= 0)]).tolist():
-            if self._mask_n[self.arrays.grammars[run][1]] < 0:
-                self._compute(run)
+        for run_index in np.unique(runs_m[(lengths_m == 0) & (runs_m >= 0)]).tolist():
+            if self._mask_n[self.arrays.grammars[run_index][1]] < 0:
+                self._compute(run_index)
         numbers_m = np.where(lengths_m == 0, self._mask_n[targets_m], -1)
         if not len(values) and (numbers_m < 0).all():
             return None
@@ -99,15 +99,15 @@ class KeptSets:
 
     def _compute(self, run: int) -> None:
         """Follow a constrained run from its first token and store the mask of each token."""
-        text, first, stop = self.arrays.grammars[run]
+        grammar_text, first, stop = self.arrays.grammars[run]
         try:
             ids = self.arrays.token_ids_n[first:stop].tolist()
-            for position, mask in enumerate(self._grammars().masks(text, ids), first):
-                number = self._numbers.setdefault(mask_bytes := mask.tobytes(), len(self._masks))
-                if number == len(self._masks):
+            for position, mask in enumerate(self._grammars().masks(grammar_text, ids), first):
+                mask_number = self._numbers.setdefault(mask_bytes := mask.tobytes(), len(self._masks))
+                if mask_number == len(self._masks):
                     self._masks.append(mask_bytes)
                     self._sizes.append(int(np.bitwise_count(mask).sum()))
-                self._mask_n[position] = number
+                self._mask_n[position] = mask_number
         except GrammarRefused as error:
             raise self._mismatch(first, str(error)) from None
 

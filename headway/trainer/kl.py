@@ -29,8 +29,8 @@ def adapted_coefficient(coefficient: float, kl: float, *, target: float, samples
     """The coefficient after a step of ``samples`` with a mean KL of ``kl`` nats per token: ``coefficient (1 + K e)``
     with ``e = clip((kl - target) / target, -0.2, 0.2)`` (Fine-Tuning Language Models from Human Preferences, 2019,
     section 2.2) and ``K = samples / horizon``, as in the paper's code. It is never below 0."""
-    error = min(max((kl - target) / target, -MOST_KL_ERROR), MOST_KL_ERROR)
-    return coefficient * max(0.0, 1.0 + error * samples / horizon)
+    clipped_error = min(max((kl - target) / target, -MOST_KL_ERROR), MOST_KL_ERROR)
+    return coefficient * max(0.0, 1.0 + clipped_error * samples / horizon)
 
 
 def kl_estimate(estimator: KlEstimator, logprobs_m: Tensor, reference_m: Tensor, behaviour_m: Tensor) -> Tensor:
@@ -38,20 +38,20 @@ def kl_estimate(estimator: KlEstimator, logprobs_m: Tensor, reference_m: Tensor,
     as in the formulas above: beyond ``MAX_LOG_RATIO`` k3 continues as its tangent, and a clamped weight keeps its
     gradient."""
     log_ratio_m = logprobs_m - reference_m  # -log r
-    name, _, unbiased = estimator.partition("_")
-    if name == "k1":
+    base_name, _, unbiased_suffix = estimator.partition("_")
+    if base_name == "k1":
         value_m = log_ratio_m
-    elif name == "k2":
+    elif base_name == "k2":
         value_m = 0.5 * log_ratio_m.square()
     else:
         # expm1: for close models exp(x) - 1 would be rounding error, and the estimate could be negative.
         value_m = torch.expm1((-log_ratio_m).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) + log_ratio_m
         value_m = value_m + exp(MAX_LOG_RATIO) * torch.relu(-log_ratio_m - MAX_LOG_RATIO)
-    if not unbiased:
+    if not unbiased_suffix:
         return value_m
     weight_m, by_logprobs_m = ratio(logprobs_m, behaviour_m).detach(), logprobs_m - logprobs_m.detach()
     weighted_m = weight_m * by_logprobs_m.exp() * value_m  # whose gradient has a factor weight_m, clamped or not
-    if name == "k1":
+    if base_name == "k1":
         return weighted_m
     # w (k3 + 1 - r) = -w log r: for a large r the left side is rounding error.
     exact_m = weighted_m.detach() + weight_m * log_ratio_m.detach() * by_logprobs_m

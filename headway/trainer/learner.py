@@ -92,8 +92,8 @@ class Learner:
         self.ranks = ranks
         self.settings = settings
         self.dtype = DTYPES[settings.dtype]
-        native_kernels = native_kernels_enabled() and self.dtype == torch.float32
-        self._kernels = native.kernels_for(self.dtype, device) if native_kernels else None
+        uses_native = native_kernels_enabled() and self.dtype == torch.float32
+        self._kernels = native.kernels_for(self.dtype, device) if uses_native else None
         self.parameters = list(self._trained().values())
         self.optimiser = AdamW(self.parameters)
 
@@ -119,10 +119,10 @@ class Learner:
             self.reference = without_adapter(self.model, self.lora)
             return
         reference = open_model(self._chosen, self.dtype, self.device, model_path)
-        mine, its = self.model.config.vocabulary_size, reference.config.vocabulary_size
-        if mine != its:
+        our_size, other_size = self.model.config.vocabulary_size, reference.config.vocabulary_size
+        if our_size != other_size:
             raise ConfigurationError(
-                f"model.reference = {str(model_path)!r} has a vocabulary of {its}, the model one of {mine}: "
+                f"model.reference = {str(model_path)!r} has a vocabulary of {other_size}, the model one of {our_size}: "
                 "they must be equal"
             )
         self.reference = reference.requires_grad_(False)
@@ -133,46 +133,46 @@ class Learner:
         """Score the tokens that carry loss under ``model`` (default: the model in training, whose routers choose the
         batch's recorded experts if it replays them), over the kept sets of these tokens, if the batch has them. Raises
         ExpertsMismatch for experts of another model, KeptSetMismatch for sets without their tokens."""
-        chosen = model or self.model
-        replay, counts = self._replay(batch) if chosen is self.model else None, (0, 0, 0)
+        chosen_model = model or self.model
+        replay, expert_counts = self._replay(batch) if chosen_model is self.model else None, (0, 0, 0)
         pictures = self._pictures(batch)
         input_ids_n = self._tensor(batch.input_ids)
         predictors_m = self._tensor(batch.predictors_m)
         targets_m = self._tensor(arrays.token_ids_n[batch.targets_m])
         with self._precision(), native.using(self._kernels):
             if pictures:  # a transformers model: only these get pictures
-                documents = input_ids_n, batch.input_lengths, batch.continues
-                hidden_nd = chosen.forward_packed(*documents, pictures)  # pyright: ignore[reportCallIssue]
+                packed_inputs = input_ids_n, batch.input_lengths, batch.continues
+                hidden_nd = chosen_model.forward_packed(*packed_inputs, pictures)  # pyright: ignore[reportCallIssue]
             elif replay is None:
-                hidden_nd = chosen.forward_packed(input_ids_n, batch.input_lengths, batch.continues)
+                hidden_nd = chosen_model.forward_packed(input_ids_n, batch.input_lengths, batch.continues)
             else:
-                assert isinstance(chosen, Decoder)
-                hidden_nd = chosen.forward_packed(input_ids_n, batch.input_lengths, batch.continues, replay)
-                counts = replay.counts.sum(0).tolist()
+                assert isinstance(chosen_model, Decoder)
+                hidden_nd = chosen_model.forward_packed(input_ids_n, batch.input_lengths, batch.continues, replay)
+                expert_counts = replay.counts.sum(0).tolist()
             hidden_md, kept = hidden_nd.index_select(0, predictors_m), self._kept(batch, arrays)
-            outputs = token_logprobs(chosen, hidden_md, targets_m, temperature, kept=kept)
-            return TokenScores(*outputs, kept, cast("tuple[int, int, int]", tuple(counts)))
+            token_scores = token_logprobs(chosen_model, hidden_md, targets_m, temperature, kept=kept)
+            return TokenScores(*token_scores, kept, cast("tuple[int, int, int]", tuple(expert_counts)))
 
     @torch.no_grad()
     def score(self, probe: Probe) -> ProbeScores:
         """Score a probe as training computes it, alone and packed between two other documents, the second of which has
         the same pictures. Raises BufferCorrupt as `logprobs` does."""
-        ids, cut, paths = probe.prompt + probe.ids, len(probe.ids) // 3, dict[str, PathScores]()
-        seen, forward = self._read([probe.pixels]), cast("Any", self.model.forward_packed)  # some take pictures
+        ids, cut, scores_by_path = probe.prompt + probe.ids, len(probe.ids) // 3, dict[str, PathScores]()
+        pixels, forward = self._read([probe.pixels]), cast("Any", self.model.forward_packed)  # some take pictures
         for path, prefix, suffix in (("alone", (), ()), ("packed", probe.ids[:cut], probe.prompt + probe.ids[cut:])):
             lengths = [len(part) for part in (prefix, ids, suffix) if part]
-            pictures = [{} if part is prefix else seen[0] for part in (prefix, ids, suffix) if part and seen]
-            packed_n, states = torch.tensor([*prefix, *ids, *suffix], device=self.device), HiddenStates()
-            with self._precision(), native.using(self._kernels), states.recording(self.model.layers):
+            pictures = [{} if part is prefix else pixels[0] for part in (prefix, ids, suffix) if part and pixels]
+            packed_n, recorder = torch.tensor([*prefix, *ids, *suffix], device=self.device), HiddenStates()
+            with self._precision(), native.using(self._kernels), recorder.recording(self.model.layers):
                 hidden_nd = forward(packed_n, lengths, *([None, pictures] if pictures else []))
-                scored = slice(len(prefix) + max(0, len(probe.prompt) - 1), len(prefix) + len(ids))
-                logits_nv = self.model.head(hidden_nd[scored])
-            if len(lengths) == 1 or (self.model.packs and not seen):
-                paths[path] = states.scores(logits_nv, ids, len(prefix))
+                scored_slice = slice(len(prefix) + max(0, len(probe.prompt) - 1), len(prefix) + len(ids))
+                logits_nv = self.model.head(hidden_nd[scored_slice])
+            if len(lengths) == 1 or (self.model.packs and not pixels):
+                scores_by_path[path] = recorder.scores(logits_nv, ids, len(prefix))
             else:  # the documents were rows of a batch in another order
-                paths[path] = PathScores(logprobs=chosen_logprobs(logits_nv, ids))
-        mixture = self.model.config.has_experts
-        return ProbeScores(probe=probe, precision=self.settings.dtype, mixture=mixture, paths=paths)
+                scores_by_path[path] = PathScores(logprobs=chosen_logprobs(logits_nv, ids))
+        has_experts = self.model.config.has_experts
+        return ProbeScores(probe=probe, precision=self.settings.dtype, mixture=has_experts, paths=scores_by_path)
 
     @property
     def routing(self) -> ExpertRouting | None:
@@ -183,10 +183,10 @@ class Learner:
         rows = batch.token_rows.get(EXPERTS)
         if rows is None or (routing := self.routing) is None:
             return None
-        if fault := routing.fault(rows):
-            raise ExpertsMismatch(f"recorded experts: {fault}; algorithm.routing_replay = false trains without them")
-        chosen = self._tensor(rows.table(routing.width).astype(np.int16))
-        return ExpertReplay.of(chosen.view(-1, routing.layers, routing.per_token))
+        if reason := routing.fault(rows):
+            raise ExpertsMismatch(f"recorded experts: {reason}; algorithm.routing_replay = false trains without them")
+        chosen_experts = self._tensor(rows.table(routing.width).astype(np.int16))
+        return ExpertReplay.of(chosen_experts.view(-1, routing.layers, routing.per_token))
 
     def _kept(self, batch: MicroBatchArrays, arrays: SampleArrays) -> MicroBatchSets | None:
         if KEPT not in arrays.token_rows and not arrays.grammars:
@@ -205,8 +205,8 @@ class Learner:
 
     def _pictures(self, batch: MicroBatchArrays) -> list[Pixels]:
         """The pixel arrays of each document; []: no document has any. Raises BufferCorrupt for missing arrays."""
-        firsts = np.cumsum(batch.input_lengths) - batch.input_lengths
-        return self._read([pixels_of(batch.token_rows, first) for first in firsts.tolist()] if batch.token_rows else [])
+        starts = np.cumsum(batch.input_lengths) - batch.input_lengths
+        return self._read([pixels_of(batch.token_rows, start) for start in starts.tolist()] if batch.token_rows else [])
 
     def _read(self, digests: list[str]) -> list[Pixels]:
         if not any(digests):
@@ -228,10 +228,10 @@ class Learner:
     def training_flops(self, batch: MicroBatchArrays) -> float:
         """Model FLOP of forward and backward. With an adapter the model's matrices have no gradients; the adapter's few
         products aren't counted."""
-        full = 3.0 * self.flops(batch)
+        full_flops = 3.0 * self.flops(batch)
         if self.lora is None:
-            return full
-        return full - self.model.config.product_flops(sum(batch.input_lengths), len(batch.targets_m))
+            return full_flops
+        return full_flops - self.model.config.product_flops(sum(batch.input_lengths), len(batch.targets_m))
 
     def optimiser_settings(self, learning_rate: float) -> OptimiserSettings:
         """The run's optimiser settings with this learning rate."""
@@ -255,17 +255,17 @@ class Learner:
         if divisor != 1.0:
             for gradient in gradients:
                 gradient /= divisor
-        total = float(self.ranks.sum_(torch.tensor(loss, dtype=torch.float64, device=self.device)))
+        total_loss = float(self.ranks.sum_(torch.tensor(loss, dtype=torch.float64, device=self.device)))
         norm_tensor = torch.nn.utils.get_total_norm(gradients)
-        norm = float(norm_tensor)
-        finite = math.isfinite(total) and math.isfinite(norm)
-        if finite:
-            if norm > settings.max_grad_norm:
+        grad_norm = float(norm_tensor)
+        is_finite = math.isfinite(total_loss) and math.isfinite(grad_norm)
+        if is_finite:
+            if grad_norm > settings.max_grad_norm:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, settings.max_grad_norm, norm_tensor)
             self.optimiser.step(settings)
         self.clear_gradients()
-        reason = "" if finite else f"loss {total}, gradient norm {norm}: not finite"
-        return Update(applied=finite, reason=reason, grad_norm=norm)
+        reason = "" if is_finite else f"loss {total_loss}, gradient norm {grad_norm}: not finite"
+        return Update(applied=is_finite, reason=reason, grad_norm=grad_norm)
 
     def clear_gradients(self) -> None:
         """Discard all gradients. The next backward then stores its gradients instead of adding them to zeros, which
@@ -296,8 +296,8 @@ class Learner:
         """AdamW's state by parameter name; empty before the first step."""
         tensors: dict[str, Tensor] = {}
         for name, parameter in self._trained().items():
-            for key, value in self.optimiser.state.get(parameter, {}).items():
-                tensors[f"{key}/{name}"] = value.detach().cpu().contiguous()
+            for state_name, state_tensor in self.optimiser.state.get(parameter, {}).items():
+                tensors[f"{state_name}/{name}"] = state_tensor.detach().cpu().contiguous()
         return tensors
 
     def resident(self) -> list[Tensor]:
@@ -307,19 +307,19 @@ class Learner:
         tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         tensors += [] if self.lora is None else list(self.lora.parameters.values())
         tensors += [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        tensors += [value for state in self.optimiser.state.values() for value in state.values()]
+        tensors += [state_tensor for state in self.optimiser.state.values() for state_tensor in state.values()]
         return list({id(tensor): tensor for tensor in tensors}.values())  # PEFT's matrices are parameters of both
 
     def load_optimiser_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Load the tensors of `optimiser_tensors`. Raises KeyError for a parameter that this model doesn't have."""
-        named = self._trained()
+        parameter_by_name = self._trained()
         self.optimiser.state.clear()
-        for full_name, value in tensors.items():
-            key, _, name = full_name.partition("/")
-            parameter = named[name]
+        for full_name, tensor in tensors.items():
+            state_name, _, name = full_name.partition("/")
+            parameter = parameter_by_name[name]
             # AdamW's fused kernel needs its step counter on the parameter's device.
             state = self.optimiser.state.setdefault(parameter, {})
-            state[key] = value.to(self.device, torch.float32, copy=True)
+            state[state_name] = tensor.to(self.device, torch.float32, copy=True)
 
     def _precision(self) -> contextlib.AbstractContextManager[object]:
         if self.dtype == torch.float32:
@@ -346,17 +346,17 @@ def token_logprobs(
 
     def head(hidden_cd: Tensor, targets_c: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
         stop, logits_cv = first + len(targets_c), model.head(hidden_cd)
-        sets = () if kept is None else (kept.outside(first, stop), kept.masses_m[first:stop])
-        return _ChosenLogprobs.apply(logits_cv, targets_c, temperature, *sets)  # pyright: ignore[reportReturnType]
+        tensors = () if kept is None else (kept.outside(first, stop), kept.masses_m[first:stop])
+        return _ChosenLogprobs.apply(logits_cv, targets_c, temperature, *tensors)  # pyright: ignore[reportReturnType]
 
     rows = max(1, chunk_logits // model.config.vocabulary_size)
     if hidden_md.shape[0] <= rows:
         return head(hidden_md, targets_m)
-    parts = [
-        checkpoint(head, hidden_cd, targets_c, number * rows, use_reentrant=False)
-        for number, (hidden_cd, targets_c) in enumerate(zip(hidden_md.split(rows), targets_m.split(rows), strict=True))
+    chunk_scores = [
+        checkpoint(head, hidden_cd, targets_c, chunk * rows, use_reentrant=False)
+        for chunk, (hidden_cd, targets_c) in enumerate(zip(hidden_md.split(rows), targets_m.split(rows), strict=True))
     ]
-    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    return torch.cat([scores[0] for scores in chunk_scores]), torch.cat([scores[1] for scores in chunk_scores])
 
 
 class _ChosenLogprobs(torch.autograd.Function):

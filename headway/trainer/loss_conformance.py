@@ -36,8 +36,8 @@ def _violations(loss: Hook, settings: LossSettings) -> Iterator[str]:
         return
     start = 0
     for sample, tokens in enumerate(_TOKENS_S):
-        alone = token_loss(loss, _slice_terms(terms, slice(start, start + tokens)), settings).loss_m
-        if not torch.allclose(alone, batch_loss_m[start : start + tokens], rtol=1e-5, atol=1e-6):
+        sample_loss_m = token_loss(loss, _slice_terms(terms, slice(start, start + tokens)), settings).loss_m
+        if not torch.allclose(sample_loss_m, batch_loss_m[start : start + tokens], rtol=1e-5, atol=1e-6):
             yield str(loss.failed(f"gives sample {sample} another loss with others beside it: packing would change it"))
         start += tokens
     if not batch_loss_m.requires_grad:
@@ -64,9 +64,9 @@ def _terms(scale: float) -> TokenTerms:
 
 
 def _slice_terms(terms: TokenTerms, tokens: slice) -> TokenTerms:
-    sliced = {field.name: getattr(terms, field.name)[tokens] for field in dataclasses.fields(terms)}
-    sliced["sequence_m"] = sliced["sequence_m"] - sliced["sequence_m"][0]
-    return TokenTerms(**sliced)
+    tensor_by_name = {field.name: getattr(terms, field.name)[tokens] for field in dataclasses.fields(terms)}
+    tensor_by_name["sequence_m"] = tensor_by_name["sequence_m"] - tensor_by_name["sequence_m"][0]
+    return TokenTerms(**tensor_by_name)
 
 
 def main(arguments: list[str]) -> int:

@@ -67,15 +67,15 @@ class LossSettings:
 def loss_settings(algorithm: AlgorithmConfig) -> LossSettings:
     """The settings of the loss that ``algorithm`` names."""
     parameters = algorithm.parameters.taken_by(algorithm.loss, algorithm.advantage)
-    of_every_loss: dict[str, Any] = {
+    common_settings: dict[str, Any] = {
         "clip_low": algorithm.clip_low,
         "clip_high": algorithm.clip_high,
         "behaviour_weight_cap": algorithm.behaviour_weight_cap,
     }
     if algorithm.loss not in LOSSES:
-        return LossSettings(**of_every_loss, parameters=parameters)
-    names = {field.name for field in fields(LossSettings)}
-    return LossSettings(**of_every_loss, **{name: value for name, value in parameters.items() if name in names})
+        return LossSettings(**common_settings, parameters=parameters)
+    field_names = {field.name for field in fields(LossSettings)}
+    return LossSettings(**common_settings, **{name: value for name, value in parameters.items() if name in field_names})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +167,8 @@ def sapo(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
     u = pi_theta / pi_behav; t is ``temperature_positive`` for a positive advantage, ``temperature_negative``
     otherwise. On policy the gradient is the policy gradient's; it decays as u moves away from 1, and is never removed.
     """
-    positive, negative = settings.temperature_positive, settings.temperature_negative
-    temperature_m = torch.where(terms.advantages_m > 0, positive, negative).to(terms.logprobs_m.dtype)
+    t_positive, t_negative = settings.temperature_positive, settings.temperature_negative
+    temperature_m = torch.where(terms.advantages_m > 0, t_positive, t_negative).to(terms.logprobs_m.dtype)
     gate_m = torch.sigmoid(temperature_m * (ratio(terms.logprobs_m, terms.behaviour_m) - 1.0)) * (4.0 / temperature_m)
     return TokenLoss(loss_m=-gate_m * terms.advantages_m, clipped_m=torch.zeros_like(gate_m, dtype=torch.bool))
 
@@ -226,8 +226,8 @@ def dppo(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
         divergence_m = (logprobs_m.exp() - terms.behaviour_m.exp()).abs()
     diverging_m = ((ratio_m > 1) & (terms.advantages_m > 0)) | ((ratio_m < 1) & (terms.advantages_m < 0))
     removed_m = diverging_m & (divergence_m > settings.divergence_limit)
-    free = _weighted_gradient(terms, settings.behaviour_weight_cap)
-    return TokenLoss(loss_m=torch.where(removed_m, 0.0, free.loss_m), clipped_m=removed_m)
+    reinforce_loss = _weighted_gradient(terms, settings.behaviour_weight_cap)
+    return TokenLoss(loss_m=torch.where(removed_m, 0.0, reinforce_loss.loss_m), clipped_m=removed_m)
 
 
 LOSSES: dict[str, Loss] = {
@@ -252,13 +252,13 @@ def token_loss(loss: Hook, terms: TokenTerms, settings: LossSettings) -> TokenLo
     """Apply ``loss`` to ``terms`` and check its result: one value per token, shape [M].
 
     Raises HookFailed for any other shape; the gradient of a mean, for example, would depend on the packing."""
-    result: object = loss(terms, settings)
-    if not isinstance(result, TokenLoss):
-        raise loss.failed(f"returned a {type(result).__name__}: a TokenLoss is needed")
-    tokens = terms.logprobs_m.shape
-    if not result.loss_m.shape == result.clipped_m.shape == tokens:
+    returned: object = loss(terms, settings)
+    if not isinstance(returned, TokenLoss):
+        raise loss.failed(f"returned a {type(returned).__name__}: a TokenLoss is needed")
+    expected_shape = terms.logprobs_m.shape
+    if not returned.loss_m.shape == returned.clipped_m.shape == expected_shape:
         raise loss.failed(
-            f"returned loss_m of shape {list(result.loss_m.shape)} and clipped_m of shape "
-            f"{list(result.clipped_m.shape)} for {list(tokens)} tokens: one value per token is needed"
+            f"returned loss_m of shape {list(returned.loss_m.shape)} and clipped_m of shape "
+            f"{list(returned.clipped_m.shape)} for {list(expected_shape)} tokens: one value per token is needed"
         )
-    return result
+    return returned

@@ -24,12 +24,12 @@ class AdamW:
 
     def step(self, settings: OptimiserSettings) -> None:
         """Take one step. Parameters without a gradient stay as they are."""
-        updated = [parameter for parameter in self._parameters if parameter.grad is not None]
-        states = [self._state_of(parameter) for parameter in updated]
+        parameters = [parameter for parameter in self._parameters if parameter.grad is not None]
+        states = [self._state_of(parameter) for parameter in parameters]
         with torch.no_grad():
             adamw(
-                updated,
-                [parameter.grad for parameter in updated if parameter.grad is not None],
+                parameters,
+                [parameter.grad for parameter in parameters if parameter.grad is not None],
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [],
@@ -60,12 +60,12 @@ def learning_rate(step: int, settings: TrainerConfig | SftConfig, total_steps: i
     Warm-up is linear and reaches its peak at the last of ``warmup_steps``; a linear or cosine decay reaches 0 at
     ``total_steps`` and stays there.
     """
-    peak, warmup_steps = settings.learning_rate, settings.warmup_steps
+    peak_rate, warmup_steps = settings.learning_rate, settings.warmup_steps
     if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
+        return peak_rate * (step + 1) / warmup_steps
     if settings.schedule == "constant":
-        return peak
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+        return peak_rate
+    decay_share = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     if settings.schedule == "linear":
-        return peak * (1.0 - progress)
-    return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
+        return peak_rate * (1.0 - decay_share)
+    return peak_rate * 0.5 * (1.0 + math.cos(math.pi * decay_share))

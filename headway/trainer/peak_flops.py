@@ -24,18 +24,18 @@ def measure_peak_flops(
     size = size or (1024 if torch_device.type == "cpu" else 8192)
     a = torch.randn(size, size, device=torch_device).to(dtype)
     b = torch.randn(size, size, device=torch_device).to(dtype)
-    out = torch.empty(size, size, device=torch_device, dtype=dtype)
+    product = torch.empty(size, size, device=torch_device, dtype=dtype)
 
-    def once() -> float:
-        started = time.perf_counter()
-        torch.mm(a, b, out=out)
+    def time_product() -> float:
+        started_s = time.perf_counter()
+        torch.mm(a, b, out=product)
         if torch_device.type == "cuda":
             torch.cuda.synchronize(torch_device)
-        return time.perf_counter() - started
+        return time.perf_counter() - started_s
 
-    end = time.perf_counter() + (limit_s or LIMIT_S)
-    once()  # the first run pays for page faults and kernel selection
-    best = once()
-    while time.perf_counter() + best < end:
-        best = min(best, once())
-    return 2 * size**3 / best
+    deadline_s = time.perf_counter() + (limit_s or LIMIT_S)
+    time_product()  # the first run pays for page faults and kernel selection
+    best_s = time_product()
+    while time.perf_counter() + best_s < deadline_s:
+        best_s = min(best_s, time_product())
+    return 2 * size**3 / best_s

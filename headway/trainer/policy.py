@@ -83,8 +83,8 @@ class PolicyGradient:
         """Whether the log-probabilities at the start of the step are computed in a separate forward pass. Only the
         decoupled objective, or a loss of the user, uses them; with one optimiser step they equal the current ones."""
         if self.algorithm.proximal == "auto":
-            uses_them = self.algorithm.loss not in LOSSES or self.algorithm.loss == "decoupled_ppo"
-            return self.trainer.optimizer_steps_per_batch > 1 and uses_them
+            loss_uses_proximal = self.algorithm.loss not in LOSSES or self.algorithm.loss == "decoupled_ppo"
+            return self.trainer.optimizer_steps_per_batch > 1 and loss_uses_proximal
         return self.algorithm.proximal == "recompute"
 
     @property
@@ -99,9 +99,9 @@ class PolicyGradient:
         progress = Progress.over(arrays)
         progress.prepared = prepared = self.prepare(arrays, step, progress)
         minibatches = split_by_group(arrays, self.trainer.optimizer_steps_per_batch)
-        for number, minibatch in enumerate(minibatches):
-            if number and self._exceeds_early_stop(progress, prepared):
-                progress.skipped_minibatches = len(minibatches) - number
+        for minibatch_index, minibatch in enumerate(minibatches):
+            if minibatch_index and self._exceeds_early_stop(progress, prepared):
+                progress.skipped_minibatches = len(minibatches) - minibatch_index
                 break
             weights = self._weighting(arrays, minibatch)
             loss = self._accumulate(arrays, minibatch, weights, weights.divisor, prepared, progress, self.loss)
@@ -121,10 +121,10 @@ class PolicyGradient:
         log_ratio_n = progress.logprobs_n - (progress.proximal_n if self.recomputes_proximal else progress.behaviour_n)
         idx_m = np.flatnonzero((progress.seen_n > 0) & prepared.keep_n & np.isfinite(log_ratio_n))
         log_ratio_m = log_ratio_n[idx_m]
-        deviation = float(np.abs(np.expm1(log_ratio_m.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))).sum())
-        sums = torch.tensor([deviation, len(idx_m)], dtype=torch.float64, device=self.learner.device)
-        total, tokens = self.learner.ranks.sum_(sums).tolist()
-        return total > limit * tokens
+        deviation_sum = float(np.abs(np.expm1(log_ratio_m.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))).sum())
+        sums_tensor = torch.tensor([deviation_sum, len(idx_m)], dtype=torch.float64, device=self.learner.device)
+        total_deviation, tokens = self.learner.ranks.sum_(sums_tensor).tolist()
+        return total_deviation > limit * tokens
 
     def forward_backward(
         self, arrays: SampleArrays, step: int, loss: str | None = None, divisor: float | None = None
@@ -134,14 +134,14 @@ class PolicyGradient:
         parts together. Raises StepRefused for a part that is incompatible with earlier ones, and if the algorithm needs
         the complete batch. Any other error discards the earlier parts too, since the gradients may be incomplete."""
         started = time.perf_counter()
-        name = loss or self.algorithm.loss
-        self._require_part(step, name, divisor)
+        loss_name = loss or self.algorithm.loss
+        self._require_part(step, loss_name, divisor)
         if not self.parts:
             self.learner.clear_gradients()  # of a failed step
-        function = self.loss if name == self.algorithm.loss else resolve(name)
+        loss_function = self.loss if loss_name == self.algorithm.loss else resolve(loss_name)
         weights = self._weighting(arrays, np.arange(arrays.samples))
         try:
-            progress = self._accumulate_batch(arrays, step, weights, divisor or 1.0, function)
+            progress = self._accumulate_batch(arrays, step, weights, divisor or 1.0, loss_function)
             self._sum_over_ranks(progress)
         except BaseException:
             self.clear()
@@ -151,7 +151,7 @@ class PolicyGradient:
             samples=arrays.samples if arrays.rollouts_s is None else int(arrays.rollouts_s[-1]) + 1,
             loss_tokens=arrays.loss_tokens,
             compute_s=time.perf_counter() - started,
-            loss=name,
+            loss=loss_name,
             divisor=divisor,
             total=weights.total,
             progress=progress,
@@ -176,9 +176,9 @@ class PolicyGradient:
             divisor = max(1.0, sum(part.total for part in parts))
             progress.loss /= divisor
         update = self.learner.update(settings, progress.loss / self.learner.ranks.size, divisor)
-        bad = [str(number) for number, part in enumerate(parts) if not math.isfinite(part.progress.loss)]
-        if bad:
-            update = replace(update, reason=f"part {', '.join(bad)} of {len(parts)}: {update.reason}")
+        bad_indices = [str(i) for i, part in enumerate(parts) if not math.isfinite(part.progress.loss)]
+        if bad_indices:
+            update = replace(update, reason=f"part {', '.join(bad_indices)} of {len(parts)}: {update.reason}")
         progress.updates.append(update)
         return progress
 
@@ -201,8 +201,8 @@ class PolicyGradient:
     ) -> Progress:
         progress = Progress.over(arrays)
         progress.prepared = prepared = self.prepare(arrays, step, progress)
-        everything = np.arange(arrays.samples)
-        progress.loss = self._accumulate(arrays, everything, weights, divisor, prepared, progress, function)
+        all_samples = np.arange(arrays.samples)
+        progress.loss = self._accumulate(arrays, all_samples, weights, divisor, prepared, progress, function)
         self.learner.clear_kept_sets()
         return progress
 
@@ -215,14 +215,14 @@ class PolicyGradient:
             raise StepRefused("trainer.optimizer_steps_per_batch divides the whole batch: no parts")
         if not self.parts:
             return
-        first = self.parts[0]
-        if first.step != step:
-            raise StepRefused(f"a part of step {step} after one of step {first.step}: optim_step comes between them")
-        if (first.divisor is None) != (divisor is None):
+        earlier = self.parts[0]
+        if earlier.step != step:
+            raise StepRefused(f"a part of step {step} after one of step {earlier.step}: optim_step comes between them")
+        if (earlier.divisor is None) != (divisor is None):
             raise StepRefused("either all parts of a step are given a divisor, or none is")
-        if divisor is None and first.loss != loss:
+        if divisor is None and earlier.loss != loss:
             raise StepRefused(
-                f"a part with the loss {loss!r} after one with {first.loss!r}: with different losses each part needs "
+                f"a part with the loss {loss!r} after one with {earlier.loss!r}: with different losses each part needs "
                 "its divisor"
             )
 
@@ -243,9 +243,9 @@ class PolicyGradient:
         if self.recomputes_proximal or self._masks_by_importance or kl_in_reward:
             start_n = self._logprobs_of_batch(arrays, self.learner.model, progress)
         if algorithm.kl_coefficient > 0:
-            reference = self.learner.reference
-            assert reference is not None, "the service loads it with the model"
-            reference_n = self._logprobs_of_batch(arrays, reference, progress)
+            reference_model = self.learner.reference
+            assert reference_model is not None, "the service loads it with the model"
+            reference_n = self._logprobs_of_batch(arrays, reference_model, progress)
         advantages_n = arrays.advantages_n
         if kl_in_reward:
             assert start_n is not None
@@ -291,13 +291,13 @@ class PolicyGradient:
     ) -> float:
         """Run forward and backward over one minibatch; returns its loss (this rank's part of the sum)."""
         samples_n = sequence_of_token(arrays)
-        total = 0.0
+        total_loss = 0.0
         for batch in self._micro_batches(arrays, minibatch):
             scores = self.learner.logprobs(batch, arrays, self.temperature)
             logprobs_m, idx_m = scores.logprobs_m, batch.targets_m
             terms = self._terms(arrays, prepared, idx_m, samples_n[idx_m], logprobs_m)
-            result = token_loss(function, terms, self.settings)
-            loss_m = result.loss_m
+            losses = token_loss(function, terms, self.settings)
+            loss_m = losses.loss_m
             if prepared.reference_n is not None and self.algorithm.kl_in == "loss":
                 reference_m = self._tensor(prepared.reference_n[idx_m])
                 penalty_m = kl_estimate(self.algorithm.kl_estimator, logprobs_m, reference_m, terms.behaviour_m)
@@ -306,18 +306,18 @@ class PolicyGradient:
             weights_m = self._tensor(weights.weights_s[samples_n[idx_m]].astype(np.float32))
             loss = (loss_m * weights_m).sum() / divisor
             self.learner.backward(loss)
-            total += float(loss.detach())
+            total_loss += float(loss.detach())
             progress.logprobs_n[idx_m] = logprobs_m.detach().cpu().numpy()
             progress.proximal_n[idx_m] = terms.proximal_m.cpu().numpy()
             progress.entropies_n[idx_m] = scores.entropies_m.cpu().numpy()
-            progress.clipped_n[idx_m] = result.clipped_m.cpu().numpy()
+            progress.clipped_n[idx_m] = losses.clipped_m.cpu().numpy()
             progress.seen_n[idx_m] = 1.0
             progress.tokens += batch.sample_tokens
             progress.computed_tokens += len(batch.input_ids)
             progress.micro_batches += 1
             progress.flops += self.learner.training_flops(batch)
             progress.count(scores, idx_m, len(batch.input_ids), self.learner.routing)
-        return total
+        return total_loss
 
     def _terms(
         self, arrays: SampleArrays, prepared: Prepared, idx_m: IntArray, samples_m: IntArray, logprobs_m: torch.Tensor
@@ -351,16 +351,16 @@ class PolicyGradient:
         minibatch, lengths = minibatch[lengths > 0], lengths[lengths > 0]
         ranks, settings = self.learner.ranks, self.trainer
         sharing = settings.shared_prefix and self.learner.shares_prefixes
-        replays = self.learner.routing is not None
-        tree = prefix_tree(arrays, minibatch, with_rows=replays) if sharing else PrefixTree.separate(lengths)
+        replays_experts = self.learner.routing is not None
+        tree = prefix_tree(arrays, minibatch, with_rows=replays_experts) if sharing else PrefixTree.separate(lengths)
         if settings.packing == "fixed":
             assert settings.micro_batch_samples is not None, "the configuration is refused without it"
             plan = pack_in_order(len(minibatch), settings.micro_batch_samples, ranks.size)
         else:
             plan = pack_trees(tree, settings.micro_batch_tokens, ranks.size, settings.packing)
-        for chosen in plan[ranks.rank]:
-            if chosen:
-                yield slice_micro_batch(arrays, minibatch[chosen], tree.take(chosen))
+        for positions in plan[ranks.rank]:
+            if positions:
+                yield slice_micro_batch(arrays, minibatch[positions], tree.take(positions))
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.learner.device)
@@ -372,10 +372,10 @@ class PolicyGradient:
     def metrics(self, progress: Progress) -> dict[str, float]:
         """Metrics of the complete batch, or part, equal on every rank."""
         idx_m = np.flatnonzero(progress.seen_n)
-        norms = [update.grad_norm for update in progress.updates]
+        grad_norms = [update.grad_norm for update in progress.updates]
         return {
             "loss": progress.loss / max(1, len(progress.updates)),
-            "grad_norm": max(norms, default=0.0),
+            "grad_norm": max(grad_norms, default=0.0),
             **({} if self.algorithm.early_stop_ratio is None else {SKIPPED_MINIBATCHES: progress.skipped_minibatches}),
             **token_metrics(
                 logprobs_m=progress.logprobs_n[idx_m],

@@ -58,8 +58,8 @@ class Ranks:
         """Sum tensors in place over the ranks, with one all-reduce."""
         if self.size == 1 or not tensors:
             return
-        flat = self.sum_(torch.cat([tensor.flatten() for tensor in tensors]))
-        parts = flat.split([tensor.numel() for tensor in tensors])
+        flat_sum = self.sum_(torch.cat([tensor.flatten() for tensor in tensors]))
+        parts = flat_sum.split([tensor.numel() for tensor in tensors])
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.copy_(part.view_as(tensor))
 
@@ -73,12 +73,12 @@ def interface_to(rendezvous: str) -> str:
     if not rendezvous.startswith("tcp://"):
         return "lo"
     host, port = split_address(rendezvous.removeprefix("tcp://"))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # sends nothing: the kernel chooses the route
-        address = probe.getsockname()[0]
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
+        probe_socket.connect((host, port))  # sends nothing: the kernel chooses the route
+        address = probe_socket.getsockname()[0]
+        for _, interface_name in socket.if_nameindex():
+            request = struct.pack("256s", interface_name.encode()[:15])
             with contextlib.suppress(OSError):  # an interface without an address
-                if socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]) == address:
-                    return name
+                if socket.inet_ntoa(fcntl.ioctl(probe_socket.fileno(), _SIOCGIFADDR, request)[20:24]) == address:
+                    return interface_name
     raise HeadwayError(f"no network interface of this machine has the address {address}, by which it reaches {host}")

@@ -70,12 +70,12 @@ class ModelService:
         self.experiment = experiment
         self.ranks = ranks or Ranks()
         device, seed = use_device(context.device), experiment.run.seed
-        options: dict[str, Any] = {"chat": experiment.uses_chat, "replays": replays, "pixels": pixels}
-        self.learner = Learner(experiment.model, settings, device, self.ranks, seed, **options)
+        learner_options: dict[str, Any] = {"chat": experiment.uses_chat, "replays": replays, "pixels": pixels}
+        self.learner = Learner(experiment.model, settings, device, self.ranks, seed, **learner_options)
         self.version = 0  # completed steps
         self._run_id = run_id
-        folder = experiment.run.directory
-        self._offloaded = OffloadedTensors(folder if Path(folder).is_dir() else None)
+        run_folder = experiment.run.directory
+        self._offloaded = OffloadedTensors(run_folder if Path(run_folder).is_dir() else None)
         self._publisher: Publisher | None = None
         self._finisher = ThreadPoolExecutor(1, "publish")
         self._begun: tuple[int, Future[PublishedWeights]] | None = None  # the version of `begin_publish`
@@ -92,8 +92,8 @@ class ModelService:
         """Publish the weights of `begin_publish`, or the present ones if that wasn't called with ``version``."""
         if self._begun is None or self._begun[0] != version:
             return self.publish(version)
-        (_, publishing), self._begun = self._begun, None
-        return publishing
+        (_, publish_future), self._begun = self._begun, None
+        return publish_future
 
     def _begin(self, version: int) -> Publication:
         if self._begun is not None:  # two at a time would share their memory
@@ -108,13 +108,13 @@ class ModelService:
     def _open_publisher(self) -> Publisher:
         """Open a publisher in this GPU's memory, if all replicas read that; else in shared memory."""
         memory, generator = CudaMemory.of(self.learner.device), self.experiment.generator
-        mine, dtype = Location.of(self.experiment.trainer.devices[0]), DTYPES[generator.dtype]
+        trainer_at, dtype = Location.of(self.experiment.trainer.devices[0]), DTYPES[generator.dtype]
         # A server reads the host's memory. Offloaded, neither side may keep much on the device.
         reads = generator.engine in _READ_DEVICES and self.learner.lora is None and not self.experiment.run.offload
-        paths = {choose_path(mine, Location.of(name), CudaMemory.reaches) for name in generator.devices if reads}
-        exports = memory is not None and paths == {"cuda ipc"}
+        routes = {choose_path(trainer_at, Location.of(name), CudaMemory.reaches) for name in generator.devices if reads}
+        exports_memory = memory is not None and routes == {"cuda ipc"}
         # The newest announced version stays while the next is written.
-        return Publisher(self._run_id, 2 if exports else 3, dtype=dtype, memory=memory, exports=exports)
+        return Publisher(self._run_id, 2 if exports_memory else 3, dtype=dtype, memory=memory, exports=exports_memory)
 
     def offload(self) -> MemoryMove:
         """Move weights, accumulated gradients and the optimiser's state off the device: from a GPU to pinned host
@@ -199,17 +199,17 @@ class TrainerService(ModelService):
         if part.step != self.version:
             raise StepRefused(f"a part of step {part.step} given to a trainer at version {self.version}")
         arrays = part.arrays()
-        done = self.policy.forward_backward(arrays, part.step, loss, divisor)
+        accumulated = self.policy.forward_backward(arrays, part.step, loss, divisor)
         if self._recorder is not None:
-            self._recorder.record(part, arrays, done.progress)
+            self._recorder.record(part, arrays, accumulated.progress)
         return PartReport(
-            samples=done.samples,
-            tokens=done.progress.tokens,
-            loss=done.progress.loss,
-            loss_tokens=done.loss_tokens,
-            compute_s=done.compute_s,
-            logprobs=TokenLogprobs(done.progress.logprobs_n.astype(np.float32)),
-            metrics=self.policy.metrics(done.progress),
+            samples=accumulated.samples,
+            tokens=accumulated.progress.tokens,
+            loss=accumulated.progress.loss,
+            loss_tokens=accumulated.loss_tokens,
+            compute_s=accumulated.compute_s,
+            logprobs=TokenLogprobs(accumulated.progress.logprobs_n.astype(np.float32)),
+            metrics=self.policy.metrics(accumulated.progress),
         )
 
     def optim_step(self, settings: OptimiserSettings | None = None) -> StepReport:
@@ -236,16 +236,16 @@ class TrainerService(ModelService):
         self, progress: Progress, settings: OptimiserSettings, started: float, *, samples: int, loss_tokens: int
     ) -> StepReport:
         """Increment the version after a step unless it was skipped, and report the step."""
-        step, applied = self.version, sum(update.applied for update in progress.updates)
+        step, updates = self.version, sum(update.applied for update in progress.updates)
         metrics = self.policy.metrics(progress)
-        if applied:
+        if updates:
             self.version += 1
             self.policy.adapt_kl(metrics.get("kl_reference"), samples)
-        rest = {"learning_rate": settings.learning_rate, "skipped_updates": float(len(progress.updates) - applied)}
+        others = {"learning_rate": settings.learning_rate, "skipped_updates": float(len(progress.updates) - updates)}
         return StepReport(
             step=step,
             version=self.version,
-            skipped=not applied,
+            skipped=not updates,
             reason="; ".join(update.reason for update in progress.updates if update.reason),
             samples=samples,
             tokens=progress.tokens,
@@ -254,7 +254,7 @@ class TrainerService(ModelService):
             micro_batches=progress.micro_batches,
             compute_s=time.perf_counter() - started,
             flops=progress.flops,
-            metrics=metrics | rest,
+            metrics=metrics | others,
             unrecorded="" if self._recorder is None else self._recorder.take_error(),
         )
 
@@ -274,9 +274,9 @@ class TrainerService(ModelService):
             self.learner.save_weights(folder / self._weights_folder)
             save_file(self.learner.optimiser_tensors(), folder / OPTIMISER_FILE)
 
-        adapted = self.experiment.algorithm.kl_target is not None
-        kept = {"kl_coefficient": self.policy.kl_coefficient} if adapted else {}
-        _write(path, fill, self._state(consumed, kept))
+        adapts_kl = self.experiment.algorithm.kl_target is not None
+        kl_metrics = {"kl_coefficient": self.policy.kl_coefficient} if adapts_kl else {}
+        _write(path, fill, self._state(consumed, kl_metrics))
         keep_last(Path(path).parent.parent, self.experiment.checkpoint.keep_last)
         return CheckpointInfo(path=path, version=self.version)
 
@@ -289,24 +289,24 @@ class TrainerService(ModelService):
         """Load a checkpoint; returns its version. Raises CheckpointCorrupt before any change, and ConfigurationError if
         another library would read the run's grammars."""
         state = verify(path)
-        pinned = Path(path) / GRAMMAR_FILE
-        if pinned.is_file() and (theirs := pinned.read_text()) != GRAMMAR_VERSION:
+        grammar_file = Path(path) / GRAMMAR_FILE
+        if grammar_file.is_file() and (stored := grammar_file.read_text()) != GRAMMAR_VERSION:
             raise ConfigurationError(
-                f"{path} is of a run whose constrained answers were sampled with {theirs}; {GRAMMAR_VERSION}, which is "
+                f"{path} is of a run whose constrained answers were sampled with {stored}; {GRAMMAR_VERSION}, which is "
                 "installed, may read their grammars otherwise: install that version"
             )
         try:
-            optimiser = load_file(Path(path) / OPTIMISER_FILE)
+            optimiser_tensors = load_file(Path(path) / OPTIMISER_FILE)
         except (OSError, SafetensorError) as error:
             raise CheckpointCorrupt(f"{Path(path) / OPTIMISER_FILE}: {error}") from None
-        if not (weights := Path(path) / self._weights_folder).is_dir():
-            other = "a whole model" if self.learner.lora is not None else "an adapter"
-            raise ConfigurationError(f"{path} is a checkpoint of a run that trained {other}: there is no {weights}")
-        self.learner.load_weights(weights)
+        if not (folder := Path(path) / self._weights_folder).is_dir():
+            other_kind = "a whole model" if self.learner.lora is not None else "an adapter"
+            raise ConfigurationError(f"{path} is a checkpoint of a run that trained {other_kind}: there is no {folder}")
+        self.learner.load_weights(folder)
         self.policy.clear()
-        self.learner.load_optimiser_tensors(optimiser)
-        generator = np.frombuffer(base64.b64decode(state.random_state), np.uint8)
-        torch.set_rng_state(torch.from_numpy(generator.copy()))
+        self.learner.load_optimiser_tensors(optimiser_tensors)
+        rng_state = np.frombuffer(base64.b64decode(state.random_state), np.uint8)
+        torch.set_rng_state(torch.from_numpy(rng_state.copy()))
         self.policy.kl_coefficient = state.metrics.get("kl_coefficient", self.experiment.algorithm.kl_coefficient)
         self.version = state.version
         return self.version

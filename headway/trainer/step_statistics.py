@@ -31,11 +31,11 @@ class Prepared:
     @classmethod
     def joined(cls, parts: Sequence[Prepared]) -> Prepared:
         """Concatenate the parts of a step."""
-        lists: dict[str, Any] = {key.name: [getattr(part, key.name) for part in parts] for key in fields(cls)}
-        arrays: dict[str, Any] = {
-            name: None if values[0] is None else np.concatenate(values) for name, values in lists.items()
+        parts_by_field: dict[str, Any] = {key.name: [getattr(part, key.name) for part in parts] for key in fields(cls)}
+        joined_by_field: dict[str, Any] = {
+            name: None if arrays[0] is None else np.concatenate(arrays) for name, arrays in parts_by_field.items()
         }
-        return cls(**arrays)
+        return cls(**joined_by_field)
 
 
 @dataclass(kw_only=True)
@@ -76,11 +76,11 @@ class Progress:
         """Count the kept sets and the replayed experts, if any, of a forward pass over ``tokens``. ``idx_m``: the
         indices of its targets."""
         if routing is not None:
-            recorded, disagree, astray = scores.expert_counts
+            recorded_count, disagree_count, astray_count = scores.expert_counts
             self.routers += tokens * routing.layers
-            self.experts_recorded += recorded
-            self.experts_disagree += disagree
-            self.experts_astray += astray
+            self.experts_recorded += recorded_count
+            self.experts_disagree += disagree_count
+            self.experts_astray += astray_count
         if (kept := scores.kept) is not None:
             self.masses_n[idx_m] = kept.masses_m.cpu().numpy()
             self.kept_tokens += kept.tokens
@@ -91,8 +91,8 @@ class Progress:
     def joined(cls, parts: Sequence[Progress]) -> Progress:
         """Concatenate the values and sum the totals of a step's parts."""
         arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ("behaviour_n", *_COMPUTED)}
-        counts: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in _COUNTED}
-        return cls(**arrays, **counts, prepared=Prepared.joined([part.prepared for part in parts if part.prepared]))
+        totals: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in _COUNTED}
+        return cls(**arrays, **totals, prepared=Prepared.joined([part.prepared for part in parts if part.prepared]))
 
 
 _COMPUTED = ("logprobs_n", "proximal_n", "entropies_n", "clipped_n", "masses_n", "seen_n")
@@ -108,11 +108,11 @@ def expert_metrics(progress: Progress) -> dict[str, float]:
     to others."""
     if not progress.routers:
         return {}
-    recorded = max(1, progress.experts_recorded)
+    recorded_count = max(1, progress.experts_recorded)
     return {
         "experts_replayed": progress.experts_recorded / progress.routers,
-        "experts_disagree": progress.experts_disagree / recorded,
-        "experts_disagree_replayed": progress.experts_astray / recorded,
+        "experts_disagree": progress.experts_disagree / recorded_count,
+        "experts_disagree_replayed": progress.experts_astray / recorded_count,
     }
 
 
@@ -161,7 +161,7 @@ def token_metrics(
     if not len(logprobs_m):
         logprobs_m = proximal_m = behaviour_m = entropies_m = clipped_m = np.zeros(1)
     log_ratio = logprobs_m - behaviour_m
-    p01, p50, p99, largest = np.exp(np.quantile(log_ratio, (0.01, 0.5, 0.99, 1.0)).clip(max=700.0)).tolist()
+    p01, p50, p99, p100 = np.exp(np.quantile(log_ratio, (0.01, 0.5, 0.99, 1.0)).clip(max=700.0)).tolist()
     log_weight = proximal_m - behaviour_m
     weight = np.exp(log_weight.clip(max=700.0))
     return {
@@ -170,7 +170,7 @@ def token_metrics(
         "ratio_p01": p01,
         "ratio_p50": p50,
         "ratio_p99": p99,
-        "ratio_max": largest,
+        "ratio_max": p100,
         "behaviour_weight_mean": float(weight.mean()),
         "behaviour_weight_max": float(weight.max()),
         "behaviour_weight_truncated": float((weight > (math.inf if cap is None else cap)).mean()),
@@ -184,9 +184,9 @@ def sum_progress(progress: Progress, sum_: Callable[[torch.Tensor], torch.Tensor
     """Sum ``progress`` over the ranks. Every token was computed on one rank and is 0 on all others, so that the sums
     assemble the complete batch."""
     arrays = [getattr(progress, name) for name in _COMPUTED]
-    stacked = sum_(torch.from_numpy(np.stack(arrays)).to(device)).cpu().numpy()
-    for name, row in zip(_COMPUTED, stacked, strict=True):
-        setattr(progress, name, row)
-    counts = torch.tensor([getattr(progress, name) for name in _COUNTED], dtype=torch.float64, device=device)
-    for name, total in zip(_COUNTED, sum_(counts).tolist(), strict=True):
+    summed_rows = sum_(torch.from_numpy(np.stack(arrays)).to(device)).cpu().numpy()
+    for name, summed_row in zip(_COMPUTED, summed_rows, strict=True):
+        setattr(progress, name, summed_row)
+    counted_totals = torch.tensor([getattr(progress, name) for name in _COUNTED], dtype=torch.float64, device=device)
+    for name, total in zip(_COUNTED, sum_(counted_totals).tolist(), strict=True):
         setattr(progress, name, type(getattr(progress, name))(total))

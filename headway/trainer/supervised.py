@@ -58,18 +58,18 @@ class SupervisedService(ModelService):
         self._lengths_s, self._starts_s = lengths_s, np.cumsum(lengths_s) - lengths_s
         count, seed = len(lengths_s), self.experiment.run.seed
         self._held_out = sorted(np.random.default_rng([seed, count]).permutation(count)[:held_out].tolist())
-        trained = np.delete(np.arange(count), self._held_out)
-        self._trained = len(trained)
-        self._order = (int(trained[i]) for i in _endless_permutations(self._trained, seed))
+        trained_indices = np.delete(np.arange(count), self._held_out)
+        self._trained = len(trained_indices)
+        self._order = (int(trained_indices[i]) for i in _endless_permutations(self._trained, seed))
 
     def held_out_loss(self) -> float:
         """The mean cross-entropy over the loss tokens of the held-out sequences, in nats."""
-        arrays, total = self._arrays(self._held_out), 0.0
+        arrays, loss_sum = self._arrays(self._held_out), 0.0
         with torch.no_grad():
-            for chosen in pack((arrays.lengths_s - 1).tolist(), self.experiment.trainer.micro_batch_tokens)[0]:
-                scores = self.learner.logprobs(slice_micro_batch(arrays, chosen), arrays, 1.0)
-                total -= float(scores.logprobs_m.sum())
-        return total / arrays.loss_tokens
+            for sequences in pack((arrays.lengths_s - 1).tolist(), self.experiment.trainer.micro_batch_tokens)[0]:
+                scores = self.learner.logprobs(slice_micro_batch(arrays, sequences), arrays, 1.0)
+                loss_sum -= float(scores.logprobs_m.sum())
+        return loss_sum / arrays.loss_tokens
 
     def steps(self, count: int) -> dict[str, float]:
         """Take ``count`` optimiser steps.
@@ -83,14 +83,14 @@ class SupervisedService(ModelService):
         started = time.perf_counter()
         losses: list[float] = []
         tokens = loss_tokens = 0
-        flops = norm = rate = 0.0
+        flops = grad_norm = rate = 0.0
         for _ in range(count):
             rate = learning_rate(self.version, self.settings, self.settings.total_steps(self._trained))
             arrays = self._arrays([next(self._order) for _ in range(self.settings.batch_sequences)])
             loss, step_flops = self._accumulate(arrays)
             update = self.learner.update(self.learner.optimiser_settings(rate), loss)
             self._count(update)
-            norm = update.grad_norm
+            grad_norm = update.grad_norm
             losses.append(loss)
             tokens += arrays.tokens - arrays.samples
             loss_tokens += arrays.loss_tokens
@@ -101,7 +101,7 @@ class SupervisedService(ModelService):
             "loss": losses[-1] if losses else math.nan,
             "loss_mean": sum(losses) / max(1, len(losses)),
             "learning_rate": rate,
-            "grad_norm": norm,
+            "grad_norm": grad_norm,
             "tokens": tokens,
             "tokens_per_s": tokens / max(seconds, 1e-9),
             "effective_token_share": loss_tokens / max(1, tokens),
@@ -145,17 +145,17 @@ class SupervisedService(ModelService):
 
     def _accumulate(self, arrays: SampleArrays) -> tuple[float, float]:
         """Accumulate gradients of the batch's mean cross-entropy over loss tokens; returns (mean, FLOP spent)."""
-        total = flops = 0.0
+        mean_loss = flops = 0.0
         lengths = (arrays.lengths_s - 1).tolist()
-        for number, chosen in enumerate(pack(lengths, self.experiment.trainer.micro_batch_tokens)[0]):
-            batch = slice_micro_batch(arrays, chosen)
-            self._set_dropout_key(f"{self.experiment.run.seed}/{self.version + self.skipped}/{number}")
+        for micro_batch_index, sequences in enumerate(pack(lengths, self.experiment.trainer.micro_batch_tokens)[0]):
+            batch = slice_micro_batch(arrays, sequences)
+            self._set_dropout_key(f"{self.experiment.run.seed}/{self.version + self.skipped}/{micro_batch_index}")
             loss: Tensor = -self.learner.logprobs(batch, arrays, 1.0).logprobs_m.sum() / arrays.loss_tokens
             self.learner.backward(loss)
-            total += float(loss.detach())
+            mean_loss += float(loss.detach())
             flops += self.learner.training_flops(batch)
         self._set_dropout_key(None)
-        return total, flops
+        return mean_loss, flops
 
     def _set_dropout_key(self, key: str | None) -> None:
         """Set the key of the adapter's dropout, if it has dropout; None: disable dropout."""

@@ -41,13 +41,13 @@ class TokenRecorder:
             self._writer.append(_values(batch, arrays, progress, self._share), batch.step)
         except Exception as error:  # the boundary to the record: its failure must not affect the step
             self._recording = False
-            cause = str(error) if isinstance(error, StorageFailed) else f"{type(error).__name__}: {error}"
-            self._error = f"what is trained is recorded no further: {cause}"
+            reason = str(error) if isinstance(error, StorageFailed) else f"{type(error).__name__}: {error}"
+            self._error = f"what is trained is recorded no further: {reason}"
 
     def take_error(self) -> str:
         """Return the reason why recording ended, once; "": it hasn't ended, or the reason was returned."""
-        error, self._error = self._error, ""
-        return error
+        reason, self._error = self._error, ""
+        return reason
 
     def close(self) -> None:
         if self._writer is not None:

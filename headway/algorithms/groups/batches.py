@@ -30,11 +30,11 @@ def build_batch(step: int, groups: Sequence[FinishedGroup], experiment: Experime
     builds the identical batch.
     """
     rollouts = [rollout for group in groups for rollout in group.valid]
-    masked = experiment.algorithm.overlong == "mask"
+    masks_overlong = experiment.algorithm.overlong == "mask"
     samples: list[Sample] = []
     for rollout, advantages in zip(rollouts, advantages_of_turns(rollouts, experiment), strict=True):
         sample = Sample(
-            rollout=_masked_rollout(rollout) if masked and rollout.truncated else rollout,
+            rollout=_masked_rollout(rollout) if masks_overlong and rollout.truncated else rollout,
             advantage=advantages[0] if len(advantages) == 1 else _mean(advantages, rollout.turn_ends),
             turn_advantages=advantages if len(advantages) > 1 else (),
             weight=1.0 / rollout.copies,

@@ -42,7 +42,8 @@ class GroupFilters:
     def apply(self, finished: FinishedGroup) -> FilteredGroup:
         """Filter a group whose members are verified: mark the members that leave, and decide the group's outcome.
 
-        Pure but for the hooks. A hook that breaks its contract (any but group_meta) fails the group."""
+        Pure but for the hooks. The group fails if a hook breaks its contract, except group_meta, whose fault is only
+        reported in ``problems``."""
         group, problems = finished.group, list[HookFailed]()
         meta: dict[str, float] = {}
         try:
@@ -81,48 +82,48 @@ class GroupFilters:
 
     def _with_outcome(self, group: Group, members: tuple[Rollout, ...]) -> tuple[tuple[Rollout, ...], GroupOutcome]:
         hooks, experiment = self._hooks, self._experiment
-        failed = failed_outcome(members, size=group.size, limits=experiment.queue)
-        if failed is not None:
-            return members, failed
-        if refusal := hooks.group_refusal(group, members):
-            valid = sum(r.valid for r in members)
-            return members, GroupOutcome(ending="filtered", reason=refusal, valid=valid)
+        early_outcome = failed_outcome(members, size=group.size, limits=experiment.queue)
+        if early_outcome is not None:
+            return members, early_outcome
+        if refusal_reason := hooks.group_refusal(group, members):
+            valid_count = sum(r.valid for r in members)
+            return members, GroupOutcome(ending="filtered", reason=refusal_reason, valid=valid_count)
         if not hooks.default("filter_item"):
             members = tuple(self._filtered_by_hook(group, r) if r.valid else r for r in members)
         discount = experiment.algorithm.turn_discount
-        signal = [c for r in members if r.valid for c in credits_of(r, _reward(r), discount)]
-        outcome = group_outcome(members, size=group.size, limits=experiment.queue, signal=signal)
+        member_credits = [credit for r in members if r.valid for credit in credits_of(r, _reward(r), discount)]
+        outcome = group_outcome(members, size=group.size, limits=experiment.queue, signal=member_credits)
         if outcome.ending is not None:
             return members, outcome
         members = self._normalized(group, members)
         if experiment.queue.min_advantage:
-            valid = [r for r in members if r.valid]
-            advantages = [a for turns in advantages_of_turns(valid, experiment) for a in turns]
+            valid_members = [r for r in members if r.valid]
+            advantages = [advantage for turns in advantages_of_turns(valid_members, experiment) for advantage in turns]
             outcome = advantage_outcome(outcome, advantages, experiment.queue.min_advantage)
         return (members if outcome.ending is not None else self._padded(group, members)), outcome
 
     def _filtered_by_hook(self, group: Group, rollout: Rollout) -> Rollout:
-        refusal = self._hooks.item_refusal(group, rollout)
-        return _filtered(rollout, refusal) if refusal else rollout
+        refusal_reason = self._hooks.item_refusal(group, rollout)
+        return _filtered(rollout, refusal_reason) if refusal_reason else rollout
 
     def _normalized(self, group: Group, members: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
         """Store the rewards that advantages are computed from: shaped by hooks, plus `length_cost`, normalised."""
         hooks, experiment = self._hooks, self._experiment
         if hooks.default("reward") and hooks.default("normalize_group"):
             return members  # `build_batch` applies the length cost itself
-        valid = [r for r in members if r.valid]
-        rewards = [_reward(r) + length_cost(r, experiment) for r in valid]
+        valid_members = [r for r in members if r.valid]
+        rewards = [_reward(r) + length_cost(r, experiment) for r in valid_members]
         if not hooks.default("normalize_group"):
-            rewards = hooks.normalized(group, valid, rewards)
-        by_member = dict(zip((r.member for r in valid), rewards, strict=True))
+            rewards = hooks.normalized(group, valid_members, rewards)
+        by_member = dict(zip((r.member for r in valid_members), rewards, strict=True))
         return tuple(msgspec.structs.replace(r, trained_reward=by_member[r.member]) if r.valid else r for r in members)
 
     def _padded(self, group: Group, members: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
         hooks = self._hooks
         if hooks.default("pad_group"):
             return members
-        copies = hooks.copies(group, [r for r in members if r.valid])
-        return tuple(msgspec.structs.replace(r, copies=copies[r.member]) if r.valid else r for r in members)
+        copies_by_member = hooks.copies(group, [r for r in members if r.valid])
+        return tuple(msgspec.structs.replace(r, copies=copies_by_member[r.member]) if r.valid else r for r in members)
 
 
 def _filtered(rollout: Rollout, reason: str) -> Rollout:

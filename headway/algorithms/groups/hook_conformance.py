@@ -49,7 +49,7 @@ def synthetic_group(task: Task, members: Sequence[float | Removal], index: int =
 
 
 def _member(index: int, member: int, outcome: float | Removal) -> Rollout:
-    plain = Rollout(
+    plain_rollout = Rollout(
         group=index,
         member=member,
         prompt_ids=TokenIds((7,)),
@@ -59,64 +59,64 @@ def _member(index: int, member: int, outcome: float | Removal) -> Rollout:
         versions=(VersionSpan(version=0, tokens=_TOKENS),),
     )
     if not isinstance(outcome, str):
-        return msgspec.structs.replace(plain, reward=outcome, solved=outcome >= 1)
+        return msgspec.structs.replace(plain_rollout, reward=outcome, solved=outcome >= 1)
     if outcome == "failed":
         failure = Failure(boundary="reward", cause="made up", infrastructure=True)
-        return msgspec.structs.replace(plain, failure=failure)
-    ending = "discarded" if outcome == "discarded" else "filtered"
-    return msgspec.structs.replace(plain, removal=ending, removal_reason="made up")
+        return msgspec.structs.replace(plain_rollout, failure=failure)
+    removal = "discarded" if outcome == "discarded" else "filtered"
+    return msgspec.structs.replace(plain_rollout, removal=removal, removal_reason="made up")
 
 
 def hook_violations(hooks: GroupHooks, task: Task) -> Iterator[str]:
     """Yield contract violations of ``hooks``: for each hook at most one, of its first case."""
-    for short in ARGUMENTS:
-        hook: Hook = getattr(hooks, short)
-        for name, members in CASES.items():
+    for short_name in ARGUMENTS:
+        hook: Hook = getattr(hooks, short_name)
+        for case_name, members in CASES.items():
             finished = synthetic_group(task, members)
-            if violation := _violation(hook, finished, lambda group, short=short: _calls(hooks, short, group)):
-                yield f"{violation} (case: {name})"
+            if violation := _violation(hook, finished, lambda group, short=short_name: _calls(hooks, short, group)):
+                yield f"{violation} (case: {case_name})"
                 break
 
 
 def advantage_violations(hook: Hook) -> Iterator[str]:
     """Yield the first contract violation of a rule for group advantages, if there is one."""
-    for name, members in CASES.items():
+    for case_name, members in CASES.items():
         rewards = [reward for reward in members if not isinstance(reward, str)]
         if not rewards:
             continue
         if violation := _violation(hook, rewards, lambda values: advantages_of(hook, np.array(values)).tolist()):
-            yield f"{violation} (case: {name})"
+            yield f"{violation} (case: {case_name})"
             return
 
 
 def _calls(hooks: GroupHooks, short: str, finished: FinishedGroup) -> object:
     """Make every call of one hook that a run would make for this group; return the results."""
-    group, everyone, valid = finished.group, finished.rollouts, finished.valid
+    group, all_members, valid_members = finished.group, finished.rollouts, finished.valid
     if short == "reward":
-        return [hooks.reward_of(group, rollout, "a response") for rollout in valid]
+        return [hooks.reward_of(group, rollout, "a response") for rollout in valid_members]
     if short == "group_meta":
-        return hooks.meta_of(group, everyone)
+        return hooks.meta_of(group, all_members)
     if short == "is_valid_group":
-        return hooks.group_refusal(group, everyone)
+        return hooks.group_refusal(group, all_members)
     if short == "filter_item":
-        return [hooks.item_refusal(group, rollout) for rollout in valid]
-    if not valid:
+        return [hooks.item_refusal(group, rollout) for rollout in valid_members]
+    if not valid_members:
         return None
     if short == "normalize_group":
-        return hooks.normalized(group, valid, [rollout.reward for rollout in valid])
-    return hooks.copies(group, valid)
+        return hooks.normalized(group, valid_members, [rollout.reward for rollout in valid_members])
+    return hooks.copies(group, valid_members)
 
 
 def _violation(hook: Hook, argument: _Argument, calls: Callable[[_Argument], object]) -> str:
     """Return the contract violation of ``hook`` when ``calls`` passes it ``argument``, or ""."""
-    original = copy.deepcopy(argument)
+    original_argument = copy.deepcopy(argument)
     try:
-        once, again = calls(argument), calls(argument)
+        first, second = calls(argument), calls(argument)
     except HookFailed as error:
         return str(error)
-    if once != again:
-        replay = "a replay would train on something else"
-        return str(hook.failed(f"returned {quoted(once)}, then {quoted(again)} of the same arguments: {replay}"))
-    if argument != original:
+    if first != second:
+        reason = "a replay would train on something else"
+        return str(hook.failed(f"returned {quoted(first)}, then {quoted(second)} of the same arguments: {reason}"))
+    if argument != original_argument:
         return str(hook.failed("changed its arguments: return new objects"))
     return ""

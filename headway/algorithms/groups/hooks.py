@@ -54,10 +54,10 @@ def verifier_reward(group: Group, rollout: Rollout, response: str) -> float:
 def reward_statistics(group: Group, rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Share of valid members, and minimum, mean and maximum of their rewards; only the share if none is valid."""
     rewards = [r.reward for r in rollouts if r.valid]
-    share = {"valid_share": len(rewards) / len(rollouts) if rollouts else 0.0}
+    share_statistics = {"valid_share": len(rewards) / len(rollouts) if rollouts else 0.0}
     if not rewards:
-        return share
-    return share | {
+        return share_statistics
+    return share_statistics | {
         "reward_min": min(rewards),
         "reward_mean": math.fsum(rewards) / len(rewards),
         "reward_max": max(rewards),
@@ -122,26 +122,26 @@ class GroupHooks:
 
     def reward_of(self, group: Group, rollout: Rollout, response: str) -> float:
         """Return the reward to train on instead of ``rollout.reward``, a finite number."""
-        result = self.reward(group, rollout, response)
-        number = finite_number(result)
-        if number is None:
-            who = f"for rollout {rollout.rollout_id}"
-            raise self.reward.failed(f"returned {quoted(result)} {who}: a finite number is needed")
-        return number
+        returned = self.reward(group, rollout, response)
+        reward = finite_number(returned)
+        if reward is None:
+            rollout_text = f"for rollout {rollout.rollout_id}"
+            raise self.reward.failed(f"returned {quoted(returned)} {rollout_text}: a finite number is needed")
+        return reward
 
     def meta_of(self, group: Group, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return statistics of a group by name. ``rollouts``: all its members."""
-        result = self.group_meta(group, tuple(rollouts))
-        if not isinstance(result, Mapping):
-            raise self.group_meta.failed(f"returned {quoted(result)}: a dictionary of numbers is needed")
-        numbers: dict[str, float] = {}
-        for name, value in cast("Mapping[object, object]", result).items():
+        returned = self.group_meta(group, tuple(rollouts))
+        if not isinstance(returned, Mapping):
+            raise self.group_meta.failed(f"returned {quoted(returned)}: a dictionary of numbers is needed")
+        number_by_name: dict[str, float] = {}
+        for name, value in cast("Mapping[object, object]", returned).items():
             number = finite_number(value)
             if not isinstance(name, str) or number is None:
-                expected = "names are text, values finite numbers"
-                raise self.group_meta.failed(f"returned {quoted(name)}: {quoted(value)} in its dictionary: {expected}")
-            numbers[name] = number
-        return numbers
+                rule = "names are text, values finite numbers"
+                raise self.group_meta.failed(f"returned {quoted(name)}: {quoted(value)} in its dictionary: {rule}")
+            number_by_name[name] = number
+        return number_by_name
 
     def group_refusal(self, group: Group, rollouts: Sequence[Rollout]) -> str:
         """Return the reason why a group may not be trained, or "" when it may. ``rollouts``: all its members."""
@@ -154,27 +154,27 @@ class GroupHooks:
     def normalized(self, group: Group, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> list[float]:
         """Return the rewards to compute advantages from, one for each of ``rollouts``, the valid members."""
         rewards_g = np.array(rewards, dtype=np.float64)
-        result = self.normalize_group(group, tuple(rollouts), rewards_g.copy())
-        return finite_numbers(self.normalize_group, result, rewards_g).tolist()
+        returned = self.normalize_group(group, tuple(rollouts), rewards_g.copy())
+        return finite_numbers(self.normalize_group, returned, rewards_g).tolist()
 
     def copies(self, group: Group, rollouts: Sequence[Rollout]) -> dict[int, int]:
         """Return the copies of each valid member in the batch, by member: 1, and 1 more for each slot it pads.
 
         Sample weights are divided by this, so that the loss of a member counts once."""
-        hook, members = self.pad_group, [rollout.member for rollout in rollouts]
-        result = hook(group, tuple(rollouts))
-        copies = dict.fromkeys(members, 1)
-        if not isinstance(result, Sequence) or isinstance(result, str):
-            raise hook.failed(f"returned {quoted(result)}: a list of members is needed")
-        padded = cast("Sequence[object]", result)
-        capacity = group.size - len(members)
-        if len(padded) > capacity:
-            raise hook.failed(f"returned {len(padded)} members to fill {capacity} slots of a group of {group.size}")
-        for member in padded:
-            if isinstance(member, bool) or not isinstance(member, Integral) or int(member) not in copies:
-                raise hook.failed(f"returned member {quoted(member)}: valid: {members}")
-            copies[int(member)] += 1
-        return copies
+        hook, member_numbers = self.pad_group, [rollout.member for rollout in rollouts]
+        returned = hook(group, tuple(rollouts))
+        copies_by_member = dict.fromkeys(member_numbers, 1)
+        if not isinstance(returned, Sequence) or isinstance(returned, str):
+            raise hook.failed(f"returned {quoted(returned)}: a list of members is needed")
+        padding = cast("Sequence[object]", returned)
+        free_slots = group.size - len(member_numbers)
+        if len(padding) > free_slots:
+            raise hook.failed(f"returned {len(padding)} members to fill {free_slots} slots of a group of {group.size}")
+        for member in padding:
+            if isinstance(member, bool) or not isinstance(member, Integral) or int(member) not in copies_by_member:
+                raise hook.failed(f"returned member {quoted(member)}: valid: {member_numbers}")
+            copies_by_member[int(member)] += 1
+        return copies_by_member
 
 
 def resolve_hooks(hooks: HooksConfig) -> GroupHooks:
@@ -188,13 +188,13 @@ def resolve_hook(short: str, name: str) -> Hook:
 
 
 def _refusal(hook: Hook, result: object) -> str:
-    keep: object = result
-    why: object = ""
+    keeps: object = result
+    reason: object = ""
     if isinstance(result, tuple):
-        parts = cast("tuple[object, ...]", result)
-        keep, why = parts if len(parts) == 2 else (None, "")
-    if not isinstance(keep, (bool, np.bool_)) or not isinstance(why, str):
+        pair = cast("tuple[object, ...]", result)
+        keeps, reason = pair if len(pair) == 2 else (None, "")
+    if not isinstance(keeps, (bool, np.bool_)) or not isinstance(reason, str):
         raise hook.failed(f"returned {quoted(cast('object', result))}: valid: True, False or (True or False, reason)")
-    if keep:
+    if keeps:
         return ""
-    return "user:" + (" ".join(why.split())[:LONGEST_REASON] or hook.key.removeprefix("hooks."))
+    return "user:" + (" ".join(reason.split())[:LONGEST_REASON] or hook.key.removeprefix("hooks."))

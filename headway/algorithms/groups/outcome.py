@@ -54,15 +54,15 @@ def failed_outcome(rollouts: Sequence[Rollout], *, size: int, limits: QueueConfi
     Example, size 4: ratio 0.5 tolerates two failures, not three; with one member stopped at the timeout and
     min_timeout_group_ratio 0.7 the other three must be sound.
     """
-    timed_out = any(r.removal_reason == GROUP_TIMEOUT for r in rollouts)
-    ratio = limits.min_timeout_group_ratio if timed_out else limits.min_valid_group_ratio
-    sound = sum(r.failure is None and r.removal not in ("pruned", "discarded") for r in rollouts)
-    if not _too_few(sound, size, ratio):
+    has_timed_out = any(r.removal_reason == GROUP_TIMEOUT for r in rollouts)
+    min_ratio = limits.min_timeout_group_ratio if has_timed_out else limits.min_valid_group_ratio
+    sound_count = sum(r.failure is None and r.removal not in ("pruned", "discarded") for r in rollouts)
+    if not _too_few(sound_count, size, min_ratio):
         return None
-    pruned = sum(r.removal == "pruned" for r in rollouts)
+    pruned_count = sum(r.removal == "pruned" for r in rollouts)
     return GroupOutcome(
-        ending="failed" if _too_few(sound + pruned, size, ratio) else "pruned",
-        reason=GROUP_TIMEOUT if timed_out else "too_few_valid",
+        ending="failed" if _too_few(sound_count + pruned_count, size, min_ratio) else "pruned",
+        reason=GROUP_TIMEOUT if has_timed_out else "too_few_valid",
         valid=sum(r.valid for r in rollouts),
     )
 
@@ -81,18 +81,18 @@ def group_outcome(
     """
     if len(rollouts) != size:
         raise ValueError(f"{len(rollouts)} finished members of a group of {size}")
-    failed = failed_outcome(rollouts, size=size, limits=limits)
-    if failed is not None:
-        return failed
-    valid = sum(r.valid for r in rollouts)
-    if _too_few(valid, size, limits.min_valid_item_ratio):
-        return GroupOutcome(ending="filtered", reason="too_few_kept", valid=valid)
+    early_outcome = failed_outcome(rollouts, size=size, limits=limits)
+    if early_outcome is not None:
+        return early_outcome
+    valid_count = sum(r.valid for r in rollouts)
+    if _too_few(valid_count, size, limits.min_valid_item_ratio):
+        return GroupOutcome(ending="filtered", reason="too_few_kept", valid=valid_count)
     if signal is None:
         signal = [r.reward for r in rollouts if r.valid]
-    flat = size > 1 and is_zero_variance(signal)
-    if flat and limits.filter_zero_variance:
-        return GroupOutcome(ending="filtered", reason="zero_variance", valid=valid, zero_variance=True)
-    return GroupOutcome(ending=None, valid=valid, zero_variance=flat)
+    is_flat = size > 1 and is_zero_variance(signal)
+    if is_flat and limits.filter_zero_variance:
+        return GroupOutcome(ending="filtered", reason="zero_variance", valid=valid_count, zero_variance=True)
+    return GroupOutcome(ending=None, valid=valid_count, zero_variance=is_flat)
 
 
 def advantage_outcome(outcome: GroupOutcome, advantages: Sequence[float], min_advantage: float) -> GroupOutcome:

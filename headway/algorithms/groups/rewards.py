@@ -17,8 +17,8 @@ def overlong_penalty(tokens: int, limit: int, buffer: int) -> float:
 
     Example, limit 100 and buffer 20: 80 tokens cost 0, 90 cost -0.5, 100 cost -1.
     """
-    over = tokens - (limit - buffer)
-    return -min(1.0, over / buffer) if over > 0 else 0.0
+    excess_tokens = tokens - (limit - buffer)
+    return -min(1.0, excess_tokens / buffer) if excess_tokens > 0 else 0.0
 
 
 def reward_to_go(penalties_m: NDArray[np.float64], sequence_m: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -54,5 +54,5 @@ def credits_of(rollout: Rollout, reward: float, discount: float | None) -> list[
     """
     if discount is None or not rollout.turn_rewards:
         return [reward]
-    *earlier, last = rollout.turn_rewards
-    return returns_to_go([*earlier, last + reward - rollout.reward], discount)
+    *earlier_rewards, last_reward = rollout.turn_rewards
+    return returns_to_go([*earlier_rewards, last_reward + reward - rollout.reward], discount)

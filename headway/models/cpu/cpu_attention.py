@@ -30,19 +30,19 @@ class CpuAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, sizes: Sizes, plan: AttentionPlan) -> Tensor:
         heads, _, head_dim = sizes
-        wide = _widened(qkv)
+        wide_qkv = _widened(qkv)
         if len(plan.buckets) == 1 and plan.buckets[0].first == 0:  # the rows are in packed order already
-            out_bhle, lse_bhl = _flash(*_split_heads(plan.buckets[0].take(wide), sizes), 0.0, True)
+            out_bhle, lse_bhl = _flash(*_split_heads(plan.buckets[0].take(wide_qkv), sizes), 0.0, True)
             out, lse = (x.transpose(1, 2).reshape(plan.tokens, -1) for x in (out_bhle, lse_bhl))
         else:
-            out = wide.new_empty(plan.tokens, heads * head_dim)
-            lse = wide.new_empty(plan.tokens, heads)
+            out = wide_qkv.new_empty(plan.tokens, heads * head_dim)
+            lse = wide_qkv.new_empty(plan.tokens, heads)
             for bucket in plan.buckets:
-                out_bhle, lse_bhl = _flash(*_split_heads(bucket.take(wide), sizes), 0.0, True)
+                out_bhle, lse_bhl = _flash(*_split_heads(bucket.take(wide_qkv), sizes), 0.0, True)
                 bucket.put(out, out_bhle.transpose(1, 2))
                 bucket.put(lse, lse_bhl.transpose(1, 2))
         if plan.shared:
-            _merge_prefixes(wide, out, lse, sizes, plan)
+            _merge_prefixes(wide_qkv, out, lse, sizes, plan)
         out = out.to(qkv.dtype)
         ctx.save_for_backward(qkv, out, lse)
         ctx.sizes, ctx.plan = sizes, plan
@@ -50,27 +50,27 @@ class CpuAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        saved, out, lse = ctx.saved_tensors
+        saved_qkv, out, lse = ctx.saved_tensors
         sizes, plan = ctx.sizes, ctx.plan
-        qkv, out, grad = _widened(saved), _widened(out), _widened(grads[0])
+        qkv, out, grad = _widened(saved_qkv), _widened(out), _widened(grads[0])
         grad_qkv = torch.empty_like(qkv)
         for bucket in plan.buckets:
             grad_heads, out_heads = (_heads(block, sizes[2]) for block in (bucket.take_zeroed(grad), bucket.take(out)))
             q, k, v = _split_heads(bucket.take(qkv), sizes)
-            parts = _flash_backward(grad_heads, q, k, v, out_heads, bucket.take(lse).transpose(1, 2), 0.0, True)
-            for rows, part in zip(_columns(grad_qkv, sizes), parts, strict=True):
-                bucket.put(rows, part.transpose(1, 2))
+            qkv_grads = _flash_backward(grad_heads, q, k, v, out_heads, bucket.take(lse).transpose(1, 2), 0.0, True)
+            for rows, part_grad in zip(_columns(grad_qkv, sizes), qkv_grads, strict=True):
+                bucket.put(rows, part_grad.transpose(1, 2))
         for prefix in plan.shared:
             q, k, v = _query_and_prefix(qkv, prefix, sizes)
             grad_heads, out_heads = (_heads(rows[None, prefix.queries], sizes[2]) for rows in (grad, out))
             lse_heads = lse[None, prefix.queries].transpose(1, 2)
-            parts = _flash_backward(grad_heads, q, k, v, out_heads, lse_heads, 0.0, False)
+            qkv_grads = _flash_backward(grad_heads, q, k, v, out_heads, lse_heads, 0.0, False)
             all_spans = ((prefix.queries,), prefix.keys, prefix.keys)
-            for rows, spans, part in zip(_columns(grad_qkv, sizes), all_spans, parts, strict=True):
-                values = part[0].transpose(0, 1).flatten(1).split([span.stop - span.start for span in spans])
-                for span, added in zip(spans, values, strict=True):
-                    rows[span] += added
-        return grad_qkv.to(saved.dtype), None, None
+            for rows, spans, part_grad in zip(_columns(grad_qkv, sizes), all_spans, qkv_grads, strict=True):
+                span_grads = part_grad[0].transpose(0, 1).flatten(1).split([span.stop - span.start for span in spans])
+                for span, span_grad in zip(spans, span_grads, strict=True):
+                    rows[span] += span_grad
+        return grad_qkv.to(saved_qkv.dtype), None, None
 
 
 def _merge_prefixes(qkv: Tensor, out: Tensor, lse: Tensor, sizes: Sizes, plan: AttentionPlan) -> None:

@@ -105,9 +105,9 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._functions: dict[str, Callable[..., None]] = {}
-        for name, types in (_SIGNATURES | (_FLOAT32_SIGNATURES if dtype == torch.float32 else {})).items():
+        for name, argument_types in (_SIGNATURES | (_FLOAT32_SIGNATURES if dtype == torch.float32 else {})).items():
             pointer = library.function(f"{name}_{_DTYPES[dtype]}".encode())
-            self._functions[name] = ctypes.CFUNCTYPE(None, *types)(pointer)
+            self._functions[name] = ctypes.CFUNCTYPE(None, *argument_types)(pointer)
         self.panel_columns = int(library.panel_columns())
         self._panels: dict[int, tuple[Tensor, Tensor]] = {}  # id of a weight -> the weight and its panels
         # id of a weight -> panels of its next value, rows in them, the value's address
@@ -121,35 +121,35 @@ class Kernels:
         No-op for bfloat16, whose products are torch's."""
         if self.dtype != torch.float32:
             return
-        previous, self._panels = self._panels, {}
-        ready, self._staged = self._staged if staged else {}, {}
+        old_panels, self._panels = self._panels, {}
+        staged_by_id, self._staged = self._staged if staged else {}, {}
         spare, self._spare = self._spare, {}
         for weight in weights:
-            key = id(weight)
-            known, panels = previous.get(key, (None, None))
-            panels = panels if known is weight else None
-            next_panels, *staged_as = ready.get(key, (None,))
+            weight_id = id(weight)
+            packed_weight, panels = old_panels.get(weight_id, (None, None))
+            panels = panels if packed_weight is weight else None
+            next_panels, *staged_as = staged_by_id.get(weight_id, (None,))
             if next_panels is not None and panels is not None and staged_as == [len(weight), weight.data_ptr()]:
-                self._panels[key], self._spare[key] = (weight, next_panels), panels
+                self._panels[weight_id], self._spare[weight_id] = (weight, next_panels), panels
             else:
-                self._panels[key] = weight, self.packed(weight, panels)
-                if key in spare:
-                    self._spare[key] = spare[key]
+                self._panels[weight_id] = weight, self.packed(weight, panels)
+                if weight_id in spare:
+                    self._spare[weight_id] = spare[weight_id]
 
     def stage(self, weight: Tensor, content: Tensor, rows: int) -> None:
         """Pack the first ``rows`` of the next value of a matrix that the last `pack` included, into other memory; more
         rows at each call, in another thread if need be. No-op for one that it didn't include, and for another dtype."""
         if not self.packs(weight) or content.dtype != weight.dtype:
             return
-        key, (whole, depth) = id(weight), weight.shape
-        panels, done, _ = self._staged.get(key) or (self._spare.pop(key, None), 0, 0)
-        panels = torch.empty_like(self._panels[key][1]) if panels is None else panels
-        first = 0 if rows <= done else done  # a fetch begins again
-        last = rows if rows == whole else rows // self.panel_columns * self.panel_columns
-        if last > first:
-            begin = first * depth * weight.element_size()  # in both: panels are whole
-            self._functions["pack"](content.data_ptr() + begin, panels.data_ptr() + begin, last - first, depth)
-        self._staged[key] = panels, last, content.data_ptr()
+        weight_id, (row_count, depth) = id(weight), weight.shape
+        panels, done_rows, _ = self._staged.get(weight_id) or (self._spare.pop(weight_id, None), 0, 0)
+        panels = torch.empty_like(self._panels[weight_id][1]) if panels is None else panels
+        first_row = 0 if rows <= done_rows else done_rows  # a fetch begins again
+        last_row = rows if rows == row_count else rows // self.panel_columns * self.panel_columns
+        if last_row > first_row:
+            begin = first_row * depth * weight.element_size()  # in both: panels are whole
+            self._functions["pack"](content.data_ptr() + begin, panels.data_ptr() + begin, last_row - first_row, depth)
+        self._staged[weight_id] = panels, last_row, content.data_ptr()
 
     def packed(self, weight: Tensor, panels: Tensor | None = None) -> Tensor:
         """The panels of a float32 matrix [columns, depth], written into ``panels`` if given."""
@@ -192,8 +192,8 @@ class Kernels:
         """Pass the residual stream [n, d] through all ``layers`` in place and store keys and values. Row i is at
         position[i] of slot[i] (of slot i if ``slot_n`` is None). cos and sin: float32 [n, 1, c / 2]. ``groups``: the
         rows with adapters; ``most_rank``: the largest rank of their products."""
-        array, sizes_at = (RowGroup * len(groups))(*groups), ctypes.addressof(sizes)
-        tensors, groups_at = (cos, sin, slot_n, position_n), ctypes.addressof(array)
+        group_array, sizes_at = (RowGroup * len(groups))(*groups), ctypes.addressof(sizes)
+        tensors, groups_at = (cos, sin, slot_n, position_n), ctypes.addressof(group_array)
         layers_at = (ctypes.addressof(layers), len(layers))
         self._functions["decode"](x_nd, *layers_at, *tensors, len(x_nd), sizes_at, groups_at, len(groups), most_rank)
 
@@ -306,13 +306,13 @@ class Kernels:
     ) -> tuple[Tensor, Tensor]:
         """`sampling.sample_tokens` for the rows of a `sampling.KeptRows`, written to ``out`` [2, n]. Returns sizes and
         ids as in `sampling.Sampled`."""
-        which, greedy, top_p, top_k, caps, masks = kept
-        assert which is not None
+        row_m, greedy, top_p, top_k, caps, masks = kept
+        assert row_m is not None
         assert caps is not None
-        (n, v), m = logits_nv.shape, len(which)
+        (n, v), m = logits_nv.shape, len(row_m)
         ids, sizes = torch.empty(min(int(caps.max()), v) * m, dtype=torch.int32), torch.empty(m, dtype=torch.int64)
         tensors = (masks, greedy, top_p, top_k, caps, ids, sizes)
-        self._functions["sample_kept"](logits_nv.contiguous(), temperature_n, uniform_n, out, n, v, which, m, *tensors)
+        self._functions["sample_kept"](logits_nv.contiguous(), temperature_n, uniform_n, out, n, v, row_m, m, *tensors)
         return sizes, ids
 
 
@@ -331,22 +331,22 @@ _active = _Active()
 def active(x: Tensor, weight: Tensor | None = None) -> Kernels | None:
     """The kernels for computing ``x`` [n, d] inside `using`; None: plain torch is used, also for inputs that they don't
     take (other dtypes or shapes, non-contiguous tensors)."""
-    fast = _active.kernels
-    if fast is None or x.dtype != fast.dtype or x.ndim != 2 or not x.is_contiguous():
+    kernels = _active.kernels
+    if kernels is None or x.dtype != kernels.dtype or x.ndim != 2 or not x.is_contiguous():
         return None
-    if weight is not None and (weight.dtype != fast.dtype or not weight.is_contiguous()):
+    if weight is not None and (weight.dtype != kernels.dtype or not weight.is_contiguous()):
         return None
-    return fast
+    return kernels
 
 
 @contextmanager
 def using(kernels: Kernels | None) -> Iterator[None]:
     """Make `kernels.py` compute with ``kernels`` (None: plain torch) in this thread, inside the ``with`` block."""
-    previous, _active.kernels = _active.kernels, kernels
+    previous_kernels, _active.kernels = _active.kernels, kernels
     try:
         yield
     finally:
-        _active.kernels = previous
+        _active.kernels = previous_kernels
 
 
 def attention_fits(group: int, head_dim: int) -> bool:
@@ -357,14 +357,14 @@ def attention_fits(group: int, head_dim: int) -> bool:
 def kernels_for(dtype: torch.dtype, device: torch.device) -> Kernels | None:
     """The kernels for a model of ``dtype`` on ``device``; None on a GPU, on several cores (the kernels use one), for
     other dtypes, or without a C++ compiler (``CXX``, else g++, c++ or clang++)."""
-    library = _library_for(dtype, device)
-    return None if isinstance(library, str) else Kernels(library, dtype)
+    library_or_reason = _library_for(dtype, device)
+    return None if isinstance(library_or_reason, str) else Kernels(library_or_reason, dtype)
 
 
 def missing_reason(dtype: torch.dtype, device: torch.device) -> str:
     """The reason why `kernels_for` returns None for a CPU; "": it returns kernels, or the device is a GPU."""
-    library = _library_for(dtype, device)
-    return library if isinstance(library, str) and device.type == "cpu" else ""
+    library_or_reason = _library_for(dtype, device)
+    return library_or_reason if isinstance(library_or_reason, str) and device.type == "cpu" else ""
 
 
 def _library_for(dtype: torch.dtype, device: torch.device) -> ctypes.CDLL | str:
@@ -373,8 +373,8 @@ def _library_for(dtype: torch.dtype, device: torch.device) -> ctypes.CDLL | str:
         return f"they are for CPUs, not for {device}"
     if dtype not in _DTYPES:
         return f"they are for {' and '.join(_DTYPES.values())}, not for {dtype}"
-    if (threads := torch.get_num_threads()) != 1:
-        return f"they use one core, but torch has {threads} threads here"
+    if (thread_count := torch.get_num_threads()) != 1:
+        return f"they use one core, but torch has {thread_count} threads here"
     return _library()
 
 
@@ -383,42 +383,42 @@ def _library() -> ctypes.CDLL | str:
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++", "clang++")), None)
     if compiler is None:
         return "no C++ compiler (CXX is not set; no g++, c++ or clang++)"
-    parts = (*(source.read_text() for source in _SOURCES), compiler, *FLAGS, _processor())
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    name = f"native-{key}.so"
-    refused: list[str] = []
+    digest_parts = (*(source.read_text() for source in _SOURCES), compiler, *FLAGS, _processor())
+    digest = hashlib.sha256("\0".join(digest_parts).encode()).hexdigest()[:16]
+    file_name = f"native-{digest}.so"
+    refusals: list[str] = []
     for folder in _folders():
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if folder.stat().st_uid != os.getuid():  # another user could put a library there
-                refused.append(f"{folder} belongs to another user")
+                refusals.append(f"{folder} belongs to another user")
                 continue
-            if not (folder / name).exists():
-                _build(compiler, folder / name)
-            library = ctypes.CDLL(str(folder / name))
+            if not (folder / file_name).exists():
+                _build(compiler, folder / file_name)
+            library = ctypes.CDLL(str(folder / file_name))
             library.function.argtypes, library.function.restype = (ctypes.c_char_p,), _POINTER
             return library
         except OSError as error:  # read-only, full, or mounted noexec: try the next folder
-            refused.append(str(error))
+            refusals.append(str(error))
         except subprocess.CalledProcessError as error:  # a compiler that fails: treated like a missing one
             lines = error.stderr.decode(errors="replace").split("\n")
-            message = next((line.strip() for line in reversed(lines) if line.strip()), "it printed no error")
-            return f"the compiler {compiler!r} ended with {error.returncode}: {message}"
+            compiler_error = next((line.strip() for line in reversed(lines) if line.strip()), "it printed no error")
+            return f"the compiler {compiler!r} ended with {error.returncode}: {compiler_error}"
         except subprocess.TimeoutExpired as error:
             return f"the compiler {compiler!r} took more than {error.timeout:.0f} s"
-    return "; ".join(dict.fromkeys(refused))  # without duplicates: a missing compiler fails once per folder
+    return "; ".join(dict.fromkeys(refusals))  # without duplicates: a missing compiler fails once per folder
 
 
 def _build(compiler: str, target: Path) -> None:
     """Compile beside ``target`` and rename, so that replicas that start together each find a complete library."""
-    handle, scratch = tempfile.mkstemp(dir=target.parent, suffix=".so")
-    os.close(handle)
+    scratch_fd, scratch_path = tempfile.mkstemp(dir=target.parent, suffix=".so")
+    os.close(scratch_fd)
     try:
-        command = [*compiler.split(), *FLAGS, "-o", scratch, str(SOURCE)]
+        command = [*compiler.split(), *FLAGS, "-o", scratch_path, str(SOURCE)]
         subprocess.run(command, check=True, capture_output=True, timeout=300)
-        os.replace(scratch, target)
+        os.replace(scratch_path, target)
     finally:
-        Path(scratch).unlink(missing_ok=True)
+        Path(scratch_path).unlink(missing_ok=True)
 
 
 def _folders() -> tuple[Path, ...]:

@@ -57,8 +57,8 @@ class HfAdapter:
     def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of ``tensors``, the matrices of a revision, for `computing`. Raises ConfigurationError if names or
         shapes differ from the adapter's."""
-        mine = checked(self.parameters, tensors)
-        return {name: tensors[name].to(param.device, param.dtype, copy=True) for name, param in mine.items()}
+        parameters = checked(self.parameters, tensors)
+        return {name: tensors[name].to(param.device, param.dtype, copy=True) for name, param in parameters.items()}
 
     @contextmanager
     def computing(self, weights: Mapping[str, Tensor] | None) -> Iterator[None]:
@@ -80,16 +80,16 @@ class HfAdapter:
         """Overwrite the matrices with those of an adapter in folder ``path``. Raises ConfigurationError, before any
         change, for an adapter with another base, other scales or other targets."""
         stored_metadata(Path(path), self._folder)
-        mine = self._peft.peft_config["default"]
+        present = self._peft.peft_config["default"]
         with _peft_errors(str(path)):
-            its = LoraConfig.from_pretrained(str(path))
+            stored = LoraConfig.from_pretrained(str(path))
             tensors = load_file(Path(path) / WEIGHTS_FILE)
-        if other := [key for key in _SCALING if getattr(its, key) != getattr(mine, key)]:
+        if keys := [key for key in _SCALING if getattr(stored, key) != getattr(present, key)]:
             raise ConfigurationError(
-                f"{path}: {other[0]} = {getattr(its, other[0])}, the run's {getattr(mine, other[0])}"
+                f"{path}: {keys[0]} = {getattr(stored, keys[0])}, the run's {getattr(present, keys[0])}"
             )
-        if different := sorted(tensors.keys() ^ self._peft_tensors().keys()):
-            raise ConfigurationError(f"{path}: the adapter's weights differ in names: {', '.join(different[:4])}")
+        if different_names := sorted(tensors.keys() ^ self._peft_tensors().keys()):
+            raise ConfigurationError(f"{path}: the adapter's weights differ in names: {', '.join(different_names[:4])}")
         with _peft_errors(str(path)):
             set_peft_model_state_dict(self._peft, tensors)
 
@@ -144,18 +144,18 @@ class _BaseOnly(PackedModel):
 
 
 def _lora_config(settings: AdapterConfig, module: PreTrainedModel) -> LoraConfig:
-    every = tuple(settings.targets) == (ALL_LINEAR,)
-    outside = None  # pattern of modules outside of the decoder: in a multimodal model only the decoder is adapted
+    adapts_all = tuple(settings.targets) == (ALL_LINEAR,)
+    excluded = None  # pattern of modules outside of the decoder: in a multimodal model only the decoder is adapted
     if module.config.get_text_config() is not module.config:
         decoder = module.get_decoder()
         name = next(name for name, submodule in module.named_modules() if submodule is decoder)
-        outside = f"(?!{re.escape(name)}[.]).*"
+        excluded = f"(?!{re.escape(name)}[.]).*"
     return LoraConfig(
         r=settings.rank or 0,
         lora_alpha=settings.alpha or 0,  # pyright: ignore[reportArgumentType]  # any number
         use_rslora=settings.rslora,
-        target_modules=ALL_LINEAR if every else list(settings.targets),
-        exclude_modules=outside,
+        target_modules=ALL_LINEAR if adapts_all else list(settings.targets),
+        exclude_modules=excluded,
         target_parameters=list(settings.target_parameters) or None,
         task_type="CAUSAL_LM",
     )

@@ -34,11 +34,11 @@ _plan: ContextVar[AttentionPlan | None] = ContextVar("attention plan", default=N
 @contextmanager
 def packing(plan: AttentionPlan) -> Iterator[None]:
     """Make the models called in this block treat their row of tokens as the documents of ``plan``."""
-    token = _plan.set(plan)
+    reset_token = _plan.set(plan)
     try:
         yield
     finally:
-        _plan.reset(token)
+        _plan.reset(reset_token)
 
 
 class PackedMask:
@@ -57,16 +57,16 @@ class PackedMask:
         causality, boolean. Padding follows a document, so that causality hides it."""
         if self._sees is None and dtype is None:
             return None
-        key = (length, dtype or torch.bool)
-        if key not in self._made:
+        cache_key = (length, dtype or torch.bool)
+        if cache_key not in self._made:
             indices = torch.arange(length, device=device)
-            query, tokens = indices[:, None], indices[None, :]
+            query_indices, keys = indices[:, None], indices[None, :]
             zero = torch.zeros((), dtype=torch.int64, device=device)
-            seen = (tokens <= query) if self._sees is None else self._sees(zero, zero, query, tokens)
+            mask = (keys <= query_indices) if self._sees is None else self._sees(zero, zero, query_indices, keys)
             if dtype is not None:
-                seen = torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
-            self._made[key] = seen.expand(length, length)[None, None]
-        return self._made[key]
+                mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+            self._made[cache_key] = mask.expand(length, length)[None, None]
+        return self._made[cache_key]
 
 
 def _make_mask(
@@ -76,9 +76,9 @@ def _make_mask(
     plan = _plan.get()
     if plan is None:
         return plain(batch_size, q_length, kv_length, *args, **kwargs)
-    within = kwargs.get("local_size")
-    causal = kwargs.get("allow_is_causal_skip", True) and (within is None or within >= plan.longest)
-    return PackedMask(plan, None if causal else kwargs["mask_function"])
+    local_size = kwargs.get("local_size")
+    is_causal = kwargs.get("allow_is_causal_skip", True) and (local_size is None or local_size >= plan.longest)
+    return PackedMask(plan, None if is_causal else kwargs["mask_function"])
 
 
 def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -60,8 +60,8 @@ class HfConfig:
     @property
     def cached_values(self) -> int:
         """The number of values cached per token in all layers; 0 if some layers keep a state instead."""
-        states = any(layer.state or not layer.cached for layer in self.sizes.layers)
-        return 0 if states else self.sizes.cached_values
+        keeps_states = any(layer.state or not layer.cached for layer in self.sizes.layers)
+        return 0 if keeps_states else self.sizes.cached_values
 
     @property
     def max_positions(self) -> int:
@@ -80,8 +80,8 @@ class HfConfig:
         folder = Path(path)
         raw = read_json(folder / "config.json")
         require_runnable(folder, raw, trust_remote_code)
-        sizes, text = sizes_of(folder), {**raw, **(raw.get("text_config") or {})}
-        ropes = (rope | text for rope in ropes_by_length(text))  # default: the complete context
+        sizes, text_config = sizes_of(folder), {**raw, **(raw.get("text_config") or {})}
+        ropes = (rope | text_config for rope in ropes_by_length(text_config))  # default: the complete context
         limits = filter(None, (rope.get("original_max_position_embeddings") for rope in ropes))
         return cls(sizes=replace(sizes, max_positions=min([sizes.max_positions, *limits])))
 
@@ -89,18 +89,18 @@ class HfConfig:
         """Model FLOP of one forward pass over documents of ``lengths`` tokens, as `DecoderConfig.flops` counts them,
         without the recurrence of linear layers. ``continues`` isn't supported."""
         tokens = sum(lengths)
-        scores = sum(
+        score_flops = sum(
             4 * layer.output * attended_pairs(length, layer.window)
             for layer in self.sizes.layers
             if layer.cached
             for length in lengths
         )
-        return float(scores + self.product_flops(tokens, tokens if head_tokens is None else head_tokens))
+        return float(score_flops + self.product_flops(tokens, tokens if head_tokens is None else head_tokens))
 
     def product_flops(self, tokens: int, head_tokens: int) -> int:
         """The part of `flops` in products with weights, which the weights' gradients cost again."""
-        active = sum(layer.parameters - layer.idle for layer in self.sizes.layers)
-        return 2 * active * tokens + 2 * self.vocabulary_size * self.width * head_tokens
+        active_parameters = sum(layer.parameters - layer.idle for layer in self.sizes.layers)
+        return 2 * active_parameters * tokens + 2 * self.vocabulary_size * self.width * head_tokens
 
 
 def ropes_by_length(text: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -118,9 +118,9 @@ def implementation_of(path: str | Path, requested: Implementation | None) -> Imp
     if requested is not None:
         return requested
     raw = read_json(Path(path) / "config.json")
-    kind, named = raw.get("model_type"), raw.get("architectures") or ()
-    ours = any(row.architecture in named or (not named and row.model_type == kind) for row in FAMILIES.values())
-    return "headway" if ours or kind is None else "transformers"
+    model_type, named = raw.get("model_type"), raw.get("architectures") or ()
+    ours = any(row.architecture in named or (not named and row.model_type == model_type) for row in FAMILIES.values())
+    return "headway" if ours or model_type is None else "transformers"
 
 
 def read_config(chosen: ModelConfig, path: str | Path | None = None) -> DecoderConfig | HfConfig:
@@ -128,9 +128,9 @@ def read_config(chosen: ModelConfig, path: str | Path | None = None) -> DecoderC
     ConfigurationError for a model that it can't run, and for ambiguous files of weights."""
     config = _read_config(chosen, path or chosen.path)
     if any((folder := Path(path or chosen.path)).glob("*.safetensors")):
-        stored, raw = stored_tensors(weight_files(folder)), read_json(folder / "config.json")
+        stored_by_name, raw = stored_tensors(weight_files(folder)), read_json(folder / "config.json")
         if config.tied or (raw | (raw.get("text_config") or {})).get("tie_word_embeddings"):
-            require_tied(folder, stored)
+            require_tied(folder, stored_by_name)
     return config
 
 
@@ -156,20 +156,20 @@ def adapter_size(folder: str | Path, settings: AdapterConfig) -> int:
         )
     if settings.path:
         return sum(math.prod(shape) for shape in tensor_shapes([Path(settings.path) / WEIGHTS_FILE]).values())
-    every, size = settings.targets == (ALL_LINEAR,), 0
-    ends = tuple(f".{target}.weight" for target in settings.targets)
+    all_linear, weight_count = settings.targets == (ALL_LINEAR,), 0
+    name_ends = tuple(f".{target}.weight" for target in settings.targets)
     for name, shape in tensor_shapes(weight_files(Path(folder))).items():
         if len(shape) < 2 or name.endswith("bias") or _NOT_LINEAR.search(name):
             continue
-        *many, rows, columns = shape
+        *stack_shape, rows, columns = shape
         if ".experts." in name:  # PEFT: one matrix for gate and up, of twice the rank
-            chosen, rows = every or bool(settings.target_parameters), rows * (1 + ("down" not in name))
+            is_adapted, rows = all_linear or bool(settings.target_parameters), rows * (1 + ("down" not in name))
         else:
-            chosen = name.endswith(".weight") if every else f".{name}".endswith(ends)
-        size += math.prod(many) * (settings.rank or 0) * (rows + columns) if chosen else 0
-    if not size:
+            is_adapted = name.endswith(".weight") if all_linear else f".{name}".endswith(name_ends)
+        weight_count += math.prod(stack_shape) * (settings.rank or 0) * (rows + columns) if is_adapted else 0
+    if not weight_count:
         raise ConfigurationError(f"targets = {list(settings.targets)}: no matrix in {folder} has such a name")
-    return size
+    return weight_count
 
 
 def require_runnable(folder: Path, raw: Mapping[str, Any], trust_remote_code: bool) -> None:
@@ -188,29 +188,29 @@ def require_runnable(folder: Path, raw: Mapping[str, Any], trust_remote_code: bo
         raise ConfigurationError(
             f"{file}: quantization_config: quantised weights can't be trained; valid: float weights"
         )
-    if other := next((key for key in _OTHER_MODALITIES if raw.get(key)), None):
-        raise ConfigurationError(f"{file}: {other}: models of sound or that make images aren't supported; valid: text")
+    if media := next((key for key in _OTHER_MODALITIES if raw.get(key)), None):
+        raise ConfigurationError(f"{file}: {media}: models of sound or that make images aren't supported; valid: text")
     if raw.get("is_encoder_decoder"):
         raise ConfigurationError(f"{file}: is_encoder_decoder = true isn't supported; valid: models that decode alone")
     if raw.get("auto_map") and trust_remote_code:
         return
-    auto = Path(spec.origin).parent / "models" / "auto"
-    known = _model_types(auto / "auto_mappings.py", "CONFIG_MAPPING_NAMES")
-    if name not in known and known and raw.get("auto_map"):
+    auto_folder = Path(spec.origin).parent / "models" / "auto"
+    known_types = _model_types(auto_folder / "auto_mappings.py", "CONFIG_MAPPING_NAMES")
+    if name not in known_types and known_types and raw.get("auto_map"):
         raise ConfigurationError(
             f"{file}: auto_map: {name!r} needs Python code that lies in the folder. It would run with your rights in "
             "the trainer and the generator: read it, then set model.trust_remote_code = true"
         )
-    if name not in known and known:
-        made = raw.get("transformers_version")
-        wants = f"; the folder was written by {made}, and that or a newer one may know it" if made else ""
+    if name not in known_types and known_types:
+        writer = raw.get("transformers_version")
+        hint = f"; the folder was written by {writer}, and that or a newer one may know it" if writer else ""
         raise ConfigurationError(
-            f"{file}: model_type = {name!r} is unknown to transformers {version('transformers')}{wants}"
+            f"{file}: model_type = {name!r} is unknown to transformers {version('transformers')}{hint}"
         )
-    models = auto / "modeling_auto.py"
-    running = _model_types(models, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
-    running |= _model_types(models, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
-    if name not in running and running:
+    models_file = auto_folder / "modeling_auto.py"
+    runnable_types = _model_types(models_file, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+    runnable_types |= _model_types(models_file, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
+    if name not in runnable_types and runnable_types:
         raise ConfigurationError(
             f"{file}: model_type = {name!r}: transformers has no language model of it (AutoModelForCausalLM, "
             "AutoModelForImageTextToText)"
@@ -223,5 +223,5 @@ def _model_types(file: Path, table: str) -> set[str]:
         text = file.read_text(encoding="utf-8")
     except OSError:
         return set()
-    match = re.search(rf"^{table} = OrderedDict\(\n    \[(.*?)^    \]", text, re.MULTILINE | re.DOTALL)
-    return set(re.findall(r'^\s+\(\s*"([^"]+)"', match[1], re.MULTILINE)) if match else set()
+    table_match = re.search(rf"^{table} = OrderedDict\(\n    \[(.*?)^    \]", text, re.MULTILINE | re.DOTALL)
+    return set(re.findall(r'^\s+\(\s*"([^"]+)"', table_match[1], re.MULTILINE)) if table_match else set()

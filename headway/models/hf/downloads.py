@@ -25,8 +25,8 @@ def model_folder(name: str, *, stored: str = "", weights: bool = True, key: str 
     if match is None or Path(name).exists() or (match[2] is None and Path(name).parent.is_dir()):
         return name
     repository, revision = match[1], match[2]
-    kept, _, commit = hf_name(stored).partition("@")
-    if revision is None and kept == repository:
+    stored_name, _, commit = hf_name(stored).partition("@")
+    if revision is None and stored_name == repository:
         revision = commit
     return _download(repository, revision, weights, f"{key} = {name!r}")
 

@@ -83,8 +83,8 @@ class HfModel(PackedModel):
     @property
     def layers(self) -> nn.ModuleList:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The decoder's layers: the first module list with as many modules as the configuration has layers."""
-        lists = (child for child in self.module.get_decoder().modules() if isinstance(child, nn.ModuleList))
-        return next((child for child in lists if len(child) == self.config.layers), nn.ModuleList())
+        module_lists = (child for child in self.module.get_decoder().modules() if isinstance(child, nn.ModuleList))
+        return next((child for child in module_lists if len(child) == self.config.layers), nn.ModuleList())
 
     @property
     def device(self) -> torch.device:
@@ -130,23 +130,23 @@ class HfModel(PackedModel):
 
     def _packed(self, ids_n: Tensor, plan: AttentionPlan) -> Tensor:
         # A mask of ones keeps transformers from searching for borders of documents, which the plan has.
-        everything = torch.ones_like(ids_n)[None]
+        ones_mask = torch.ones_like(ids_n)[None]
         with packing(plan):
-            return self._hidden(ids_n[None], position_ids=plan.positions_n[None], attention_mask=everything)[0]
+            return self._hidden(ids_n[None], position_ids=plan.positions_n[None], attention_mask=ones_mask)[0]
 
     def _by_rows(self, ids_n: Tensor, plan: AttentionPlan, pictures: Sequence[Pixels]) -> Tensor:
         if not self._padding_logged:
             self._padding_logged = True
-            share = 1 - plan.tokens / sum(bucket.documents * bucket.length for bucket in plan.buckets)
-            _log.warning("%s: %.0f %% of the first micro-batch is padding", self.config.model_type, 100 * share)
-        starts = dict(zip(itertools.accumulate(plan.lengths, initial=0), pictures, strict=False))
+            padding_share = 1 - plan.tokens / sum(bucket.documents * bucket.length for bucket in plan.buckets)
+            _log.warning("%s: %.0f %% of the first micro-batch is padding", self.config.model_type, 100 * padding_share)
+        pixels_by_start = dict(zip(itertools.accumulate(plan.lengths, initial=0), pictures, strict=False))
         outputs: list[Tensor] = []
         for bucket in plan.buckets:
             index_bl = bucket.gather_bl.view(bucket.documents, bucket.length)
             ids_bl = ids_n[index_bl]
             if self._image_token is not None:  # padding must not contain the image token
                 ids_bl[:, 1:].masked_fill_(index_bl.diff() == 0, int(self._image_token == 0))
-            row_pictures = [starts[start] for start in index_bl[:, 0].tolist()] if pictures else [{}]
+            row_pictures = [pixels_by_start[start] for start in index_bl[:, 0].tolist()] if pictures else [{}]
             outputs.append(self._rows(ids_bl, row_pictures).flatten(0, 1))
         return UnpadDocuments.apply(plan.scatter_n, *outputs)  # pyright: ignore[reportReturnType]
 
@@ -192,9 +192,9 @@ class HfModel(PackedModel):
 
     def tensors_in_files(self) -> dict[str, Tensor]:
         """The tensors that `save` writes, by their names in the loaded folder; a tied tensor occurs once."""
-        named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
-        kept = {name: tensor for name, tensor in self.module.state_dict().items() if name in named}
-        return revert_weight_conversion(self.module, kept)
+        named_tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        kept_tensors = {name: tensor for name, tensor in self.module.state_dict().items() if name in named_tensors}
+        return revert_weight_conversion(self.module, kept_tensors)
 
     def save(self, path: str | Path, source: str | Path | None = None) -> None:
         """Write the folder ``path`` so that transformers and `load_hf` can read it. Not atomic: callers write into a
@@ -209,8 +209,8 @@ class HfModel(PackedModel):
             if self._router_logits:
                 self.module.config.output_router_logits = False
         if source is not None:
-            code = sorted(file.name for file in Path(source).glob("*.py"))
-            copy_tokenizer(Path(source), folder, (*_PROCESSOR_FILES, *code))
+            code_files = sorted(file.name for file in Path(source).glob("*.py"))
+            copy_tokenizer(Path(source), folder, (*_PROCESSOR_FILES, *code_files))
 
 
 class _HiddenOutput(BaseModelOutputWithPast):
@@ -225,15 +225,15 @@ class _HiddenOutput(BaseModelOutputWithPast):
 def _with_hidden(body: Any, hidden: Tensor) -> Iterator[None]:
     """Make ``body`` return ``hidden``, so that the module around it computes only its head."""
     output = _HiddenOutput(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
-    original, asked = vars(body).get("forward"), list[None]()
-    body.forward = lambda *args, **kwargs: asked.append(None) or output
+    original_forward, calls = vars(body).get("forward"), list[None]()
+    body.forward = lambda *args, **kwargs: calls.append(None) or output
     try:
         yield
     finally:
         del body.forward
-        if original is not None:
-            body.forward = original
-    if not asked:
+        if original_forward is not None:
+            body.forward = original_forward
+    if not calls:
         raise ConfigurationError(f"logits aren't made of what {type(body).__name__} computes: not supported")
 
 
@@ -272,8 +272,8 @@ def load_hf(
         )
     if _is_multimodal(module.config):  # the language model is trained
         module.requires_grad_(False)
-        for part in filter(None, (module.get_decoder(), module.get_output_embeddings())):
-            part.requires_grad_(True)
+        for trained_module in filter(None, (module.get_decoder(), module.get_output_embeddings())):
+            trained_module.requires_grad_(True)
     model = HfModel(module, config)
     if model.rope_by_length:
         _log.warning(
@@ -291,30 +291,30 @@ def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrain
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # hides its table of tensors: the error below names them
     transformers_logging.disable_progress_bar()
-    keys: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code, "dtype": dtype}
+    load_options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code, "dtype": dtype}
     raw = read_json(folder / "config.json")
     try:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as texts
 
-        text = raw["model_type"] in texts or "AutoModelForCausalLM" in (raw.get("auto_map") or {})
-        kind = AutoModelForCausalLM if text else AutoModelForImageTextToText
-        module, report = kind.from_pretrained(folder, output_loading_info=True, **keys)  # pyright: ignore[reportGeneralTypeIssues]
+        is_text_model = raw["model_type"] in texts or "AutoModelForCausalLM" in (raw.get("auto_map") or {})
+        auto_class = AutoModelForCausalLM if is_text_model else AutoModelForImageTextToText
+        module, report = auto_class.from_pretrained(folder, output_loading_info=True, **load_options)  # pyright: ignore[reportGeneralTypeIssues]
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, AttributeError, TypeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        first = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigurationError(f"{folder}: transformers can't load it: {' '.join(first[:4])}") from error
+        error_lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigurationError(f"{folder}: transformers can't load it: {' '.join(error_lines[:4])}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
     for key in ("missing_keys", "mismatched_keys", "error_msgs"):
         if names := sorted(map(str, report.get(key) or ())):
             raise ConfigurationError(f"{folder}: {key.replace('_', ' ')}: {', '.join(names[:4])} ({len(names)} in all)")
-    tied = module.get_expanded_tied_weights_keys(all_submodels=True)
-    if untied := sorted(tied.keys() - module.all_tied_weights_keys.keys()):
-        reason = f"{untied[0]} in the files is another matrix than {tied[untied[0]]}"
+    source_by_tied = module.get_expanded_tied_weights_keys(all_submodels=True)
+    if untied_names := sorted(source_by_tied.keys() - module.all_tied_weights_keys.keys()):
+        reason = f"{untied_names[0]} in the files is another matrix than {source_by_tied[untied_names[0]]}"
         raise ConfigurationError(f"{folder}: {reason}; valid: tie_word_embeddings = false, or files without it")
-    if unused := sorted(report.get("unexpected_keys") or ()):
-        _log.warning("%s: %d tensors aren't used by the model, %s first", folder, len(unused), unused[0])
+    if unused_names := sorted(report.get("unexpected_keys") or ()):
+        _log.warning("%s: %d tensors aren't used by the model, %s first", folder, len(unused_names), unused_names[0])
     return module
 
 
@@ -342,7 +342,7 @@ def _packing_obstacle(model: HfModel) -> str:
     """The reason why documents can't be packed; "": they can. Raises ConfigurationError for a model that fails to
     compute, and, in float32, for a model that isn't causal."""
     module, vocabulary, name = model.module, model.config.vocabulary_size, type(model.module).__name__
-    plain = module.config.get_text_config()._attn_implementation
+    attention_name = module.config.get_text_config()._attn_implementation
     generator = torch.Generator().manual_seed(0)
     lengths = [min(tokens, model.config.max_positions) for tokens in _PROBE_TOKENS]
     ids_n = torch.randint(vocabulary, (sum(lengths),), generator=generator).to(model.device)
@@ -363,10 +363,10 @@ def _packing_obstacle(model: HfModel) -> str:
         )
     if reason := shift_obstacle(module):
         return reason
-    if plain not in PACKED or not module._can_set_attn_implementation():
-        return f"its attention ({plain}) can't be replaced"
+    if attention_name not in PACKED or not module._can_set_attn_implementation():
+        return f"its attention ({attention_name}) can't be replaced"
     try:
-        module.set_attn_implementation(PACKED[plain])
+        module.set_attn_implementation(PACKED[attention_name])
         packed_nd = model._packed(ids_n, AttentionPlan.build(lengths, model.device))
     except torch.OutOfMemoryError:
         raise
@@ -377,7 +377,7 @@ def _packing_obstacle(model: HfModel) -> str:
         if difference <= _MAX_DIFFERENCE.get(model.dtype, _MAX_DIFFERENCE_HALF):
             return ""
         reason = f"packed documents attend to each other (hidden states differ by {difference:.1g} of the largest)"
-    module.set_attn_implementation(plain)
+    module.set_attn_implementation(attention_name)
     return reason
 
 

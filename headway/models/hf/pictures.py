@@ -36,8 +36,8 @@ class PictureWorker:
     ) -> None:
         """Raises ConfigurationError if transformers can't load a processor from the model folder."""
         self._path = model_path
-        when = datetime.fromisoformat(started) if started else None
-        self._tokenizer = Tokenizer.load(model_path, arguments=template_arguments, started=when)
+        start_time = datetime.fromisoformat(started) if started else None
+        self._tokenizer = Tokenizer.load(model_path, arguments=template_arguments, started=start_time)
         self._processor = load_processor(model_path, trust)
         self._store = PixelStore(folder)
 
@@ -48,25 +48,25 @@ class PictureWorker:
         pictures' pixel arrays (`Task.pictures`), which this call stores. Raises ConfigurationError for a picture that
         can't be read or has changed, and for a prompt that the processor refuses."""
         pictures: list[Any] = []
-        for address, content in addresses:
+        for address, expected_hash in addresses:
             picture, content_hash = open_picture(address)
-            if content not in ("", content_hash):
+            if expected_hash not in ("", content_hash):
                 raise ConfigurationError(f"{address}: the picture has changed since the tasks were read")
             pictures.append(picture)
         text = self._tokenizer.render_messages(template_messages(messages))
         try:
-            made = self._processor(text=[text], images=pictures, return_tensors="np", add_special_tokens=False)
+            features = self._processor(text=[text], images=pictures, return_tensors="np", add_special_tokens=False)
         except Exception as error:  # the boundary to the processor's code
             raise ConfigurationError(
                 f"{self._path}: its processor refuses a prompt with {len(pictures)} pictures: "
                 f"{type(error).__name__}: {str(error).strip()[:300]}"
             ) from error
-        arrays = {name: np.asarray(value) for name, value in made.items() if name not in _TOKEN_INPUTS}
-        ids = TokenIds(made["input_ids"][0])
+        arrays = {name: np.asarray(value) for name, value in features.items() if name not in _TOKEN_INPUTS}
+        ids = TokenIds(features["input_ids"][0])
         for name, array in arrays.items():
-            of_tokens = array.dtype.kind in "iub" and array.shape[-1:] == (len(ids),)  # a response would need them too
-            if array.dtype.hasobject or name.startswith("cross_") or of_tokens:
-                description = f"{name} {list(array.shape)} of {len(ids)} tokens" if of_tokens else name
+            per_token = array.dtype.kind in "iub" and array.shape[-1:] == (len(ids),)  # a response would need them too
+            if array.dtype.hasobject or name.startswith("cross_") or per_token:
+                description = f"{name} {list(array.shape)} of {len(ids)} tokens" if per_token else name
                 raise ConfigurationError(f"{self._path}: its processor makes {description}, which isn't supported")
         return ids, self._store.write(arrays), sum(array.nbytes for array in arrays.values())
 
@@ -76,17 +76,17 @@ def load_processor(path: str | Path, trust_remote_code: bool = False) -> Any:
 
     Its part for videos is left out if that needs torchvision and torchvision isn't installed.
     """
-    keys: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    load_options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
         try:
-            processor = AutoProcessor.from_pretrained(path, **keys)
+            processor = AutoProcessor.from_pretrained(path, **load_options)
         except (ImportError, ValueError) as error:
             if "torchvision" not in str(error).lower():
                 raise
-            processor = _without_videos(Path(path)).from_pretrained(path, **keys)
+            processor = _without_videos(Path(path)).from_pretrained(path, **load_options)
     except Exception as error:  # any error of transformers for a folder
-        first = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigurationError(f"{path}: transformers can make no processor of it: {' '.join(first[:3])}") from error
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigurationError(f"{path}: transformers can make no processor of it: {' '.join(lines[:3])}") from error
     if not hasattr(processor, "image_processor"):
         raise ConfigurationError(f"{path}: images without a processor: transformers finds a {type(processor).__name__}")
     return processor
@@ -96,7 +96,7 @@ def _without_videos(folder: Path) -> Any:
     import transformers
     from transformers.models.auto import processing_auto
 
-    names: Any = processing_auto.PROCESSOR_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]
-    processor_class: Any = getattr(transformers, names[read_json(folder / "config.json")["model_type"]])
+    class_by_type: Any = processing_auto.PROCESSOR_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]
+    processor_class: Any = getattr(transformers, class_by_type[read_json(folder / "config.json")["model_type"]])
     attributes = [name for name in processor_class.get_attributes() if "video" not in name]
     return type(processor_class.__name__, (processor_class,), {"get_attributes": classmethod(lambda cls: attributes)})

@@ -32,24 +32,24 @@ class PixelStore:
     def write(self, arrays: Pixels) -> str:
         """Store the arrays, or set their file's time to the present if they are stored. Returns their content hash, in
         hex. Raises HeadwayError on a full disk."""
-        data = save(dict(sorted(arrays.items())))
-        file = self._file(digest := _digest(data))
+        file_bytes = save(dict(sorted(arrays.items())))
+        file = self._file(digest := _digest(file_bytes))
         try:
-            if file.stat().st_size == len(data):
+            if file.stat().st_size == len(file_bytes):
                 os.utime(file)
                 return digest
         except FileNotFoundError:  # or it was removed since: `remove` runs in another process
             self._folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, data)
+        write_atomically(file, file_bytes)
         return digest
 
     def _read(self, digest: str) -> Pixels:
         """The read-only arrays with this hash. Raises BufferCorrupt if they are missing or damaged."""
         file = self._file(digest)
         try:
-            data = file.read_bytes()
-            if _digest(data) == digest:
-                return load(data)
+            file_bytes = file.read_bytes()
+            if _digest(file_bytes) == digest:
+                return load(file_bytes)
         except (OSError, SafetensorError) as error:
             raise BufferCorrupt(f"pixel arrays of a prompt can't be read: {file}: {error}") from None
         raise BufferCorrupt(f"pixel arrays of a prompt aren't what was stored: {file}")

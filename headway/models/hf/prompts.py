@@ -36,25 +36,25 @@ class PictureClient:
     def __init__(
         self, launcher: Launcher, clock: Clock, experiment: Experiment, on_event: EventCallback = _ignore_event
     ) -> None:
-        model, run = experiment.model, Path(experiment.run.directory)
-        folder, logs = run / FOLDER, RunDirectory(run).logs
+        model, run_folder = experiment.model, Path(experiment.run.directory)
+        pixels_folder, logs_folder = run_folder / FOLDER, RunDirectory(run_folder).logs
         spec = WorkerSpec(
             name="pictures",
             factory="headway.models.hf.pictures:PictureWorker",
             arguments={
                 "model_path": model.path,
                 "trust": model.trust_remote_code,
-                "folder": str(folder),
+                "folder": str(pixels_folder),
                 "template_arguments": model.chat_template_kwargs,
-                "started": RunDirectory(run).started().isoformat(),
+                "started": RunDirectory(run_folder).started().isoformat(),
             },
             device=every_core(),
             preload=VERIFIER_CODE,  # the verifiers' fork server: at most two exist
-            log_path=logs / "pictures.log" if logs.is_dir() else None,
+            log_path=logs_folder / "pictures.log" if logs_folder.is_dir() else None,
         )
         self.compared: list[Task] = []  # trainer and engines are compared on the first one whose prompt can be made
         self._slot = WorkerSlot(spec, launcher, clock, on_event)
-        self._store = PixelStore(folder)
+        self._store = PixelStore(pixels_folder)
         self._held_prompts: dict[str, tuple[Task, Any, int]] = {}  # by task id; no group in the buffer names them
         self._process_lock = asyncio.Lock()  # one prompt at a time, so that the prompt that kills the process is known
         self._hold_lock = asyncio.Lock()  # one held prompt at a time: a group waits for at most one
@@ -67,17 +67,17 @@ class PictureClient:
         prompt, an evaluation's or the agreement check's, is made once, and its arrays stay until the run's end. Raises
         the process's errors while it starts, and HeadwayError on a full disk."""
         if not hold:
-            made = await self._request_prompt(task)
-            self._next_group_pixels = made[0].pixels
-            return made
+            made_prompt = await self._request_prompt(task)
+            self._next_group_pixels = made_prompt[0].pixels
+            return made_prompt
         async with self._hold_lock:
-            made = self._held_prompts.get(task.task_id) or await self._request_prompt(task)
-            if made[0].pixels:
-                self._held_prompts[task.task_id] = made
-        return made
+            made_prompt = self._held_prompts.get(task.task_id) or await self._request_prompt(task)
+            if made_prompt[0].pixels:
+                self._held_prompts[task.task_id] = made_prompt
+        return made_prompt
 
     async def _request_prompt(self, task: Task) -> tuple[Task, Any, int]:
-        why = ""
+        reason = ""
         async with self._process_lock:
             self._slot.reset_failures()  # its deaths of other prompts
             for _ in range(2):
@@ -85,23 +85,23 @@ class PictureClient:
                 if worker is None:
                     raise typed_cause(self._slot.fault or WorkerDied(self._slot.name, "not started"))
                 try:
-                    ids, digest, size = await worker.call("prompt", task.messages, task.pictures)
-                    return msgspec.structs.replace(task, pixels=digest), ids, size
+                    ids, digest, size_bytes = await worker.call("prompt", task.messages, task.pictures)
+                    return msgspec.structs.replace(task, pixels=digest), ids, size_bytes
                 except RemoteError as error:
-                    if not isinstance(cause := typed_cause(error), ConfigurationError | RemoteError):
-                        raise cause from None  # not the prompt's fault, as a full disk
-                    why = str(cause)
+                    if not isinstance(exception := typed_cause(error), ConfigurationError | RemoteError):
+                        raise exception from None  # not the prompt's fault, as a full disk
+                    reason = str(exception)
                     break
                 except WorkerDied as death:
-                    why = f"the process that makes prompts died of its pictures: {death.cause.splitlines()[0]}"
-        return msgspec.structs.replace(task, unshown=why), TokenIds(), 0
+                    reason = f"the process that makes prompts died of its pictures: {death.cause.splitlines()[0]}"
+        return msgspec.structs.replace(task, unshown=reason), TokenIds(), 0
 
     def remove_unneeded(self, needed: set[str]) -> None:
         """Delete the arrays that are unneeded now and were at the last call, and that weren't written in between.
         ``needed``: digests of groups in the buffer."""
-        stored = self._store.stored()
-        kept = needed | {task.pixels for task, _, _ in self._held_prompts.values()} | {self._next_group_pixels}
-        unneeded = {digest: written_ns for digest, written_ns in stored.items() if digest not in kept}
+        write_times = self._store.stored()
+        kept_digests = needed | {task.pixels for task, _, _ in self._held_prompts.values()} | {self._next_group_pixels}
+        unneeded = {digest: written_ns for digest, written_ns in write_times.items() if digest not in kept_digests}
         for digest, written_ns in unneeded.items() & self._unneeded.items():
             self._store.remove(digest, written_ns)
         self._unneeded = unneeded
@@ -152,5 +152,5 @@ class PromptMaker:
 
     async def _make(self, task: Task, *, hold: bool) -> dict[str, Any]:
         assert self.pictures is not None, "there is a process where a task has pictures"
-        made, ids, _ = await self.pictures.prompt(task, hold=hold)
-        return {"task": made, "prompt_ids": ids}
+        task_with_pixels, ids, _ = await self.pictures.prompt(task, hold=hold)
+        return {"task": task_with_pixels, "prompt_ids": ids}
