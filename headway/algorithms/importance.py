@@ -55,9 +55,9 @@ def second_moment_mask(log_weight_m: FloatArray, advantages_m: FloatArray, limit
     weight < 1 with a negative one. PPO's clip never affects the others either.
     """
     driven_m = np.flatnonzero(((log_weight_m > 0) & (advantages_m > 0)) | ((log_weight_m < 0) & (advantages_m < 0)))
-    squares = log_weight_m[driven_m] ** 2
-    order = np.argsort(squares, kind="stable")
-    means = np.cumsum(squares[order]) / np.arange(1, len(order) + 1)
+    driven_squares = log_weight_m[driven_m] ** 2
+    order = np.argsort(driven_squares, kind="stable")
+    means = np.cumsum(driven_squares[order]) / np.arange(1, len(order) + 1)
     # Ascending squares have ascending means: everything after the last mean within the limit is masked.
     kept_count = int(np.searchsorted(means, limit, side="right"))
     keep_m = np.ones(len(log_weight_m), np.bool_)

@@ -219,7 +219,9 @@ class GuestProcess:
         self._channel.sendall(data[sent_count:])
 
     def answer(self, number: int) -> tuple[dict[str, Any], bytes]:
-        """Receive the answer to a request. Anything else on the channel means that the source writes to it."""
+        """Wait for the answer to a request; meanwhile serve the guest's compile requests and note its launches. Raises
+        GuestError if the request failed or launches have too many signatures, GuestEnded, and TamperingDetected for any
+        other message, since then the source writes to the channel."""
         while True:
             head, body = self._next()
             if head.get("ask") == "compile":

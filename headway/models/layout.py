@@ -22,10 +22,10 @@ class TensorEntry:
 def hugging_face_entries(model: Decoder) -> Iterator[TensorEntry]:
     """Yield every tensor of the model under Hugging Face's name. A tied head is not repeated."""
     yield _entry("model.embed_tokens.weight", model.embedding_weight)
-    for prefix, layer in _layers(model):
-        yield from _layer_entries(layer, prefix)
-        if layer.kind.sparse:
-            yield from _expert_entries(layer, prefix)
+    for prefix, decoder_layer in _layers(model):
+        yield from _layer_entries(decoder_layer, prefix)
+        if decoder_layer.kind.sparse:
+            yield from _expert_entries(decoder_layer, prefix)
     yield _entry("model.norm.weight", model.final_norm)
     if model.head_weight is not None:
         yield _entry("lm_head.weight", model.head_weight)

@@ -114,10 +114,11 @@ class ModelSizes:
         token, and one layer keeps all of the above.
         """
         kept_bytes = [
-            number_bytes * (4 * self.width + layer.joint + 3 * layer.output + 3 * layer.intermediate) + 4 * layer.normed
-            for layer in self.layers
+            number_bytes * (4 * self.width + layer_sizes.joint + 3 * layer_sizes.output + 3 * layer_sizes.intermediate)
+            + 4 * layer_sizes.normed
+            for layer_sizes in self.layers
         ]
-        widest = max(max(2 * layer.intermediate, layer.joint) for layer in self.layers)
+        widest = max(max(2 * layer_sizes.intermediate, layer_sizes.joint) for layer_sizes in self.layers)
         transient_bytes = 3 * 4 * widest + 3 * 4 * self.width
         layer_bytes = len(self.layers) * 4 * self.width + max(kept_bytes) if checkpointing else sum(kept_bytes)
         return tokens * (layer_bytes + transient_bytes)

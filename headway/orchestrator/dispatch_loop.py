@@ -89,8 +89,8 @@ class DispatchLoop:
 
     def _ready(self) -> bool:
         """Whether the next task's prompt can be made without waiting for a process."""
-        prompts = self._run.prompts
-        return prompts.pictures is None or prompts.ready(self._run.task_selector.peek().task)
+        prompt_maker = self._run.prompts
+        return prompt_maker.pictures is None or prompt_maker.ready(self._run.task_selector.peek().task)
 
     def _open(self, applied_version: int) -> None:
         run = self._run

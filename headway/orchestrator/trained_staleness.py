@@ -38,7 +38,7 @@ def trajectory_staleness(groups: Sequence[FinishedGroup], step: int, token_budge
 def token_staleness(groups: Sequence[FinishedGroup], step: int, token_budget: int | None = None) -> Distribution:
     """Staleness of every trained token at ``step``, masked ones left out."""
     return distribution(
-        age for group in groups for rollout in group.valid for age in _ages(rollout, step, token_budget)
+        aged_tokens for group in groups for rollout in group.valid for aged_tokens in _ages(rollout, step, token_budget)
     )
 
 

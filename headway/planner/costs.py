@@ -135,8 +135,8 @@ def priced_run(catalogue: Catalogue, name: str, price: str = "", service: str = 
 
 
 def load_of(run: RunTable, step: PublishedStep) -> StepLoad:
-    lengths = {"response_tokens": step.response_tokens, "sequence_tokens": step.sequence_tokens}
-    return StepLoad(samples=run.batch, seconds=step.seconds, **lengths)
+    mean_length_fields = {"response_tokens": step.response_tokens, "sequence_tokens": step.sequence_tokens}
+    return StepLoad(samples=run.batch, seconds=step.seconds, **mean_length_fields)
 
 
 def _run_contradictions(run: RunTable, owned: RunCost) -> list[str]:

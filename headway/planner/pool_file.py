@@ -44,7 +44,8 @@ class PoolEntry(Section):
 
 
 class PlannedWorkload(Section):
-    """Lengths, verification times and acceptance of the run's samples, where they weren't measured."""
+    """Lengths and verification times of the run's samples, and the share of its groups that can be trained
+    (``acceptance``), where they weren't measured."""
 
     prompt_tokens: Quantity
     response_tokens: Quantity

@@ -349,7 +349,7 @@ class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag="event", tag_fi
     step: int = 0
     time_s: float = 0.0
     data: dict[str, float | int | str] = {}
-    # of a death, a stall, a restart or a replay
+    # of a death, a stall, a restart or a replay; a node that joins or gets files has ``worker`` alone
     worker: str = ""  # the worker concerned; "": none
     cause: str = ""  # exit code or signal, with the last output
     found_by: str = ""  # exit: its process ended; health: it missed its health checks; call: a call to it failed

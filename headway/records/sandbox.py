@@ -17,7 +17,8 @@ FailureCause = Literal["model_code", "environment", "infrastructure"]
 
 
 class ResourceLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of one sandbox, over all its processes and files together."""
+    """Limits of a sandbox's memory, disk, files, processes and cores: totals over all its processes, except
+    ``open_files``, which is of each. Time limits are a command's."""
 
     memory_bytes: int = 512 * MIB  # processes and files: its files lie in memory too
     disk_bytes: int = 128 * MIB  # of files; less than memory_bytes, or filling the disk would be out of memory

@@ -160,9 +160,11 @@ class SftProgress:
         kernels, failed_text = format_kernel_shares(other_figures.pop("kernels", {})), other_figures.pop("failed", "")
         part_texts = [f"step {step}" + (f"/{steps}" if steps else "")] if step is not None else []
         for name, value in other_figures.items():
-            text = quantity(value) if isinstance(value, float) else str(value)
-            part_texts.append(f"{name.replace('_', ' ')} {text}")
-        part_texts += [f"{name} {text}" for name, text in kernels.items()] + ([failed_text] if failed_text else [])
+            figure_text = quantity(value) if isinstance(value, float) else str(value)
+            part_texts.append(f"{name.replace('_', ' ')} {figure_text}")
+        part_texts += [f"{name} {share_text}" for name, share_text in kernels.items()] + (
+            [failed_text] if failed_text else []
+        )
         return " · ".join(part_texts)
 
     def _print(self) -> None:

@@ -14,7 +14,7 @@ from headway.tasks.source_rows import Rows, require_messages, short
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A prompt and its solution; a pair with an empty one isn't trained on."""
+    """A prompt and its solution; a pair in which either is empty isn't trained on."""
 
     prompt: str
     solution: str

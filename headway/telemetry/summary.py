@@ -74,9 +74,12 @@ def recorded_steps(lines: Sequence[LedgerLine]) -> int:
     return max((line.version for line in lines if isinstance(line, StepRecord)), default=0)
 
 
+_ORDERLY = ("node_joined", "files_sent")  # events that name a node which does what it should
+
+
 def is_incident(event: EventRecord) -> bool:
-    """Whether ``event`` is a death, a stall, a restart or a replay; only these name a worker."""
-    return bool(event.worker)
+    """Whether ``event`` is a death, a stall, a restart or a replay of a worker or a node."""
+    return bool(event.worker) and event.event not in _ORDERLY
 
 
 def undisturbed(lines: Sequence[LedgerLine]) -> list[StepRecord]:

@@ -60,8 +60,8 @@ class Constraint:
     @property
     def schemas(self) -> Sequence[RequestedSchema]:
         """All schemas of the constraint."""
-        texts = () if self.text is None else (self.text,)
-        return [*texts, *(tool.arguments for tool in self.tools)]
+        text_schemas = () if self.text is None else (self.text,)
+        return [*text_schemas, *(tool.arguments for tool in self.tools)]
 
 
 def answer_grammar(constraint: Constraint, written: OutputFormat, *, opened: bool = False) -> str:

@@ -215,15 +215,17 @@ class PolicyGradient:
             raise StepRefused("trainer.optimizer_steps_per_batch divides the whole batch: no parts")
         if not self.parts:
             return
-        earlier = self.parts[0]
-        if earlier.step != step:
-            raise StepRefused(f"a part of step {step} after one of step {earlier.step}: optim_step comes between them")
-        if (earlier.divisor is None) != (divisor is None):
-            raise StepRefused("either all parts of a step are given a divisor, or none is")
-        if divisor is None and earlier.loss != loss:
+        first_part = self.parts[0]
+        if first_part.step != step:
             raise StepRefused(
-                f"a part with the loss {loss!r} after one with {earlier.loss!r}: with different losses each part needs "
-                "its divisor"
+                f"a part of step {step} after one of step {first_part.step}: optim_step comes between them"
+            )
+        if (first_part.divisor is None) != (divisor is None):
+            raise StepRefused("either all parts of a step are given a divisor, or none is")
+        if divisor is None and first_part.loss != loss:
+            raise StepRefused(
+                f"a part with the loss {loss!r} after one with {first_part.loss!r}: with different losses each part "
+                "needs its divisor"
             )
 
     def _weighting(self, arrays: SampleArrays, minibatch: IntArray) -> Weighting:

@@ -175,9 +175,11 @@ class OptionTable:
             times = sorted({*first.seconds, *second.seconds})
             position_pairs = ((bisect_right(first.seconds, t), bisect_right(second.seconds, t)) for t in times)
             option_pairs = ((first.options[a - 1], second.options[b - 1]) for a, b in position_pairs if a and b)
-        both = ((max(a.seconds, b.seconds), vector_sum(a.devices, b.devices), a, b) for a, b in option_pairs)
+        combined_pairs = ((max(a.seconds, b.seconds), vector_sum(a.devices, b.devices), a, b) for a, b in option_pairs)
         return [
-            Option(seconds, devices, (*a.plan, *b.plan)) for seconds, devices, a, b in both if fits(devices, self.total)
+            Option(seconds, devices, (*a.plan, *b.plan))
+            for seconds, devices, a, b in combined_pairs
+            if fits(devices, self.total)
         ]
 
 

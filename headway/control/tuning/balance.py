@@ -29,7 +29,7 @@ ENVIRONMENT_SHARE = 0.40  # of the rollouts' time in their environments, above w
 
 
 class WaitShares(msgspec.Struct, frozen=True, kw_only=True):
-    """Shares of a run's time, 0 to 1, from which its bottleneck follows."""
+    """Shares, 0 to 1, from which a run's bottleneck follows: of its time, and ``environment`` of its rollouts' time."""
 
     trainer: float  # the trainer waits
     generator: float  # the generator has nothing to do

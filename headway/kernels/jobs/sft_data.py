@@ -199,17 +199,19 @@ class SftData:
     def _messages(self, task: str, previous: Sequence[_Attempt], good: _Attempt) -> list[dict[str, str]]:
         """The conversation that ends with ``good``, preceded by as many of the latest ``previous`` answers as fit."""
         prompt = self._file.tasks[task].prompt
-        unused_attempts = [attempt for attempt in previous if attempt.key not in self._used]
-        for first_index in range(max(0, len(unused_attempts) - self._settings.turns + 1), len(unused_attempts) + 1):
+        attempts_unused_so_far = [attempt for attempt in previous if attempt.key not in self._used]
+        for first_index in range(
+            max(0, len(attempts_unused_so_far) - self._settings.turns + 1), len(attempts_unused_so_far) + 1
+        ):
             messages = [{"role": "user", "content": prompt}]
-            for attempt in unused_attempts[first_index:]:
+            for attempt in attempts_unused_so_far[first_index:]:
                 feedback_text = feedback(self._judged[attempt.key].evaluation)
                 messages += [{"role": "assistant", "content": attempt.text}, {"role": "user", "content": feedback_text}]
             messages.append({"role": "assistant", "content": good.text})
             if self._length_reason(*(message["content"] for message in messages)) is None:
                 break
         self._written.add(good.key)
-        self._used.update(attempt.key for attempt in unused_attempts[first_index:])
+        self._used.update(attempt.key for attempt in attempts_unused_so_far[first_index:])
         return messages
 
 

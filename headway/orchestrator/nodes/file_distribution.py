@@ -63,10 +63,10 @@ class FilesLauncher:
 
     async def _compare(self, node: str) -> dict[str, str]:
         """Locate the folders on ``node``, by their paths here."""
-        spec = WorkerSpec(
+        worker_spec = WorkerSpec(
             name=f"files-{node}", factory=_FACTORY, arguments={"cache": self._cache}, device=f"{node}/cpu:all"
         )
-        worker = await self._nodes.start(spec)
+        worker = await self._nodes.start(worker_spec)
         try:
             return {folder: await self._place(worker, node, key, path) for key, (folder, path) in self._folders.items()}
         finally:

@@ -100,7 +100,7 @@ class AlertWatch:
         self._update("disk", alert, misses=4)
 
     async def loop(self) -> None:
-        """Runs until it is cancelled."""
+        """Check the clock and the disks every ``tick_s`` seconds until cancelled."""
         while True:
             await self._run.clock.sleep(self._settings.tick_s)
             self.check()

@@ -100,8 +100,8 @@ def now(run: WatchedRun, price: float | None = None) -> dict[str, Any]:
         alive = bool(holder)
         waits = _waits(run.path) if alive else None
         problems = list(tail.problems)
-        if alive and waits is not None and (silent_s := time.time() - waits.written_s) > _SILENT_S:
-            problems.append(f"the orchestrator (process {waits.pid}) has been silent for {silent_s:.0f} s")
+        if alive and waits is not None and (waits_age_s := time.time() - waits.written_s) > _SILENT_S:
+            problems.append(f"the orchestrator (process {waits.pid}) has been silent for {waits_age_s:.0f} s")
         state = tail.state(holder)
         if tail.last is None:
             problems.append("nothing is recorded yet")

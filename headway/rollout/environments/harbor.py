@@ -102,20 +102,20 @@ class Harbor(Environment):
         try:
             verdict = reward_of(*reward_files)
         except ValueError as error:
-            if _folder(episode) not in self._judged or (test_run.ok and not test_run.oom):
+            if _task_folder(episode) not in self._judged or (test_run.ok and not test_run.oom):
                 raise  # tests that have never written a reward may be broken themselves
             return {"reward": 0.0, "tests": f"exit code {test_run.exit_code}: {error}"}
-        self._judged.add(_folder(episode))
+        self._judged.add(_task_folder(episode))
         return {**verdict, "solved": verdict["reward"] >= self._solved_at, "exit_code": test_run.exit_code}
 
     async def _task(self, episode: Episode) -> HarborTask:
-        folder = _folder(episode)
-        if folder not in self._tasks:
-            self._tasks[folder] = await asyncio.to_thread(read_task, Path(folder))
-        return self._tasks[folder]
+        task_folder = _task_folder(episode)
+        if task_folder not in self._tasks:
+            self._tasks[task_folder] = await asyncio.to_thread(read_task, Path(task_folder))
+        return self._tasks[task_folder]
 
 
-def _folder(episode: Episode) -> str:
+def _task_folder(episode: Episode) -> str:
     folder: str | None = (episode.task.metadata.get(COLUMN) or {}).get("folder")
     if folder is None:
         raise ValueError(f"task {episode.task.task_id} has no folder: headway.rollout.environments.harbor_tasks:tasks")

@@ -40,9 +40,10 @@ def extract_answer(response: str, extract: Extract, *, reasoning: bool = False) 
         return response.rstrip().rpartition("\n")[2]
     if extract == "boxed":
         return _last_boxed(response)
-    end_index = response.rfind("</answer>")
-    start_index = response.rfind("<answer>", 0, max(end_index, 0))
-    return response[start_index + len("<answer>") : end_index] if 0 <= start_index < end_index else None
+    close_tag_index = response.rfind("</answer>")
+    open_tag_index = response.rfind("<answer>", 0, max(close_tag_index, 0))
+    tagged = 0 <= open_tag_index < close_tag_index
+    return response[open_tag_index + len("<answer>") : close_tag_index] if tagged else None
 
 
 def _last_boxed(text: str) -> str | None:

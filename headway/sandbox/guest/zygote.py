@@ -182,10 +182,16 @@ class Zygote:
         with isolation.step("limits"):
             group_limits = {name: limits[name] for name in ("memory_bytes", "processes", "cpus")}
             cgroups.limit(self._parents, slot, **group_limits)
-            kills_fd = cgroups.open_kill_count(self._parents, slot)
+            oom_kill_count_fd = cgroups.open_kill_count(self._parents, slot)
         if self._launcher is not None:
             upper_fd, proc_fd = isolation.build_disk(spec)
-            fds = {"owner": owner.fileno(), "upper": upper_fd, "proc": proc_fd, "kills": kills_fd, "snapshot": snapshot}
+            fds = {
+                "owner": owner.fileno(),
+                "upper": upper_fd,
+                "proc": proc_fd,
+                "kills": oom_kill_count_fd,
+                "snapshot": snapshot,
+            }
             with isolation.step("bubblewrap"):
                 self._launcher.enter(spec, fds)
         upper_fd, proc_fd = isolation.build_root(spec)
@@ -194,7 +200,7 @@ class Zygote:
             with isolation.step("snapshot"), os.fdopen(snapshot, "rb") as snapshot_file:
                 snapshots.unpack(snapshot_file)
         os.close(self._self)
-        init.Init(owner, spec, [("", upper_fd)], proc_fd, kills_fd, channel).run()
+        init.Init(owner, spec, [("", upper_fd)], proc_fd, oom_kill_count_fd, channel).run()
 
     def _reap(self) -> None:
         """Reap children that have ended, and remove control groups that are empty."""

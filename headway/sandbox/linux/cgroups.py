@@ -129,12 +129,17 @@ def join(parents: Parents, slot: str) -> None:
 
 def limit(parents: Parents, slot: str, *, memory_bytes: int, processes: int, cpus: float) -> None:
     """Set the limits of a sandbox's groups."""
-    quota, pids_max = max(1000, round(cpus * PERIOD_US)), processes + KEPT_PROCESSES
+    quota, process_limit = max(1000, round(cpus * PERIOD_US)), processes + KEPT_PROCESSES
     settings_by_controller = {
         "memory": {"memory.limit_in_bytes": memory_bytes, "memory.memsw.limit_in_bytes": memory_bytes},
-        "pids": {"pids.max": pids_max},
+        "pids": {"pids.max": process_limit},
         "cpu": {"cpu.cfs_quota_us": quota},
-        V2: {"memory.max": memory_bytes, "memory.swap.max": 0, "pids.max": pids_max, "cpu.max": f"{quota} {PERIOD_US}"},
+        V2: {
+            "memory.max": memory_bytes,
+            "memory.swap.max": 0,
+            "pids.max": process_limit,
+            "cpu.max": f"{quota} {PERIOD_US}",
+        },
     }
     for controller, parent in parents.items():
         for name, value in settings_by_controller[controller].items():

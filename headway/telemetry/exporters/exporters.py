@@ -310,10 +310,15 @@ def _start(name: str, experiment: Experiment, folder: Path, run_id: str | None) 
         raise ConfigurationError(f"{_key(name)}: {name!r} can't be started: {type(error).__name__}: {error}") from error
 
 
-def _key(name: str) -> str:
+def _key(exporter: str) -> str:
     """The key of the experiment file that configures an exporter."""
-    key_by_name = {PROMETHEUS: "ledger.prometheus", LOGGING: "hooks.logging", COMMAND: COMMAND, WEBHOOK: WEBHOOK}
-    return key_by_name.get(name, "ledger.trackers")
+    config_key_by_exporter = {
+        PROMETHEUS: "ledger.prometheus",
+        LOGGING: "hooks.logging",
+        COMMAND: COMMAND,
+        WEBHOOK: WEBHOOK,
+    }
+    return config_key_by_exporter.get(exporter, "ledger.trackers")
 
 
 def _stored_ids(path: Path) -> dict[str, Any]:

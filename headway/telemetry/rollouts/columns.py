@@ -187,8 +187,8 @@ def _arrays(kind: type[TokenArray[Any]], parts: Sequence[Sequence[Any]]) -> list
 
 
 def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    buffers: Any = arrays  # half the time of np.concatenate
-    return np.frombuffer(b"".join(buffers), arrays[0].dtype)
+    untyped_arrays: Any = arrays  # bytes.join takes arrays, which its type omits; half the time of np.concatenate
+    return np.frombuffer(b"".join(untyped_arrays), arrays[0].dtype)
 
 
 def _nested_arrays(

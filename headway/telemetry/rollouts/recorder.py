@@ -60,7 +60,7 @@ class RolloutRecorder:
             self._guarded(self._begin, counted, ends)
 
     def finished(self, group: FinishedGroup) -> None:
-        """Record the members of a committed group."""
+        """Record the members of a committed group, if it is in the share of groups that is recorded."""
         if self._is_recorded(group.group.index):
             self._add_arrivals(group.rollouts, group.group.task.task_id)
 

@@ -16,13 +16,14 @@ from synthetic_run import evaluation, resolved, step_record, synthetic_lines, wr
 
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
+from headway.report.incidents import incident_text
 from headway.report.run_view import view_run
 from headway.report.tables import summary_rows
 from headway.report.watch.watched_runs import RunTail
 from headway.runtime import line_file
 from headway.runtime.line_file import LineFile
 from headway.telemetry.ledger import Ledger, LedgerTail, read_ledger, read_ledger_tail
-from headway.telemetry.summary import summarise
+from headway.telemetry.summary import summarise, undisturbed
 
 
 class ManualClock:
@@ -365,3 +366,13 @@ def test_steps_whose_own_lines_are_lost_have_no_rate() -> None:
     assert summary.samples_trained == 25 * 16
     assert summary.trained_per_s == pytest.approx(20.0)
     assert summary_rows(summary)["steps"] == "25 in 2.8 s and the time of 22 that the ledger has lost"
+
+
+def test_a_node_that_joins_or_gets_files_is_no_incident() -> None:
+    orderly = [EventRecord(event=name, worker="b") for name in ("node_joined", "files_sent")]
+    lines: list[LedgerLine] = [step_record(0), *orderly, step_record(1), step_record(2)]
+    assert undisturbed(lines) == [step_record(step) for step in range(3)]
+    assert incident_text(lines) == ""
+    lost = EventRecord(event="node_lost", worker="b", cause="silent")
+    assert undisturbed([step_record(0), lost, step_record(1), step_record(2), step_record(3)]) == [
+        step_record(0), step_record(3)]  # fmt: skip

@@ -261,7 +261,7 @@ class HfEngine(SlotEngine[HfRevisions]):
             yield from tensors_of(batch.cache)
 
     def score(self, probe: Probe) -> ProbeScores:
-        """See `Engine.score`. Raises BufferCorrupt."""
+        """See `Engine.score`. Raises BufferCorrupt if the stored pixels of the probe's pictures can't be read."""
         newest_revision = self.adapters.newest(POLICY_ADAPTER)
         with self.adapters.computing(0 if newest_revision is None else newest_revision.update):
             return self._runner.score(probe, self._pictures(probe))
