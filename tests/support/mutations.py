@@ -121,8 +121,8 @@ CHOSEN: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "headway/algorithms/packing.py",
-        "fitting = [b for b, load in enumerate(loads) if load + length <= budget]",
-        "fitting = [b for b, load in enumerate(loads) if load <= budget]",
+        "fitting_indices = [b for b, load in enumerate(loads) if load + length <= budget]",
+        "fitting_indices = [b for b, load in enumerate(loads) if load <= budget]",
         "a micro-batch holds more tokens than the budget",
     ),
     (
@@ -151,8 +151,8 @@ CHOSEN: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "headway/sandbox/linux/cgroups.py",
-        'V2: {"memory.max": memory_bytes, "memory.swap.max": 0,',
-        'V2: {"memory.max": "max", "memory.swap.max": "max",',
+        'V2: {\n            "memory.max": memory_bytes,\n            "memory.swap.max": 0,',
+        'V2: {\n            "memory.max": "max",\n            "memory.swap.max": "max",',
         "a sandbox has all of the machine's memory",
     ),
 )

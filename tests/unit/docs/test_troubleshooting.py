@@ -45,7 +45,7 @@ def kinds_of_waits() -> set[str]:
     device = re.search(r"^WAIT = \"(.+?)\"", texts["flow/device_locks.py"], re.MULTILINE)
     assert device
     stalls = texts["control/stalls.py"]
-    facts = set(re.findall(r"cause, kind = .*, \"([a-z ]+)\"", stalls)) | set(re.findall(r"kind=\"([a-z ]+)\"", stalls))
+    facts = set(re.findall(r"kind = .*, \"([a-z ]+)\"", stalls)) | set(re.findall(r"kind=\"([a-z ]+)\"", stalls))
     assert len(named) >= 6
     assert len(facts) >= 4
     return named | facts | {device[1], "event loop"}

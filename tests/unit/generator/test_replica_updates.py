@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,9 +87,9 @@ def test_steps_go_on_while_a_version_is_fetched(replica: Replica, tmp_path: Path
         assert not pending.done()
         assert replica.computes_with(replica.first)
         gate.set()
-        while not pending.done():
-            replica.service.tick()
-        applied = pending.result()
+        wait([replica.service._update.fetched], 20)  # a slow fetch must not outlast the request
+        replica.service.tick()
+        applied = pending.result(0)
         assert replica.computes_with(replica.scaled(2.0))
         assert (applied.version, applied.in_flight) == (1, 1)
         assert 0 < applied.check_s < applied.fetch_s
