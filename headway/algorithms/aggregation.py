@@ -31,11 +31,7 @@ class Weighting:
 
 
 def weighting(
-    aggregation: Aggregation,
-    arrays: SampleArrays,
-    minibatch: IntArray,
-    *,
-    max_response_tokens: int,
+    aggregation: Aggregation, arrays: SampleArrays, minibatch: IntArray, *, max_response_tokens: int
 ) -> Weighting:
     """Compute weights and divisor of one optimiser step over the sequences ``minibatch``.
 

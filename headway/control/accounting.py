@@ -45,7 +45,7 @@ class Accounting:
     @property
     def data(self) -> dict[str, int]:
         """Counts for a ledger event: rollouts by ending, and failures as ``failed_at_BOUNDARY``."""
-        failures = {f"failed_at_{boundary}": self.failures[boundary] for boundary in BOUNDARIES}
+        failures = {f"failed_at_{failure_boundary}": self.failures[failure_boundary] for failure_boundary in BOUNDARIES}
         return {ending: self.endings[ending] for ending in ENDINGS} | failures
 
     def admit(self, group: int, size: int) -> None:

@@ -114,8 +114,8 @@ class SharedCalls:
                 yield Tensor(argument.shape, self._memory[offset : offset + argument.shape.bytes]).raw, argument
 
     def write(self, call: int, values: Sequence[Any]) -> None:
-        for destination, tensor in self.tensor_views(call, values):
-            destination[...] = tensor.raw
+        for destination, source in self.tensor_views(call, values):
+            destination[...] = source.raw
 
     def is_untouched(self, call: int, values: Sequence[Any]) -> bool:
         """Whether a call's arguments in memory still equal ``values``."""
@@ -223,7 +223,7 @@ class ReferenceMaker:
 
 
 def variant_inputs(inputs: Sequence[Any], factor: float | None) -> list[Any]:
-    """The inputs with other values in floating-point tensors; zeros stay zeros."""
+    """The inputs with floating-point tensors multiplied by ``factor``; None: every value but 0 becomes 1."""
 
     def vary(argument: Any) -> Any:
         if not isinstance(argument, Tensor) or not argument.is_float:

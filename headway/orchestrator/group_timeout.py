@@ -45,10 +45,5 @@ async def generate_in_time(
 
 def _discarded(rollout: Rollout, now: float) -> Rollout:
     return msgspec.structs.replace(
-        rollout,
-        failure=None,
-        finish_reason="abort",
-        removal="discarded",
-        removal_reason=GROUP_TIMEOUT,
-        finished_s=now,
+        rollout, failure=None, finish_reason="abort", removal="discarded", removal_reason=GROUP_TIMEOUT, finished_s=now
     )

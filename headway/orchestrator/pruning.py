@@ -215,10 +215,7 @@ class Pruner:
         rule = self._settings.pruner(rules.RepetitionCap)
         assert rule is not None
         period_tokens = loop_period(
-            entry.response.ids,
-            longest_period=rules.LONGEST_PERIOD,
-            repeats=rule.repeats,
-            loop_tokens=rules.LOOP_TOKENS,
+            entry.response.ids, longest_period=rules.LONGEST_PERIOD, repeats=rule.repeats, loop_tokens=rules.LOOP_TOKENS
         )
         if period_tokens is not None:
             return f"a loop of {period_tokens} token" + ("s" if period_tokens > 1 else "")
@@ -241,30 +238,31 @@ class Pruner:
     # --- verifiers of half a response -------------------------------------------------------------------
 
     def _start_verifiers(self, entry: _Member) -> None:
-        for pruner in self._settings.verifier_pruners:
-            new_tokens = entry.tokens - entry.judged_tokens.get(pruner, 0)
+        for pruner_kind in self._settings.verifier_pruners:
+            new_tokens = entry.tokens - entry.judged_tokens.get(pruner_kind, 0)
             if entry.judge is None and new_tokens >= rules.VERIFIED_EVERY_TOKENS:
-                entry.judged_tokens[pruner] = entry.tokens
+                entry.judged_tokens[pruner_kind] = entry.tokens
                 name = f"prune-{entry.group.index}-{entry.number}"
-                entry.judge = asyncio.create_task(self._judge_partial(entry, pruner, entry.response.ids), name=name)
+                judging = self._judge_partial(entry, pruner_kind, entry.response.ids)
+                entry.judge = asyncio.create_task(judging, name=name)
 
-    async def _judge_partial(self, entry: _Member, pruner: str, ids: Sequence[int]) -> None:
-        judge = self._settings.verifier_pruners[pruner]
+    async def _judge_partial(self, entry: _Member, pruner_kind: str, ids: Sequence[int]) -> None:
+        judge = self._settings.verifier_pruners[pruner_kind]
         task = msgspec.structs.replace(entry.group.task, verifier=judge.verifier)
         try:
             [verdict] = await self._run.verifier.verify(task, [self._run.tokenizer.decode(ids)])
         except HeadwayError as error:  # the pool is stopped, or lost its processes: then it fails the run by itself
-            self._record_failure(pruner, str(error))
+            self._record_failure(pruner_kind, str(error))
             return
         finally:
             entry.judge = None
         if verdict.failure is not None:
-            self._record_failure(pruner, verdict.failure.cause)
-        elif pruner == "value" and not 0 <= verdict.reward <= 1:
-            self._record_failure(pruner, f"it returned {verdict.reward:g}, not a probability")
+            self._record_failure(pruner_kind, verdict.failure.cause)
+        elif pruner_kind == "value" and not 0 <= verdict.reward <= 1:
+            self._record_failure(pruner_kind, f"it returned {verdict.reward:g}, not a probability")
         elif verdict.reward < judge.below and entry.hit is None:
-            quantity = "probability of solving" if pruner == "value" else "reward"
-            self._hit(entry, pruner, f"{quantity} {verdict.reward:.3g} below {judge.below:g} at {len(ids)} tokens")
+            quantity = "probability of solving" if pruner_kind == "value" else "reward"
+            self._hit(entry, pruner_kind, f"{quantity} {verdict.reward:.3g} below {judge.below:g} at {len(ids)} tokens")
 
     def _record_failure(self, pruner: str, cause: str) -> None:
         if pruner not in self._failed:

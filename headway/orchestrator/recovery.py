@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import TypeVar
 
 from headway.algorithms.groups.batches import build_batch
@@ -11,7 +11,7 @@ from headway.orchestrator.context import RunContext
 from headway.orchestrator.run_device_locks import TRAINER
 from headway.orchestrator.state import RunningGroup
 from headway.records.clients import Trainer
-from headway.records.errors import CheckpointCorrupt, WorkerDied
+from headway.records.errors import CheckpointCorrupt, MicroBatchesHalved, WorkerDied
 from headway.records.training import StepReport, TrainBatch
 from headway.trainer.checkpoints import latest_valid, rename_corrupt
 
@@ -89,10 +89,11 @@ async def restart_trainer(run: RunContext, version: int, *, moved: bool = False)
 
 
 async def accumulate(trainer: Trainer, parts: Sequence[TrainBatch]) -> None:
-    """Have the trainer compute the gradients of the ``parts`` of its next step that it lacks. After a restart it lacks
-    all."""
-    for part in parts[trainer.accumulated_parts :]:
-        await trainer.forward_backward(part)
+    """Have the trainer compute the gradients of the ``parts`` of its next step that it lacks. After a restart, or once
+    its micro-batches were halved, it lacks all."""
+    while trainer.accumulated_parts < len(parts):
+        with suppress(MicroBatchesHalved):
+            await trainer.forward_backward(parts[trainer.accumulated_parts])
 
 
 async def train_on(trainer: Trainer, parts: Sequence[TrainBatch]) -> StepReport:

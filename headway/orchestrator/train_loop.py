@@ -59,6 +59,7 @@ class TrainLoop:
         self._compared = False  # trainer and engines, after an update that changed the weights
         self.ended = ""  # why
         self.completed_steps = 0  # by this process, skipped ones included
+        self._halved = ""  # which micro-batches the trainer says that it halved
 
     async def loop(self) -> None:
         """Returns after the last step, the time limit, the target solve rate or an interrupt."""
@@ -201,6 +202,9 @@ class TrainLoop:
         )
         if report.unrecorded:
             run.event(EVENT_ROLLOUTS_ENDED, report.unrecorded)
+        if report.halved != self._halved:
+            self._halved = report.halved
+            run.event("micro_batches_halved", report.halved)
         self.completed_steps += 1
         with run.waits.on("the control loop", LOOPS, "the train loop"):
             await self._completed.put(record)

@@ -232,9 +232,9 @@ def kept_sections(experiment: Experiment, unidentified: dict[str, str]) -> dict[
         names.append("algorithm.advantage")
     hooks = configured.get("hooks", {})
     names += [f"hooks.{key}" for key, value in hooks.items() if value not in HOOKS[key]]
-    builtin_hooks = {key: value for key, value in hooks.items() if value in HOOKS[key]}
-    if builtin_hooks:
-        sections["hooks"] = builtin_hooks
+    kept_hooks = {key: value for key, value in hooks.items() if value in HOOKS[key]}
+    if kept_hooks:
+        sections["hooks"] = kept_hooks
     if names:
         unidentified["functions"] = f"{', '.join(names)}: the run's hooks are not called; acceptance includes them"
     return sections

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -54,16 +54,8 @@ def fitted_experiment(machine: Machine, model: str, folder: str, tables: dict[st
             refusals[_method(method_choice)] = refusal
             continue
         for recompute, response_tokens, slots, micro in product((False, True), _RESPONSES, _SLOTS, _MICRO_BATCHES):
-            choice = MemoryChoice(
-                adapter=method_choice.adapter,
-                quantization=method_choice.quantization,
-                trainers=method_choice.trainers,
-                ranks=method_choice.ranks,
-                recompute=recompute,
-                response_tokens=response_tokens,
-                slots=slots,
-                micro_batch_tokens=micro,
-            )
+            choice = replace(method_choice, recompute=recompute, response_tokens=response_tokens)
+            choice = replace(choice, slots=slots, micro_batch_tokens=micro)
             experiment = _experiment(machine, folder, tables, choice)
             if not _lacking(machine, experiment, sizes):
                 return _text(machine, model, experiment, sizes, tables, choice, refusals)
@@ -167,9 +159,7 @@ def _text(
         "generator.slots": f"requests at once of a replica: {needed.get((on_gpus or [''])[0], '?')} of its GPU at most",
         "generator.update_mode": "vLLM keeps no two revisions of an adapter for one request",
         "trainer.devices": f"{needed.get((on_gpus or [''])[-1], '?')} of each at most",
-        "trainer.learning_rate": "adapters take ten times a whole model's"
-        if choice.adapter
-        else "usual for whole models",
+        "trainer.learning_rate": f"usual for {'adapters' if choice.adapter else 'whole models'}",
         "trainer.micro_batch_tokens": "the largest whose activations fit",
         "trainer.gradient_checkpointing": "true where activations don't fit otherwise",
     }

@@ -46,6 +46,16 @@ class StepRefused(HeadwayError, ValueError):
     """The trainer refuses a call that contradicts its version, earlier calls or the algorithm; nothing was changed."""
 
 
+class MicroBatchesHalved(HeadwayError):
+    """Micro-batches were halved within a step of several parts, whose gradients are lost: compute all parts again."""
+
+
+class OutOfDeviceMemory(HeadwayError):
+    """A training step doesn't fit in the memory of a trainer's device, even with smaller micro-batches."""
+
+    page = "docs/troubleshooting.md#out-of-memory-in-a-training-step"
+
+
 class ExpertsMismatch(HeadwayError):
     """Recorded experts can't be those of the model in training: they are of other layers, or more than it has."""
 

@@ -56,12 +56,7 @@ class TokenBlock:
         self.tokens += len(data) // _BYTES
 
     def extend(
-        self,
-        ids: Sequence[int],
-        logprobs: Sequence[float],
-        versions: Iterable[VersionSpan],
-        *,
-        learned: bool = True,
+        self, ids: Sequence[int], logprobs: Sequence[float], versions: Iterable[VersionSpan], *, learned: bool = True
     ) -> None:
         """Append sampled tokens of several versions; ``learned`` False masks them. Raises ValueError where the parts
         differ in length."""

@@ -34,14 +34,14 @@ class LiveWaits(msgspec.Struct, frozen=True, kw_only=True):
 def read_live_waits(run: str, now_s: float | None = None) -> LiveWaits:
     """Read the last wait graph of the run in a folder. Raises ConfigurationError when no run is active there."""
     try:
-        graph = msgspec.json.decode((Path(run) / _FILE).read_bytes(), type=WaitGraph)
+        wait_graph = msgspec.json.decode((Path(run) / _FILE).read_bytes(), type=WaitGraph)
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigurationError(f"no run is active in {run}: there is no {Path(run) / _FILE}") from None
     stalls = [e for e in read_ledger(run) if isinstance(e, EventRecord) and e.event == EVENT_STALLED]
     return LiveWaits(
-        graph=graph,
-        age_s=(time.time() if now_s is None else now_s) - graph.written_s,
-        alive=Path(f"/proc/{graph.pid}").exists() if os.path.isdir("/proc") else True,
+        graph=wait_graph,
+        age_s=(time.time() if now_s is None else now_s) - wait_graph.written_s,
+        alive=Path(f"/proc/{wait_graph.pid}").exists() if os.path.isdir("/proc") else True,
         last_stall=stalls[-1].detail if stalls else "",
     )
 

@@ -78,7 +78,7 @@ def _import_target(name: str, key: str, known: Collection[str], form: str = _FUN
         ) from error
     for member in attribute_path.split("."):
         if not hasattr(target, member):
-            hint = _nearest(member, [public for public in vars(target) if not public.startswith("_")])
+            hint = _nearest(member, [known_member for known_member in vars(target) if not known_member.startswith("_")])
             raise ConfigurationError(f"{key} = {name!r}: {module_name} has no {member!r}; {hint}{_valid(known, form)}")
         target = getattr(target, member)
     return target

@@ -381,7 +381,7 @@ class _ChosenLogprobs(torch.autograd.Function):
             scaled_cv = scaled_cv.masked_fill(outside_cv, -math.inf)
             masses_c.copy_(scaled_cv.logsumexp(-1) - total_c)
         logprobs_cv = torch.log_softmax(scaled_cv, dim=-1)
-        chosen_c = logprobs_cv.gather(-1, targets_c[:, None]).squeeze(-1)
+        chosen_logprobs_c = logprobs_cv.gather(-1, targets_c[:, None]).squeeze(-1)
         probabilities_cv = logprobs_cv.exp()
         # For p = 0, p log p must be 0, not 0 x -inf.
         finite_cv = logprobs_cv.clamp_(min=torch.finfo(logprobs_cv.dtype).min)
@@ -389,7 +389,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(probabilities_cv, targets_c)
         ctx.temperature, ctx.dtype = temperature, logits_cv.dtype
         ctx.mark_non_differentiable(entropy_c)
-        return chosen_c, entropy_c
+        return chosen_logprobs_c, entropy_c
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

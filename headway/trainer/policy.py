@@ -32,12 +32,13 @@ from headway.algorithms.shared_packing import pack_trees
 from headway.config.consistency import KL_HORIZON
 from headway.config.schema import AlgorithmConfig, Experiment, TrainerConfig
 from headway.models.packed_model import PackedModel
-from headway.records.errors import StepRefused
+from headway.records.errors import MicroBatchesHalved, StepRefused
 from headway.records.training import SKIPPED_MINIBATCHES, OptimiserSettings
 from headway.runtime.hooks import Hook
 from headway.trainer.kl import adapted_coefficient, kl_estimate
 from headway.trainer.learner import Learner
 from headway.trainer.losses import LOSSES, MAX_LOG_RATIO, TokenTerms, loss_settings, resolve, token_loss
+from headway.trainer.micro_batch_limit import MicroBatchLimit
 from headway.trainer.step_statistics import (
     Prepared,
     Progress,
@@ -77,6 +78,7 @@ class PolicyGradient:
         self.kl_coefficient = self.algorithm.kl_coefficient  # with a kl_target it changes step by step
         self.parts: list[AccumulatedPart] = []  # whose gradients the next `optim_step` applies
         self.settings = loss_settings(self.algorithm)
+        self.limit = MicroBatchLimit(self.trainer, learner, may_halve=not experiment.run.deterministic)
 
     @property
     def recomputes_proximal(self) -> bool:
@@ -229,12 +231,7 @@ class PolicyGradient:
             )
 
     def _weighting(self, arrays: SampleArrays, minibatch: IntArray) -> Weighting:
-        return weighting(
-            self.algorithm.aggregation,
-            arrays,
-            minibatch,
-            max_response_tokens=self.max_response_tokens,
-        )
+        return weighting(self.algorithm.aggregation, arrays, minibatch, max_response_tokens=self.max_response_tokens)
 
     def prepare(self, arrays: SampleArrays, step: int, progress: Progress) -> Prepared:
         """Compute the constants of the batch: forward passes without gradient if they are needed, then the KL inside
@@ -292,34 +289,45 @@ class PolicyGradient:
         function: Hook,
     ) -> float:
         """Run forward and backward over one minibatch; returns its loss (this rank's part of the sum)."""
-        samples_n = sequence_of_token(arrays)
-        total_loss = 0.0
-        for batch in self._micro_batches(arrays, minibatch):
-            scores = self.learner.logprobs(batch, arrays, self.temperature)
-            logprobs_m, idx_m = scores.logprobs_m, batch.targets_m
-            terms = self._terms(arrays, prepared, idx_m, samples_n[idx_m], logprobs_m)
-            losses = token_loss(function, terms, self.settings)
-            loss_m = losses.loss_m
-            if prepared.reference_n is not None and self.algorithm.kl_in == "loss":
-                reference_m = self._tensor(prepared.reference_n[idx_m])
-                penalty_m = kl_estimate(self.algorithm.kl_estimator, logprobs_m, reference_m, terms.behaviour_m)
-                loss_m = loss_m + self.kl_coefficient * penalty_m
-            loss_m = torch.where(self._tensor(prepared.keep_n[idx_m]), loss_m, 0.0)
-            weights_m = self._tensor(weights.weights_s[samples_n[idx_m]].astype(np.float32))
-            loss = (loss_m * weights_m).sum() / divisor
-            self.learner.backward(loss)
-            total_loss += float(loss.detach())
-            progress.logprobs_n[idx_m] = logprobs_m.detach().cpu().numpy()
-            progress.proximal_n[idx_m] = terms.proximal_m.cpu().numpy()
-            progress.entropies_n[idx_m] = scores.entropies_m.cpu().numpy()
-            progress.clipped_n[idx_m] = losses.clipped_m.cpu().numpy()
-            progress.seen_n[idx_m] = 1.0
-            progress.tokens += batch.sample_tokens
-            progress.computed_tokens += len(batch.input_ids)
-            progress.micro_batches += 1
-            progress.flops += self.learner.training_flops(batch)
-            progress.count(scores, idx_m, len(batch.input_ids), self.learner.routing)
-        return total_loss
+        totals = progress.totals()
+
+        def undo() -> None:
+            self.learner.clear_gradients()
+            vars(progress).update(totals)
+            if self.parts:
+                raise MicroBatchesHalved(f"{self.limit.halved}; all parts of the step must be computed again")
+
+        def compute() -> float:
+            samples_n = sequence_of_token(arrays)
+            total_loss = 0.0
+            for batch in self._micro_batches(arrays, minibatch):
+                scores = self.learner.logprobs(batch, arrays, self.temperature)
+                logprobs_m, idx_m = scores.logprobs_m, batch.targets_m
+                terms = self._terms(arrays, prepared, idx_m, samples_n[idx_m], logprobs_m)
+                losses = token_loss(function, terms, self.settings)
+                loss_m = losses.loss_m
+                if prepared.reference_n is not None and self.algorithm.kl_in == "loss":
+                    reference_m = self._tensor(prepared.reference_n[idx_m])
+                    penalty_m = kl_estimate(self.algorithm.kl_estimator, logprobs_m, reference_m, terms.behaviour_m)
+                    loss_m = loss_m + self.kl_coefficient * penalty_m
+                loss_m = torch.where(self._tensor(prepared.keep_n[idx_m]), loss_m, 0.0)
+                weights_m = self._tensor(weights.weights_s[samples_n[idx_m]].astype(np.float32))
+                loss = (loss_m * weights_m).sum() / divisor
+                self.learner.backward(loss)
+                total_loss += float(loss.detach())
+                progress.logprobs_n[idx_m] = logprobs_m.detach().cpu().numpy()
+                progress.proximal_n[idx_m] = terms.proximal_m.cpu().numpy()
+                progress.entropies_n[idx_m] = scores.entropies_m.cpu().numpy()
+                progress.clipped_n[idx_m] = losses.clipped_m.cpu().numpy()
+                progress.seen_n[idx_m] = 1.0
+                progress.tokens += batch.sample_tokens
+                progress.computed_tokens += len(batch.input_ids)
+                progress.micro_batches += 1
+                progress.flops += self.learner.training_flops(batch)
+                progress.count(scores, idx_m, len(batch.input_ids), self.learner.routing)
+            return total_loss
+
+        return self.limit.attempt(compute, undo)
 
     def _terms(
         self, arrays: SampleArrays, prepared: Prepared, idx_m: IntArray, samples_m: IntArray, logprobs_m: torch.Tensor
@@ -339,11 +347,16 @@ class PolicyGradient:
     def _logprobs_of_batch(self, arrays: SampleArrays, model: PackedModel, progress: Progress) -> np.ndarray:
         """[N] log-probabilities of the loss tokens under ``model``, without gradient."""
         logprobs_n = np.zeros(arrays.tokens, np.float32)
-        with torch.no_grad():
+
+        @torch.no_grad()
+        def compute() -> None:
             for batch in self._micro_batches(arrays, np.arange(arrays.samples)):
                 logprobs_m = self.learner.logprobs(batch, arrays, self.temperature, model).logprobs_m
                 logprobs_n[batch.targets_m] = logprobs_m.cpu().numpy()
                 progress.flops += self.learner.flops(batch, model)
+
+        totals = progress.totals()
+        self.limit.attempt(compute, lambda: vars(progress).update(totals))
         # Minibatches are packed differently, so that another rank may need a sample later: every rank gets all values.
         return self.learner.ranks.sum_(torch.from_numpy(logprobs_n).to(self.learner.device)).cpu().numpy()
 
@@ -356,10 +369,10 @@ class PolicyGradient:
         replays_experts = self.learner.routing is not None
         tree = prefix_tree(arrays, minibatch, with_rows=replays_experts) if sharing else PrefixTree.separate(lengths)
         if settings.packing == "fixed":
-            assert settings.micro_batch_samples is not None, "the configuration is refused without it"
-            plan = pack_in_order(len(minibatch), settings.micro_batch_samples, ranks.size)
+            assert self.limit.samples is not None, "the configuration is refused without it"
+            plan = pack_in_order(len(minibatch), self.limit.samples, ranks.size)
         else:
-            plan = pack_trees(tree, settings.micro_batch_tokens, ranks.size, settings.packing)
+            plan = pack_trees(tree, self.limit.tokens, ranks.size, settings.packing)
         for positions in plan[ranks.rank]:
             if positions:
                 yield slice_micro_batch(arrays, minibatch[positions], tree.take(positions))

@@ -255,6 +255,7 @@ class TrainerService(ModelService):
             compute_s=time.perf_counter() - started,
             flops=progress.flops,
             metrics=metrics | others,
+            halved=self.policy.limit.halved,
             unrecorded="" if self._recorder is None else self._recorder.take_error(),
         )
 

@@ -87,6 +87,10 @@ class Progress:
             self.kept_ids += kept.ids
             self.constrained_tokens += kept.constrained
 
+    def totals(self) -> dict[str, Any]:
+        """Return what `joined` sums, by name."""
+        return {name: getattr(self, name) for name in _COUNTED}
+
     @classmethod
     def joined(cls, parts: Sequence[Progress]) -> Progress:
         """Concatenate the values and sum the totals of a step's parts."""

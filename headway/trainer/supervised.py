@@ -22,6 +22,7 @@ from headway.records.errors import ConfigurationError, NoProgress
 from headway.records.training import MAX_CONSECUTIVE_SKIPS
 from headway.trainer.checkpoints import CheckpointState
 from headway.trainer.learner import Update
+from headway.trainer.micro_batch_limit import MicroBatchLimit
 from headway.trainer.optimizer import learning_rate
 from headway.trainer.service import ModelService
 
@@ -36,6 +37,8 @@ class SupervisedService(ModelService):
         validated = validate_experiment(experiment, "experiment")
         self.settings = validated.sft
         super().__init__(context, validated, run_id, validated.trainer)
+        self._log = context.log
+        self._limit = MicroBatchLimit(validated.trainer, self.learner, may_halve=True)
         self.skipped = 0  # steps whose loss or gradient wasn't finite
         self._skipped_in_a_row = 0
         self._token_ids_n = np.zeros(0, np.int32)
@@ -66,7 +69,7 @@ class SupervisedService(ModelService):
         """The mean cross-entropy over the loss tokens of the held-out sequences, in nats."""
         arrays, loss_sum = self._arrays(self._held_out), 0.0
         with torch.no_grad():
-            for sequences in pack((arrays.lengths_s - 1).tolist(), self.experiment.trainer.micro_batch_tokens)[0]:
+            for sequences in pack((arrays.lengths_s - 1).tolist(), self._limit.tokens)[0]:
                 scores = self.learner.logprobs(slice_micro_batch(arrays, sequences), arrays, 1.0)
                 loss_sum -= float(scores.logprobs_m.sum())
         return loss_sum / arrays.loss_tokens
@@ -145,9 +148,17 @@ class SupervisedService(ModelService):
 
     def _accumulate(self, arrays: SampleArrays) -> tuple[float, float]:
         """Accumulate gradients of the batch's mean cross-entropy over loss tokens; returns (mean, FLOP spent)."""
+
+        def undo() -> None:
+            self.learner.clear_gradients()
+            self._log.warning("%s", self._limit.halved)
+
+        return self._limit.attempt(lambda: self._accumulate_once(arrays), undo)
+
+    def _accumulate_once(self, arrays: SampleArrays) -> tuple[float, float]:
         mean_loss = flops = 0.0
         lengths = (arrays.lengths_s - 1).tolist()
-        for micro_batch_index, sequences in enumerate(pack(lengths, self.experiment.trainer.micro_batch_tokens)[0]):
+        for micro_batch_index, sequences in enumerate(pack(lengths, self._limit.tokens)[0]):
             batch = slice_micro_batch(arrays, sequences)
             self._set_dropout_key(f"{self.experiment.run.seed}/{self.version + self.skipped}/{micro_batch_index}")
             loss: Tensor = -self.learner.logprobs(batch, arrays, 1.0).logprobs_m.sum() / arrays.loss_tokens

@@ -292,7 +292,7 @@ def test_what_a_server_that_died_has_started_ends_too() -> None:
 
 def test_a_list_of_tools_without_an_end_is_refused() -> None:
     async def main() -> None:
-        await started(odd(variables={"ENDLESS": "1"}))
+        await started(odd(variables={"ENDLESS": "1e-9"}))
 
     with pytest.raises(ConfigurationError, match="its list of tools has no end: 1000 pages, 1000 tools"):
         played(main)
@@ -302,7 +302,7 @@ def test_a_list_of_tools_that_takes_too_long_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr("headway.rollout.hosting.mcp.servers._START_S", 0.5)
 
     async def main() -> None:
-        await started(odd(variables={"ENDLESS": "1"}))
+        await started(odd(variables={"ENDLESS": "0.1"}))
 
     with pytest.raises(ConfigurationError, match=r"takes longer than 0\.5 s"):
         played(main)

@@ -27,7 +27,7 @@ for line in sys.stdin:
 
 
 ODD = """
-import json, os, subprocess, sys
+import json, os, subprocess, sys, time
 def out(line): sys.stdout.buffer.write(line.encode() if isinstance(line, str) else line); sys.stdout.buffer.flush()
 def answer(i, result, **more): out(json.dumps({"jsonrpc": "2.0", "id": i, "result": result, **more}) + "\\n")
 def text(t): return {"content": [{"type": "text", "text": t}]}
@@ -40,6 +40,7 @@ for line in sys.stdin:
                    "serverInfo": {"name": "odd", "version": "1"}})
     elif told["method"] == "tools/list":
         endless = os.environ.get("ENDLESS")
+        time.sleep(float(endless or 0))  # for each page
         more = {"nextCursor": str(int(asked.get("cursor") or 0) + 1)} if endless else {}
         name = "do" + (asked.get("cursor") or "") if endless else "do"
         answer(i, {"tools": [{"name": name, "inputSchema": {"type": "object"}}], **more})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ VOCABULARY = 31
 
 class Context:
     """What a worker object sees of its process."""
+
+    log = logging.getLogger("tiny_trainer")
 
     class device:
         threads = 1

@@ -106,8 +106,8 @@ class Kernels:
         self.dtype = dtype
         self._functions: dict[str, Callable[..., None]] = {}
         for name, argument_types in (_SIGNATURES | (_FLOAT32_SIGNATURES if dtype == torch.float32 else {})).items():
-            pointer = library.function(f"{name}_{_DTYPES[dtype]}".encode())
-            self._functions[name] = ctypes.CFUNCTYPE(None, *argument_types)(pointer)
+            function_address = library.function(f"{name}_{_DTYPES[dtype]}".encode())
+            self._functions[name] = ctypes.CFUNCTYPE(None, *argument_types)(function_address)
         self.panel_columns = int(library.panel_columns())
         self._panels: dict[int, tuple[Tensor, Tensor]] = {}  # id of a weight -> the weight and its panels
         # id of a weight -> panels of its next value, rows in them, the value's address

@@ -99,12 +99,7 @@ class RunHistory:
             region=source.region(task_number),
             now=self._posterior(source, task_number),
             min_signal=selector.curriculum.band.limit,
-            size=group_size(
-                *source.posterior(task_number),
-                smallest_size,
-                largest_size,
-                self.settings.member_gain,
-            ),
+            size=group_size(*source.posterior(task_number), smallest_size, largest_size, self.settings.member_gain),
             rests_groups=rest_groups,
             due_groups=max(0, due_index - selector.next_index) if due_index > drawn and due_index >= 0 else None,
             band_probability=source.band_probability(task_number, selector.next_index),

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from headway.config.auto import VLLM_RELEASE, Machine
-from headway.config.engines import (
-    VLLM_INSTALL,
-    cpu_refusal,
-    engine_missing,
-    starts_vllm,
-    transformers_refusal,
-)
+from headway.config.engines import VLLM_INSTALL, cpu_refusal, engine_missing, starts_vllm, transformers_refusal
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
 from headway.models.hf.configuration import HfConfig

@@ -29,5 +29,5 @@ class SingleTurn:
         return self._sampler.reached(group, member)
 
     async def generate_member(self, group: Group, member: int, parked: PartialRollout | None = None) -> Rollout:
-        call = ModelCall.first(group, member, parked)
-        return self._sampler.refused(call) or await self._sampler.sample(call)
+        model_call = ModelCall.first(group, member, parked)
+        return self._sampler.refused(model_call) or await self._sampler.sample(model_call)

@@ -63,7 +63,7 @@ class NodeProcess:
         return True
 
     async def inspect(self) -> tuple[bool, str]:
-        """See :meth:`WorkerProcess.inspect`."""
+        """Return whether a signal stopped the process, and its threads' stacks; (False, "") if the node is lost."""
         try:
             return await self._node.call("inspect", self.pid)
         except (NodeLost, RemoteError, TimeoutError):

@@ -96,6 +96,24 @@ def test_learns_and_saves(tmp_path: Path) -> None:
     assert not Path(published.path).exists()
 
 
+def test_micro_batches_that_do_not_fit_are_halved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainers = [make(tmp_path, PAIRS, micro_batch_tokens=tokens) for tokens in (64, 32)]
+    short, backward = trainers[0], trainers[0].learner.backward
+
+    def checked(loss: torch.Tensor) -> None:
+        backward(loss)
+        if not caplog.text:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    short.learner.backward = checked  # type: ignore[method-assign]
+    for trainer in trainers:
+        prepare(trainer)
+        trainer.steps(2)
+    assert "trainer.micro_batch_tokens = 64 don't fit" in caplog.text
+    for mine, its in zip(*(trainer.learner.parameters for trainer in trainers), strict=True):
+        assert torch.equal(mine, its)
+
+
 def test_loss_is_the_mean_cross_entropy_of_solution_tokens(tmp_path: Path) -> None:
     service = make(tmp_path, PAIRS[:12], micro_batch_tokens=7)
     prepare(service)

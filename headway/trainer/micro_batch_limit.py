@@ -1,0 +1,66 @@
+"""The sizes of micro-batches, halved once when a device's memory can't hold one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import torch
+
+from headway.config.schema import TrainerConfig
+from headway.records.errors import HookFailed, OutOfDeviceMemory
+from headway.trainer.learner import Learner
+
+T = TypeVar("T")
+
+
+class MicroBatchLimit:
+    """The most tokens and samples of a micro-batch, equal on all ranks.
+
+    ``may_halve``: False keeps the shapes of micro-batches, as ``run.deterministic`` promises."""
+
+    def __init__(self, settings: TrainerConfig, learner: Learner, *, may_halve: bool) -> None:
+        self.tokens = settings.micro_batch_tokens
+        self.samples = settings.micro_batch_samples
+        self.halved = ""  # which micro-batches were halved, and why
+        self._is_fixed = settings.packing == "fixed"
+        self._may_halve = may_halve
+        self._learner = learner
+
+    def attempt(self, passes: Callable[[], T], undo: Callable[[], None]) -> T:
+        """Return what the ``passes`` over micro-batches return. If they exceed the memory of any rank's device, halve
+        the limit on all ranks, ``undo`` what the passes did, and repeat them; the second time raise OutOfDeviceMemory.
+        """
+        while True:
+            outcome, shortage = None, ""
+            try:
+                outcome = passes()
+            except (torch.OutOfMemoryError, HookFailed) as error:
+                cause = error.__cause__ if isinstance(error, HookFailed) else error  # the user's loss may be short too
+                if not isinstance(cause, torch.OutOfMemoryError):
+                    raise
+                shortage = str(cause).partition(". ")[0] or "out of memory"
+            if not self._is_short_anywhere(shortage):
+                return cast("T", outcome)
+            self._halve(shortage or "another rank is out of memory")
+            undo()
+
+    def _is_short_anywhere(self, shortage: str) -> bool:
+        device, is_short = self._learner.device, float(bool(shortage))
+        if shortage and device.type == "cuda":
+            torch.cuda.empty_cache()
+        return bool(self._learner.ranks.sum_(torch.tensor(is_short, device=device)).item())
+
+    def _halve(self, shortage: str) -> None:
+        key = "trainer.micro_batch_samples" if self._is_fixed else "trainer.micro_batch_tokens"
+        size = self.samples or 1 if self._is_fixed else self.tokens
+        half = size // 2
+        cause_text = f"micro-batches of {key} = {size} don't fit in a device's memory ({shortage})"
+        if self.halved or not self._may_halve or not half:
+            valid_text = f"resume with at most {half}" if half else "each has one sample already"
+            raise OutOfDeviceMemory(f"{cause_text}; {valid_text}, or with trainer.gradient_checkpointing = true")
+        self.halved = f"{cause_text}: they have at most {half} from now on"
+        if self._is_fixed:
+            self.samples = half
+        else:
+            self.tokens = half
