@@ -107,6 +107,7 @@ def plain(text: str) -> str:
     return " ".join(text.replace("│", " ").split())
 
 
+@pytest.mark.slow
 def test_bad_input_is_refused_and_nothing_is_changed(inputs: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     initialise_model(other, ["1+2=3"], layers=1, width=32, heads=2, kv_heads=1, intermediate=48, character_level=True)

@@ -93,6 +93,7 @@ def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "turns", "reward", "solved", "causes"),
     [
@@ -119,6 +120,7 @@ def test_a_function_with_the_openai_client(
     run(agents, test, f"my_agents:{name}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("prompt", "code"), [("gone", 75), ("none", 1)])
 def test_what_an_agents_function_raises_goes_by_the_rule(prompt: str, code: int, agents: Path) -> None:
     async def test(processes: AgentProcesses) -> Exit:

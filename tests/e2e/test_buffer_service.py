@@ -161,6 +161,7 @@ def test_client_of_the_example_is_short_and_needs_no_package() -> None:
     assert imported <= sys.stdlib_module_names
 
 
+@pytest.mark.slow
 def test_run_killed_behind_a_finish_keeps_it_and_offers_the_rest_again(folder: Path, tmp_path: Path) -> None:
     """The orchestrator dies once a finish is committed and before it is answered; the worker asks again."""
     config, url = written(tmp_path, folder)

@@ -74,6 +74,7 @@ def test_best_is_there_whenever_the_summary_says_so(tmp_path: Path) -> None:
     assert read_state(run / "best").version == last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("evaluation", "validated"), [({"test": "before", "every_steps": 100}, True), ({"test": "after"}, False)]
 )
@@ -94,6 +95,7 @@ def test_best_is_there_when_an_evaluation_judges_no_version(
     assert not says or (tmp_path / "run" / "best" / "config.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_best_version_whose_event_a_kill_has_lost_is_named_after_a_resume(tmp_path: Path) -> None:
     tiny_run.write_inputs(tmp_path)
     run, held = tmp_path / "run", tmp_path / "held.jsonl"

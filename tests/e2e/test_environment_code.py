@@ -33,6 +33,7 @@ HONEST_SUM = "a, b = map(int, input().split())\nprint(a + b)"
 HONEST_CALL = "def ordered(numbers: List[int]) -> tuple:\n    print('busy')\n    return tuple(sorted(numbers))"
 
 
+@pytest.mark.slow
 def test_honest_programs_pass():
     played = judge(HONEST_SUM)
     assert (played.reward, played.verdict.solved, played.outcomes) == (1.0, True, {"passed": 6})
@@ -200,6 +201,7 @@ CHEATS_IN_A_CALL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cheat", first(4, CHEATS_IN_A_CALL))
 def test_cheats_in_a_call(cheat):
     played = judge(CHEATS_IN_A_CALL[cheat], CALLS, reward="share")

@@ -59,6 +59,7 @@ async def played(pool: EnvironmentPool, killed: list[str]) -> Rollout:
     return await EnvironmentRollouts(environments, sampler).generate_member(GROUP, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_parked_rollout_goes_on_in_another_worker(count: int, tmp_path: Path) -> None:
     killed: list[str] = []

@@ -438,6 +438,7 @@ def test_halves_of_surrogate_pairs_over_http(
     assert said == ["a\ufffdb \U0001f600"]
 
 
+@pytest.mark.slow
 def test_a_server_of_its_own_for_each_rollout() -> None:
     async def main() -> None:
         episodes = await started(server(per="episode"))

@@ -112,6 +112,7 @@ def test_what_fails(server: LocalServer) -> None:
     assert moved.infrastructure
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_is_infrastructure_and_started_again() -> None:
     async def main() -> Any:
         episodes = service(name="openenv", parameters={"command": COMMAND})

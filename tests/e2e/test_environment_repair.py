@@ -228,6 +228,7 @@ TAKES_OVER = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cheat", first(5, TAKES_OVER))
 def test_code_that_takes_its_test_over(cheat):
     turn = [("write_file", {"path": "intervals.py", "content": textwrap.dedent(TAKES_OVER[cheat])})]
@@ -341,6 +342,7 @@ def test_a_daemon_does_not_live_to_see_the_hidden_files():
     assert repair(python(DAEMON), task=READS).reward == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plant", "reward"),
     [

@@ -75,6 +75,7 @@ async def said(lease: WorkerLease, *calls: tuple[str, str]) -> list[str]:
     return told
 
 
+@pytest.mark.slow
 def test_calls_that_hang_are_given_up_and_their_worker_is_replaced() -> None:
     events: list[tuple[str, str, dict[str, Any]]] = []
 

@@ -257,6 +257,7 @@ def test_a_call_of_a_worker_killed_from_outside_fails_at_once():
     run(workflow, TWO)
 
 
+@pytest.mark.slow
 def test_what_waits_for_ever_is_named(tmp_path: Path):
     async def unread(flow: Flow) -> None:
         group = await flow.workers("double", Doubles)

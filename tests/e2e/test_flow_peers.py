@@ -77,6 +77,7 @@ def test_messages_of_many_tensors_arrive_equal_and_in_order(path: str):
     run(main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["link", "tls"])
 def test_two_machines_use_the_link_with_the_runs_key(way: str):
     async def main() -> None:

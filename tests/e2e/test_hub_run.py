@@ -40,10 +40,8 @@ def written(folder: Path, kind: str, sizes: Mapping[str, int] = {}, /, **section
     return tiny_run.write_experiment(folder, **{**given, **sections})
 
 
-@pytest.mark.parametrize(
-    ("kind", "queue"),
-    [("Olmo2", {"budget": 0}), pytest.param("FalconH1", {"budget": 2}, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "queue"), [("Olmo2", {"budget": 0}), ("FalconH1", {"budget": 2})])
 def test_run_of_an_architecture_that_headway_does_not_have(tmp_path: Path, kind: str, queue: Any) -> None:
     config = written(tmp_path, kind, queue={"groups_per_step": 4, "filter_zero_variance": False} | queue)
     run = tmp_path / "run"

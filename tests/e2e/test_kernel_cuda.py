@@ -75,6 +75,7 @@ def cuda(source: str, **more: Any):
     return msgspec.structs.replace(submission(source, task=CUDA_TASK, **more), timeout_s=500.0)
 
 
+@pytest.mark.slow
 @installed
 def test_a_kernel_that_compiles_earns_its_credit_and_is_not_run(shared):
     """Here it is made with the model; the rest of the reward needs a GPU."""
@@ -93,6 +94,7 @@ def test_a_kernel_that_compiles_earns_its_credit_and_is_not_run(shared):
     shared(use)
 
 
+@pytest.mark.slow
 @installed
 def test_what_does_not_compile_is_refused_with_the_compilers_line(shared):
     async def use(evaluator: KernelEvaluator) -> None:
@@ -119,6 +121,7 @@ def test_what_does_not_compile_is_refused_with_the_compilers_line(shared):
     shared(use)
 
 
+@pytest.mark.slow
 @installed
 def test_a_compiler_that_compiles_nothing_earns_nothing(shared):
     """By flags that only print, by sources without a kernel, or without any source."""
@@ -137,6 +140,7 @@ def test_a_compiler_that_compiles_nothing_earns_nothing(shared):
     shared(use)
 
 
+@pytest.mark.slow
 @installed
 def test_a_model_that_cannot_be_made_has_its_own_fault_beside_the_credit(shared):
     async def use(evaluator: KernelEvaluator) -> None:

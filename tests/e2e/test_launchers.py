@@ -85,6 +85,7 @@ async def require_service_and_restart(folder: Path, cluster: dict[str, Any]) -> 
     assert "the run is over" in (folder / "run/logs/node-b.log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(NO_SSH), reason=NO_SSH)
 def test_ssh_agents_are_started_and_restarted_until_the_run_ends(tmp_path: Path):
     with sshd(tmp_path / "sshd") as destination:
@@ -118,6 +119,7 @@ def test_node_that_refuses_ssh_is_named_with_sshs_own_words(tmp_path: Path):
     run(main)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(NO_SLURM), reason=NO_SLURM)
 def test_slurm_agents_are_steps_of_the_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with slurm(tmp_path / "slurm") as environment:

@@ -31,6 +31,7 @@ def weights_of(run: Path, version: int) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.rglob("*") if path.suffix in (".safetensors", ".pt")}
 
 
+@pytest.mark.slow
 def test_a_deterministic_run_that_moves_has_the_weights_of_one_that_stays(folder: Path, tmp_path: Path) -> None:
     outcomes: list[dict[str, bytes]] = []
     for name, moves in (

@@ -88,6 +88,7 @@ def test_a_killed_run_trains_its_last_steps_again_with_their_pictures(tmp_path: 
     assert restored.data["replayed"] >= 1, restored
 
 
+@pytest.mark.slow
 def test_pictures_that_cannot_be_decoded_fail_their_groups_alone(tmp_path: Path) -> None:
     sections = {"evaluation": {"every_steps": 2, "test": "never"}, "run": {"steps": 3}}
     config, run = written(tmp_path, tasks=4, **sections), tmp_path / "run"

@@ -84,6 +84,7 @@ def test_synchronous_training_is_exact_and_equals_the_minimal_loop(inputs: Any, 
     assert tiny_run.minimal_losses(config) == pytest.approx(losses, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "steps"), [("wrong-rope", 0), ("stale-layer", 1)])
 def test_an_engine_that_computes_otherwise_is_refused_and_nothing_is_lost(
     inputs: Any, tmp_path: Path, fault: str, steps: int

@@ -158,6 +158,7 @@ def test_a_daemon_that_goes_away_is_a_failure_of_the_infrastructure(tmp_path: Pa
         stop()
 
 
+@pytest.mark.slow
 def test_an_owner_and_its_zygote_killed_together_leave_what_the_next_start_removes(tmp_path: Path):
     moments, hit, snapshots = random.Random(8), Counter[str](), 0
     rounds = max(2, ROUNDS // 2)

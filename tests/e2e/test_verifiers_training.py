@@ -107,6 +107,7 @@ def test_a_tasksets_tasks() -> None:
         list(tasks("nobodys-taskset"))
 
 
+@pytest.mark.slow
 def test_environments_that_are_refused() -> None:
     def because(**settings: Any) -> str:
         with pytest.raises(ConfigurationError) as error:

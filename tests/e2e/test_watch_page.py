@@ -153,6 +153,7 @@ def test_views_of_a_run_that_lives_is_killed_and_is_resumed(
 # --- what is no run --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_empty_folder_says_what_would_fill_it(folder: Path, opened: Callable[..., WatchedPage]) -> None:
     (folder / "nothing").mkdir()
     with watch(folder / "nothing", cache=folder / "cache-empty") as server:

@@ -360,6 +360,7 @@ def test_two_watchers_with_one_cache_agree(root: Path, folder: Path) -> None:
             assert "Traceback" not in server.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_run_outlives_its_watchers(folder: Path) -> None:
     live = folder / "live"
     live.mkdir()

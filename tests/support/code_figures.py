@@ -41,6 +41,7 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[Documented, ast.Constant]]:
             yield node, first.value
 
 
+@functools.cache
 def lines_of_code() -> int:
     """Lines of the package that hold code: blank lines, comments and docstrings don't count; C++ counts alike."""
     total = 0
@@ -130,18 +131,21 @@ def words_not_used() -> tuple[set[str], set[str]]:
     }
 
 
-def defined_names() -> Iterator[tuple[Path, str, bool]]:
+@functools.cache
+def defined_names() -> list[tuple[Path, str, bool]]:
     """(file, name, whether it is a local or a parameter) of everything that the package gives a name, each time."""
+    found = []
     for file, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                yield file, node.name, False
+                found.append((file, node.name, False))
             elif isinstance(node, ast.arg):
-                yield file, node.arg, True
+                found.append((file, node.arg, True))
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                yield file, node.id, True
+                found.append((file, node.id, True))
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                yield file, node.attr, False
+                found.append((file, node.attr, False))
+    return found
 
 
 def vague_locals() -> list[tuple[Path, str]]:

@@ -18,6 +18,7 @@ def test_figures_are_up_to_date():
     assert page == with_figures(page), "run: python -m docs.timeline --write"
 
 
+@pytest.mark.slow
 def test_a_figure_shows_each_group_once_within_the_budget():
     for name, text in figures().items():
         if name.startswith("timeline"):

@@ -93,6 +93,7 @@ deterministic = functools.partial(make_policy, deterministic=True)
 MAKERS = {"native": make_policy, "plain": plain, "deterministic": deterministic}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "how", "mode"), pairs(FAMILIES, tuple(MAKERS), ("keep", "recompute", "finish")), indirect=["family"]
 )

@@ -137,6 +137,7 @@ def random_schema(random: random.Random, depth: int = 0) -> dict[str, Any]:
             return {"type": kind}
 
 
+@pytest.mark.slow
 def test_answers_to_random_schemas_are_valid():
     """Sampled from random weights: nothing but the grammar makes them valid."""
     chance = random.Random(5)

@@ -115,6 +115,7 @@ def make_deterministic(**options: Any) -> PolicyEngine:
 MAKERS = (make_padded, make_equal, make_deterministic)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "mode"),
     [

@@ -85,10 +85,10 @@ def test_the_package_stays_light():
 
 
 def test_names_are_of_this_trade():
-    """A tenth of what there was on 2026-11-28, and no `result` or `item` in their place."""
-    assert len(vague_locals()) <= 250, vague_locals()
-    assert len(household_names()) <= 76, household_names()
-    assert generic_per_thousand_lines() <= 11.75
+    """There were some 2,500 such locals and 760 such words on 2026-11-27; and no `result` or `item` in their place."""
+    assert len(vague_locals()) <= 20, vague_locals()
+    assert len(household_names()) <= 30, household_names()
+    assert generic_per_thousand_lines() <= 8.0
 
 
 def test_docstrings_can_be_read_alone():

@@ -70,6 +70,7 @@ def test_deceptions_are_recognised_and_their_correct_twins_pass(shared):
     assert shared(use) == []
 
 
+@pytest.mark.slow
 def test_faults_are_classed_beside_a_healthy_candidate(shared):
     async def use(evaluator: KernelEvaluator) -> None:
         def wanted(source: str):

@@ -19,6 +19,7 @@ KILLERS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [16, pytest.param(1000, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
 def test_evaluations_with_killers_leave_nothing(tmp_path, count):
     before = open_files()

@@ -81,6 +81,7 @@ def test_a_model_by_name_and_its_commit_in_the_run(hub: Hub, tmp_path: Path) -> 
     assert f"model.path: 'org/tiny@{NEW}' -> 'org/tiny@{OLD}'" in other.stderr
 
 
+@pytest.mark.slow
 def test_a_cached_model_needs_no_network(hub: Hub, tmp_path: Path) -> None:
     assert command(tmp_path, hub.address, *CHECK, f"--model.path=org/tiny@{OLD}").returncode == 0
     alone = command(tmp_path, "http://127.0.0.1:9", *CHECK, f"--model.path=org/tiny@{OLD}")
@@ -90,6 +91,7 @@ def test_a_cached_model_needs_no_network(hub: Hub, tmp_path: Path) -> None:
     assert "can't be reached" in offline.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -113,6 +115,7 @@ def test_no_network_is_named_with_a_remedy(tmp_path: Path) -> None:
     assert "valid: the folder of a model, or HF_ENDPOINT" in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_folder_is_the_folder(hub: Hub, tmp_path: Path) -> None:
     write_bare_model(tmp_path / "org" / "tiny")
     here = command(tmp_path, hub.address, *CHECK)

@@ -90,6 +90,7 @@ def test_timed_batches_grow_by_whole_groups(groups: int, size: int, count: int, 
     assert larger % size == 0 or larger < size
 
 
+@pytest.mark.slow
 def test_members_of_a_timed_group_share_their_prompt() -> None:
     """As in the run, where what a group shares is computed once; batches are of whole groups."""
     experiment = experiment_of(Path("unused"), queue={"groups_per_step": 4}, rollout={"group_size": 4})

@@ -77,6 +77,7 @@ def generated(outcome) -> int:
     return sum(outcome.endings.values())
 
 
+@pytest.mark.slow
 def test_a_curriculum_needs_fewer_groups_for_the_same_steps(tmp_path):
     adaptive = run_of(tmp_path, steps=40)
     uniform = run_of(tmp_path, steps=40, sections={"mode": "uniform"})

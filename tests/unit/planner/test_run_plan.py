@@ -199,6 +199,7 @@ def test_a_plan_of_one_device_a_replica_takes_tensor_parallelism_away(
     assert json.loads(found["settings"]["generator.engine_arguments"]) == {"tensor_parallel_size": 1}
 
 
+@pytest.mark.slow
 def test_a_limit_on_concurrent_rollouts_holds_in_the_plan(files: tuple[str, str], capsys: pytest.CaptureFixture[str]):
     limited = ("--queue.max_concurrent_rollouts=16",)
     assert plan(files, capsys, *limited)["samples_per_s"] < 0.5 * plan(files, capsys)["samples_per_s"]

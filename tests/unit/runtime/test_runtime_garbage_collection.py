@@ -7,6 +7,8 @@ import gc
 import weakref
 from typing import Any
 
+import pytest
+
 from headway.runtime.clock import Clock, RealClock, run_virtual
 from headway.runtime.garbage_collection import short_collections
 
@@ -39,6 +41,7 @@ def test_a_cycle_that_dies_young() -> None:
     run_virtual(main)
 
 
+@pytest.mark.slow
 def test_a_cycle_that_has_outlived_short_collections() -> None:
     async def main(clock: Clock) -> None:
         freed: list[str] = []

@@ -357,6 +357,7 @@ def test_killed_runs_record_every_rollout_once(tmp_path: Path) -> None:
     assert 0 <= missing <= sum(line.data["rollouts"] for line in lost)
 
 
+@pytest.mark.slow
 def test_read_batches_leave_memory_and_arrays_of_them_stay_whole(tmp_path: Path) -> None:
     def resident_kb(path: Path) -> int:
         """Of the mapped file."""

@@ -200,6 +200,7 @@ def test_mlflow_holds_what_the_ledger_said(tmp_path: Path, store: Path) -> None:
     assert tables == [f"samples/step_0000000{step}.json" for step in range(4)]
 
 
+@pytest.mark.slow
 def test_mlflow_keeps_the_steps_of_a_mixture_named_by_paths(tmp_path: Path, store: Path) -> None:
     from mlflow import MlflowClient
 

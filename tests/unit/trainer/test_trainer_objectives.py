@@ -113,6 +113,7 @@ def test_packing_order_and_ranks_leave_the_gradient_alone(
 # --- masks ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @mixed
 @settings(deadline=None, max_examples=2)  # of each of 18
 @given(seed=st.integers(0, 10**6), budget=st.integers(0, 4))

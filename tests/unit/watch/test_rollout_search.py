@@ -208,6 +208,7 @@ def all_pages(watched: WatchedRollouts, query: dict[str, Any], limit: int) -> li
         after = page["after"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("only_rows")
 def test_search_finds_what_looking_at_each_rollout_finds(
     tmp_path: Path, tokenizer: Tokenizer, tokens: TokenTable

@@ -251,6 +251,7 @@ def publish_and_be_killed(run: str, folder: Path) -> PublishedWeights:
     return msgspec.json.decode(output, type=PublishedWeights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["SHARED_MEMORY", "tempfile"])
 def test_leftovers_of_killed_publisher_are_reaped_in_all_directories(tmp_path, monkeypatch, place):
     (tmp_path / "other").mkdir()

@@ -26,6 +26,7 @@ from headway.weights.slots import SlotLock, reap
 
 torch.set_num_threads(1)
 TRANSPORTS = ("file", "snapshot", "device")
+ONE_FAST = [name if name == "device" else pytest.param(name, marks=pytest.mark.slow) for name in TRANSPORTS]
 _KILLED_IN = ("headway/weights/", "device_stand_in")
 
 
@@ -174,7 +175,7 @@ def killed_at(number: int) -> None:
     sys.setprofile(count)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ONE_FAST)
 def test_publisher_killed_between_any_two_calls(tmp_path: Path, transport: str):
     """Version 2 is published, or isn't; version 1 stays readable where its memory outlives the publisher, else the
     reader is told; the successor's version is read by the same reader."""
@@ -209,7 +210,7 @@ def test_publisher_killed_between_any_two_calls(tmp_path: Path, transport: str):
     assert number > 30
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ONE_FAST)
 def test_reader_killed_between_any_two_calls_holds_up_nothing(
     tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
 ):
