@@ -131,7 +131,7 @@ def _new_gpu_project(name: str, model: str, pool: str) -> None:
     model_name = str(Path(model).resolve()) if model_path == model else model
     experiment_text = fitted_experiment(machine, model_name, model_path, setting_tables)
     write_files("math", folder, _substitutions(module_name), (TEMPLATES / GPU, experiment_text))
-    check_command = "make check" if not pool else f"headway check experiment.toml --machine {Path(pool).resolve()}"
+    check_command = "make check" + (f" MACHINE={Path(pool).resolve()}" if pool else "")
     typer.echo(f"{folder}: {model} on its GPUs\n\n  cd {folder}\n  make tasks\n  {check_command}\n  make run")
 
 

@@ -150,7 +150,7 @@ def check(
     """Find what would stop or spoil the run, and predict its memory, rates and staleness.
 
     Leaves nothing in the run's folder. A model that headway sft will make, and a run that --resume would continue,
-    are warnings. Checks the nodes of [cluster] when they join, as they do for a run; agents that you started then
+    are warnings. Checks the cluster's nodes when they join, as they do for a run; agents that you started then
     wait for the run.
 
     Exit code 2 when there is an error, 3 when a worker fails while the run is calibrated.
@@ -179,8 +179,8 @@ def check(
         print_json(report)
     elif not has_error:
         print_preview(report, experiment)
-        if not report.findings:
-            typer.echo("\nNothing found: the run can start.")
+        scope = f" on that machine; weights, disk and rates are checked there ({machine})" if machine else ""
+        typer.echo(f"\n{'No errors' if report.findings else 'Nothing found'}: the run can start{scope}.")
     if has_error:
         raise typer.Exit(2)
 
