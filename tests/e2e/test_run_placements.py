@@ -53,7 +53,7 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-MORE = [pytest.param(mode, part, marks=pytest.mark.slow) for mode in ("temporal", "hybrid") for part in (None, 1)]
+MORE = [pytest.param(mode, part, marks=pytest.mark.long) for mode in ("temporal", "hybrid") for part in (None, 1)]
 
 
 @pytest.mark.slow

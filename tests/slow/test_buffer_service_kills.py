@@ -24,6 +24,7 @@ def lines(journal: Path, word: str) -> list[list[str]]:
     return [words for words in found if words[0] == word]
 
 
+@pytest.mark.long
 def test_what_was_acknowledged_is_trained_on_once_over_twenty_kills(tmp_path: Path) -> None:
     tiny_run.write_inputs(tmp_path)
     sections = remote_sections(tmp_path, lease_s=0.25)

@@ -88,6 +88,7 @@ def test_trainer_killed_alone(folder: Path, tmp_path: Path) -> None:
     tiny_run.require_nothing_left(command)
 
 
+@pytest.mark.long
 def test_random_kills_of_every_process(folder: Path, tmp_path: Path) -> None:
     """Workers one after the other, stopped ones among them, then the orchestrator, which resumes."""
     chance = random.Random(11)
@@ -124,6 +125,7 @@ def test_random_kills_of_every_process(folder: Path, tmp_path: Path) -> None:
     tiny_run.require_nothing_left(command)
 
 
+@pytest.mark.long
 def test_killed_while_the_best_weights_are_replaced(folder: Path, tmp_path: Path) -> None:
     tasks = folder / "held-out.jsonl"
     tasks.write_text('{"prompt": "1+1=", "answer": "2"}\n')

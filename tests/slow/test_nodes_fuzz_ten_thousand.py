@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from node_fuzz_cases import attack_a_mirror, attack_the_orchestrator
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 CASES = 10_000
 

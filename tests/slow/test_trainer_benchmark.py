@@ -15,6 +15,7 @@ pytestmark = pytest.mark.real
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "trainer.py"
 
 
+@pytest.mark.long
 def test_quick_run_of_adapters_prints_its_ratios() -> None:
     command = [sys.executable, str(BENCHMARK.with_name("lora.py")), "--quick"]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout

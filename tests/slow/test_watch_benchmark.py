@@ -14,6 +14,7 @@ BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "watch.py"
 pytestmark = [pytest.mark.real, pytest.mark.timeout(580)]
 
 
+@pytest.mark.long
 def test_watch_in_short(tmp_path: Path) -> None:
     """No timing is asserted: `--quick` is too short to measure anything."""
     command = [sys.executable, str(BENCHMARK), "--quick", "--directory", str(tmp_path)]

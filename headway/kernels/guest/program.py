@@ -57,7 +57,6 @@ class Program:
         self._outputs: list[tuple[torch.Tensor, ...]] = []
         if recorder := getattr(sys.modules.get(_INTERPRETER), "RECORDER", None):
             recorder.on_launch = self._report_launch
-        extension_recorder.install(self._report_launch)
         self._ids_at_start = integrity.callable_ids()
 
     def serve(self) -> None:
@@ -89,7 +88,8 @@ class Program:
 
     def _load(self, head: Head, body: bytes) -> Head:
         """Run a source as a module that has `load_cpp` among its globals."""
-        if head["confined"]:
+        if head["confined"]:  # a candidate: the compiler of a reference needs the real module
+            extension_recorder.install(self._report_launch)
             confinement.forbid_processes()
         module_name = head["module"]
         module = types.ModuleType(module_name)

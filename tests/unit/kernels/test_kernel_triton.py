@@ -133,7 +133,7 @@ def test_cheats_are_recognised_and_their_correct_twins_pass(shared):
 
 @installed
 @pytest.mark.parametrize(
-    "problem", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SOLVED]
+    "problem", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in SOLVED]
 )
 def test_honest_solutions_of_built_in_problems_pass(shared, problem: str):
     async def use(evaluator: KernelEvaluator) -> None:

@@ -68,7 +68,7 @@ def test_parameters() -> None:
 
 def test_a_generator_on_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = uses_of(tmp_path)["generator-0 memory"].parts
-    assert parts["weights"] == parts["packed weights"] == parts["update buffer"] == 4 * PARAMETERS
+    assert parts["weights"] == parts["packed weights"] / 2 == parts["update buffer"] == 4 * PARAMETERS
     assert parts["KV cache"] == 2 * 2 * 10 * 2 * 500 * 16 * 4  # two of: layers, slots, heads, tokens, numbers, bytes
     with monkeypatch.context() as plain:
         plain.setenv("HEADWAY_NATIVE_KERNELS", "0")

@@ -24,7 +24,7 @@ needs("math_verify")
 MOST_REFUSED = 0.1  # of the spellings of a kind
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.long)])
 def test_references_are_equal_to_themselves_and_to_nothing_else(count: int) -> None:
     score = resolve_verifier(VerifierSettings(name="math"))
 
