@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import tiny_run
 from buffer_worker import remote_sections
 
