@@ -26,7 +26,7 @@ endef
 help:
 	@echo "make quickstart   set up, then train a small model by RL on this machine (5 to 13 min)"
 	@echo "make kernels-example  set up, then train a small model that writes C++ kernels (needs g++)"
-	@echo "make test         set up, then linters and all tests but the slow ones (25 to 30 min on two cores)"
+	@echo "make test         set up, then linters and all tests but the slow ones (12 to 18 min on two cores)"
 	@echo "make test-fast    set up, then the unit tests and golden numbers alone (< 4 min)"
 	@echo "make test-slow    set up, then learning runs, random kills, benchmarks in short (CI runs them too)"
 	@echo "make test-long    by hand, hours: chaos in bulk, studies, mutations"

@@ -218,6 +218,11 @@ def test_a_search_for_hostile_text_is_inert_too(server: WatchServer, opened: Cal
     page = opened(server)
     for text in (watch_runs.HOSTILE[0], watch_runs.HOSTILE[1]):
         shown = page.open("rollouts", run=HOSTILE_RUN, text=text)
+        for _ in range(40):
+            if "isn't searched yet" not in shown:
+                break
+            page.page.wait_for_timeout(500)  # the index is being built
+            shown = page.open("rollouts", run=HOSTILE_RUN, text=text)
         page.require_sound(shown, where=text)
         assert page.page.evaluate(watch_browser.INERT) == watch_browser.NOTHING, text
         assert "window.__pwned" in shown
