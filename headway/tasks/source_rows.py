@@ -94,7 +94,7 @@ def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 if content.strip():
                     yield f"{path}:{number}", _parse_object(content, f"{path}:{number}")
     except FileNotFoundError:
-        raise ConfigurationError(f"no such file: {path}{'' if path.is_absolute() else f' in {Path.cwd()}'}") from None
+        raise ConfigurationError(f"no such file: {path}") from None
     except IsADirectoryError:
         raise ConfigurationError(f"{path} is a folder; source = 'datasets' reads data sets in folders") from None
     except OSError as error:
