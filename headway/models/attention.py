@@ -1,5 +1,5 @@
-"""Causal attention over packed documents. Documents of similar length share one padded call, and documents with a
-common prefix share that prefix's rows.
+"""Causal attention over packed documents, which compute a common prefix once. `attention_way` chooses how: by flash
+attention of CPUs or GPUs, or in padded calls of documents of similar length.
 
 `attention_plan.py` defines the *pieces* of a packed micro-batch.
 
@@ -10,7 +10,7 @@ l padded length of a bucket, w width of the joint projection (h + 2g) * e.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from headway.models.attention_plan import AttentionPlan, Bucket
 from headway.models.configuration import Scores
 from headway.models.cpu.cpu_attention import CpuAttention
+from headway.models.gpu.attention import HOPPER, flash_attention, missing_reason
 from headway.models.kernels import PadDocuments, UnpadDocuments
 from headway.models.masked import causal_attention
 
@@ -31,9 +32,29 @@ def packed_attention(
     """
     if scores.window is not None and scores.window >= plan.longest:
         scores = replace(scores, window=None)
-    if qkv.device.type == "cpu" and scores == Scores(scale=head_dim**-0.5):
+    capability = torch.cuda.get_device_capability(qkv.device) if qkv.device.type == "cuda" else HOPPER
+    way, _ = attention_way(qkv.device.type, qkv.dtype, head_dim, plan, scores, capability)
+    if way == "cpu":
         return CpuAttention.apply(qkv, (heads, kv_heads, head_dim), plan)  # pyright: ignore[reportReturnType]
-    return padded_attention(qkv, heads, kv_heads, head_dim, plan, scores)
+    attention = flash_attention if way == "flash" else padded_attention
+    return attention(qkv, heads, kv_heads, head_dim, plan, scores)
+
+
+def attention_way(
+    device_type: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    plan: AttentionPlan,
+    scores: Scores,
+    capability: tuple[int, int],
+) -> tuple[Literal["cpu", "flash", "padded"], str]:
+    """How `packed_attention` computes a layer, and for "padded" the reason. ``capability``: of the GPU, say (9, 0)."""
+    if device_type != "cpu":
+        reason = missing_reason(dtype, head_dim, plan, scores, capability)
+        return ("padded", reason) if reason else ("flash", "")
+    if scores == Scores(scale=head_dim**-0.5):
+        return "cpu", ""
+    return "padded", "torch's flash attention for CPUs has no windows, soft caps and other scales"
 
 
 def padded_attention(

@@ -72,8 +72,6 @@ class AttentionPlan:
     continues: tuple[int, ...]  # for each piece the index of the piece it continues, or NOTHING
     tokens: int
     positions_n: Tensor  # [N] position of each token inside its document
-    buckets: tuple[Bucket, ...]  # pieces, each attending to itself
-    scatter_n: Tensor  # [N] index of each packed token in the concatenation of all buckets
     shared: tuple[SharedPrefix, ...]
 
     @classmethod
@@ -93,14 +91,11 @@ class AttentionPlan:
         shared = _shared_prefixes(sizes.tolist(), starts.tolist(), prefix_pieces)
         prefixes = torch.tensor(prefix_lengths(lengths, prefix_pieces))
         rows = torch.arange(int(sizes.sum()))
-        buckets, scatter = _buckets(rows, torch.ones_like(rows, dtype=torch.bool), sizes, device)
         return cls(
             lengths=tuple(lengths),
             continues=prefix_pieces,
             tokens=len(rows),
             positions_n=(rows + torch.repeat_interleave(prefixes - starts, sizes)).to(device),
-            buckets=buckets,
-            scatter_n=scatter,
             shared=shared,
         )
 
@@ -108,6 +103,57 @@ class AttentionPlan:
     def first_continued(self) -> int:
         """Packed index of the first token that continues a prefix; ``tokens`` if no token does."""
         return self.shared[0].queries.start if self.shared else self.tokens
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The pieces, each attending to itself."""
+        return self._buckets[0]
+
+    @property
+    def scatter_n(self) -> Tensor:
+        """[N] index of each packed token in the concatenation of all buckets."""
+        return self._buckets[1]
+
+    @cached_property
+    def _buckets(self) -> tuple[tuple[Bucket, ...], Tensor]:
+        rows = torch.arange(self.tokens)
+        all_kept = torch.ones_like(rows, dtype=torch.bool)
+        return _buckets(rows, all_kept, torch.tensor(self.lengths), self.positions_n.device)
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """int32 [pieces + 1] 0 and where each piece ends, for kernels of variable lengths."""
+        return self._ends(self.lengths)
+
+    @cached_property
+    def shared_ends(self) -> tuple[Tensor, Tensor]:
+        """Likewise of the queries that continue each shared prefix, and of the prefixes' keys."""
+        queries, keys = zip(*self._shared_lengths, strict=True)
+        return self._ends(queries), self._ends(keys)
+
+    @property
+    def longest_shared(self) -> tuple[int, int]:
+        """The most queries that continue a prefix, and keys of a prefix."""
+        queries, keys = zip(*self._shared_lengths, strict=True)
+        return max(queries), max(keys)
+
+    @cached_property
+    def shared_spans(self) -> tuple[slice, ...]:
+        """The rows of all shared prefixes, one after another."""
+        spans: list[slice] = []
+        for span in itertools.chain.from_iterable(prefix.keys for prefix in self.shared):
+            if spans and spans[-1].stop == span.start:
+                span = slice(spans.pop().start, span.stop)
+            spans.append(span)
+        return tuple(spans)
+
+    @property
+    def _shared_lengths(self) -> list[tuple[int, int]]:
+        spans = (((prefix.queries,), prefix.keys) for prefix in self.shared)
+        return [tuple(sum(span.stop - span.start for span in part) for part in parts) for parts in spans]  # pyright: ignore
+
+    def _ends(self, lengths: Sequence[int]) -> Tensor:
+        return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=self.positions_n.device)
 
     @cached_property
     def longest(self) -> int:
@@ -132,7 +178,7 @@ class AttentionPlan:
         sizes, starts = (x[torch.tensor(pieces)] for x in _sizes_and_starts(self.lengths))
         rows = torch.arange(sum(document_tokens)) + torch.repeat_interleave(starts - (sizes.cumsum(0) - sizes), sizes)
         kept_mask = torch.repeat_interleave(torch.tensor(is_first), sizes)
-        return _buckets(rows, kept_mask, torch.tensor(document_tokens), self.scatter_n.device, self.tokens)[0]
+        return _buckets(rows, kept_mask, torch.tensor(document_tokens), self.positions_n.device, self.tokens)[0]
 
 
 def _sizes_and_starts(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:

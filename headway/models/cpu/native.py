@@ -339,6 +339,11 @@ def active(x: Tensor, weight: Tensor | None = None) -> Kernels | None:
     return kernels
 
 
+def chosen() -> Kernels | None:
+    """The kernels of `using` in this thread."""
+    return _active.kernels
+
+
 @contextmanager
 def using(kernels: Kernels | None) -> Iterator[None]:
     """Make `kernels.py` compute with ``kernels`` (None: plain torch) in this thread, inside the ``with`` block."""

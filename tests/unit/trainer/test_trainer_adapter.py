@@ -198,7 +198,7 @@ def test_the_work_of_a_step_has_no_gradients_of_frozen_matrices(build: Build) ->
 
 
 def test_gradient_checkpointing_changes_nothing(build: Build) -> None:
-    trainers = build(), build(trainer={"gradient_checkpointing": True})
+    trainers = build(), build(trainer={"gradient_checkpointing": "full"})
     for trainer in trainers:
         trainer.train_step(lay_out(make_batch(0, step=0)))
     assert same(adapter_of(trainers[0]), adapter_of(trainers[1]))
@@ -250,7 +250,7 @@ def supervised(model: str, **adapter: Any) -> SupervisedService:
 
 def test_dropout_is_counted_not_drawn(model: str) -> None:
     plain, first, again = supervised(model), supervised(model, dropout=0.5), supervised(model, dropout=0.5)
-    again.learner.model.checkpoints_layers = True  # layers are computed again in the backward: the same masks
+    again.learner.model.checkpointing = "full"  # layers are computed again in the backward: the same masks
     torch.manual_seed(1)
     first.steps(3)
     torch.manual_seed(2)

@@ -1,0 +1,135 @@
+"""Packed causal attention on a GPU by flash kernels of variable lengths, without padding and without copies of shared
+prefixes: one call for all pieces, each with itself, and one for those that continue a prefix.
+
+Both parts are merged by their log-sum-exps, and each part's backward gets the merged output and log-sum-exp, as
+`cpu/cpu_attention.py` explains.
+
+Shapes: n packed tokens, m keys of prefixes, h query heads, g key/value heads, e head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headway.models.attention_plan import AttentionPlan
+from headway.models.configuration import Scores
+from headway.models.gpu.operators import merge_attention
+
+
+class Flash(NamedTuple):
+    """Functions with the signatures of torch's flash attention."""
+
+    forward: Callable[..., Any] = torch.ops.aten._flash_attention_forward.default
+    backward: Callable[..., Any] = torch.ops.aten._flash_attention_backward.default
+
+
+FLASH = Flash()
+MAX_HEAD_DIM = 256
+AMPERE, HOPPER = (8, 0), (9, 0)
+
+
+def missing_reason(dtype: torch.dtype, head_dim: int, plan: AttentionPlan, scores: Scores, capability: Any) -> str:
+    """The reason why `flash_attention` can't compute a layer; "": it can. ``capability``: of the GPU, say (9, 0)."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"flash attention takes bfloat16 and float16, not {dtype}"
+    if capability < AMPERE:
+        return "flash attention needs a GPU of compute capability 8.0"
+    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
+        return f"flash attention takes heads of a multiple of 8 up to {MAX_HEAD_DIM}, not {head_dim}"
+    if head_dim > 192 and capability not in (AMPERE, HOPPER, (10, 0)):
+        return f"flash attention has no gradients for heads of {head_dim} on this GPU"
+    if scores.softcap is not None:
+        return "torch's flash attention has no soft caps"
+    if scores.window is not None and plan.shared:
+        return "a window begins at another key for each piece that continues a shared prefix"
+    return ""
+
+
+def flash_attention(
+    qkv: Tensor, heads: int, kv_heads: int, head_dim: int, plan: AttentionPlan, scores: Scores, flash: Flash = FLASH
+) -> Tensor:
+    """`packed_attention` where `missing_reason` gives none."""
+    sizes = (heads, kv_heads, head_dim)
+    return _FlashAttention.apply(qkv, sizes, plan, scores, flash)  # pyright: ignore[reportReturnType]
+
+
+class _FlashAttention(torch.autograd.Function):
+    """Packed attention with gradient, [N, W] to [N, Hq*Dh]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, sizes: tuple[int, int, int], plan: AttentionPlan, scores: Scores, flash: Flash
+    ) -> Tensor:
+        q_nhe, k_nge, v_nge = qkv.view(len(qkv), -1, sizes[2]).split(sizes[:1] + (sizes[1],) * 2, dim=1)
+        out_nhe, lse_hn, *states = flash.forward(q_nhe, k_nge, v_nge, *_lengths(plan), 0.0, True, False, **_how(scores))
+        if plan.shared:
+            first = plan.first_continued
+            inputs = q_nhe[first:], *_of_prefixes(plan, k_nge, v_nge), *_shared_lengths(plan)
+            part_nhe, part_hn, *_ = flash.forward(*inputs, 0.0, False, False, **_how(scores))
+            merge_attention(out_nhe[first:], lse_hn[:, first:], part_nhe, part_hn)
+        ctx.save_for_backward(qkv, out_nhe, lse_hn, *states[:2])
+        ctx.how = sizes, plan, scores, flash
+        return out_nhe.flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, out_nhe, lse_hn, *states = ctx.saved_tensors
+        sizes, plan, scores, flash = ctx.how
+        rows = qkv.view(len(qkv), -1, sizes[2])
+        q_nhe, k_nge, v_nge = rows.split(sizes[:1] + (sizes[1],) * 2, dim=1)
+        grad_nhe = grads[0].view(out_nhe.shape)
+        inputs = grad_nhe, q_nhe, k_nge, v_nge, out_nhe, lse_hn, *_lengths(plan)
+        parts = flash.backward(*inputs, 0.0, True, *states, **_how(scores))
+        grad_rows = torch.cat(parts, dim=1)
+        if plan.shared:
+            first = plan.first_continued
+            keys_values = _of_prefixes(plan, k_nge, v_nge)
+            inputs = grad_nhe[first:], q_nhe[first:], *keys_values, out_nhe[first:], lse_hn[:, first:].contiguous()
+            parts = flash.backward(*inputs, *_shared_lengths(plan), 0.0, False, *states, **_how(scores))
+            grad_rows[first:, : sizes[0]] += parts[0]
+            _add_to_prefixes(grad_rows[:, sizes[0] :], torch.cat(parts[1:], dim=1), plan)
+        return grad_rows.flatten(1), None, None, None, None
+
+
+def _how(scores: Scores) -> dict[str, Any]:
+    window = {} if scores.window is None else {"window_size_left": scores.window - 1, "window_size_right": 0}
+    return {"scale": scores.scale, **window}
+
+
+def _lengths(plan: AttentionPlan) -> tuple[Any, ...]:
+    """Where queries and keys of each piece end, and the largest number of each."""
+    longest = _at_least_two(max(plan.lengths))
+    return plan.ends, plan.ends, longest, longest
+
+
+def _shared_lengths(plan: AttentionPlan) -> tuple[Any, ...]:
+    queries, keys = plan.shared_ends
+    return queries, keys, *(_at_least_two(longest) for longest in plan.longest_shared)
+
+
+def _at_least_two(tokens: int) -> int:
+    """With one query of each sequence, torch would compute grouped heads by another kernel, which splits the keys."""
+    return max(2, tokens)
+
+
+def _of_prefixes(plan: AttentionPlan, *parts: Tensor) -> list[Tensor]:
+    """The rows of all shared prefixes, one after another: mostly the first rows of the pack, and then a view."""
+    spans = plan.shared_spans
+    if len(spans) == 1:
+        return [part[spans[0]] for part in parts]
+    return [torch.cat([part[span] for span in spans]) for part in parts]
+
+
+def _add_to_prefixes(grad_rows: Tensor, grad_prefixes: Tensor, plan: AttentionPlan) -> None:
+    """Add the gradient of `_of_prefixes`. A row that is part of several prefixes has a sum in float32."""
+    spans, sums = plan.shared_spans, grad_rows
+    if len(spans) > 1:
+        sums = grad_rows.to(torch.promote_types(grad_rows.dtype, torch.float32))
+    for span, grad in zip(spans, grad_prefixes.split([span.stop - span.start for span in spans]), strict=True):
+        sums[span] += grad
+    if sums is not grad_rows:
+        grad_rows.copy_(sums)

@@ -1,0 +1,349 @@
+"""The decoder's element-wise parts as operators of torch, ``headway::NAME``, each with its gradient.
+
+Each has three bodies: plain torch, which computes on CPUs and defines what is right; Triton's, for CUDA
+(`kernels.py`); and shapes alone, for the meta device. They are defined by `torch.library.Library`: the first call of a
+`custom_op` imports torch's compiler, which takes 3 s at every start, and each call takes three times as long.
+
+Shapes: n packed tokens, d width, h query heads, k key/value heads, e head dimension, f intermediate width,
+c rows of a chunk, v vocabulary; w = (h + 2k) e, query, key and value side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from headway.runtime.devices import native_kernels_enabled
+
+_LIBRARY = torch.library.Library("headway", "DEF")
+Body = Callable[..., Any]
+
+
+def _define(schema: str, plain: Body, fake: Body) -> Body:
+    """Define an operator and return it."""
+    name = schema.partition("(")[0]
+
+    def on_cuda(*arguments: Any) -> Any:
+        floats = (argument.dtype for argument in arguments if isinstance(argument, Tensor))
+        if torch.float64 in floats or not native_kernels_enabled():
+            return plain(*arguments)
+        return getattr(import_module("headway.models.gpu.kernels"), name)(*arguments)
+
+    _LIBRARY.define(schema)
+    for key, body in (("CPU", plain), ("CUDA", on_cuda), ("Meta", fake)):
+        _LIBRARY.impl(name, body, key)
+    return getattr(torch.ops.headway, name).default
+
+
+def _with_gradient(operator: Body, setup: Body, backward: Body) -> None:
+    torch.library.register_autograd(operator, backward, setup_context=setup, lib=_LIBRARY)  # pyright: ignore[reportArgumentType]
+
+
+def wide(x: Tensor) -> Tensor:
+    """``x`` in at least float32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def with_offset(weight: Tensor, offset: float) -> Tensor:
+    """``weight + offset`` in at least float32."""
+    return wide(weight) + offset
+
+
+# --- RMSNorm ---------------------------------------------------------------------------------------------
+
+
+def _normalise(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """x / rms(x) over the last axis and 1 / rms(x), both at least float32."""
+    x = wide(x)
+    inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    inverse = inverse.square_().mul_(1 / x.shape[-1]).add_(epsilon).rsqrt_()
+    return x * inverse, inverse
+
+
+def _normalise_backward(grad: Tensor, unit: Tensor, inverse: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of weight * unit with respect to x (float32) and, per row, to weight (not summed yet)."""
+    per_weight = grad * unit
+    with torch.autocast(grad.device.type, enabled=False):  # the row sums stay float32
+        projection = (per_weight @ weight).mul_(1 / grad.shape[-1]).unsqueeze(-1)
+    return (grad * weight).addcmul_(unit, projection, value=-1).mul_(inverse), per_weight
+
+
+def _rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    unit, inverse = _normalise(x, epsilon)
+    if offset:  # rounded once at the end, since in bfloat16 1 + weight would lose most of the weight
+        return (unit * with_offset(weight, offset)).to(dtype), inverse.squeeze(-1)
+    return unit.to(dtype) * weight.to(dtype), inverse.squeeze(-1)
+
+
+def _rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, inverse_n: Tensor, offset: float, stream: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    inverse = inverse_n.unsqueeze(-1)
+    wide_weight = with_offset(weight, offset) if offset else wide(weight)
+    grad_x, per_weight = _normalise_backward(wide(grad), wide(x) * inverse, inverse, wide_weight)
+    grad_x = grad_x.to(x.dtype)
+    return grad_x if stream is None else grad_x.add_(stream), per_weight.sum(0).to(weight.dtype)
+
+
+def _setup_norm(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+    x, weight, _, offset, _ = inputs
+    ctx.save_for_backward(x, weight, output[1])
+    ctx.offset = offset
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _norm_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    grad_x, grad_weight = rms_norm_backward(grads[0], *ctx.saved_tensors, ctx.offset, None)
+    return grad_x, grad_weight, None, None, None
+
+
+# (x [n, d], weight [d], epsilon, offset, dtype of y) -> y = x / rms(x) * (weight + offset) [n, d], 1 / rms(x) [n]
+rms_norm = _define(
+    "rms_norm(Tensor x, Tensor weight, float epsilon, float offset, ScalarType dtype) -> (Tensor, Tensor)",
+    _rms_norm,
+    lambda x, weight, epsilon, offset, dtype: (torch.empty_like(x, dtype=dtype), _float32(x, x.shape[0])),
+)
+# (gradient of y, x, weight, 1 / rms(x), offset, gradient of x from elsewhere) -> gradients of x and of weight
+rms_norm_backward = _define(
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor inverse, float offset, Tensor? stream)"
+    " -> (Tensor, Tensor)",
+    _rms_norm_backward,
+    lambda grad, x, weight, inverse, offset, stream: (torch.empty_like(x), torch.empty_like(weight)),
+)
+_with_gradient(rms_norm, _setup_norm, _norm_backward)
+
+
+class NormedStream(torch.autograd.Function):
+    """`rms_norm` of the residual stream, and the stream itself: (y, x). Its backward adds the gradient of the stream
+    behind it in the same pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_nd: Tensor, weight: Tensor, epsilon: float, offset: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        y_nd, inverse_n = rms_norm(x_nd, weight, epsilon, offset, dtype)
+        ctx.save_for_backward(x_nd, weight, inverse_n)
+        ctx.offset = offset
+        ctx.set_materialize_grads(False)
+        return y_nd, x_nd
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_y, grad_stream = grads
+        if grad_y is None:
+            return grad_stream, None, None, None, None
+        return *rms_norm_backward(grad_y, *ctx.saved_tensors, ctx.offset, grad_stream), None, None, None
+
+
+# --- norm of queries and keys, rotary embedding ----------------------------------------------------------
+
+
+def _pairs(x: Tensor) -> Tensor:
+    """View neighbouring elements of the last axis as complex numbers."""
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+
+
+def _norm_rotate(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    kv_heads: int,
+    epsilon: float,
+) -> tuple[Tensor, Tensor]:
+    out, rotation = qkv.clone(), torch.complex(cos, sin)
+    query_key = out.view(len(qkv), heads + 2 * kv_heads, -1)[:, : heads + kv_heads]
+    if q_norm is None or k_norm is None:
+        query_key.copy_(torch.view_as_real(_pairs(wide(query_key)) * rotation).flatten(-2))
+        return out, _float32(qkv, 0)
+    unit, inverse = _normalise(query_key, epsilon)
+    weight = torch.cat((q_norm.expand(heads, -1), k_norm.expand(kv_heads, -1)))
+    query_key.copy_(torch.view_as_real(_pairs(unit * wide(weight)) * rotation).flatten(-2))
+    return out, inverse.squeeze(-1)
+
+
+def _norm_rotate_backward(
+    grad: Tensor,
+    qkv: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    inverse: Tensor,
+    heads: int,
+    kv_heads: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    out, rotation = grad.clone(memory_format=torch.contiguous_format), torch.complex(cos, sin)
+    rotated_grad = out.view(len(grad), heads + 2 * kv_heads, -1)[:, : heads + kv_heads]
+    turned = torch.view_as_real(_pairs(wide(rotated_grad)) * rotation.conj()).flatten(-2)
+    if qkv is None or q_norm is None or k_norm is None:
+        rotated_grad.copy_(turned)
+        return out, _float32(grad, 0), _float32(grad, 0)
+    unit = wide(qkv.view(len(grad), heads + 2 * kv_heads, -1)[:, : heads + kv_heads]) * inverse.unsqueeze(-1)
+    grads_of_weights: list[Tensor] = []
+    for part, weight in ((slice(0, heads), q_norm), (slice(heads, heads + kv_heads), k_norm)):
+        part_inverse = inverse[:, part].unsqueeze(-1)
+        grad_x, per_weight = _normalise_backward(turned[:, part], unit[:, part], part_inverse, wide(weight))
+        rotated_grad[:, part].copy_(grad_x)
+        grads_of_weights.append(per_weight.sum((0, 1)).to(weight.dtype))
+    return out, grads_of_weights[0], grads_of_weights[1]
+
+
+def _setup_rotate(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+    qkv, q_norm, k_norm, cos, sin, *sizes = inputs
+    ctx.sizes = sizes[:2]
+    ctx.save_for_backward(None if q_norm is None else qkv, q_norm, k_norm, cos, sin, output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _rotate_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    qkv, *saved = ctx.saved_tensors
+    grad, *of_weights = norm_rotate_backward(grads[0], qkv, *saved, *ctx.sizes)
+    return grad, *((None, None) if qkv is None else of_weights), *(None,) * 5
+
+
+# (qkv [n, w], weights [e] or None, cos and sin float32 [n, 1, e / 2], h, k, epsilon) -> qkv with queries and keys
+# normed per head and rotated by neighbouring pairs [n, w]; 1 / rms of each query and key [n, h + k], without norm []
+norm_rotate = _define(
+    "norm_rotate(Tensor qkv, Tensor? q_norm, Tensor? k_norm, Tensor cos, Tensor sin, int heads, int kv_heads,"
+    " float epsilon) -> (Tensor, Tensor)",
+    _norm_rotate,
+    lambda qkv, q_norm, k_norm, cos, sin, heads, kv_heads, epsilon: (
+        torch.empty_like(qkv),
+        _float32(qkv, 0) if q_norm is None else _float32(qkv, len(qkv), heads + kv_heads),
+    ),
+)
+# ... -> gradients of qkv [n, w] and of both weights [e], without norm []
+norm_rotate_backward = _define(
+    "norm_rotate_backward(Tensor grad, Tensor? qkv, Tensor? q_norm, Tensor? k_norm, Tensor cos, Tensor sin,"
+    " Tensor inverse, int heads, int kv_heads) -> (Tensor, Tensor, Tensor)",
+    _norm_rotate_backward,
+    lambda grad, qkv, q_norm, k_norm, *_: (
+        torch.empty_like(grad, memory_format=torch.contiguous_format),
+        *(_float32(grad, 0) if weight is None else torch.empty_like(weight) for weight in (q_norm, k_norm)),
+    ),
+)
+_with_gradient(norm_rotate, _setup_rotate, _rotate_backward)
+
+
+# --- the gate --------------------------------------------------------------------------------------------
+
+
+def _activated(gate: Tensor, gelu: bool) -> Tensor:
+    return functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)
+
+
+def _gated(gate_up: Tensor, gelu: bool) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return _activated(gate, gelu).mul_(up)
+
+
+def _gated_backward(grad: Tensor, gate_up: Tensor, gelu: bool) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    out = torch.empty_like(gate_up)
+    grad_gate, grad_up = out.chunk(2, dim=-1)
+    if gelu:
+        torch.ops.aten.gelu_backward.grad_input(grad * up, gate, approximate="tanh", grad_input=grad_gate)
+    else:
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+    torch.mul(_activated(gate, gelu), grad, out=grad_up)
+    return out
+
+
+def _setup_gate(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+    ctx.save_for_backward(inputs[0])
+    ctx.gelu = inputs[1]
+
+
+# (gate and up side by side [..., 2f], tanh's approximation of gelu instead of silu) -> activation(gate) * up [..., f]
+gated = _define(
+    "gated(Tensor gate_up, bool gelu) -> Tensor",
+    _gated,
+    lambda gate_up, gelu: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2),
+)
+gated_backward = _define(
+    "gated_backward(Tensor grad, Tensor gate_up, bool gelu) -> Tensor",
+    _gated_backward,
+    lambda grad, gate_up, gelu: torch.empty_like(gate_up),
+)
+_with_gradient(gated, _setup_gate, lambda ctx, grad: (gated_backward(grad, ctx.saved_tensors[0], ctx.gelu), None))
+
+
+# --- log-probabilities -----------------------------------------------------------------------------------
+
+
+def _chosen_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    scaled_cv = wide(logits) / temperature
+    lse_c = scaled_cv.logsumexp(-1)
+    logprobs_cv = scaled_cv - lse_c[:, None]
+    finite_cv = logprobs_cv.clamp(min=torch.finfo(logprobs_cv.dtype).min)  # p log p is 0 where p is
+    entropy_c = -(logprobs_cv.exp() * finite_cv).sum(-1)
+    return logprobs_cv.gather(-1, targets[:, None]).squeeze(-1), entropy_c, lse_c
+
+
+def _chosen_logprobs_backward(
+    logits: Tensor, targets: Tensor, lse_c: Tensor, grad_c: Tensor, temperature: float
+) -> None:
+    grad_cv = (wide(logits) / temperature - lse_c[:, None]).exp_().mul_(-grad_c[:, None])
+    logits.copy_(grad_cv.scatter_add_(-1, targets[:, None], grad_c[:, None]) / temperature)
+
+
+def _setup_logprobs(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+    ctx.save_for_backward(inputs[0], inputs[1], output[2])
+    ctx.temperature = inputs[2]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _logprobs_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    """The gradient takes the memory of the logits, which nothing needs any more: both are gigabytes."""
+    logits, targets, lse_c = ctx.saved_tensors
+    logits = logits.detach()
+    chosen_logprobs_backward(logits, targets, lse_c, grads[0], ctx.temperature)
+    return logits, None, None
+
+
+def _float32(like: Tensor, *shape: int) -> Tensor:
+    """Room for sums over elements of ``like``, in at least float32."""
+    return like.new_empty(shape, dtype=torch.promote_types(like.dtype, torch.float32))
+
+
+# (logits z [c, v], targets int64 [c], temperature T) -> log-softmax(z / T) at the targets, entropy of softmax(z / T)
+# and log sum exp(z / T), [c] each in float32. Logits of -inf are no choice. The gradient overwrites the logits.
+chosen_logprobs = _define(
+    "chosen_logprobs(Tensor logits, Tensor targets, float temperature) -> (Tensor, Tensor, Tensor)",
+    _chosen_logprobs,
+    lambda logits, targets, temperature: tuple(_float32(logits, len(logits)) for _ in range(3)),
+)
+chosen_logprobs_backward = _define(
+    "chosen_logprobs_backward(Tensor(a!) logits, Tensor targets, Tensor lse, Tensor grad, float temperature) -> ()",
+    _chosen_logprobs_backward,
+    lambda logits, targets, lse, grad, temperature: None,
+)
+_with_gradient(chosen_logprobs, _setup_logprobs, _logprobs_backward)
+
+
+# --- parts of attention ----------------------------------------------------------------------------------
+
+
+def _merge_attention(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    share_nh1 = torch.sigmoid(part_lse - lse).t().unsqueeze(-1)  # the part's of the softmax
+    out.copy_(wide(out) + share_nh1 * (wide(part) - wide(out)))
+    lse.copy_(torch.logaddexp(lse, part_lse))
+
+
+# (out [n, h, e], lse [h, n] of some keys, the same of others) merges the others' into out and lse
+merge_attention = _define(
+    "merge_attention(Tensor(a!) out, Tensor(b!) lse, Tensor part, Tensor part_lse) -> ()",
+    _merge_attention,
+    lambda out, lse, part, part_lse: None,
+)
