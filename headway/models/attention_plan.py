@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,6 +63,22 @@ class SharedPrefix:
 
     keys: tuple[slice, ...]  # rows of the prefix, piece by piece
     queries: slice  # rows of the pieces that continue its last piece, one after another
+
+
+class Sequences(NamedTuple):
+    """Queries and keys of several lengths, in the order of flash attention's arguments."""
+
+    query_ends: Tensor  # int32 [sequences + 1], on the device: 0 and where each ends
+    key_ends: Tensor
+    most_queries: int  # of a sequence
+    most_keys: int
+
+    @classmethod
+    def of(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> Sequences:
+        ends = ([0, *itertools.accumulate(lengths)] for lengths in (queries, keys))
+        query_ends, key_ends = (torch.tensor(end, dtype=torch.int32, device=device) for end in ends)
+        # With one query of each sequence, torch would compute grouped heads by another kernel, which splits the keys.
+        return cls(query_ends, key_ends, max(2, *queries), max(2, *keys))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,21 +138,16 @@ class AttentionPlan:
         return _buckets(rows, all_kept, torch.tensor(self.lengths), self.positions_n.device)
 
     @cached_property
-    def ends(self) -> Tensor:
-        """int32 [pieces + 1] 0 and where each piece ends, for kernels of variable lengths."""
-        return self._ends(self.lengths)
+    def sequences(self) -> Sequences:
+        """All pieces, each attending to itself, for kernels of variable lengths."""
+        return Sequences.of(self.lengths, self.lengths, self.positions_n.device)
 
     @cached_property
-    def shared_ends(self) -> tuple[Tensor, Tensor]:
-        """Likewise of the queries that continue each shared prefix, and of the prefixes' keys."""
-        queries, keys = zip(*self._shared_lengths, strict=True)
-        return self._ends(queries), self._ends(keys)
-
-    @property
-    def longest_shared(self) -> tuple[int, int]:
-        """The most queries that continue a prefix, and keys of a prefix."""
-        queries, keys = zip(*self._shared_lengths, strict=True)
-        return max(queries), max(keys)
+    def shared_sequences(self) -> Sequences:
+        """Likewise the queries that continue shared prefixes, and the prefixes' keys, which are at `shared_spans`."""
+        queries = [prefix.queries.stop - prefix.queries.start for prefix in self.shared]
+        keys = [sum(span.stop - span.start for span in prefix.keys) for prefix in self.shared]
+        return Sequences.of(queries, keys, self.positions_n.device)
 
     @cached_property
     def shared_spans(self) -> tuple[slice, ...]:
@@ -146,14 +158,6 @@ class AttentionPlan:
                 span = slice(spans.pop().start, span.stop)
             spans.append(span)
         return tuple(spans)
-
-    @property
-    def _shared_lengths(self) -> list[tuple[int, int]]:
-        spans = (((prefix.queries,), prefix.keys) for prefix in self.shared)
-        return [tuple(sum(span.stop - span.start for span in part) for part in parts) for parts in spans]  # pyright: ignore
-
-    def _ends(self, lengths: Sequence[int]) -> Tensor:
-        return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=self.positions_n.device)
 
     @cached_property
     def longest(self) -> int:

@@ -1,5 +1,5 @@
 """The decoder's products, and its element-wise parts with hand-written gradients, which pass over memory less often
-than autograd's: by C++ inside `native.using`, else by the operators of `gpu/operators.py`.
+than autograd's, by the operators of `gpu/operators.py`; without gradients by C++ inside `native.using`.
 
 All are exact (tests compare with plain autograd). Shape suffixes: n packed tokens, d width, h query heads,
 g key/value heads, e head dimension, f intermediate width.
@@ -58,24 +58,6 @@ def _bitsandbytes() -> Any:
     return import_extra("bitsandbytes", "qlora", "model.quantization").functional
 
 
-def _with_gradients(x: Tensor, weight: Tensor | None = None) -> native.Kernels | None:
-    """The native kernels if they have gradients (float32 outside autocast), else None."""
-    kernels = native.active(x, weight)
-    return kernels if kernels is not None and kernels.dtype == product_dtype(x) == torch.float32 else None
-
-
-class _NativeNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_nd: Tensor, weight: Tensor, epsilon: float, kernels: native.Kernels) -> Tensor:
-        inverses_n, ctx.kernels = x_nd.new_empty(x_nd.shape[0]), kernels
-        ctx.save_for_backward(x_nd, weight, inverses_n)
-        return kernels.rms_norm(x_nd, weight, epsilon, inverses_n)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.kernels.rms_norm_backward(grads[0], *ctx.saved_tensors), None, None
-
-
 @recomputable
 def rms_norm(x_nd: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
     """RMSNorm over the last axis of [N, d], computed in float32 (Zhang & Sennrich 2019, Eq. 4).
@@ -83,20 +65,22 @@ def rms_norm(x_nd: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) 
     The result has the dtype of the following matrix product: autocast's, else that of x. ``offset`` is added to the
     weight (Gemma: 1).
     """
-    if offset == 0 and (kernels := _with_gradients(x_nd, weight)) is not None and torch.is_grad_enabled():
-        return _NativeNorm.apply(x_nd, weight, epsilon, kernels)  # pyright: ignore[reportReturnType]
-    if offset == 0 and not torch.is_grad_enabled() and (kernels := native.active(x_nd, weight)) is not None:
+    if not torch.is_grad_enabled() and not offset and (kernels := native.active(x_nd, weight)) is not None:
         return kernels.rms_norm(x_nd, weight, epsilon)
-    return operators.rms_norm(x_nd, weight, epsilon, offset, product_dtype(x_nd))[0]
+    return _normed_stream(x_nd, weight, epsilon, offset)[0]
 
 
 def normed_stream(x_nd: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    """`rms_norm` of the residual stream, and the stream for what follows: on a GPU one pass computes the sum of both
-    gradients."""
-    if x_nd.device.type == "cpu" or not torch.is_grad_enabled():
+    """`rms_norm` of the residual stream, and the stream for what follows. One pass adds both gradients."""
+    if not torch.is_grad_enabled():
         return rms_norm(x_nd, weight, epsilon, offset), x_nd
-    normed_nd, x_nd = operators.NormedStream.apply(x_nd, weight, epsilon, offset, product_dtype(x_nd))  # pyright: ignore
-    return note_recomputable(normed_nd, rms_norm, x_nd, weight, epsilon, offset), x_nd
+    normed_nd, stream_nd = _normed_stream(x_nd, weight, epsilon, offset)
+    return note_recomputable(normed_nd, rms_norm, x_nd, weight, epsilon, offset), stream_nd
+
+
+def _normed_stream(x_nd: Tensor, weight: Tensor, epsilon: float, offset: float) -> tuple[Tensor, Tensor]:
+    applied: Any = operators.NormedStream.apply(x_nd, weight, epsilon, offset, product_dtype(x_nd))
+    return applied
 
 
 class _FrozenProduct(torch.autograd.Function):
@@ -144,43 +128,12 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device_type)
 
 
-class _NativeRotation(torch.autograd.Function):
-    """`norm_rotate` in place; values pass through."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        qkv: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        sizes: Sizes,
-        kernels: native.Kernels,
-    ) -> Tensor:
-        ctx.mark_dirty(qkv)
-        rotated_shape, norm_outputs = (qkv.shape[0], sizes[0] + sizes[1]), ()
-        if q_norm is not None and k_norm is not None:
-            norm_outputs = (qkv.new_empty(*rotated_shape, sizes[2]), qkv.new_empty(rotated_shape))
-        kernels.norm_rotate(qkv, q_norm, k_norm, cos, sin, sizes, *norm_outputs)
-        ctx.sizes, ctx.kernels = sizes, kernels
-        ctx.save_for_backward(cos, sin, *norm_outputs, *((q_norm, k_norm) if norm_outputs else ()))
-        return qkv
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad = grads[0].clone(memory_format=torch.contiguous_format)
-        cos, sin, *norms = ctx.saved_tensors
-        return grad, *ctx.kernels.norm_rotate_backward(grad, norms, cos, sin, ctx.sizes), *(None,) * 4
-
-
 def norm_rotate(
     qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, sizes: Sizes
 ) -> Tensor:
     """``qkv`` [N, (Hq + 2 Hkv) Dh] with query and key normed per head (if weights are given) and rotated by position
-    (RoFormer, Eq. 34); C++ overwrites ``qkv``. Rotated pairs are neighbours; cos and sin are float32 [N, 1, Dh / 2]."""
-    if (kernels := _with_gradients(qkv, q_norm)) is not None and torch.is_grad_enabled():
-        return _NativeRotation.apply(qkv, q_norm, k_norm, cos, sin, sizes, kernels)  # pyright: ignore[reportReturnType]
+    (RoFormer, Eq. 34); without gradients C++ overwrites ``qkv``. Rotated pairs are neighbours; cos and sin are float32
+    [N, 1, Dh / 2]."""
     if not torch.is_grad_enabled() and (kernels := native.active(qkv, q_norm)) is not None:
         kernels.norm_rotate(qkv, q_norm, k_norm, cos, sin, sizes)
         return qkv
@@ -195,23 +148,9 @@ def _norm_rotate(
     return operators.norm_rotate(qkv, q_norm, k_norm, cos, sin, heads, kv_heads, epsilon)[0]
 
 
-class _NativeGate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, kernels: native.Kernels) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        ctx.kernels = kernels
-        return kernels.gated_silu(gate_up)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.kernels.gated_silu_backward(grads[0], ctx.saved_tensors[0]), None
-
-
 @recomputable
 def gated_silu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate and up side by side: [N, 2f] to [N, f] (Shazeer 2020, SwiGLU)."""
-    if (kernels := _with_gradients(gate_up)) is not None and torch.is_grad_enabled():
-        return _NativeGate.apply(gate_up, kernels)  # pyright: ignore[reportReturnType]
     if not torch.is_grad_enabled() and (kernels := native.active(gate_up)) is not None:
         return kernels.gated_silu(gate_up)
     return operators.gated(gate_up, False)
@@ -226,46 +165,6 @@ def gated_gelu(gate_up: Tensor) -> Tensor:
 GATED: dict[str, Callable[[Tensor], Tensor]] = {"silu": gated_silu, "gelu_tanh": gated_gelu}
 
 
-class TargetLogprobs(torch.autograd.Function):
-    """Map logits [C, V] to the log-probability of each target [C] and the entropy [C] (without gradient) of
-    softmax(z/T), in float32 at least. ``outside_cv`` excludes ids; the log-probability of the others is written to
-    ``masses_c``. Saves only the probabilities [C, V], since d log p_y / dz = (1_y - p) / T; p of excluded ids is 0.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits_cv: Tensor,
-        targets_c: Tensor,
-        temperature: float,
-        outside_cv: Tensor | None = None,
-        masses_c: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        wide_cv = logits_cv if logits_cv.dtype == torch.float64 else logits_cv.float()
-        scaled_cv = wide_cv if temperature == 1.0 else wide_cv / temperature
-        if outside_cv is not None and masses_c is not None:
-            total_c = scaled_cv.logsumexp(-1)
-            scaled_cv = scaled_cv.masked_fill(outside_cv, -math.inf)
-            masses_c.copy_(scaled_cv.logsumexp(-1) - total_c)
-        logprobs_cv = torch.log_softmax(scaled_cv, dim=-1)
-        chosen_logprobs_c = logprobs_cv.gather(-1, targets_c[:, None]).squeeze(-1)
-        probabilities_cv = logprobs_cv.exp()
-        # For p = 0, p log p must be 0, not 0 x -inf.
-        finite_cv = logprobs_cv.clamp_(min=torch.finfo(logprobs_cv.dtype).min)
-        entropy_c = finite_cv.mul_(probabilities_cv).sum(-1).neg_()
-        ctx.save_for_backward(probabilities_cv, targets_c)
-        ctx.temperature, ctx.dtype = temperature, logits_cv.dtype
-        ctx.mark_non_differentiable(entropy_c)
-        return chosen_logprobs_c, entropy_c
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        probabilities_cv, targets_c = ctx.saved_tensors
-        grad_c1 = grads[0][:, None] / ctx.temperature
-        grad_cv = (probabilities_cv * -grad_c1).scatter_add_(-1, targets_c[:, None], grad_c1)
-        return grad_cv.to(ctx.dtype), None, None, *[None] * (len(ctx.needs_input_grad) - 3)
-
-
 def target_logprobs(
     logits_cv: Tensor,
     targets_c: Tensor,
@@ -274,17 +173,15 @@ def target_logprobs(
     masses_c: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability [C] of each target, with gradient, and entropy [C] of softmax(logits / temperature), both at
-    least float32. ``outside_cv`` excludes ids; the log-probability of the others is written to ``masses_c``."""
-    if logits_cv.device.type == "cpu":
-        tensors = () if outside_cv is None else (outside_cv, masses_c)
-        return TargetLogprobs.apply(logits_cv, targets_c, temperature, *tensors)  # pyright: ignore[reportReturnType]
-    logits_cv, total_c = logits_cv.contiguous(), None
-    if outside_cv is not None:
-        total_c = operators.chosen_logprobs(logits_cv.detach(), targets_c, temperature)[2]
-        logits_cv = logits_cv.masked_fill(outside_cv, -math.inf)
+    least float32. ``outside_cv`` excludes ids; the log-probability of the others is written to ``masses_c``. The
+    gradient overwrites the logits."""
+    logits_cv = logits_cv.contiguous()
+    if outside_cv is None or masses_c is None:
+        return operators.chosen_logprobs(logits_cv, targets_c, temperature)[:2]
+    total_c = operators.chosen_logprobs(logits_cv.detach(), targets_c, temperature)[2]
+    logits_cv = logits_cv.masked_fill(outside_cv, -math.inf)
     logprobs_c, entropies_c, sums_c = operators.chosen_logprobs(logits_cv, targets_c, temperature)
-    if total_c is not None and masses_c is not None:
-        masses_c.copy_(sums_c - total_c)
+    masses_c.copy_(sums_c - total_c)
     return logprobs_c, entropies_c
 
 

@@ -92,10 +92,9 @@ def recomputing() -> Iterator[None]:
 def computed_again(function: Callable[..., T], *inputs: Any) -> T:
     """``function(*inputs)``, of which only the inputs are kept: the backward computes it again, with these kernels."""
     kernels = native.chosen()
-    return checkpoint(
-        function,
-        *inputs,
-        use_reentrant=False,
-        preserve_rng_state=False,
-        context_fn=lambda: (contextlib.nullcontext(), native.using(kernels)),
-    )  # pyright: ignore[reportReturnType]
+
+    def compute(*inputs: Any) -> T:
+        with native.using(kernels):
+            return function(*inputs)
+
+    return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore[reportReturnType]

@@ -114,8 +114,9 @@ def visible(queries: int, keys: int, is_causal: bool, left: int | None, right: i
     """Both sequences end together."""
     distance = torch.arange(keys) - (torch.arange(queries)[:, None] + keys - queries)
     mask = distance <= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
-    mask &= distance <= (keys if right is None else right)
-    return mask & (distance >= -(queries + keys if left is None else left))
+    if left is not None:
+        mask &= distance >= -left
+    return mask if right is None else mask & (distance <= right)
 
 
 FLASH = Flash(forward, backward)

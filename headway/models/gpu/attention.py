@@ -64,56 +64,39 @@ class _FlashAttention(torch.autograd.Function):
     def forward(
         ctx: Any, qkv: Tensor, sizes: tuple[int, int, int], plan: AttentionPlan, scores: Scores, flash: Flash
     ) -> Tensor:
-        q_nhe, k_nge, v_nge = qkv.view(len(qkv), -1, sizes[2]).split(sizes[:1] + (sizes[1],) * 2, dim=1)
-        out_nhe, lse_hn, *states = flash.forward(q_nhe, k_nge, v_nge, *_lengths(plan), 0.0, True, False, **_how(scores))
+        how: dict[str, Any] = {"scale": scores.scale}
+        if scores.window is not None:
+            how |= {"window_size_left": scores.window - 1, "window_size_right": 0}
+        q_nhe, k_nge, v_nge = _heads(qkv, sizes)
+        out_nhe, lse_hn, *states = flash.forward(q_nhe, k_nge, v_nge, *plan.sequences, 0.0, True, False, **how)
         if plan.shared:
-            first = plan.first_continued
-            inputs = q_nhe[first:], *_of_prefixes(plan, k_nge, v_nge), *_shared_lengths(plan)
-            part_nhe, part_hn, *_ = flash.forward(*inputs, 0.0, False, False, **_how(scores))
-            merge_attention(out_nhe[first:], lse_hn[:, first:], part_nhe, part_hn)
+            first, parts = plan.first_continued, _of_prefixes(plan, k_nge, v_nge)
+            part = flash.forward(q_nhe[first:], *parts, *plan.shared_sequences, 0.0, False, False, **how)
+            merge_attention(out_nhe[first:], lse_hn[:, first:], *part[:2])
         ctx.save_for_backward(qkv, out_nhe, lse_hn, *states[:2])
-        ctx.how = sizes, plan, scores, flash
+        ctx.inputs = sizes, plan, flash, how
         return out_nhe.flatten(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         qkv, out_nhe, lse_hn, *states = ctx.saved_tensors
-        sizes, plan, scores, flash = ctx.how
-        rows = qkv.view(len(qkv), -1, sizes[2])
-        q_nhe, k_nge, v_nge = rows.split(sizes[:1] + (sizes[1],) * 2, dim=1)
-        grad_nhe = grads[0].view(out_nhe.shape)
-        inputs = grad_nhe, q_nhe, k_nge, v_nge, out_nhe, lse_hn, *_lengths(plan)
-        parts = flash.backward(*inputs, 0.0, True, *states, **_how(scores))
-        grad_rows = torch.cat(parts, dim=1)
+        sizes, plan, flash, how = ctx.inputs
+        grad_nhe, (q_nhe, k_nge, v_nge) = grads[0].view(out_nhe.shape), _heads(qkv, sizes)
+        tensors = grad_nhe, q_nhe, k_nge, v_nge, out_nhe, lse_hn
+        grad_rows = torch.cat(flash.backward(*tensors, *plan.sequences, 0.0, True, *states, **how), dim=1)
         if plan.shared:
-            first = plan.first_continued
-            keys_values = _of_prefixes(plan, k_nge, v_nge)
-            inputs = grad_nhe[first:], q_nhe[first:], *keys_values, out_nhe[first:], lse_hn[:, first:].contiguous()
-            parts = flash.backward(*inputs, *_shared_lengths(plan), 0.0, False, *states, **_how(scores))
-            grad_rows[first:, : sizes[0]] += parts[0]
-            _add_to_prefixes(grad_rows[:, sizes[0] :], torch.cat(parts[1:], dim=1), plan)
+            first, parts = plan.first_continued, _of_prefixes(plan, k_nge, v_nge)
+            tensors = grad_nhe[first:], q_nhe[first:], *parts, out_nhe[first:], lse_hn[:, first:].contiguous()
+            part_grads = flash.backward(*tensors, *plan.shared_sequences, 0.0, False, *states, **how)
+            grad_rows[first:, : sizes[0]] += part_grads[0]
+            _add_to_prefixes(grad_rows[:, sizes[0] :], torch.cat(part_grads[1:], dim=1), plan)
         return grad_rows.flatten(1), None, None, None, None
 
 
-def _how(scores: Scores) -> dict[str, Any]:
-    window = {} if scores.window is None else {"window_size_left": scores.window - 1, "window_size_right": 0}
-    return {"scale": scores.scale, **window}
-
-
-def _lengths(plan: AttentionPlan) -> tuple[Any, ...]:
-    """Where queries and keys of each piece end, and the largest number of each."""
-    longest = _at_least_two(max(plan.lengths))
-    return plan.ends, plan.ends, longest, longest
-
-
-def _shared_lengths(plan: AttentionPlan) -> tuple[Any, ...]:
-    queries, keys = plan.shared_ends
-    return queries, keys, *(_at_least_two(longest) for longest in plan.longest_shared)
-
-
-def _at_least_two(tokens: int) -> int:
-    """With one query of each sequence, torch would compute grouped heads by another kernel, which splits the keys."""
-    return max(2, tokens)
+def _heads(qkv: Tensor, sizes: tuple[int, int, int]) -> tuple[Tensor, ...]:
+    """Query [n, h, e], key and value [n, g, e] as views of the joint rows."""
+    heads, kv_heads, head_dim = sizes
+    return qkv.view(len(qkv), -1, head_dim).split((heads, kv_heads, kv_heads), dim=1)
 
 
 def _of_prefixes(plan: AttentionPlan, *parts: Tensor) -> list[Tensor]:

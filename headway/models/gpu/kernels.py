@@ -1,5 +1,5 @@
-"""The Triton bodies of `operators.py`. They compute in float32 whatever the dtype of their tensors, use no atomics, and
-give the same bits at every call.
+"""The Triton bodies of `operators.py`, with its operators' names and arguments. They compute in float32 whatever the
+dtype of their tensors, use no atomics, and give the same bits at every call.
 
 Why these, and not those of Liger-Kernel 0.8.5: importing any of its operators imports transformers and torch's
 compiler, 2,300 modules that take 11 s at every start of a trainer. Besides,
@@ -69,8 +69,9 @@ def _rms_norm_backward_kernel(
     inside = column < d
     weights = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + offset
     total = tl.zeros((BLOCK,), tl.float32)
+    stride = tl.full([], d, tl.int64)
     for row in range(program, rows, tl.num_programs(0)):
-        at = row.to(tl.int64) * d + column
+        at = row * stride + column
         scale = tl.load(inverse + row)
         upstream = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
         unit = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
@@ -92,9 +93,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float, dtype: to
     return y, inverse
 
 
-def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, offset: float, stream: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, offset: float, stream):
     grad, x = grad.contiguous(), x.contiguous()
     (n, d), programs = x.shape, _programs(x.device, len(x))
     grad_x, partial, block = torch.empty_like(x), _float32(x, programs, d), triton.next_power_of_2(d)
@@ -152,8 +151,9 @@ def _norm_rotate_backward_kernel(
     pair = tl.arange(0, HALF)[None, :]
     of_q = tl.zeros((2 * HALF,), tl.float32)
     of_k = tl.zeros((2 * HALF,), tl.float32)
+    first = tl.full([], 0, tl.int64)
     for row_index in range(tl.program_id(0), rows, tl.num_programs(0)):
-        row = row_index.to(tl.int64)
+        row = first + row_index
         at = row * width + head * DIM + column
         loaded = tl.load(grad + row * grad_stride + head * DIM + column, mask=inside, other=0.0)
         turn_cos = tl.load(cos + row * row_stride + pair, mask=pair < DIM // 2, other=0.0)
@@ -187,16 +187,7 @@ def _head_constants(width: int, heads: int, kv_heads: int, normed: bool) -> tupl
     return constants | {"num_warps": _warps(2 * half * _HEADS)}, triton.cdiv(heads + 2 * kv_heads, _HEADS)
 
 
-def norm_rotate(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    heads: int,
-    kv_heads: int,
-    epsilon: float,
-) -> tuple[Tensor, Tensor]:
+def norm_rotate(qkv: Tensor, q_norm, k_norm, cos, sin, heads: int, kv_heads: int, epsilon: float):
     qkv, (n, width) = qkv.contiguous(), qkv.shape
     constants, blocks = _head_constants(width, heads, kv_heads, q_norm is not None)
     out, inverse = torch.empty_like(qkv), _float32(qkv, *((0,) if q_norm is None else (n, heads + kv_heads)))
@@ -206,17 +197,7 @@ def norm_rotate(
     return out, inverse
 
 
-def norm_rotate_backward(
-    grad: Tensor,
-    qkv: Tensor | None,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    inverse: Tensor,
-    heads: int,
-    kv_heads: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def norm_rotate_backward(grad: Tensor, qkv, q_norm, k_norm, cos, sin, inverse, heads: int, kv_heads: int):
     n, width = grad.shape
     grad = grad if grad.stride(1) == 1 else grad.contiguous()
     normed = qkv is not None and q_norm is not None and k_norm is not None

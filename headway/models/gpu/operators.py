@@ -1,8 +1,9 @@
-"""The decoder's element-wise parts as operators of torch, ``headway::NAME``, each with its gradient.
+"""The decoder's element-wise parts as operators of torch, ``headway::NAME``, with their gradients.
 
-Each has three bodies: plain torch, which computes on CPUs and defines what is right; Triton's, for CUDA
-(`kernels.py`); and shapes alone, for the meta device. They are defined by `torch.library.Library`: the first call of a
-`custom_op` imports torch's compiler, which takes 3 s at every start, and each call takes three times as long.
+Each has a body in plain torch, which defines what is right and computes on CPUs and the meta device, and a Triton body
+for CUDA (`kernels.py`). On a CPU the C++ of `native.using` takes over what it can. They are defined by
+`torch.library.Library`: the first call of a `custom_op` imports torch's compiler, which takes 3 s at every start, and
+each call takes three times as long.
 
 Shapes: n packed tokens, d width, h query heads, k key/value heads, e head dimension, f intermediate width,
 c rows of a chunk, v vocabulary; w = (h + 2k) e, query, key and value side by side.
@@ -18,30 +19,37 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from headway.models.cpu import native
 from headway.runtime.devices import native_kernels_enabled
 
 _LIBRARY = torch.library.Library("headway", "DEF")
 Body = Callable[..., Any]
 
 
-def _define(schema: str, plain: Body, fake: Body) -> Body:
-    """Define an operator and return it."""
+def _define(schema: str, plain: Body, on_cpu: Body | None = None) -> Body:
+    """Define an operator and return it. ``on_cpu``: for CPUs instead of ``plain``."""
     name = schema.partition("(")[0]
 
     def on_cuda(*arguments: Any) -> Any:
-        floats = (argument.dtype for argument in arguments if isinstance(argument, Tensor))
-        if torch.float64 in floats or not native_kernels_enabled():
+        dtypes = (argument.dtype for argument in arguments if isinstance(argument, Tensor))
+        if torch.float64 in dtypes or not native_kernels_enabled():
             return plain(*arguments)
         return getattr(import_module("headway.models.gpu.kernels"), name)(*arguments)
 
     _LIBRARY.define(schema)
-    for key, body in (("CPU", plain), ("CUDA", on_cuda), ("Meta", fake)):
+    for key, body in (("CPU", on_cpu or plain), ("CUDA", on_cuda), ("Meta", plain)):
         _LIBRARY.impl(name, body, key)
     return getattr(torch.ops.headway, name).default
 
 
 def _with_gradient(operator: Body, setup: Body, backward: Body) -> None:
     torch.library.register_autograd(operator, backward, setup_context=setup, lib=_LIBRARY)  # pyright: ignore[reportArgumentType]
+
+
+def _native(x: Tensor, weight: Tensor | None = None) -> native.Kernels | None:
+    """The C++ kernels if they have gradients for ``x``."""
+    kernels = native.active(x, weight)
+    return kernels if kernels is not None and kernels.dtype == torch.float32 else None
 
 
 def wide(x: Tensor) -> Tensor:
@@ -52,6 +60,11 @@ def wide(x: Tensor) -> Tensor:
 def with_offset(weight: Tensor, offset: float) -> Tensor:
     """``weight + offset`` in at least float32."""
     return wide(weight) + offset
+
+
+def _float32(like: Tensor, *shape: int) -> Tensor:
+    """Room for sums over elements of ``like``, in at least float32."""
+    return like.new_empty(shape, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
 # --- RMSNorm ---------------------------------------------------------------------------------------------
@@ -68,7 +81,7 @@ def _normalise(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 def _normalise_backward(grad: Tensor, unit: Tensor, inverse: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of weight * unit with respect to x (float32) and, per row, to weight (not summed yet)."""
     per_weight = grad * unit
-    with torch.autocast(grad.device.type, enabled=False):  # the row sums stay float32
+    with torch.autocast("cuda" if grad.is_cuda else "cpu", enabled=False):  # the row sums stay float32
         projection = (per_weight @ weight).mul_(1 / grad.shape[-1]).unsqueeze(-1)
     return (grad * weight).addcmul_(unit, projection, value=-1).mul_(inverse), per_weight
 
@@ -90,33 +103,37 @@ def _rms_norm_backward(
     return grad_x if stream is None else grad_x.add_(stream), per_weight.sum(0).to(weight.dtype)
 
 
-def _setup_norm(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-    x, weight, _, offset, _ = inputs
-    ctx.save_for_backward(x, weight, output[1])
-    ctx.offset = offset
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
+def _rms_norm_on_cpu(
+    x: Tensor, weight: Tensor, epsilon: float, offset: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    if offset or dtype != torch.float32 or (kernels := _native(x, weight)) is None:
+        return _rms_norm(x, weight, epsilon, offset, dtype)
+    inverse_n = x.new_empty(len(x))
+    return kernels.rms_norm(x, weight, epsilon, inverse_n), inverse_n
 
 
-def _norm_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    grad_x, grad_weight = rms_norm_backward(grads[0], *ctx.saved_tensors, ctx.offset, None)
-    return grad_x, grad_weight, None, None, None
+def _rms_norm_backward_on_cpu(
+    grad: Tensor, x: Tensor, weight: Tensor, inverse_n: Tensor, offset: float, stream: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if offset or grad.dtype != torch.float32 or (kernels := _native(x, weight)) is None:
+        return _rms_norm_backward(grad, x, weight, inverse_n, offset, stream)
+    grad_x, grad_weight = kernels.rms_norm_backward(grad, x, weight, inverse_n)
+    return grad_x if stream is None else grad_x.add_(stream), grad_weight
 
 
 # (x [n, d], weight [d], epsilon, offset, dtype of y) -> y = x / rms(x) * (weight + offset) [n, d], 1 / rms(x) [n]
 rms_norm = _define(
     "rms_norm(Tensor x, Tensor weight, float epsilon, float offset, ScalarType dtype) -> (Tensor, Tensor)",
     _rms_norm,
-    lambda x, weight, epsilon, offset, dtype: (torch.empty_like(x, dtype=dtype), _float32(x, x.shape[0])),
+    _rms_norm_on_cpu,
 )
 # (gradient of y, x, weight, 1 / rms(x), offset, gradient of x from elsewhere) -> gradients of x and of weight
 rms_norm_backward = _define(
     "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor inverse, float offset, Tensor? stream)"
     " -> (Tensor, Tensor)",
     _rms_norm_backward,
-    lambda grad, x, weight, inverse, offset, stream: (torch.empty_like(x), torch.empty_like(weight)),
+    _rms_norm_backward_on_cpu,
 )
-_with_gradient(rms_norm, _setup_norm, _norm_backward)
 
 
 class NormedStream(torch.autograd.Function):
@@ -135,10 +152,10 @@ class NormedStream(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad_y, grad_stream = grads
-        if grad_y is None:
-            return grad_stream, None, None, None, None
-        return *rms_norm_backward(grad_y, *ctx.saved_tensors, ctx.offset, grad_stream), None, None, None
+        if grads[0] is None:
+            return grads[1], None, None, None, None
+        grad_x, grad_weight = rms_norm_backward(grads[0], *ctx.saved_tensors, ctx.offset, grads[1])
+        return grad_x, grad_weight if ctx.needs_input_grad[1] else None, None, None, None
 
 
 # --- norm of queries and keys, rotary embedding ----------------------------------------------------------
@@ -197,6 +214,29 @@ def _norm_rotate_backward(
     return out, grads_of_weights[0], grads_of_weights[1]
 
 
+def _norm_rotate_on_cpu(
+    qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, *sizes: Any
+) -> tuple[Tensor, Tensor]:
+    heads, kv_heads, epsilon = sizes
+    if (kernels := _native(qkv, q_norm)) is None:
+        return _norm_rotate(qkv, q_norm, k_norm, cos, sin, heads, kv_heads, epsilon)
+    out, inverse = qkv.clone(), qkv.new_empty(0 if q_norm is None else len(qkv), heads + kv_heads)
+    head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
+    kernels.norm_rotate(out, q_norm, k_norm, cos, sin, (heads, kv_heads, head_dim, epsilon), inverse)
+    return out, inverse
+
+
+def _norm_rotate_backward_on_cpu(grad: Tensor, *saved: Any) -> tuple[Tensor, Tensor, Tensor]:
+    qkv, q_norm, k_norm, cos, sin, inverse, heads, kv_heads = saved
+    if (kernels := _native(grad if qkv is None else qkv, q_norm)) is None or grad.dtype != torch.float32:
+        return _norm_rotate_backward(grad, *saved)
+    out = grad.clone(memory_format=torch.contiguous_format)
+    norms, sizes = () if qkv is None else (qkv, inverse, q_norm, k_norm), (heads, kv_heads)
+    head_dim = grad.shape[1] // (heads + 2 * kv_heads)
+    of_q, of_k = kernels.norm_rotate_backward(out, norms, cos, sin, (*sizes, head_dim)) or (grad[:0], grad[:0])
+    return out, of_q, of_k
+
+
 def _setup_rotate(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
     qkv, q_norm, k_norm, cos, sin, *sizes = inputs
     ctx.sizes = sizes[:2]
@@ -208,29 +248,24 @@ def _setup_rotate(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
 def _rotate_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     qkv, *saved = ctx.saved_tensors
     grad, *of_weights = norm_rotate_backward(grads[0], qkv, *saved, *ctx.sizes)
-    return grad, *((None, None) if qkv is None else of_weights), *(None,) * 5
+    needed = zip(of_weights, ctx.needs_input_grad[1:3], strict=True)
+    return grad, *(of_weight if is_needed else None for of_weight, is_needed in needed), *(None,) * 5
 
 
 # (qkv [n, w], weights [e] or None, cos and sin float32 [n, 1, e / 2], h, k, epsilon) -> qkv with queries and keys
-# normed per head and rotated by neighbouring pairs [n, w]; 1 / rms of each query and key [n, h + k], without norm []
+# normed per head and rotated by neighbouring pairs [n, w]; 1 / rms of each query and key [n, h + k], without norm [0]
 norm_rotate = _define(
     "norm_rotate(Tensor qkv, Tensor? q_norm, Tensor? k_norm, Tensor cos, Tensor sin, int heads, int kv_heads,"
     " float epsilon) -> (Tensor, Tensor)",
     _norm_rotate,
-    lambda qkv, q_norm, k_norm, cos, sin, heads, kv_heads, epsilon: (
-        torch.empty_like(qkv),
-        _float32(qkv, 0) if q_norm is None else _float32(qkv, len(qkv), heads + kv_heads),
-    ),
+    _norm_rotate_on_cpu,
 )
-# ... -> gradients of qkv [n, w] and of both weights [e], without norm []
+# ... -> gradients of qkv [n, w] and of both weights [e], without norm [0]
 norm_rotate_backward = _define(
     "norm_rotate_backward(Tensor grad, Tensor? qkv, Tensor? q_norm, Tensor? k_norm, Tensor cos, Tensor sin,"
     " Tensor inverse, int heads, int kv_heads) -> (Tensor, Tensor, Tensor)",
     _norm_rotate_backward,
-    lambda grad, qkv, q_norm, k_norm, *_: (
-        torch.empty_like(grad, memory_format=torch.contiguous_format),
-        *(_float32(grad, 0) if weight is None else torch.empty_like(weight) for weight in (q_norm, k_norm)),
-    ),
+    _norm_rotate_backward_on_cpu,
 )
 _with_gradient(norm_rotate, _setup_rotate, _rotate_backward)
 
@@ -264,16 +299,20 @@ def _setup_gate(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
     ctx.gelu = inputs[1]
 
 
+def _gated_on_cpu(gate_up: Tensor, gelu: bool) -> Tensor:
+    kernels = None if gelu else _native(gate_up)
+    return _gated(gate_up, gelu) if kernels is None else kernels.gated_silu(gate_up)
+
+
+def _gated_backward_on_cpu(grad: Tensor, gate_up: Tensor, gelu: bool) -> Tensor:
+    kernels = None if gelu else _native(gate_up)
+    return _gated_backward(grad, gate_up, gelu) if kernels is None else kernels.gated_silu_backward(grad, gate_up)
+
+
 # (gate and up side by side [..., 2f], tanh's approximation of gelu instead of silu) -> activation(gate) * up [..., f]
-gated = _define(
-    "gated(Tensor gate_up, bool gelu) -> Tensor",
-    _gated,
-    lambda gate_up, gelu: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2),
-)
+gated = _define("gated(Tensor gate_up, bool gelu) -> Tensor", _gated, _gated_on_cpu)
 gated_backward = _define(
-    "gated_backward(Tensor grad, Tensor gate_up, bool gelu) -> Tensor",
-    _gated_backward,
-    lambda grad, gate_up, gelu: torch.empty_like(gate_up),
+    "gated_backward(Tensor grad, Tensor gate_up, bool gelu) -> Tensor", _gated_backward, _gated_backward_on_cpu
 )
 _with_gradient(gated, _setup_gate, lambda ctx, grad: (gated_backward(grad, ctx.saved_tensors[0], ctx.gelu), None))
 
@@ -282,19 +321,23 @@ _with_gradient(gated, _setup_gate, lambda ctx, grad: (gated_backward(grad, ctx.s
 
 
 def _chosen_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    scaled_cv = wide(logits) / temperature
-    lse_c = scaled_cv.logsumexp(-1)
-    logprobs_cv = scaled_cv - lse_c[:, None]
-    finite_cv = logprobs_cv.clamp(min=torch.finfo(logprobs_cv.dtype).min)  # p log p is 0 where p is
-    entropy_c = -(logprobs_cv.exp() * finite_cv).sum(-1)
-    return logprobs_cv.gather(-1, targets[:, None]).squeeze(-1), entropy_c, lse_c
+    scaled_cv = wide(logits) if temperature == 1.0 else wide(logits) / temperature
+    logprobs_cv = torch.log_softmax(scaled_cv, dim=-1)
+    chosen_c, scaled_c = (x_cv.gather(-1, targets[:, None]).squeeze(-1) for x_cv in (logprobs_cv, scaled_cv))
+    probabilities_cv = logprobs_cv.exp()
+    # For p = 0, p log p must be 0, not 0 x -inf.
+    finite_cv = logprobs_cv.clamp_(min=torch.finfo(logprobs_cv.dtype).min)
+    return chosen_c, finite_cv.mul_(probabilities_cv).sum(-1).neg_(), scaled_c - chosen_c
 
 
 def _chosen_logprobs_backward(
     logits: Tensor, targets: Tensor, lse_c: Tensor, grad_c: Tensor, temperature: float
 ) -> None:
-    grad_cv = (wide(logits) / temperature - lse_c[:, None]).exp_().mul_(-grad_c[:, None])
-    logits.copy_(grad_cv.scatter_add_(-1, targets[:, None], grad_c[:, None]) / temperature)
+    work_cv, grad_c1 = wide(logits), grad_c[:, None] / temperature  # the logits themselves, where they are wide
+    work_cv.div_(temperature).sub_(lse_c[:, None]).exp_().mul_(-grad_c1)
+    work_cv.scatter_add_(-1, targets[:, None], grad_c1)
+    if work_cv is not logits:
+        logits.copy_(work_cv)
 
 
 def _setup_logprobs(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
@@ -312,22 +355,14 @@ def _logprobs_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
     return logits, None, None
 
 
-def _float32(like: Tensor, *shape: int) -> Tensor:
-    """Room for sums over elements of ``like``, in at least float32."""
-    return like.new_empty(shape, dtype=torch.promote_types(like.dtype, torch.float32))
-
-
 # (logits z [c, v], targets int64 [c], temperature T) -> log-softmax(z / T) at the targets, entropy of softmax(z / T)
 # and log sum exp(z / T), [c] each in float32. Logits of -inf are no choice. The gradient overwrites the logits.
 chosen_logprobs = _define(
-    "chosen_logprobs(Tensor logits, Tensor targets, float temperature) -> (Tensor, Tensor, Tensor)",
-    _chosen_logprobs,
-    lambda logits, targets, temperature: tuple(_float32(logits, len(logits)) for _ in range(3)),
+    "chosen_logprobs(Tensor logits, Tensor targets, float temperature) -> (Tensor, Tensor, Tensor)", _chosen_logprobs
 )
 chosen_logprobs_backward = _define(
     "chosen_logprobs_backward(Tensor(a!) logits, Tensor targets, Tensor lse, Tensor grad, float temperature) -> ()",
     _chosen_logprobs_backward,
-    lambda logits, targets, lse, grad, temperature: None,
 )
 _with_gradient(chosen_logprobs, _setup_logprobs, _logprobs_backward)
 
@@ -343,7 +378,5 @@ def _merge_attention(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -
 
 # (out [n, h, e], lse [h, n] of some keys, the same of others) merges the others' into out and lse
 merge_attention = _define(
-    "merge_attention(Tensor(a!) out, Tensor(b!) lse, Tensor part, Tensor part_lse) -> ()",
-    _merge_attention,
-    lambda out, lse, part, part_lse: None,
+    "merge_attention(Tensor(a!) out, Tensor(b!) lse, Tensor part, Tensor part_lse) -> ()", _merge_attention
 )

@@ -144,7 +144,7 @@ def run_bodies(way: str, *options: str) -> list[dict[str, Any]]:
 
 
 @NEEDS_TRITON
-@pytest.mark.parametrize("options", [[], pytest.param(["--many"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [[], pytest.param(["--many"], marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_triton_bodies_agree_with_the_plain_ones(options: list[str]) -> None:
     """By Triton's interpreter, which is wrong in bfloat16."""
     lines = run_bodies("interpreted", *options)
@@ -153,7 +153,7 @@ def test_triton_bodies_agree_with_the_plain_ones(options: list[str]) -> None:
 
 
 @NEEDS_TRITON
-@pytest.mark.parametrize("options", [[], pytest.param(["--many"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [[], pytest.param(["--many"], marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_triton_bodies_compile_without_spills(options: list[str]) -> None:
     lines = run_bodies("compiled", *options)
     assert len({line["name"] for line in lines}) == len({name for name, _ in real_calls(many=False)})

@@ -142,7 +142,7 @@ def test_capped_scores_are_computed_in_full() -> None:
     capped = sizes(gemma)
     assert capped.score_bytes(1000, 500, 4) == 2 * 4 * 1000 * 500 * 8
     assert capped.score_bytes(1000, 500, 2) == 2 * 4 * 1000 * 500 * 10
-    assert capped.score_bytes(1000, 500, 4, checkpointing=True) == 4 * 1000 * 500 * 8
+    assert capped.score_bytes(1000, 500, 4, "full") == 4 * 1000 * 500 * 8
     window = SlidingWindow(tokens=100, layers=(0,))
     windowed = sizes(gemma, window=window)
     assert windowed.score_bytes(1000, 500, 4) == 4 * 1000 * (500 + 200) * 8

@@ -147,7 +147,7 @@ def test_an_adapter_belongs_to_the_base_that_was_loaded(
             assert content.metadata()["base_digest"] == adapter_targets.base_digest(model)
 
 
-def test_no_gradient_of_a_frozen_norm_is_computed(model: str) -> None:
+def test_a_frozen_norm_has_no_gradient(model: str) -> None:
     frozen = load_model(model).requires_grad_(False)
     layer: Any = frozen.layers[0]
     qkv, turn = torch.randn(3, layer.qkv_weight.shape[0], requires_grad=True), torch.ones(3, 1, 4)
@@ -156,7 +156,7 @@ def test_no_gradient_of_a_frozen_norm_is_computed(model: str) -> None:
     normed = rms_norm(torch.randn(3, 16, requires_grad=True), layer.input_norm, 1e-6)
     for out, inputs in ((turned, 3), (normed, 2)):
         node: Any = out.grad_fn
-        found = type(node)._forward_cls.backward(node, torch.ones_like(out))
+        found = type(node)._forward_cls.backward(node, torch.ones_like(out), None)
         assert [one is None for one in found[:inputs]] == [False, *[True] * (inputs - 1)]
 
 
