@@ -18,9 +18,11 @@ from torch import Tensor
 from headway.models.attention_plan import AttentionPlan, Bucket
 from headway.models.configuration import Scores
 from headway.models.cpu.cpu_attention import CpuAttention
-from headway.models.gpu.attention import HOPPER, flash_attention, missing_reason
+from headway.models.gpu.attention import flash_attention
 from headway.models.kernels import PadDocuments, UnpadDocuments
 from headway.models.masked import causal_attention
+
+HOPPER = (9, 0)
 
 
 def packed_attention(
@@ -49,12 +51,21 @@ def attention_way(
     capability: tuple[int, int],
 ) -> tuple[Literal["cpu", "flash", "padded"], str]:
     """How `packed_attention` computes a layer, and for "padded" the reason. ``capability``: of the GPU, say (9, 0)."""
-    if device_type != "cpu":
-        reason = missing_reason(dtype, head_dim, plan, scores, capability)
-        return ("padded", reason) if reason else ("flash", "")
-    if scores == Scores(scale=head_dim**-0.5):
-        return "cpu", ""
-    return "padded", "torch's flash attention for CPUs has no windows, soft caps and other scales"
+    if device_type == "cpu":
+        is_plain = scores == Scores(scale=head_dim**-0.5)
+        return ("cpu", "") if is_plain else ("padded", "CPUs merge no windows, soft caps and other scales")
+    required = {
+        f"flash attention takes bfloat16 and float16, not {dtype}": dtype in (torch.bfloat16, torch.float16),
+        "flash attention needs a GPU of compute capability 8.0": capability >= (8, 0),
+        f"flash attention takes heads of a multiple of 8 up to 256, not {head_dim}": not head_dim % 8
+        and head_dim <= 256,
+        f"this GPU has no gradients for heads of {head_dim}": head_dim <= 192
+        or capability in ((8, 0), HOPPER, (10, 0)),
+        "torch's flash attention has no soft caps": scores.softcap is None,
+        "a window begins elsewhere for each piece behind a shared prefix": scores.window is None or not plan.shared,
+    }
+    reason = next((reason for reason, is_met in required.items() if not is_met), "")
+    return ("padded", reason) if reason else ("flash", "")
 
 
 def padded_attention(

@@ -18,7 +18,7 @@ from torch.nn import functional
 from headway.config.adapter import Quantization
 from headway.models.cpu import native
 from headway.models.gpu import operators
-from headway.models.recomputation import note_recomputable, recomputable
+from headway.models.recomputation import note_recomputable
 from headway.runtime.imports import import_extra
 
 Sizes = tuple[int, int, int, float]  # query heads, key/value heads, head dimension, norm epsilon
@@ -58,7 +58,6 @@ def _bitsandbytes() -> Any:
     return import_extra("bitsandbytes", "qlora", "model.quantization").functional
 
 
-@recomputable
 def rms_norm(x_nd: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
     """RMSNorm over the last axis of [N, d], computed in float32 (Zhang & Sennrich 2019, Eq. 4).
 
@@ -67,20 +66,17 @@ def rms_norm(x_nd: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) 
     """
     if not torch.is_grad_enabled() and not offset and (kernels := native.active(x_nd, weight)) is not None:
         return kernels.rms_norm(x_nd, weight, epsilon)
-    return _normed_stream(x_nd, weight, epsilon, offset)[0]
+    if not torch.is_grad_enabled():
+        return operators.rms_norm(x_nd, weight, epsilon, offset, product_dtype(x_nd))[0]
+    return normed_stream(x_nd, weight, epsilon, offset)[0]
 
 
 def normed_stream(x_nd: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """`rms_norm` of the residual stream, and the stream for what follows. One pass adds both gradients."""
     if not torch.is_grad_enabled():
         return rms_norm(x_nd, weight, epsilon, offset), x_nd
-    normed_nd, stream_nd = _normed_stream(x_nd, weight, epsilon, offset)
-    return note_recomputable(normed_nd, rms_norm, x_nd, weight, epsilon, offset), stream_nd
-
-
-def _normed_stream(x_nd: Tensor, weight: Tensor, epsilon: float, offset: float) -> tuple[Tensor, Tensor]:
-    applied: Any = operators.NormedStream.apply(x_nd, weight, epsilon, offset, product_dtype(x_nd))
-    return applied
+    outputs: Any = operators.NormedStream.apply(x_nd, weight, epsilon, offset, product_dtype(x_nd))
+    return note_recomputable(outputs[0], rms_norm, x_nd, weight, epsilon, offset), outputs[1]
 
 
 class _FrozenProduct(torch.autograd.Function):
@@ -137,29 +133,20 @@ def norm_rotate(
     if not torch.is_grad_enabled() and (kernels := native.active(qkv, q_norm)) is not None:
         kernels.norm_rotate(qkv, q_norm, k_norm, cos, sin, sizes)
         return qkv
-    return _norm_rotate(qkv, q_norm, k_norm, cos, sin, sizes)
+    inputs = qkv, q_norm, k_norm, cos, sin, sizes[0], sizes[1], sizes[3]
+    return note_recomputable(operators.norm_rotate(*inputs)[0], lambda *x: operators.norm_rotate(*x)[0], *inputs)
 
 
-@recomputable
-def _norm_rotate(
-    qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, sizes: Sizes
-) -> Tensor:
-    heads, kv_heads, _, epsilon = sizes
-    return operators.norm_rotate(qkv, q_norm, k_norm, cos, sin, heads, kv_heads, epsilon)[0]
-
-
-@recomputable
 def gated_silu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate and up side by side: [N, 2f] to [N, f] (Shazeer 2020, SwiGLU)."""
     if not torch.is_grad_enabled() and (kernels := native.active(gate_up)) is not None:
         return kernels.gated_silu(gate_up)
-    return operators.gated(gate_up, False)
+    return note_recomputable(operators.gated(gate_up, False), operators.gated, gate_up, False)
 
 
-@recomputable
 def gated_gelu(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up with the tanh approximation of gelu: [N, 2f] to [N, f] (Shazeer 2020, GEGLU)."""
-    return operators.gated(gate_up, True)
+    return note_recomputable(operators.gated(gate_up, True), operators.gated, gate_up, True)
 
 
 GATED: dict[str, Callable[[Tensor], Tensor]] = {"silu": gated_silu, "gelu_tanh": gated_gelu}
@@ -173,8 +160,8 @@ def target_logprobs(
     masses_c: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability [C] of each target, with gradient, and entropy [C] of softmax(logits / temperature), both at
-    least float32. ``outside_cv`` excludes ids; the log-probability of the others is written to ``masses_c``. The
-    gradient overwrites the logits."""
+    least float32. ``outside_cv`` excludes ids; the log-probability of the others is written to ``masses_c``. On a GPU
+    the gradient overwrites the logits."""
     logits_cv = logits_cv.contiguous()
     if outside_cv is None or masses_c is None:
         return operators.chosen_logprobs(logits_cv, targets_c, temperature)[:2]

@@ -6,8 +6,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,75 +14,48 @@ from torch.utils.checkpoint import checkpoint
 
 from headway.models.cpu import native
 
-P, T = ParamSpec("P"), TypeVar("T")
-
-
-class _Recipe:
-    """How to compute a tensor again: a function and its inputs, in the precision and with the kernels of the first
-    time. The backward of a GPU runs in a thread of its own, in which neither is set."""
-
-    def __init__(self, output: Tensor, function: Callable[..., Tensor], inputs: tuple[Any, ...]) -> None:
-        self._output = weakref.ref(output)  # what is at its address later is another tensor
-        self._function = function
-        self._inputs = tuple(value.detach() if isinstance(value, Tensor) else value for value in inputs)
-        device_type = output.device.type
-        self._autocast = None
-        if device_type != "meta":
-            is_enabled = torch.is_autocast_enabled(device_type)
-            self._autocast = device_type, torch.get_autocast_dtype(device_type), is_enabled
-        self._kernels = native.chosen()
-
-    def makes(self, tensor: Tensor) -> bool:
-        """Whether ``tensor``, at the address of the output, is the output."""
-        output = self._output()
-        layouts = ((x.shape, x.stride(), x.dtype) for x in (tensor, output) if x is not None)
-        return output is not None and len(set(layouts)) == 1
-
-    def __call__(self) -> Tensor:
-        precision = torch.autocast(*self._autocast) if self._autocast else contextlib.nullcontext()
-        with torch.no_grad(), precision, native.using(self._kernels):
-            return self._function(*self._inputs)
+T = TypeVar("T")
 
 
 class _Recorder(threading.local):
-    recipes: dict[int, _Recipe] | None = None  # by the address of the output
+    # By the address of an output: a reference to it, since later another tensor may be there, and how to compute it.
+    recipes: dict[int, tuple[weakref.ref[Tensor], Callable[[], Tensor]]] | None = None
 
 
 _recorder = _Recorder()
 
 
 def note_recomputable(output: Tensor, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """Return ``output``, which is ``function(*inputs)``. Inside `recomputing`, an operator that would keep it for its
-    gradient keeps the function and the inputs."""
-    if _recorder.recipes is not None and torch.is_grad_enabled():
-        _recorder.recipes[output.data_ptr()] = _Recipe(output, function, inputs)
+    """Return ``output``, which is ``function(*inputs)``, cheap beside a product and always of the same bits. Inside
+    `recomputing`, an operator that would keep it for its gradient keeps the function and the inputs."""
+    if _recorder.recipes is None or not torch.is_grad_enabled():
+        return output
+    kept_inputs = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
+    device, kernels = output.device.type, native.chosen()
+    precision = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+
+    def compute() -> Tensor:  # the backward of a GPU runs in a thread of its own, in which nothing of this is set
+        with torch.no_grad(), torch.autocast(*precision), native.using(kernels):
+            return function(*kept_inputs)
+
+    _recorder.recipes[output.data_ptr()] = weakref.ref(output), compute
     return output
-
-
-def recomputable(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
-    """Decorate a function, cheap beside a product, that gives the same bits for the same inputs: `note_recomputable`
-    is called for each output."""
-
-    @wraps(function)
-    def noting(*inputs: P.args, **named: P.kwargs) -> Tensor:
-        return note_recomputable(function(*inputs, **named), function, *inputs, *named.values())
-
-    return noting
 
 
 @contextlib.contextmanager
 def recomputing() -> Iterator[None]:
-    """In the block, keep no outputs of `recomputable` functions for gradients: they are computed again. The gradient
+    """In the block, keep no outputs of functions noted by `note_recomputable` for gradients: they are computed again. The gradient
     has the same bits."""
-    recipes: dict[int, _Recipe] = {}
+    previous_recipes, _recorder.recipes = _recorder.recipes, (recipes := {})
 
-    def pack(tensor: Tensor) -> Tensor | _Recipe:
-        recipe = recipes.get(tensor.data_ptr())
-        return recipe if recipe is not None and recipe.makes(tensor) else tensor
+    def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+        reference, compute = recipes.get(tensor.data_ptr(), (None, None))
+        output = None if reference is None else reference()
+        layouts = {(x.shape, x.stride(), x.dtype) for x in (tensor, output) if x is not None}
+        return tensor if compute is None or output is None or len(layouts) > 1 else compute
 
-    previous_recipes, _recorder.recipes = _recorder.recipes, recipes
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept() if isinstance(kept, _Recipe) else kept):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept if isinstance(kept, Tensor) else kept()):
             yield
     finally:
         _recorder.recipes = previous_recipes

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.models.attention import padded_attention
+from headway.models.attention import HOPPER, attention_way, padded_attention
 from headway.models.attention_plan import AttentionPlan
 from headway.models.configuration import Scores
-from headway.models.gpu.attention import HOPPER, Flash, flash_attention, missing_reason
+from headway.models.gpu.attention import Flash, flash_attention
 
 
 def forward(
@@ -127,6 +127,6 @@ def stand_in_attention(
 ) -> Tensor:
     """`packed_attention` as a GPU would compute it in bfloat16."""
     sizes: Any = heads, kv_heads, head_dim, plan
-    if missing_reason(torch.bfloat16, 8, plan, scores, HOPPER):
+    if attention_way("cuda", torch.bfloat16, 8, plan, scores, HOPPER)[0] == "padded":
         return padded_attention(qkv, *sizes, scores)
     return flash_attention(qkv, *sizes, scores, FLASH)

@@ -28,31 +28,12 @@ class Flash(NamedTuple):
 
 
 FLASH = Flash()
-MAX_HEAD_DIM = 256
-AMPERE, HOPPER = (8, 0), (9, 0)
-
-
-def missing_reason(dtype: torch.dtype, head_dim: int, plan: AttentionPlan, scores: Scores, capability: Any) -> str:
-    """The reason why `flash_attention` can't compute a layer; "": it can. ``capability``: of the GPU, say (9, 0)."""
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"flash attention takes bfloat16 and float16, not {dtype}"
-    if capability < AMPERE:
-        return "flash attention needs a GPU of compute capability 8.0"
-    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
-        return f"flash attention takes heads of a multiple of 8 up to {MAX_HEAD_DIM}, not {head_dim}"
-    if head_dim > 192 and capability not in (AMPERE, HOPPER, (10, 0)):
-        return f"flash attention has no gradients for heads of {head_dim} on this GPU"
-    if scores.softcap is not None:
-        return "torch's flash attention has no soft caps"
-    if scores.window is not None and plan.shared:
-        return "a window begins at another key for each piece that continues a shared prefix"
-    return ""
 
 
 def flash_attention(
     qkv: Tensor, heads: int, kv_heads: int, head_dim: int, plan: AttentionPlan, scores: Scores, flash: Flash = FLASH
 ) -> Tensor:
-    """`packed_attention` where `missing_reason` gives none."""
+    """`packed_attention` where `attention_way` chooses it."""
     sizes = (heads, kv_heads, head_dim)
     return _FlashAttention.apply(qkv, sizes, plan, scores, flash)  # pyright: ignore[reportReturnType]
 

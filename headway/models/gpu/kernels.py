@@ -87,7 +87,7 @@ def _rms_norm_backward_kernel(
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     x, d = x.contiguous(), x.shape[-1]
     y, inverse, block = torch.empty_like(x, dtype=dtype), _float32(x, x.shape[0]), triton.next_power_of_2(d)
-    constants: dict[str, Any] = {"HAS_OFFSET": offset != 0, "BLOCK": block, "num_warps": _warps(block)}
+    constants = {"HAS_OFFSET": offset != 0, "BLOCK": block, "num_warps": _warps(block)}
     if len(x):
         _rms_norm_kernel[(len(x),)](x, weight, y, inverse, d, epsilon, offset, **constants)
     return y, inverse
@@ -98,7 +98,7 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, 
     (n, d), programs = x.shape, _programs(x.device, len(x))
     grad_x, partial, block = torch.empty_like(x), _float32(x, programs, d), triton.next_power_of_2(d)
     added = grad if stream is None else stream.contiguous()
-    constants: dict[str, Any] = {"HAS_STREAM": stream is not None, "BLOCK": block, "num_warps": _warps(block)}
+    constants = {"HAS_STREAM": stream is not None, "BLOCK": block, "num_warps": _warps(block)}
     if n:
         _rms_norm_backward_kernel[(programs,)](
             grad, x, weight, inverse, added, grad_x, partial, n, d, offset, **constants
@@ -307,7 +307,7 @@ def chosen_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tupl
     logits, (c, v) = logits.contiguous(), logits.shape
     logprobs, entropies, sums = (_float32(logits, c) for _ in range(3))
     if c:
-        constants: dict[str, Any] = {"BLOCK": _VOCABULARY, "num_warps": 8}
+        constants = {"BLOCK": _VOCABULARY, "num_warps": 8}
         _chosen_logprobs_kernel[(c,)](logits, targets, logprobs, entropies, sums, v, temperature, **constants)
     return logprobs, entropies, sums
 
@@ -343,6 +343,6 @@ def _merge_attention_kernel(
 def merge_attention(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     n, heads, e = out.shape
     sizes, block = (e, heads, out.stride(0), lse.stride(0), n), triton.next_power_of_2(e)
-    constants: dict[str, Any] = {"HEADS": triton.next_power_of_2(heads), "BLOCK": block}
+    constants = {"HEADS": triton.next_power_of_2(heads), "BLOCK": block}
     constants["num_warps"] = _warps(constants["HEADS"] * block)
     _merge_attention_kernel[(n,)](out, lse, part.contiguous(), part_lse.contiguous(), *sizes, **constants)

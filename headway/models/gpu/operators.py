@@ -1,7 +1,7 @@
 """The decoder's element-wise parts as operators of torch, ``headway::NAME``, with their gradients.
 
-Each has a body in plain torch, which defines what is right and computes on CPUs and the meta device, and a Triton body
-for CUDA (`kernels.py`). On a CPU the C++ of `native.using` takes over what it can. They are defined by
+Each has a body in plain torch, which defines what is right and computes on CPUs, where the C++ of `native.using` takes
+over what it can, and on the meta device; and a Triton body for CUDA (`kernels.py`). They are defined by
 `torch.library.Library`: the first call of a `custom_op` imports torch's compiler, which takes 3 s at every start, and
 each call takes three times as long.
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -23,21 +24,22 @@ from headway.models.cpu import native
 from headway.runtime.devices import native_kernels_enabled
 
 _LIBRARY = torch.library.Library("headway", "DEF")
+_HAS_TRITON = find_spec("triton") is not None  # which torch for CUDA requires, where there are builds of it
 Body = Callable[..., Any]
 
 
-def _define(schema: str, plain: Body, on_cpu: Body | None = None) -> Body:
-    """Define an operator and return it. ``on_cpu``: for CPUs instead of ``plain``."""
+def _define(schema: str, plain: Body) -> Body:
+    """Define an operator and return it."""
     name = schema.partition("(")[0]
 
     def on_cuda(*arguments: Any) -> Any:
         dtypes = (argument.dtype for argument in arguments if isinstance(argument, Tensor))
-        if torch.float64 in dtypes or not native_kernels_enabled():
+        if torch.float64 in dtypes or not native_kernels_enabled() or not _HAS_TRITON:
             return plain(*arguments)
         return getattr(import_module("headway.models.gpu.kernels"), name)(*arguments)
 
     _LIBRARY.define(schema)
-    for key, body in (("CPU", on_cpu or plain), ("CUDA", on_cuda), ("Meta", plain)):
+    for key, body in (("CPU", plain), ("CUDA", on_cuda), ("Meta", plain)):
         _LIBRARY.impl(name, body, key)
     return getattr(torch.ops.headway, name).default
 
@@ -46,10 +48,10 @@ def _with_gradient(operator: Body, setup: Body, backward: Body) -> None:
     torch.library.register_autograd(operator, backward, setup_context=setup, lib=_LIBRARY)  # pyright: ignore[reportArgumentType]
 
 
-def _native(x: Tensor, weight: Tensor | None = None) -> native.Kernels | None:
-    """The C++ kernels if they have gradients for ``x``."""
+def _native(x: Tensor, weight: Tensor | None = None, dtype: torch.dtype = torch.float32) -> native.Kernels | None:
+    """The C++ kernels if they have gradients for ``x``, and the output has their dtype."""
     kernels = native.active(x, weight)
-    return kernels if kernels is not None and kernels.dtype == torch.float32 else None
+    return kernels if kernels is not None and kernels.dtype == dtype == torch.float32 else None
 
 
 def wide(x: Tensor) -> Tensor:
@@ -87,6 +89,9 @@ def _normalise_backward(grad: Tensor, unit: Tensor, inverse: Tensor, weight: Ten
 
 
 def _rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    if not offset and (kernels := _native(x, weight, dtype)) is not None:
+        inverse_n = x.new_empty(len(x))
+        return kernels.rms_norm(x, weight, epsilon, inverse_n), inverse_n
     unit, inverse = _normalise(x, epsilon)
     if offset:  # rounded once at the end, since in bfloat16 1 + weight would lose most of the weight
         return (unit * with_offset(weight, offset)).to(dtype), inverse.squeeze(-1)
@@ -96,43 +101,26 @@ def _rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float, dtype: t
 def _rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, inverse_n: Tensor, offset: float, stream: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    inverse = inverse_n.unsqueeze(-1)
-    wide_weight = with_offset(weight, offset) if offset else wide(weight)
-    grad_x, per_weight = _normalise_backward(wide(grad), wide(x) * inverse, inverse, wide_weight)
-    grad_x = grad_x.to(x.dtype)
-    return grad_x if stream is None else grad_x.add_(stream), per_weight.sum(0).to(weight.dtype)
-
-
-def _rms_norm_on_cpu(
-    x: Tensor, weight: Tensor, epsilon: float, offset: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    if offset or dtype != torch.float32 or (kernels := _native(x, weight)) is None:
-        return _rms_norm(x, weight, epsilon, offset, dtype)
-    inverse_n = x.new_empty(len(x))
-    return kernels.rms_norm(x, weight, epsilon, inverse_n), inverse_n
-
-
-def _rms_norm_backward_on_cpu(
-    grad: Tensor, x: Tensor, weight: Tensor, inverse_n: Tensor, offset: float, stream: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    if offset or grad.dtype != torch.float32 or (kernels := _native(x, weight)) is None:
-        return _rms_norm_backward(grad, x, weight, inverse_n, offset, stream)
-    grad_x, grad_weight = kernels.rms_norm_backward(grad, x, weight, inverse_n)
+    if not offset and (kernels := _native(x, weight, grad.dtype)) is not None:
+        grad_x, grad_weight = kernels.rms_norm_backward(grad, x, weight, inverse_n)
+    else:
+        inverse, wide_weight = inverse_n.unsqueeze(-1), with_offset(weight, offset) if offset else wide(weight)
+        grad_x, per_weight = _normalise_backward(wide(grad), wide(x) * inverse, inverse, wide_weight)
+        grad_x, grad_weight = grad_x.to(x.dtype), per_weight.sum(0).to(weight.dtype)
     return grad_x if stream is None else grad_x.add_(stream), grad_weight
 
 
-# (x [n, d], weight [d], epsilon, offset, dtype of y) -> y = x / rms(x) * (weight + offset) [n, d], 1 / rms(x) [n]
+# (x [n, d], weight [d], epsilon, offset, dtype of y) -> y = x / rms(x) * (weight + offset) [n, d], 1 / rms(x) [n];
+# its gradient is that of `NormedStream`
 rms_norm = _define(
     "rms_norm(Tensor x, Tensor weight, float epsilon, float offset, ScalarType dtype) -> (Tensor, Tensor)",
     _rms_norm,
-    _rms_norm_on_cpu,
 )
 # (gradient of y, x, weight, 1 / rms(x), offset, gradient of x from elsewhere) -> gradients of x and of weight
 rms_norm_backward = _define(
     "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor inverse, float offset, Tensor? stream)"
     " -> (Tensor, Tensor)",
     _rms_norm_backward,
-    _rms_norm_backward_on_cpu,
 )
 
 
@@ -176,7 +164,12 @@ def _norm_rotate(
     kv_heads: int,
     epsilon: float,
 ) -> tuple[Tensor, Tensor]:
-    out, rotation = qkv.clone(), torch.complex(cos, sin)
+    out = qkv.clone()
+    if (kernels := _native(qkv, q_norm)) is not None:
+        inverse, sizes = qkv.new_empty(0 if q_norm is None else len(qkv), heads + kv_heads), (heads, kv_heads)
+        kernels.norm_rotate(out, q_norm, k_norm, cos, sin, (*sizes, cos.shape[-1] * 2, epsilon), inverse)
+        return out, inverse
+    rotation = torch.complex(cos, sin)
     query_key = out.view(len(qkv), heads + 2 * kv_heads, -1)[:, : heads + kv_heads]
     if q_norm is None or k_norm is None:
         query_key.copy_(torch.view_as_real(_pairs(wide(query_key)) * rotation).flatten(-2))
@@ -198,7 +191,13 @@ def _norm_rotate_backward(
     heads: int,
     kv_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    out, rotation = grad.clone(memory_format=torch.contiguous_format), torch.complex(cos, sin)
+    out = grad.clone(memory_format=torch.contiguous_format)
+    if (kernels := _native(out if qkv is None else qkv, q_norm, grad.dtype)) is not None:
+        norms = () if qkv is None or q_norm is None or k_norm is None else (qkv, inverse, q_norm, k_norm)
+        sizes = (heads, kv_heads, cos.shape[-1] * 2)
+        of_q, of_k = kernels.norm_rotate_backward(out, norms, cos, sin, sizes) or (grad[:0], grad[:0])
+        return out, of_q, of_k
+    rotation = torch.complex(cos, sin)
     rotated_grad = out.view(len(grad), heads + 2 * kv_heads, -1)[:, : heads + kv_heads]
     turned = torch.view_as_real(_pairs(wide(rotated_grad)) * rotation.conj()).flatten(-2)
     if qkv is None or q_norm is None or k_norm is None:
@@ -212,29 +211,6 @@ def _norm_rotate_backward(
         rotated_grad[:, part].copy_(grad_x)
         grads_of_weights.append(per_weight.sum((0, 1)).to(weight.dtype))
     return out, grads_of_weights[0], grads_of_weights[1]
-
-
-def _norm_rotate_on_cpu(
-    qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, *sizes: Any
-) -> tuple[Tensor, Tensor]:
-    heads, kv_heads, epsilon = sizes
-    if (kernels := _native(qkv, q_norm)) is None:
-        return _norm_rotate(qkv, q_norm, k_norm, cos, sin, heads, kv_heads, epsilon)
-    out, inverse = qkv.clone(), qkv.new_empty(0 if q_norm is None else len(qkv), heads + kv_heads)
-    head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
-    kernels.norm_rotate(out, q_norm, k_norm, cos, sin, (heads, kv_heads, head_dim, epsilon), inverse)
-    return out, inverse
-
-
-def _norm_rotate_backward_on_cpu(grad: Tensor, *saved: Any) -> tuple[Tensor, Tensor, Tensor]:
-    qkv, q_norm, k_norm, cos, sin, inverse, heads, kv_heads = saved
-    if (kernels := _native(grad if qkv is None else qkv, q_norm)) is None or grad.dtype != torch.float32:
-        return _norm_rotate_backward(grad, *saved)
-    out = grad.clone(memory_format=torch.contiguous_format)
-    norms, sizes = () if qkv is None else (qkv, inverse, q_norm, k_norm), (heads, kv_heads)
-    head_dim = grad.shape[1] // (heads + 2 * kv_heads)
-    of_q, of_k = kernels.norm_rotate_backward(out, norms, cos, sin, (*sizes, head_dim)) or (grad[:0], grad[:0])
-    return out, of_q, of_k
 
 
 def _setup_rotate(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
@@ -258,14 +234,12 @@ norm_rotate = _define(
     "norm_rotate(Tensor qkv, Tensor? q_norm, Tensor? k_norm, Tensor cos, Tensor sin, int heads, int kv_heads,"
     " float epsilon) -> (Tensor, Tensor)",
     _norm_rotate,
-    _norm_rotate_on_cpu,
 )
 # ... -> gradients of qkv [n, w] and of both weights [e], without norm [0]
 norm_rotate_backward = _define(
     "norm_rotate_backward(Tensor grad, Tensor? qkv, Tensor? q_norm, Tensor? k_norm, Tensor cos, Tensor sin,"
     " Tensor inverse, int heads, int kv_heads) -> (Tensor, Tensor, Tensor)",
     _norm_rotate_backward,
-    _norm_rotate_backward_on_cpu,
 )
 _with_gradient(norm_rotate, _setup_rotate, _rotate_backward)
 
@@ -278,13 +252,16 @@ def _activated(gate: Tensor, gelu: bool) -> Tensor:
 
 
 def _gated(gate_up: Tensor, gelu: bool) -> Tensor:
+    if not gelu and (kernels := _native(gate_up)) is not None:
+        return kernels.gated_silu(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return _activated(gate, gelu).mul_(up)
 
 
 def _gated_backward(grad: Tensor, gate_up: Tensor, gelu: bool) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    out = torch.empty_like(gate_up)
+    if not gelu and (kernels := _native(gate_up, dtype=grad.dtype)) is not None:
+        return kernels.gated_silu_backward(grad, gate_up)
+    (gate, up), out = gate_up.chunk(2, dim=-1), torch.empty_like(gate_up)
     grad_gate, grad_up = out.chunk(2, dim=-1)
     if gelu:
         torch.ops.aten.gelu_backward.grad_input(grad * up, gate, approximate="tanh", grad_input=grad_gate)
@@ -299,21 +276,9 @@ def _setup_gate(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
     ctx.gelu = inputs[1]
 
 
-def _gated_on_cpu(gate_up: Tensor, gelu: bool) -> Tensor:
-    kernels = None if gelu else _native(gate_up)
-    return _gated(gate_up, gelu) if kernels is None else kernels.gated_silu(gate_up)
-
-
-def _gated_backward_on_cpu(grad: Tensor, gate_up: Tensor, gelu: bool) -> Tensor:
-    kernels = None if gelu else _native(gate_up)
-    return _gated_backward(grad, gate_up, gelu) if kernels is None else kernels.gated_silu_backward(grad, gate_up)
-
-
 # (gate and up side by side [..., 2f], tanh's approximation of gelu instead of silu) -> activation(gate) * up [..., f]
-gated = _define("gated(Tensor gate_up, bool gelu) -> Tensor", _gated, _gated_on_cpu)
-gated_backward = _define(
-    "gated_backward(Tensor grad, Tensor gate_up, bool gelu) -> Tensor", _gated_backward, _gated_backward_on_cpu
-)
+gated = _define("gated(Tensor gate_up, bool gelu) -> Tensor", _gated)
+gated_backward = _define("gated_backward(Tensor grad, Tensor gate_up, bool gelu) -> Tensor", _gated_backward)
 _with_gradient(gated, _setup_gate, lambda ctx, grad: (gated_backward(grad, ctx.saved_tensors[0], ctx.gelu), None))
 
 
@@ -347,16 +312,18 @@ def _setup_logprobs(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _logprobs_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-    """The gradient takes the memory of the logits, which nothing needs any more: both are gigabytes."""
+def _logprobs_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+    if grads[0] is None:
+        return None, None, None
     logits, targets, lse_c = ctx.saved_tensors
-    logits = logits.detach()
+    # On a GPU the gradient takes the memory of the logits, which nothing needs any more: both are gigabytes.
+    logits = logits.detach() if logits.is_cuda else logits.clone()
     chosen_logprobs_backward(logits, targets, lse_c, grads[0], ctx.temperature)
     return logits, None, None
 
 
 # (logits z [c, v], targets int64 [c], temperature T) -> log-softmax(z / T) at the targets, entropy of softmax(z / T)
-# and log sum exp(z / T), [c] each in float32. Logits of -inf are no choice. The gradient overwrites the logits.
+# and log sum exp(z / T), [c] each in float32. Logits of -inf are no choice. On a GPU the gradient overwrites them.
 chosen_logprobs = _define(
     "chosen_logprobs(Tensor logits, Tensor targets, float temperature) -> (Tensor, Tensor, Tensor)", _chosen_logprobs
 )
@@ -372,7 +339,7 @@ _with_gradient(chosen_logprobs, _setup_logprobs, _logprobs_backward)
 
 def _merge_attention(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     share_nh1 = torch.sigmoid(part_lse - lse).t().unsqueeze(-1)  # the part's of the softmax
-    out.copy_(wide(out) + share_nh1 * (wide(part) - wide(out)))
+    out.copy_(torch.lerp(wide(out), wide(part), share_nh1))
     lse.copy_(torch.logaddexp(lse, part_lse))
 
 
