@@ -43,24 +43,17 @@ def packed_attention(
 
 
 def attention_way(
-    device_type: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    plan: AttentionPlan,
-    scores: Scores,
-    capability: tuple[int, int],
+    device_type: str, dtype: torch.dtype, head_dim: int, plan: AttentionPlan, scores: Scores, gpu: tuple[int, int]
 ) -> tuple[Literal["cpu", "flash", "padded"], str]:
-    """How `packed_attention` computes a layer, and for "padded" the reason. ``capability``: of the GPU, say (9, 0)."""
+    """How `packed_attention` computes a layer, and for "padded" the reason. ``gpu``: its compute capability."""
     if device_type == "cpu":
         is_plain = scores == Scores(scale=head_dim**-0.5)
         return ("cpu", "") if is_plain else ("padded", "CPUs merge no windows, soft caps and other scales")
     required = {
         f"flash attention takes bfloat16 and float16, not {dtype}": dtype in (torch.bfloat16, torch.float16),
-        "flash attention needs a GPU of compute capability 8.0": capability >= (8, 0),
-        f"flash attention takes heads of a multiple of 8 up to 256, not {head_dim}": not head_dim % 8
-        and head_dim <= 256,
-        f"this GPU has no gradients for heads of {head_dim}": head_dim <= 192
-        or capability in ((8, 0), HOPPER, (10, 0)),
+        "flash attention needs a GPU of compute capability 8.0": gpu >= (8, 0),
+        f"flash attention takes heads of 8, 16 ... 256, not {head_dim}": not head_dim % 8 and head_dim <= 256,
+        f"this GPU has no gradients for heads of {head_dim}": head_dim <= 192 or gpu in ((8, 0), HOPPER, (10, 0)),
         "torch's flash attention has no soft caps": scores.softcap is None,
         "a window begins elsewhere for each piece behind a shared prefix": scores.window is None or not plan.shared,
     }

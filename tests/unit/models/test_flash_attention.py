@@ -39,11 +39,11 @@ def test_the_stand_in_has_the_signature_of_torchs_operator(name: str) -> None:
         ({"device_type": "cpu", "scores": Scores(scale=1.0)}, "padded", "other scales"),
         ({"dtype": torch.float16}, "flash", ""),
         ({"dtype": torch.float32}, "padded", "bfloat16 and float16, not torch.float32"),
-        ({"capability": (7, 5)}, "padded", "compute capability 8.0"),
-        ({"head_dim": 20}, "padded", "a multiple of 8 up to 256, not 20"),
+        ({"gpu": (7, 5)}, "padded", "compute capability 8.0"),
+        ({"head_dim": 20}, "padded", "heads of 8, 16 ... 256, not 20"),
         ({"head_dim": 512}, "padded", "not 512"),
         ({"head_dim": 256}, "flash", ""),
-        ({"head_dim": 256, "capability": (8, 9)}, "padded", "no gradients for heads of 256"),
+        ({"head_dim": 256, "gpu": (8, 9)}, "padded", "no gradients for heads of 256"),
         ({"scores": Scores(scale=1.0, softcap=30.0)}, "padded", "no soft caps"),
         ({"scores": Scores(scale=1.0, window=3)}, "padded", "shared prefix"),
         ({"scores": Scores(scale=1.0, window=3), "plan": SEPARATE}, "flash", ""),
@@ -52,7 +52,7 @@ def test_the_stand_in_has_the_signature_of_torchs_operator(name: str) -> None:
 def test_the_way_is_chosen_by_name(changes: dict[str, Any], way: str, reason: str) -> None:
     """What flash attention lacks keeps the padded way."""
     call: dict[str, Any] = {"device_type": "cuda", "dtype": torch.bfloat16, "head_dim": 64}
-    call |= {"plan": SHARED, "scores": PLAIN, "capability": (9, 0)} | changes
+    call |= {"plan": SHARED, "scores": PLAIN, "gpu": (9, 0)} | changes
     chosen, given = attention_way(**call)
     assert chosen == way
     assert reason in given
