@@ -44,7 +44,7 @@ def note_recomputable(output: Tensor, function: Callable[..., Tensor], *inputs: 
 
 @contextlib.contextmanager
 def recomputing() -> Iterator[None]:
-    """In the block, keep no outputs of `note_recomputable` for gradients: they are computed again, with the same bits."""
+    """In the block, keep no outputs of `note_recomputable` for gradients, which are computed again to the same bits."""
     previous_recipes, _recorder.recipes = _recorder.recipes, (recipes := {})
 
     def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
