@@ -69,7 +69,7 @@ class _FlashAttention(torch.autograd.Function):
             first, parts = plan.first_continued, _of_prefixes(plan, k_nge, v_nge)
             tensors = grad_nhe[first:], q_nhe[first:], *parts, out_nhe[first:], lse_hn[:, first:].contiguous()
             part_grads = flash.backward(*tensors, *plan.shared_sequences, 0.0, False, *states, **how)
-            grad_rows[first:, : sizes[0]] += part_grads[0]
+            grad_rows[first:, : sizes[0]].add_(part_grads[0])
             _add_to_prefixes(grad_rows[:, sizes[0] :], torch.cat(part_grads[1:], dim=1), plan)
         return grad_rows.flatten(1), None, None, None, None
 
@@ -94,6 +94,6 @@ def _add_to_prefixes(grad_rows: Tensor, grad_prefixes: Tensor, plan: AttentionPl
     if len(spans) > 1:
         sums = grad_rows.to(torch.promote_types(grad_rows.dtype, torch.float32))
     for span, grad in zip(spans, grad_prefixes.split([span.stop - span.start for span in spans]), strict=True):
-        sums[span] += grad
+        sums[span].add_(grad)
     if sums is not grad_rows:
         grad_rows.copy_(sums)

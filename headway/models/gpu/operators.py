@@ -36,7 +36,8 @@ def _define(schema: str, plain: Body) -> Body:
         dtypes = (argument.dtype for argument in arguments if isinstance(argument, Tensor))
         if torch.float64 in dtypes or not native_kernels_enabled() or not _HAS_TRITON:
             return plain(*arguments)
-        return getattr(import_module("headway.models.gpu.kernels"), name)(*arguments)
+        with torch.cuda.device_of(arguments[0]):  # Triton launches on the current GPU
+            return getattr(import_module("headway.models.gpu.kernels"), name)(*arguments)
 
     _LIBRARY.define(schema)
     for key, body in (("CPU", plain), ("CUDA", on_cuda), ("Meta", plain)):
