@@ -17,8 +17,8 @@ from torch import Tensor
 
 from headway.models.attention_plan import AttentionPlan, Bucket
 from headway.models.configuration import Scores
-from headway.models.cpu.cpu_attention import CpuAttention
-from headway.models.gpu.attention import flash_attention
+from headway.models.cpu.cpu_attention import cpu_flash
+from headway.models.gpu.attention import FLASH, flash_attention
 from headway.models.kernels import PadDocuments, UnpadDocuments
 from headway.models.masked import causal_attention
 
@@ -36,10 +36,10 @@ def packed_attention(
         scores = replace(scores, window=None)
     capability = torch.cuda.get_device_capability(qkv.device) if qkv.device.type == "cuda" else HOPPER
     way, _ = attention_way(qkv.device.type, qkv.dtype, head_dim, plan, scores, capability)
-    if way == "cpu":
-        return CpuAttention.apply(qkv, (heads, kv_heads, head_dim), plan)  # pyright: ignore[reportReturnType]
-    attention = flash_attention if way == "flash" else padded_attention
-    return attention(qkv, heads, kv_heads, head_dim, plan, scores)
+    if way == "padded":
+        return padded_attention(qkv, heads, kv_heads, head_dim, plan, scores)
+    flash = cpu_flash(plan) if way == "cpu" else FLASH
+    return flash_attention(qkv, heads, kv_heads, head_dim, plan, scores, flash)
 
 
 def attention_way(
@@ -47,8 +47,8 @@ def attention_way(
 ) -> tuple[Literal["cpu", "flash", "padded"], str]:
     """How `packed_attention` computes a layer, and for "padded" the reason. ``gpu``: its compute capability."""
     if device_type == "cpu":
-        is_plain = scores == Scores(scale=head_dim**-0.5)
-        return ("cpu", "") if is_plain else ("padded", "CPUs merge no windows, soft caps and other scales")
+        is_plain = scores.window is None and scores.softcap is None
+        return ("cpu", "") if is_plain else ("padded", "a CPU's flash attention has no windows and soft caps")
     required = {
         f"flash attention takes bfloat16 and float16, not {dtype}": dtype in (torch.bfloat16, torch.float16),
         "flash attention needs a GPU of compute capability 8.0": gpu >= (8, 0),

@@ -1,10 +1,12 @@
-"""Packed causal attention on a GPU by flash kernels of variable lengths, without padding and without copies of shared
-prefixes: one call for all pieces, each with itself, and one for those that continue a prefix.
+"""Packed causal attention by flash kernels of variable lengths, which compute shared prefixes of any depth once: one
+call for all pieces, each with itself, and one for those that continue a prefix. On a GPU without padding.
 
-Both parts are merged by their log-sum-exps, and each part's backward gets the merged output and log-sum-exp, as
-`cpu/cpu_attention.py` explains.
+Flash attention also gives each query's log-sum-exp, which makes attention divisible by keys: the parts' outputs are
+weighted by exp(lse_part - lse), lse = log sum exp(lse_part). Its backward needs no gradient of the log-sum-exp: given
+the *merged* output and log-sum-exp, each part's own backward is exact, because P = exp(S - lse) and
+dS = P * (dP - rowsum(dO * O)) (FlashAttention-2, Dao 2023, section 3.1.2) hold for any subset of the keys.
 
-Shapes: n packed tokens, m keys of prefixes, h query heads, g key/value heads, e head dimension.
+Shapes: n packed tokens, h query heads, g key/value heads, e head dimension.
 """
 
 from __future__ import annotations
@@ -17,14 +19,18 @@ from torch import Tensor
 
 from headway.models.attention_plan import AttentionPlan
 from headway.models.configuration import Scores
-from headway.models.gpu.operators import merge_attention
+from headway.models.gpu.operators import merge_attention, wide
 
 
 class Flash(NamedTuple):
-    """Functions with the signatures of torch's flash attention."""
+    """Functions with the signatures of torch's flash attention; ``widens``: they are given at least float32."""
 
     forward: Callable[..., Any] = torch.ops.aten._flash_attention_forward.default
     backward: Callable[..., Any] = torch.ops.aten._flash_attention_backward.default
+    widens: bool = False
+
+    def widened(self, *tensors: Tensor) -> list[Tensor]:
+        return [wide(tensor) if self.widens else tensor for tensor in tensors]
 
 
 FLASH = Flash()
@@ -48,12 +54,13 @@ class _FlashAttention(torch.autograd.Function):
         how: dict[str, Any] = {"scale": scores.scale}
         if scores.window is not None:
             how |= {"window_size_left": scores.window - 1, "window_size_right": 0}
-        q_nhe, k_nge, v_nge = _heads(qkv, sizes)
+        q_nhe, k_nge, v_nge = _heads(*flash.widened(qkv), sizes)
         out_nhe, lse_hn, *states = flash.forward(q_nhe, k_nge, v_nge, *plan.sequences, 0.0, True, False, **how)
         if plan.shared:
             first, parts = plan.first_continued, _of_prefixes(plan, k_nge, v_nge)
             part = flash.forward(q_nhe[first:], *parts, *plan.shared_sequences, 0.0, False, False, **how)
             merge_attention(out_nhe[first:], lse_hn[:, first:], *part[:2])
+        out_nhe = out_nhe.to(qkv.dtype)
         ctx.save_for_backward(qkv, out_nhe, lse_hn, *states[:2])
         ctx.inputs = sizes, plan, flash, how
         return out_nhe.flatten(1)
@@ -62,7 +69,8 @@ class _FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         qkv, out_nhe, lse_hn, *states = ctx.saved_tensors
         sizes, plan, flash, how = ctx.inputs
-        grad_nhe, (q_nhe, k_nge, v_nge) = grads[0].view(out_nhe.shape), _heads(qkv, sizes)
+        wide_qkv, out_nhe, grad_nhe = flash.widened(qkv, out_nhe, grads[0].view(out_nhe.shape))
+        q_nhe, k_nge, v_nge = _heads(wide_qkv, sizes)
         tensors = grad_nhe, q_nhe, k_nge, v_nge, out_nhe, lse_hn
         grad_rows = torch.cat(flash.backward(*tensors, *plan.sequences, 0.0, True, *states, **how), dim=1)
         if plan.shared:
@@ -71,7 +79,7 @@ class _FlashAttention(torch.autograd.Function):
             part_grads = flash.backward(*tensors, *plan.shared_sequences, 0.0, False, *states, **how)
             grad_rows[first:, : sizes[0]].add_(part_grads[0])
             _add_to_prefixes(grad_rows[:, sizes[0] :], torch.cat(part_grads[1:], dim=1), plan)
-        return grad_rows.flatten(1), None, None, None, None
+        return grad_rows.flatten(1).to(qkv.dtype), None, None, None, None
 
 
 def _heads(qkv: Tensor, sizes: tuple[int, int, int]) -> tuple[Tensor, ...]:

@@ -36,7 +36,8 @@ def test_the_stand_in_has_the_signature_of_torchs_operator(name: str) -> None:
     [
         ({}, "flash", ""),
         ({"device_type": "cpu", "scores": Scores(scale=64**-0.5)}, "cpu", ""),
-        ({"device_type": "cpu", "scores": Scores(scale=1.0)}, "padded", "other scales"),
+        ({"device_type": "cpu", "scores": Scores(scale=1.0)}, "cpu", ""),
+        ({"device_type": "cpu", "scores": Scores(scale=1.0, window=9)}, "padded", "windows"),
         ({"dtype": torch.float16}, "flash", ""),
         ({"dtype": torch.float32}, "padded", "bfloat16 and float16, not torch.float32"),
         ({"gpu": (7, 5)}, "padded", "compute capability 8.0"),
