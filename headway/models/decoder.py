@@ -205,8 +205,8 @@ class Decoder(PackedModel):
         checkpointing = self.checkpointing if torch.is_grad_enabled() else "none"
         with recomputing() if checkpointing == "selective" else contextlib.nullcontext():
             for index, layer in enumerate(self.layers):
-                known = replay is not None and index in number_by_layer
-                replayed = replay.layer(number_by_layer[index]) if known else None
+                number = number_by_layer.get(index)
+                replayed = None if replay is None or number is None else replay.layer(number)
                 compute = partial(computed_again, layer) if checkpointing == "full" else layer
                 x_nd = compute(x_nd, cos, sin, plan, replayed)
         return x_nd

@@ -1,5 +1,5 @@
-"""Flash attention of variable lengths on a CPU, of which PyTorch has only that of equal lengths: for `packed_attention`,
-with the arguments of a GPU's (`gpu/attention.py`), of which dropout, longest lengths and random state aren't used.
+"""Flash attention of variable lengths on a CPU, by PyTorch's for equal lengths, with the arguments of a GPU's
+(`gpu/attention.py`); dropout, longest lengths and random state aren't used.
 
 Shape suffixes: n packed tokens, h query heads, g key/value heads, e head dimension, b documents of a bucket,
 l padded length of a bucket.
@@ -65,17 +65,9 @@ def _forward(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, *lengths: Any
 
 
 def _backward(
-    plan: AttentionPlan,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *lengths: Any,
-    scale: float,
+    plan: AttentionPlan, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lengths: Any, scale: float
 ) -> tuple[Tensor, ...]:
-    is_causal, grads = lengths[5], [x.new_empty(x.shape) for x in (q, k, v)]
+    lse, is_causal, grads = lengths[0], lengths[6], [x.new_empty(x.shape) for x in (q, k, v)]
     for rows, keys in _calls(plan, is_causal):
         grad_heads = rows.take_zeroed(grad.flatten(1)).unflatten(-1, grad.shape[1:]).transpose(1, 2)
         inputs = _taken(rows, q), _taken(keys, k), _taken(keys, v), _taken(rows, out)
