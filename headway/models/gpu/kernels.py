@@ -12,7 +12,8 @@ compiler, 2,300 modules that take 11 s at every start of a trainer. Besides,
 """
 # Triton's language has no types: a kernel's parameters are annotated where they are constants.
 # pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUnknownVariableType=false
-# pyright: reportOptionalMemberAccess=false, reportGeneralTypeIssues=false, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
