@@ -20,9 +20,9 @@ from headway.models.attention_plan import AttentionPlan
 from headway.models.configuration import DecoderConfig
 from headway.models.experts import ExpertReplay, LayerAdapter, mix, mix_in_fixed_shapes, route
 from headway.models.gpu.operators import with_offset
+from headway.models.gpu.recomputation import computed_again, recomputing
 from headway.models.kernels import GATED, linear, norm_rotate, normed_stream, rms_norm
 from headway.models.packed_model import PackedModel
-from headway.models.recomputation import computed_again, recomputing
 
 __all__ = ["Decoder", "DecoderConfig", "DecoderLayer"]
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 from headway.config.adapter import Quantization
 from headway.models.cpu import native
 from headway.models.gpu import operators
-from headway.models.recomputation import note_recomputable
+from headway.models.gpu.recomputation import note_recomputable
 from headway.runtime.imports import import_extra
 
 Sizes = tuple[int, int, int, float]  # query heads, key/value heads, head dimension, norm epsilon
@@ -165,10 +165,10 @@ def target_logprobs(
     logits_cv = logits_cv.contiguous()
     if outside_cv is None or masses_c is None:
         return operators.chosen_logprobs(logits_cv, targets_c, temperature)[:2]
-    total_c = operators.chosen_logprobs(logits_cv.detach(), targets_c, temperature)[2]
+    all_c = operators.chosen_logprobs(logits_cv.detach(), targets_c, temperature)[0]
     logits_cv = logits_cv.masked_fill(outside_cv, -math.inf)
-    logprobs_c, entropies_c, sums_c = operators.chosen_logprobs(logits_cv, targets_c, temperature)
-    masses_c.copy_(sums_c - total_c)
+    logprobs_c, entropies_c, _ = operators.chosen_logprobs(logits_cv, targets_c, temperature)
+    masses_c.copy_(all_c - logprobs_c.detach())
     return logprobs_c, entropies_c
 
 

@@ -22,12 +22,12 @@ from headway.config.schema import TrainerConfig
 from headway.models.cpu import native
 from headway.models.decoder import Decoder
 from headway.models.experts import ExpertReplay
+from headway.models.gpu.recomputation import computed_again
 from headway.models.hf.pixels import Pixels, PixelStore
 from headway.models.hidden_states import HiddenStates, chosen_logprobs
 from headway.models.kernels import target_logprobs
 from headway.models.loading import DTYPES, copy_weights, weights_of
 from headway.models.packed_model import PackedModel
-from headway.models.recomputation import computed_again
 from headway.models.run_model import load_into, open_model, open_policy, save_policy, without_adapter
 from headway.models.sizes import logit_rows
 from headway.records.errors import ConfigurationError, ExpertsMismatch

@@ -12,6 +12,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def logprob_calls(c: int, v: int, dtype: torch.dtype, temperature: float) -> Ite
     for kept in (logits, logits.masked_fill(normal(c, v, seed=1) > 0, -torch.inf)):
         kept = kept.scatter(1, targets[:, None], 1.0)
         yield "chosen_logprobs", (kept, targets, temperature)
-        lse = operators.chosen_logprobs(kept, targets, temperature)[2]
+        lse = (kept.float() / temperature).logsumexp(-1)
         yield "chosen_logprobs_backward", (kept, targets, lse, normal(c, seed=2), temperature)
 
 
@@ -104,11 +105,19 @@ def real_calls(many: bool) -> Iterator[Call]:
         yield from logprob_calls(1, 151_936, dtype, 1.0)
 
 
-def flat(outputs: Any, arguments: tuple[Any, ...]) -> list[Tensor]:
-    """What a call gave: its outputs, or the tensors that it changed."""
+def flat(name: str, outputs: Any, arguments: tuple[Any, ...]) -> list[Tensor]:
+    """What a call gave, or the tensors that it changed; of log-probabilities without what their gradients need."""
     if outputs is None:
-        return [argument for argument in arguments if isinstance(argument, Tensor)]
-    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        return list(arguments[: 2 if name == "merge_attention" else 1])
+    return [outputs] if isinstance(outputs, Tensor) else list(outputs)[: 2 if name == "chosen_logprobs" else None]
+
+
+def plain(name: str, *arguments: Any) -> Any:
+    """A call of the plain body, whose gradient of log-probabilities needs probabilities, not their sums."""
+    if name == "chosen_logprobs_backward":
+        logits, targets, lse, grad, temperature = arguments
+        arguments = logits, targets, (logits.float() / temperature - lse[:, None]).exp(), grad, temperature
+    return getattr(operators, name)(*arguments)
 
 
 def interpreted(name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
@@ -116,17 +125,17 @@ def interpreted(name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
     from headway.models.gpu import kernels
 
     results = []
-    for function in (getattr(operators, name), getattr(kernels, name)):
+    for function in (partial(plain, name), getattr(kernels, name)):
         copies = tuple(x.clone() if isinstance(x, Tensor) else x for x in arguments)
-        results.append(flat(function(*copies), copies))
+        results.append(flat(name, function(*copies), copies))
     errors = []
-    for plain, mine in zip(*results, strict=True):
-        assert (plain.shape, plain.dtype) == (mine.shape, mine.dtype), (name, plain.shape, mine.shape)
-        if plain.numel() and plain.is_floating_point():
-            finite = plain.isfinite()
+    for right, mine in zip(*results, strict=True):
+        assert (right.shape, right.dtype) == (mine.shape, mine.dtype), (name, right.shape, mine.shape)
+        if right.numel() and right.is_floating_point():
+            finite = right.isfinite()
             assert torch.equal(finite, mine.isfinite())
-            largest = plain[finite].abs().max().double().clamp(min=1)
-            errors.append(float((plain[finite].double() - mine[finite].double()).abs().max() / largest))
+            largest = right[finite].abs().max().double().clamp(min=1)
+            errors.append(float((right[finite].double() - mine[finite].double()).abs().max() / largest))
     return {"error": max(errors)}
 
 

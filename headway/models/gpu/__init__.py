@@ -1,2 +1,2 @@
-"""Owns what a GPU computes the decoder with: fused operators, their Triton kernels, and attention of packs by flash
-kernels. It imports Triton only where tensors are on a GPU. Begin with `operators.py`."""
+"""Owns fused operators and attention of packs by flash kernels, which GPUs compute with and CPUs define, and what the
+backward computes again. It imports Triton only where tensors are on a GPU. Begin with `operators.py`."""

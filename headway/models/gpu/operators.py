@@ -165,19 +165,21 @@ def _norm_rotate(
     kv_heads: int,
     epsilon: float,
 ) -> tuple[Tensor, Tensor]:
-    out = qkv.clone()
     if (kernels := _native(qkv, q_norm)) is not None:
-        inverse, sizes = qkv.new_empty(0 if q_norm is None else len(qkv), heads + kv_heads), (heads, kv_heads)
-        kernels.norm_rotate(out, q_norm, k_norm, cos, sin, (*sizes, cos.shape[-1] * 2, epsilon), inverse)
+        out, inverse = qkv.clone(), qkv.new_empty(0 if q_norm is None else len(qkv), heads + kv_heads)
+        kernels.norm_rotate(out, q_norm, k_norm, cos, sin, (heads, kv_heads, cos.shape[-1] * 2, epsilon), inverse)
         return out, inverse
-    rotation = torch.complex(cos, sin)
-    query_key = out.view(len(qkv), heads + 2 * kv_heads, -1)[:, : heads + kv_heads]
+    out, rotation, rotated = torch.empty_like(qkv), torch.complex(cos, sin), heads + kv_heads
+    (query_key, value), (out_query_key, out_value) = (
+        x.view(len(x), heads + 2 * kv_heads, -1).split((rotated, kv_heads), dim=1) for x in (qkv, out)
+    )
+    out_value.copy_(value)
     if q_norm is None or k_norm is None:
-        query_key.copy_(torch.view_as_real(_pairs(wide(query_key)) * rotation).flatten(-2))
+        out_query_key.copy_(torch.view_as_real(_pairs(wide(query_key)) * rotation).flatten(-2))
         return out, _float32(qkv, 0)
     unit, inverse = _normalise(query_key, epsilon)
     weight = torch.cat((q_norm.expand(heads, -1), k_norm.expand(kv_heads, -1)))
-    query_key.copy_(torch.view_as_real(_pairs(unit * wide(weight)) * rotation).flatten(-2))
+    out_query_key.copy_(torch.view_as_real(_pairs(unit * wide(weight)) * rotation).flatten(-2))
     return out, inverse.squeeze(-1)
 
 
@@ -289,26 +291,27 @@ _with_gradient(gated, _setup_gate, lambda ctx, grad: (gated_backward(grad, ctx.s
 def _chosen_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     scaled_cv = wide(logits) if temperature == 1.0 else wide(logits) / temperature
     logprobs_cv = torch.log_softmax(scaled_cv, dim=-1)
-    chosen_c, scaled_c = (x_cv.gather(-1, targets[:, None]).squeeze(-1) for x_cv in (logprobs_cv, scaled_cv))
+    chosen_c = logprobs_cv.gather(-1, targets[:, None]).squeeze(-1)
     probabilities_cv = logprobs_cv.exp()
     # For p = 0, p log p must be 0, not 0 x -inf.
     finite_cv = logprobs_cv.clamp_(min=torch.finfo(logprobs_cv.dtype).min)
-    return chosen_c, finite_cv.mul_(probabilities_cv).sum(-1).neg_(), scaled_c - chosen_c
+    return chosen_c, finite_cv.mul_(probabilities_cv).sum(-1).neg_(), probabilities_cv
 
 
-def _chosen_logprobs_backward(
-    logits: Tensor, targets: Tensor, lse_c: Tensor, grad_c: Tensor, temperature: float
-) -> None:
-    work_cv, grad_c1 = wide(logits), grad_c[:, None] / temperature  # the logits themselves, where they are wide
-    work_cv.div_(temperature).sub_(lse_c[:, None]).exp_().mul_(-grad_c1)
-    work_cv.scatter_add_(-1, targets[:, None], grad_c1)
-    if work_cv is not logits:
-        logits.copy_(work_cv)
+def _logits_gradient(targets: Tensor, probabilities_cv: Tensor, grad_c: Tensor, temperature: float) -> Tensor:
+    """d log p_y / dz = (1_y - p) / T."""
+    grad_c1 = grad_c[:, None] / temperature
+    return (probabilities_cv * -grad_c1).scatter_add_(-1, targets[:, None], grad_c1)
+
+
+def _chosen_logprobs_backward(logits: Tensor, *inputs: Any) -> None:
+    logits.copy_(_logits_gradient(*inputs))
 
 
 def _setup_logprobs(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-    ctx.save_for_backward(inputs[0], inputs[1], output[2])
-    ctx.temperature = inputs[2]
+    logits, targets, ctx.temperature = inputs
+    ctx.dtype, on_cpu = logits.dtype, logits.device.type == "cpu"
+    ctx.save_for_backward(targets, output[2], None if on_cpu else logits)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -316,20 +319,22 @@ def _setup_logprobs(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
 def _logprobs_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
     if grads[0] is None:
         return None, None, None
-    logits, targets, lse_c = ctx.saved_tensors
-    # On a GPU the gradient takes the memory of the logits, which nothing needs any more: both are gigabytes.
-    logits = logits.detach() if logits.is_cuda else logits.clone()
-    chosen_logprobs_backward(logits, targets, lse_c, grads[0], ctx.temperature)
+    targets, state, logits = ctx.saved_tensors
+    if logits is None:
+        return _logits_gradient(targets, state, grads[0], ctx.temperature).to(ctx.dtype), None, None
+    logits = logits.detach()  # whose memory the gradient takes, since nothing needs them any more: both are gigabytes
+    chosen_logprobs_backward(logits, targets, state, grads[0], ctx.temperature)
     return logits, None, None
 
 
-# (logits z [c, v], targets int64 [c], temperature T) -> log-softmax(z / T) at the targets, entropy of softmax(z / T)
-# and log sum exp(z / T), [c] each in float32. Logits of -inf are no choice. On a GPU the gradient overwrites them.
+# (logits z [c, v], targets int64 [c], temperature T) -> log-softmax(z / T) at the targets, entropy of softmax(z / T),
+# [c] each in float32, and what the gradient needs: Triton's log sum exp(z / T) [c], plain torch the probabilities
+# [c, v]. Logits of -inf are no choice. On a GPU the gradient overwrites them.
 chosen_logprobs = _define(
     "chosen_logprobs(Tensor logits, Tensor targets, float temperature) -> (Tensor, Tensor, Tensor)", _chosen_logprobs
 )
 chosen_logprobs_backward = _define(
-    "chosen_logprobs_backward(Tensor(a!) logits, Tensor targets, Tensor lse, Tensor grad, float temperature) -> ()",
+    "chosen_logprobs_backward(Tensor(a!) logits, Tensor targets, Tensor state, Tensor grad, float temperature) -> ()",
     _chosen_logprobs_backward,
 )
 _with_gradient(chosen_logprobs, _setup_logprobs, _logprobs_backward)
