@@ -54,7 +54,7 @@ class _FlashAttention(torch.autograd.Function):
         how: dict[str, Any] = {"scale": scores.scale}
         if scores.window is not None:
             how |= {"window_size_left": scores.window - 1, "window_size_right": 0}
-        q_nhe, k_nge, v_nge = _heads(*flash.widened(qkv), sizes)
+        q_nhe, k_nge, v_nge = _heads(flash.widened(qkv)[0], sizes)
         out_nhe, lse_hn, *states = flash.forward(q_nhe, k_nge, v_nge, *plan.sequences, 0.0, True, False, **how)
         if plan.shared:
             first, parts = plan.first_continued, _of_prefixes(plan, k_nge, v_nge)
