@@ -18,7 +18,7 @@ from torch import Tensor
 from headway.models.attention_plan import AttentionPlan, Bucket
 from headway.models.configuration import Scores
 from headway.models.cpu.cpu_attention import cpu_flash
-from headway.models.gpu.attention import FLASH, flash_attention
+from headway.models.gpu.attention import FLASH, Flash, flash_attention
 from headway.models.kernels import PadDocuments, UnpadDocuments
 from headway.models.masked import causal_attention
 
@@ -38,7 +38,7 @@ def packed_attention(
     way, _ = attention_way(qkv.device.type, qkv.dtype, head_dim, plan, scores, capability)
     if way == "padded":
         return padded_attention(qkv, heads, kv_heads, head_dim, plan, scores)
-    flash = cpu_flash(plan) if way == "cpu" else FLASH
+    flash = Flash(*cpu_flash(plan), widens=True) if way == "cpu" else FLASH
     return flash_attention(qkv, heads, kv_heads, head_dim, plan, scores, flash)
 
 

@@ -7,7 +7,7 @@ l padded length of a bucket.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from headway.models.attention_plan import AttentionPlan, Bucket
-from headway.models.gpu.attention import Flash
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -35,10 +34,10 @@ class _Rows(NamedTuple):
     take_zeroed = take
 
 
-def cpu_flash(plan: AttentionPlan) -> Flash:
-    """The functions for the pieces of a plan, and for its shared prefixes. They sum in at least float32, so that sums
-    over keys lose no precision; without bfloat16 instructions the backward takes eight times as long in bfloat16."""
-    return Flash(partial(_forward, plan), partial(_backward, plan), widens=True)
+def cpu_flash(plan: AttentionPlan) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward for the pieces of a plan, and for its shared prefixes. They are given at least float32, so
+    that sums over keys lose no precision; without bfloat16 instructions the backward takes eight times as long in bfloat16."""
+    return partial(_forward, plan), partial(_backward, plan)
 
 
 def _calls(plan: AttentionPlan, is_causal: bool) -> Iterator[tuple[Bucket | _Rows, Bucket | _Rows]]:
