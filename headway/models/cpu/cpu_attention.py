@@ -35,8 +35,8 @@ class _Rows(NamedTuple):
 
 
 def cpu_flash(plan: AttentionPlan) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Forward and backward for the pieces of a plan, and for its shared prefixes. They are given at least float32, so
-    that sums over keys lose no precision; without bfloat16 instructions the backward takes eight times as long in bfloat16."""
+    """Forward and backward for the pieces of a plan, and for its shared prefixes. They are given at least float32:
+    sums over keys lose no precision, and without bfloat16 instructions a backward in it takes eight times as long."""
     return partial(_forward, plan), partial(_backward, plan)
 
 
