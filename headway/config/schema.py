@@ -226,6 +226,9 @@ class AlgorithmConfig(Section):
         return parameters.taken_by(self.loss, self.advantage)
 
 
+Checkpointing = Literal["none", "selective", "full"]
+
+
 class TrainerConfig(Section):
     # Tune: more of them while the generator waits (training-bound)
     devices: RankDevices = ("cpu:1",)  # a rank for each; 2*cuda: on one of the cluster's nodes; auto: docs/gpus.md
@@ -246,8 +249,8 @@ class TrainerConfig(Section):
     packing: Literal["balanced", "areal", "fixed"] = "balanced"  # how samples are spread over micro-batches and ranks
     micro_batch_samples: Positive | None = None  # fixed: samples of a forward pass (branches count), of any length
     shared_prefix: bool = True  # a group's common prefix is computed once in a micro-batch, with the same gradient
-    # Tune: true where activations don't fit: a third more work for a fraction of their memory
-    gradient_checkpointing: bool = False  # layers are recomputed in the backward: less memory, a third more work
+    # Tune: "selective" where activations don't fit, then "full": a third more work for a fraction of their memory
+    gradient_checkpointing: Checkpointing = "none"  # recomputed: norms and gates, or layers
     # Tune: 2 to 4 on policy or at budgets of 1 or 2, where samples are expensive: docs/learning.md
     optimizer_steps_per_batch: Positive = 1  # number of updates into which a batch is split, by group
 

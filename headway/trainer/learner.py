@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from headway.algorithms.samples import MicroBatchArrays, SampleArrays
 from headway.config.model import ModelConfig
@@ -23,11 +22,14 @@ from headway.config.schema import TrainerConfig
 from headway.models.cpu import native
 from headway.models.decoder import Decoder
 from headway.models.experts import ExpertReplay
+from headway.models.gpu.recomputation import computed_again
 from headway.models.hf.pixels import Pixels, PixelStore
 from headway.models.hidden_states import HiddenStates, chosen_logprobs
+from headway.models.kernels import target_logprobs
 from headway.models.loading import DTYPES, copy_weights, weights_of
 from headway.models.packed_model import PackedModel
 from headway.models.run_model import load_into, open_model, open_policy, save_policy, without_adapter
+from headway.models.sizes import logit_rows
 from headway.records.errors import ConfigurationError, ExpertsMismatch
 from headway.records.generation import PathScores, Probe, ProbeScores
 from headway.records.tokens import EXPERTS, KEPT, ExpertRouting, pixels_of
@@ -38,9 +40,6 @@ from headway.tokens.tokenizer import Tokenizer
 from headway.trainer.kept_sets import KeptSets, MicroBatchSets
 from headway.trainer.optimizer import AdamW
 from headway.trainer.ranks import Ranks
-
-# Logits of one chunk: 2^25 float32 values are 128 MiB. More logits are computed in chunks, again in the backward.
-CHUNK_LOGITS = 1 << 25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +83,7 @@ class Learner:
         chooses the batch's recorded experts. ``pixels``: of the run's folder, if batches may have pictures."""
         self._chosen, self._folder, self._chat = chosen, chosen.path, chat
         self.model, self.lora = open_policy(chosen, device, seed)
-        self.model.checkpoints_layers = settings.gradient_checkpointing
+        self.model.checkpointing = settings.gradient_checkpointing
         self.reference: PackedModel | None = None
         self._replays, self._pixels = replays, pixels
         self._sets: KeptSets | None = None  # of the last batch
@@ -335,65 +334,28 @@ def token_logprobs(
     hidden_md: Tensor,
     targets_m: Tensor,
     temperature: float,
-    chunk_logits: int = CHUNK_LOGITS,
+    chunk_logits: int | None = None,
     kept: MicroBatchSets | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log-softmax(z/T) at the targets [M] and entropy of the complete distribution [M], from hidden states [M, d]. With
     ``kept`` both are over each target's set, whose log-probability is written to ``kept.masses_m``.
 
-    Above ``chunk_logits`` values the [M, V] logits and masks are computed in chunks and never exist at once.
+    Above ``chunk_logits`` values (default: `logit_rows`) the [M, V] logits and masks are computed in chunks and never
+    exist at once.
     """
 
     def head(hidden_cd: Tensor, targets_c: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
         stop, logits_cv = first + len(targets_c), model.head(hidden_cd)
         tensors = () if kept is None else (kept.outside(first, stop), kept.masses_m[first:stop])
-        return _ChosenLogprobs.apply(logits_cv, targets_c, temperature, *tensors)  # pyright: ignore[reportReturnType]
+        return target_logprobs(logits_cv, targets_c, temperature, *tensors)
 
-    rows = max(1, chunk_logits // model.config.vocabulary_size)
+    vocabulary = model.config.vocabulary_size
+    on_gpu = hidden_md.device.type != "cpu" and kept is None
+    rows = logit_rows(vocabulary, on_gpu=on_gpu) if chunk_logits is None else max(1, chunk_logits // vocabulary)
     if hidden_md.shape[0] <= rows:
         return head(hidden_md, targets_m)
     chunk_scores = [
-        checkpoint(head, hidden_cd, targets_c, chunk * rows, use_reentrant=False)
+        computed_again(head, hidden_cd, targets_c, chunk * rows)
         for chunk, (hidden_cd, targets_c) in enumerate(zip(hidden_md.split(rows), targets_m.split(rows), strict=True))
     ]
     return torch.cat([scores[0] for scores in chunk_scores]), torch.cat([scores[1] for scores in chunk_scores])
-
-
-class _ChosenLogprobs(torch.autograd.Function):
-    """Map logits [C, V] to the log-probability of each target [C] and the entropy [C] (without gradient) of
-    softmax(z/T), in float32 at least. ``outside_cv`` excludes ids; the log-probability of the others is written to
-    ``masses_c``. Saves only the probabilities [C, V], since d log p_y / dz = (1_y - p) / T; p of excluded ids is 0.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits_cv: Tensor,
-        targets_c: Tensor,
-        temperature: float,
-        outside_cv: Tensor | None = None,
-        masses_c: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        wide_cv = logits_cv if logits_cv.dtype == torch.float64 else logits_cv.float()
-        scaled_cv = wide_cv if temperature == 1.0 else wide_cv / temperature
-        if outside_cv is not None and masses_c is not None:
-            total_c = scaled_cv.logsumexp(-1)
-            scaled_cv = scaled_cv.masked_fill(outside_cv, -math.inf)
-            masses_c.copy_(scaled_cv.logsumexp(-1) - total_c)
-        logprobs_cv = torch.log_softmax(scaled_cv, dim=-1)
-        chosen_logprobs_c = logprobs_cv.gather(-1, targets_c[:, None]).squeeze(-1)
-        probabilities_cv = logprobs_cv.exp()
-        # For p = 0, p log p must be 0, not 0 x -inf.
-        finite_cv = logprobs_cv.clamp_(min=torch.finfo(logprobs_cv.dtype).min)
-        entropy_c = finite_cv.mul_(probabilities_cv).sum(-1).neg_()
-        ctx.save_for_backward(probabilities_cv, targets_c)
-        ctx.temperature, ctx.dtype = temperature, logits_cv.dtype
-        ctx.mark_non_differentiable(entropy_c)
-        return chosen_logprobs_c, entropy_c
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        probabilities_cv, targets_c = ctx.saved_tensors
-        grad_c1 = grads[0][:, None] / ctx.temperature
-        grad_cv = (probabilities_cv * -grad_c1).scatter_add_(-1, targets_c[:, None], grad_c1)
-        return grad_cv.to(ctx.dtype), None, None, *[None] * (len(ctx.needs_input_grad) - 3)

@@ -58,7 +58,7 @@ class MicroBatchLimit:
         cause_text = f"micro-batches of {key} = {size} don't fit in a device's memory ({shortage})"
         if self.halved or not self._may_halve or not half:
             valid_text = f"resume with at most {half}" if half else "each has one sample already"
-            raise OutOfDeviceMemory(f"{cause_text}; {valid_text}, or with trainer.gradient_checkpointing = true")
+            raise OutOfDeviceMemory(f"{cause_text}; {valid_text}, or with trainer.gradient_checkpointing = 'full'")
         self.halved = f"{cause_text}: they have at most {half} from now on"
         if self._is_fixed:
             self.samples = half

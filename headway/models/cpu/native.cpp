@@ -128,15 +128,12 @@ void rms_norm_backward(const float* grad, const float* x, const float* weight, c
 }
 
 // Query and key heads of each row in place: norm (where weights are given), then rotation of neighbouring pairs.
-// `before` [rows, heads + kv_heads, dim] and `inverses` [rows, heads + kv_heads]: what the gradient needs of the norm,
-// the heads as they were and their 1 / rms (null: not wanted).
+// `inverses` [rows, heads + kv_heads]: what the gradient needs of the norm, 1 / rms (null: not wanted).
 template <class T>
-void norm_rotate(T* qkv, const T* q_norm, const T* k_norm, const float* cos, const float* sin, T* before,
-                 float* inverses, int64_t rows, int64_t stride, int64_t turn_stride, int64_t heads, int64_t kv_heads,
+void norm_rotate(T* qkv, const T* q_norm, const T* k_norm, const float* cos, const float* sin, float* inverses, int64_t rows, int64_t stride, int64_t turn_stride, int64_t heads, int64_t kv_heads,
                  int64_t dim, float epsilon) {
     int64_t turned = heads + kv_heads;
     for (int64_t row = 0; row < rows; ++row, qkv += stride, cos += turn_stride, sin += turn_stride) {
-        if (before) std::copy_n(qkv, turned * dim, before + row * turned * dim);
         for (int64_t head = 0; head < turned; ++head) {
             T* x = qkv + head * dim;
             const T* weight = head < heads ? q_norm : k_norm;
@@ -155,7 +152,8 @@ void norm_rotate(T* qkv, const T* q_norm, const T* k_norm, const float* cos, con
     }
 }
 
-// In place on the gradient [rows, stride] of what norm_rotate gave; without weights, rotation alone.
+// In place on the gradient [rows, stride] of what norm_rotate gave for `before` [rows, stride]; without weights,
+// rotation alone.
 void norm_rotate_backward(float* grad, const float* q_norm, const float* k_norm, const float* cos, const float* sin,
                           const float* before, const float* inverses, float* grad_q_norm, float* grad_k_norm,
                           int64_t rows, int64_t stride, int64_t turn_stride, int64_t heads, int64_t kv_heads,
@@ -164,6 +162,7 @@ void norm_rotate_backward(float* grad, const float* q_norm, const float* k_norm,
     std::vector<float> blocks[2] = {std::vector<float>(dim), std::vector<float>(dim)};
     std::vector<double> totals[2] = {std::vector<double>(dim), std::vector<double>(dim)};
     for (int64_t row = 0; row < rows; ++row, grad += stride, cos += turn_stride, sin += turn_stride) {
+        const float* before_row = q_norm ? before + row * stride : nullptr;
         for (int64_t head = 0; head < turned; ++head) {
             float* g = grad + head * dim;
             for (int64_t i = 0; i < dim / 2; ++i) {
@@ -173,8 +172,8 @@ void norm_rotate_backward(float* grad, const float* q_norm, const float* k_norm,
             }
             if (!q_norm) continue;
             bool key = head >= heads;
-            int64_t at = row * turned + head;
-            norm_row_backward(g, before + at * dim, key ? k_norm : q_norm, inverses[at], g, blocks[key].data(), dim);
+            norm_row_backward(g, before_row + head * dim, key ? k_norm : q_norm, inverses[row * turned + head], g,
+                              blocks[key].data(), dim);
         }
         if ((row + 1) % SUMMED_ROWS == 0 || row + 1 == rows)
             for (int i = 0; i < 2; ++i) add_up(blocks[i], totals[i]);
@@ -351,7 +350,7 @@ void decode(float* x, const Layer* layers, int64_t count, const float* cos, cons
     for (const Layer* l = layers; l < layers + count; ++l) {
         rms_norm(x, l->input_norm, inner, nullptr, rows, s.width, epsilon);
         product(inner, l->qkv, l->qkv_bias, nullptr, qkv, projected, s.width);
-        norm_rotate(qkv, l->q_norm, l->k_norm, cos, sin, static_cast<float*>(nullptr), nullptr, rows, projected,
+        norm_rotate(qkv, l->q_norm, l->k_norm, cos, sin, static_cast<float*>(nullptr), rows, projected,
                     s.dim / 2, s.heads, s.kv_heads, s.dim, epsilon);
         const float* keys = qkv + queries;
         attention(qkv, keys, keys + s.kv_heads * s.dim, l->keys, l->values, inner, slot, position, rows, projected, s.kv_heads, s.heads / s.kv_heads, s.dim, s.context, l->window,

@@ -47,7 +47,7 @@ class _Tensor:
 _INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "rms_norm": (*(_Tensor,) * 4, _INT, _INT, _FLOAT),
-    "norm_rotate": (*(_Tensor,) * 7, *(_INT,) * 6, _FLOAT),
+    "norm_rotate": (*(_Tensor,) * 6, *(_INT,) * 6, _FLOAT),
     "gated_silu": (*(_Tensor,) * 2, *(_INT,) * 2),
     "attention": (*(_Tensor,) * 8, *(_INT,) * 7, _FLOAT, _INT),
     "sample": (*(_Tensor,) * 4, *(_INT,) * 2),
@@ -221,32 +221,24 @@ class Kernels:
         cos: Tensor,
         sin: Tensor,
         sizes: tuple[int, int, int, float],
-        unnormed: Tensor | None = None,
         inverses: Tensor | None = None,
     ) -> None:
         """`kernels.norm_rotate`, which overwrites ``qkv`` [n, (h + 2k) c]. cos and sin are float32 [n, 1, c / 2] and
-        share their row stride. ``unnormed`` [n, h + k, c], query and key before the norm, and ``inverses`` [n, h + k]
-        are filled for `norm_rotate_backward`."""
+        share their row stride. ``inverses`` [n, h + k] is filled for `norm_rotate_backward`."""
         heads, kv_heads, dim, epsilon = sizes
-        tensors, strides = (qkv, q_norm, k_norm, cos, sin, unnormed, inverses), (qkv.stride(0), cos.stride(0))
+        tensors, strides = (qkv, q_norm, k_norm, cos, sin, inverses), (qkv.stride(0), cos.stride(0))
         self._functions["norm_rotate"](*tensors, len(qkv), *strides, heads, kv_heads, dim, epsilon)
 
     def norm_rotate_backward(
-        self,
-        grad: Tensor,
-        norms: tuple[Tensor, Tensor, Tensor, Tensor] | None,
-        cos: Tensor,
-        sin: Tensor,
-        sizes: tuple[int, int, int, float],
-    ) -> tuple[Tensor | None, Tensor | None]:
+        self, grad: Tensor, norms: Sequence[Tensor], cos: Tensor, sin: Tensor, sizes: tuple[int, int, int]
+    ) -> list[Tensor]:
         """Convert the gradient of `norm_rotate`'s output to that of its input in place; returns the gradients of the
-        query and key weights. ``norms``: unnormed, inverses, query and key weight. float32."""
-        heads, kv_heads, dim, _ = sizes
-        unnormed, inverses, q_norm, k_norm = norms or (None,) * 4
-        grads = tuple(None if weight is None else torch.empty_like(weight) for weight in (q_norm, k_norm))
-        tensors, strides = (q_norm, k_norm, cos, sin, unnormed, inverses, *grads), (grad.stride(0), cos.stride(0))
-        self._functions["norm_rotate_backward"](grad, *tensors, len(grad), *strides, heads, kv_heads, dim)
-        return grads[0], grads[1]
+        query and key weights. ``norms``: the input, inverses, query and key weight, or nothing. float32."""
+        qkv, inverses, q_norm, k_norm = norms or (None,) * 4
+        grads = [torch.empty_like(weight) for weight in norms[2:]]
+        tensors = (q_norm, k_norm, cos, sin, qkv, inverses, *(grads or (None, None)))
+        self._functions["norm_rotate_backward"](grad, *tensors, len(grad), grad.stride(0), cos.stride(0), *sizes)
+        return grads
 
     def gated_silu(self, gate_up: Tensor) -> Tensor:
         """`kernels.gated_silu`, [n, 2f] to [n, f]."""
@@ -337,6 +329,11 @@ def active(x: Tensor, weight: Tensor | None = None) -> Kernels | None:
     if weight is not None and (weight.dtype != kernels.dtype or not weight.is_contiguous()):
         return None
     return kernels
+
+
+def chosen() -> Kernels | None:
+    """The kernels of `using` in this thread."""
+    return _active.kernels
 
 
 @contextmanager

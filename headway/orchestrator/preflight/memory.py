@@ -41,7 +41,7 @@ from headway.models.adapter_targets import adapted_targets
 from headway.models.configuration import DecoderConfig
 from headway.models.hf.configuration import adapter_size, implementation_of
 from headway.models.routing import replayed_routing
-from headway.models.sizes import ModelSizes, sizes_of
+from headway.models.sizes import ModelSizes, logit_rows, sizes_of
 from headway.orchestrator.preflight.findings import Findings
 from headway.records.check_report import MemoryPlace, MemoryUse
 from headway.runtime.devices import cpu_multiplies_bfloat16, native_kernels_enabled, parse_device, sharing, split_node
@@ -67,9 +67,8 @@ BASE_BYTES = {
 CUDA_CONTEXT_BYTES = 740 << 20  # of GPU memory, for the context and its libraries: 716 with CUDA 13 on an H200
 
 _BASE_BYTES_OF_WEIGHT = {None: 4.0, "8bit": 1.02, "4bit": 0.57}  # in a trainer, with the scales of blocks
-CHUNK_LOGITS = 1 << 25  # values of one chunk of logits (trainer/learner.py)
 _PUBLISHED_VERSIONS = 3  # slots of weights/shared_memory.py
-_LOGIT_COPIES = 5  # of a chunk: logits, log-softmax, entropy's two, a gradient; 4 bytes each
+_LOGIT_COPIES = 5  # of a CPU's chunk: logits, log-softmax, entropy's two, a gradient; 4 bytes each; a GPU's: 1
 _KEPT_LOGIT_BYTES = 5  # of a logit over a kept set: once more, masked, and the mask
 _SAMPLING_BYTES = 20  # of one logit: log-softmax and probabilities in float32, their sums in float64, the logits
 _TOKEN_BYTES_IN_MEMORY = 90  # of a response token in the orchestrator: id, log-probability, mask as Python objects
@@ -264,23 +263,25 @@ def _trainers(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
         batch_tokens = settings.micro_batch_samples * experiment.max_sequence_tokens
     sample_count = experiment.queue.groups_per_step * experiment.largest_group
     batch_tokens = min(batch_tokens, -(-sample_count // max(1, rank_count)) * experiment.max_sequence_tokens)
-    logit_count = min(CHUNK_LOGITS, batch_tokens * model.vocabulary_size)
-    dtype, recomputes = settings.dtype, settings.gradient_checkpointing
+    number_bytes, checkpointing = bytes_of(settings.dtype), settings.gradient_checkpointing
+    in_place = parse_device(split_node(settings.devices[0])[1]).kind != "cpu" and not experiment.kept_sets
+    rows = logit_rows(model.vocabulary_size, on_gpu=in_place)
+    logit_bytes = number_bytes if in_place else 4 * _LOGIT_COPIES + (_KEPT_LOGIT_BYTES if experiment.kept_sets else 0)
     device_parts = {
         "weights": base + 4 * adapter_weights,
         "gradients": 4 * trained_count * (2 if rank_count > 1 else 1),
         "AdamW": 8 * trained_count,
-        "activations": model.activation_bytes(batch_tokens, bytes_of(dtype), checkpointing=recomputes)
-        + model.score_bytes(batch_tokens, experiment.max_sequence_tokens, bytes_of(dtype), checkpointing=recomputes)
+        "activations": model.activation_bytes(batch_tokens, number_bytes, checkpointing)
+        + model.score_bytes(batch_tokens, experiment.max_sequence_tokens, number_bytes, checkpointing)
         + 2 * batch_tokens * expert_bytes(experiment),
-        "logits": logit_count * (4 * _LOGIT_COPIES + (_KEPT_LOGIT_BYTES if experiment.kept_sets else 0)),
+        "logits": min(rows, batch_tokens) * model.vocabulary_size * logit_bytes,
     }
     if experiment.algorithm.kl_coefficient > 0:
         folder = experiment.model.reference
         reference_sizes = sizes_of(folder) if folder else model
         # the reference is then the model without its adapter
         shares_model = adapter_weights and (not folder or Path(folder) == Path(experiment.model.path))
-        device_parts["reference"] = 0 if shares_model else reference_sizes.parameters * bytes_of(dtype)
+        device_parts["reference"] = 0 if shares_model else reference_sizes.parameters * number_bytes
     for rank, device in enumerate(settings.devices):
         host_parts = {"base": BASE_BYTES["trainer"]} | _of_sets(sample_count * kept_set_bytes(experiment, model))
         host_parts |= _of_grammars(experiment) if experiment.kept_sets else {}

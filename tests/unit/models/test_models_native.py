@@ -241,7 +241,7 @@ def test_native_gradients_are_as_exact_as_torch(family):
 
     def gradients(of: Decoder, using: native.Kernels | None, again: bool = False) -> dict[str, torch.Tensor]:
         of.zero_grad()
-        of.checkpoints_layers = again
+        of.checkpointing = "full" if again else "none"
         with native.using(using):
             (of(ids, lengths).log_softmax(-1).gather(-1, ids[:, None]).mean()).backward()
         return {name: one.grad.clone() for name, one in of.named_parameters() if one.grad is not None}

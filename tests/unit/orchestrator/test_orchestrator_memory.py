@@ -11,7 +11,7 @@ import pytest
 
 from headway.config.auto import Gpu, Machine
 from headway.config.load import validate_experiment
-from headway.config.schema import Experiment
+from headway.config.schema import Checkpointing, Experiment
 from headway.models.configuration import DecoderConfig, ExpertMixture, SlidingWindow
 from headway.models.sizes import ModelSizes, sizes_from
 from headway.orchestrator.preflight import memory
@@ -56,6 +56,9 @@ def experiment(folder: Path, **sections: dict[str, Any]) -> Experiment:
     for name, values in sections.items():
         raw[name] = raw.get(name, {}) | values
     return validate_experiment(raw, "test")
+
+
+CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
 
 
 def uses_of(folder: Path, **sections: dict[str, Any]) -> dict[str, MemoryUse]:
@@ -124,13 +127,13 @@ def test_a_small_batch_needs_no_more_than_its_tokens(tmp_path: Path) -> None:
 
 def test_checkpointing_keeps_the_input_of_each_layer(tmp_path: Path) -> None:
     deep = sizes(layers=40)
-    plain, checkpointed = (deep.activation_bytes(1000, 4, checkpointing=on) for on in (False, True))
-    assert checkpointed < plain / 8
+    plain, selective, checkpointed = (deep.activation_bytes(1000, 4, kept) for kept in CHECKPOINTING)
+    assert checkpointed < plain / 8 < selective < plain
     assert checkpointed > 40 * 1000 * 4 * 64
     parts = [
-        uses_of(tmp_path, trainer={"gradient_checkpointing": on})["trainer-0 memory"].parts for on in (False, True)
+        uses_of(tmp_path, trainer={"gradient_checkpointing": kept})["trainer-0 memory"].parts for kept in CHECKPOINTING
     ]
-    assert parts[1]["activations"] < parts[0]["activations"]
+    assert parts[2]["activations"] < parts[1]["activations"] < parts[0]["activations"]
 
 
 def test_capped_scores_are_computed_in_full() -> None:
@@ -139,7 +142,7 @@ def test_capped_scores_are_computed_in_full() -> None:
     capped = sizes(gemma)
     assert capped.score_bytes(1000, 500, 4) == 2 * 4 * 1000 * 500 * 8
     assert capped.score_bytes(1000, 500, 2) == 2 * 4 * 1000 * 500 * 10
-    assert capped.score_bytes(1000, 500, 4, checkpointing=True) == 4 * 1000 * 500 * 8
+    assert capped.score_bytes(1000, 500, 4, "full") == 4 * 1000 * 500 * 8
     window = SlidingWindow(tokens=100, layers=(0,))
     windowed = sizes(gemma, window=window)
     assert windowed.score_bytes(1000, 500, 4) == 4 * 1000 * (500 + 200) * 8
