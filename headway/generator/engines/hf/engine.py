@@ -250,8 +250,8 @@ class HfEngine(SlotEngine[HfRevisions]):
         """Count the KV tokens in the caches of rows with these numbers of tokens, padding included."""
         return len(tokens) * max(tokens, default=0) if self.batching == "padded" else sum(tokens)
 
-    def _kv_used(self) -> int:
-        return self._held_tokens((self._table.position[: self._rows] + 1).tolist())
+    def _overfull(self) -> bool:
+        return self._held_tokens((self._table.position[: self._rows] + 1).tolist()) > self.kv_capacity_tokens
 
     def _tensors(self) -> Iterator[Tensor]:
         yield from self._model.parameters()

@@ -10,11 +10,13 @@ import heapq
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headway.generator.engines.requests import EngineRequest
 from headway.generator.engines.torch.adapters import AdapterRevisions
+from headway.generator.engines.torch.block_pool import BLOCK_TOKENS, blocks_for, whole_blocks
 from headway.generator.engines.torch.memory import EngineMemory
 from headway.generator.engines.torch.model_runner import ModelRunner, Prefill
 from headway.generator.engines.torch.slot_engine import SlotEngine, SlotOptions
@@ -26,7 +28,7 @@ from headway.records.tokens import TokenIds, TokenRows
 
 
 class _Partial(NamedTuple):
-    """Computed prefix of a prompt longer than a step's budget; void for other weights, or once its slot is used."""
+    """Computed prefix of a prompt longer than a step's budget; void for other weights."""
 
     ids: TokenIds
     update: int  # number of the update whose weights computed it
@@ -41,10 +43,11 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
     since its last call. A request ends with one last delta that has a ``finish_reason``.
 
     A step computes at most ``prefill_tokens_per_step`` tokens of prompts: a longer prompt takes several steps, in
-    which the running requests keep decoding. Its KV so far lies in the last slot; the request stays in the queue.
+    which the running requests keep decoding. Its KV so far has a row of its own; the request stays in the queue.
 
-    KV tokens are admitted by count: when the running requests would need more than ``kv_capacity_tokens``, the
-    youngest is preempted: it waits with its tokens, and its KV is recomputed later (``reprefilled``).
+    KV lies in blocks of `BLOCK_TOKENS` tokens, ``kv_capacity_tokens`` in all, rounded up. Requests of equal prompts
+    share the prompt's blocks. When the running requests need more than there are, the youngest is preempted: it waits
+    with its tokens, and its KV is recomputed later (``reprefilled``).
 
     Beside the model it serves adapters by name. Each holds its newest revision, and older ones while a request still
     samples from them: in one step, rows may have different adapters, and different revisions of one.
@@ -70,9 +73,13 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
         rows of the deltas."""
         super().__init__(model, **options)
         runner_options = self._deterministic, native_kernels, return_experts
-        self._runner = runner = ModelRunner(model, self.slots, self.context_tokens, *runner_options)
-        self._holes: list[int] = []  # rows freed since the last step; refilled or closed by the next
-        self._partial: _Partial | None = None  # the KV of a prompt's beginning, in the last slot
+        every_slot_tokens = self.slots * whole_blocks(self.context_tokens)
+        self.kv_capacity_tokens = whole_blocks(self.kv_capacity_tokens) if self._scarce else every_slot_tokens
+        self._runner = runner = ModelRunner(
+            model, self.slots, self.context_tokens, *runner_options, self.kv_capacity_tokens
+        )
+        self._pool = runner.cache.pool
+        self._partial: _Partial | None = None  # the prefix whose KV is in the row behind the slots
         self._donors: dict[TokenIds, list[EngineRequest]] = {}  # running requests by prompt
         self._updates = 0  # of model and adapters so far; unlike versions, these numbers never repeat
         self.memory = EngineMemory(self._subscriber, runner.tensors, runner.forget_panels, runner.weights_changed)
@@ -88,8 +95,8 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
         """See `Engine.step`."""
         self._take_compiled(idle=not self._rows and not self._waiting)
         self._preempt_to_fit()
+        self._runner.cache.copy(self._pool.extend(self._table.position[: self._rows]))
         prefills = self._admit()
-        self._close_holes()
         n, table = self._rows, self._table
         if n == 0 and not prefills:
             return bool(self._compiling)
@@ -102,13 +109,10 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
         logits = self._runner.step(prefills, table.pending[:n_rows], table.position[:n_rows], table.update[:n_rows])
         sampling, errors = table.row_sampling(n_rows, self._runner.device)
         for request, reason, error, at_fault, retry in table.advance(n, self._runner.sample(logits, sampling), errors):
-            slot = request.slot
             if retry:
                 self._recompile_grammar(request)
-                continue
-            self._end_running(request, reason, error, refused=at_fault)
-            if reason == "error":
-                self._runner.cache.clear(slot)
+            else:
+                self._end_running(request, reason, error, refused=at_fault)
         self._steps += 1
         self._generated += n
         self._busy_s += self._now() - started_s
@@ -116,77 +120,87 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
         return True
 
     def _admit(self) -> list[Prefill]:
-        """Give free slots to waiting requests while KV tokens and this step's prefill budget last.
+        """Give free slots to waiting requests while KV blocks and this step's prefill budget last.
 
-        Equal prompts are computed once: by one Prefill with several slots, or by copying the prompt's KV from a
-        running request that computed it since the last update.
+        Equal prompts are computed once: their rows share the blocks of one Prefill, or those of a running request that
+        computed the prompt since the last update.
         """
-        # Lowest holes first: then a row that `_close_holes` moves is never one whose prefill is still to come.
-        self._holes.sort(reverse=True)
-        used_tokens, budget_tokens = self._kv_used(), self._prefill_tokens_per_step
-        prefill_by_key: dict[tuple[int, TokenIds], Prefill] = {}  # by update and tokens
-        pairs_by_tokens: dict[int, list[tuple[int, int]]] = {}  # tokens -> (source slot, target slot)
-        slots_by_tokens: dict[int, list[int]] = {}  # tokens -> slots that get them from the last one
+        if not self._waiting:
+            self._drop_partial()
+        budget_tokens, prefills, copies = self._prefill_tokens_per_step, list[Prefill](), list[tuple[int, int]]()
+        leader_by_key: dict[tuple[int, TokenIds], EngineRequest] = {}  # by update and tokens
         admitted: list[EngineRequest] = []
-        while (self._holes or self._rows < self.slots) and self._waiting:
+        while self._rows < self.slots and self._waiting:
             request = self._waiting[0]
-            running_count = self._rows - len(self._holes)
-            if self._scarce and running_count:
-                needed_tokens = used_tokens + request.tokens + running_count * HEADROOM_TOKENS
-                if needed_tokens > self.kv_capacity_tokens:
-                    break
-            context_ids = (request.prompt + request.response)[:-1]  # the last token is fed by the step itself
+            token_ids = request.prompt + request.response
+            context_ids = token_ids[:-1]  # the last token is fed by the step itself
             update = self._update_of(request)
-            prefill = prefill_by_key.get((update, context_ids))
-            donor = None if prefill is not None or request.response else self._donor(request.prompt, update)
-            if prefill is None and donor is None and context_ids:
-                begun_tokens = self._partial_tokens(context_ids, update)
-                if len(context_ids) - begun_tokens > budget_tokens and (prefill_by_key or not self._deterministic):
-                    last_slot_free = self._rows < self.slots or self.slots - 1 in self._holes
-                    if budget_tokens and not self._deterministic and last_slot_free:
-                        end = begun_tokens + budget_tokens
-                        # A request admitted in this step may have exactly this prefix: its slot needs it too.
-                        first_part = Prefill(context_ids[:end], [], begun_tokens, update)
-                        prefill_by_key.setdefault((update, context_ids[:end]), first_part).slots.append(self.slots - 1)
-                        self._partial = _Partial(context_ids[:end], update)
+            leader = leader_by_key.get((update, token_ids))
+            donor = None if leader is not None or request.response else self._donor(request.prompt, update)
+            begun_tokens = 0 if leader is not None or donor is not None else self._partial_tokens(context_ids, update)
+            shared = 0 if leader is None and donor is None else len(context_ids) // BLOCK_TOKENS
+            if not self._has_blocks(blocks_for(len(token_ids)) - shared, continues=begun_tokens > 0):
+                break
+            if leader is None and donor is None and len(context_ids) - begun_tokens > budget_tokens:
+                if budget_tokens and not self._deterministic:
+                    end = begun_tokens + budget_tokens
+                    if not begun_tokens:
+                        self._drop_partial()
+                    self._pool.allocate(self.slots, len(token_ids))
+                    prefills.append(Prefill(context_ids[:end], self.slots, begun_tokens, update))
+                    self._partial = _Partial(context_ids[:end], update)
+                if prefills or not self._deterministic:
                     break
-                budget_tokens -= len(context_ids) - begun_tokens
-                prefill = prefill_by_key[update, context_ids] = Prefill(context_ids, [], begun_tokens, update)
             heapq.heappop(self._waiting)
             request.update = request.prefix_update = update
             slot = self._assign_slot(request)
-            used_tokens += request.tokens
             admitted.append(request)
-            if prefill is not None:
-                prefill.slots.append(slot)
-                if prefill.start:
-                    slots_by_tokens.setdefault(prefill.start, []).append(slot)
-            elif donor is not None and context_ids:
-                pairs_by_tokens.setdefault(len(context_ids), []).append((donor.slot, slot))
+            if leader is not None:
+                self._pool.share(leader.slot, slot, len(token_ids))
+                continue
+            if donor is not None:  # it may have written behind the prompt in the last block
+                copies += self._pool.share(donor.slot, slot, len(context_ids), copy_last=True)
+            elif begun_tokens:
+                self._pool.move(self.slots, slot)
+                self._partial = None
+            self._pool.allocate(slot, len(token_ids))
+            if donor is None and context_ids:
+                prefills.append(Prefill(context_ids, slot, begun_tokens, update))
+                budget_tokens -= len(context_ids) - begun_tokens
+            leader_by_key[update, token_ids] = request
         for request in admitted:  # after the loop: a donor must have its KV before this step
             self._donors.setdefault(request.prompt, []).append(request)
-        for tokens, slots in slots_by_tokens.items():  # first: the others may overwrite that slot
-            self._runner.cache.copy([self.slots - 1] * len(slots), slots, tokens)
-        for tokens, slot_pairs in pairs_by_tokens.items():
-            self._runner.cache.copy([pair[0] for pair in slot_pairs], [pair[1] for pair in slot_pairs], tokens)
-        self._prefilled += sum(prefill.tokens for prefill in prefill_by_key.values())
-        return list(prefill_by_key.values())
+        self._runner.cache.copy(copies)
+        self._prefilled += sum(prefill.tokens for prefill in prefills)
+        return prefills
+
+    def _has_blocks(self, needed: int, *, continues: bool) -> bool:
+        """Whether a request that needs so many blocks can be admitted. ``continues``: it takes over the blocks of the
+        partial prompt, which is dropped otherwise if there are too few."""
+        if not self._scarce:
+            return True
+        needed += blocks_for(self._rows * HEADROOM_TOKENS)
+        if continues:
+            return self._pool.free + np.count_nonzero(self._pool.tables[self.slots]) >= needed
+        if self._pool.free < needed:
+            self._drop_partial()
+        return self._pool.free >= needed
+
+    def _drop_partial(self) -> None:
+        if self._partial is not None:
+            self._partial = None
+            self._pool.release(self.slots)
 
     def _partial_tokens(self, ids: TokenIds, update: int) -> int:
-        """Count of leading tokens of ``ids`` whose KV by these weights is in the last slot."""
+        """Count of leading tokens of ``ids`` whose KV by these weights is in the row behind the slots."""
         prefix = self._partial
         if prefix is None or prefix.update != update or ids[: len(prefix.ids)] != prefix.ids:
             return 0
         return min(len(prefix.ids), len(ids) - 1)
 
     def _assign_slot(self, request: EngineRequest) -> int:
-        if self._holes:
-            slot = self._holes.pop()
-        else:
-            slot = self._rows
-            self._rows += 1
-        if slot == self.slots - 1:
-            self._partial = None
+        slot = self._rows
+        self._rows += 1
         request.reprefilled = request.reprefilled or bool(request.response)
         self._table.occupy(slot, request, self.context_tokens)
         return slot
@@ -201,31 +215,24 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
     # --- endings, preemption --------------------------------------------------------------------------------
 
     def _release_row(self, request: EngineRequest) -> None:
-        slot = request.slot
+        """Free a request's row and blocks; the last row is moved into it."""
+        slot, last_row = request.slot, self._rows - 1
+        self._pool.release(slot)
         self._table.release(slot)
-        self._holes.append(slot)
+        if slot != last_row:
+            self._table.move(last_row, slot)
+            self._pool.move(last_row, slot)
+        self._rows = last_row
         siblings = self._donors[request.prompt]
         siblings.remove(request)
         if not siblings:
             del self._donors[request.prompt]
 
-    def _close_holes(self) -> None:
-        """Move the last rows into the holes, so that the running requests are rows 0 .. n-1 again."""
-        origin_by_target: dict[int, int] = {}  # target -> the row its KV lies in
-        for hole in sorted(self._holes, reverse=True):
-            last_row = self._rows - 1
-            if hole != last_row:
-                self._table.move(last_row, hole)
-                origin_by_target[hole] = origin_by_target.pop(last_row, last_row)
-            self._rows -= 1
-        self._holes.clear()
-        if origin_by_target:
-            tokens = int(self._table.position[list(origin_by_target)].max())
-            self._runner.cache.copy(list(origin_by_target.values()), list(origin_by_target), tokens)
-
-    def _kv_used(self) -> int:
-        """KV tokens of the running requests after the next step (free rows have position 0)."""
-        return int(self._table.position[: self._rows].sum()) + self._rows - len(self._holes)
+    def _overfull(self) -> bool:
+        position_n = self._table.position[: self._rows]
+        if self._pool.shortage(position_n):
+            self._drop_partial()
+        return self._pool.shortage(position_n) > 0
 
     # --- weights --------------------------------------------------------------------------------------------
 
@@ -234,13 +241,13 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
 
     def _weights_changed(self, *, staged: bool = False) -> None:
         self._runner.weights_changed(staged=staged)
-        self._close_holes()
+        self._drop_partial()
         self._updates += 1
         self._model_update = self._updates
 
     def _register(self, name: str, tensors: Mapping[str, Tensor], version: int) -> None:
         adapter = self.adapters.revised(name, tensors)
-        self._close_holes()
+        self._drop_partial()
         self._updates += 1
         self._runner.register(name, adapter, version, self._updates)
 
@@ -250,14 +257,16 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
     def _recompute(self, running: Sequence[EngineRequest]) -> int:
         """Recompute the KV of all running requests with the present weights. Returns the count of tokens computed."""
         table = self._table
-        shared_by_prompt, single_prefills = self._shared_prompts(running), []
+        shared_by_prompt, single_prefills = self._shared_prompts(running), list[Prefill]()
         for request in running:
+            if self._deterministic:  # a row's result must not depend on its siblings
+                self._pool.own(request.slot)
             ids = table.sequence[request.slot, : table.position[request.slot]]
             request.prefix_update = self._updates
             request.reprefilled = request.reprefilled or len(ids) > 0
             begun_tokens = len(request.prompt) - 1 if request.prompt in shared_by_prompt else 0
             if len(ids) > begun_tokens:
-                single_prefills.append(Prefill(ids, [request.slot], begun_tokens, self._updates))
+                single_prefills.append(Prefill(ids, request.slot, begun_tokens, self._updates))
         total_tokens = 0
         for stage_prefills in (list(shared_by_prompt.values()), single_prefills):
             prefill_chunk: list[Prefill] = []
@@ -270,6 +279,11 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
                 budget_tokens -= prefill.tokens
                 total_tokens += prefill.tokens
             self._runner.prefill(prefill_chunk)
+            if stage_prefills is not single_prefills:
+                for request in running:
+                    if (prefill := shared_by_prompt.get(request.prompt)) is not None and prefill.row != request.slot:
+                        pairs = self._pool.share(prefill.row, request.slot, len(request.prompt) - 1, copy_last=True)
+                        self._runner.cache.copy(pairs)
         self._prefilled += total_tokens
         return total_tokens
 
@@ -281,7 +295,7 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
         for request in running:
             slots_by_prompt.setdefault(request.prompt, []).append(request.slot)
         return {
-            prompt: Prefill(prompt[:-1], prompt_slots, 0, self._updates)
+            prompt: Prefill(prompt[:-1], prompt_slots[0], 0, self._updates)
             for prompt, prompt_slots in slots_by_prompt.items()
             if len(prompt_slots) > 1 and len(prompt) > 1
         }
@@ -292,5 +306,4 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
 
     def statistics(self) -> EngineStatistics:
         """See `Engine.statistics`."""
-        kv_used_tokens = int(self._table.position[: self._rows].sum())
-        return self._statistics(self._rows - len(self._holes), kv_used_tokens, self.kv_capacity_tokens)
+        return self._statistics(self._rows, self._pool.used * BLOCK_TOKENS, self.kv_capacity_tokens)

@@ -96,8 +96,8 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         """Free a running request's row."""
 
     @abstractmethod
-    def _kv_used(self) -> int:
-        """KV tokens of the running requests after the next step."""
+    def _overfull(self) -> bool:
+        """Whether the running requests' KV after the next step doesn't fit."""
 
     @abstractmethod
     def _register(self, name: str, tensors: Mapping[str, Tensor], version: int) -> None:
@@ -148,7 +148,7 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         row_count = self._rows if self._scarce else 0
         running = [request for request in self._table.requests[:row_count] if request is not None]
         for request in sorted(running, reverse=True)[:-1]:
-            if self._kv_used() <= self.kv_capacity_tokens:
+            if not self._overfull():
                 return
             self._preempt(request)
             heapq.heappush(self._waiting, request)
