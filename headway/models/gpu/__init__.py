@@ -1,3 +1,3 @@
-"""Operators for GPUs: each has a plain torch body, which is the reference, and a Triton body; begin with
-`decode_operators.py`. It imports no engine and no trainer.
+"""This package has the Triton kernels of decoders on GPUs. Each has a plain torch body beside the operator that calls
+it, which is its reference. Begin with `decode_kernels.py`.
 """

@@ -112,7 +112,8 @@ class HfEngine(SlotEngine[HfRevisions]):
         slots = torch.tensor([request.slot for batch in self._batches for request in batch.running])
         logits_nv = torch.empty_like(logits).index_copy_(0, slots.to(logits.device), logits)
         sampling, errors = table.row_sampling(n, logits_nv.device)
-        for request, reason, error, at_fault, recompile in table.advance(n, sample_tokens(logits_nv, sampling), errors):
+        sampled = sample_tokens(logits_nv, sampling).host()
+        for request, reason, error, at_fault, recompile in table.advance(slice(n), sampled, errors):
             if recompile:
                 self._recompile_grammar(request)
             else:

@@ -7,7 +7,8 @@ change (DESIGN rule 4).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Unpack
 
 import numpy as np
@@ -15,16 +16,21 @@ import torch
 from torch import Tensor
 
 from headway.generator.engines.requests import EngineRequest
+from headway.generator.engines.sampling import HostSample
 from headway.generator.engines.torch.adapters import AdapterRevisions
 from headway.generator.engines.torch.block_pool import BLOCK_TOKENS, blocks_for, whole_blocks
+from headway.generator.engines.torch.decode_step import PROMPT_ROWS, Capture, CudaGraphs, DecodeStep, Launch
 from headway.generator.engines.torch.memory import EngineMemory
 from headway.generator.engines.torch.model_runner import ModelRunner, Prefill
 from headway.generator.engines.torch.slot_engine import SlotEngine, SlotOptions
 from headway.generator.engines.torch.slot_table import HEADROOM_TOKENS
 from headway.models.decoder import Decoder
 from headway.models.lora import Lora
-from headway.records.generation import EngineStatistics, Probe, ProbeScores
+from headway.records.generation import EngineStatistics, GenerationRequest, Probe, ProbeScores
 from headway.records.tokens import TokenIds, TokenRows
+from headway.tokens.grammar import GrammarRefused
+
+log = logging.getLogger(__name__)
 
 
 class _Partial(NamedTuple):
@@ -66,13 +72,14 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
         native_kernels: bool = True,
         adapters: Mapping[str, Lora] | None = None,
         return_experts: bool = False,
+        capture: Capture | None = None,
         **options: Unpack[SlotOptions],
     ) -> None:
         """``model`` is changed in place by updates; ``native_kernels``: use models/cpu/native.py where it supports the
         model; ``adapters``: by name; the engine owns them, at ``version``; ``return_experts``: those of a mixture, as
-        rows of the deltas."""
+        rows of the deltas; ``capture``: makes replays of steps that run ahead (default: CUDA graphs on a GPU)."""
         super().__init__(model, **options)
-        runner_options = self._deterministic, native_kernels, return_experts
+        runner_options = self._deterministic, native_kernels and capture is None, return_experts
         every_slot_tokens = self.slots * whole_blocks(self.context_tokens)
         self.kv_capacity_tokens = whole_blocks(self.kv_capacity_tokens) if self._scarce else every_slot_tokens
         self._runner = runner = ModelRunner(
@@ -82,11 +89,33 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
         self._partial: _Partial | None = None  # the prefix whose KV is in the row behind the slots
         self._donors: dict[TokenIds, list[EngineRequest]] = {}  # running requests by prompt
         self._updates = 0  # of model and adapters so far; unlike versions, these numbers never repeat
-        self.memory = EngineMemory(self._subscriber, runner.tensors, runner.forget_panels, runner.weights_changed)
+        self.memory = EngineMemory(self._subscriber, self._tensors, self._forget_derived, runner.weights_changed)
         self.adapters = self._runner.adapters
         for name, adapter in (adapters or {}).items():
             self._updates += 1
             self._runner.register(name, adapter, self.version, self._updates)
+        self._restricted = 0  # open requests whose tokens `DecodeStep` doesn't sample
+        self._launched: Launch | None = None  # a step whose tokens aren't read yet
+        self._decoder: DecodeStep | None = None
+        if capture is None and runner.device.type == "cuda":
+            capture = CudaGraphs()
+        if capture is not None and not (reason := runner.uncapturable()):
+            self._decoder = DecodeStep(runner, self.slots, capture)
+        elif capture is not None:
+            log.info("decoding operator by operator, without CUDA graphs: %s", reason)
+
+    # --- requests -------------------------------------------------------------------------------------------
+
+    def _entry(self, request: GenerationRequest, arrival: int) -> EngineRequest:
+        entry = super()._entry(request, arrival)
+        if entry.restricted and not self._restricted and self._decoder is not None:
+            log.info("decoding operator by operator beside request %s: top-p, top-k or a grammar", entry.request_id)
+        self._restricted += entry.restricted
+        return entry
+
+    def _ended(self, entry: EngineRequest) -> None:
+        super()._ended(entry)
+        self._restricted -= entry.restricted
 
     # --- one step -------------------------------------------------------------------------------------------
 
@@ -94,30 +123,73 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
     def step(self) -> bool:
         """See `Engine.step`."""
         self._take_compiled(idle=not self._rows and not self._waiting)
+        decoder = None if self._restricted else self._decoder
+        if decoder is None:
+            self._settle()
         self._preempt_to_fit()
-        self._runner.cache.copy(self._pool.extend(self._table.position[: self._rows]))
+        self._runner.cache.copy(self._pool.extend(self._table.next_position(self._rows)[0]))
         prefills = self._admit()
-        n, table = self._rows, self._table
-        if n == 0 and not prefills:
+        if not self._rows and not prefills and self._launched is None:
             return bool(self._compiling)
         started_s = self._now()
-        if n == 0:  # just a part of a long prompt
+        if decoder is not None:
+            self._step_ahead(decoder, prefills)
+        elif not self._rows:  # just a part of a long prompt
             self._runner.prefill(prefills)
-            self._busy_s += self._now() - started_s
-            return True
+        else:
+            self._step_now(prefills)
+        self._busy_s += self._now() - started_s
+        self._note_idleness()
+        return True
+
+    def _step_now(self, prefills: Sequence[Prefill]) -> None:
+        """Sample a token for every row, and wait for it."""
+        n, table = self._rows, self._table
         n_rows = self.slots if self._deterministic else n
         logits = self._runner.step(prefills, table.pending[:n_rows], table.position[:n_rows], table.update[:n_rows])
         sampling, errors = table.row_sampling(n_rows, self._runner.device)
-        for request, reason, error, at_fault, retry in table.advance(n, self._runner.sample(logits, sampling), errors):
+        self._advance(slice(n), self._runner.sample(logits, sampling).host(), errors)
+        self._steps += 1
+        self._generated += n
+
+    def _step_ahead(self, decoder: DecodeStep, prefills: Sequence[Prefill]) -> None:
+        """Launch a step, and only then read the last one's tokens. A request that has ended is known one step late: its
+        token of the launched step is dropped."""
+        if self._deterministic or not self._rows or sum(prefill.tokens for prefill in prefills) > PROMPT_ROWS:
+            self._runner.prefill(prefills)
+            prefills = ()
+        position_n, active_n = self._table.next_position(self._rows)
+        launched, self._launched = self._launched, None
+        if active_n.any():
+            self._launched = decoder.launch(self._table, position_n, active_n, prefills)
+            self._steps += 1
+        elif prefills:
+            self._runner.prefill(prefills)
+        self._table.launch(active_n)
+        if launched is not None:
+            self._read(launched, self._table.previous)
+
+    def _settle(self) -> None:
+        launched, self._launched = self._launched, None
+        if launched is not None:
+            self._read(launched, self._table.source)
+            self._table.source[:] = -1
+
+    def _read(self, launched: Launch, row_s: np.ndarray) -> None:
+        """Append the tokens of a launched step; ``row_s``: its row of each slot, or -1."""
+        slots = np.flatnonzero(row_s[: self._rows] >= 0)
+        ids, logprobs = launched.read()[:, row_s[slots]]
+        self._generated += len(slots)
+        self._advance(slots, (ids.astype(np.int64), logprobs, {}), {})
+
+    def _advance(
+        self, rows: slice | np.ndarray, sampled: HostSample, errors: dict[EngineRequest, GrammarRefused]
+    ) -> None:
+        for request, reason, error, at_fault, retry in self._table.advance(rows, sampled, errors):
             if retry:
                 self._recompile_grammar(request)
             else:
                 self._end_running(request, reason, error, refused=at_fault)
-        self._steps += 1
-        self._generated += n
-        self._busy_s += self._now() - started_s
-        self._note_idleness()
-        return True
 
     def _admit(self) -> list[Prefill]:
         """Give free slots to waiting requests while KV blocks and this step's prefill budget last.
@@ -229,12 +301,21 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
             del self._donors[request.prompt]
 
     def _overfull(self) -> bool:
-        position_n = self._table.position[: self._rows]
+        position_n, _ = self._table.next_position(self._rows)
         if self._pool.shortage(position_n):
             self._drop_partial()
         return self._pool.shortage(position_n) > 0
 
     # --- weights --------------------------------------------------------------------------------------------
+
+    def _tensors(self) -> Iterator[Tensor]:
+        self._settle()
+        return self._runner.tensors()
+
+    def _forget_derived(self) -> None:
+        self._runner.forget_panels()
+        if self._decoder is not None:
+            self._decoder.forget()
 
     def _stage(self, name: str, tensor: Tensor, size: int) -> None:
         self._runner.stage(name, tensor, size)

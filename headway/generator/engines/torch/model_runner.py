@@ -20,10 +20,11 @@ from headway.generator.engines.torch.adapters import AdapterRevisions
 from headway.generator.engines.torch.block_pool import BLOCK_TOKENS, blocks_for, whole_blocks
 from headway.generator.engines.torch.kv_cache import PagedCache
 from headway.generator.engines.torch.native_decode import NativeDecode, can_decode
+from headway.generator.engines.torch.operators import gathered, paged_attention, store_kv
 from headway.models.configuration import Scores
 from headway.models.cpu import native
 from headway.models.decoder import Decoder, DecoderLayer
-from headway.models.gpu.decode_operators import gathered, paged_attention
+from headway.models.experts import aligned
 from headway.models.hidden_states import HiddenStates
 from headway.models.lora import Lora
 from headway.models.masked import causal_attention, masked_attention, visible_mask
@@ -61,13 +62,13 @@ class _EqualPrefills(NamedTuple):
 
 
 class _Packed(NamedTuple):
-    """The rows of a forward pass: decode rows, each the row of the block table with its number, then prefills."""
+    """The rows of a forward pass: those that attend through the block table, then prefills."""
 
     ids: Tensor
     position: Tensor
     cells: tuple[Tensor, Tensor]  # block and position inside it, of every row
-    decoded: int  # count of decode rows
-    table_nw: Tensor  # of the decode rows, as far as one of them reaches
+    decoded: int  # count of rows, the first ones, whose output is wanted
+    table_nw: Tensor  # of those that attend through it, as far as one of them reaches
     prefills: tuple[_EqualPrefills, ...]
 
 
@@ -141,6 +142,17 @@ class ModelRunner:
         kernels.pack(matrices, staged=staged)
         if self._attention_kernels is not None and can_decode(model, kernels):
             self._native_decode = NativeDecode(model, self.cache, kernels)
+
+    def uncapturable(self) -> str:
+        """The reason why `logits` can't be captured; "": it can."""
+        if self.adapters:
+            return "it serves adapters"
+        if self.cache.routing is not None:
+            return "the experts of every token are kept"
+        sparse_layers = [layer for layer in self._layers if layer.kind.sparse]
+        if sparse_layers and (self.fixed_shapes or not aligned(sparse_layers[0].down_weight)):
+            return "the products of its mixture wait for the host"
+        return ""
 
     def forget_panels(self) -> None:
         """Free the kernels' copies of the weights until `weights_changed`: nothing can be computed meanwhile."""
@@ -251,8 +263,16 @@ class ModelRunner:
                 )
             return self._layers_forward(self._packed(prefills, pending, position), states)
 
+    def logits(self, ids_n: Tensor, position_n: Tensor, table_nw: Tensor, sampled: int) -> Tensor:
+        """Store KV of rows, each with a block table, and return the logits after the first ``sampled`` of them."""
+        block_n = table_nw.gather(1, (position_n // BLOCK_TOKENS)[:, None])[:, 0]
+        cells = block_n.long(), position_n % BLOCK_TOKENS
+        x_nd = self._layers_forward(_Packed(ids_n, position_n, cells, sampled, table_nw, ()), None)
+        assert x_nd is not None
+        return self.model.head(x_nd)
+
     def _layers_forward(self, rows: _Packed, states: HiddenStates | None) -> Tensor | None:
-        n, prefills = rows.decoded, rows.prefills
+        n, prefills = len(rows.table_nw), rows.prefills
         x_nd = self.model.embed(rows.ids)
         if states is not None:
             states.add(x_nd)
@@ -263,19 +283,20 @@ class ModelRunner:
             q, k, v = layer.project_qkv(x_nd, cos, sin)
             stored = slice(n if self._natively(scores) else 0, None)  # the native kernels store decode rows themselves
             blocks, offsets = (cell[stored] for cell in rows.cells)
-            self.cache.keys[index][blocks, :, offsets] = k[stored]
-            self.cache.values[index][blocks, :, offsets] = v[stored]
-            if index == last_index and states is None:  # of prefilled rows only the KV is needed
-                if n == 0:
+            if len(blocks):
+                store_kv(k[stored], v[stored], self.cache.keys[index], self.cache.values[index], blocks, offsets)
+            if index == last_index and states is None:  # of the other rows only the KV is needed
+                if rows.decoded == 0:
                     break
-                x_nd, prefills = x_nd[:n], ()
+                n, prefills = rows.decoded, ()
+                x_nd = x_nd[:n]
             parts = [self._decode_attention(index, (q[:n], k[:n], v[:n]), rows, scores)] if n else []
             parts.extend(self._prefill_attention(index, q, k, v, equal, rows.position, scores) for equal in prefills)
             x_nd = layer.finish(x_nd, parts[0] if len(parts) == 1 else torch.cat(parts))
             if states is not None:
                 states.add(x_nd)
         self._store_experts(rows)
-        return x_nd if n or states is not None else None
+        return x_nd if rows.decoded or states is not None else None
 
     def _packed(self, prefills: Sequence[Prefill], pending: np.ndarray, position: np.ndarray) -> _Packed:
         """Pack prefills, sorted by start and length, after the decode rows."""
@@ -307,12 +328,10 @@ class ModelRunner:
 
     def _decode_attention(self, index: int, qkv: Sequence[Tensor], rows: _Packed, scores: Scores) -> Tensor:
         """Attention of decode rows, [n, h * c]; the native kernels also store their keys and values."""
-        position_n = rows.position[: rows.decoded]
+        n, cache = len(qkv[0]), (self.cache.keys[index], self.cache.values[index])
         if self._natively(scores):
-            return self._native_attention(index, qkv, None, position_n, scores, write=True)
-        return paged_attention(
-            qkv[0], self.cache.keys[index], self.cache.values[index], rows.table_nw, position_n, scores
-        )
+            return self._native_attention(index, qkv, None, rows.position[:n], scores, write=True)
+        return paged_attention(qkv[0], *cache, rows.table_nw[:n], rows.position[:n], scores)
 
     def _native_attention(
         self, index: int, qkv: Sequence[Tensor], row_n: Tensor | None, position_n: Tensor, scores: Scores, write: bool
