@@ -42,7 +42,7 @@ class CudaGraphs:
             function()  # what is made at a first call, such as compiled kernels, isn't captured
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # others fetch weights
             function()
         return graph.replay
 

@@ -127,7 +127,7 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
         if decoder is None:
             self._settle()
         self._preempt_to_fit()
-        self._runner.cache.copy(self._pool.extend(self._table.next_position(self._rows)[0]))
+        self._runner.cache.copy(self._pool.extend(self._next_position()))
         prefills = self._admit()
         if not self._rows and not prefills and self._launched is None:
             return bool(self._compiling)
@@ -301,10 +301,15 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
             del self._donors[request.prompt]
 
     def _overfull(self) -> bool:
-        position_n, _ = self._table.next_position(self._rows)
+        position_n = self._next_position()
         if self._pool.shortage(position_n):
             self._drop_partial()
         return self._pool.shortage(position_n) > 0
+
+    def _next_position(self) -> np.ndarray:
+        if self._launched is None:
+            return self._table.position[: self._rows]
+        return self._table.next_position(self._rows)[0]
 
     # --- weights --------------------------------------------------------------------------------------------
 

@@ -50,6 +50,8 @@ class PagedCache:
         """Copy blocks, as (source, target), in all layers."""
         if not pairs:
             return
-        sources, targets = torch.tensor(pairs, device=self.all.device).unbind(1)
+        host_pairs = torch.tensor(pairs, pin_memory=self.all.is_cuda)
+        sources, targets = host_pairs.to(self.all.device, non_blocking=True).unbind(1)
         self.all[:, :, targets] = self.all[:, :, sources]
-        self.experts[targets] = self.experts[sources]
+        if self.routing is not None:
+            self.experts[targets] = self.experts[sources]

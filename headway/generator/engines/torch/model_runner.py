@@ -1,4 +1,4 @@
-"""Forward steps over slots: new prompts and running requests in the same matrix products.
+"""Forward steps over rows with block tables: new prompts and running requests in the same matrix products.
 
 Shapes: n decode rows, m prefills, d width, h query heads, k KV heads, c head dimension, w blocks of a row's table,
 v vocabulary.

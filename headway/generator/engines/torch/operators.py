@@ -63,11 +63,11 @@ def _paged_attention(
     if window:
         visible_nt &= key_t > position[:, None] - window
     mask = visible_nt[:, None, None]
-    # Blocks that nothing has written since may contain NaN, and 0 x NaN is NaN.
-    visible_values = gathered(values, table).masked_fill(~mask.transpose(2, 3), 0)
+    # Blocks that nothing has written since may contain NaN, which no mask removes.
+    keys, values = (gathered(cache, table).masked_fill(~mask.transpose(2, 3), 0) for cache in (keys, values))
     # A KV head's queries lie on the query axis, so that KV isn't repeated.
     grouped_q, scores = q.reshape(n, keys.shape[1], -1, c), Scores(scale=scale, softcap=softcap or None)
-    return masked_attention(grouped_q, gathered(keys, table), visible_values, mask, scores).reshape(n, -1)
+    return masked_attention(grouped_q, keys, values, mask, scores).reshape(n, -1)
 
 
 def sample(logits_nv: Tensor, seed_n: Tensor, index_n: Tensor, temperature_n: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Per-slot state on the host, in NumPy: one row for each slot, so that a step's bookkeeping is a few vector
 operations however many requests run.
 
-The running requests hold rows 0 .. n-1; a freed row is refilled or closed by moving the last one into it.
+The running requests hold rows 0 .. n-1; the last one is moved into a freed row.
 """
 
 from __future__ import annotations
