@@ -261,11 +261,11 @@ def test_a_step_at_a_real_models_sizes_launches_few_kernels_and_never_crosses_to
 
 def test_the_hosts_random_numbers_are_the_devices():
     from headway.generator.engines.sampling import counter_uniform
-    from headway.generator.engines.torch.operators import _uniform
+    from headway.generator.engines.torch.operators import uniform
 
     random = np.random.default_rng(0)
     seeds, index = random.integers(-(2**63), 2**63, 5000), random.integers(0, 2**40, 5000)
-    device = _uniform(torch.from_numpy(seeds), torch.from_numpy(index)).numpy()
+    device = uniform(torch.from_numpy(seeds), torch.from_numpy(index)).numpy()
     assert np.array_equal(device, counter_uniform(seeds.view(np.uint64), index))
 
 

@@ -33,13 +33,13 @@ for dtype in (torch.float32, torch.float16):
             decode_kernels._SPLIT_PROGRAMS = programs
             how = q, keys, values, table, position, c**-0.5, window, cap
             wide = (x.float() for x in how[:3])
-            expected = operators._paged_attention(*wide, *how[3:])
+            expected = operators.paged_attention(*wide, *how[3:])
             error = (decode_kernels.paged_attention(*how).float() - expected).abs().max()
             errors[f"attention {dtype} {heads} {window} {cap} {programs}"] = float(error)
         blocks_n, offsets = table[:, 0].long(), torch.tensor([0, 1, 2, 3, 15])
         mine, others = [keys.clone(), values.clone()], [keys.clone(), values.clone()]
         decode_kernels.store_kv(k, v, *mine, blocks_n, offsets)
-        operators._store_kv(k, v, *others, blocks_n, offsets)
+        operators.store_kv(k, v, *others, blocks_n, offsets)
         for one, other in zip(mine, others):
             errors[f"store {dtype} {heads}"] = float((one.nan_to_num() != other.nan_to_num()).sum())
     logits = (torch.randn(64, 300) * 3).to(dtype)
@@ -50,7 +50,7 @@ for dtype in (torch.float32, torch.float16):
     temperature[::5] = 0
     decode_kernels._VOCABULARY_TILE = 128
     how = logits, fields[:, 0], fields[:, 1], temperature
-    mine, others = decode_kernels.sample(*how), operators._sample(*how)
+    mine, others = decode_kernels.sample(*how), operators.sample(*how)
     errors[f"tokens {dtype}"] = float((mine[0] != others[0]).sum())
     errors[f"log-probabilities {dtype}"] = float((mine[1] - others[1]).abs().max())
 import json

@@ -209,7 +209,7 @@ def test_a_fault_of_the_cache_alone_is_refused(tmp_path: Path, monkeypatch: pyte
     engine = engine_of(folder, native_kernels=False)
     right = model_runner.paged_attention
     monkeypatch.setattr(
-        model_runner, "paged_attention", lambda *args: right(*args[:4], (args[4] - 1).clamp(min=0), args[5])
+        model_runner, "paged_attention", lambda *args: right(*args[:4], (args[4] - 1).clamp(min=0), *args[5:])
     )
     wrong = refused(learner_of(folder), engine)
     assert wrong.startswith("the engine's decoding on its cache and its prefill disagree")

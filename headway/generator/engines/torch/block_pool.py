@@ -44,7 +44,6 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Count of free blocks."""
         return len(self._free)
 
     @property
@@ -54,10 +53,8 @@ class BlockPool:
 
     def allocate(self, row: int, tokens: int) -> None:
         """Give a row the blocks that it lacks for ``tokens`` tokens. Raises IndexError when too few are free."""
-        table = self.tables[row]
-        for index in range(blocks_for(tokens)):
-            if table[index] == PADDING:
-                table[index] = self._take()
+        for index in np.flatnonzero(self.tables[row, : blocks_for(tokens)] == PADDING).tolist():
+            self.tables[row, index] = self._take()
 
     def share(self, source: int, target: int, tokens: int, *, copy_last: bool = False) -> list[tuple[int, int]]:
         """Make the blocks of the source's first ``tokens`` tokens those of another row, in place of what it has there.
@@ -65,11 +62,11 @@ class BlockPool:
         (source, target)."""
         shared = tokens // BLOCK_TOKENS if copy_last else blocks_for(tokens)
         for index in range(shared):
-            block, replaced = self.tables[source, index], self.tables[target, index]
+            block, replaced = int(self.tables[source, index]), int(self.tables[target, index])
             self.references[block] += 1
-            if replaced != PADDING:
-                self._drop(int(replaced))
             self.tables[target, index] = block
+            if replaced != PADDING:
+                self._drop(replaced)
         if shared == blocks_for(tokens):
             return []
         self.allocate(target, tokens)
@@ -104,9 +101,7 @@ class BlockPool:
 
     def release(self, row: int) -> None:
         """Free a row's blocks, but for those that others share."""
-        blocks = self.tables[row]
-        blocks = blocks[blocks != PADDING]
-        for block in blocks.tolist():
+        for block in self.tables[row][self.tables[row] != PADDING].tolist():
             self._drop(block)
         self.tables[row] = PADDING
 

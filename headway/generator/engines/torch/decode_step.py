@@ -7,7 +7,7 @@ Shapes: n decoding rows, r rows, w blocks of a row's table.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,15 +18,11 @@ from headway.generator.engines.torch.model_runner import ModelRunner, Prefill
 from headway.generator.engines.torch.operators import sample
 from headway.generator.engines.torch.slot_table import SlotTable
 
+# Makes the replay of a function that reads and writes tensors at fixed addresses only.
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
 PROMPT_ROWS = 512  # tokens of prompts that a step computes as rows; with more, they are computed before it
 _PROMPT_SIZES = (0, 64, PROMPT_ROWS)
 _ID, _SOURCE, _POSITION, _SEED, _INDEX, _TEMPERATURE, _FIELDS = range(7)  # of a row, int64; its block table follows
-
-
-class Capture(Protocol):
-    """Makes the replay of a function that reads and writes tensors at fixed addresses only."""
-
-    def __call__(self, function: Callable[[], None]) -> Callable[[], None]: ...
 
 
 class CudaGraphs:

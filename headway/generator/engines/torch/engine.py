@@ -124,7 +124,7 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
         """See `Engine.step`."""
         self._take_compiled(idle=not self._rows and not self._waiting)
         decoder = None if self._restricted else self._decoder
-        if decoder is None:
+        if decoder is None or (self._scarce and self._overfull()):  # some may have ended, and need no KV any more
             self._settle()
         self._preempt_to_fit()
         self._runner.cache.copy(self._pool.extend(self._next_position()))
@@ -194,8 +194,8 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
     def _admit(self) -> list[Prefill]:
         """Give free slots to waiting requests while KV blocks and this step's prefill budget last.
 
-        Equal prompts are computed once: their rows share the blocks of one Prefill, or those of a running request that
-        computed the prompt since the last update.
+        Equal prompts are computed once: their rows share the blocks of one Prefill, or those of a donor, a running
+        request whose prompt was computed by the same weights.
         """
         if not self._waiting:
             self._drop_partial()
@@ -208,7 +208,8 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
             context_ids = token_ids[:-1]  # the last token is fed by the step itself
             update = self._update_of(request)
             leader = leader_by_key.get((update, token_ids))
-            donor = None if leader is not None or request.response else self._donor(request.prompt, update)
+            donors = () if leader is not None or request.response else self._donors.get(request.prompt, ())
+            donor = next((donor for donor in donors if donor.prefix_update == update), None)
             begun_tokens = 0 if leader is not None or donor is not None else self._partial_tokens(context_ids, update)
             shared = 0 if leader is None and donor is None else len(context_ids) // BLOCK_TOKENS
             if not self._has_blocks(blocks_for(len(token_ids)) - shared, continues=begun_tokens > 0):
@@ -225,7 +226,9 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
                     break
             heapq.heappop(self._waiting)
             request.update = request.prefix_update = update
-            slot = self._assign_slot(request)
+            request.reprefilled = request.reprefilled or bool(request.response)
+            slot, self._rows = self._rows, self._rows + 1
+            self._table.occupy(slot, request, self.context_tokens)
             admitted.append(request)
             if leader is not None:
                 self._pool.share(leader.slot, slot, len(token_ids))
@@ -270,20 +273,6 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
             return 0
         return min(len(prefix.ids), len(ids) - 1)
 
-    def _assign_slot(self, request: EngineRequest) -> int:
-        slot = self._rows
-        self._rows += 1
-        request.reprefilled = request.reprefilled or bool(request.response)
-        self._table.occupy(slot, request, self.context_tokens)
-        return slot
-
-    def _donor(self, prompt: TokenIds, update: int) -> EngineRequest | None:
-        """Find a running request whose KV of this prompt was computed by these weights, and so may be copied."""
-        for donor in self._donors.get(prompt, ()):
-            if donor.prefix_update == update:
-                return donor
-        return None
-
     # --- endings, preemption --------------------------------------------------------------------------------
 
     def _release_row(self, request: EngineRequest) -> None:
@@ -307,9 +296,8 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
         return self._pool.shortage(position_n) > 0
 
     def _next_position(self) -> np.ndarray:
-        if self._launched is None:
-            return self._table.position[: self._rows]
-        return self._table.next_position(self._rows)[0]
+        is_known, n = self._launched is None, self._rows
+        return self._table.position[:n] if is_known else self._table.next_position(n)[0]
 
     # --- weights --------------------------------------------------------------------------------------------
 

@@ -328,10 +328,11 @@ class ModelRunner:
 
     def _decode_attention(self, index: int, qkv: Sequence[Tensor], rows: _Packed, scores: Scores) -> Tensor:
         """Attention of decode rows, [n, h * c]; the native kernels also store their keys and values."""
-        n, cache = len(qkv[0]), (self.cache.keys[index], self.cache.values[index])
+        position_n, cache = rows.position[: len(qkv[0])], (self.cache.keys[index], self.cache.values[index])
         if self._natively(scores):
-            return self._native_attention(index, qkv, None, rows.position[:n], scores, write=True)
-        return paged_attention(qkv[0], *cache, rows.table_nw[:n], rows.position[:n], scores)
+            return self._native_attention(index, qkv, None, position_n, scores, write=True)
+        table_nw, how = rows.table_nw[: len(qkv[0])], (scores.scale, scores.window or 0, scores.softcap or 0.0)
+        return paged_attention(qkv[0], *cache, table_nw, position_n, *how)
 
     def _native_attention(
         self, index: int, qkv: Sequence[Tensor], row_n: Tensor | None, position_n: Tensor, scores: Scores, write: bool
