@@ -6,21 +6,26 @@ w blocks of a row's table, s splits, v vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
-import triton.language as tl
+import triton.language
 from torch import Tensor
+from triton.language import constexpr
 
+jit: Any = triton.jit  # a kernel isn't called as it is written
+tl: Any = triton.language
 _TILE = 64  # keys at a time
 _SPLIT_PROGRAMS = 512  # about four for each multiprocessor of an H100 or H200
 _MAX_SPLITS = 16
 _VOCABULARY_TILE = 4096
 
 
-@triton.jit
+@jit
 def store_kv_kernel(
-    k, v, keys, values, block_n, offset_n, k_stride, v_stride, HEADS: tl.constexpr, TOKENS: tl.constexpr,
-    C: tl.constexpr, PADDED_C: tl.constexpr,
+    k, v, keys, values, block_n, offset_n, k_stride, v_stride, HEADS: constexpr, TOKENS: constexpr,
+    C: constexpr, PADDED_C: constexpr,
 ):  # fmt: skip
     """Copy a row's key and value of a head into its cell."""
     row, head = tl.program_id(0), tl.program_id(1)
@@ -31,11 +36,11 @@ def store_kv_kernel(
     tl.store(values + cell * C + column, tl.load(v + row * v_stride + head * C + column, inside), inside)
 
 
-@triton.jit
+@jit
 def attend_kernel(
-    q, keys, values, table, position, out, lse, scale, softcap, window, q_stride, table_stride, HEADS: tl.constexpr,
-    GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, TOKENS: tl.constexpr, C: tl.constexpr, PADDED_C: tl.constexpr,
-    SPLITS: tl.constexpr, TILE: tl.constexpr, CAPPED: tl.constexpr,
+    q, keys, values, table, position, out, lse, scale, softcap, window, q_stride, table_stride, HEADS: constexpr,
+    GROUP: constexpr, PADDED_GROUP: constexpr, TOKENS: constexpr, C: constexpr, PADDED_C: constexpr,
+    SPLITS: constexpr, TILE: constexpr, CAPPED: constexpr,
 ):  # fmt: skip
     """Attention of a KV head's queries to one split of the row's positions, by an online softmax."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -75,8 +80,8 @@ def attend_kernel(
         tl.store(lse + head_g * SPLITS + split, share, g < GROUP)
 
 
-@triton.jit
-def merge_kernel(parts, lse, out, SPLITS: tl.constexpr, C: tl.constexpr, PADDED_C: tl.constexpr):
+@jit
+def merge_kernel(parts, lse, out, SPLITS: constexpr, C: constexpr, PADDED_C: constexpr):
     """Merge the splits of a row's query head by their log-sum-exps."""
     head = tl.program_id(0)
     split, c = tl.arange(0, SPLITS), tl.arange(0, PADDED_C)
@@ -87,7 +92,7 @@ def merge_kernel(parts, lse, out, SPLITS: tl.constexpr, C: tl.constexpr, PADDED_
     tl.store(out + head * C + c, mean_c.to(out.dtype.element_ty), c < C)
 
 
-@triton.jit
+@jit
 def mixed(state):
     """SplitMix64's finaliser, of unsigned numbers."""
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
@@ -95,10 +100,10 @@ def mixed(state):
     return state ^ (state >> 31)
 
 
-@triton.jit
+@jit
 def sample_kernel(
     logits, seed_n, index_n, temperature_n, out, rows, vocabulary, seed_stride, index_stride, temperature_stride,
-    TILE: tl.constexpr,
+    TILE: constexpr,
 ):  # fmt: skip
     """Sample one row's token: pass by pass its largest logit, the total mass, the token at the uniform share of it."""
     row = tl.program_id(0)

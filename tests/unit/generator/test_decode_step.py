@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from headway.generator.engines.torch import decode_step
 from headway.generator.engines.torch.block_pool import BLOCK_TOKENS, PADDING
@@ -168,6 +169,7 @@ def test_replays_see_weights_that_change_in_place_and_are_captured_again_after_o
     session.update(1, "recompute")
     session.step(5)
     assert replays.captured == captured
+    assert engine.memory is not None
     engine.memory.offload()
     engine.memory.onload()
     session.step(3)
@@ -224,7 +226,7 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
         name = str(func.overloadpacket).split(".")[-1]
-        tensors = [x for x in torch.utils._pytree.tree_leaves((args, outputs)) if isinstance(x, torch.Tensor)]
+        tensors = [x for x in tree_leaves((args, outputs)) if isinstance(x, torch.Tensor)]
         if len({x.device.type for x in tensors}) > 1 or name in ("_local_scalar_dense", "nonzero"):
             self.crossings.append(str(func))
         if name not in self.views and not name.startswith("split"):

@@ -256,7 +256,7 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
             return True
         needed += blocks_for(self._rows * HEADROOM_TOKENS)
         if continues:
-            return self._pool.free + np.count_nonzero(self._pool.tables[self.slots]) >= needed
+            return self._pool.free + int(np.count_nonzero(self._pool.tables[self.slots])) >= needed
         if self._pool.free < needed:
             self._drop_partial()
         return self._pool.free >= needed

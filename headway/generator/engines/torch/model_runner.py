@@ -97,18 +97,15 @@ class ModelRunner:
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         with torch.inference_mode():
-            position = torch.arange(context_tokens, device=self.device)
-            self._cos, self._sin = model.rope(position)
-            probe_1d = model.embed(position[:1])
-            q, k, _ = self._layers[0].project_qkv(probe_1d, self._cos[:1], self._sin[:1])
-            self.heads, self.kv_heads, self.head_dimension = q.shape[1], k.shape[1], q.shape[2]
+            self._cos, self._sin = model.rope(torch.arange(context_tokens, device=self.device))
+        self.kv_heads, self.head_dimension = model.config.kv_heads, model.config.head_dim
         capacity_tokens = slots * whole_blocks(context_tokens) if capacity_tokens is None else capacity_tokens
         routing = model.config.routing if keep_experts else None
         # A row more than slots: of a prompt whose KV is computed in several steps.
         self.cache = self._make_cache(slots + 1, context_tokens, capacity_tokens, routing)
         self.adapters = AdapterRevisions(model, fixed_shapes)
         self._kernels = native.kernels_for(self.dtype, self.device) if native_kernels else None
-        attention_fits = native.attention_fits(self.heads // self.kv_heads, self.head_dimension)
+        attention_fits = native.attention_fits(model.config.heads // self.kv_heads, self.head_dimension)
         self._attention_kernels = self._kernels if attention_fits else None
         self._native_decode: NativeDecode | None = None
         self.weights_changed()
@@ -339,8 +336,10 @@ class ModelRunner:
     ) -> Tensor:
         """Attention of single rows by the native kernels, each over its own length or window."""
         assert self._attention_kernels is not None
-        cache = self.cache.keys[index], self.cache.values[index], self.cache.table
-        return self._attention_kernels.attention(*qkv, *cache, row_n, position_n, scores.scale, write, scores.window)
+        (q, k, v), keys, values = qkv, self.cache.keys[index], self.cache.values[index]
+        return self._attention_kernels.attention(
+            q, k, v, keys, values, self.cache.table, row_n, position_n, scores.scale, write, scores.window
+        )
 
     def _store_experts(self, rows: _Packed) -> None:
         """Keep the experts of a step's tokens. Those of prefilled ones in the last layer are unknown: nothing computes
