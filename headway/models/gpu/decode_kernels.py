@@ -19,7 +19,7 @@ tl: Any = triton.language
 _TILE = 64  # keys at a time
 _SPLIT_PROGRAMS = 512  # about four for each multiprocessor of an H100 or H200
 _MAX_SPLITS = 16
-_VOCABULARY_TILE = 4096
+_VOCABULARY_TILE = 8192
 
 
 @jit
@@ -183,5 +183,5 @@ def sample(logits: Tensor, seed_n: Tensor, index_n: Tensor, temperature_n: Tenso
         (x.stride(0) for x in (seed_n, index_n, temperature_n)),
         min(_VOCABULARY_TILE, triton.next_power_of_2(v)),
     )
-    sample_kernel[n,](logits, seed_n, index_n, temperature_n, out, n, v, *strides, tile, num_warps=8)
+    sample_kernel[n,](logits, seed_n, index_n, temperature_n, out, n, v, *strides, tile, num_warps=16)
     return out
