@@ -19,7 +19,7 @@ tl: Any = triton.language
 _TILE = 64  # keys at a time
 _SPLIT_PROGRAMS = 512  # about four for each multiprocessor of an H100 or H200
 _MAX_SPLITS = 16
-_VOCABULARY_TILE = 8192
+_VOCABULARY_TILE = 4096
 
 
 @jit
