@@ -183,5 +183,5 @@ def sample(logits: Tensor, seed_n: Tensor, index_n: Tensor, temperature_n: Tenso
         (x.stride(0) for x in (seed_n, index_n, temperature_n)),
         min(_VOCABULARY_TILE, triton.next_power_of_2(v)),
     )
-    sample_kernel[n,](logits, seed_n, index_n, temperature_n, out, n, v, *strides, tile, num_warps=16)
+    sample_kernel[n,](logits, seed_n, index_n, temperature_n, out, n, v, *strides, tile, num_warps=8)
     return out

@@ -92,7 +92,7 @@ for name, hows in HOWS.items():
             signature[argument] = "constexpr" if argument in how else kind
         aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
         constants = {(kernel.arg_names.index(argument),): value for argument, value in how.items()}
-        options = {"num_warps": 16} if name == "sample_kernel" else {}
+        options = {"num_warps": 8} if name == "sample_kernel" else {}
         code = triton.compile(ASTSource(kernel, signature, constants, aligned), target=target, options=options)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             Path(file.name).write_bytes(code.asm["cubin"])
