@@ -54,7 +54,7 @@ class _EqualPrefills(NamedTuple):
     first: int  # packed row
     length: int
     start: int  # KV tokens computed before
-    row_m: Tensor  # [m] their rows of the block table
+    row_m: Tensor  # [m] their rows of the block table, on the host
 
     @property
     def rows(self) -> slice:
@@ -302,7 +302,7 @@ class ModelRunner:
         equal_prefills: list[_EqualPrefills] = []
         first_row = n
         for (start, length), group in itertools.groupby(prefills, key=lambda prefill: (prefill.start, prefill.tokens)):
-            row_m = torch.tensor([prefill.row for prefill in group], device=self.device)
+            row_m = torch.tensor([prefill.row for prefill in group])
             equal_prefills.append(_EqualPrefills(first_row, length, start, row_m))
             first_row += len(row_m) * length
         ids = [np.asarray(prefill.ids[prefill.start :], dtype=np.int64) for prefill in prefills]
@@ -379,7 +379,7 @@ class ModelRunner:
         q, k, v = (tensor.view(shape).transpose(1, 2) for tensor in (q, k, v))
         if equal.start:  # the whole context is in the cache: its last part was just stored
             end = equal.start + equal.length
-            table = self.cache.table[equal.row_m.cpu(), : blocks_for(end)].to(self.device)
+            table = self.cache.table[equal.row_m, : blocks_for(end)].to(self.device)
             k, v = (gathered(part[index], table)[:, :, :end] for part in (self.cache.keys, self.cache.values))
             out = masked_attention(q, k, v, visible_mask(end, scores.window, self.device, equal.start), scores)
         else:
