@@ -165,9 +165,9 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
             self._steps += 1
         elif prefills:
             self._runner.prefill(prefills)
-        self._table.launch(active_n)
+        last_source_n = self._table.launch(active_n)
         if launched is not None:
-            self._read(launched, self._table.previous)
+            self._read(launched, last_source_n)
 
     def _settle(self) -> None:
         launched, self._launched = self._launched, None

@@ -53,12 +53,12 @@ class SlotTable:
         self.sequence, self.logprobs = self.tokens["id"], self.tokens["logprob"]  # views
         # ``prompt``: its length. ``sent``: tokens of the sequence already in deltas, prompt included. ``limit``: the
         # sequence length at which the request ends with "length". ``update``: `EngineRequest.update`, 0 in a free row.
-        # ``kept``: `SamplingParameters.kept_sets`. ``source``, ``previous``: rows of the last launched step and of the
-        # one before, in which this row's token is sampled; -1: in none whose tokens aren't read yet.
-        self._counts = counts = np.zeros((10, slots), np.int64)
+        # ``kept``: `SamplingParameters.kept_sets`. ``source``: the row of the last launched step in which this row's
+        # token is sampled; -1: there is none whose token isn't read yet.
+        self._counts = counts = np.zeros((9, slots), np.int64)
         self.pending, self.position, self.prompt, self.sent, self.limit, self.top_k, self.update, self.kept = counts[:8]
-        self.source, self.previous = counts[8:]
-        counts[8:] = -1
+        self.source = counts[8]
+        self.source[:] = -1
         self._flags = np.zeros((3, slots), np.bool_)
         self.greedy, self.truncated, self.matched = self._flags
         self._watched: set[EngineRequest] = set()  # those with stop strings or a grammar
@@ -120,7 +120,7 @@ class SlotTable:
             request.slot = -1
             self._watched.discard(request)
         self.pending[slot] = 0
-        self.source[slot] = self.previous[slot] = -1
+        self.source[slot] = -1
         self.position[slot] = 0
         self.update[slot] = 0
         self.limit[slot] = UNLIMITED
@@ -135,11 +135,12 @@ class SlotTable:
         active = ~sampling | (position + 2 < self.limit[:count])
         return position + (sampling & active), active
 
-    def launch(self, active_n: np.ndarray) -> None:
-        """Note that a step of the first n rows was launched, in which the active ones sample."""
-        n = len(active_n)
-        self.previous[:n] = self.source[:n]
-        self.source[:n] = np.where(active_n, np.arange(n), -1)
+    def launch(self, active_n: np.ndarray) -> np.ndarray:
+        """Note that a step of the first n rows was launched, in which the active ones sample; returns their `source` in
+        the step before."""
+        last_source_n = self.source[: len(active_n)].copy()
+        self.source[: len(active_n)] = np.where(active_n, np.arange(len(active_n)), -1)
+        return last_source_n
 
     def response_ids(self, slot: int) -> TokenIds:
         return TokenIds(self.sequence[slot, self.prompt[slot] : self.position[slot] + 1])
