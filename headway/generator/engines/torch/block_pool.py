@@ -40,7 +40,7 @@ class BlockPool:
         self.references = np.zeros(blocks + 1, np.int32)
         self.references[PADDING] = -1
         self._free = list(range(blocks, PADDING, -1))
-        self._rows = np.arange(rows)
+        self._first = np.arange(rows) * self.tables.shape[1]  # of each row in the flat tables
 
     @property
     def free(self) -> int:
@@ -113,7 +113,10 @@ class BlockPool:
     def _unwritable(self, position_n: np.ndarray) -> Sequence[tuple[int, int]]:
         """Row and index of each block at these positions that is missing or shared."""
         index_n = position_n // BLOCK_TOKENS
-        rows = np.flatnonzero(self.references[self.tables[self._rows[: len(position_n)], index_n]] != 1)
+        writable_n = self.references[self.tables.take(self._first[: len(position_n)] + index_n)] == 1
+        if writable_n.all():
+            return ()
+        rows = np.flatnonzero(~writable_n)
         return list(zip(rows.tolist(), index_n[rows].tolist(), strict=True))
 
     def _take(self) -> int:

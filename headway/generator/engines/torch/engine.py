@@ -199,6 +199,7 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
         """
         if not self._waiting:
             self._drop_partial()
+            return []
         budget_tokens, prefills, copies = self._prefill_tokens_per_step, list[Prefill](), list[tuple[int, int]]()
         leader_by_key: dict[tuple[int, TokenIds], EngineRequest] = {}  # by update and tokens
         admitted: list[EngineRequest] = []

@@ -45,13 +45,13 @@ class PagedCache:
         self.keys = [self.all[layer, 0] for layer in range(layers)]  # [b, k, t, c] each
         self.values = [self.all[layer, 1] for layer in range(layers)]
 
-    @torch.inference_mode()
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, as (source, target), in all layers."""
         if not pairs:
             return
         host_pairs = torch.tensor(pairs, pin_memory=self.all.is_cuda)
-        sources, targets = host_pairs.to(self.all.device, non_blocking=True).unbind(1)
-        self.all[:, :, targets] = self.all[:, :, sources]
-        if self.routing is not None:
-            self.experts[targets] = self.experts[sources]
+        with torch.inference_mode():
+            sources, targets = host_pairs.to(self.all.device, non_blocking=True).unbind(1)
+            self.all[:, :, targets] = self.all[:, :, sources]
+            if self.routing is not None:
+                self.experts[targets] = self.experts[sources]

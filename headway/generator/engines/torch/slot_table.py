@@ -61,6 +61,7 @@ class SlotTable:
         self.source[:] = -1
         self._flags = np.zeros((3, slots), np.bool_)
         self.greedy, self.truncated, self.matched = self._flags
+        self._slots = np.arange(slots)
         self._watched: set[EngineRequest] = set()  # those with stop strings or a grammar
         self.limit[:] = UNLIMITED
         self.seed = np.zeros(slots, np.uint64)
@@ -196,7 +197,7 @@ class SlotTable:
         """Append its token to each of ``rows``, and return the endings; the token of a request with an error, or to be
         followed ``again``, is dropped. ``sampled``: of `Sampled.host`. ``refused``: of `row_sampling`."""
         (tokens, logprobs, kept_by_slot), ending_by_request = sampled, dict[EngineRequest, Ending]()
-        slots = np.arange(len(self.requests))[rows]
+        slots = self._slots[rows]
         tokens, logprobs = tokens[: len(slots)], logprobs[: len(slots)]
         self.position[rows] += 1
         positions = self.position[rows]
@@ -231,8 +232,7 @@ class SlotTable:
                 request.kept.append(kept_ids)
         for request in ending_by_request:
             self.position[request.slot] -= 1
-        full_slots = slots[self.position[rows] + 1 >= self.limit[rows]].tolist()
-        for slot in sorted(stopped_slots.union(full_slots)) if stopped_slots or full_slots else ():
+        for slot in sorted(stopped_slots.union(slots[self.position[rows] + 1 >= self.limit[rows]].tolist())):
             if (request := self.requests[slot]) is not None and request not in ending_by_request:
                 ending_by_request[request] = Ending(request, "stop" if slot in stopped_slots else "length")
         return list(ending_by_request.values())
