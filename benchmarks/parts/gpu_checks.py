@@ -23,7 +23,6 @@ from benchmarks.parts.gpu_load import (
     configuration,
     copy_bandwidth,
     give,
-    lack,
     profile,
     random_decoder,
     requests,
@@ -282,7 +281,56 @@ def decoding_step(settings: Settings) -> None:
             "launches": profile(settings, engine.step)["launches"],
         }
         give(**{f"a step of {rows}": row})
-    lack("graph replay against the plain step", "the engine captures no CUDA graphs")
+    replays(settings)
+
+
+def replays(settings: Settings) -> None:
+    """Steps that run ahead: by CUDA graphs, the same operator by operator, and by the plain bodies on this machine's
+    CPU; twice under fixed shapes, which must give equal bits, and what these cost."""
+    wanted = requests(configuration("tiny"), 5, 8, 24)
+    responses: dict[str, list[tuple[tuple[int, ...], tuple[float, ...]]]] = {}
+    for name, options in {
+        "replayed": {} if settings.device == "cuda" else {"capture": _called},
+        "operator by operator": {"capture": _called},
+        "reference": {"native_kernels": False},
+        "deterministic": {"deterministic": True},
+        "deterministic again": {"deterministic": True},
+    }.items():
+        decoder = random_decoder(settings, "tiny", "float32")
+        engine = TorchEngine(
+            decoder.cpu() if name == "reference" else decoder, slots=5, max_context_tokens=64, **options
+        )
+        engine.submit(wanted)
+        while engine.step():
+            pass
+        deltas = engine.take_deltas()
+        responses[name] = [
+            (
+                tuple(token for delta in deltas if delta.request_id == one.request_id for token in delta.ids),
+                tuple(value for delta in deltas if delta.request_id == one.request_id for value in delta.logprobs),
+            )
+            for one in wanted
+        ]
+    differing = [
+        name for name in responses if [one[0] for one in responses[name]] != [one[0] for one in responses["replayed"]]
+    ]
+    if differing or responses["deterministic"] != responses["deterministic again"]:
+        raise RuntimeError(f"other tokens than by replays: {differing}; or not twice the same bits under fixed shapes")
+    (size,) = settings.sizes("0.6B")
+    decoder, rows = random_decoder(settings, size), settings.concurrencies[1]
+    times_s = dict[str, float]()
+    for name, options in {"plain": {}, "deterministic": {"deterministic": True}}.items():
+        engine = TorchEngine(decoder, slots=rows, max_context_tokens=64, **options)
+        engine.submit(requests(decoder.config, rows, 8, 40))
+        for _ in range(4):
+            engine.step()
+        times_s[name] = timed(settings, engine.step, calls=10)
+    give(replays={"equal": sorted(responses), "deterministic_over_plain": times_s["deterministic"] / times_s["plain"]})
+
+
+def _called(function: Callable[[], None]) -> Callable[[], None]:
+    """In place of a CUDA graph: the function itself."""
+    return function
 
 
 def logprob_error(settings: Settings, dtype: str, rows: int) -> float:

@@ -130,7 +130,7 @@ class GeneratorConfig(Section):
     # Tune: raise it while tokens/s still rise and KV is left; lower it when KV is full and requests are prefilled again
     slots: Positive = 64  # concurrent requests of one replica
     # Tune: lower it where responses are mostly far shorter than the limit: less memory; raise it at many reprefills
-    kv_capacity_tokens: Positive | None = None  # KV of a replica; default: slots x (max prompt + max response tokens)
+    kv_capacity_tokens: Positive | None = None  # KV memory of a replica; default: a whole context for every slot
     # Tune: raise it while slots are empty though groups may open; lower it for younger samples
     prefetch_groups: NonNegative = 2  # groups waiting inside the engines, so that no slot is idle
     # Tune: "recompute" or "abort" if mismatch_k3 grows under "keep"; "finish" for adapters: docs/async.md

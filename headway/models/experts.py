@@ -150,13 +150,13 @@ def grouped_linear(rows_md: Tensor, weights_xfd: Tensor | QuantizedMatrix, ends_
         return frozen_product(rows_md, weights_xfd, lambda rows, weights: grouped_linear(rows, weights, ends_x))
     dtype = product_dtype(rows_md)
     rows_md, weights_xfd = rows_md.to(dtype), weights_xfd.to(dtype)
-    if _aligned(weights_xfd):
+    if aligned(weights_xfd):
         return functional.grouped_mm(rows_md, weights_xfd.transpose(1, 2), offs=ends_x.to(torch.int32))
     parts = rows_md.tensor_split(ends_x[:-1].tolist())
     return torch.cat([functional.linear(part, w_fd) for part, w_fd in zip(parts, weights_xfd.unbind(0), strict=True)])
 
 
-def _aligned(weights_xfd: Tensor) -> bool:
+def aligned(weights_xfd: Tensor) -> bool:
     """Whether torch's grouped product takes these weights: rows of a multiple of 16 bytes, elements of at most 4."""
     number_bytes = weights_xfd.element_size()
     return number_bytes <= 4 and all(size * number_bytes % 16 == 0 for size in weights_xfd.shape[1:])

@@ -1,2 +1,4 @@
-"""Owns fused operators and attention of packs by flash kernels, which GPUs compute with and CPUs define, and what the
-backward computes again. It imports Triton only where tensors are on a GPU. Begin with `operators.py`."""
+"""Owns fused operators, attention of packs by flash kernels, the kernels of a decoding step, which GPUs compute with and
+CPUs define, and what the backward computes again. It imports Triton only where tensors are on a GPU. Begin with
+`operators.py`.
+"""

@@ -37,6 +37,7 @@ from pathlib import Path
 from headway.config.auto import Machine
 from headway.config.engines import starts_vllm
 from headway.config.schema import Experiment
+from headway.generator.engines.torch.block_pool import BLOCK_TOKENS, whole_blocks
 from headway.models.adapter_targets import adapted_targets
 from headway.models.configuration import DecoderConfig
 from headway.models.hf.configuration import adapter_size, implementation_of
@@ -184,11 +185,11 @@ def _generator(experiment: Experiment, model: ModelSizes, name: str, device: str
     if settings.engine != "torch":
         yield from _vllm(experiment, model, name, device) if starts_vllm(settings.engine, settings.devices) else ()
         return
-    context = min(experiment.max_sequence_tokens, model.max_positions)
+    kv_tokens = settings.slots * whole_blocks(min(experiment.max_sequence_tokens, model.max_positions))
     if settings.kv_capacity_tokens is not None:
-        context = min(context, settings.kv_capacity_tokens)  # slots are this long even where few can be full at once
+        kv_tokens = min(kv_tokens, whole_blocks(settings.kv_capacity_tokens))
     # Beyond windows as well.
-    kv_bytes = settings.slots * context * (model.cached_values * width + expert_bytes(experiment))
+    kv_bytes = (kv_tokens + BLOCK_TOKENS) * (model.cached_values * width + expert_bytes(experiment))
     packed = native_kernels_enabled() and parse_device(device).threads == 1 and width == 4
     trained, is_adapted = trained_weights(experiment, model), experiment.model.adapter is not None
     revisions = 0 if not is_adapted else experiment.queue.budget + 2 if settings.update_mode == "finish" else 2

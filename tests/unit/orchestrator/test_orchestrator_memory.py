@@ -72,7 +72,8 @@ def test_parameters() -> None:
 def test_a_generator_on_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = uses_of(tmp_path)["generator-0 memory"].parts
     assert parts["weights"] == parts["packed weights"] / 2 == parts["update buffer"] == 4 * PARAMETERS
-    assert parts["KV cache"] == 2 * 2 * 10 * 2 * 500 * 16 * 4  # two of: layers, slots, heads, tokens, numbers, bytes
+    # two of: layers, heads, tokens in blocks, numbers, bytes
+    assert parts["KV cache"] == 2 * 2 * 2 * (10 * 512 + 16) * 16 * 4
     with monkeypatch.context() as plain:
         plain.setenv("HEADWAY_NATIVE_KERNELS", "0")
         assert uses_of(tmp_path)["generator-0 memory"].parts["packed weights"] == 0
@@ -85,7 +86,7 @@ def test_a_generator_on_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     widened = uses_of(tmp_path, generator=short_numbers)["generator-0 memory"].parts
     assert (widened["KV cache"], widened["update buffer"]) == (parts["KV cache"], 2 * PARAMETERS)
     short = uses_of(tmp_path, generator={"kv_capacity_tokens": 250})["generator-0 memory"].parts
-    assert short["KV cache"] == parts["KV cache"] // 2
+    assert short["KV cache"] == 2 * 2 * 2 * (256 + 16) * 16 * 4  # as many tokens as there are blocks for
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
@@ -309,7 +310,9 @@ def test_sides_that_offload_each_other_need_the_larger_one(tmp_path: Path) -> No
     assert together == both
     in_turns, both, larger, host_with_copies = needed(True)
     assert in_turns == larger + memory.CUDA_CONTEXT_BYTES < both
-    assert host_with_copies - host == (4 + 16) * PARAMETERS + 2 * 2 * 2 * 16 * 4 * 10 * 500  # weights and KV; 16 each
+    assert host_with_copies - host == (4 + 16) * PARAMETERS + 2 * 2 * 2 * 16 * 4 * (
+        10 * 512 + 16
+    )  # weights and KV; 16 each
     alone, _, larger, apart = needed(True, trainer={"devices": ["cuda:1"]})
     assert alone == larger
     assert apart == host
@@ -373,5 +376,5 @@ def test_recorded_experts_are_counted_wherever_tokens_are_kept(tmp_path: Path) -
     open_tokens = 500 * chosen.queue.groups_per_step * (chosen.queue.budget + 1) * chosen.largest_group
     assert more["orchestrator"]["open rollouts"] == 8 * open_tokens
     assert more["buffer"]["payloads"] >= 8 * open_tokens
-    assert more["generator-0"]["KV cache"] == 8 * 10 * 500
+    assert more["generator-0"]["KV cache"] == 8 * (10 * 512 + 16)  # in whole blocks
     assert more["trainer-0"]["activations"] > 0
