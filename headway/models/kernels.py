@@ -71,15 +71,14 @@ def _normalise(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 def _normalise_backward(grad: Tensor, unit: Tensor, inverse: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of weight * unit with respect to x (float32) and, per row, to weight (not summed yet)."""
     per_weight = grad * unit
-    with torch.autocast(grad.device.type, enabled=False):  # the row sums stay float32
-        projection = (per_weight @ weight).mul_(1 / grad.shape[-1]).unsqueeze(-1)
+    projection = (per_weight @ weight).mul_(1 / grad.shape[-1]).unsqueeze(-1)
     return (grad * weight).addcmul_(unit, projection, value=-1).mul_(inverse), per_weight
 
 
 def _with_gradients(x: Tensor, weight: Tensor | None = None) -> native.Kernels | None:
-    """The native kernels if they have gradients (float32 outside autocast), else None."""
+    """The native kernels if they have gradients (float32), else None."""
     kernels = native.active(x, weight)
-    return kernels if kernels is not None and kernels.dtype == product_dtype(x) == torch.float32 else None
+    return kernels if kernels is not None and kernels.dtype == torch.float32 else None
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -92,8 +91,8 @@ class _RmsNorm(torch.autograd.Function):
             return ctx.fast.rms_norm(x_nd, weight, epsilon, inverses_n)
         unit, inverse = _normalise(x_nd, epsilon)
         ctx.dtype, ctx.offset = x_nd.dtype, offset
-        ctx.save_for_backward(unit.to(product_dtype(x_nd)), inverse, weight)
-        return _weighted(unit, weight, offset, product_dtype(x_nd))
+        ctx.save_for_backward(unit.to(x_nd.dtype), inverse, weight)
+        return _weighted(unit, weight, offset, x_nd.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
@@ -109,14 +108,13 @@ class _RmsNorm(torch.autograd.Function):
 def rms_norm(x_nd: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
     """RMSNorm over the last axis of [N, d], computed in float32 (Zhang & Sennrich 2019, Eq. 4).
 
-    The result has the dtype of the following matrix product: autocast's, else that of x. ``offset`` is added to the
-    weight (Gemma: 1).
+    The result has the dtype of x. ``offset`` is added to the weight (Gemma: 1).
     """
     if torch.is_grad_enabled():
         return _RmsNorm.apply(x_nd, weight, epsilon, offset)  # pyright: ignore[reportReturnType]
     if not offset and (kernels := native.active(x_nd, weight)) is not None:
         return kernels.rms_norm(x_nd, weight, epsilon)
-    return _weighted(_normalise(x_nd, epsilon)[0], weight, offset, product_dtype(x_nd))
+    return _weighted(_normalise(x_nd, epsilon)[0], weight, offset, x_nd.dtype)
 
 
 class _FrozenProduct(torch.autograd.Function):
@@ -126,7 +124,7 @@ class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: QuantizedMatrix, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         ctx.weight, ctx.product, ctx.dtype = weight, product, x.dtype
-        return product(x, weight.matrix(product_dtype(x)))
+        return product(x, weight.matrix(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -141,8 +139,8 @@ def frozen_product(x: Tensor, weight: QuantizedMatrix, product: Callable[[Tensor
 def linear(
     x_nd: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None = None, add: Tensor | None = None
 ) -> Tensor:
-    """x @ weight.T (+ bias) (+ add): [N, d] and [V, d] to [N, V]. ``add`` is fused into the product, except under
-    autocast, which would round it (the residual stream) to the product's dtype."""
+    """x @ weight.T (+ bias) (+ add): [N, d] and [V, d] to [N, V]. ``add`` is fused into the product, and so rounded
+    once with it."""
     if isinstance(weight, QuantizedMatrix):
         out = frozen_product(x_nd, weight, functional.linear)
         out = out if bias is None else out + bias
@@ -151,7 +149,7 @@ def linear(
         return kernels.linear(x_nd, weight, bias, add)
     if add is None:
         return functional.linear(x_nd, weight, bias)
-    if bias is not None or product_dtype(add) != add.dtype:
+    if bias is not None:
         return add + functional.linear(x_nd, weight, bias)
     return torch.addmm(add, x_nd, weight.t())
 
@@ -167,12 +165,6 @@ def _weighted(unit: Tensor, weight: Tensor, offset: float, dtype: torch.dtype) -
 def with_offset(weight: Tensor, offset: float) -> Tensor:
     """``weight + offset`` in at least float32."""
     return weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset
-
-
-def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of matrix products of ``x``: autocast's if it is enabled, else that of x."""
-    device_type = x.device.type
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
 
 
 def _pairs(x: Tensor) -> Tensor:

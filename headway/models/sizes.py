@@ -110,7 +110,7 @@ class ModelSizes:
         Each layer of width d keeps per token, in numbers of ``number_bytes``: both norms' outputs before and after
         their weight 4·d; query, key and value; the attention's output o computed, joined and projected 3·o; gate and
         up 2·f; their product f. It also keeps the normed query and key in float32. The layer in its backward adds
-        three times the largest of them. With gradient ``checkpointing`` each layer keeps only its input, 4·d bytes per
+        three times the largest of them. With gradient ``checkpointing`` each layer keeps only its input, d numbers per
         token, and one layer keeps all of the above.
         """
         kept_bytes = [
@@ -120,7 +120,8 @@ class ModelSizes:
         ]
         widest = max(max(2 * layer_sizes.intermediate, layer_sizes.joint) for layer_sizes in self.layers)
         transient_bytes = 3 * 4 * widest + 3 * 4 * self.width
-        layer_bytes = len(self.layers) * 4 * self.width + max(kept_bytes) if checkpointing else sum(kept_bytes)
+        inputs_bytes = len(self.layers) * number_bytes * self.width
+        layer_bytes = inputs_bytes + max(kept_bytes) if checkpointing else sum(kept_bytes)
         return tokens * (layer_bytes + transient_bytes)
 
     def score_bytes(self, tokens: int, longest_tokens: int, number_bytes: int, *, checkpointing: bool = False) -> int:
