@@ -233,7 +233,7 @@ class TrainerConfig(Section):
     # Tune: more of them while the generator waits (training-bound)
     devices: RankDevices = ("cpu:1",)  # a rank for each; 2*cuda: on one of the cluster's nodes; auto: docs/gpus.md
     # Tune: "float32" for a trainer alone, where bfloat16 makes ratios too coarse (mismatch_k3)
-    dtype: Literal["float32", "bfloat16"] = "float32"  # auto: as generator.dtype; the optimiser is float32
+    dtype: Literal["float32", "bfloat16"] = "float32"  # auto: as generator.dtype; float32 masters and sums
     # Tune: halve it when mismatch_k3 passes 0.03 or the solve rate falls; adapters need ten times a full run's
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5  # peak; 0 changes no weights (a control run)
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; linear and cosine decay to 0

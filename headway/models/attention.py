@@ -94,8 +94,6 @@ class _AttendCopies(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, sizes: tuple[int, int, int], plan: AttentionPlan, scores: Scores) -> Tensor:
-        device_type = qkv.device.type
-        ctx.autocast = (device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
         ctx.save_for_backward(qkv)
         ctx.how = sizes, plan, scores
         copies = plan.copies
@@ -109,7 +107,7 @@ class _AttendCopies(torch.autograd.Function):
         sizes, plan, scores = ctx.how
         grad_qkv = torch.zeros_like(qkv, dtype=torch.promote_types(qkv.dtype, torch.float32))
         for bucket in plan.copies:
-            with torch.enable_grad(), torch.autocast(*ctx.autocast):
+            with torch.enable_grad():
                 block = qkv.detach().index_select(0, bucket.gather_bl).requires_grad_()
                 out = _attend(block, sizes, bucket, scores)
             (block_grad,) = torch.autograd.grad(out, block, bucket.take_zeroed(grads[0]))

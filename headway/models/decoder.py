@@ -160,7 +160,10 @@ class Decoder(PackedModel):
 
     def embed(self, ids_n: Tensor) -> Tensor:
         """Token ids [N] (int64) to the residual stream [N, d]."""
-        x_nd = functional.embedding(ids_n, self.embedding_weight)
+        table_vd = self.embedding_weight
+        if table_vd.dtype == torch.bfloat16 and torch.is_grad_enabled() and table_vd.device.type == "cpu":
+            table_vd = table_vd.float()  # a CPU sums the gradients of a token's rows in the table's dtype, a GPU wider
+        x_nd = functional.embedding(ids_n, table_vd).to(self.dtype)
         if not self.config.family.scaled_embedding:
             return x_nd
         return x_nd * torch.tensor(self.config.width**0.5, dtype=x_nd.dtype).item()  # rounded as these models expect

@@ -61,13 +61,12 @@ def _bitsandbytes() -> Any:
 def rms_norm(x_nd: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
     """RMSNorm over the last axis of [N, d], computed in float32 (Zhang & Sennrich 2019, Eq. 4).
 
-    The result has the dtype of the following matrix product: autocast's, else that of x. ``offset`` is added to the
-    weight (Gemma: 1).
+    The result has the dtype of x. ``offset`` is added to the weight (Gemma: 1).
     """
     if not torch.is_grad_enabled() and not offset and (kernels := native.active(x_nd, weight)) is not None:
         return kernels.rms_norm(x_nd, weight, epsilon)
     if not torch.is_grad_enabled():
-        return operators.rms_norm(x_nd, weight, epsilon, offset, product_dtype(x_nd))[0]
+        return operators.rms_norm(x_nd, weight, epsilon, offset)[0]
     return normed_stream(x_nd, weight, epsilon, offset)[0]
 
 
@@ -75,7 +74,7 @@ def normed_stream(x_nd: Tensor, weight: Tensor, epsilon: float, offset: float = 
     """`rms_norm` of the residual stream, and the stream for what follows. One pass adds both gradients."""
     if not torch.is_grad_enabled():
         return rms_norm(x_nd, weight, epsilon, offset), x_nd
-    outputs: Any = operators.NormedStream.apply(x_nd, weight, epsilon, offset, product_dtype(x_nd))
+    outputs: Any = operators.NormedStream.apply(x_nd, weight, epsilon, offset)
     return note_recomputable(outputs[0], rms_norm, x_nd, weight, epsilon, offset), outputs[1]
 
 
@@ -86,7 +85,7 @@ class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: QuantizedMatrix, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         ctx.weight, ctx.product, ctx.dtype = weight, product, x.dtype
-        return product(x, weight.matrix(product_dtype(x)))
+        return product(x, weight.matrix(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -101,8 +100,8 @@ def frozen_product(x: Tensor, weight: QuantizedMatrix, product: Callable[[Tensor
 def linear(
     x_nd: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None = None, add: Tensor | None = None
 ) -> Tensor:
-    """x @ weight.T (+ bias) (+ add): [N, d] and [V, d] to [N, V]. ``add`` is fused into the product, except under
-    autocast, which would round it (the residual stream) to the product's dtype."""
+    """x @ weight.T (+ bias) (+ add): [N, d] and [V, d] to [N, V]. ``add`` is fused into the product, and so rounded
+    once with it."""
     if isinstance(weight, QuantizedMatrix):
         out = frozen_product(x_nd, weight, functional.linear)
         out = out if bias is None else out + bias
@@ -111,17 +110,9 @@ def linear(
         return kernels.linear(x_nd, weight, bias, add)
     if add is None:
         return functional.linear(x_nd, weight, bias)
-    if bias is not None or product_dtype(add) != add.dtype:
+    if bias is not None:
         return add + functional.linear(x_nd, weight, bias)
     return torch.addmm(add, x_nd, weight.t())
-
-
-def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of matrix products of ``x``: autocast's if it is enabled, else that of x."""
-    device_type = x.device.type
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return x.dtype
-    return torch.get_autocast_dtype(device_type)
 
 
 def norm_rotate(

@@ -121,14 +121,14 @@ class ModelSizes:
         query, key and value, and again before norm and rotation; the attention's output o, which padded attention
         computes, joins and projects: 3·o; gate and up 2·f; their product f. The layer in its backward adds three times
         the largest of them. ``checkpointing`` "selective" keeps no outputs of norms and gates; with "full" each layer
-        keeps only its input, 4·d bytes per token, and one layer keeps all of the above.
+        keeps only its input, d numbers per token, and one layer keeps all of the above.
         """
         kept_bytes = [self._kept_bytes(layer, number_bytes, checkpointing) for layer in self.layers]
         widest = max(max(2 * layer_sizes.intermediate, layer_sizes.joint) for layer_sizes in self.layers)
         transient_bytes = 3 * 4 * widest + 3 * 4 * self.width
         layer_bytes = sum(kept_bytes)
         if checkpointing == "full":
-            layer_bytes = len(self.layers) * 4 * self.width + max(kept_bytes)
+            layer_bytes = len(self.layers) * number_bytes * self.width + max(kept_bytes)
         return tokens * (layer_bytes + transient_bytes)
 
     def _kept_bytes(self, layer: LayerSizes, number_bytes: int, checkpointing: Checkpointing) -> int:

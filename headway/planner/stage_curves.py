@@ -146,6 +146,7 @@ class RooflineCurves(StageCurves):
         trainer_settings = experiment.trainer
         run_training = TrainingRecipe(
             dtype=trainer_settings.dtype,
+            state_bytes=16.0 if trainer_settings.dtype == "float32" else 18.0,
             sharded=False,
             recompute=trainer_settings.gradient_checkpointing == "full",
             micro_batch_tokens=trainer_settings.micro_batch_tokens,

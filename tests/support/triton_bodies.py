@@ -31,9 +31,9 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 def norm_calls(n: int, d: int, dtype: torch.dtype, offset: float) -> Iterator[Call]:
     x, weight, grad = normal(n, d, dtype=dtype), normal(d, seed=1), normal(n, d, dtype=dtype, seed=2)
-    yield "rms_norm", (x, weight, 1e-6, offset, dtype)
-    yield "rms_norm", (x.float(), weight.to(dtype), 1e-6, offset, dtype)
-    inverse = operators.rms_norm(x, weight, 1e-6, offset, dtype)[1]
+    yield "rms_norm", (x, weight, 1e-6, offset)
+    yield "rms_norm", (x, weight.to(dtype), 1e-6, offset)
+    inverse = operators.rms_norm(x, weight, 1e-6, offset)[1]
     for stream in (None, normal(n, d, dtype=dtype, seed=3)):
         yield "rms_norm_backward", (grad, x, weight, inverse, offset, stream)
 

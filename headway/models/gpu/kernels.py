@@ -85,9 +85,9 @@ def _rms_norm_backward_kernel(
     tl.store(partial + program * d + column, total, mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float) -> tuple[Tensor, Tensor]:
     x, d = x.contiguous(), x.shape[-1]
-    y, inverse, block = torch.empty_like(x, dtype=dtype), _float32(x, x.shape[0]), triton.next_power_of_2(d)
+    y, inverse, block = torch.empty_like(x), _float32(x, x.shape[0]), triton.next_power_of_2(d)
     constants = {"HAS_OFFSET": offset != 0, "BLOCK": block, "num_warps": _warps(block)}
     if len(x):
         _rms_norm_kernel[(len(x),)](x, weight, y, inverse, d, epsilon, offset, **constants)

@@ -49,10 +49,10 @@ def _with_gradient(operator: Body, setup: Body, backward: Body) -> None:
     torch.library.register_autograd(operator, backward, setup_context=setup, lib=_LIBRARY)  # pyright: ignore[reportArgumentType]
 
 
-def _native(x: Tensor, weight: Tensor | None = None, dtype: torch.dtype = torch.float32) -> native.Kernels | None:
-    """The C++ kernels if they have gradients for ``x``, and the output has their dtype."""
+def _native(x: Tensor, weight: Tensor | None = None) -> native.Kernels | None:
+    """The C++ kernels if they have gradients (float32)."""
     kernels = native.active(x, weight)
-    return kernels if kernels is not None and kernels.dtype == dtype == torch.float32 else None
+    return kernels if kernels is not None and kernels.dtype == torch.float32 else None
 
 
 def wide(x: Tensor) -> Tensor:
@@ -84,25 +84,24 @@ def _normalise(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 def _normalise_backward(grad: Tensor, unit: Tensor, inverse: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of weight * unit with respect to x (float32) and, per row, to weight (not summed yet)."""
     per_weight = grad * unit
-    with torch.autocast("cuda" if grad.is_cuda else "cpu", enabled=False):  # the row sums stay float32
-        projection = (per_weight @ weight).mul_(1 / grad.shape[-1]).unsqueeze(-1)
+    projection = (per_weight @ weight).mul_(1 / grad.shape[-1]).unsqueeze(-1)
     return (grad * weight).addcmul_(unit, projection, value=-1).mul_(inverse), per_weight
 
 
-def _rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    if not offset and (kernels := _native(x, weight, dtype)) is not None:
+def _rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float) -> tuple[Tensor, Tensor]:
+    if not offset and (kernels := _native(x, weight)) is not None:
         inverse_n = x.new_empty(len(x))
         return kernels.rms_norm(x, weight, epsilon, inverse_n), inverse_n
     unit, inverse = _normalise(x, epsilon)
     if offset:  # rounded once at the end, since in bfloat16 1 + weight would lose most of the weight
-        return (unit * with_offset(weight, offset)).to(dtype), inverse.squeeze(-1)
-    return unit.to(dtype) * weight.to(dtype), inverse.squeeze(-1)
+        return (unit * with_offset(weight, offset)).to(x.dtype), inverse.squeeze(-1)
+    return unit.to(x.dtype) * weight.to(x.dtype), inverse.squeeze(-1)
 
 
 def _rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, inverse_n: Tensor, offset: float, stream: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    if not offset and (kernels := _native(x, weight, grad.dtype)) is not None:
+    if not offset and (kernels := _native(x, weight)) is not None:
         grad_x, grad_weight = kernels.rms_norm_backward(grad, x, weight, inverse_n)
     else:
         inverse, wide_weight = inverse_n.unsqueeze(-1), with_offset(weight, offset) if offset else wide(weight)
@@ -111,12 +110,9 @@ def _rms_norm_backward(
     return grad_x if stream is None else grad_x.add_(stream), grad_weight
 
 
-# (x [n, d], weight [d], epsilon, offset, dtype of y) -> y = x / rms(x) * (weight + offset) [n, d], 1 / rms(x) [n];
+# (x [n, d], weight [d], epsilon, offset) -> y = x / rms(x) * (weight + offset) [n, d], 1 / rms(x) [n];
 # its gradient is that of `NormedStream`
-rms_norm = _define(
-    "rms_norm(Tensor x, Tensor weight, float epsilon, float offset, ScalarType dtype) -> (Tensor, Tensor)",
-    _rms_norm,
-)
+rms_norm = _define("rms_norm(Tensor x, Tensor weight, float epsilon, float offset) -> (Tensor, Tensor)", _rms_norm)
 # (gradient of y, x, weight, 1 / rms(x), offset, gradient of x from elsewhere) -> gradients of x and of weight
 rms_norm_backward = _define(
     "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor inverse, float offset, Tensor? stream)"
@@ -130,10 +126,8 @@ class NormedStream(torch.autograd.Function):
     behind it in the same pass."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x_nd: Tensor, weight: Tensor, epsilon: float, offset: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        y_nd, inverse_n = rms_norm(x_nd, weight, epsilon, offset, dtype)
+    def forward(ctx: Any, x_nd: Tensor, weight: Tensor, epsilon: float, offset: float) -> tuple[Tensor, Tensor]:
+        y_nd, inverse_n = rms_norm(x_nd, weight, epsilon, offset)
         ctx.save_for_backward(x_nd, weight, inverse_n)
         ctx.offset = offset
         ctx.set_materialize_grads(False)
@@ -142,9 +136,9 @@ class NormedStream(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if grads[0] is None:
-            return grads[1], None, None, None, None
+            return grads[1], None, None, None
         grad_x, grad_weight = rms_norm_backward(grads[0], *ctx.saved_tensors, ctx.offset, grads[1])
-        return grad_x, grad_weight if ctx.needs_input_grad[1] else None, None, None, None
+        return grad_x, grad_weight if ctx.needs_input_grad[1] else None, None, None
 
 
 # --- norm of queries and keys, rotary embedding ----------------------------------------------------------
@@ -195,7 +189,7 @@ def _norm_rotate_backward(
     kv_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     out = grad.clone(memory_format=torch.contiguous_format)
-    if (kernels := _native(out if qkv is None else qkv, q_norm, grad.dtype)) is not None:
+    if (kernels := _native(out if qkv is None else qkv, q_norm)) is not None:
         norms = () if qkv is None or q_norm is None or k_norm is None else (qkv, inverse, q_norm, k_norm)
         sizes = (heads, kv_heads, cos.shape[-1] * 2)
         of_q, of_k = kernels.norm_rotate_backward(out, norms, cos, sin, sizes) or (grad[:0], grad[:0])
@@ -262,7 +256,7 @@ def _gated(gate_up: Tensor, gelu: bool) -> Tensor:
 
 
 def _gated_backward(grad: Tensor, gate_up: Tensor, gelu: bool) -> Tensor:
-    if not gelu and (kernels := _native(gate_up, dtype=grad.dtype)) is not None:
+    if not gelu and (kernels := _native(gate_up)) is not None:
         return kernels.gated_silu_backward(grad, gate_up)
     (gate, up), out = gate_up.chunk(2, dim=-1), torch.empty_like(gate_up)
     grad_gate, grad_up = out.chunk(2, dim=-1)

@@ -31,11 +31,10 @@ def note_recomputable(output: Tensor, function: Callable[..., Tensor], *inputs: 
     if _recorder.recipes is None or not torch.is_grad_enabled():
         return output
     kept_inputs = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
-    device, kernels = output.device.type, native.chosen()
-    precision = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+    kernels = native.chosen()
 
     def compute() -> Tensor:  # the backward of a GPU runs in a thread of its own, in which nothing of this is set
-        with torch.no_grad(), torch.autocast(*precision), native.using(kernels):
+        with torch.no_grad(), native.using(kernels):
             return function(*kept_inputs)
 
     _recorder.recipes[output.data_ptr()] = weakref.ref(output), compute

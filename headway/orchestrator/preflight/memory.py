@@ -9,8 +9,9 @@ a number in the dtype in question, ``c`` values cached of a token (`models/sizes
   prefill, ``prefill_tokens_per_step``, and the float32 logits of every slot with what sampling makes of them. An
   adapter's revisions A·b each (with panels 8·A more): two, or under ``finish`` the budget's and two. vLLM
   keeps weights and KV as ``generator.dtype`` has them; with ``tensor_parallel_size`` each GPU has its share of both
-- trainer rank: float32 weights, gradients and two moments 16·P; beside an adapter of A weights 4·P, quantised P or
-  0.57·P, and 16·A; the reference model P·b; activations of a micro-batch (`ModelSizes.activation_bytes`,
+- trainer rank: float32 weights, gradients and two moments 16·P, in bfloat16 (`trainer/master_weights.py`) the weights
+  once more, 18·P; beside an adapter of A weights b·P, quantised P or 0.57·P, and 16·A or 18·A; the reference model P·b;
+  activations of a micro-batch (`ModelSizes.activation_bytes`,
   `score_bytes`); logits of one chunk. With several ranks gradients are summed in one more copy, 4·P
 - a GPU that both sides share under ``run.offload``: the larger side alone, and both contexts; what they offload is in
   the machine's memory
@@ -67,7 +68,7 @@ BASE_BYTES = {
 }
 CUDA_CONTEXT_BYTES = 740 << 20  # of GPU memory, for the context and its libraries: 716 with CUDA 13 on an H200
 
-_BASE_BYTES_OF_WEIGHT = {None: 4.0, "8bit": 1.02, "4bit": 0.57}  # in a trainer, with the scales of blocks
+_QUANTISED_BYTES_OF_WEIGHT = {"8bit": 1.02, "4bit": 0.57}  # in a trainer, with the scales of blocks
 _PUBLISHED_VERSIONS = 3  # slots of weights/shared_memory.py
 _LOGIT_COPIES = 5  # of a CPU's chunk: logits, log-softmax, entropy's two, a gradient; 4 bytes each; a GPU's: 1
 _KEPT_LOGIT_BYTES = 5  # of a logit over a kept set: once more, masked, and the mask
@@ -256,24 +257,25 @@ def _step_bytes(experiment: Experiment, model: ModelSizes, width: int) -> int:
 
 def _trainers(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
     settings, weight_count, trained_count = experiment.trainer, model.parameters, trained_weights(experiment, model)
-    adapter_weights = 0 if experiment.model.adapter is None else trained_count
-    unquantised = model.outside  # never quantised
-    base = 4 * unquantised + round(_BASE_BYTES_OF_WEIGHT[experiment.model.quantization] * (weight_count - unquantised))
+    checkpointing, quantization = settings.gradient_checkpointing, experiment.model.quantization
+    is_adapted, width = experiment.model.adapter is not None, bytes_of(settings.dtype)
+    matrix_bytes = _QUANTISED_BYTES_OF_WEIGHT.get(quantization or "", width)  # of a weight that may be quantised
+    base = width * model.outside + round(matrix_bytes * (weight_count - model.outside)) if is_adapted else 0
+    master_bytes = 4 + (width if settings.dtype != "float32" else 0)  # and the weight that the model computes with
     batch_tokens, rank_count = max(settings.micro_batch_tokens, experiment.max_sequence_tokens), len(settings.devices)
     if settings.micro_batch_samples is not None:
         batch_tokens = settings.micro_batch_samples * experiment.max_sequence_tokens
     sample_count = experiment.queue.groups_per_step * experiment.largest_group
     batch_tokens = min(batch_tokens, -(-sample_count // max(1, rank_count)) * experiment.max_sequence_tokens)
-    number_bytes, checkpointing = bytes_of(settings.dtype), settings.gradient_checkpointing
     in_place = parse_device(split_node(settings.devices[0])[1]).kind != "cpu" and not experiment.kept_sets
     rows = logit_rows(model.vocabulary_size, on_gpu=in_place)
-    logit_bytes = number_bytes if in_place else 4 * _LOGIT_COPIES + (_KEPT_LOGIT_BYTES if experiment.kept_sets else 0)
+    logit_bytes = width if in_place else 4 * _LOGIT_COPIES + (_KEPT_LOGIT_BYTES if experiment.kept_sets else 0)
     device_parts = {
-        "weights": base + 4 * adapter_weights,
+        "weights": base + master_bytes * trained_count,
         "gradients": 4 * trained_count * (2 if rank_count > 1 else 1),
         "AdamW": 8 * trained_count,
-        "activations": model.activation_bytes(batch_tokens, number_bytes, checkpointing)
-        + model.score_bytes(batch_tokens, experiment.max_sequence_tokens, number_bytes, checkpointing)
+        "activations": model.activation_bytes(batch_tokens, width, checkpointing)
+        + model.score_bytes(batch_tokens, experiment.max_sequence_tokens, width, checkpointing)
         + 2 * batch_tokens * expert_bytes(experiment),
         "logits": min(rows, batch_tokens) * model.vocabulary_size * logit_bytes,
     }
@@ -281,8 +283,8 @@ def _trainers(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
         folder = experiment.model.reference
         reference_sizes = sizes_of(folder) if folder else model
         # the reference is then the model without its adapter
-        shares_model = adapter_weights and (not folder or Path(folder) == Path(experiment.model.path))
-        device_parts["reference"] = 0 if shares_model else reference_sizes.parameters * number_bytes
+        shares_model = is_adapted and (not folder or Path(folder) == Path(experiment.model.path))
+        device_parts["reference"] = 0 if shares_model else reference_sizes.parameters * width
     for rank, device in enumerate(settings.devices):
         host_parts = {"base": BASE_BYTES["trainer"]} | _of_sets(sample_count * kept_set_bytes(experiment, model))
         host_parts |= _of_grammars(experiment) if experiment.kept_sets else {}

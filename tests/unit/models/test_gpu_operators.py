@@ -70,7 +70,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[Tenso
         (normal(5, 12), normal(12, seed=1)),
     ),
     "the stream": (
-        lambda x, w: torch.cat(operators.NormedStream.apply(x, w, 1e-6, 0.0, x.dtype)),
+        lambda x, w: torch.cat(operators.NormedStream.apply(x, w, 1e-6, 0.0)),
         lambda x, w: torch.cat((unit(x) * w, x)),
         (normal(5, 12), normal(12, seed=1)),
     ),

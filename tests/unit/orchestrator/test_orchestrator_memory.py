@@ -116,6 +116,8 @@ def test_a_trainer_rank_on_cores(tmp_path: Path) -> None:
     assert two["trainer-1 memory"].parts["gradients"] == 8 * PARAMETERS
     twice = uses_of(tmp_path, trainer={"micro_batch_tokens": 32768 // 2 * 2, "dtype": "bfloat16"})
     assert twice["trainer-0 memory"].parts["activations"] < 2 * parts["activations"]
+    narrow = twice["trainer-0 memory"].parts
+    assert narrow["weights"] + narrow["gradients"] + narrow["AdamW"] == 18 * PARAMETERS  # trainer/master_weights.py
     fixed = uses_of(tmp_path, trainer={"packing": "fixed", "micro_batch_samples": 3})["trainer-0 memory"].parts
     assert fixed["activations"] == MODEL.activation_bytes(1500, 4)  # three of the longest samples
     assert MODEL.activation_bytes(2000, 4) == 2 * MODEL.activation_bytes(1000, 4)
@@ -245,6 +247,9 @@ def test_beside_an_adapter_the_model_has_no_gradients_and_no_optimiser(tmp_path:
         assert (parts["weights"], parts["gradients"], parts["AdamW"]) == (weights, 4 * count, 8 * count)
         assert parts["reference"] == reference
     finish, budget = {"update_mode": "finish"}, {"budget": 3}
+    bfloat16 = {"trainer": {"dtype": "bfloat16"}, "model": {"path": str(tmp_path), "adapter": adapter}}
+    narrow = uses_of(tmp_path, **bfloat16)["trainer-0 memory"].parts
+    assert (narrow["weights"], narrow["AdamW"]) == (2 * PARAMETERS + 6 * trained, 8 * trained)
     several = uses_of(tmp_path, model={"path": str(tmp_path), "adapter": adapter}, queue=budget, generator=finish)
     revisions = [uses["generator-0 memory"].parts["adapter"] for uses in (full, apart, several)]
     assert revisions == [0, 2 * 12 * trained, 5 * 12 * trained]
