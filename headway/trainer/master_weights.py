@@ -56,7 +56,8 @@ class MasterWeights:
     def round(self) -> None:
         """Make the parameters their masters' values, after these have changed."""
         if self._rounds:
-            torch._foreach_copy_(list(self._parameters.values()), list(self.tensors.values()))
+            parameters, masters = list(self._parameters.values()), list(self.tensors.values())
+            torch._foreach_copy_(parameters, masters)  # pyright: ignore[reportPrivateImportUsage]
 
     @contextmanager
     def exposed(self) -> Iterator[None]:
