@@ -56,7 +56,9 @@ class MasterWeights:
     def round(self) -> None:
         """Make the parameters their masters' values, after these have changed."""
         if self._rounds:
-            torch._foreach_copy_(list(self._parameters.values()), list(self.tensors.values()))
+            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+                list(self._parameters.values()), list(self.tensors.values())
+            )
 
     @contextmanager
     def exposed(self) -> Iterator[None]:
