@@ -19,11 +19,13 @@ from headway.planner.gpu_experiment import fitted_experiment
 from headway.records.errors import ConfigurationError
 from headway.tokens.tokenizer_training import train_byte_fallback_tokenizer
 
-WHOLE = {("1 x 24 GB", "0.6B"), ("1 x 80 GB", "0.6B"), ("1 x 80 GB", "4B"), ("8 x 80 GB", "0.6B"), ("8 x 80 GB", "4B"),
+WHOLE = {("1 x 24 GB", "0.6B"), ("1 x 80 GB", "0.6B"), ("8 x 80 GB", "0.6B"),
          ("8 x 192 GB", "0.6B"), ("8 x 192 GB", "4B"), ("8 x 192 GB", "8B")}  # fmt: skip
 ADAPTERS = {
     ("1 x 24 GB", "4B"),
+    ("1 x 80 GB", "4B"),
     ("1 x 80 GB", "8B"),
+    ("8 x 80 GB", "4B"),
     ("8 x 80 GB", "8B"),
     ("8 x 192 GB", "32B"),
     ("no GPU, 24 GB", "0.6B"),
