@@ -180,7 +180,7 @@ def check(
     elif not has_error:
         print_preview(report, experiment)
         scope = f" on that machine; weights, disk and rates are checked there ({machine})" if machine else ""
-        typer.echo(f"\n{'No errors' if report.findings else 'Nothing found'}: the run can start{scope}.")
+        typer.echo(f"\n{'No errors' if report.findings else 'Nothing found: the run can start'}{scope}.")
     if has_error:
         raise typer.Exit(2)
 

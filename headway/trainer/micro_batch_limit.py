@@ -35,11 +35,9 @@ class MicroBatchLimit:
             outcome, shortage = None, ""
             try:
                 outcome = passes()
-            except (torch.OutOfMemoryError, HookFailed) as error:
-                cause = error.__cause__ if isinstance(error, HookFailed) else error  # the user's loss may be short too
-                if not isinstance(cause, torch.OutOfMemoryError):
+            except (torch.OutOfMemoryError, HookFailed) as error:  # keep no error: its frames hold the activations
+                if not (shortage := _shortage_of(error)):
                     raise
-                shortage = str(cause).partition(". ")[0] or "out of memory"
             if not self._is_short_anywhere(shortage):
                 return cast("T", outcome)
             self._halve(shortage or "another rank is out of memory")
@@ -57,10 +55,13 @@ class MicroBatchLimit:
         half = size // 2
         cause_text = f"micro-batches of {key} = {size} don't fit in a device's memory ({shortage})"
         if self.halved or not self._may_halve or not half:
-            valid_text = f"resume with at most {half}" if half else "each has one sample already"
-            raise OutOfDeviceMemory(f"{cause_text}; {valid_text}, or with trainer.gradient_checkpointing = true")
+            valid_text = f"at most {half}" if half else "none smaller"
+            raise OutOfDeviceMemory(f"{cause_text}; valid: {valid_text}, or trainer.gradient_checkpointing = true")
         self.halved = f"{cause_text}: they have at most {half} from now on"
-        if self._is_fixed:
-            self.samples = half
-        else:
-            self.tokens = half
+        self.samples, self.tokens = (half, self.tokens) if self._is_fixed else (self.samples, half)
+
+
+def _shortage_of(error: BaseException) -> str:
+    """The allocator's first sentence, also from within the user's loss; "" for an error of another kind."""
+    cause = error.__cause__ if isinstance(error, HookFailed) else error
+    return str(cause).partition(". ")[0] or "out of memory" if isinstance(cause, torch.OutOfMemoryError) else ""

@@ -290,21 +290,18 @@ def test_what_a_server_that_died_has_started_ends_too() -> None:
     assert gone(played(main))
 
 
-def test_a_list_of_tools_without_an_end_is_refused() -> None:
-    async def main() -> None:
-        await started(odd(variables={"ENDLESS": "1e-9"}))
-
-    with pytest.raises(ConfigurationError, match="its list of tools has no end: 1000 pages, 1000 tools"):
-        played(main)
-
-
-def test_a_list_of_tools_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.rollout.hosting.mcp.servers._START_S", 0.5)
+@pytest.mark.parametrize(
+    ("seconds", "message"),
+    [("1e-9", "its list of tools has no end: 1000 pages, 1000 tools"), ("0.1", r"takes longer than 0\.5 s")],
+)
+def test_a_list_of_tools_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch, seconds: str, message: str) -> None:
+    if seconds == "0.1":  # for each page
+        monkeypatch.setattr("headway.rollout.hosting.mcp.servers._START_S", 0.5)
 
     async def main() -> None:
-        await started(odd(variables={"ENDLESS": "0.1"}))
+        await started(odd(variables={"ENDLESS": seconds}))
 
-    with pytest.raises(ConfigurationError, match=r"takes longer than 0\.5 s"):
+    with pytest.raises(ConfigurationError, match=message):
         played(main)
 
 

@@ -88,7 +88,6 @@ def test_trainer_killed_alone(folder: Path, tmp_path: Path) -> None:
     tiny_run.require_nothing_left(command)
 
 
-@pytest.mark.long
 def test_random_kills_of_every_process(folder: Path, tmp_path: Path) -> None:
     """Workers one after the other, stopped ones among them, then the orchestrator, which resumes."""
     chance = random.Random(11)

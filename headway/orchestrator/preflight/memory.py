@@ -196,7 +196,8 @@ def _generator(experiment: Experiment, model: ModelSizes, name: str, device: str
     device_parts = {
         "weights": 4 * weight_count,  # in bfloat16 half of it stays
         "adapter": revisions * trained * (width + (8 if packed else 0)),  # panels of B hold a product's ranks together
-        "packed weights": 8 * model.dense_parameters if packed else 0,  # and those of the next version
+        # those of the next version are packed beside them
+        "packed weights": (4 if is_adapted else 8) * model.dense_parameters if packed else 0,
         "KV cache": kv_bytes,
         "activations": _step_bytes(experiment, model, width),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -86,10 +87,17 @@ def test_the_command_writes_a_project_that_check_accepts(
     for number, name in enumerate(("train", "validation", "test")):
         Path(f"tasks/{name}.jsonl").write_text("\n".join(rows[number * 33 : number * 33 + 33]) + "\n")
     capsys.readouterr()
+    Path("make_tasks.py").touch()  # as a clone does: rows of one's own are kept
+    planned = subprocess.run(
+        ["make", "-n", "check", "MACHINE=../pool.toml"], capture_output=True, text=True, check=True
+    )
+    assert planned.stdout.strip().endswith("check experiment.toml --machine ../pool.toml")
+    assert "make_tasks" not in planned.stdout
     checked = cli.main(["check", "experiment.toml", "--machine", "../pool.toml"])
     printed = capsys.readouterr()
     assert checked == 0, printed
     assert "cuda:7" in printed.out
+    assert printed.out.rstrip().endswith("weights, disk and rates are checked there (../pool.toml).")
     assert cli.main(["train", "experiment.toml", "--machine", "../pool.toml"]) == 2
     assert "train runs on this one" in capsys.readouterr().err
     assert cli.main(["train", "experiment.toml"]) == 2

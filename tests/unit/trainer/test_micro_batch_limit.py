@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -109,13 +110,11 @@ def test_a_fixed_number_of_samples_is_halved(build: Any) -> None:
 
 def test_the_second_time_says_what_to_try(build: Any) -> None:
     trainer = build(64, 10)
-    with pytest.raises(
-        OutOfDeviceMemory, match=r"micro_batch_tokens = 32 .* resume with at most 16, or .*checkpointing"
-    ):
+    with pytest.raises(OutOfDeviceMemory, match=r"micro_batch_tokens = 32 .* valid: at most 16, or .*checkpointing"):
         trainer.train_step(lay_out(make_batch(1)))
     assert trainer.version == 0
     single = build(64, 1, trainer={"packing": "fixed", "micro_batch_samples": 1})
-    with pytest.raises(OutOfDeviceMemory, match="each has one sample already"):
+    with pytest.raises(OutOfDeviceMemory, match="valid: none smaller"):
         single.train_step(lay_out(make_batch(1)))
 
 
@@ -123,6 +122,22 @@ def test_deterministic_runs_keep_their_shapes(build: Any) -> None:
     trainer = build(64, 40, run={"deterministic": True}, queue={"budget": 0}, trainer={"packing": "balanced"})
     with pytest.raises(OutOfDeviceMemory, match=r"micro_batch_tokens = 64 .* at most 32"):
         trainer.train_step(lay_out(make_batch(1)))
+
+
+def test_the_failed_pass_is_freed_before_it_is_repeated(build: Any) -> None:
+    """What keeps the error keeps its frames, and with them the activations for which there was no room."""
+    limit, references = build(64).policy.limit, list[weakref.ref[torch.Tensor]]()
+
+    def compute() -> int:
+        if references:
+            return 1
+        activations = torch.zeros(3)
+        references.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    alive: list[bool] = []
+    assert limit.attempt(compute, lambda: alive.append(references[0]() is not None)) == 1
+    assert alive == [False]
 
 
 class Parts:
