@@ -301,7 +301,7 @@ def test_a_game_that_breaks_fails_its_rollout_alone() -> None:
 
 def test_a_game_that_hangs_holds_up_nobody_else() -> None:
     async def main() -> Any:
-        episodes = service(name="gym", parameters={"env": "test_environment_gym:Guess"}, timeout_s=0.3)
+        episodes = service(name="gym", parameters={"env": "test_environment_gym:Guess"}, timeout_s=2)
         stuck = [Player(episodes, task(arguments={"hangs": True}), f"7-{n}") for n in range(40)]
         for one in stuck:
             await one.begin()
