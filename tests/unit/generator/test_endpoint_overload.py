@@ -149,8 +149,8 @@ def test_a_stream_that_waits_for_its_place_can_still_be_refused() -> None:
 def test_a_stream_with_a_place_says_that_it_lives() -> None:
     async def test(server: Served) -> None:
         go_on = server.worker.hang()
-        asyncio.get_running_loop().call_later(0.15, go_on)
         async with server.client.chat.completions.with_streaming_response.create(**BODY, stream=True) as raw:
+            asyncio.get_running_loop().call_later(0.15, go_on)
             text = (await raw.read()).decode()
         assert text.count(": keepalive\n") > 1
 
