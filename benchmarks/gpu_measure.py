@@ -50,7 +50,7 @@ class Step(NamedTuple):
 STEPS = {
     "facts": Step(20, "the card and its ceilings: copy bandwidth, bfloat16 product; versions; time to get here"),
     "kernels": Step(60, "every kernel and its gradient against float64, and its time against that of its bytes"),
-    "step": Step(45, "the decoding step: log-probabilities against float64, an update, offloading; launches"),
+    "step": Step(45, "the decoding step: against float64, an update, offloading; graphs against operators; launches"),
     "engine": Step(75, "tokens/s at 1, 16, 64 and 256 requests against the limit of bandwidth; table of one step"),
     "trainer": Step(100, "gradients against float64; model FLOP/s against the peak; table of one step"),
     "publish": Step(30, "seconds per GB to publish, fetch and apply weights while requests run"),

@@ -70,7 +70,7 @@ def summary(text: str) -> str:
     kind += f" ({model['quantization']})" if "quantization" in model else ""
     split = f"{len(generator['devices'])}+{len(trainer['devices'])}" if "run" not in raw or not raw["run"].get(
         "offload") else "by turns"  # fmt: skip
-    recompute = ", recomputed" if trainer["gradient_checkpointing"] else ""
+    recompute = {"none": "", "selective": ", norms again", "full": ", recomputed"}[trainer["gradient_checkpointing"]]
     return f"{kind}, {split}, {generator['slots']} slots x {raw['rollout']['max_response_tokens']}{recompute}"
 
 

@@ -5,6 +5,8 @@ Shapes: n packed tokens, m keys, h heads, e head dimension.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -21,7 +23,6 @@ from benchmarks.parts.gpu_load import (
     configuration,
     copy_bandwidth,
     give,
-    lack,
     profile,
     random_decoder,
     requests,
@@ -105,6 +106,12 @@ def kernel_cases(settings: Settings, size: str) -> dict[str, Kernel]:
     uniform = torch.from_numpy(counter_uniform(np.arange(64, dtype=np.uint64), np.zeros(64, np.int64)))
     how = RowSampling(uniform.to(settings.device), None)
 
+    def norm_and_stream(x: Tensor, w: Tensor) -> Tensor:
+        return torch.cat(kernels.normed_stream(x, w, EPSILON))
+
+    def of_logits(logits: Tensor) -> Tensor:  # whose memory the gradient takes
+        return kernels.target_logprobs(1.0 * logits, targets, 0.7)[0]
+
     def chosen(hidden: Tensor, weight: Tensor) -> Tensor:
         model: Any = SimpleNamespace(head=lambda x: x @ weight.t(), config=SimpleNamespace(vocabulary_size=len(weight)))
         return token_logprobs(model, hidden, targets, 1.0, chunk_logits=len(weight) * (n // 32))[0]
@@ -121,6 +128,11 @@ def kernel_cases(settings: Settings, size: str) -> dict[str, Kernel]:
         "rms_norm": Kernel(
             lambda x, w: kernels.rms_norm(x, w, EPSILON),
             lambda x, w: _unit(x) * w,
+            (normal(n, c.width), normal(c.width)),
+        ),
+        "normed_stream": Kernel(
+            norm_and_stream,
+            lambda x, w: torch.cat((_unit(x) * w, x)),
             (normal(n, c.width), normal(c.width)),
         ),
         "norm_rotate": Kernel(
@@ -153,6 +165,11 @@ def kernel_cases(settings: Settings, size: str) -> dict[str, Kernel]:
             lambda x, w: torch.log_softmax(x @ w.t(), -1).gather(-1, targets[:, None])[:, 0],
             (normal(n // 8, c.width), normal(c.vocabulary_size, c.width) * c.width**-0.5),
         ),
+        "target_logprobs": Kernel(
+            of_logits,
+            lambda z: torch.log_softmax(z / 0.7, -1).gather(-1, targets[:, None])[:, 0],
+            (3 * normal(n // 8, c.vocabulary_size),),
+        ),
         "sample": Kernel(
             sampled,
             lambda logits: torch.ones_like(logits[:, 0]),
@@ -163,8 +180,8 @@ def kernel_cases(settings: Settings, size: str) -> dict[str, Kernel]:
 
 
 def kernels_step(settings: Settings) -> None:
-    """Errors of every kernel and its gradients in each dtype, and its time beside that of reading and writing its
-    inputs and its output once."""
+    """Errors of every kernel and its gradients in each dtype, and its time beside that of what it has to move: inputs
+    and output once; with its gradient, inputs three times (read twice, gradients written) and the output twice."""
     bandwidth = copy_bandwidth(settings)
     (size,) = settings.sizes("0.6B")
     wrong = list[str]()
@@ -180,12 +197,35 @@ def kernels_step(settings: Settings) -> None:
         inputs = [value.to(DTYPES[settings.dtype]) for value in case.inputs]
         with torch.inference_mode():
             output = case.kernel(*inputs)
-            times_s = [timed(settings, lambda k=case.kernel, i=inputs: k(*i), calls=5) for _ in range(9)]
-        moved = sum(x.numel() * x.element_size() for x in (*inputs, output))
-        row["us"], row["floor_us"] = round(1e6 * statistics.median(times_s), 1), round(1e6 * moved / bandwidth, 1)
+            row["us"] = median_us(settings, lambda k=case.kernel, i=inputs: k(*i))
+            if (liger := liger_kernels().get(name)) is not None:
+                row["liger_us"] = median_us(settings, lambda k=liger, i=inputs: k(*i))
+        of_inputs, of_output = sum(x.numel() * x.element_size() for x in inputs), output.numel() * output.element_size()
+        row["floor_us"] = round(1e6 * (of_inputs + of_output) / bandwidth, 1)
+        if case.has_gradient:
+            leaves, gradient = [x.requires_grad_() for x in inputs], torch.ones(output.shape).to(output)
+            row["both_us"] = median_us(
+                settings, lambda k=case.kernel, i=leaves, g=gradient: torch.autograd.grad(k(*i), i, g)
+            )
+            row["both_floor_us"] = round(1e6 * (3 * of_inputs + 2 * of_output) / bandwidth, 1)
         give(**{name: row})
     if wrong:
         raise RuntimeError("; ".join(wrong))
+
+
+def median_us(settings: Settings, work: Callable[[], object]) -> float:
+    return round(1e6 * statistics.median(timed(settings, work, calls=5) for _ in range(9)), 1)
+
+
+def liger_kernels() -> dict[str, Callable[..., object]]:
+    """Those of Liger-Kernel that compute what one of ours does; {}: it isn't installed. Its import takes seconds."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        return {}
+    ops: Any = importlib.import_module("liger_kernel.ops")
+    return {
+        "rms_norm": lambda x, w: ops.rms_norm.rms_norm_forward(x, w, EPSILON, 0.0, "llama", None),
+        "gated_silu": lambda x: ops.swiglu.swiglu_fused_gate_up_forward(x),
+    }
 
 
 def largest_errors(case: Kernel, inputs: Sequence[Tensor]) -> list[float]:
@@ -241,7 +281,56 @@ def decoding_step(settings: Settings) -> None:
             "launches": profile(settings, engine.step)["launches"],
         }
         give(**{f"a step of {rows}": row})
-    lack("graph replay against the plain step", "the engine captures no CUDA graphs")
+    replays(settings)
+
+
+def replays(settings: Settings) -> None:
+    """Steps that run ahead: by CUDA graphs, the same operator by operator, and by the plain bodies on this machine's
+    CPU; twice under fixed shapes, which must give equal bits, and what these cost."""
+    wanted = requests(configuration("tiny"), 5, 8, 24)
+    responses: dict[str, list[tuple[tuple[int, ...], tuple[float, ...]]]] = {}
+    for name, options in {
+        "replayed": {} if settings.device == "cuda" else {"capture": _called},
+        "operator by operator": {"capture": _called},
+        "reference": {"native_kernels": False},
+        "deterministic": {"deterministic": True},
+        "deterministic again": {"deterministic": True},
+    }.items():
+        decoder = random_decoder(settings, "tiny", "float32")
+        engine = TorchEngine(
+            decoder.cpu() if name == "reference" else decoder, slots=5, max_context_tokens=64, **options
+        )
+        engine.submit(wanted)
+        while engine.step():
+            pass
+        deltas = engine.take_deltas()
+        responses[name] = [
+            (
+                tuple(token for delta in deltas if delta.request_id == one.request_id for token in delta.ids),
+                tuple(value for delta in deltas if delta.request_id == one.request_id for value in delta.logprobs),
+            )
+            for one in wanted
+        ]
+    differing = [
+        name for name in responses if [one[0] for one in responses[name]] != [one[0] for one in responses["replayed"]]
+    ]
+    if differing or responses["deterministic"] != responses["deterministic again"]:
+        raise RuntimeError(f"other tokens than by replays: {differing}; or not twice the same bits under fixed shapes")
+    (size,) = settings.sizes("0.6B")
+    decoder, rows = random_decoder(settings, size), settings.concurrencies[1]
+    times_s = dict[str, float]()
+    for name, options in {"plain": {}, "deterministic": {"deterministic": True}}.items():
+        engine = TorchEngine(decoder, slots=rows, max_context_tokens=64, **options)
+        engine.submit(requests(decoder.config, rows, 8, 40))
+        for _ in range(4):
+            engine.step()
+        times_s[name] = timed(settings, engine.step, calls=10)
+    give(replays={"equal": sorted(responses), "deterministic_over_plain": times_s["deterministic"] / times_s["plain"]})
+
+
+def _called(function: Callable[[], None]) -> Callable[[], None]:
+    """In place of a CUDA graph: the function itself."""
+    return function
 
 
 def logprob_error(settings: Settings, dtype: str, rows: int) -> float:

@@ -185,7 +185,8 @@ def trainer_step(settings: Settings) -> None:
             raise RuntimeError(f"the gradient in {dtype} differs by {error} of its norm from float64's")
 
     def measure(size: str) -> None:
-        keys = experiment(settings, size, f"trainer-{size}").model_dump(mode="json")
+        trained = {"gradient_checkpointing": "selective" if size == "4B" else "none"}
+        keys = experiment(settings, size, f"trainer-{size}", trainer=trained).model_dump(mode="json")
         service = TrainerService(Context(settings.device), experiment=keys, run_id=settings.run_id)
         peak = service.measure_peak()
         table: dict[str, Any] = {"peak_tflops_per_s": round(peak / 1e12, 4)}

@@ -24,7 +24,7 @@ class Area(NamedTuple):
 
 
 AREAS = {
-    "models": Area(("kernels",), ("models/*.py",)),
+    "models": Area(("kernels",), ("models/*.py", "models/gpu/*.py")),
     "engine": Area(
         ("step", "engine"), ("generator/engines/*.py", "generator/engines/torch/*.py", "generator/service.py")
     ),

@@ -130,7 +130,7 @@ class GeneratorConfig(Section):
     # Tune: raise it while tokens/s still rise and KV is left; lower it when KV is full and requests are prefilled again
     slots: Positive = 64  # concurrent requests of one replica
     # Tune: lower it where responses are mostly far shorter than the limit: less memory; raise it at many reprefills
-    kv_capacity_tokens: Positive | None = None  # KV of a replica; default: slots x (max prompt + max response tokens)
+    kv_capacity_tokens: Positive | None = None  # KV memory of a replica; default: a whole context for every slot
     # Tune: raise it while slots are empty though groups may open; lower it for younger samples
     prefetch_groups: NonNegative = 2  # groups waiting inside the engines, so that no slot is idle
     # Tune: "recompute" or "abort" if mismatch_k3 grows under "keep"; "finish" for adapters: docs/async.md
@@ -226,11 +226,14 @@ class AlgorithmConfig(Section):
         return parameters.taken_by(self.loss, self.advantage)
 
 
+Checkpointing = Literal["none", "selective", "full"]
+
+
 class TrainerConfig(Section):
     # Tune: more of them while the generator waits (training-bound)
     devices: RankDevices = ("cpu:1",)  # a rank for each; 2*cuda: on one of the cluster's nodes; auto: docs/gpus.md
     # Tune: "float32" for a trainer alone, where bfloat16 makes ratios too coarse (mismatch_k3)
-    dtype: Literal["float32", "bfloat16"] = "float32"  # auto: as generator.dtype; the optimiser is float32
+    dtype: Literal["float32", "bfloat16"] = "float32"  # auto: as generator.dtype; float32 masters and sums
     # Tune: halve it when mismatch_k3 passes 0.03 or the solve rate falls; adapters need ten times a full run's
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5  # peak; 0 changes no weights (a control run)
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; linear and cosine decay to 0
@@ -246,8 +249,8 @@ class TrainerConfig(Section):
     packing: Literal["balanced", "areal", "fixed"] = "balanced"  # how samples are spread over micro-batches and ranks
     micro_batch_samples: Positive | None = None  # fixed: samples of a forward pass (branches count), of any length
     shared_prefix: bool = True  # a group's common prefix is computed once in a micro-batch, with the same gradient
-    # Tune: true where activations don't fit: a third more work for a fraction of their memory
-    gradient_checkpointing: bool = False  # layers are recomputed in the backward: less memory, a third more work
+    # Tune: "selective" where activations don't fit, then "full": a third more work for a fraction of their memory
+    gradient_checkpointing: Checkpointing = "none"  # recomputed: norms and gates, or layers
     # Tune: 2 to 4 on policy or at budgets of 1 or 2, where samples are expensive: docs/learning.md
     optimizer_steps_per_batch: Positive = 1  # number of updates into which a batch is split, by group
 

@@ -1,5 +1,5 @@
-"""Causal attention over packed documents. Documents of similar length share one padded call, and documents with a
-common prefix share that prefix's rows.
+"""Causal attention over packed documents, which compute a common prefix once. `attention_way` chooses how: by flash
+attention of CPUs or GPUs, or in padded calls of documents of similar length.
 
 `attention_plan.py` defines the *pieces* of a packed micro-batch.
 
@@ -10,16 +10,19 @@ l padded length of a bucket, w width of the joint projection (h + 2g) * e.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from headway.models.attention_plan import AttentionPlan, Bucket
 from headway.models.configuration import Scores
-from headway.models.cpu.cpu_attention import CpuAttention
+from headway.models.cpu.cpu_attention import cpu_flash
+from headway.models.gpu.attention import FLASH, Flash, flash_attention
 from headway.models.kernels import PadDocuments, UnpadDocuments
 from headway.models.masked import causal_attention
+
+HOPPER = (9, 0)
 
 
 def packed_attention(
@@ -31,9 +34,31 @@ def packed_attention(
     """
     if scores.window is not None and scores.window >= plan.longest:
         scores = replace(scores, window=None)
-    if qkv.device.type == "cpu" and scores == Scores(scale=head_dim**-0.5):
-        return CpuAttention.apply(qkv, (heads, kv_heads, head_dim), plan)  # pyright: ignore[reportReturnType]
-    return padded_attention(qkv, heads, kv_heads, head_dim, plan, scores)
+    capability = torch.cuda.get_device_capability(qkv.device) if qkv.device.type == "cuda" else HOPPER
+    way, _ = attention_way(qkv.device.type, qkv.dtype, head_dim, plan, scores, capability)
+    if way == "padded":
+        return padded_attention(qkv, heads, kv_heads, head_dim, plan, scores)
+    flash = Flash(*cpu_flash(plan), widens=True) if way == "cpu" else FLASH
+    return flash_attention(qkv, heads, kv_heads, head_dim, plan, scores, flash)
+
+
+def attention_way(
+    device_type: str, dtype: torch.dtype, head_dim: int, plan: AttentionPlan, scores: Scores, gpu: tuple[int, int]
+) -> tuple[Literal["cpu", "flash", "padded"], str]:
+    """How `packed_attention` computes a layer, and for "padded" the reason. ``gpu``: its compute capability."""
+    if device_type == "cpu":
+        is_plain = scores.window is None and scores.softcap is None
+        return ("cpu", "") if is_plain else ("padded", "a CPU's flash attention has no windows and soft caps")
+    required = {
+        f"flash attention takes bfloat16 and float16, not {dtype}": dtype in (torch.bfloat16, torch.float16),
+        "flash attention needs a GPU of compute capability 8.0": gpu >= (8, 0),
+        f"flash attention takes heads of 8, 16 ... 256, not {head_dim}": not head_dim % 8 and head_dim <= 256,
+        f"this GPU has no gradients for heads of {head_dim}": head_dim <= 192 or gpu in ((8, 0), HOPPER, (10, 0)),
+        "torch's flash attention has no soft caps": scores.softcap is None,
+        "a window begins elsewhere for each piece behind a shared prefix": scores.window is None or not plan.shared,
+    }
+    reason = next((reason for reason, is_met in required.items() if not is_met), "")
+    return ("padded", reason) if reason else ("flash", "")
 
 
 def padded_attention(
@@ -69,8 +94,6 @@ class _AttendCopies(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, sizes: tuple[int, int, int], plan: AttentionPlan, scores: Scores) -> Tensor:
-        device_type = qkv.device.type
-        ctx.autocast = (device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
         ctx.save_for_backward(qkv)
         ctx.how = sizes, plan, scores
         copies = plan.copies
@@ -84,7 +107,7 @@ class _AttendCopies(torch.autograd.Function):
         sizes, plan, scores = ctx.how
         grad_qkv = torch.zeros_like(qkv, dtype=torch.promote_types(qkv.dtype, torch.float32))
         for bucket in plan.copies:
-            with torch.enable_grad(), torch.autocast(*ctx.autocast):
+            with torch.enable_grad():
                 block = qkv.detach().index_select(0, bucket.gather_bl).requires_grad_()
                 out = _attend(block, sizes, bucket, scores)
             (block_grad,) = torch.autograd.grad(out, block, bucket.take_zeroed(grads[0]))

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,6 +65,22 @@ class SharedPrefix:
     queries: slice  # rows of the pieces that continue its last piece, one after another
 
 
+class Sequences(NamedTuple):
+    """Queries and keys of several lengths, in the order of flash attention's arguments."""
+
+    query_ends: Tensor  # int32 [sequences + 1], on the device: 0 and where each ends
+    key_ends: Tensor
+    most_queries: int  # of a sequence
+    most_keys: int
+
+    @classmethod
+    def of(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> Sequences:
+        ends = ([0, *itertools.accumulate(lengths)] for lengths in (queries, keys))
+        query_ends, key_ends = (torch.tensor(end, dtype=torch.int32, device=device) for end in ends)
+        # With one query of each sequence, torch would compute grouped heads by another kernel, which splits the keys.
+        return cls(query_ends, key_ends, max(2, *queries), max(2, *keys))
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionPlan:
     """The grouping of one micro-batch's pieces; computed once and shared by all layers."""
@@ -72,8 +89,6 @@ class AttentionPlan:
     continues: tuple[int, ...]  # for each piece the index of the piece it continues, or NOTHING
     tokens: int
     positions_n: Tensor  # [N] position of each token inside its document
-    buckets: tuple[Bucket, ...]  # pieces, each attending to itself
-    scatter_n: Tensor  # [N] index of each packed token in the concatenation of all buckets
     shared: tuple[SharedPrefix, ...]
 
     @classmethod
@@ -93,14 +108,11 @@ class AttentionPlan:
         shared = _shared_prefixes(sizes.tolist(), starts.tolist(), prefix_pieces)
         prefixes = torch.tensor(prefix_lengths(lengths, prefix_pieces))
         rows = torch.arange(int(sizes.sum()))
-        buckets, scatter = _buckets(rows, torch.ones_like(rows, dtype=torch.bool), sizes, device)
         return cls(
             lengths=tuple(lengths),
             continues=prefix_pieces,
             tokens=len(rows),
             positions_n=(rows + torch.repeat_interleave(prefixes - starts, sizes)).to(device),
-            buckets=buckets,
-            scatter_n=scatter,
             shared=shared,
         )
 
@@ -108,6 +120,44 @@ class AttentionPlan:
     def first_continued(self) -> int:
         """Packed index of the first token that continues a prefix; ``tokens`` if no token does."""
         return self.shared[0].queries.start if self.shared else self.tokens
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The pieces, each attending to itself."""
+        return self._buckets[0]
+
+    @property
+    def scatter_n(self) -> Tensor:
+        """[N] index of each packed token in the concatenation of all buckets."""
+        return self._buckets[1]
+
+    @cached_property
+    def _buckets(self) -> tuple[tuple[Bucket, ...], Tensor]:
+        rows = torch.arange(self.tokens)
+        all_kept = torch.ones_like(rows, dtype=torch.bool)
+        return _buckets(rows, all_kept, torch.tensor(self.lengths), self.positions_n.device)
+
+    @cached_property
+    def sequences(self) -> Sequences:
+        """All pieces, each attending to itself, for kernels of variable lengths."""
+        return Sequences.of(self.lengths, self.lengths, self.positions_n.device)
+
+    @cached_property
+    def shared_sequences(self) -> Sequences:
+        """Likewise the queries that continue shared prefixes, and the prefixes' keys, which are at `shared_spans`."""
+        queries = [prefix.queries.stop - prefix.queries.start for prefix in self.shared]
+        keys = [sum(span.stop - span.start for span in prefix.keys) for prefix in self.shared]
+        return Sequences.of(queries, keys, self.positions_n.device)
+
+    @cached_property
+    def shared_spans(self) -> tuple[slice, ...]:
+        """The rows of all shared prefixes, one after another."""
+        spans: list[slice] = []
+        for span in itertools.chain.from_iterable(prefix.keys for prefix in self.shared):
+            if spans and spans[-1].stop == span.start:
+                span = slice(spans.pop().start, span.stop)
+            spans.append(span)
+        return tuple(spans)
 
     @cached_property
     def longest(self) -> int:
@@ -132,7 +182,7 @@ class AttentionPlan:
         sizes, starts = (x[torch.tensor(pieces)] for x in _sizes_and_starts(self.lengths))
         rows = torch.arange(sum(document_tokens)) + torch.repeat_interleave(starts - (sizes.cumsum(0) - sizes), sizes)
         kept_mask = torch.repeat_interleave(torch.tensor(is_first), sizes)
-        return _buckets(rows, kept_mask, torch.tensor(document_tokens), self.scatter_n.device, self.tokens)[0]
+        return _buckets(rows, kept_mask, torch.tensor(document_tokens), self.positions_n.device, self.tokens)[0]
 
 
 def _sizes_and_starts(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -6,18 +6,22 @@ v vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
+from headway.config.schema import Checkpointing
 from headway.models.attention import packed_attention
 from headway.models.attention_plan import AttentionPlan
 from headway.models.configuration import DecoderConfig
 from headway.models.experts import ExpertReplay, LayerAdapter, mix, mix_in_fixed_shapes, route
-from headway.models.kernels import GATED, linear, norm_rotate, rms_norm, with_offset
+from headway.models.gpu.operators import with_offset
+from headway.models.gpu.recomputation import computed_again, recomputing
+from headway.models.kernels import GATED, linear, norm_rotate, normed_stream, rms_norm
 from headway.models.packed_model import PackedModel
 
 __all__ = ["Decoder", "DecoderConfig", "DecoderLayer"]
@@ -58,16 +62,16 @@ class DecoderLayer(nn.Module):
         self.attention_output_norm = nn.Parameter(torch.ones(c.width)) if self.family.output_norms else None
         self.mlp_output_norm = nn.Parameter(torch.ones(c.width)) if self.family.output_norms else None
 
-    def _project(self, x_nd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Query, key and value side by side, [N, (Hq + 2 Hkv) Dh]."""
+    def _project(self, x_nd: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Query, key and value side by side, [N, (Hq + 2 Hkv) Dh], and the residual stream for what follows."""
         c, offset, rope = self.config, self.family.norm_offset, self.kind.rope
-        hidden_nd = rms_norm(x_nd, self.input_norm, c.norm_epsilon, offset)
+        hidden_nd, x_nd = normed_stream(x_nd, self.input_norm, c.norm_epsilon, offset)
         qkv = self._product("qkv", hidden_nd)
         sizes = (c.heads, c.kv_heads, c.head_dim, c.norm_epsilon)
         q_norm, k_norm = self.q_norm, self.k_norm
         if offset and q_norm is not None and k_norm is not None:
             q_norm, k_norm = with_offset(q_norm, offset), with_offset(k_norm, offset)
-        return norm_rotate(qkv, q_norm, k_norm, cos[:, rope : rope + 1], sin[:, rope : rope + 1], sizes)
+        return norm_rotate(qkv, q_norm, k_norm, cos[:, rope : rope + 1], sin[:, rope : rope + 1], sizes), x_nd
 
     def project_qkv(self, x_nd: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query [N, Hq, Dh], key and value [N, Hkv, Dh] of the residual stream x [N, d], norms and rope applied.
@@ -76,14 +80,14 @@ class DecoderLayer(nn.Module):
         is internal, since attention doesn't depend on it.
         """
         c = self.config
-        qkv = self._project(x_nd, cos, sin).unflatten(-1, (-1, c.head_dim))
+        qkv = self._project(x_nd, cos, sin)[0].unflatten(-1, (-1, c.head_dim))
         q_nhe, k_nge, v_nge = qkv.split((c.heads, c.kv_heads, c.kv_heads), dim=1)
         return q_nhe, k_nge, v_nge
 
     def finish(self, x_nd: Tensor, attention_nhd: Tensor, replay: ExpertReplay | None = None) -> Tensor:
         """Compute the block after attention [N, Hq*Dh]: output projection, residual, norm, MLP, residual."""
         x_nd = self._add("output", x_nd, attention_nhd, self.attention_output_norm)
-        hidden_nd = rms_norm(x_nd, self.post_norm, self.config.norm_epsilon, self.family.norm_offset)
+        hidden_nd, x_nd = normed_stream(x_nd, self.post_norm, self.config.norm_epsilon, self.family.norm_offset)
         gated = GATED[self.family.activation]
         if self.config.mixture is not None and self.kind.sparse:
             return x_nd + self._mix(hidden_nd, gated, replay)
@@ -115,7 +119,7 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """Compute the block on packed documents: residual stream [N, d] to [N, d]."""
         c = self.config
-        qkv = self._project(x_nd, cos, sin)
+        qkv, x_nd = self._project(x_nd, cos, sin)
         attention_nhd = packed_attention(qkv, c.heads, c.kv_heads, c.head_dim, plan, self.kind.scores)
         return self.finish(x_nd, attention_nhd, replay)
 
@@ -131,7 +135,7 @@ class Decoder(PackedModel):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config: DecoderConfig = config
-        self.checkpoints_layers = False
+        self.checkpointing: Checkpointing = "none"
         self.embedding_weight = nn.Parameter(torch.empty(config.vocabulary_size, config.width))
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.layers))
         self.final_norm = nn.Parameter(torch.ones(config.width))
@@ -156,7 +160,10 @@ class Decoder(PackedModel):
 
     def embed(self, ids_n: Tensor) -> Tensor:
         """Token ids [N] (int64) to the residual stream [N, d]."""
-        x_nd = functional.embedding(ids_n, self.embedding_weight)
+        table_vd = self.embedding_weight
+        if table_vd.dtype == torch.bfloat16 and torch.is_grad_enabled() and table_vd.device.type == "cpu":
+            table_vd = table_vd.float()  # a CPU sums the gradients of a token's rows in the table's dtype, a GPU wider
+        x_nd = functional.embedding(ids_n, table_vd).to(self.dtype)
         if not self.config.family.scaled_embedding:
             return x_nd
         return x_nd * torch.tensor(self.config.width**0.5, dtype=x_nd.dtype).item()  # rounded as these models expect
@@ -198,10 +205,11 @@ class Decoder(PackedModel):
         cos, sin = self.rope(plan.positions_n)
         x_nd = self.embed(ids_n)
         number_by_layer = {index: number for number, index in enumerate(self.config.sparse_layers)}
-        for index, layer in enumerate(self.layers):
-            replayed = None if replay is None or index not in number_by_layer else replay.layer(number_by_layer[index])
-            if self.checkpoints_layers and torch.is_grad_enabled():
-                x_nd = checkpoint(layer, x_nd, cos, sin, plan, replayed, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x_nd = layer(x_nd, cos, sin, plan, replayed)
+        checkpointing = self.checkpointing if torch.is_grad_enabled() else "none"
+        with recomputing() if checkpointing == "selective" else contextlib.nullcontext():
+            for index, layer in enumerate(self.layers):
+                number = number_by_layer.get(index)
+                replayed = None if replay is None or number is None else replay.layer(number)
+                compute = partial(computed_again, layer) if checkpointing == "full" else layer
+                x_nd = compute(x_nd, cos, sin, plan, replayed)
         return x_nd

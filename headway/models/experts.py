@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headway.models.kernels import QuantizedMatrix, frozen_product, product_dtype
+from headway.models.kernels import QuantizedMatrix, frozen_product
 
 
 class LayerAdapter(Protocol):
@@ -56,26 +56,25 @@ def route(
     recorded ones as recorded.
 
     Weights are probabilities of the softmax over all experts; ``normalised`` makes those of the chosen experts add up
-    to 1. They are computed in float32 (float64 if the hidden states are) under autocast too, because a rounding error
+    to 1. They are computed in float32 (float64 if the hidden states are) from bfloat16 too, because a rounding error
     here selects another expert. With ``replay`` of this layer, recorded experts are chosen if there are any; their
     weights still come from these scores, so that gradients reach the router. It also writes ``replay.counts``.
     """
     wide_dtype = torch.promote_types(hidden_nd.dtype, torch.float32)
-    with torch.autocast(hidden_nd.device.type, enabled=False):
-        hidden_nd = hidden_nd.to(wide_dtype)
-        logits_nx = functional.linear(hidden_nd, router_xd.to(wide_dtype))
-        if adapter is not None:
-            logits_nx = adapter.add("router", logits_nx, hidden_nd)
-        probabilities_nx = torch.softmax(logits_nx, dim=-1)
-        weights_nk, chosen_nk = probabilities_nx.topk(per_token, dim=-1)
-        if replay is not None:
-            own_nk, recorded_nk = chosen_nk, replay.chosen.long()
-            known_n1 = (recorded_nk >= 0).all(-1, keepdim=True)
-            chosen_nk = torch.where(known_n1, recorded_nk, own_nk)
-            weights_nk = probabilities_nx.gather(-1, chosen_nk)  # of all experts, since top-k may lack recorded ones
-            replay.counts.copy_(_disagreement(recorded_nk, known_n1[:, 0], own_nk, chosen_nk))
-        if normalised:
-            weights_nk = weights_nk / weights_nk.sum(-1, keepdim=True)
+    hidden_nd = hidden_nd.to(wide_dtype)
+    logits_nx = functional.linear(hidden_nd, router_xd.to(wide_dtype))
+    if adapter is not None:
+        logits_nx = adapter.add("router", logits_nx, hidden_nd)
+    probabilities_nx = torch.softmax(logits_nx, dim=-1)
+    weights_nk, chosen_nk = probabilities_nx.topk(per_token, dim=-1)
+    if replay is not None:
+        own_nk, recorded_nk = chosen_nk, replay.chosen.long()
+        known_n1 = (recorded_nk >= 0).all(-1, keepdim=True)
+        chosen_nk = torch.where(known_n1, recorded_nk, own_nk)
+        weights_nk = probabilities_nx.gather(-1, chosen_nk)  # of all experts, since top-k may lack recorded ones
+        replay.counts.copy_(_disagreement(recorded_nk, known_n1[:, 0], own_nk, chosen_nk))
+    if normalised:
+        weights_nk = weights_nk / weights_nk.sum(-1, keepdim=True)
     return chosen_nk, weights_nk
 
 
@@ -148,15 +147,14 @@ def grouped_linear(rows_md: Tensor, weights_xfd: Tensor | QuantizedMatrix, ends_
     """Multiply rows [M, d], those before ``ends_x[0]`` by the first matrix and so on, to [M, f]."""
     if isinstance(weights_xfd, QuantizedMatrix):
         return frozen_product(rows_md, weights_xfd, lambda rows, weights: grouped_linear(rows, weights, ends_x))
-    dtype = product_dtype(rows_md)
-    rows_md, weights_xfd = rows_md.to(dtype), weights_xfd.to(dtype)
-    if _aligned(weights_xfd):
+    weights_xfd = weights_xfd.to(rows_md.dtype)
+    if aligned(weights_xfd):
         return functional.grouped_mm(rows_md, weights_xfd.transpose(1, 2), offs=ends_x.to(torch.int32))
     parts = rows_md.tensor_split(ends_x[:-1].tolist())
     return torch.cat([functional.linear(part, w_fd) for part, w_fd in zip(parts, weights_xfd.unbind(0), strict=True)])
 
 
-def _aligned(weights_xfd: Tensor) -> bool:
+def aligned(weights_xfd: Tensor) -> bool:
     """Whether torch's grouped product takes these weights: rows of a multiple of 16 bytes, elements of at most 4."""
     number_bytes = weights_xfd.element_size()
     return number_bytes <= 4 and all(size * number_bytes % 16 == 0 for size in weights_xfd.shape[1:])

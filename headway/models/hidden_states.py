@@ -35,8 +35,7 @@ class HiddenStates:
             bits_d = np.random.Philox(key=_KEY).random_raw(x_nd.shape[-1])
             bits_dp = (bits_d[:, None] >> np.arange(PROJECTIONS, dtype=np.uint64)) & np.uint64(1)
             self._signs_dp = torch.from_numpy(bits_dp.astype(np.float32) * 2 - 1).to(x_nd.device)
-        with torch.autocast(x_nd.device.type, enabled=False):
-            self._projections[-1].append((x_nd.float() @ self._signs_dp).cpu())
+        self._projections[-1].append((x_nd.float() @ self._signs_dp).cpu())
 
     def end_pass(self) -> None:
         """End a pass: the next call of `add` records the input of the first layer, for further tokens."""

@@ -19,7 +19,6 @@ from headway.config.adapter import Quantization
 from headway.models.adapter_targets import AdaptedTarget, AdapterTarget
 from headway.models.decoder import Decoder, DecoderLayer
 from headway.models.experts import LayerAdapter, grouped_linear
-from headway.models.kernels import product_dtype
 from headway.models.loading import copy_into
 
 
@@ -167,26 +166,21 @@ class _AddLowRank(torch.autograd.Function):
         ctx: Any, out_nf: Tensor, x_nd: Tensor, places: tuple[tuple[int, int, float], ...], *matrices: Tensor
     ) -> Tensor:
         ctx.mark_dirty(out_nf)
-        dtype = product_dtype(x_nd)
-        x_nd, a_rd = x_nd.to(dtype), torch.cat(matrices[::2]).to(dtype)
+        dtype = x_nd.dtype
+        a_rd = torch.cat(matrices[::2]).to(dtype)
         inner_nr = x_nd @ a_rd.t()
         ctx.places, ctx.ranks = places, [len(a) for a in matrices[::2]]
         ctx.save_for_backward(x_nd, inner_nr, a_rd, *matrices[1::2])
         for (first, rows, scale), inner, b_fr in zip(places, inner_nr.split(ctx.ranks, 1), matrices[1::2], strict=True):
-            part, b_rf = out_nf.narrow(1, first, rows), b_fr.to(dtype).t()
-            if part.dtype == dtype:
-                part.addmm_(inner, b_rf, alpha=scale)
-            else:
-                part.add_(inner @ b_rf, alpha=scale)
+            out_nf.narrow(1, first, rows).addmm_(inner, b_fr.to(dtype).t(), alpha=scale)
         return out_nf
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_nd, inner_nr, a_rd, *b = ctx.saved_tensors
-        grad_nf = grads[0].to(x_nd.dtype)
         inner_grads, b_grads = [], []
         for (first, rows, scale), inner, b_fr in zip(ctx.places, inner_nr.split(ctx.ranks, 1), b, strict=True):
-            part = grad_nf.narrow(1, first, rows)
+            part = grads[0].narrow(1, first, rows)
             inner_grads.append((part @ b_fr.to(part.dtype)).mul_(scale))
             b_grads.append((part.t() @ inner).mul_(scale).to(b_fr.dtype))
         to_inner_nr = torch.cat(inner_grads, 1)

@@ -22,10 +22,12 @@ def causal_attention(q_bhle: Tensor, k_bgle: Tensor, v_bgle: Tensor, scores: Sco
     if window is not None and length > 2 * window:
         return _windowed_in_blocks(q_bhle, k_bgle, v_bgle, scores, window)
     if window is None and scores.softcap is None:
-        uses_groups = q_bhle.shape[1] != k_bgle.shape[1]
+        uses_groups, dtype = q_bhle.shape[1] != k_bgle.shape[1], q_bhle.dtype
+        if q_bhle.device.type == "cpu" and dtype.itemsize < 4:  # as the trainer and the native kernels compute it
+            q_bhle, k_bgle, v_bgle = q_bhle.float(), k_bgle.float(), v_bgle.float()
         return functional.scaled_dot_product_attention(
             q_bhle, k_bgle, v_bgle, is_causal=True, scale=scores.scale, enable_gqa=uses_groups
-        )
+        ).to(dtype)
     return masked_attention(q_bhle, k_bgle, v_bgle, visible_mask(length, window, q_bhle.device), scores)
 
 

@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from headway.config.schema import Checkpointing
+
 
 class PackedConfig(Protocol):
     """The sizes of a model that the trainer reads."""
@@ -44,7 +46,8 @@ class PackedModel(nn.Module, ABC):
     placeholders: Sequence[int] = ()  # ids that stand for pictures and other media, which are never sampled
     packs = True  # documents are computed as one row, in their order
     shares_prefixes = True  # `forward_packed` takes ``continues``
-    checkpoints_layers: bool  # gradient checkpointing: a layer is computed again in the backward
+    # Computed again in the backward: nothing; norms, rotations and gates; or layers, of which only inputs are kept
+    checkpointing: Checkpointing
 
     @property
     @abstractmethod

@@ -38,13 +38,15 @@ def open_model(
     return load_hf(folder, dtype, device, chosen.trust_remote_code)
 
 
-def open_policy(chosen: ModelConfig, device: torch.device, seed: int) -> tuple[PackedModel, Lora | HfAdapter | None]:
-    """The model of a run in float32, or quantised, and the adapter that is trained with it, if any. ``seed``: of a new
-    adapter's weights. Raises ConfigurationError."""
+def open_policy(
+    chosen: ModelConfig, device: torch.device, seed: int, dtype: torch.dtype = torch.float32
+) -> tuple[PackedModel, Lora | HfAdapter | None]:
+    """The model of a run in ``dtype``, or quantised, and the adapter that is trained with it, if any, in float32.
+    ``seed``: of a new adapter's weights. Raises ConfigurationError."""
     if chosen.quantization is not None:
-        model: PackedModel = load_frozen(chosen.path, chosen.quantization, device)
+        model: PackedModel = load_frozen(chosen.path, chosen.quantization, device).to(dtype)
     else:
-        model = open_model(chosen, torch.float32, device)
+        model = open_model(chosen, dtype, device)
     if chosen.adapter is None:
         return model, None
     model.requires_grad_(False)

@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from headway.config.schema import Checkpointing
 from headway.models.configuration import read_json
 from headway.models.families import FAMILIES, read_window
 from headway.models.size_rules import RULES, SizeRules
@@ -36,6 +37,15 @@ _KINDS = {
     _FULL: _FULL, "attention": _FULL, "*": _FULL, "indexed_attention": _FULL, _WINDOWED: _WINDOWED,
     _LINEAR: _LINEAR, "mamba": _LINEAR, "M": _LINEAR, "mlp": "dense", "-": "dense", "moe": "sparse", "E": "sparse",
 }  # fmt: skip
+
+
+CHUNK_LOGITS = 1 << 25  # of a trainer on a CPU: 128 MiB in float32
+GPU_LOGIT_ROWS = 4096  # fewer would fill its products badly
+
+
+def logit_rows(vocabulary: int, *, on_gpu: bool) -> int:
+    """The rows of logits that exist at once in a trainer. More are computed in chunks, again in the backward."""
+    return max(1, CHUNK_LOGITS // vocabulary, GPU_LOGIT_ROWS if on_gpu else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,26 +114,36 @@ class ModelSizes:
         number_count = sum(layer.cached * min(tokens, layer.window or tokens) + layer.state for layer in self.layers)
         return number_count * number_bytes
 
-    def activation_bytes(self, tokens: int, number_bytes: int, *, checkpointing: bool = False) -> int:
+    def activation_bytes(self, tokens: int, number_bytes: int, checkpointing: Checkpointing = "none") -> int:
         """The bytes that the backward of one micro-batch of ``tokens`` needs, without logits and soft-capped scores.
 
-        Each layer of width d keeps per token, in numbers of ``number_bytes``: both norms' outputs before and after
-        their weight 4·d; query, key and value; the attention's output o computed, joined and projected 3·o; gate and
-        up 2·f; their product f. It also keeps the normed query and key in float32. The layer in its backward adds
-        three times the largest of them. With gradient ``checkpointing`` each layer keeps only its input, 4·d bytes per
-        token, and one layer keeps all of the above.
+        Each layer of width d keeps per token, in numbers of ``number_bytes``: both norms' inputs and outputs 4·d;
+        query, key and value, and again before norm and rotation; the attention's output o, which padded attention
+        computes, joins and projects: 3·o; gate and up 2·f; their product f. The layer in its backward adds three times
+        the largest of them. ``checkpointing`` "selective" keeps no outputs of norms and gates; with "full" each layer
+        keeps only its input, d numbers per token, and one layer keeps all of the above.
         """
-        kept_bytes = [
-            number_bytes * (4 * self.width + layer_sizes.joint + 3 * layer_sizes.output + 3 * layer_sizes.intermediate)
-            + 4 * layer_sizes.normed
-            for layer_sizes in self.layers
-        ]
+        kept_bytes = [self._kept_bytes(layer, number_bytes, checkpointing) for layer in self.layers]
         widest = max(max(2 * layer_sizes.intermediate, layer_sizes.joint) for layer_sizes in self.layers)
         transient_bytes = 3 * 4 * widest + 3 * 4 * self.width
-        layer_bytes = len(self.layers) * 4 * self.width + max(kept_bytes) if checkpointing else sum(kept_bytes)
+        layer_bytes = sum(kept_bytes)
+        if checkpointing == "full":
+            layer_bytes = len(self.layers) * number_bytes * self.width + max(kept_bytes)
         return tokens * (layer_bytes + transient_bytes)
 
-    def score_bytes(self, tokens: int, longest_tokens: int, number_bytes: int, *, checkpointing: bool = False) -> int:
+    def _kept_bytes(self, layer: LayerSizes, number_bytes: int, checkpointing: Checkpointing) -> int:
+        """The bytes that a layer keeps of each token."""
+        is_padded = number_bytes > 2 or self.attention_softcap is not None or layer.window is not None
+        numbers = 2 * self.width + layer.joint + (3 if is_padded else 1) * layer.output + 2 * layer.intermediate
+        if checkpointing == "selective":
+            return number_bytes * numbers
+        # C++ keeps queries and keys before the norm, in float32, and the operators all of the projection.
+        unrotated_bytes = min(4 * layer.normed, number_bytes * layer.joint)
+        return number_bytes * (numbers + 2 * self.width + layer.intermediate) + unrotated_bytes
+
+    def score_bytes(
+        self, tokens: int, longest_tokens: int, number_bytes: int, checkpointing: Checkpointing = "none"
+    ) -> int:
         """The bytes that the backward needs for attention with capped scores, which is computed in full: for each query
         of each head and every key it might see, the capped score and its weight in float32, and the weight in the
         products' dtype too."""
@@ -131,7 +151,7 @@ class ModelSizes:
             return 0
         bytes_per_score = 8 + (number_bytes if number_bytes < 4 else 0)
         layer_bytes = [self.heads * tokens * keys * bytes_per_score for keys in self.scored_keys(longest_tokens)]
-        return max(layer_bytes) if checkpointing else sum(layer_bytes)
+        return max(layer_bytes) if checkpointing == "full" else sum(layer_bytes)
 
     def scored_keys(self, longest_tokens: int) -> list[int]:
         """The number of keys per query for which scores are computed, by layer; with a window, twice its size."""

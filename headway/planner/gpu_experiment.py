@@ -15,13 +15,14 @@ from typing import Any
 
 from headway.config.auto import Machine, resolve
 from headway.config.load import validate_experiment
-from headway.config.schema import Experiment
+from headway.config.schema import Checkpointing, Experiment
 from headway.models.sizes import ModelSizes, sizes_of
 from headway.orchestrator.preflight.memory import FULL_SHARE, gibibytes, memory_places, memory_uses
 from headway.records.errors import ConfigurationError
 
 PROMPT_TOKENS = 512
-_RESPONSES, _SLOTS, _MICRO_BATCHES = (2048, 1024), (256, 128, 64, 32, 16), (16384, 8192, 4096)
+_RESPONSES, _SLOTS, _MICRO_BATCHES = (2048, 1024), (256, 128, 64, 32, 16), (16384, 8192, 4096, 2048)
+_CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")  # each is slower than the one before
 _FULL_RATE, _ADAPTER_RATE = 2e-6, 3e-5  # of models of billions of weights
 
 
@@ -33,7 +34,7 @@ class MemoryChoice:
     quantization: str  # of the weights beside an adapter; "": none
     trainers: int  # GPUs that train; 0: as "auto" splits them
     ranks: int  # GPUs of a replica
-    recompute: bool = True  # gradient checkpointing
+    checkpointing: Checkpointing = "full"
     response_tokens: int = _RESPONSES[-1]
     slots: int = _SLOTS[-1]
     micro_batch_tokens: int = _MICRO_BATCHES[-1]
@@ -53,8 +54,8 @@ def fitted_experiment(machine: Machine, model: str, folder: str, tables: dict[st
         if refusal := _lacking(machine, smallest_experiment, sizes):
             refusals[_method(method_choice)] = refusal
             continue
-        for recompute, response_tokens, slots, micro in product((False, True), _RESPONSES, _SLOTS, _MICRO_BATCHES):
-            choice = replace(method_choice, recompute=recompute, response_tokens=response_tokens)
+        for kept, response_tokens, slots, micro in product(_CHECKPOINTING, _RESPONSES, _SLOTS, _MICRO_BATCHES):
+            choice = replace(method_choice, checkpointing=kept, response_tokens=response_tokens)
             choice = replace(choice, slots=slots, micro_batch_tokens=micro)
             experiment = _experiment(machine, folder, tables, choice)
             if not _lacking(machine, experiment, sizes):
@@ -105,7 +106,7 @@ def _keys(choice: MemoryChoice) -> dict[str, dict[str, Any]]:
         "generator": generator,
         "trainer": {
             "micro_batch_tokens": choice.micro_batch_tokens,
-            "gradient_checkpointing": choice.recompute,
+            "gradient_checkpointing": choice.checkpointing,
             "learning_rate": _ADAPTER_RATE if choice.adapter else _FULL_RATE,
         },
     }
@@ -161,7 +162,7 @@ def _text(
         "trainer.devices": f"{needed.get((on_gpus or [''])[-1], '?')} of each at most",
         "trainer.learning_rate": f"usual for {'adapters' if choice.adapter else 'whole models'}",
         "trainer.micro_batch_tokens": "the largest whose activations fit",
-        "trainer.gradient_checkpointing": "true where activations don't fit otherwise",
+        "trainer.gradient_checkpointing": "what is computed again, where activations don't fit otherwise",
     }
     keys["run"] = {"offload": True} if takes_turns else {}
     keys["model"] = {"path": model, "dtype": trainer.dtype} | keys["model"]

@@ -31,5 +31,5 @@ def model_figures(sizes: ModelSizes) -> ModelFigures:
         cached=tuple((count, window) for window, count in cached_by_window.items()),
         state=sum(layer.state for layer in sizes.layers),
         kept=sizes.activation_bytes(_TOKENS, 2) / _TOKENS,
-        kept_again=sizes.activation_bytes(_TOKENS, 2, checkpointing=True) / _TOKENS,
+        kept_again=sizes.activation_bytes(_TOKENS, 2, "full") / _TOKENS,
     )

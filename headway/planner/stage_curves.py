@@ -20,7 +20,7 @@ from headway.control.lengths import LengthDistribution, length_distribution
 from headway.control.rates.generation import GenerationRecipe, ReplicaRates
 from headway.control.rates.specs import ModelFigures, Parallelism, RatedDevice
 from headway.control.rates.training import TrainerRates, TrainingRecipe, publish_s
-from headway.orchestrator.preflight.memory import CHUNK_LOGITS
+from headway.models.sizes import logit_rows
 from headway.planner.pool_file import PlanDevices, PlannedWorkload, PlanPool, recipe
 from headway.planner.quantities import Quantity
 from headway.records.check_report import Calibration
@@ -146,10 +146,11 @@ class RooflineCurves(StageCurves):
         trainer_settings = experiment.trainer
         run_training = TrainingRecipe(
             dtype=trainer_settings.dtype,
+            state_bytes=16.0 if trainer_settings.dtype == "float32" else 18.0,
             sharded=False,
-            recompute=trainer_settings.gradient_checkpointing,
+            recompute=trainer_settings.gradient_checkpointing == "full",
             micro_batch_tokens=trainer_settings.micro_batch_tokens,
-            logit_tokens=max(1, CHUNK_LOGITS // model.vocabulary),
+            logit_tokens=logit_rows(model.vocabulary, on_gpu=False),
             trained_share=trained_share,
         )
         self._train = recipe(pool.tables, "train", TrainingRecipe, **msgspec.structs.asdict(run_training))

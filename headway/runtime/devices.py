@@ -213,6 +213,6 @@ def _available_gpus(count: int) -> str:
 
 
 def native_kernels_enabled() -> bool:
-    """Whether C++ kernels are used on one CPU core, where they can be built; ``HEADWAY_NATIVE_KERNELS=0`` in the
-    environment turns them off, to find out whether a fault is theirs."""
+    """Whether C++ kernels are used on one CPU core, where they can be built, and Triton kernels on GPUs;
+    ``HEADWAY_NATIVE_KERNELS=0`` in the environment turns them off, to find out whether a fault is theirs."""
     return os.environ.get("HEADWAY_NATIVE_KERNELS") != "0"

@@ -5,7 +5,6 @@ Legend: ``_n`` one value per packed token, ``_m`` per token that carries loss, `
 
 from __future__ import annotations
 
-import contextlib
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,8 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from headway.algorithms.samples import MicroBatchArrays, SampleArrays
 from headway.config.model import ModelConfig
@@ -23,11 +21,14 @@ from headway.config.schema import TrainerConfig
 from headway.models.cpu import native
 from headway.models.decoder import Decoder
 from headway.models.experts import ExpertReplay
+from headway.models.gpu.recomputation import computed_again
 from headway.models.hf.pixels import Pixels, PixelStore
 from headway.models.hidden_states import HiddenStates, chosen_logprobs
+from headway.models.kernels import target_logprobs
 from headway.models.loading import DTYPES, copy_weights, weights_of
 from headway.models.packed_model import PackedModel
 from headway.models.run_model import load_into, open_model, open_policy, save_policy, without_adapter
+from headway.models.sizes import logit_rows
 from headway.records.errors import ConfigurationError, ExpertsMismatch
 from headway.records.generation import PathScores, Probe, ProbeScores
 from headway.records.tokens import EXPERTS, KEPT, ExpertRouting, pixels_of
@@ -36,11 +37,9 @@ from headway.runtime.devices import native_kernels_enabled
 from headway.tokens.grammar import Grammars
 from headway.tokens.tokenizer import Tokenizer
 from headway.trainer.kept_sets import KeptSets, MicroBatchSets
+from headway.trainer.master_weights import MasterWeights
 from headway.trainer.optimizer import AdamW
 from headway.trainer.ranks import Ranks
-
-# Logits of one chunk: 2^25 float32 values are 128 MiB. More logits are computed in chunks, again in the backward.
-CHUNK_LOGITS = 1 << 25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +63,9 @@ class TokenScores(NamedTuple):
 class Learner:
     """Float32 master weights, AdamW and the forward pass in the chosen dtype.
 
-    bfloat16 means autocast: matrix products in bfloat16; weights, norms' sums, softmax and optimiser in float32.
-    With an adapter only its weights are trained, published and saved; the model's weights don't change.
+    In bfloat16 the model computes with its masters rounded once a step, as an engine does, and so is its residual
+    stream; sums of norms, softmax and losses, accumulated gradients, their norm and the optimiser are float32. With an
+    adapter only its weights are trained, published and saved; the model's weights don't change, and have no masters.
     """
 
     def __init__(
@@ -83,27 +83,34 @@ class Learner:
         """``seed``: of a new adapter's weights. ``chat``: as in `Tokenizer.load`. ``replays``: the model in training
         chooses the batch's recorded experts. ``pixels``: of the run's folder, if batches may have pictures."""
         self._chosen, self._folder, self._chat = chosen, chosen.path, chat
-        self.model, self.lora = open_policy(chosen, device, seed)
-        self.model.checkpoints_layers = settings.gradient_checkpointing
+        self.dtype = DTYPES[settings.dtype]
+        self.model, self.lora = open_policy(chosen, device, seed, self.dtype)
+        self.model.checkpointing = settings.gradient_checkpointing
         self.reference: PackedModel | None = None
         self._replays, self._pixels = replays, pixels
         self._sets: KeptSets | None = None  # of the last batch
         self.device = device
         self.ranks = ranks
         self.settings = settings
-        self.dtype = DTYPES[settings.dtype]
         uses_native = native_kernels_enabled() and self.dtype == torch.float32
         self._kernels = native.kernels_for(self.dtype, device) if uses_native else None
-        self.parameters = list(self._trained().values())
+        self.masters = self._open_masters()
+        self.parameters = list(self.masters.trained().values())
         self.optimiser = AdamW(self.parameters)
 
-    def _trained(self) -> dict[str, nn.Parameter]:
+    def _open_masters(self) -> MasterWeights:
         if self.lora is not None:
-            return self.lora.parameters
-        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+            return MasterWeights(self.lora.parameters, self.dtype)
+        parameters, exact = dict(self.model.named_parameters()), None
+        if self.dtype != torch.float32:
+            exact = weights_of(open_model(self._chosen, torch.float32, self.device))
+        masters = MasterWeights(parameters, self.dtype, exact)
+        masters.sum_in_float32(self.model.config.vocabulary_size)
+        return masters
 
     def weights(self) -> dict[str, Tensor]:
-        """The published weights, of the model or its adapter, by name and without copying."""
+        """The published weights, of the model or its adapter, by name and without copying: as the model computes with
+        them, in its dtype."""
         return weights_of(self.model) if self.lora is None else self.lora.weights()
 
     @property
@@ -139,7 +146,7 @@ class Learner:
         input_ids_n = self._tensor(batch.input_ids)
         predictors_m = self._tensor(batch.predictors_m)
         targets_m = self._tensor(arrays.token_ids_n[batch.targets_m])
-        with self._precision(), native.using(self._kernels):
+        with native.using(self._kernels):
             if pictures:  # a transformers model: only these get pictures
                 packed_inputs = input_ids_n, batch.input_lengths, batch.continues
                 hidden_nd = chosen_model.forward_packed(*packed_inputs, pictures)  # pyright: ignore[reportCallIssue]
@@ -163,7 +170,7 @@ class Learner:
             lengths = [len(part) for part in (prefix, ids, suffix) if part]
             pictures = [{} if part is prefix else pixels[0] for part in (prefix, ids, suffix) if part and pixels]
             packed_n, recorder = torch.tensor([*prefix, *ids, *suffix], device=self.device), HiddenStates()
-            with self._precision(), native.using(self._kernels), recorder.recording(self.model.layers):
+            with native.using(self._kernels), recorder.recording(self.model.layers):
                 hidden_nd = forward(packed_n, lengths, *([None, pictures] if pictures else []))
                 scored_slice = slice(len(prefix) + max(0, len(probe.prompt) - 1), len(prefix) + len(ids))
                 logits_nv = self.model.head(hidden_nd[scored_slice])
@@ -263,6 +270,7 @@ class Learner:
             if grad_norm > settings.max_grad_norm:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, settings.max_grad_norm, norm_tensor)
             self.optimiser.step(settings)
+            self.masters.round()
         self.clear_gradients()
         reason = "" if is_finite else f"loss {total_loss}, gradient norm {grad_norm}: not finite"
         return Update(applied=is_finite, reason=reason, grad_norm=grad_norm)
@@ -270,8 +278,7 @@ class Learner:
     def clear_gradients(self) -> None:
         """Discard all gradients. The next backward then stores its gradients instead of adding them to zeros, which
         saves two passes over memory."""
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.masters.clear_gradients()
 
     def gradients(self) -> list[Tensor]:
         """The gradients of all parameters, with zeros for parameters that no micro-batch of this rank used."""
@@ -283,36 +290,39 @@ class Learner:
     def load_weights(self, path: str | Path) -> None:
         """Overwrite the weights with those of a folder that `save_weights` wrote, any model folder, or any adapter of
         the same base; the optimiser keeps its state. Raises ConfigurationError before any change."""
-        if self.lora is None:
-            copy_weights(self.model, weights_of(open_model(self._chosen, torch.float32, self.device, path)))
-        else:
-            load_into(self.lora, self.model, path, self._folder)
+        with self.masters.exposed():
+            if self.lora is None:
+                copy_weights(self.model, weights_of(open_model(self._chosen, torch.float32, self.device, path)))
+            else:
+                load_into(self.lora, self.model, path, self._folder)
 
     def save_weights(self, path: str | Path) -> None:
-        """Write a model folder with its tokenizer, or the adapter alone. Not atomic."""
-        save_policy(self.model, self.lora, path, self._folder)
+        """Write a model folder with its tokenizer, or the adapter alone, in float32. Not atomic."""
+        with self.masters.exposed():
+            save_policy(self.model, self.lora, path, self._folder)
 
     def optimiser_tensors(self) -> dict[str, Tensor]:
         """AdamW's state by parameter name; empty before the first step."""
         tensors: dict[str, Tensor] = {}
-        for name, parameter in self._trained().items():
+        for name, parameter in self.masters.trained().items():
             for state_name, state_tensor in self.optimiser.state.get(parameter, {}).items():
                 tensors[f"{state_name}/{name}"] = state_tensor.detach().cpu().contiguous()
         return tensors
 
     def resident(self) -> list[Tensor]:
-        """All tensors that stay on the device between two calls: weights, the reference model's weights, gradients, and
-        AdamW's moments."""
+        """All tensors that stay on the device between two calls: weights and their masters, the reference model's
+        weights, gradients, and AdamW's moments."""
         models = [self.model] if self.reference is None else [self.model, self.reference]
         tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         tensors += [] if self.lora is None else list(self.lora.parameters.values())
+        tensors += self.masters.tensors.values()
         tensors += [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         tensors += [state_tensor for state in self.optimiser.state.values() for state_tensor in state.values()]
         return list({id(tensor): tensor for tensor in tensors}.values())  # PEFT's matrices are parameters of both
 
     def load_optimiser_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Load the tensors of `optimiser_tensors`. Raises KeyError for a parameter that this model doesn't have."""
-        parameter_by_name = self._trained()
+        parameter_by_name = self.masters.trained()
         self.optimiser.state.clear()
         for full_name, tensor in tensors.items():
             state_name, _, name = full_name.partition("/")
@@ -320,11 +330,6 @@ class Learner:
             # AdamW's fused kernel needs its step counter on the parameter's device.
             state = self.optimiser.state.setdefault(parameter, {})
             state[state_name] = tensor.to(self.device, torch.float32, copy=True)
-
-    def _precision(self) -> contextlib.AbstractContextManager[object]:
-        if self.dtype == torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.dtype)
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device)
@@ -335,65 +340,28 @@ def token_logprobs(
     hidden_md: Tensor,
     targets_m: Tensor,
     temperature: float,
-    chunk_logits: int = CHUNK_LOGITS,
+    chunk_logits: int | None = None,
     kept: MicroBatchSets | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log-softmax(z/T) at the targets [M] and entropy of the complete distribution [M], from hidden states [M, d]. With
     ``kept`` both are over each target's set, whose log-probability is written to ``kept.masses_m``.
 
-    Above ``chunk_logits`` values the [M, V] logits and masks are computed in chunks and never exist at once.
+    Above ``chunk_logits`` values (default: `logit_rows`) the [M, V] logits and masks are computed in chunks and never
+    exist at once.
     """
 
     def head(hidden_cd: Tensor, targets_c: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
         stop, logits_cv = first + len(targets_c), model.head(hidden_cd)
         tensors = () if kept is None else (kept.outside(first, stop), kept.masses_m[first:stop])
-        return _ChosenLogprobs.apply(logits_cv, targets_c, temperature, *tensors)  # pyright: ignore[reportReturnType]
+        return target_logprobs(logits_cv, targets_c, temperature, *tensors)
 
-    rows = max(1, chunk_logits // model.config.vocabulary_size)
+    vocabulary = model.config.vocabulary_size
+    on_gpu = hidden_md.device.type != "cpu" and kept is None
+    rows = logit_rows(vocabulary, on_gpu=on_gpu) if chunk_logits is None else max(1, chunk_logits // vocabulary)
     if hidden_md.shape[0] <= rows:
         return head(hidden_md, targets_m)
     chunk_scores = [
-        checkpoint(head, hidden_cd, targets_c, chunk * rows, use_reentrant=False)
+        computed_again(head, hidden_cd, targets_c, chunk * rows)
         for chunk, (hidden_cd, targets_c) in enumerate(zip(hidden_md.split(rows), targets_m.split(rows), strict=True))
     ]
     return torch.cat([scores[0] for scores in chunk_scores]), torch.cat([scores[1] for scores in chunk_scores])
-
-
-class _ChosenLogprobs(torch.autograd.Function):
-    """Map logits [C, V] to the log-probability of each target [C] and the entropy [C] (without gradient) of
-    softmax(z/T), in float32 at least. ``outside_cv`` excludes ids; the log-probability of the others is written to
-    ``masses_c``. Saves only the probabilities [C, V], since d log p_y / dz = (1_y - p) / T; p of excluded ids is 0.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits_cv: Tensor,
-        targets_c: Tensor,
-        temperature: float,
-        outside_cv: Tensor | None = None,
-        masses_c: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        wide_cv = logits_cv if logits_cv.dtype == torch.float64 else logits_cv.float()
-        scaled_cv = wide_cv if temperature == 1.0 else wide_cv / temperature
-        if outside_cv is not None and masses_c is not None:
-            total_c = scaled_cv.logsumexp(-1)
-            scaled_cv = scaled_cv.masked_fill(outside_cv, -math.inf)
-            masses_c.copy_(scaled_cv.logsumexp(-1) - total_c)
-        logprobs_cv = torch.log_softmax(scaled_cv, dim=-1)
-        chosen_logprobs_c = logprobs_cv.gather(-1, targets_c[:, None]).squeeze(-1)
-        probabilities_cv = logprobs_cv.exp()
-        # For p = 0, p log p must be 0, not 0 x -inf.
-        finite_cv = logprobs_cv.clamp_(min=torch.finfo(logprobs_cv.dtype).min)
-        entropy_c = finite_cv.mul_(probabilities_cv).sum(-1).neg_()
-        ctx.save_for_backward(probabilities_cv, targets_c)
-        ctx.temperature, ctx.dtype = temperature, logits_cv.dtype
-        ctx.mark_non_differentiable(entropy_c)
-        return chosen_logprobs_c, entropy_c
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        probabilities_cv, targets_c = ctx.saved_tensors
-        grad_c1 = grads[0][:, None] / ctx.temperature
-        grad_cv = (probabilities_cv * -grad_c1).scatter_add_(-1, targets_c[:, None], grad_c1)
-        return grad_cv.to(ctx.dtype), None, None, *[None] * (len(ctx.needs_input_grad) - 3)

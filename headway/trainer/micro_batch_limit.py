@@ -56,7 +56,7 @@ class MicroBatchLimit:
         cause_text = f"micro-batches of {key} = {size} don't fit in a device's memory ({shortage})"
         if self.halved or not self._may_halve or not half:
             valid_text = f"at most {half}" if half else "none smaller"
-            raise OutOfDeviceMemory(f"{cause_text}; valid: {valid_text}, or trainer.gradient_checkpointing = true")
+            raise OutOfDeviceMemory(f"{cause_text}; valid: {valid_text}, or trainer.gradient_checkpointing = 'full'")
         self.halved = f"{cause_text}: they have at most {half} from now on"
         self.samples, self.tokens = (half, self.tokens) if self._is_fixed else (self.samples, half)
 

@@ -40,6 +40,7 @@ from headway.trainer.learner import Learner
 from headway.trainer.losses import LOSSES, MAX_LOG_RATIO, TokenTerms, loss_settings, resolve, token_loss
 from headway.trainer.micro_batch_limit import MicroBatchLimit
 from headway.trainer.step_statistics import (
+    DeviceColumns,
     Prepared,
     Progress,
     expert_metrics,
@@ -298,8 +299,7 @@ class PolicyGradient:
                 raise MicroBatchesHalved(f"{self.limit.halved}; all parts of the step must be computed again")
 
         def compute() -> float:
-            samples_n = sequence_of_token(arrays)
-            total_loss = 0.0
+            samples_n, columns = sequence_of_token(arrays), DeviceColumns()
             for batch in self._micro_batches(arrays, minibatch):
                 scores = self.learner.logprobs(batch, arrays, self.temperature)
                 logprobs_m, idx_m = scores.logprobs_m, batch.targets_m
@@ -314,18 +314,13 @@ class PolicyGradient:
                 weights_m = self._tensor(weights.weights_s[samples_n[idx_m]].astype(np.float32))
                 loss = (loss_m * weights_m).sum() / divisor
                 self.learner.backward(loss)
-                total_loss += float(loss.detach())
-                progress.logprobs_n[idx_m] = logprobs_m.detach().cpu().numpy()
-                progress.proximal_n[idx_m] = terms.proximal_m.cpu().numpy()
-                progress.entropies_n[idx_m] = scores.entropies_m.cpu().numpy()
-                progress.clipped_n[idx_m] = losses.clipped_m.cpu().numpy()
-                progress.seen_n[idx_m] = 1.0
+                columns.add(idx_m, loss, logprobs_m, terms.proximal_m, scores.entropies_m, losses.clipped_m)
                 progress.tokens += batch.sample_tokens
                 progress.computed_tokens += len(batch.input_ids)
                 progress.micro_batches += 1
                 progress.flops += self.learner.training_flops(batch)
                 progress.count(scores, idx_m, len(batch.input_ids), self.learner.routing)
-            return total_loss
+            return columns.read(progress)
 
         return self.limit.attempt(compute, undo)
 
@@ -350,10 +345,13 @@ class PolicyGradient:
 
         @torch.no_grad()
         def compute() -> None:
+            parts, targets = list[torch.Tensor](), list[IntArray]()
             for batch in self._micro_batches(arrays, np.arange(arrays.samples)):
-                logprobs_m = self.learner.logprobs(batch, arrays, self.temperature, model).logprobs_m
-                logprobs_n[batch.targets_m] = logprobs_m.cpu().numpy()
+                parts.append(self.learner.logprobs(batch, arrays, self.temperature, model).logprobs_m)
+                targets.append(batch.targets_m)
                 progress.flops += self.learner.flops(batch, model)
+            if parts:
+                logprobs_n[np.concatenate(targets)] = torch.cat(parts).cpu().numpy()
 
         totals = progress.totals()
         self.limit.attempt(compute, lambda: vars(progress).update(totals))

@@ -99,6 +99,33 @@ class Progress:
         return cls(**arrays, **totals, prepared=Prepared.joined([part.prepared for part in parts if part.prepared]))
 
 
+class DeviceColumns:
+    """Losses and per-token values of a batch's micro-batches, which stay on the device until all are computed, so that
+    it isn't waited for in between."""
+
+    def __init__(self) -> None:
+        self._indices: list[IntArray] = []
+        self._tensors: list[torch.Tensor] = []  # of each micro-batch: its loss, then the columns one after another
+
+    def add(self, idx_m: IntArray, loss: torch.Tensor, *columns_m: torch.Tensor) -> None:
+        """Add a micro-batch: its loss, and the `_COLUMNS` of the tokens ``idx_m``."""
+        self._indices.append(idx_m)
+        self._tensors += [x.detach().to(loss.dtype).view(-1) for x in (loss, *columns_m)]
+
+    def read(self, progress: Progress) -> float:
+        """Copy the values to ``progress`` in one transfer; returns the sum of the losses."""
+        values = torch.cat(self._tensors).cpu().numpy() if self._tensors else np.zeros(0)
+        first, loss = 0, 0.0
+        for idx_m in self._indices:
+            loss += float(values[first])
+            stop = first + 1 + len(_COLUMNS) * len(idx_m)
+            for name, column_m in zip(_COLUMNS, np.split(values[first + 1 : stop], len(_COLUMNS)), strict=True):
+                getattr(progress, name)[idx_m] = column_m
+            progress.seen_n[idx_m], first = 1.0, stop
+        return loss
+
+
+_COLUMNS = ("logprobs_n", "proximal_n", "entropies_n", "clipped_n")
 _COMPUTED = ("logprobs_n", "proximal_n", "entropies_n", "clipped_n", "masses_n", "seen_n")
 _EXPERTS = ("routers", "experts_recorded", "experts_disagree", "experts_astray")
 _KEPT = ("kept_tokens", "kept_ids", "constrained_tokens")

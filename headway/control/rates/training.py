@@ -28,7 +28,7 @@ class TrainingRecipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     dtype: str = "bfloat16"
     parallelism: Parallelism = Parallelism()
     sharded: bool = True
-    state_bytes: float = 16.0  # per weight: float32 weight, gradient and two moments of AdamW
+    state_bytes: float = 16.0  # per weight: float32 weight, gradient and two moments of AdamW; 18 with a bfloat16 one
     offloaded_bytes: float = 0.0  # of those, in host memory: 12 with the optimiser offloaded
     offload_activations: bool = False
     recompute: bool = True  # recompute each layer's activations from its input

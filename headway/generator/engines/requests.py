@@ -63,6 +63,11 @@ class EngineRequest:
         sampling = self.sampling
         return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
 
+    @property
+    def restricted(self) -> bool:
+        """Whether top-p, top-k or a grammar restrict what is sampled."""
+        return self.truncated or bool(self.sampling.grammar)
+
     def take_kept(self, tokens: int, item_bytes: int) -> dict[str, TokenRows]:
         """Return the rows of kept sets that its caller lacks, of a sequence of ``tokens`` tokens; {} if none."""
         if not self.kept:

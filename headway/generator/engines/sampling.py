@@ -18,6 +18,7 @@ from torch import Tensor
 from headway.models.cpu import native
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+HostSample = tuple[NDArray[np.int64], NDArray[np.float32], dict[int, NDArray[np.int32] | int]]  # see `Sampled.host`
 _SORTED = 1024  # of a distribution's largest masses, tried first
 
 
@@ -68,7 +69,7 @@ class Sampled(NamedTuple):
     sizes: Tensor | None = None  # [m] int64: count of ids kept by top-p and top-k; -1 where these don't restrict it
     ids: Tensor | None = None  # int32: the kept ids of the returned sets, row after row
 
-    def host(self) -> tuple[NDArray[np.int64], NDArray[np.float32], dict[int, NDArray[np.int32] | int]]:
+    def host(self) -> HostSample:
         """Return tokens and log-probabilities on the host, and by row the kept set, or its size if it is too large."""
         tokens, kept_by_row = self.tokens.cpu().numpy(), dict[int, NDArray[np.int32] | int]()
         if self.kept is not None and self.sizes is not None and self.ids is not None:

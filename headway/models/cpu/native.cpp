@@ -128,15 +128,12 @@ void rms_norm_backward(const float* grad, const float* x, const float* weight, c
 }
 
 // Query and key heads of each row in place: norm (where weights are given), then rotation of neighbouring pairs.
-// `before` [rows, heads + kv_heads, dim] and `inverses` [rows, heads + kv_heads]: what the gradient needs of the norm,
-// the heads as they were and their 1 / rms (null: not wanted).
+// `inverses` [rows, heads + kv_heads]: what the gradient needs of the norm, 1 / rms (null: not wanted).
 template <class T>
-void norm_rotate(T* qkv, const T* q_norm, const T* k_norm, const float* cos, const float* sin, T* before,
-                 float* inverses, int64_t rows, int64_t stride, int64_t turn_stride, int64_t heads, int64_t kv_heads,
+void norm_rotate(T* qkv, const T* q_norm, const T* k_norm, const float* cos, const float* sin, float* inverses, int64_t rows, int64_t stride, int64_t turn_stride, int64_t heads, int64_t kv_heads,
                  int64_t dim, float epsilon) {
     int64_t turned = heads + kv_heads;
     for (int64_t row = 0; row < rows; ++row, qkv += stride, cos += turn_stride, sin += turn_stride) {
-        if (before) std::copy_n(qkv, turned * dim, before + row * turned * dim);
         for (int64_t head = 0; head < turned; ++head) {
             T* x = qkv + head * dim;
             const T* weight = head < heads ? q_norm : k_norm;
@@ -155,7 +152,8 @@ void norm_rotate(T* qkv, const T* q_norm, const T* k_norm, const float* cos, con
     }
 }
 
-// In place on the gradient [rows, stride] of what norm_rotate gave; without weights, rotation alone.
+// In place on the gradient [rows, stride] of what norm_rotate gave for `before` [rows, stride]; without weights,
+// rotation alone.
 void norm_rotate_backward(float* grad, const float* q_norm, const float* k_norm, const float* cos, const float* sin,
                           const float* before, const float* inverses, float* grad_q_norm, float* grad_k_norm,
                           int64_t rows, int64_t stride, int64_t turn_stride, int64_t heads, int64_t kv_heads,
@@ -164,6 +162,7 @@ void norm_rotate_backward(float* grad, const float* q_norm, const float* k_norm,
     std::vector<float> blocks[2] = {std::vector<float>(dim), std::vector<float>(dim)};
     std::vector<double> totals[2] = {std::vector<double>(dim), std::vector<double>(dim)};
     for (int64_t row = 0; row < rows; ++row, grad += stride, cos += turn_stride, sin += turn_stride) {
+        const float* before_row = q_norm ? before + row * stride : nullptr;
         for (int64_t head = 0; head < turned; ++head) {
             float* g = grad + head * dim;
             for (int64_t i = 0; i < dim / 2; ++i) {
@@ -173,8 +172,8 @@ void norm_rotate_backward(float* grad, const float* q_norm, const float* k_norm,
             }
             if (!q_norm) continue;
             bool key = head >= heads;
-            int64_t at = row * turned + head;
-            norm_row_backward(g, before + at * dim, key ? k_norm : q_norm, inverses[at], g, blocks[key].data(), dim);
+            norm_row_backward(g, before_row + head * dim, key ? k_norm : q_norm, inverses[row * turned + head], g,
+                              blocks[key].data(), dim);
         }
         if ((row + 1) % SUMMED_ROWS == 0 || row + 1 == rows)
             for (int i = 0; i < 2; ++i) add_up(blocks[i], totals[i]);
@@ -221,30 +220,42 @@ inline v8 sums8(const v8* x) {
            SHUFFLE(fours[0], fours[1], 4, 5, 6, 7, 12, 13, 14, 15);
 }
 
+// A row's part of a paged cache: position t of a KV head is at table[t / tokens] * stride + (t % tokens) * dim.
+struct Pages {
+    const int32_t* table;
+    int64_t tokens, stride, dim;
+    // The offset of position t, and in `count` how many positions follow one another there, up to `end`.
+    int64_t run(int64_t t, int64_t end, int64_t& count) const {
+        count = std::min(end - t, tokens - t % tokens);
+        return table[t / tokens] * stride + t % tokens * dim;
+    }
+};
+
 // out[g] += sum over t of scores[g][t] * values[t], for 8 * B columns: the sums stay in registers.
 template <class T, int G, int B>
-void weigh(const T* values, T* out, int64_t length, int64_t dim, const float* scores, const float* inverse) {
+void weigh(const T* values, T* out, const Pages& pages, int64_t first, int64_t length, const float* scores,
+           const float* inverse) {
     v8 sums[G][B] = {};
-    for (int64_t t = 0; t < length; ++t) {
-        v8 value[B];
-        for (int b = 0; b < B; ++b) value[b] = load8(values + t * dim + 8 * b);
-        for (int g = 0; g < G; ++g)
-            for (int b = 0; b < B; ++b) sums[g][b] += value[b] * scores[g * length + t];
+    for (int64_t t = 0, count; t < length; t += count) {
+        const T* rows = values + pages.run(first + t, first + length, count);
+        for (int64_t i = 0; i < count; ++i) {
+            v8 value[B];
+            for (int b = 0; b < B; ++b) value[b] = load8(rows + i * pages.dim + 8 * b);
+            for (int g = 0; g < G; ++g)
+                for (int b = 0; b < B; ++b) sums[g][b] += value[b] * scores[g * length + t + i];
+        }
     }
     for (int g = 0; g < G; ++g)
         for (int b = 0; b < B; ++b)
-            for (int j = 0; j < 8; ++j) store(out + g * dim + 8 * b + j, sums[g][b][j] * inverse[g]);
+            for (int j = 0; j < 8; ++j) store(out + g * pages.dim + 8 * b + j, sums[g][b][j] * inverse[g]);
 }
 
-// Attention of G queries that share a KV head to `length` tokens of it.
+// The scores of `count` keys that follow one another, for G queries: of query g from scores[g * length] on.
 template <class T, int G>
-void attend(const T* q, const T* keys, const T* values, T* out, int64_t length, int64_t dim, float scale,
-            float* scores) {
-    float wide[G * 256];
-    for (int64_t i = 0; i < G * dim; ++i) wide[i] = load(q + i) * scale;
+void dot_keys(const float* wide, const T* keys, int64_t count, int64_t dim, int64_t length, float* scores) {
     const int Q = G % 2 ? 1 : 2, K = 8 / Q;  // queries that share the loads of K keys: eight sums in registers
     int64_t t = 0;
-    for (; t + K <= length; t += K) {
+    for (; t + K <= count; t += K) {
         for (int g = 0; g < G; g += Q) {
             v8 dots[8] = {};
             for (int64_t i = 0; i < dim; i += 8) {
@@ -260,12 +271,25 @@ void attend(const T* q, const T* keys, const T* values, T* out, int64_t length, 
                 std::memcpy(scores + (g + q) * length + t, reinterpret_cast<float*>(&eight) + q * K, K * sizeof(float));
         }
     }
-    for (; t < length; ++t) {
+    for (; t < count; ++t) {
         for (int g = 0; g < G; ++g) {
             v8 dot = {};
             for (int64_t i = 0; i < dim; i += 8) dot += load8(wide + g * dim + i) * load8(keys + t * dim + i);
             scores[g * length + t] = sum8(dot);
         }
+    }
+}
+
+// Attention of G queries that share a KV head to its `length` positions from `first` on.
+template <class T, int G>
+void attend(const T* q, const T* keys, const T* values, T* out, const Pages& pages, int64_t first, int64_t length,
+            float scale, float* scores) {
+    float wide[G * 256];
+    int64_t dim = pages.dim;
+    for (int64_t i = 0; i < G * dim; ++i) wide[i] = load(q + i) * scale;
+    for (int64_t t = 0, count; t < length; t += count) {
+        const T* rows = keys + pages.run(first + t, first + length, count);
+        dot_keys<T, G>(wide, rows, count, dim, length, scores + t);
     }
     float inverse[G];
     for (int g = 0; g < G; ++g) {
@@ -280,34 +304,36 @@ void attend(const T* q, const T* keys, const T* values, T* out, int64_t length, 
     }
     const int B = G <= 2 ? 4 : 2;
     int64_t i = 0;
-    for (; i + 8 * B <= dim; i += 8 * B) weigh<T, G, B>(values + i, out + i, length, dim, scores, inverse);
-    for (; i < dim; i += 8) weigh<T, G, 1>(values + i, out + i, length, dim, scores, inverse);
+    for (; i + 8 * B <= dim; i += 8 * B) weigh<T, G, B>(values + i, out + i, pages, first, length, scores, inverse);
+    for (; i < dim; i += 8) weigh<T, G, 1>(values + i, out + i, pages, first, length, scores, inverse);
 }
 
-// Row r is the query at `position[r]` of slot `slot[r]` (slot r where `slot` is null): it attends to the last
-// `window` positions up to position[r]. With `write`, its own key and value are put into the cache first.
-// Caches: [slot, kv head, t, dim].
+// Row r is the query at `position[r]` of row slot[r] (row r where `slot` is null) of `table`, which has `width` blocks a
+// row: it attends to the last `window` positions up to position[r]. With `write`, its own key and value are put into the
+// cache first. Caches: [block, kv head, token, dim].
 template <class T>
-void attention(const T* q, const T* k, const T* v, T* keys, T* values, T* out, const int64_t* slot,
-               const int64_t* position, int64_t rows, int64_t stride, int64_t kv_heads, int64_t group, int64_t dim,
-               int64_t context, int64_t window, float scale, int64_t write) {
+void attention(const T* q, const T* k, const T* v, T* keys, T* values, T* out, const int32_t* table,
+               const int64_t* slot, const int64_t* position, int64_t rows, int64_t stride, int64_t kv_heads,
+               int64_t group, int64_t dim, int64_t width, int64_t tokens, int64_t window, float scale, int64_t write) {
     static thread_local std::vector<float> scores;
-    if (int64_t(scores.size()) < group * context) scores.resize(group * context);
-    using Attend = void (*)(const T*, const T*, const T*, T*, int64_t, int64_t, float, float*);
+    if (int64_t(scores.size()) < group * width * tokens) scores.resize(group * width * tokens);
+    using Attend = void (*)(const T*, const T*, const T*, T*, const Pages&, int64_t, int64_t, float, float*);
     static const Attend attends[] = {attend<T, 1>, attend<T, 2>, attend<T, 3>, attend<T, 4>,
                                      attend<T, 5>, attend<T, 6>, attend<T, 7>, attend<T, 8>};
+    Pages pages = {nullptr, tokens, kv_heads * tokens * dim, dim};
     for (int64_t row = 0; row < rows; ++row, q += stride, k += stride, v += stride, out += kv_heads * group * dim) {
-        int64_t length = std::min(position[row] + 1, window);
-        int64_t skipped = (position[row] + 1 - length) * dim;
+        pages.table = table + (slot ? slot[row] : row) * width;
+        int64_t end = position[row] + 1, length = std::min(end, window), count;
+        int64_t written = pages.run(position[row], end, count);
         for (int64_t head = 0; head < kv_heads; ++head) {
-            int64_t start = ((slot ? slot[row] : row) * kv_heads + head) * context * dim;
+            T *head_keys = keys + head * tokens * dim, *head_values = values + head * tokens * dim;
             if (write) {
-                std::memcpy(keys + start + position[row] * dim, k + head * dim, dim * sizeof(T));
-                std::memcpy(values + start + position[row] * dim, v + head * dim, dim * sizeof(T));
+                std::memcpy(head_keys + written, k + head * dim, dim * sizeof(T));
+                std::memcpy(head_values + written, v + head * dim, dim * sizeof(T));
             }
-            int64_t first = head * group * dim;
-            attends[group - 1](q + first, keys + start + skipped, values + start + skipped, out + first, length, dim,
-                               scale, scores.data());
+            int64_t heads = head * group * dim;
+            attends[group - 1](q + heads, head_keys, head_values, out + heads, pages, end - length, length, scale,
+                               scores.data());
         }
     }
 }
@@ -321,14 +347,14 @@ struct Layer {
     double scale;
 };
 struct Sizes {
-    int64_t width, heads, kv_heads, dim, intermediate, context;
+    int64_t width, heads, kv_heads, dim, intermediate, blocks, tokens;  // blocks of a row, tokens of a block
     double epsilon;
 };
 
-// All layers for one decode row a slot: row r is at position[r] of slot[r] (of slot r where `slot` is null). The
+// All layers for decode rows: row r is at position[r] of row slot[r] (row r where `slot` is null) of the block table. The
 // residual stream x is overwritten. `groups`: the rows that have an adapter; `most_rank`: of any of their products.
-void decode(float* x, const Layer* layers, int64_t count, const float* cos, const float* sin, const int64_t* slot,
-            const int64_t* position, int64_t rows, const Sizes* sizes, const Group* groups, int64_t group_count,
+void decode(float* x, const Layer* layers, int64_t count, const float* cos, const float* sin, const int32_t* table,
+            const int64_t* slot, const int64_t* position, int64_t rows, const Sizes* sizes, const Group* groups, int64_t group_count,
             int64_t most_rank) {
     const Sizes& s = *sizes;
     int64_t queries = s.heads * s.dim, projected = queries + 2 * s.kv_heads * s.dim;
@@ -351,11 +377,11 @@ void decode(float* x, const Layer* layers, int64_t count, const float* cos, cons
     for (const Layer* l = layers; l < layers + count; ++l) {
         rms_norm(x, l->input_norm, inner, nullptr, rows, s.width, epsilon);
         product(inner, l->qkv, l->qkv_bias, nullptr, qkv, projected, s.width);
-        norm_rotate(qkv, l->q_norm, l->k_norm, cos, sin, static_cast<float*>(nullptr), nullptr, rows, projected,
+        norm_rotate(qkv, l->q_norm, l->k_norm, cos, sin, static_cast<float*>(nullptr), rows, projected,
                     s.dim / 2, s.heads, s.kv_heads, s.dim, epsilon);
         const float* keys = qkv + queries;
-        attention(qkv, keys, keys + s.kv_heads * s.dim, l->keys, l->values, inner, slot, position, rows, projected, s.kv_heads, s.heads / s.kv_heads, s.dim, s.context, l->window,
-                  float(l->scale), 1);
+        attention(qkv, keys, keys + s.kv_heads * s.dim, l->keys, l->values, inner, table, slot, position, rows,
+                  projected, s.kv_heads, s.heads / s.kv_heads, s.dim, s.blocks, s.tokens, l->window, float(l->scale), 1);
         product(inner, l->output, l->output_bias, x, x, s.width, queries);
         rms_norm(x, l->post_norm, inner, nullptr, rows, s.width, epsilon);
         product(inner, l->gate_up, l->gate_up_bias, nullptr, gate_up, 2 * s.intermediate, s.width);

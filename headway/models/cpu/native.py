@@ -47,16 +47,16 @@ class _Tensor:
 _INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "rms_norm": (*(_Tensor,) * 4, _INT, _INT, _FLOAT),
-    "norm_rotate": (*(_Tensor,) * 7, *(_INT,) * 6, _FLOAT),
+    "norm_rotate": (*(_Tensor,) * 6, *(_INT,) * 6, _FLOAT),
     "gated_silu": (*(_Tensor,) * 2, *(_INT,) * 2),
-    "attention": (*(_Tensor,) * 8, *(_INT,) * 7, _FLOAT, _INT),
+    "attention": (*(_Tensor,) * 9, *(_INT,) * 8, _FLOAT, _INT),
     "sample": (*(_Tensor,) * 4, *(_INT,) * 2),
     "sample_kept": (*(_Tensor,) * 4, *(_INT,) * 2, _Tensor, _INT, *(_Tensor,) * 7),
 }
 _FLOAT32_SIGNATURES: dict[str, tuple[type, ...]] = {
     "pack": (*(_POINTER,) * 2, *(_INT,) * 2),
     "linear": (*(_Tensor,) * 5, *(_INT,) * 3),
-    "decode": (_Tensor, _POINTER, _INT, *(_Tensor,) * 4, _INT, *(_POINTER,) * 2, *(_INT,) * 2),
+    "decode": (_Tensor, _POINTER, _INT, *(_Tensor,) * 5, _INT, *(_POINTER,) * 2, *(_INT,) * 2),
     "rms_norm_backward": (*(_Tensor,) * 6, *(_INT,) * 2),
     "norm_rotate_backward": (*(_Tensor,) * 9, *(_INT,) * 6),
     "gated_silu_backward": (*(_Tensor,) * 3, *(_INT,) * 2),
@@ -69,7 +69,7 @@ class LayerPointers(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "output", "output_bias")),
         *((name, _POINTER) for name in ("post_norm", "gate_up", "gate_up_bias", "down", "down_bias")),
-        *((name, _POINTER) for name in ("keys", "values")),  # of the cache, [s, k, t, c]
+        *((name, _POINTER) for name in ("keys", "values")),  # of the cache, [b, k, t, c]
         ("window", _INT),
         ("scale", ctypes.c_double),
     )
@@ -79,7 +79,10 @@ class DecodeSizes(ctypes.Structure):
     """The sizes shared by all layers of a `Kernels.decode` call."""
 
     _fields_ = (
-        *((name, _INT) for name in ("width", "heads", "kv_heads", "head_dim", "intermediate", "context")),
+        *(
+            (name, _INT)
+            for name in ("width", "heads", "kv_heads", "head_dim", "intermediate", "blocks", "block_tokens")
+        ),
         ("epsilon", ctypes.c_double),
     )
 
@@ -183,6 +186,7 @@ class Kernels:
         layers: ctypes.Array[LayerPointers],
         cos: Tensor,
         sin: Tensor,
+        table: Tensor,
         slot_n: Tensor | None,
         position_n: Tensor,
         sizes: DecodeSizes,
@@ -190,10 +194,10 @@ class Kernels:
         most_rank: int = 0,
     ) -> None:
         """Pass the residual stream [n, d] through all ``layers`` in place and store keys and values. Row i is at
-        position[i] of slot[i] (of slot i if ``slot_n`` is None). cos and sin: float32 [n, 1, c / 2]. ``groups``: the
-        rows with adapters; ``most_rank``: the largest rank of their products."""
+        position[i] of row slot[i] of ``table``, int32 [rows, blocks] (of row i if ``slot_n`` is None). cos and sin:
+        float32 [n, 1, c / 2]. ``groups``: the rows with adapters; ``most_rank``: the largest rank of their products."""
         group_array, sizes_at = (RowGroup * len(groups))(*groups), ctypes.addressof(sizes)
-        tensors, groups_at = (cos, sin, slot_n, position_n), ctypes.addressof(group_array)
+        tensors, groups_at = (cos, sin, table, slot_n, position_n), ctypes.addressof(group_array)
         layers_at = (ctypes.addressof(layers), len(layers))
         self._functions["decode"](x_nd, *layers_at, *tensors, len(x_nd), sizes_at, groups_at, len(groups), most_rank)
 
@@ -221,32 +225,24 @@ class Kernels:
         cos: Tensor,
         sin: Tensor,
         sizes: tuple[int, int, int, float],
-        unnormed: Tensor | None = None,
         inverses: Tensor | None = None,
     ) -> None:
         """`kernels.norm_rotate`, which overwrites ``qkv`` [n, (h + 2k) c]. cos and sin are float32 [n, 1, c / 2] and
-        share their row stride. ``unnormed`` [n, h + k, c], query and key before the norm, and ``inverses`` [n, h + k]
-        are filled for `norm_rotate_backward`."""
+        share their row stride. ``inverses`` [n, h + k] is filled for `norm_rotate_backward`."""
         heads, kv_heads, dim, epsilon = sizes
-        tensors, strides = (qkv, q_norm, k_norm, cos, sin, unnormed, inverses), (qkv.stride(0), cos.stride(0))
+        tensors, strides = (qkv, q_norm, k_norm, cos, sin, inverses), (qkv.stride(0), cos.stride(0))
         self._functions["norm_rotate"](*tensors, len(qkv), *strides, heads, kv_heads, dim, epsilon)
 
     def norm_rotate_backward(
-        self,
-        grad: Tensor,
-        norms: tuple[Tensor, Tensor, Tensor, Tensor] | None,
-        cos: Tensor,
-        sin: Tensor,
-        sizes: tuple[int, int, int, float],
-    ) -> tuple[Tensor | None, Tensor | None]:
+        self, grad: Tensor, norms: Sequence[Tensor], cos: Tensor, sin: Tensor, sizes: tuple[int, int, int]
+    ) -> list[Tensor]:
         """Convert the gradient of `norm_rotate`'s output to that of its input in place; returns the gradients of the
-        query and key weights. ``norms``: unnormed, inverses, query and key weight. float32."""
-        heads, kv_heads, dim, _ = sizes
-        unnormed, inverses, q_norm, k_norm = norms or (None,) * 4
-        grads = tuple(None if weight is None else torch.empty_like(weight) for weight in (q_norm, k_norm))
-        tensors, strides = (q_norm, k_norm, cos, sin, unnormed, inverses, *grads), (grad.stride(0), cos.stride(0))
-        self._functions["norm_rotate_backward"](grad, *tensors, len(grad), *strides, heads, kv_heads, dim)
-        return grads[0], grads[1]
+        query and key weights. ``norms``: the input, inverses, query and key weight, or nothing. float32."""
+        qkv, inverses, q_norm, k_norm = norms or (None,) * 4
+        grads = [torch.empty_like(weight) for weight in norms[2:]]
+        tensors = (q_norm, k_norm, cos, sin, qkv, inverses, *(grads or (None, None)))
+        self._functions["norm_rotate_backward"](grad, *tensors, len(grad), grad.stride(0), cos.stride(0), *sizes)
+        return grads
 
     def gated_silu(self, gate_up: Tensor) -> Tensor:
         """`kernels.gated_silu`, [n, 2f] to [n, f]."""
@@ -266,25 +262,27 @@ class Kernels:
         q_nhc: Tensor,
         k_nkc: Tensor,
         v_nkc: Tensor,
-        keys_sktc: Tensor,
-        values_sktc: Tensor,
+        keys_bktc: Tensor,
+        values_bktc: Tensor,
+        table: Tensor,
         slot_n: Tensor | None,
         position_n: Tensor,
         scale: float,
         write: bool,
         window: int | None = None,
     ) -> Tensor:
-        """Attention of row i to positions 0 .. position[i] of slot[i] (of slot i if ``slot_n`` is None), or to the
-        last ``window`` of them, [n, h * c].
+        """Attention of row i to positions 0 .. position[i] of row slot[i] of ``table``, int32 [rows, blocks] (of row i
+        if ``slot_n`` is None), or to the last ``window`` of them, [n, h * c].
 
         ``write``: store the row's key and value at its position first. q, k and v are heads of one projection: a row's
         elements are contiguous and the three share their row stride.
         """
         n, h, c = q_nhc.shape
-        kv_heads, context = keys_sktc.shape[1:3]
+        (kv_heads, block_tokens), blocks = keys_bktc.shape[1:3], table.shape[1]
         out = q_nhc.new_empty(n, h * c)
-        tensors = (q_nhc, k_nkc, v_nkc, keys_sktc, values_sktc, out, slot_n, position_n)
-        sizes = (n, q_nhc.stride(0), kv_heads, h // kv_heads, c, context, window or context)
+        tensors = (q_nhc, k_nkc, v_nkc, keys_bktc, values_bktc, out, table, slot_n, position_n)
+        layout = (kv_heads, h // kv_heads, c, blocks, block_tokens, window or blocks * block_tokens)
+        sizes = (n, q_nhc.stride(0), *layout)
         self._functions["attention"](*tensors, *sizes, scale, write)
         return out
 
@@ -337,6 +335,11 @@ def active(x: Tensor, weight: Tensor | None = None) -> Kernels | None:
     if weight is not None and (weight.dtype != kernels.dtype or not weight.is_contiguous()):
         return None
     return kernels
+
+
+def chosen() -> Kernels | None:
+    """The kernels of `using` in this thread."""
+    return _active.kernels
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import logging as transformers_logging
 
+from headway.config.schema import Checkpointing
 from headway.models.attention_plan import AttentionPlan
 from headway.models.configuration import read_json
 from headway.models.hf.attention import PACKED, packing
@@ -77,7 +78,7 @@ class HfModel(PackedModel):
         if self._router_logits:
             module.config.output_router_logits = False
         self.packs = False
-        self._checkpoints = False
+        self._checkpointing: Checkpointing = "none"
         self._padding_logged = False
 
     @property
@@ -95,21 +96,24 @@ class HfModel(PackedModel):
         return self.module.dtype
 
     @property
-    def checkpoints_layers(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether gradient checkpointing is enabled, which computes layers again in the backward."""
-        return self._checkpoints
+    def checkpointing(self) -> Checkpointing:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Which activations the backward computes again; never "selective"."""
+        return self._checkpointing
 
-    @checkpoints_layers.setter
-    def checkpoints_layers(self, value: bool) -> None:
+    @checkpointing.setter
+    def checkpointing(self, chosen: Checkpointing) -> None:
         layers = [layer for layer in self.module.modules() if isinstance(layer, GradientCheckpointingLayer)]
-        if value and not layers:
-            name = self.config.model_type
-            raise ConfigurationError(f"trainer.gradient_checkpointing = true: transformers' {name} can't; valid: false")
+        valid = ("none", "full") if layers else ("none",)
+        if chosen not in valid:
+            raise ConfigurationError(
+                f"trainer.gradient_checkpointing = {chosen!r}: transformers' {self.config.model_type} can't; "
+                f"valid: {' or '.join(map(repr, valid))}"
+            )
         for layer in layers:  # transformers' own switch asks for training mode, and so for dropout
             vars(layer).pop("forward", None)
-            if value:
+            if chosen == "full":
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-        self._checkpoints = value
+        self._checkpointing = chosen
 
     def forward_packed(
         self, ids_n: Tensor, lengths: list[int], continues: list[int] | None = None, pictures: Sequence[Pixels] = ()

@@ -9,8 +9,9 @@ a number in the dtype in question, ``c`` values cached of a token (`models/sizes
   prefill, ``prefill_tokens_per_step``, and the float32 logits of every slot with what sampling makes of them. An
   adapter's revisions A·b each (with panels 8·A more): two, or under ``finish`` the budget's and two. vLLM
   keeps weights and KV as ``generator.dtype`` has them; with ``tensor_parallel_size`` each GPU has its share of both
-- trainer rank: float32 weights, gradients and two moments 16·P; beside an adapter of A weights 4·P, quantised P or
-  0.57·P, and 16·A; the reference model P·b; activations of a micro-batch (`ModelSizes.activation_bytes`,
+- trainer rank: float32 weights, gradients and two moments 16·P, in bfloat16 (`trainer/master_weights.py`) the weights
+  once more, 18·P; beside an adapter of A weights b·P, quantised P or 0.57·P, and 16·A or 18·A; the reference model P·b;
+  activations of a micro-batch (`ModelSizes.activation_bytes`,
   `score_bytes`); logits of one chunk. With several ranks gradients are summed in one more copy, 4·P
 - a GPU that both sides share under ``run.offload``: the larger side alone, and both contexts; what they offload is in
   the machine's memory
@@ -37,11 +38,12 @@ from pathlib import Path
 from headway.config.auto import Machine
 from headway.config.engines import starts_vllm
 from headway.config.schema import Experiment
+from headway.generator.engines.torch.block_pool import BLOCK_TOKENS, whole_blocks
 from headway.models.adapter_targets import adapted_targets
 from headway.models.configuration import DecoderConfig
 from headway.models.hf.configuration import adapter_size, implementation_of
 from headway.models.routing import replayed_routing
-from headway.models.sizes import ModelSizes, sizes_of
+from headway.models.sizes import ModelSizes, logit_rows, sizes_of
 from headway.orchestrator.preflight.findings import Findings
 from headway.records.check_report import MemoryPlace, MemoryUse
 from headway.runtime.devices import cpu_multiplies_bfloat16, native_kernels_enabled, parse_device, sharing, split_node
@@ -66,10 +68,9 @@ BASE_BYTES = {
 }
 CUDA_CONTEXT_BYTES = 740 << 20  # of GPU memory, for the context and its libraries: 716 with CUDA 13 on an H200
 
-_BASE_BYTES_OF_WEIGHT = {None: 4.0, "8bit": 1.02, "4bit": 0.57}  # in a trainer, with the scales of blocks
-CHUNK_LOGITS = 1 << 25  # values of one chunk of logits (trainer/learner.py)
+_QUANTISED_BYTES_OF_WEIGHT = {"8bit": 1.02, "4bit": 0.57}  # in a trainer, with the scales of blocks
 _PUBLISHED_VERSIONS = 3  # slots of weights/shared_memory.py
-_LOGIT_COPIES = 5  # of a chunk: logits, log-softmax, entropy's two, a gradient; 4 bytes each
+_LOGIT_COPIES = 5  # of a CPU's chunk: logits, log-softmax, entropy's two, a gradient; 4 bytes each; a GPU's: 1
 _KEPT_LOGIT_BYTES = 5  # of a logit over a kept set: once more, masked, and the mask
 _SAMPLING_BYTES = 20  # of one logit: log-softmax and probabilities in float32, their sums in float64, the logits
 _TOKEN_BYTES_IN_MEMORY = 90  # of a response token in the orchestrator: id, log-probability, mask as Python objects
@@ -185,11 +186,11 @@ def _generator(experiment: Experiment, model: ModelSizes, name: str, device: str
     if settings.engine != "torch":
         yield from _vllm(experiment, model, name, device) if starts_vllm(settings.engine, settings.devices) else ()
         return
-    context = min(experiment.max_sequence_tokens, model.max_positions)
+    kv_tokens = settings.slots * whole_blocks(min(experiment.max_sequence_tokens, model.max_positions))
     if settings.kv_capacity_tokens is not None:
-        context = min(context, settings.kv_capacity_tokens)  # slots are this long even where few can be full at once
+        kv_tokens = min(kv_tokens, whole_blocks(settings.kv_capacity_tokens))
     # Beyond windows as well.
-    kv_bytes = settings.slots * context * (model.cached_values * width + expert_bytes(experiment))
+    kv_bytes = (kv_tokens + BLOCK_TOKENS) * (model.cached_values * width + expert_bytes(experiment))
     packed = native_kernels_enabled() and parse_device(device).threads == 1 and width == 4
     trained, is_adapted = trained_weights(experiment, model), experiment.model.adapter is not None
     revisions = 0 if not is_adapted else experiment.queue.budget + 2 if settings.update_mode == "finish" else 2
@@ -257,31 +258,34 @@ def _step_bytes(experiment: Experiment, model: ModelSizes, width: int) -> int:
 
 def _trainers(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
     settings, weight_count, trained_count = experiment.trainer, model.parameters, trained_weights(experiment, model)
-    adapter_weights = 0 if experiment.model.adapter is None else trained_count
-    unquantised = model.outside  # never quantised
-    base = 4 * unquantised + round(_BASE_BYTES_OF_WEIGHT[experiment.model.quantization] * (weight_count - unquantised))
+    checkpointing, quantization = settings.gradient_checkpointing, experiment.model.quantization
+    is_adapted, width = experiment.model.adapter is not None, bytes_of(settings.dtype)
+    matrix_bytes = _QUANTISED_BYTES_OF_WEIGHT.get(quantization or "", width)  # of a weight that may be quantised
+    base = width * model.outside + round(matrix_bytes * (weight_count - model.outside)) if is_adapted else 0
+    master_bytes = 4 + (width if settings.dtype != "float32" else 0)  # and the weight that the model computes with
     batch_tokens, rank_count = max(settings.micro_batch_tokens, experiment.max_sequence_tokens), len(settings.devices)
     if settings.micro_batch_samples is not None:
         batch_tokens = settings.micro_batch_samples * experiment.max_sequence_tokens
     sample_count = experiment.queue.groups_per_step * experiment.largest_group
     batch_tokens = min(batch_tokens, -(-sample_count // max(1, rank_count)) * experiment.max_sequence_tokens)
-    logit_count = min(CHUNK_LOGITS, batch_tokens * model.vocabulary_size)
-    dtype, recomputes = settings.dtype, settings.gradient_checkpointing
+    in_place = parse_device(split_node(settings.devices[0])[1]).kind != "cpu" and not experiment.kept_sets
+    rows = logit_rows(model.vocabulary_size, on_gpu=in_place)
+    logit_bytes = width if in_place else 4 * _LOGIT_COPIES + (_KEPT_LOGIT_BYTES if experiment.kept_sets else 0)
     device_parts = {
-        "weights": base + 4 * adapter_weights,
+        "weights": base + master_bytes * trained_count,
         "gradients": 4 * trained_count * (2 if rank_count > 1 else 1),
         "AdamW": 8 * trained_count,
-        "activations": model.activation_bytes(batch_tokens, bytes_of(dtype), checkpointing=recomputes)
-        + model.score_bytes(batch_tokens, experiment.max_sequence_tokens, bytes_of(dtype), checkpointing=recomputes)
+        "activations": model.activation_bytes(batch_tokens, width, checkpointing)
+        + model.score_bytes(batch_tokens, experiment.max_sequence_tokens, width, checkpointing)
         + 2 * batch_tokens * expert_bytes(experiment),
-        "logits": logit_count * (4 * _LOGIT_COPIES + (_KEPT_LOGIT_BYTES if experiment.kept_sets else 0)),
+        "logits": min(rows, batch_tokens) * model.vocabulary_size * logit_bytes,
     }
     if experiment.algorithm.kl_coefficient > 0:
         folder = experiment.model.reference
         reference_sizes = sizes_of(folder) if folder else model
         # the reference is then the model without its adapter
-        shares_model = adapter_weights and (not folder or Path(folder) == Path(experiment.model.path))
-        device_parts["reference"] = 0 if shares_model else reference_sizes.parameters * bytes_of(dtype)
+        shares_model = is_adapted and (not folder or Path(folder) == Path(experiment.model.path))
+        device_parts["reference"] = 0 if shares_model else reference_sizes.parameters * width
     for rank, device in enumerate(settings.devices):
         host_parts = {"base": BASE_BYTES["trainer"]} | _of_sets(sample_count * kept_set_bytes(experiment, model))
         host_parts |= _of_grammars(experiment) if experiment.kept_sets else {}

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.algorithms.prefix_tree import LEAST_SAVED
 from headway.algorithms.samples import SampleArrays, build_arrays, prefix_tree, slice_micro_batch
+from headway.config.schema import Checkpointing
 from headway.models import decoder as decoder_module
 from headway.models.attention import packed_attention, padded_attention
 from headway.models.attention_plan import NOTHING, AttentionPlan
@@ -26,6 +27,7 @@ from headway.models.configuration import Scores
 from headway.models.decoder import Decoder
 from headway.trainer.service import TrainerService
 from tests.conformance.reference import random_model
+from tests.support.flash_stand_in import stand_in_attention
 
 torch.set_num_threads(1)
 
@@ -76,7 +78,7 @@ def dense_attention(qkv: torch.Tensor, lengths: list[int], continues: list[int],
     return torch.einsum("hqk,khe->qhe", weights, v).flatten(1)
 
 
-@pytest.mark.parametrize("attention", [packed_attention, padded_attention])
+@pytest.mark.parametrize("attention", [packed_attention, padded_attention, stand_in_attention])
 @settings(deadline=None, max_examples=40)
 @given(nodes=NODES, kind=st.sampled_from(KINDS), seed=st.integers(0, 99))
 def test_attention_and_its_gradient_match_one_masked_softmax(attention: Callable, nodes, kind, seed) -> None:
@@ -236,17 +238,17 @@ def require_equal(decoder: Decoder, arrays: SampleArrays, tolerance: float) -> N
     torch.testing.assert_close(of_mine, of_alone, rtol=0, atol=tolerance * float(of_alone.abs().max()))
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("attention", [packed_attention, padded_attention])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("attention", [packed_attention, padded_attention, stand_in_attention])
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2", "qwen3_moe"])
 @settings(deadline=None, max_examples=6)
 @given(seed=st.integers(0, 10**6), nodes=st.integers(1, 20))
 def test_trees_have_the_logprobs_and_gradients_of_whole_documents(
-    family: str, attention: Callable, checkpointing: bool, seed: int, nodes: int
+    family: str, attention: Callable, checkpointing: Checkpointing, seed: int, nodes: int
 ) -> None:
     """Windows of 6 tokens, soft caps and experts too: float32 to 3e-5 of the largest (float64 to 1e-12: below)."""
     decoder = random_model(seed % 7, family=family)
-    decoder.checkpoints_layers = checkpointing
+    decoder.checkpointing = checkpointing
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoder_module, "packed_attention", attention)
         require_equal(decoder, branching(seed, nodes, vocabulary=40), 3e-5)
@@ -324,7 +326,7 @@ def test_a_group_in_one_micro_batch_computes_its_prompt_once(model: str, monkeyp
 
 def test_gradient_checkpointing_gives_the_same_gradient(model: str) -> None:
     arrays = random_arrays(5, 3, 4)
-    kept, again = service(model), service(model, gradient_checkpointing=True)
+    kept, again = service(model), service(model, gradient_checkpointing="full")
     assert torch.equal(gradient(again, arrays), gradient(kept, arrays))
     calls: list[bool] = []
     for layer in again.learner.model.layers:

@@ -14,6 +14,7 @@ from tiers import pairs
 from torch import Tensor
 
 from headway.config.adapter import AdapterConfig
+from headway.generator.engines.torch.block_pool import BLOCK_TOKENS
 from headway.generator.engines.torch.engine import TorchEngine
 from headway.models.adapter_targets import adapted_targets
 from headway.models.decoder import Decoder
@@ -123,7 +124,7 @@ def test_an_adapter_alone_meets_what_every_engine_must(family: str, how: str) ->
 
 @pytest.mark.parametrize("family", ["qwen3"], indirect=True)
 def test_preempted_and_resumed_requests_keep_their_adapter(family: str) -> None:
-    conformance.check_preemption(make_policy, 0)
+    conformance.check_preemption(make_policy, 0, conformance.Capabilities(kv_block_tokens=BLOCK_TOKENS))
     conformance.check_resume_equals_uninterrupted(make_policy, 0)
 
 

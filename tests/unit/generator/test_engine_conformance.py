@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from headway.generator.engines.torch.block_pool import BLOCK_TOKENS
 from headway.generator.engines.torch.engine import TorchEngine
 from tests.conformance import engine as conformance
 
@@ -23,6 +24,7 @@ def make_deterministic(**options: Any) -> TorchEngine:
     return make_engine(deterministic=True, **options)
 
 
+BLOCKS = conformance.Capabilities(kv_block_tokens=BLOCK_TOKENS)
 MAKERS = pytest.mark.parametrize("make", [make_engine, make_deterministic])
 
 
@@ -86,8 +88,8 @@ def test_context_limit():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_preemption(seed):
-    conformance.check_preemption(make_engine, seed)
+    conformance.check_preemption(make_engine, seed, BLOCKS)
 
 
 def test_statistics():
-    conformance.check_statistics(make_engine)
+    conformance.check_statistics(make_engine, BLOCKS)

@@ -491,3 +491,29 @@ def test_rows_moved_in_the_step_of_their_admission_keep_their_own_prompt(lengths
         response = session.results[f"r{i}"].response
         expected = forced_logprobs(model_of(0), prompt, response.ids, 1.0)
         assert torch.allclose(torch.tensor(response.logprobs), expected, atol=1e-4)
+
+
+def test_memory_is_the_capacity_and_not_slots_times_context():
+    """Half the KV tokens need half the memory, and change nothing but when requests run."""
+    prompts = [[1 + i % 3, 2, 3] * 8 for i in range(9)]
+    sessions = {capacity: Session(make_engine(slots=8, kv_capacity_tokens=capacity)) for capacity in (768, 384, 96)}
+    for session in sessions.values():
+        session.submit(*(request(f"r{i}", prompt, max_tokens=40, seed=i) for i, prompt in enumerate(prompts)))
+        session.run()
+        assert session.engine._pool.used == 0
+    cache_bytes = {capacity: session.engine._runner.cache.all.nbytes for capacity, session in sessions.items()}
+    block_bytes = cache_bytes[768] // (768 // 16 + 1)
+    assert cache_bytes[384] - block_bytes == (cache_bytes[768] - block_bytes) // 2  # a block is everybody's padding
+    whole, *others = ({name: result.response.ids for name, result in s.results.items()} for s in sessions.values())
+    assert all(one == whole for one in others)
+    assert sessions[96].engine.statistics().preemptions > 0
+
+
+def test_a_prompt_of_a_group_is_in_memory_once():
+    session = Session(make_engine(slots=4, max_context_tokens=96))
+    session.submit(*(request(f"r{i}", [7] * 64, max_tokens=8, seed=i) for i in range(3)))
+    session.step(2)
+    session.submit(request("late", [7] * 64, max_tokens=8, seed=9))
+    session.step(2)
+    assert session.engine.statistics().kv_used_tokens == 16 * (3 + 1 + 3 + 2)  # shared; the last one's copy; responses
+    session.run()

@@ -130,6 +130,7 @@ def test_the_public_door_opens_without_torch_and_names_everything():
 BUDGETS = {  # feature -> lines
     "old public names raise an error with the new one; longer names wrap": 39,
     "GPUs: keys resolved by the machine, a template, managed vLLM servers, weights that stay on the device": 1_600,
+    "Near the peak: fused operators, a paged KV cache, a graph of each decoding step, bfloat16 weights": 1_500,
 }
 MOST_LINES = 79_316 + sum(BUDGETS.values())
 

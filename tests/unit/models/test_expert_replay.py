@@ -102,7 +102,7 @@ def test_the_gates_gradient_equals_finite_differences(normalised: bool) -> None:
 def test_checkpointed_layers_replay_as_well() -> None:
     model, experts = mixture(), other_experts()
     plain = gradients(model, ExpertReplay.of(experts))
-    model.checkpoints_layers = True
+    model.checkpointing = "full"
     again = gradients(model, replay := ExpertReplay.of(experts))
     assert all(torch.equal(plain[name], again[name]) for name in plain)
     assert replay.counts[:, 0].tolist() == [len(IDS)] * 2  # counted once

@@ -320,19 +320,17 @@ def test_a_narrow_gemma_keeps_its_small_norm_weights() -> None:
 
 
 @pytest.mark.parametrize("config", [MIXED, small("gemma2", attention_softcap=5.0, final_softcap=9.0)])
-def test_autocast_keeps_the_residual_stream_and_gradients_wide(config: DecoderConfig) -> None:
+def test_a_model_in_bfloat16_is_trained_near_the_exact_one(config: DecoderConfig) -> None:
     model = random_decoder(config)
     ids = torch.arange(40)
-    wide = model(ids, [13, 27])
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        hidden = model.forward_packed(ids, [13, 27])
-        narrow = model.head(hidden)
-    assert hidden.dtype == torch.float32
-    assert narrow.dtype == torch.bfloat16
+    wide = model(ids, [13, 27]).detach()
+    model.to(torch.bfloat16)
+    hidden = model.forward_packed(ids, [13, 27])
+    narrow = model.head(hidden)
+    assert hidden.dtype == narrow.dtype == torch.bfloat16
     assert (narrow - wide).abs().median() < 0.02 * wide.abs().max()
     narrow.float().sum().backward()
-    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
-    assert all(p.grad is not None for p in model.parameters())
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
 REFUSED = [

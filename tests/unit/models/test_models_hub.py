@@ -88,7 +88,7 @@ def test_packed_documents_are_computed_as_alone(tmp_path: Path, kind: str) -> No
 
     model.zero_grad()
     whole = kept_values(model, ids)
-    model.checkpoints_layers = True
+    model.checkpointing = "full"
     assert kept_values(model, ids) < whole / 2
     assert largest_difference(pulled_back(logprobs(model(ids, LENGTHS)), model.module), mine) < 1e-5
     assert not model.module.training

@@ -157,23 +157,26 @@ def test_native_norm_rotate_matches_torch(dtype, normed):
     ("group", "dim", "window"), [(1, 8, None), (3, 32, None), (4, 64, 5), (8, 24, 2), (2, 256, None)]
 )
 def test_native_attention_matches_torch(dtype, group, dim, window):
-    """Rows of several lengths and slots, in one projection, against a softmax written out."""
+    """Rows of several lengths and blocks, in one projection, against a softmax written out."""
     fast = kernels_of(dtype)
-    kv_heads, slots, context, rows = 2, 6, 20, 4
+    kv_heads, blocks, tokens, rows = 2, 20, 8, 4
     generator = torch.Generator().manual_seed(dim)
     qkv = torch.randn(rows, (group * kv_heads + 2 * kv_heads) * dim, generator=generator).to(dtype)
     q, k, v = qkv.unflatten(-1, (-1, dim)).split((group * kv_heads, kv_heads, kv_heads), dim=1)
-    keys, values = (torch.randn(slots, kv_heads, context, dim, generator=generator).to(dtype) for _ in range(2))
-    slot, position = torch.tensor([5, 0, 3, 1]), torch.tensor([0, 19, 7, 3])
-    out = fast.attention(q, k, v, keys, values, slot, position, dim**-0.5, True, window)
+    keys, values = (torch.randn(blocks, kv_heads, tokens, dim, generator=generator).to(dtype) for _ in range(2))
+    table = torch.randperm(blocks, generator=generator).view(5, 4)[:, :3].to(torch.int32).contiguous()
+    slot, position = torch.tensor([4, 0, 3, 1]), torch.tensor([0, 19, 7, 8])
+    out = fast.attention(q, k, v, keys, values, table, slot, position, dim**-0.5, True, window)
     for row in range(rows):
-        at, end = int(slot[row]), int(position[row]) + 1
-        assert torch.equal(keys[at, :, end - 1], k[row])
-        assert torch.equal(values[at, :, end - 1], v[row])
+        own = table[slot[row]].long()
+        mine, read = (part[own].transpose(0, 1).flatten(1, 2) for part in (keys, values))
+        end = int(position[row]) + 1
+        assert torch.equal(mine[:, end - 1], k[row])
+        assert torch.equal(read[:, end - 1], v[row])
         first = max(0, end - window) if window else 0
         grouped = q[row].float().view(kv_heads, group, dim)
-        scores = grouped @ keys[at, :, first:end].float().transpose(1, 2) * dim**-0.5
-        expected = torch.softmax(scores, -1) @ values[at, :, first:end].float()
+        scores = grouped @ mine[:, first:end].float().transpose(1, 2) * dim**-0.5
+        expected = torch.softmax(scores, -1) @ read[:, first:end].float()
         assert close(out[row], expected.flatten(), dtype)
 
 
@@ -241,7 +244,7 @@ def test_native_gradients_are_as_exact_as_torch(family):
 
     def gradients(of: Decoder, using: native.Kernels | None, again: bool = False) -> dict[str, torch.Tensor]:
         of.zero_grad()
-        of.checkpoints_layers = again
+        of.checkpointing = "full" if again else "none"
         with native.using(using):
             (of(ids, lengths).log_softmax(-1).gather(-1, ids[:, None]).mean()).backward()
         return {name: one.grad.clone() for name, one in of.named_parameters() if one.grad is not None}

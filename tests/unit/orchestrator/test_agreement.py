@@ -14,8 +14,8 @@ from torch.nn import functional
 from headway.config.adapter import AdapterConfig
 from headway.config.schema import ModelConfig, TrainerConfig
 from headway.control.logprob_limits import LIMITS, disagreement, precision_of
+from headway.generator.engines.torch import model_runner
 from headway.generator.engines.torch.engine import TorchEngine
-from headway.generator.engines.torch.kv_cache import SlotCache
 from headway.generator.fake import FakeGenerator
 from headway.models.adapter_files import open_adapter
 from headway.models.families import BY_NAME
@@ -207,8 +207,10 @@ def test_a_wrong_head_is_told_from_the_layers(tmp_path: Path) -> None:
 def test_a_fault_of_the_cache_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = model_folder(tmp_path)
     engine = engine_of(folder, native_kernels=False)
-    right = SlotCache.rows
-    monkeypatch.setattr(SlotCache, "rows", lambda cache, position_n: right(cache, (position_n - 1).clamp(min=0)))
+    right = model_runner.paged_attention
+    monkeypatch.setattr(
+        model_runner, "paged_attention", lambda *args: right(*args[:4], (args[4] - 1).clamp(min=0), *args[5:])
+    )
     wrong = refused(learner_of(folder), engine)
     assert wrong.startswith("the engine's decoding on its cache and its prefill disagree")
     assert f"diverge in layer 0 of {LAYERS}" in wrong

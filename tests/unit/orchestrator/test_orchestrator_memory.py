@@ -11,7 +11,7 @@ import pytest
 
 from headway.config.auto import Gpu, Machine
 from headway.config.load import validate_experiment
-from headway.config.schema import Experiment
+from headway.config.schema import Checkpointing, Experiment
 from headway.models.configuration import DecoderConfig, ExpertMixture, SlidingWindow
 from headway.models.sizes import ModelSizes, sizes_from
 from headway.orchestrator.preflight import memory
@@ -58,6 +58,9 @@ def experiment(folder: Path, **sections: dict[str, Any]) -> Experiment:
     return validate_experiment(raw, "test")
 
 
+CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
+
+
 def uses_of(folder: Path, **sections: dict[str, Any]) -> dict[str, MemoryUse]:
     return {f"{use.name} {use.location}": use for use in memory_uses(experiment(folder, **sections), MODEL)}
 
@@ -69,7 +72,8 @@ def test_parameters() -> None:
 def test_a_generator_on_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = uses_of(tmp_path)["generator-0 memory"].parts
     assert parts["weights"] == parts["packed weights"] / 2 == parts["update buffer"] == 4 * PARAMETERS
-    assert parts["KV cache"] == 2 * 2 * 10 * 2 * 500 * 16 * 4  # two of: layers, slots, heads, tokens, numbers, bytes
+    # two of: layers, heads, tokens in blocks, numbers, bytes
+    assert parts["KV cache"] == 2 * 2 * 2 * (10 * 512 + 16) * 16 * 4
     with monkeypatch.context() as plain:
         plain.setenv("HEADWAY_NATIVE_KERNELS", "0")
         assert uses_of(tmp_path)["generator-0 memory"].parts["packed weights"] == 0
@@ -82,7 +86,7 @@ def test_a_generator_on_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     widened = uses_of(tmp_path, generator=short_numbers)["generator-0 memory"].parts
     assert (widened["KV cache"], widened["update buffer"]) == (parts["KV cache"], 2 * PARAMETERS)
     short = uses_of(tmp_path, generator={"kv_capacity_tokens": 250})["generator-0 memory"].parts
-    assert short["KV cache"] == parts["KV cache"] // 2
+    assert short["KV cache"] == 2 * 2 * 2 * (256 + 16) * 16 * 4  # as many tokens as there are blocks for
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
@@ -112,6 +116,8 @@ def test_a_trainer_rank_on_cores(tmp_path: Path) -> None:
     assert two["trainer-1 memory"].parts["gradients"] == 8 * PARAMETERS
     twice = uses_of(tmp_path, trainer={"micro_batch_tokens": 32768 // 2 * 2, "dtype": "bfloat16"})
     assert twice["trainer-0 memory"].parts["activations"] < 2 * parts["activations"]
+    narrow = twice["trainer-0 memory"].parts
+    assert narrow["weights"] + narrow["gradients"] + narrow["AdamW"] == 18 * PARAMETERS  # trainer/master_weights.py
     fixed = uses_of(tmp_path, trainer={"packing": "fixed", "micro_batch_samples": 3})["trainer-0 memory"].parts
     assert fixed["activations"] == MODEL.activation_bytes(1500, 4)  # three of the longest samples
     assert MODEL.activation_bytes(2000, 4) == 2 * MODEL.activation_bytes(1000, 4)
@@ -124,13 +130,13 @@ def test_a_small_batch_needs_no_more_than_its_tokens(tmp_path: Path) -> None:
 
 def test_checkpointing_keeps_the_input_of_each_layer(tmp_path: Path) -> None:
     deep = sizes(layers=40)
-    plain, checkpointed = (deep.activation_bytes(1000, 4, checkpointing=on) for on in (False, True))
-    assert checkpointed < plain / 8
+    plain, selective, checkpointed = (deep.activation_bytes(1000, 4, kept) for kept in CHECKPOINTING)
+    assert checkpointed < plain / 8 < selective < plain
     assert checkpointed > 40 * 1000 * 4 * 64
     parts = [
-        uses_of(tmp_path, trainer={"gradient_checkpointing": on})["trainer-0 memory"].parts for on in (False, True)
+        uses_of(tmp_path, trainer={"gradient_checkpointing": kept})["trainer-0 memory"].parts for kept in CHECKPOINTING
     ]
-    assert parts[1]["activations"] < parts[0]["activations"]
+    assert parts[2]["activations"] < parts[1]["activations"] < parts[0]["activations"]
 
 
 def test_capped_scores_are_computed_in_full() -> None:
@@ -139,7 +145,7 @@ def test_capped_scores_are_computed_in_full() -> None:
     capped = sizes(gemma)
     assert capped.score_bytes(1000, 500, 4) == 2 * 4 * 1000 * 500 * 8
     assert capped.score_bytes(1000, 500, 2) == 2 * 4 * 1000 * 500 * 10
-    assert capped.score_bytes(1000, 500, 4, checkpointing=True) == 4 * 1000 * 500 * 8
+    assert capped.score_bytes(1000, 500, 4, "full") == 4 * 1000 * 500 * 8
     window = SlidingWindow(tokens=100, layers=(0,))
     windowed = sizes(gemma, window=window)
     assert windowed.score_bytes(1000, 500, 4) == 4 * 1000 * (500 + 200) * 8
@@ -241,6 +247,9 @@ def test_beside_an_adapter_the_model_has_no_gradients_and_no_optimiser(tmp_path:
         assert (parts["weights"], parts["gradients"], parts["AdamW"]) == (weights, 4 * count, 8 * count)
         assert parts["reference"] == reference
     finish, budget = {"update_mode": "finish"}, {"budget": 3}
+    bfloat16 = {"trainer": {"dtype": "bfloat16"}, "model": {"path": str(tmp_path), "adapter": adapter}}
+    narrow = uses_of(tmp_path, **bfloat16)["trainer-0 memory"].parts
+    assert (narrow["weights"], narrow["AdamW"]) == (2 * PARAMETERS + 6 * trained, 8 * trained)
     several = uses_of(tmp_path, model={"path": str(tmp_path), "adapter": adapter}, queue=budget, generator=finish)
     revisions = [uses["generator-0 memory"].parts["adapter"] for uses in (full, apart, several)]
     assert revisions == [0, 2 * 12 * trained, 5 * 12 * trained]
@@ -306,7 +315,9 @@ def test_sides_that_offload_each_other_need_the_larger_one(tmp_path: Path) -> No
     assert together == both
     in_turns, both, larger, host_with_copies = needed(True)
     assert in_turns == larger + memory.CUDA_CONTEXT_BYTES < both
-    assert host_with_copies - host == (4 + 16) * PARAMETERS + 2 * 2 * 2 * 16 * 4 * 10 * 500  # weights and KV; 16 each
+    assert host_with_copies - host == (4 + 16) * PARAMETERS + 2 * 2 * 2 * 16 * 4 * (
+        10 * 512 + 16
+    )  # weights and KV; 16 each
     alone, _, larger, apart = needed(True, trainer={"devices": ["cuda:1"]})
     assert alone == larger
     assert apart == host
@@ -370,5 +381,5 @@ def test_recorded_experts_are_counted_wherever_tokens_are_kept(tmp_path: Path) -
     open_tokens = 500 * chosen.queue.groups_per_step * (chosen.queue.budget + 1) * chosen.largest_group
     assert more["orchestrator"]["open rollouts"] == 8 * open_tokens
     assert more["buffer"]["payloads"] >= 8 * open_tokens
-    assert more["generator-0"]["KV cache"] == 8 * 10 * 500
+    assert more["generator-0"]["KV cache"] == 8 * (10 * 512 + 16)  # in whole blocks
     assert more["trainer-0"]["activations"] > 0

@@ -26,6 +26,7 @@ ADAPTERS = {
     ("1 x 24 GB", "4B"),
     ("1 x 80 GB", "8B"),
     ("8 x 80 GB", "8B"),
+    ("8 x 80 GB", "32B"),
     ("8 x 192 GB", "32B"),
     ("no GPU, 24 GB", "0.6B"),
 }
@@ -47,7 +48,10 @@ def test_every_machine_and_model(pool: str, size: str, tmp_path: Path) -> None:
     found = memory_findings(uses, memory_places(uses, machine=machine)) + device_findings(experiment, machine)
     assert [finding for finding in found if finding.level != "info"] == []
     of_gpus = [f"cuda:{n}" for n in range(len(machine.gpus))]
-    assert sorted({*experiment.generator.devices, *experiment.trainer.devices}) == (of_gpus or ["cpu:0", "cpu:1"])
+    ranks = experiment.generator.engine_arguments.get("tensor_parallel_size", 1)  # of a replica, which names its first
+    firsts = [of_gpus.index(name) for name in experiment.generator.devices if of_gpus]
+    of_replicas = [of_gpus[first + rank] for first in firsts for rank in range(ranks)]
+    assert sorted({*of_replicas, *experiment.trainer.devices}) == (of_gpus or ["cpu:1"])
     keys = "devices|slots|dtype|max_response_tokens|learning_rate|micro_batch_tokens"
     chosen = re.findall(rf"^({keys}) = [^#\n]+(#?)",
                         text.partition("[tasks.")[0] + text.partition("[rollout]")[2], re.MULTILINE)  # fmt: skip

@@ -44,7 +44,7 @@ budget = 2
 devices = ["cuda:1"]
 dtype = "bfloat16"
 micro_batch_tokens = 16384
-gradient_checkpointing = true
+gradient_checkpointing = "full"
 """
 POOL = """
 [[devices]]

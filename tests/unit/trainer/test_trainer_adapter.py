@@ -147,7 +147,7 @@ def test_an_adapter_belongs_to_the_base_that_was_loaded(
             assert content.metadata()["base_digest"] == adapter_targets.base_digest(model)
 
 
-def test_no_gradient_of_a_frozen_norm_is_computed(model: str) -> None:
+def test_a_frozen_norm_has_no_gradient(model: str) -> None:
     frozen = load_model(model).requires_grad_(False)
     layer: Any = frozen.layers[0]
     qkv, turn = torch.randn(3, layer.qkv_weight.shape[0], requires_grad=True), torch.ones(3, 1, 4)
@@ -156,7 +156,7 @@ def test_no_gradient_of_a_frozen_norm_is_computed(model: str) -> None:
     normed = rms_norm(torch.randn(3, 16, requires_grad=True), layer.input_norm, 1e-6)
     for out, inputs in ((turned, 3), (normed, 2)):
         node: Any = out.grad_fn
-        found = type(node)._forward_cls.backward(node, torch.ones_like(out))
+        found = type(node)._forward_cls.backward(node, torch.ones_like(out), None)
         assert [one is None for one in found[:inputs]] == [False, *[True] * (inputs - 1)]
 
 
@@ -198,7 +198,7 @@ def test_the_work_of_a_step_has_no_gradients_of_frozen_matrices(build: Build) ->
 
 
 def test_gradient_checkpointing_changes_nothing(build: Build) -> None:
-    trainers = build(), build(trainer={"gradient_checkpointing": True})
+    trainers = build(), build(trainer={"gradient_checkpointing": "full"})
     for trainer in trainers:
         trainer.train_step(lay_out(make_batch(0, step=0)))
     assert same(adapter_of(trainers[0]), adapter_of(trainers[1]))
@@ -250,7 +250,7 @@ def supervised(model: str, **adapter: Any) -> SupervisedService:
 
 def test_dropout_is_counted_not_drawn(model: str) -> None:
     plain, first, again = supervised(model), supervised(model, dropout=0.5), supervised(model, dropout=0.5)
-    again.learner.model.checkpoints_layers = True  # layers are computed again in the backward: the same masks
+    again.learner.model.checkpointing = "full"  # layers are computed again in the backward: the same masks
     torch.manual_seed(1)
     first.steps(3)
     torch.manual_seed(2)

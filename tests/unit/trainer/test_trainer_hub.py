@@ -120,7 +120,7 @@ def test_supervised_fine_tuning_learns_and_writes_a_folder(tmp_path: Path) -> No
     import transformers
 
     model = make_hub_model(tmp_path / "m", "Phi")
-    own = {"gradient_checkpointing": True, "micro_batch_tokens": 40}
+    own = {"gradient_checkpointing": "full", "micro_batch_tokens": 40}
     sft = {"data": "unused.jsonl", "batch_sequences": 8, "steps": 40, "learning_rate": 1e-2}
     trainer = service(model, tmp_path, SupervisedService, sft=sft, trainer=own)
     sequences = [np.array([a, 40, (a + 1) % 8, 41], np.int32) for a in range(8)]

@@ -112,7 +112,8 @@ class HfEngine(SlotEngine[HfRevisions]):
         slots = torch.tensor([request.slot for batch in self._batches for request in batch.running])
         logits_nv = torch.empty_like(logits).index_copy_(0, slots.to(logits.device), logits)
         sampling, errors = table.row_sampling(n, logits_nv.device)
-        for request, reason, error, at_fault, recompile in table.advance(n, sample_tokens(logits_nv, sampling), errors):
+        sampled = sample_tokens(logits_nv, sampling).host()
+        for request, reason, error, at_fault, recompile in table.advance(slice(n), sampled, errors):
             if recompile:
                 self._recompile_grammar(request)
             else:
@@ -250,8 +251,8 @@ class HfEngine(SlotEngine[HfRevisions]):
         """Count the KV tokens in the caches of rows with these numbers of tokens, padding included."""
         return len(tokens) * max(tokens, default=0) if self.batching == "padded" else sum(tokens)
 
-    def _kv_used(self) -> int:
-        return self._held_tokens((self._table.position[: self._rows] + 1).tolist())
+    def _overfull(self) -> bool:
+        return self._held_tokens((self._table.position[: self._rows] + 1).tolist()) > self.kv_capacity_tokens
 
     def _tensors(self) -> Iterator[Tensor]:
         yield from self._model.parameters()

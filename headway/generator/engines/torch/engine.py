@@ -7,26 +7,34 @@ change (DESIGN rule 4).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headway.generator.engines.requests import EngineRequest
+from headway.generator.engines.sampling import HostSample
 from headway.generator.engines.torch.adapters import AdapterRevisions
+from headway.generator.engines.torch.block_pool import BLOCK_TOKENS, blocks_for, whole_blocks
+from headway.generator.engines.torch.decode_step import PROMPT_ROWS, Capture, CudaGraphs, DecodeStep, Launch
 from headway.generator.engines.torch.memory import EngineMemory
 from headway.generator.engines.torch.model_runner import ModelRunner, Prefill
 from headway.generator.engines.torch.slot_engine import SlotEngine, SlotOptions
 from headway.generator.engines.torch.slot_table import HEADROOM_TOKENS
 from headway.models.decoder import Decoder
 from headway.models.lora import Lora
-from headway.records.generation import EngineStatistics, Probe, ProbeScores
+from headway.records.generation import EngineStatistics, GenerationRequest, Probe, ProbeScores
 from headway.records.tokens import TokenIds, TokenRows
+from headway.tokens.grammar import GrammarRefused
+
+log = logging.getLogger(__name__)
 
 
 class _Partial(NamedTuple):
-    """Computed prefix of a prompt longer than a step's budget; void for other weights, or once its slot is used."""
+    """Computed prefix of a prompt longer than a step's budget; void for other weights."""
 
     ids: TokenIds
     update: int  # number of the update whose weights computed it
@@ -41,10 +49,11 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
     since its last call. A request ends with one last delta that has a ``finish_reason``.
 
     A step computes at most ``prefill_tokens_per_step`` tokens of prompts: a longer prompt takes several steps, in
-    which the running requests keep decoding. Its KV so far lies in the last slot; the request stays in the queue.
+    which the running requests keep decoding. Its KV so far has a row of its own; the request stays in the queue.
 
-    KV tokens are admitted by count: when the running requests would need more than ``kv_capacity_tokens``, the
-    youngest is preempted: it waits with its tokens, and its KV is recomputed later (``reprefilled``).
+    KV lies in blocks of `BLOCK_TOKENS` tokens, ``kv_capacity_tokens`` in all, rounded up. Requests of equal prompts
+    share the prompt's blocks. When the running requests need more than there are, the youngest is preempted: it waits
+    with its tokens, and its KV is recomputed later (``reprefilled``).
 
     Beside the model it serves adapters by name. Each holds its newest revision, and older ones while a request still
     samples from them: in one step, rows may have different adapters, and different revisions of one.
@@ -63,23 +72,50 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
         native_kernels: bool = True,
         adapters: Mapping[str, Lora] | None = None,
         return_experts: bool = False,
+        capture: Capture | None = None,
         **options: Unpack[SlotOptions],
     ) -> None:
         """``model`` is changed in place by updates; ``native_kernels``: use models/cpu/native.py where it supports the
         model; ``adapters``: by name; the engine owns them, at ``version``; ``return_experts``: those of a mixture, as
-        rows of the deltas."""
+        rows of the deltas; ``capture``: makes replays of steps that run ahead (default: CUDA graphs on a GPU)."""
         super().__init__(model, **options)
-        runner_options = self._deterministic, native_kernels, return_experts
-        self._runner = runner = ModelRunner(model, self.slots, self.context_tokens, *runner_options)
-        self._holes: list[int] = []  # rows freed since the last step; refilled or closed by the next
-        self._partial: _Partial | None = None  # the KV of a prompt's beginning, in the last slot
+        runner_options = self._deterministic, native_kernels and capture is None, return_experts
+        every_slot_tokens = self.slots * whole_blocks(self.context_tokens)
+        self.kv_capacity_tokens = whole_blocks(self.kv_capacity_tokens) if self._scarce else every_slot_tokens
+        self._runner = runner = ModelRunner(
+            model, self.slots, self.context_tokens, *runner_options, self.kv_capacity_tokens
+        )
+        self._pool = runner.cache.pool
+        self._partial: _Partial | None = None  # the prefix whose KV is in the row behind the slots
         self._donors: dict[TokenIds, list[EngineRequest]] = {}  # running requests by prompt
         self._updates = 0  # of model and adapters so far; unlike versions, these numbers never repeat
-        self.memory = EngineMemory(self._subscriber, runner.tensors, runner.forget_panels, runner.weights_changed)
+        self.memory = EngineMemory(self._subscriber, self._tensors, self._forget_derived, runner.weights_changed)
         self.adapters = self._runner.adapters
         for name, adapter in (adapters or {}).items():
             self._updates += 1
             self._runner.register(name, adapter, self.version, self._updates)
+        self._restricted = 0  # open requests whose tokens `DecodeStep` doesn't sample
+        self._launched: Launch | None = None  # a step whose tokens aren't read yet
+        self._decoder: DecodeStep | None = None
+        if capture is None and runner.device.type == "cuda":
+            capture = CudaGraphs()
+        if capture is not None and not (reason := runner.uncapturable()):
+            self._decoder = DecodeStep(runner, self.slots, capture)
+        elif capture is not None:
+            log.info("decoding operator by operator, without CUDA graphs: %s", reason)
+
+    # --- requests -------------------------------------------------------------------------------------------
+
+    def _entry(self, request: GenerationRequest, arrival: int) -> EngineRequest:
+        entry = super()._entry(request, arrival)
+        if entry.restricted and not self._restricted and self._decoder is not None:
+            log.info("decoding operator by operator beside request %s: top-p, top-k or a grammar", entry.request_id)
+        self._restricted += entry.restricted
+        return entry
+
+    def _ended(self, entry: EngineRequest) -> None:
+        super()._ended(entry)
+        self._restricted -= entry.restricted
 
     # --- one step -------------------------------------------------------------------------------------------
 
@@ -87,160 +123,206 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
     def step(self) -> bool:
         """See `Engine.step`."""
         self._take_compiled(idle=not self._rows and not self._waiting)
+        decoder = None if self._restricted else self._decoder
+        if decoder is None or (self._scarce and self._overfull()):  # some may have ended, and need no KV any more
+            self._settle()
         self._preempt_to_fit()
+        self._runner.cache.copy(self._pool.extend(self._next_position()))
         prefills = self._admit()
-        self._close_holes()
-        n, table = self._rows, self._table
-        if n == 0 and not prefills:
+        if not self._rows and not prefills and self._launched is None:
             return bool(self._compiling)
         started_s = self._now()
-        if n == 0:  # just a part of a long prompt
+        if decoder is not None:
+            self._step_ahead(decoder, prefills)
+        elif not self._rows:  # just a part of a long prompt
             self._runner.prefill(prefills)
-            self._busy_s += self._now() - started_s
-            return True
-        n_rows = self.slots if self._deterministic else n
-        logits = self._runner.step(prefills, table.pending[:n_rows], table.position[:n_rows], table.update[:n_rows])
-        sampling, errors = table.row_sampling(n_rows, self._runner.device)
-        for request, reason, error, at_fault, retry in table.advance(n, self._runner.sample(logits, sampling), errors):
-            slot = request.slot
-            if retry:
-                self._recompile_grammar(request)
-                continue
-            self._end_running(request, reason, error, refused=at_fault)
-            if reason == "error":
-                self._runner.cache.clear(slot)
-        self._steps += 1
-        self._generated += n
+        else:
+            self._step_now(prefills)
         self._busy_s += self._now() - started_s
         self._note_idleness()
         return True
 
-    def _admit(self) -> list[Prefill]:
-        """Give free slots to waiting requests while KV tokens and this step's prefill budget last.
+    def _step_now(self, prefills: Sequence[Prefill]) -> None:
+        """Sample a token for every row, and wait for it."""
+        n, table = self._rows, self._table
+        n_rows = self.slots if self._deterministic else n
+        logits = self._runner.step(prefills, table.pending[:n_rows], table.position[:n_rows], table.update[:n_rows])
+        sampling, errors = table.row_sampling(n_rows, self._runner.device)
+        self._advance(slice(n), self._runner.sample(logits, sampling).host(), errors)
+        self._steps += 1
+        self._generated += n
 
-        Equal prompts are computed once: by one Prefill with several slots, or by copying the prompt's KV from a
-        running request that computed it since the last update.
+    def _step_ahead(self, decoder: DecodeStep, prefills: Sequence[Prefill]) -> None:
+        """Launch a step, and only then read the last one's tokens. A request that has ended is known one step late: its
+        token of the launched step is dropped."""
+        if self._deterministic or not self._rows or sum(prefill.tokens for prefill in prefills) > PROMPT_ROWS:
+            self._runner.prefill(prefills)
+            prefills = ()
+        position_n, active_n = self._table.next_position(self._rows)
+        launched, self._launched = self._launched, None
+        if active_n.any():
+            self._launched = decoder.launch(self._table, position_n, active_n, prefills)
+            self._steps += 1
+        elif prefills:
+            self._runner.prefill(prefills)
+        last_source_n = self._table.launch(active_n)
+        if launched is not None:
+            self._read(launched, last_source_n)
+
+    def _settle(self) -> None:
+        launched, self._launched = self._launched, None
+        if launched is not None:
+            self._read(launched, self._table.source)
+            self._table.source[:] = -1
+
+    def _read(self, launched: Launch, row_s: np.ndarray) -> None:
+        """Append the tokens of a launched step; ``row_s``: its row of each slot, or -1."""
+        slots = np.flatnonzero(row_s[: self._rows] >= 0)
+        ids, logprobs = launched.read()[:, row_s[slots]]
+        self._generated += len(slots)
+        self._advance(slots, (ids.astype(np.int64), logprobs, {}), {})
+
+    def _advance(
+        self, rows: slice | np.ndarray, sampled: HostSample, errors: dict[EngineRequest, GrammarRefused]
+    ) -> None:
+        for request, reason, error, at_fault, retry in self._table.advance(rows, sampled, errors):
+            if retry:
+                self._recompile_grammar(request)
+            else:
+                self._end_running(request, reason, error, refused=at_fault)
+
+    def _admit(self) -> list[Prefill]:
+        """Give free slots to waiting requests while KV blocks and this step's prefill budget last.
+
+        Equal prompts are computed once: their rows share the blocks of one Prefill, or those of a donor, a running
+        request whose prompt was computed by the same weights.
         """
-        # Lowest holes first: then a row that `_close_holes` moves is never one whose prefill is still to come.
-        self._holes.sort(reverse=True)
-        used_tokens, budget_tokens = self._kv_used(), self._prefill_tokens_per_step
-        prefill_by_key: dict[tuple[int, TokenIds], Prefill] = {}  # by update and tokens
-        pairs_by_tokens: dict[int, list[tuple[int, int]]] = {}  # tokens -> (source slot, target slot)
-        slots_by_tokens: dict[int, list[int]] = {}  # tokens -> slots that get them from the last one
+        if not self._waiting:
+            self._drop_partial()
+            return []
+        budget_tokens, prefills, copies = self._prefill_tokens_per_step, list[Prefill](), list[tuple[int, int]]()
+        leader_by_key: dict[tuple[int, TokenIds], EngineRequest] = {}  # by update and tokens
         admitted: list[EngineRequest] = []
-        while (self._holes or self._rows < self.slots) and self._waiting:
+        while self._rows < self.slots and self._waiting:
             request = self._waiting[0]
-            running_count = self._rows - len(self._holes)
-            if self._scarce and running_count:
-                needed_tokens = used_tokens + request.tokens + running_count * HEADROOM_TOKENS
-                if needed_tokens > self.kv_capacity_tokens:
-                    break
-            context_ids = (request.prompt + request.response)[:-1]  # the last token is fed by the step itself
+            token_ids = request.prompt + request.response
+            context_ids = token_ids[:-1]  # the last token is fed by the step itself
             update = self._update_of(request)
-            prefill = prefill_by_key.get((update, context_ids))
-            donor = None if prefill is not None or request.response else self._donor(request.prompt, update)
-            if prefill is None and donor is None and context_ids:
-                begun_tokens = self._partial_tokens(context_ids, update)
-                if len(context_ids) - begun_tokens > budget_tokens and (prefill_by_key or not self._deterministic):
-                    last_slot_free = self._rows < self.slots or self.slots - 1 in self._holes
-                    if budget_tokens and not self._deterministic and last_slot_free:
-                        end = begun_tokens + budget_tokens
-                        # A request admitted in this step may have exactly this prefix: its slot needs it too.
-                        first_part = Prefill(context_ids[:end], [], begun_tokens, update)
-                        prefill_by_key.setdefault((update, context_ids[:end]), first_part).slots.append(self.slots - 1)
-                        self._partial = _Partial(context_ids[:end], update)
+            leader = leader_by_key.get((update, token_ids))
+            donors = () if leader is not None or request.response else self._donors.get(request.prompt, ())
+            donor = next((donor for donor in donors if donor.prefix_update == update), None)
+            begun_tokens = 0 if leader is not None or donor is not None else self._partial_tokens(context_ids, update)
+            shared = 0 if leader is None and donor is None else len(context_ids) // BLOCK_TOKENS
+            if not self._has_blocks(blocks_for(len(token_ids)) - shared, continues=begun_tokens > 0):
+                break
+            if leader is None and donor is None and len(context_ids) - begun_tokens > budget_tokens:
+                if budget_tokens and not self._deterministic:
+                    end = begun_tokens + budget_tokens
+                    if not begun_tokens:
+                        self._drop_partial()
+                    self._pool.allocate(self.slots, len(token_ids))
+                    prefills.append(Prefill(context_ids[:end], self.slots, begun_tokens, update))
+                    self._partial = _Partial(context_ids[:end], update)
+                if prefills or not self._deterministic:
                     break
-                budget_tokens -= len(context_ids) - begun_tokens
-                prefill = prefill_by_key[update, context_ids] = Prefill(context_ids, [], begun_tokens, update)
             heapq.heappop(self._waiting)
             request.update = request.prefix_update = update
-            slot = self._assign_slot(request)
-            used_tokens += request.tokens
+            request.reprefilled = request.reprefilled or bool(request.response)
+            slot, self._rows = self._rows, self._rows + 1
+            self._table.occupy(slot, request, self.context_tokens)
             admitted.append(request)
-            if prefill is not None:
-                prefill.slots.append(slot)
-                if prefill.start:
-                    slots_by_tokens.setdefault(prefill.start, []).append(slot)
-            elif donor is not None and context_ids:
-                pairs_by_tokens.setdefault(len(context_ids), []).append((donor.slot, slot))
+            if leader is not None:
+                self._pool.share(leader.slot, slot, len(token_ids))
+                continue
+            if donor is not None:  # it may have written behind the prompt in the last block
+                copies += self._pool.share(donor.slot, slot, len(context_ids), copy_last=True)
+            elif begun_tokens:
+                self._pool.move(self.slots, slot)
+                self._partial = None
+            self._pool.allocate(slot, len(token_ids))
+            if donor is None and context_ids:
+                prefills.append(Prefill(context_ids, slot, begun_tokens, update))
+                budget_tokens -= len(context_ids) - begun_tokens
+            leader_by_key[update, token_ids] = request
         for request in admitted:  # after the loop: a donor must have its KV before this step
             self._donors.setdefault(request.prompt, []).append(request)
-        for tokens, slots in slots_by_tokens.items():  # first: the others may overwrite that slot
-            self._runner.cache.copy([self.slots - 1] * len(slots), slots, tokens)
-        for tokens, slot_pairs in pairs_by_tokens.items():
-            self._runner.cache.copy([pair[0] for pair in slot_pairs], [pair[1] for pair in slot_pairs], tokens)
-        self._prefilled += sum(prefill.tokens for prefill in prefill_by_key.values())
-        return list(prefill_by_key.values())
+        self._runner.cache.copy(copies)
+        self._prefilled += sum(prefill.tokens for prefill in prefills)
+        return prefills
+
+    def _has_blocks(self, needed: int, *, continues: bool) -> bool:
+        """Whether a request that needs so many blocks can be admitted. ``continues``: it takes over the blocks of the
+        partial prompt, which is dropped otherwise if there are too few."""
+        if not self._scarce:
+            return True
+        needed += blocks_for(self._rows * HEADROOM_TOKENS)
+        if continues:
+            return self._pool.free + int(np.count_nonzero(self._pool.tables[self.slots])) >= needed
+        if self._pool.free < needed:
+            self._drop_partial()
+        return self._pool.free >= needed
+
+    def _drop_partial(self) -> None:
+        if self._partial is not None:
+            self._partial = None
+            self._pool.release(self.slots)
 
     def _partial_tokens(self, ids: TokenIds, update: int) -> int:
-        """Count of leading tokens of ``ids`` whose KV by these weights is in the last slot."""
+        """Count of leading tokens of ``ids`` whose KV by these weights is in the row behind the slots."""
         prefix = self._partial
         if prefix is None or prefix.update != update or ids[: len(prefix.ids)] != prefix.ids:
             return 0
         return min(len(prefix.ids), len(ids) - 1)
 
-    def _assign_slot(self, request: EngineRequest) -> int:
-        if self._holes:
-            slot = self._holes.pop()
-        else:
-            slot = self._rows
-            self._rows += 1
-        if slot == self.slots - 1:
-            self._partial = None
-        request.reprefilled = request.reprefilled or bool(request.response)
-        self._table.occupy(slot, request, self.context_tokens)
-        return slot
-
-    def _donor(self, prompt: TokenIds, update: int) -> EngineRequest | None:
-        """Find a running request whose KV of this prompt was computed by these weights, and so may be copied."""
-        for donor in self._donors.get(prompt, ()):
-            if donor.prefix_update == update:
-                return donor
-        return None
-
     # --- endings, preemption --------------------------------------------------------------------------------
 
     def _release_row(self, request: EngineRequest) -> None:
-        slot = request.slot
+        """Free a request's row and blocks; the last row is moved into it."""
+        slot, last_row = request.slot, self._rows - 1
+        self._pool.release(slot)
         self._table.release(slot)
-        self._holes.append(slot)
+        if slot != last_row:
+            self._table.move(last_row, slot)
+            self._pool.move(last_row, slot)
+        self._rows = last_row
         siblings = self._donors[request.prompt]
         siblings.remove(request)
         if not siblings:
             del self._donors[request.prompt]
 
-    def _close_holes(self) -> None:
-        """Move the last rows into the holes, so that the running requests are rows 0 .. n-1 again."""
-        origin_by_target: dict[int, int] = {}  # target -> the row its KV lies in
-        for hole in sorted(self._holes, reverse=True):
-            last_row = self._rows - 1
-            if hole != last_row:
-                self._table.move(last_row, hole)
-                origin_by_target[hole] = origin_by_target.pop(last_row, last_row)
-            self._rows -= 1
-        self._holes.clear()
-        if origin_by_target:
-            tokens = int(self._table.position[list(origin_by_target)].max())
-            self._runner.cache.copy(list(origin_by_target.values()), list(origin_by_target), tokens)
+    def _overfull(self) -> bool:
+        position_n = self._next_position()
+        if self._pool.shortage(position_n):
+            self._drop_partial()
+        return self._pool.shortage(position_n) > 0
 
-    def _kv_used(self) -> int:
-        """KV tokens of the running requests after the next step (free rows have position 0)."""
-        return int(self._table.position[: self._rows].sum()) + self._rows - len(self._holes)
+    def _next_position(self) -> np.ndarray:
+        is_known, n = self._launched is None, self._rows
+        return self._table.position[:n] if is_known else self._table.next_position(n)[0]
 
     # --- weights --------------------------------------------------------------------------------------------
+
+    def _tensors(self) -> Iterator[Tensor]:
+        self._settle()
+        return self._runner.tensors()
+
+    def _forget_derived(self) -> None:
+        self._runner.forget_panels()
+        if self._decoder is not None:
+            self._decoder.forget()
 
     def _stage(self, name: str, tensor: Tensor, size: int) -> None:
         self._runner.stage(name, tensor, size)
 
     def _weights_changed(self, *, staged: bool = False) -> None:
         self._runner.weights_changed(staged=staged)
-        self._close_holes()
+        self._drop_partial()
         self._updates += 1
         self._model_update = self._updates
 
     def _register(self, name: str, tensors: Mapping[str, Tensor], version: int) -> None:
         adapter = self.adapters.revised(name, tensors)
-        self._close_holes()
+        self._drop_partial()
         self._updates += 1
         self._runner.register(name, adapter, version, self._updates)
 
@@ -250,14 +332,16 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
     def _recompute(self, running: Sequence[EngineRequest]) -> int:
         """Recompute the KV of all running requests with the present weights. Returns the count of tokens computed."""
         table = self._table
-        shared_by_prompt, single_prefills = self._shared_prompts(running), []
+        shared_by_prompt, single_prefills = self._shared_prompts(running), list[Prefill]()
         for request in running:
+            if self._deterministic:  # a row's result must not depend on its siblings
+                self._pool.own(request.slot)
             ids = table.sequence[request.slot, : table.position[request.slot]]
             request.prefix_update = self._updates
             request.reprefilled = request.reprefilled or len(ids) > 0
             begun_tokens = len(request.prompt) - 1 if request.prompt in shared_by_prompt else 0
             if len(ids) > begun_tokens:
-                single_prefills.append(Prefill(ids, [request.slot], begun_tokens, self._updates))
+                single_prefills.append(Prefill(ids, request.slot, begun_tokens, self._updates))
         total_tokens = 0
         for stage_prefills in (list(shared_by_prompt.values()), single_prefills):
             prefill_chunk: list[Prefill] = []
@@ -270,6 +354,11 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
                 budget_tokens -= prefill.tokens
                 total_tokens += prefill.tokens
             self._runner.prefill(prefill_chunk)
+            if stage_prefills is not single_prefills:
+                for request in running:
+                    if (prefill := shared_by_prompt.get(request.prompt)) is not None and prefill.row != request.slot:
+                        pairs = self._pool.share(prefill.row, request.slot, len(request.prompt) - 1, copy_last=True)
+                        self._runner.cache.copy(pairs)
         self._prefilled += total_tokens
         return total_tokens
 
@@ -281,7 +370,7 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
         for request in running:
             slots_by_prompt.setdefault(request.prompt, []).append(request.slot)
         return {
-            prompt: Prefill(prompt[:-1], prompt_slots, 0, self._updates)
+            prompt: Prefill(prompt[:-1], prompt_slots[0], 0, self._updates)
             for prompt, prompt_slots in slots_by_prompt.items()
             if len(prompt_slots) > 1 and len(prompt) > 1
         }
@@ -292,5 +381,4 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
 
     def statistics(self) -> EngineStatistics:
         """See `Engine.statistics`."""
-        kv_used_tokens = int(self._table.position[: self._rows].sum())
-        return self._statistics(self._rows - len(self._holes), kv_used_tokens, self.kv_capacity_tokens)
+        return self._statistics(self._rows, self._pool.used * BLOCK_TOKENS, self.kv_capacity_tokens)

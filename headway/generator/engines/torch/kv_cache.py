@@ -1,6 +1,6 @@
-"""Static key/value slots: one tensor for all layers, so that copying a prefix or moving a slot is one operation.
+"""Keys and values in blocks that rows share: one tensor for all layers, so that a block is copied by one operation.
 
-Shapes: l layers, s slots, k KV heads, t context tokens, c head dimension.
+Shapes: l layers, b blocks, k KV heads, t tokens of a block, c head dimension, p tokens to store.
 """
 
 from __future__ import annotations
@@ -8,65 +8,50 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
+from headway.generator.engines.torch.block_pool import BLOCK_TOKENS, BlockPool, blocks_for
 from headway.records.tokens import ExpertRouting
 
 
-class SlotCache:
-    """Keys and values of every slot, ``[l, 2, s, k, t, c]``.
+class PagedCache:
+    """Keys and values ``[l, 2, b, k, t, c]``, with the experts of every token beside them if they are kept.
 
-    Allocated as zeros, not uninitialised: masked positions enter the arithmetic with weight 0, and 0 x NaN is NaN.
+    ``pool`` decides which row has which blocks; ``table`` is its memory as a tensor on the host.
     """
 
     def __init__(
         self,
-        layers: int,
-        slots: int,
-        kv_heads: int,
+        rows: int,
         context_tokens: int,
-        head_dimension: int,
+        capacity_tokens: int,
+        sizes: tuple[int, int, int],
         dtype: torch.dtype,
         device: torch.device,
         routing: ExpertRouting | None = None,
     ) -> None:
-        """``routing``: the model's, if the experts of every token are kept beside its KV."""
-        self.slots = slots
+        """``sizes``: layers, KV heads, head dimension. ``routing``: the model's, if the experts of every token are
+        kept."""
+        self.pool = BlockPool(rows, context_tokens, blocks_for(capacity_tokens))
+        self.table = torch.from_numpy(self.pool.tables)
         self.routing = routing
         is_narrow, expert_columns = routing is None or routing.item_bytes == 1, 0 if routing is None else routing.width
         self.unknown = 255 if is_narrow else -1  # all bits set
-        shape, id_dtype = (slots, context_tokens, expert_columns), torch.uint8 if is_narrow else torch.int16
-        self.experts = torch.full(shape, self.unknown, dtype=id_dtype, device=device)  # [s, t, sparse layers * experts]
-        self.kv_heads = kv_heads
-        self.context_tokens = context_tokens
-        self.all = torch.zeros((layers, 2, slots, kv_heads, context_tokens, head_dimension), dtype=dtype, device=device)
-        self.keys = [self.all[layer, 0] for layer in range(layers)]  # [s, k, t, c] each
+        layers, kv_heads, head_dimension = sizes
+        blocks, id_dtype = len(self.pool.references), torch.uint8 if is_narrow else torch.int16
+        shape = (blocks, BLOCK_TOKENS, expert_columns)
+        self.experts = torch.full(shape, self.unknown, dtype=id_dtype, device=device)  # [b, t, sparse layers * experts]
+        shape = (layers, 2, blocks, kv_heads, BLOCK_TOKENS, head_dimension)
+        self.all = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys = [self.all[layer, 0] for layer in range(layers)]  # [b, k, t, c] each
         self.values = [self.all[layer, 1] for layer in range(layers)]
-        # Flat [s*k*t, c] views: a decode step writes one row per (slot, head) by linear index.
-        self.flat_keys = [keys.view(-1, head_dimension) for keys in self.keys]
-        self.flat_values = [values.view(-1, head_dimension) for values in self.values]
-        row_starts = torch.arange(slots * kv_heads, device=device) * context_tokens
-        self._row_starts_sk = row_starts.view(slots, kv_heads)
 
-    def rows(self, position_n: Tensor) -> Tensor:
-        """Linear row indices of slots 0..n-1 at ``position_n``, [n * k]."""
-        n = position_n.shape[0]
-        return (self._row_starts_sk[:n] + position_n[:, None]).view(-1)
-
-    @torch.inference_mode()
-    def copy(self, sources: Sequence[int], targets: Sequence[int], tokens: int) -> None:
-        """Copy the first ``tokens`` positions of source slots into target slots, pairwise, all layers."""
-        if len(sources) == 1:
-            self.all[:, :, targets[0], :, :tokens] = self.all[:, :, sources[0], :, :tokens]
-            self.experts[targets[0], :tokens] = self.experts[sources[0], :tokens]
-        else:
-            device = self.all.device
-            source_slots = torch.tensor(sources, device=device)
-            target_slots = torch.tensor(targets, device=device)
-            self.all[:, :, target_slots, :, :tokens] = self.all[:, :, source_slots, :, :tokens]
-            self.experts[target_slots, :tokens] = self.experts[source_slots, :tokens]
-
-    @torch.inference_mode()
-    def clear(self, slot: int) -> None:
-        """Zero a slot whose KV may hold NaN, which would reach its next request."""
-        self.all[:, :, slot].zero_()
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks, as (source, target), in all layers."""
+        if not pairs:
+            return
+        host_pairs = torch.tensor(pairs, pin_memory=self.all.is_cuda)
+        with torch.inference_mode():
+            sources, targets = host_pairs.to(self.all.device, non_blocking=True).unbind(1)
+            self.all[:, :, targets] = self.all[:, :, sources]
+            if self.routing is not None:
+                self.experts[targets] = self.experts[sources]

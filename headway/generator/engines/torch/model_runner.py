@@ -1,7 +1,7 @@
-"""Forward steps over slots: new prompts and running requests in the same matrix products.
+"""Forward steps over rows with block tables: new prompts and running requests in the same matrix products.
 
-Shapes: n decode rows, p prefill tokens, d width, h query heads, k KV heads, g = h / k, c head dimension,
-t KV positions attended to, v vocabulary.
+Shapes: n decode rows, m prefills, d width, h query heads, k KV heads, c head dimension, w blocks of a row's table,
+v vocabulary.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ from torch import Tensor
 from headway.generator.engines.requests import EngineRequest
 from headway.generator.engines.sampling import RowSampling, Sampled, sample_tokens
 from headway.generator.engines.torch.adapters import AdapterRevisions
-from headway.generator.engines.torch.kv_cache import SlotCache
+from headway.generator.engines.torch.block_pool import BLOCK_TOKENS, blocks_for, whole_blocks
+from headway.generator.engines.torch.kv_cache import PagedCache
 from headway.generator.engines.torch.native_decode import NativeDecode, can_decode
+from headway.generator.engines.torch.operators import gathered, paged_attention, store_kv
 from headway.models.configuration import Scores
 from headway.models.cpu import native
 from headway.models.decoder import Decoder, DecoderLayer
+from headway.models.experts import aligned
 from headway.models.hidden_states import HiddenStates
 from headway.models.lora import Lora
 from headway.models.masked import causal_attention, masked_attention, visible_mask
 from headway.records.generation import POLICY_ADAPTER, PathScores, Probe, ProbeScores
-from headway.records.tokens import EXPERTS, TokenRows
+from headway.records.tokens import EXPERTS, ExpertRouting, TokenRows
 
-KV_BUCKET_TOKENS = 32  # the KV range attended to grows in these steps
 _NONE = np.zeros(0, np.int64)
 
 
 class Prefill(NamedTuple):
-    """A sequence whose KV is computed from ``start`` on, for all of ``slots``, which have the tokens before."""
+    """A sequence whose KV is computed from ``start`` on, for a row of the block table that has the tokens before."""
 
     ids: Sequence[int] | np.ndarray  # [L], L > start
-    slots: list[int]
+    row: int
     start: int = 0
     update: int = 0  # number of the update whose weights compute it: see `AdapterRevisions`
 
@@ -46,24 +48,32 @@ class Prefill(NamedTuple):
         return len(self.ids) - self.start
 
 
-class _Block(NamedTuple):
+class _EqualPrefills(NamedTuple):
     """Prefills of equal start and length, contiguous among the packed rows."""
 
     first: int  # packed row
-    count: int
     length: int
     start: int  # KV tokens computed before
-    slots: Tensor  # [m] target slots
-    source: Tensor | None  # [m] index of each target's prefill in the block; None: one to one
-    leaders: Tensor  # [count] one target slot of each prefill
+    row_m: Tensor  # [m] their rows of the block table, on the host
 
     @property
     def rows(self) -> slice:
-        return slice(self.first, self.first + self.count * self.length)
+        return slice(self.first, self.first + len(self.row_m) * self.length)
+
+
+class _Packed(NamedTuple):
+    """The rows of a forward pass: those that attend through the block table, then prefills."""
+
+    ids: Tensor
+    position: Tensor
+    cells: tuple[Tensor, Tensor]  # block and position inside it, of every row
+    decoded: int  # count of rows, the first ones, whose output is wanted
+    table_nw: Tensor  # of those that attend through it, as far as one of them reaches
+    prefills: tuple[_EqualPrefills, ...]
 
 
 class ModelRunner:
-    """Runs a Decoder over a SlotCache. Not thread-safe; keeps no request state."""
+    """Runs a Decoder over a PagedCache. Not thread-safe; keeps no request state."""
 
     def __init__(
         self,
@@ -73,8 +83,10 @@ class ModelRunner:
         fixed_shapes: bool,
         native_kernels: bool = True,
         keep_experts: bool = False,
+        capacity_tokens: int | None = None,
     ) -> None:
-        """``keep_experts``: keep the experts of every token of a mixture, for `take_rows`."""
+        """``keep_experts``: keep the experts of every token of a mixture, for `take_rows`. ``capacity_tokens``: of the
+        cache; by default, of all slots' contexts."""
         self.model = model
         self._layers = cast("list[DecoderLayer]", list(model.layers))
         self.fixed_shapes = fixed_shapes
@@ -85,23 +97,24 @@ class ModelRunner:
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         with torch.inference_mode():
-            position = torch.arange(context_tokens, device=self.device)
-            self._cos, self._sin = model.rope(position)
-            probe_1d = model.embed(position[:1])
-            q, k, _ = self._layers[0].project_qkv(probe_1d, self._cos[:1], self._sin[:1])
-            self._position_t = position
-            self.heads, self.kv_heads, self.head_dimension = q.shape[1], k.shape[1], q.shape[2]
-            sizes = (len(self._layers), slots, self.kv_heads, context_tokens, self.head_dimension)
-            self.cache = SlotCache(*sizes, self.dtype, self.device, model.config.routing if keep_experts else None)
+            self._cos, self._sin = model.rope(torch.arange(context_tokens, device=self.device))
+        self.kv_heads, self.head_dimension = model.config.kv_heads, model.config.head_dim
+        capacity_tokens = slots * whole_blocks(context_tokens) if capacity_tokens is None else capacity_tokens
+        routing = model.config.routing if keep_experts else None
+        # A row more than slots: of a prompt whose KV is computed in several steps.
+        self.cache = self._make_cache(slots + 1, context_tokens, capacity_tokens, routing)
         self.adapters = AdapterRevisions(model, fixed_shapes)
         self._kernels = native.kernels_for(self.dtype, self.device) if native_kernels else None
-        attention_fits = native.attention_fits(self.heads // self.kv_heads, self.head_dimension)
+        attention_fits = native.attention_fits(model.config.heads // self.kv_heads, self.head_dimension)
         self._attention_kernels = self._kernels if attention_fits else None
         self._native_decode: NativeDecode | None = None
         self.weights_changed()
-        self._plain_windows = {
-            layer.kind.scores.window for layer in self._layers if not self._natively(layer.kind.scores)
-        }
+
+    def _make_cache(
+        self, rows: int, context_tokens: int, capacity_tokens: int, routing: ExpertRouting | None = None
+    ) -> PagedCache:
+        sizes = (len(self._layers), self.kv_heads, self.head_dimension)
+        return PagedCache(rows, context_tokens, capacity_tokens, sizes, self.dtype, self.device, routing)
 
     def register(self, name: str, lora: Lora, version: int, update: int) -> None:
         """See `AdapterRevisions.register`; its dtype and device become the model's."""
@@ -127,6 +140,18 @@ class ModelRunner:
         if self._attention_kernels is not None and can_decode(model, kernels):
             self._native_decode = NativeDecode(model, self.cache, kernels)
 
+    def uncapturable(self) -> str:
+        """The reason why `logits` can't be captured; "": it can."""
+        if self.adapters:
+            return "it serves adapters"
+        if self.cache.routing is not None:
+            return "the experts of every token are kept"
+        experts = [layer.down_weight for layer in self._layers if layer.kind.sparse][:1]
+        is_grouped = self.device.type == "cpu" or self.dtype == torch.bfloat16  # by one kernel, which needs no offsets
+        if experts and (self.fixed_shapes or not is_grouped or not aligned(experts[0])):
+            return "the products of its mixture wait for the host"
+        return ""
+
     def forget_panels(self) -> None:
         """Free the kernels' copies of the weights until `weights_changed`: nothing can be computed meanwhile."""
         self._native_decode = None
@@ -146,9 +171,9 @@ class ModelRunner:
         """Compute and store KV, without sampling."""
         if self.fixed_shapes:
             for prefill in prefills:
-                self._forward([prefill], None, None, _NONE, 0)
+                self._forward([prefill], _NONE, _NONE, _NONE)
         elif prefills:
-            self._forward(prefills, None, None, _NONE, 0)
+            self._forward(prefills, _NONE, _NONE, _NONE)
 
     @torch.inference_mode()
     def sample(self, logits_nv: Tensor, how: RowSampling) -> Sampled:
@@ -163,19 +188,13 @@ class ModelRunner:
         """Store KV of ``prefills``, then of each pending token, and return its successors' logits [n, v]. ``update``:
         of each row, as `Prefill.update`.
 
-        Decode row i is slot i. A slot may be prefilled and decoded in the same step: in every layer its prefix is
-        written before decode rows attend to it.
+        Decode row i is row i of the block table. A row may be prefilled and decoded in the same step: in every layer
+        its prefix is written before decode rows attend to it.
         """
         if self.fixed_shapes:
             self.prefill(prefills)
             prefills = ()
-        longest_tokens = int(position.max()) + 1
-        reach_tokens = self.cache.context_tokens
-        if not self.fixed_shapes:
-            reach_tokens = min(reach_tokens, -(-longest_tokens // KV_BUCKET_TOKENS) * KV_BUCKET_TOKENS)
-        pending_n = torch.from_numpy(pending).to(self.device)
-        position_n = torch.from_numpy(position).to(self.device)
-        x_nd = self._forward(prefills, pending_n, position_n, update, reach_tokens)
+        x_nd = self._forward(prefills, pending, position, update)
         assert x_nd is not None
         with native.using(self._kernels):
             return self.model.head(x_nd)
@@ -187,9 +206,8 @@ class ModelRunner:
         ids, revision, scores_by_path = probe.ids, self.adapters.newest(POLICY_ADAPTER), dict[str, PathScores]()
         update = 0 if revision is None else revision.update
         kept_cache, kept_decode = self.cache, self._native_decode
-        self.cache = SlotCache(
-            len(self._layers), 1, self.kv_heads, len(ids), self.head_dimension, self.dtype, self.device
-        )
+        self.cache = self._make_cache(1, len(ids), len(ids))
+        self.cache.pool.allocate(0, len(ids))
         if kept_decode is not None and self._kernels is not None:
             self._native_decode = NativeDecode(self.model, self.cache, self._kernels)
         third, token_count = max(1, len(ids) // 3), len(ids)
@@ -212,10 +230,9 @@ class ModelRunner:
     def _score_part(self, ids: tuple[int, ...], start: int, update: int, decodes: bool, states: HiddenStates) -> Tensor:
         """Return the logits after each of ``ids`` from ``start`` on, and store their KV."""
         if decodes:
-            pending, position = (torch.tensor([number], device=self.device) for number in (ids[start], start))
-            x_nd = self._forward([], pending, position, np.array([update]), self.cache.context_tokens, states)
+            x_nd = self._forward([], np.array([ids[start]]), np.array([start]), np.array([update]), states)
         else:
-            x_nd = self._forward([Prefill(ids, [0], start, update)], None, None, _NONE, 0, states)
+            x_nd = self._forward([Prefill(ids, 0, start, update)], _NONE, _NONE, _NONE, states)
         assert x_nd is not None
         with native.using(self._kernels):
             return self.model.head(x_nd)
@@ -223,10 +240,9 @@ class ModelRunner:
     def _forward(
         self,
         prefills: Sequence[Prefill],
-        pending_n: Tensor | None,
-        position_n: Tensor | None,
+        pending: np.ndarray,
+        position: np.ndarray,
         update: np.ndarray,
-        reach: int,
         states: HiddenStates | None = None,
     ) -> Tensor | None:
         """Return the residual stream after the last layer of decode rows; with ``states`` of prefilled ones too."""
@@ -234,125 +250,99 @@ class ModelRunner:
         if self.adapters:
             self.adapters.rows.assign(np.concatenate([update, *(np.full(p.tokens, p.update) for p in prefills)]))
         with native.using(self._kernels):
-            return self._layers_forward(prefills, pending_n, position_n, reach, states)
+            if not prefills and self._native_decode is not None:
+                position_n = torch.from_numpy(position)
+                x_nd = self.model.embed(torch.from_numpy(pending))
+                if states is not None:
+                    states.add(x_nd)
+                order_and_groups = self.adapters.rows.groups()
+                return self._native_decode(
+                    x_nd, self._cos[position_n], self._sin[position_n], position_n, *order_and_groups, states
+                )
+            return self._layers_forward(self._packed(prefills, pending, position), states)
 
-    def _layers_forward(
-        self,
-        prefills: Sequence[Prefill],
-        pending_n: Tensor | None,
-        position_n: Tensor | None,
-        reach: int,
-        states: HiddenStates | None,
-    ) -> Tensor | None:
-        n = 0 if pending_n is None else len(pending_n)
-        ids, position, blocks = self._pack(prefills, n)
-        if pending_n is not None and position_n is not None:
-            ids = pending_n if ids is None else torch.cat([pending_n, ids])
-            position = position_n if position is None else torch.cat([position_n, position])
-        assert ids is not None
-        assert position is not None
-        x_nd = self.model.embed(ids)
+    def logits(self, ids_n: Tensor, position_n: Tensor, table_nw: Tensor, sampled: int) -> Tensor:
+        """Store KV of rows, each with a block table, and return the logits after the first ``sampled`` of them."""
+        block_n = table_nw.gather(1, (position_n // BLOCK_TOKENS)[:, None])[:, 0]
+        cells = block_n.long(), position_n % BLOCK_TOKENS
+        x_nd = self._layers_forward(_Packed(ids_n, position_n, cells, sampled, table_nw, ()), None)
+        assert x_nd is not None
+        return self.model.head(x_nd)
+
+    def _layers_forward(self, rows: _Packed, states: HiddenStates | None) -> Tensor | None:
+        n, prefills = len(rows.table_nw), rows.prefills
+        x_nd = self.model.embed(rows.ids)
         if states is not None:
             states.add(x_nd)
-        cos, sin = self._cos[position], self._sin[position]
-        if position_n is not None and not blocks and self._native_decode is not None:
-            row_order, adapter_groups = self.adapters.rows.groups()
-            return self._native_decode(x_nd, cos, sin, position_n, row_order, adapter_groups, states)
-        cache_rows = None
-        window_bias: dict[int | None, Tensor] = {}
-        if position_n is not None and self._plain_windows:
-            cache_rows = self.cache.rows(position_n)
-            window_bias = {window: self._bias(position_n, reach, x_nd.dtype, window) for window in self._plain_windows}
-        last_index, all_blocks = len(self._layers) - 1, blocks
+        cos, sin = self._cos[rows.position], self._sin[rows.position]
+        last_index = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             scores = layer.kind.scores
             q, k, v = layer.project_qkv(x_nd, cos, sin)
-            self._store_prefills(index, k, v, blocks)
-            if index == last_index and states is None:  # of prefilled rows only the KV is needed
-                if n == 0:
-                    self._store_experts(position_n, all_blocks)
-                    return None
-                x_nd, blocks = x_nd[:n], ()
-            parts: list[Tensor] = []
-            if position_n is not None and self._natively(scores):
-                parts.append(self._native_attention(index, (q[:n], k[:n], v[:n]), None, position_n, scores, write=True))
-            elif cache_rows is not None:
-                self.cache.flat_keys[index].index_copy_(0, cache_rows, k[:n].reshape(-1, self.head_dimension))
-                self.cache.flat_values[index].index_copy_(0, cache_rows, v[:n].reshape(-1, self.head_dimension))
-                parts.append(self._decode_attention(index, q[:n], window_bias[scores.window], reach, scores))
-            parts.extend(self._prefill_attention(index, q, k, v, block, position, scores) for block in blocks)
+            stored = slice(n if self._natively(scores) else 0, None)  # the native kernels store decode rows themselves
+            blocks, offsets = (cell[stored] for cell in rows.cells)
+            if len(blocks):
+                store_kv(k[stored], v[stored], self.cache.keys[index], self.cache.values[index], blocks, offsets)
+            if index == last_index and states is None:  # of the other rows only the KV is needed
+                if rows.decoded == 0:
+                    break
+                n, prefills = rows.decoded, ()
+                x_nd = x_nd[:n]
+            parts = [self._decode_attention(index, (q[:n], k[:n], v[:n]), rows, scores)] if n else []
+            parts.extend(self._prefill_attention(index, q, k, v, equal, rows.position, scores) for equal in prefills)
             x_nd = layer.finish(x_nd, parts[0] if len(parts) == 1 else torch.cat(parts))
             if states is not None:
                 states.add(x_nd)
-        self._store_experts(position_n, all_blocks)
-        return x_nd
+        self._store_experts(rows)
+        return x_nd if rows.decoded or states is not None else None
 
-    def _pack(self, prefills: Sequence[Prefill], n: int) -> tuple[Tensor | None, Tensor | None, tuple[_Block, ...]]:
-        """Pack prefills, sorted by start and length, after the n decode rows: (ids, positions, blocks)."""
-        if not prefills:
-            return None, None, ()
-        blocks: list[_Block] = []
+    def _packed(self, prefills: Sequence[Prefill], pending: np.ndarray, position: np.ndarray) -> _Packed:
+        """Pack prefills, sorted by start and length, after the decode rows."""
+        n, tables = len(pending), self.cache.pool.tables
+        equal_prefills: list[_EqualPrefills] = []
         first_row = n
         for (start, length), group in itertools.groupby(prefills, key=lambda prefill: (prefill.start, prefill.tokens)):
-            equal_prefills = list(group)
-            slots = [slot for prefill in equal_prefills for slot in prefill.slots]
-            source_indices = [i for i, prefill in enumerate(equal_prefills) for _ in prefill.slots]
-            blocks.append(
-                _Block(
-                    first_row,
-                    len(equal_prefills),
-                    length,
-                    start,
-                    torch.tensor(slots, device=self.device),
-                    torch.tensor(source_indices, device=self.device) if len(slots) > len(equal_prefills) else None,
-                    torch.tensor([prefill.slots[0] for prefill in equal_prefills], device=self.device),
-                )
-            )
-            first_row += len(equal_prefills) * length
-        ids = np.concatenate([np.asarray(sequence.ids[sequence.start :], dtype=np.int64) for sequence in prefills])
-        position = np.concatenate([np.arange(sequence.start, len(sequence.ids)) for sequence in prefills])
-        return torch.from_numpy(ids).to(self.device), torch.from_numpy(position).to(self.device), tuple(blocks)
+            row_m = torch.tensor([prefill.row for prefill in group])
+            equal_prefills.append(_EqualPrefills(first_row, length, start, row_m))
+            first_row += len(row_m) * length
+        ids = [np.asarray(prefill.ids[prefill.start :], dtype=np.int64) for prefill in prefills]
+        positions = np.concatenate([position, *(np.arange(prefill.start, len(prefill.ids)) for prefill in prefills)])
+        rows = np.concatenate([np.arange(n), *(np.full(prefill.tokens, prefill.row) for prefill in prefills)])
+        reach = tables.shape[1] if self.fixed_shapes else blocks_for(int(position.max(initial=-1)) + 1)
+        cells = tables[rows, positions // BLOCK_TOKENS].astype(np.int64), positions % BLOCK_TOKENS
+        to_device = (torch.from_numpy(array).to(self.device) for array in cells)
+        return _Packed(
+            ids=torch.from_numpy(np.concatenate([pending, *ids])).to(self.device),
+            position=torch.from_numpy(positions).to(self.device),
+            cells=(next(to_device), next(to_device)),
+            decoded=n,
+            table_nw=torch.from_numpy(tables[:n, :reach]).to(self.device),
+            prefills=tuple(equal_prefills),
+        )
 
     def _natively(self, scores: Scores) -> bool:
         """Whether the native kernels compute attention of decode rows with these scores."""
         return self._attention_kernels is not None and scores.softcap is None
 
-    def _bias(self, position_n: Tensor, reach: int, dtype: torch.dtype, window: int | None) -> Tensor:
-        """Additive mask [n, 1, 1, t]: 0 up to the row's own position as far back as the window, -inf elsewhere."""
-        bias = torch.zeros((len(position_n), reach), dtype=dtype, device=self.device)
-        bias.masked_fill_(self._position_t[None, :reach] > position_n[:, None], float("-inf"))
-        if window is not None and window < reach:
-            bias.masked_fill_(self._position_t[None, :reach] <= position_n[:, None] - window, float("-inf"))
-        return bias[:, None, None, :]
-
-    def _decode_attention(self, index: int, q_nhc: Tensor, bias: Tensor, reach: int, scores: Scores) -> Tensor:
-        """Attention of decode rows, [n, h * c]. A KV head's g queries lie on the query axis: KV isn't repeated."""
-        n = len(q_nhc)
-        q = q_nhc.reshape(n, self.kv_heads, -1, self.head_dimension)
-        keys = self.cache.keys[index][:n, :, :reach]
-        values = self.cache.values[index][:n, :, :reach]
-        out = masked_attention(q, keys, values, bias, scores)
-        return out.reshape(n, -1)
+    def _decode_attention(self, index: int, qkv: Sequence[Tensor], rows: _Packed, scores: Scores) -> Tensor:
+        """Attention of decode rows, [n, h * c]; the native kernels also store their keys and values."""
+        position_n, cache = rows.position[: len(qkv[0])], (self.cache.keys[index], self.cache.values[index])
+        if self._natively(scores):
+            return self._native_attention(index, qkv, None, position_n, scores, write=True)
+        table_nw, how = rows.table_nw[: len(qkv[0])], (scores.scale, scores.window or 0, scores.softcap or 0.0)
+        return paged_attention(qkv[0], *cache, table_nw, position_n, *how)
 
     def _native_attention(
-        self, index: int, qkv: Sequence[Tensor], slot_n: Tensor | None, position_n: Tensor, scores: Scores, write: bool
+        self, index: int, qkv: Sequence[Tensor], row_n: Tensor | None, position_n: Tensor, scores: Scores, write: bool
     ) -> Tensor:
         """Attention of single rows by the native kernels, each over its own length or window."""
         assert self._attention_kernels is not None
         (q, k, v), keys, values = qkv, self.cache.keys[index], self.cache.values[index]
         return self._attention_kernels.attention(
-            q, k, v, keys, values, slot_n, position_n, scores.scale, write, scores.window
+            q, k, v, keys, values, self.cache.table, row_n, position_n, scores.scale, write, scores.window
         )
 
-    def _store_prefills(self, index: int, k: Tensor, v: Tensor, blocks: Sequence[_Block]) -> None:
-        for block in blocks:
-            block_shape = (block.count, block.length, self.kv_heads, self.head_dimension)
-            for cache, new_rows in ((self.cache.keys[index], k), (self.cache.values[index], v)):
-                kv_rows = new_rows[block.rows].view(block_shape).transpose(1, 2)
-                end = block.start + block.length
-                cache[block.slots, :, block.start : end] = kv_rows if block.source is None else kv_rows[block.source]
-
-    def _store_experts(self, position_n: Tensor | None, blocks: Sequence[_Block]) -> None:
+    def _store_experts(self, rows: _Packed) -> None:
         """Keep the experts of a step's tokens. Those of prefilled ones in the last layer are unknown: nothing computes
         them, as nothing reads them."""
         cache, column = self.cache, 0
@@ -361,15 +351,11 @@ class ModelRunner:
                 continue
             chosen_experts = layer.routed.pop().to(cache.experts.dtype) if layer.routed else None
             columns, column = slice(column, column + cache.routing.per_token), column + cache.routing.per_token
-            if position_n is not None and chosen_experts is not None:
-                n = len(position_n)
-                cache.experts[torch.arange(n, device=self.device), position_n, columns] = chosen_experts[:n]
-            for block in blocks:
-                block_experts = cache.unknown
-                if chosen_experts is not None and len(chosen_experts) >= block.rows.stop:
-                    block_experts = chosen_experts[block.rows].view(block.count, block.length, -1)
-                    block_experts = block_experts if block.source is None else block_experts[block.source]
-                cache.experts[block.slots, block.start : block.start + block.length, columns] = block_experts
+            computed = 0 if chosen_experts is None else len(chosen_experts)
+            for part, experts in ((slice(computed), chosen_experts), (slice(computed, None), cache.unknown)):
+                blocks, offsets = (cell[part] for cell in rows.cells)
+                if experts is not None and len(blocks):
+                    cache.experts[blocks, offsets, columns] = experts
 
     def take_rows(self, request: EngineRequest, position: np.ndarray) -> dict[str, TokenRows]:
         """Return the experts of a running request's tokens that its caller lacks, as rows; {} if none are kept.
@@ -378,23 +364,24 @@ class ModelRunner:
         if routing is None or request.slot < 0 or first_token >= (end_token := int(position[request.slot])):
             return {}
         request.rows = end_token
-        experts = self.cache.experts[request.slot, first_token:end_token].cpu().numpy()
+        blocks = self.cache.table[request.slot, : blocks_for(end_token)].to(self.device).long()
+        experts = self.cache.experts[blocks].flatten(0, 1)[first_token:end_token].cpu().numpy()
         return {EXPERTS: TokenRows.of(experts.view(f"<u{routing.item_bytes}"), routing.item_bytes)}
 
     def _prefill_attention(
-        self, index: int, q: Tensor, k: Tensor, v: Tensor, block: _Block, position: Tensor, scores: Scores
+        self, index: int, q: Tensor, k: Tensor, v: Tensor, equal: _EqualPrefills, position: Tensor, scores: Scores
     ) -> Tensor:
-        q, k, v = (tensor[block.rows] for tensor in (q, k, v))
-        if block.start and self._natively(scores):
-            slot_n = block.leaders.repeat_interleave(block.length)
-            return self._native_attention(index, (q, k, v), slot_n, position[block.rows], scores, write=False)
-        block_shape = (block.count, block.length, -1, self.head_dimension)
-        q, k, v = (tensor.view(block_shape).transpose(1, 2) for tensor in (q, k, v))
-        if block.start:  # the whole context is in the cache: the block's own part was just stored
-            end = block.start + block.length
-            k, v = self.cache.keys[index][block.leaders, :, :end], self.cache.values[index][block.leaders, :, :end]
-            mask = visible_mask(end, scores.window, self.device, block.start)
-            out = masked_attention(q, k, v, mask, scores)
+        q, k, v = (tensor[equal.rows] for tensor in (q, k, v))
+        if equal.start and self._natively(scores):
+            row_n = equal.row_m.repeat_interleave(equal.length)
+            return self._native_attention(index, (q, k, v), row_n, position[equal.rows], scores, write=False)
+        shape = (len(equal.row_m), equal.length, -1, self.head_dimension)
+        q, k, v = (tensor.view(shape).transpose(1, 2) for tensor in (q, k, v))
+        if equal.start:  # the whole context is in the cache: its last part was just stored
+            end = equal.start + equal.length
+            table = self.cache.table[equal.row_m, : blocks_for(end)].to(self.device)
+            k, v = (gathered(part[index], table)[:, :, :end] for part in (self.cache.keys, self.cache.values))
+            out = masked_attention(q, k, v, visible_mask(end, scores.window, self.device, equal.start), scores)
         else:
             out = causal_attention(q, k, v, scores)
-        return out.transpose(1, 2).reshape(block.count * block.length, -1)
+        return out.transpose(1, 2).reshape(len(q) * equal.length, -1)

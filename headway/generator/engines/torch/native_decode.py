@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.generator.engines.torch.kv_cache import SlotCache
+from headway.generator.engines.torch.block_pool import BLOCK_TOKENS
+from headway.generator.engines.torch.kv_cache import PagedCache
 from headway.models.cpu.native import DecodeSizes, Kernels, LayerPointers, LowRankPointers, RowGroup, address
 from headway.models.decoder import Decoder, DecoderLayer
 from headway.models.hidden_states import HiddenStates
@@ -35,7 +36,7 @@ class AdapterPanels(NamedTuple):
 class NativeDecode:
     """A decode step on raw addresses of parameters, cache and kernel panels; rebuild it when the weights change."""
 
-    def __init__(self, model: Decoder, cache: SlotCache, kernels: Kernels) -> None:
+    def __init__(self, model: Decoder, cache: PagedCache, kernels: Kernels) -> None:
         layers = cast("list[DecoderLayer]", list(model.layers))
         cfg = model.config
         self._kernels = kernels
@@ -43,8 +44,8 @@ class NativeDecode:
         self._layers = (LayerPointers * len(layers))(
             *(_pointers(layer, index, cache, kernels) for index, layer in enumerate(layers))
         )
-        decode_sizes = (cfg.width, cfg.heads, cfg.kv_heads, cfg.head_dim, cfg.intermediate, cache.context_tokens)
-        self._sizes = DecodeSizes(*decode_sizes, cfg.norm_epsilon)
+        decode_sizes = (cfg.width, cfg.heads, cfg.kv_heads, cfg.head_dim, cfg.intermediate)
+        self._sizes = DecodeSizes(*decode_sizes, cache.table.shape[1], BLOCK_TOKENS, cfg.norm_epsilon)
 
     def __call__(
         self,
@@ -56,8 +57,9 @@ class NativeDecode:
         adapters: Sequence[tuple[AdapterPanels, int, int]] = (),
         states: HiddenStates | None = None,
     ) -> Tensor:
-        """Return the residual stream [n, d] after the last layer; row i is at position_n[i] of slot i. ``order``,
-        ``adapters``: see `RowAdapters.groups`. With ``states`` each layer is a call of its own, and recorded."""
+        """Return the residual stream [n, d] after the last layer; row i is at position_n[i] of the table's row i.
+        ``order``, ``adapters``: see `RowAdapters.groups`. With ``states`` each layer is a call of its own, and is
+        recorded."""
         most_rank = max((panels.most_rank for panels, _, _ in adapters), default=0)
         slot_n = None if order is None else torch.from_numpy(order)
         if slot_n is not None:
@@ -68,7 +70,8 @@ class NativeDecode:
             row_groups = [
                 RowGroup(first, rows, ctypes.addressof(panels.products) + offset) for panels, first, rows in adapters
             ]
-            self._kernels.decode(x_nd, layer_pointers, cos, sin, slot_n, position_n, self._sizes, row_groups, most_rank)
+            tensors = (cos, sin, self._cache.table, slot_n, position_n)
+            self._kernels.decode(x_nd, layer_pointers, *tensors, self._sizes, row_groups, most_rank)
             if states is not None:
                 states.add(x_nd)
         return x_nd if slot_n is None else torch.empty_like(x_nd).index_copy_(0, slot_n, x_nd)
@@ -116,7 +119,7 @@ def can_decode(model: Decoder, kernels: Kernels) -> bool:
     )
 
 
-def _pointers(layer: DecoderLayer, index: int, cache: SlotCache, kernels: Kernels) -> LayerPointers:
+def _pointers(layer: DecoderLayer, index: int, cache: PagedCache, kernels: Kernels) -> LayerPointers:
     scores = layer.kind.scores
     return LayerPointers(
         input_norm=address(layer.input_norm),
@@ -133,6 +136,6 @@ def _pointers(layer: DecoderLayer, index: int, cache: SlotCache, kernels: Kernel
         down_bias=address(layer.down_bias),
         keys=address(cache.keys[index]),
         values=address(cache.values[index]),
-        window=scores.window or cache.context_tokens,
+        window=scores.window or cache.table.shape[1] * BLOCK_TOKENS,
         scale=scores.scale,
     )

@@ -96,8 +96,8 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         """Free a running request's row."""
 
     @abstractmethod
-    def _kv_used(self) -> int:
-        """KV tokens of the running requests after the next step."""
+    def _overfull(self) -> bool:
+        """Whether the running requests' KV after the next step doesn't fit."""
 
     @abstractmethod
     def _register(self, name: str, tensors: Mapping[str, Tensor], version: int) -> None:
@@ -115,6 +115,9 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
     def _weights_changed(self, *, staged: bool = False) -> None:
         """Note that the model's weights have changed; ``staged``: to what `_stage` was called with."""
 
+    def _settle(self) -> None:
+        """Wait for a step that is being computed, and take its tokens."""
+
     def _rows_of(self, entry: EngineRequest) -> dict[str, TokenRows]:
         """Return the rows of experts that the request's caller lacks."""
         return {}
@@ -123,6 +126,7 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """See `Engine.abort`."""
+        self._settle()
         for request_id in request_ids:
             request = self._open.get(request_id)
             if request is not None and request.slot >= 0:
@@ -148,7 +152,7 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         row_count = self._rows if self._scarce else 0
         running = [request for request in self._table.requests[:row_count] if request is not None]
         for request in sorted(running, reverse=True)[:-1]:
-            if self._kv_used() <= self.kv_capacity_tokens:
+            if not self._overfull():
                 return
             self._preempt(request)
             heapq.heappush(self._waiting, request)
@@ -250,6 +254,7 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
             raise ConfigurationError(f"an update of the model's own weights: {fault}")
         old_paused_s = self._paused_s
         with self.paused():
+            self._settle()
             if not adopt:
                 copy_weights(self._model, tensors)
             elif adopt_weights(self._model, tensors):
@@ -268,6 +273,7 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         changed, when no adapter of this name, with these names and shapes, is registered."""
         old_paused_s = self._paused_s
         with self.paused():
+            self._settle()
             self._register(name, tensors, version)
             self._emit_ready()
             in_flight_count, recomputed_tokens = (0, 0) if mode == "finish" else self._cross_update(name, mode)

@@ -1,7 +1,7 @@
 """Per-slot state on the host, in NumPy: one row for each slot, so that a step's bookkeeping is a few vector
 operations however many requests run.
 
-The running requests hold rows 0 .. n-1; a freed row is refilled or closed by moving the last one into it.
+The running requests hold rows 0 .. n-1; the last one is moved into a freed row.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from headway.generator.engines.requests import EngineRequest
-from headway.generator.engines.sampling import KeptRows, RowSampling, Sampled, counter_uniform
+from headway.generator.engines.sampling import HostSample, KeptRows, RowSampling, counter_uniform
 from headway.records.generation import FinishReason
 from headway.records.tokens import SAMPLED, TokenIds, TokenRows
 from headway.tokens.grammar import GrammarExhausted, GrammarRefused, Matcher, fill_masks
@@ -53,11 +53,15 @@ class SlotTable:
         self.sequence, self.logprobs = self.tokens["id"], self.tokens["logprob"]  # views
         # ``prompt``: its length. ``sent``: tokens of the sequence already in deltas, prompt included. ``limit``: the
         # sequence length at which the request ends with "length". ``update``: `EngineRequest.update`, 0 in a free row.
-        # ``kept``: `SamplingParameters.kept_sets`.
-        self._counts = counts = np.zeros((8, slots), np.int64)
-        self.pending, self.position, self.prompt, self.sent, self.limit, self.top_k, self.update, self.kept = counts
+        # ``kept``: `SamplingParameters.kept_sets`. ``source``: the row of the last launched step in which this row's
+        # token is sampled; -1: there is none whose token isn't read yet.
+        self._counts = counts = np.zeros((9, slots), np.int64)
+        self.pending, self.position, self.prompt, self.sent, self.limit, self.top_k, self.update, self.kept = counts[:8]
+        self.source = counts[8]
+        self.source[:] = -1
         self._flags = np.zeros((3, slots), np.bool_)
         self.greedy, self.truncated, self.matched = self._flags
+        self._slots = np.arange(slots)
         self._watched: set[EngineRequest] = set()  # those with stop strings or a grammar
         self.limit[:] = UNLIMITED
         self.seed = np.zeros(slots, np.uint64)
@@ -117,6 +121,7 @@ class SlotTable:
             request.slot = -1
             self._watched.discard(request)
         self.pending[slot] = 0
+        self.source[slot] = -1
         self.position[slot] = 0
         self.update[slot] = 0
         self.limit[slot] = UNLIMITED
@@ -124,14 +129,19 @@ class SlotTable:
         self.temperature[slot] = 1.0
         self.stop_ids[slot] = -1
 
-    def append(self, count: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Append one sampled token to each of the first ``count`` rows."""
-        row_indices = np.arange(count)
-        self.position[:count] += 1
-        positions = self.position[:count]
-        self.sequence[row_indices, positions] = tokens
-        self.logprobs[row_indices, positions] = logprobs
-        self.pending[:count] = tokens
+    def next_position(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the position of each of the first ``count`` rows' next token to decode, and which rows have one: not
+        those whose last token is being sampled."""
+        sampling, position = self.source[:count] >= 0, self.position[:count]
+        active = ~sampling | (position + 2 < self.limit[:count])
+        return position + (sampling & active), active
+
+    def launch(self, active_n: np.ndarray) -> np.ndarray:
+        """Note that a step of the first n rows was launched, in which the active ones sample; returns their `source` in
+        the step before."""
+        last_source_n = self.source[: len(active_n)].copy()
+        self.source[: len(active_n)] = np.where(active_n, np.arange(len(active_n)), -1)
+        return last_source_n
 
     def response_ids(self, slot: int) -> TokenIds:
         return TokenIds(self.sequence[slot, self.prompt[slot] : self.position[slot] + 1])
@@ -178,31 +188,40 @@ class SlotTable:
         error_by_row = fill_masks(matchers_with_rows, masks)
         return masks, {request_by_row[row]: error for row, error in error_by_row.items()}
 
-    def advance(self, count: int, sampled: Sampled, refused: dict[EngineRequest, GrammarRefused]) -> list[Ending]:
-        """Append the token of each of the first ``count`` rows, and return the endings; the token of a request with an
-        error, or to be followed ``again``, is dropped. ``refused``: of `row_sampling`."""
-        tokens, logprobs, kept_by_slot = sampled.host()
-        tokens, logprobs, ending_by_request = tokens[:count], logprobs[:count], dict[EngineRequest, Ending]()
-        self.append(count, tokens, logprobs)
-        is_stopped = (self.stop_ids[:count] == tokens[:, None]).any(1)
+    def advance(
+        self,
+        rows: slice | np.ndarray,
+        sampled: HostSample,
+        refused: dict[EngineRequest, GrammarRefused],
+    ) -> list[Ending]:
+        """Append its token to each of ``rows``, and return the endings; the token of a request with an error, or to be
+        followed ``again``, is dropped. ``sampled``: of `Sampled.host`. ``refused``: of `row_sampling`."""
+        (tokens, logprobs, kept_by_slot), ending_by_request = sampled, dict[EngineRequest, Ending]()
+        slots = self._slots[rows]
+        tokens, logprobs = tokens[: len(slots)], logprobs[: len(slots)]
+        self.position[rows] += 1
+        positions = self.position[rows]
+        self.sequence[slots, positions] = tokens
+        self.logprobs[slots, positions] = logprobs
+        self.pending[rows] = tokens
+        stopped_slots = set(slots[(self.stop_ids[rows] == tokens[:, None]).any(1)].tolist())
         for request, error in refused.items():
             ending_by_request[request] = Ending.by_grammar(request, error)
-        for slot in np.flatnonzero(~np.isfinite(logprobs)).tolist():
+        for slot in slots[~np.isfinite(logprobs)].tolist():
             if (request := self.requests[slot]) is not None and request not in ending_by_request:
                 ending_by_request[request] = Ending(request, "error", "the model's output is not finite")
-        sampled_ids = tokens.tolist() if self._watched else []
+        token_by_slot = dict(zip(slots.tolist(), tokens.tolist(), strict=True)) if self._watched else {}
         for request in self._watched:
-            if request in ending_by_request:
+            if request in ending_by_request or (token := token_by_slot.get(request.slot)) is None:
                 continue
-            token = sampled_ids[request.slot]
             try:
                 if request.matcher is not None and request.matcher.advance(token):
-                    is_stopped[request.slot] = True
+                    stopped_slots.add(request.slot)
             except GrammarRefused as error:  # of its limits: the token is one of the mask's
                 ending_by_request[request] = Ending.by_grammar(request, error)
                 continue
             if request.stop_strings is not None and request.stop_strings.push(token):
-                is_stopped[request.slot] = True
+                stopped_slots.add(request.slot)
         for slot, kept_ids in kept_by_slot.items():
             if (request := self.requests[slot]) is None or request in ending_by_request:
                 continue
@@ -213,7 +232,7 @@ class SlotTable:
                 request.kept.append(kept_ids)
         for request in ending_by_request:
             self.position[request.slot] -= 1
-        for slot in np.flatnonzero(is_stopped | (self.position[:count] + 1 >= self.limit[:count])).tolist():
+        for slot in sorted(stopped_slots.union(slots[self.position[rows] + 1 >= self.limit[rows]].tolist())):
             if (request := self.requests[slot]) is not None and request not in ending_by_request:
-                ending_by_request[request] = Ending(request, "stop" if is_stopped[slot] else "length")
+                ending_by_request[request] = Ending(request, "stop" if slot in stopped_slots else "length")
         return list(ending_by_request.values())
