@@ -38,7 +38,7 @@ def packed_attention(
     way, _ = attention_way(qkv.device.type, qkv.dtype, head_dim, plan, scores, capability)
     if way == "padded":
         return padded_attention(qkv, heads, kv_heads, head_dim, plan, scores)
-    flash = Flash(*cpu_flash(plan), widens=True) if way == "cpu" else FLASH
+    flash = Flash(*cpu_flash(plan), is_cpu=True) if way == "cpu" else FLASH
     return flash_attention(qkv, heads, kv_heads, head_dim, plan, scores, flash)
 
 

@@ -66,7 +66,9 @@ def _forward(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, *lengths: Any
 def _backward(
     plan: AttentionPlan, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lengths: Any, scale: float
 ) -> tuple[Tensor, ...]:
-    lse, is_causal, grads = lengths[0], lengths[6], [x.new_empty(x.shape) for x in (q, k, v)]
+    lse, is_causal, head_counts = lengths[0], lengths[6], [x.shape[1] for x in (q, k, v)]
+    joint = q.new_empty(len(q), sum(head_counts), q.shape[2]) if is_causal else None
+    grads = [x.new_empty(x.shape) for x in (q, k, v)] if joint is None else joint.split(head_counts, dim=1)
     for rows, keys in _calls(plan, is_causal):
         grad_heads = rows.take_zeroed(grad.flatten(1)).unflatten(-1, grad.shape[1:]).transpose(1, 2)
         inputs = _taken(rows, q), _taken(keys, k), _taken(keys, v), _taken(rows, out)

@@ -23,14 +23,15 @@ from headway.models.gpu.operators import merge_attention, wide
 
 
 class Flash(NamedTuple):
-    """Functions with the signatures of torch's flash attention; ``widens``: they are given at least float32."""
+    """Functions with the signatures of torch's flash attention. ``is_cpu``: they are given at least float32, and the
+    gradients of query, key and value are parts of one tensor."""
 
     forward: Callable[..., Any] = torch.ops.aten._flash_attention_forward.default
     backward: Callable[..., Any] = torch.ops.aten._flash_attention_backward.default
-    widens: bool = False
+    is_cpu: bool = False
 
     def widened(self, *tensors: Tensor) -> list[Tensor]:
-        return [wide(tensor) if self.widens else tensor for tensor in tensors]
+        return [wide(tensor) if self.is_cpu else tensor for tensor in tensors]
 
 
 FLASH = Flash()
@@ -72,7 +73,8 @@ class _FlashAttention(torch.autograd.Function):
         wide_qkv, out_nhe, grad_nhe = flash.widened(qkv, out_nhe, grads[0].view(out_nhe.shape))
         q_nhe, k_nge, v_nge = _heads(wide_qkv, sizes)
         tensors = grad_nhe, q_nhe, k_nge, v_nge, out_nhe, lse_hn
-        grad_rows = torch.cat(flash.backward(*tensors, *plan.sequences, 0.0, True, *states, **how), dim=1)
+        own_grads = flash.backward(*tensors, *plan.sequences, 0.0, True, *states, **how)
+        grad_rows: Any = own_grads[0]._base if flash.is_cpu else torch.cat(own_grads, dim=1)
         if plan.shared:
             first, parts = plan.first_continued, _of_prefixes(plan, k_nge, v_nge)
             tensors = grad_nhe[first:], q_nhe[first:], *parts, out_nhe[first:], lse_hn[:, first:].contiguous()
