@@ -18,7 +18,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,8 +44,9 @@ class Publisher:
 
     ``directory``: where the files lie; default /dev/shm, or the temporary folder where that is missing or too small.
     ``dtype``: convert floating tensors while copying (a bfloat16 generator under a float32 trainer).
-    ``memory``: the device's in which the tensors are. It takes a snapshot, so that the copy to the host runs beside the
-    device's next work; or, with ``exports``, it has the payload of all slots, and nothing is copied to the host.
+    ``memory``: the device's in which the tensors are. With ``snapshots`` it takes one of each version, where there is
+    space for it, so that the copy to the host runs beside the device's next work. With ``exports`` it has the payload
+    of all slots instead, and nothing is copied to the host, until there is no space for a slot.
     """
 
     def __init__(
@@ -57,16 +58,16 @@ class Publisher:
         dtype: torch.dtype | None = None,
         memory: DeviceMemory | None = None,
         exports: bool = False,
+        snapshots: bool = True,
     ) -> None:
         if slots < 2:
             raise ConfigurationError(f"weights: slots = {slots}: at least 2, or a reader always races the writer")
         self._stem = slot_stem(run_id)
         self._slots = slots
         self._dtype = dtype
-        self._memory, self._exports = memory, exports
+        self._memory, self.exports, self._snapshots = memory, exports, snapshots and not exports
         self._folders = [Path(directory)] if directory is not None else default_folders()
         self._open: dict[int, _Slot] = {}
-        self._snapshot: tuple[Layout, Tensor] | None = None
         self._next = 0
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> PublishedWeights:
@@ -75,19 +76,21 @@ class Publisher:
 
     def begin(self, version: int, tensors: Mapping[str, Tensor]) -> Publication:
         """Begin to publish: ``tensors`` may change as soon as this returns. The publication must be finished, in any
-        thread, before the next one begins."""
+        thread, before the next one begins. Raises as `publish`."""
         if version < 0:
             raise ValueError(f"version = {version}: must not be negative")
         started_s = time.perf_counter()
-        layout = Layout.of(tensors, self._dtype, "lanes" if self._exports else "xxh3")
-        slot = self._slot(layout)
+        layout = Layout.of(tensors, self._dtype, "lanes" if self.exports else "xxh3")
+        try:
+            slot = self._slot(layout)
+        except torch.OutOfMemoryError:
+            if not self.exports:
+                raise
+            self.exports = False  # from now on by the host; a slot on the device stays until its turn to be replaced
+            return self.begin(version, tensors)
         slot.write_versions(UNWRITTEN, UNWRITTEN)
-        views, snapshot = slot.views, None
-        if self._memory is not None and not self._exports:
-            if self._snapshot is None or self._snapshot[0] != layout:
-                self._snapshot = layout, self._memory.allocate(layout.payload_size)
-            snapshot = self._snapshot[1]
-            views = layout.views(snapshot)
+        snapshot = self._snapshot(layout.payload_size)
+        views = slot.views if snapshot is None else layout.views(snapshot)
         with torch.no_grad():
             for name, view in views.items():
                 view.copy_(tensors[name])
@@ -95,12 +98,20 @@ class Publisher:
         self._next = (self._next + 1) % self._slots
         return Publication(slot, version, snapshot, work_context, time.perf_counter() - started_s)
 
+    def _snapshot(self, size: int) -> Tensor | None:
+        if self._memory is None or not self._snapshots:
+            return None
+        try:
+            return self._memory.allocate(size)
+        except torch.OutOfMemoryError:
+            return None  # the tensors are copied to the slot before anything else is computed
+
     def _slot(self, layout: Layout) -> _Slot:
         slot = self._open.get(self._next)
         if slot is not None and slot.layout == layout and slot.wait_for_readers(_READERS_S):
             return slot
         if slot is not None:
-            slot.unlink()
+            self._open.pop(self._next).unlink()
         self._open[self._next] = slot = self._create(layout)
         return slot
 
@@ -108,7 +119,7 @@ class Publisher:
         refusals: list[str] = []
         for folder in self._folders:
             try:
-                return _Slot(folder / f"{self._stem}-{self._next}.weights", layout, self._memory, self._exports)
+                return _Slot(folder / f"{self._stem}-{self._next}.weights", layout, self._memory, self.exports)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.ENOENT, errno.EACCES, errno.EROFS, errno.ENOTDIR):
                     raise
@@ -119,7 +130,7 @@ class Publisher:
         )
 
     def close(self) -> None:
-        """Remove the files; readers that still map one keep what they have."""
+        """Remove the files, but not a successor's; readers that still map one keep what they have."""
         for slot in self._open.values():
             slot.unlink()
         self._open.clear()
@@ -137,14 +148,15 @@ class _Slot:
     def __init__(self, path: Path, layout: Layout, memory: DeviceMemory | None, exports: bool) -> None:
         self.path, self.layout, self.handle = path, layout, ""
         self._lock: SlotLock | None = None
+        device_payload = memory.allocate(layout.payload_size) if memory is not None and exports else None
         self._map = new_slot(path, layout.payload_start + (0 if exports else layout.payload_size))
+        self._inode = path.stat().st_ino
         self.write_versions(UNWRITTEN, UNWRITTEN)
         self._map[HEADER.size : HEADER.size + len(layout.manifest)] = layout.manifest
         self.table = np.frombuffer(self._map, np.uint64, len(layout.blocks), layout.table_start)
-        if memory is not None and exports:
+        if memory is not None and device_payload is not None:
             self._lock = SlotLock(path, owner=True)
-            self.payload = memory.allocate(layout.payload_size)
-            self.handle = memory.export(self.payload)
+            self.payload, self.handle = device_payload, memory.export(device_payload)
             self.wait_for_readers(_READERS_S)  # there are none; none may come before it is written
         else:
             payload_array = np.frombuffer(self._map, dtype=np.uint8, offset=layout.payload_start)
@@ -168,19 +180,21 @@ class _Slot:
             self._lock.release()
 
     def unlink(self) -> None:
-        self.path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            if self.path.stat().st_ino == self._inode:  # a successor may have replaced it under the same name
+                self.path.unlink()
         if self._lock is not None:
             self._lock.close()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Publication:
     """A version that is being published: its tensors are copied, its checksum is not made. Readers find no version in
     the slot before `finish`; a publication that its process doesn't finish is never one."""
 
     slot: _Slot
     version: int
-    snapshot: Tensor | None  # of the payload, in device memory; None: it is in the slot
+    snapshot: Tensor | None  # of the payload, in device memory until `finish`; None: it is in the slot
     beside: AbstractContextManager[None]  # of the work that follows the snapshot
     snapshot_s: float
 
@@ -195,6 +209,7 @@ class Publication:
                 slot.table[:] = hash_lanes(lane_sums(slot.payload), layout.blocks)
             else:
                 slot.table[:] = hash_blocks(slot.payload.numpy(), layout.blocks)[0]
+        self.snapshot = None  # its memory is the next step's
         checksum = root_of(self.version, layout.manifest, slot.table)
         slot.write_versions(self.version, self.version)
         slot.admit_readers()
