@@ -27,6 +27,7 @@ from headway.orchestrator.context import RunContext, WorkerPools
 from headway.orchestrator.evaluation import end_reason
 from headway.orchestrator.jobs.model_card import write_run_card
 from headway.orchestrator.nodes.machines import open_machines
+from headway.orchestrator.preflight.memory import exports_weights
 from headway.orchestrator.preflight.references import leave_out_unproved
 from headway.orchestrator.queue_snapshots import recording_snapshots
 from headway.orchestrator.run import Run
@@ -298,7 +299,14 @@ async def wire(
     require_movable(configured_experiment)
     experiment = with_saved_placement(configured_experiment, directory)
     host = await stack.enter_async_context(open_multi_turn_host(experiment, launcher, clock, events, directory, waits))
-    trainer = TrainerClient(launcher, experiment, identity, log_directory=directory.logs, host_of=machines.host_of)
+    trainer = TrainerClient(
+        launcher,
+        experiment,
+        identity,
+        log_directory=directory.logs,
+        host_of=machines.host_of,
+        exports_weights=exports_weights(experiment),
+    )
     generator = GeneratorPool(
         launcher, experiment, clock, on_event=events, log_directory=directory.logs, bring_to=machines.bring_to
     )

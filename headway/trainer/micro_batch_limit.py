@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar, cast
 
 import torch
@@ -59,6 +60,20 @@ class MicroBatchLimit:
             raise OutOfDeviceMemory(f"{cause_text}; valid: {valid_text}, or trainer.gradient_checkpointing = 'full'")
         self.halved = f"{cause_text}: they have at most {half} from now on"
         self.samples, self.tokens = (half, self.tokens) if self._is_fixed else (self.samples, half)
+
+
+@contextmanager
+def reporting_shortage() -> Iterator[None]:
+    """Raise OutOfDeviceMemory where a device's memory ends outside the passes over micro-batches: in the optimiser's
+    first step, whose state is made before any weight changes, or in a publication."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfDeviceMemory(
+            f"weights, gradients, optimiser and published weights don't fit in a device's memory "
+            f"({_shortage_of(error)}); headway check says what they need; valid: a device with more memory, "
+            "model.adapter, or a smaller model"
+        ) from error
 
 
 def _shortage_of(error: BaseException) -> str:

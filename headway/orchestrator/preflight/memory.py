@@ -16,7 +16,8 @@ a number in the dtype in question, ``c`` values cached of a token (`models/sizes
 - a GPU that both sides share under ``run.offload``: the larger side alone, and both contexts; what they offload is in
   the machine's memory
 - published weights: 3 versions of P·b (of an adapter A·b) in /dev/shm, which is main memory and counted there too; the
-  system shows them once more in every process that reads them
+  system shows them once more in every process that reads them. The trainer's GPU has a snapshot, P·b, until it is
+  copied: in the memory of the gradients, which are freed then. `exports_weights` says where the GPU has the versions
 - checkpoints: 12·P each (12·A; weights and two moments), one more than is kept while it is written, the best twice
 - buffer: payloads stay until a durable checkpoint covers them, ~14 bytes a token
 - kept sets: the ids of every response token where top_p or top_k leave some out, as many as
@@ -30,6 +31,7 @@ a number in the dtype in question, ``c`` values cached of a token (`models/sizes
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -128,6 +130,24 @@ def memory_uses(experiment: Experiment, model: ModelSizes) -> list[MemoryUse]:
     ]
     other_uses = (MemoryUse(name=name, location=location, parts=parts) for name, location, parts in uses)
     return [*_generators(experiment, model), *_trainers(experiment, model), *other_uses]
+
+
+def exports_weights(experiment: Experiment, machine: Machine | None = None) -> bool:
+    """Whether versions stay in the memory of rank 0's GPU, two at a time, for replicas on this machine's GPUs
+    (``machine``: its facts, read by default). A replica's buffer is then on its GPU too, where loading it took as much
+    unless it stays float32."""
+    generator, trainer_device = experiment.generator, experiment.trainer.devices[0]
+    on_gpus = all(re.fullmatch(r"cuda:\d+", name) for name in (trainer_device, *generator.devices))
+    adapted_or_shared = experiment.model.adapter is not None or experiment.run.offload
+    if generator.engine != "torch" or adapted_or_shared or experiment.control.devices == "move" or not on_gpus:
+        return False
+    model, copies = sizes_of(experiment.model.path), Counter[str]({trainer_device: 2})
+    copies.update(generator.devices if generator.dtype == "float32" else ())
+    places = memory_places(memory_uses(experiment, model), machine=machine)
+    capacities = {location.name: location.capacity_bytes or 0 for location in places}
+    needs = {location.name: location.needed_bytes for location in places}
+    copy_bytes = model.parameters * bytes_of(generator.dtype)
+    return all(needs[name] + count * copy_bytes <= FULL_SHARE * capacities[name] for name, count in copies.items())
 
 
 def expert_bytes(experiment: Experiment) -> int:
