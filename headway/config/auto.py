@@ -172,8 +172,8 @@ def _set_devices(generator: dict[str, Any], trainer: dict[str, Any], machine: Ma
         return
     if len(unplaced) == 2:
         trainer_gpus = gpus if len(gpus) == 1 else gpus[-max(1, len(gpus) // TRAINING_PART) :]
-        first_gpus = replicas([n for n in gpus if n not in trainer_gpus], ranks) or replicas(gpus, ranks)[:1]
-        first_gpus = first_gpus or [gpus[0]]
+        others = [n for n in gpus if n not in trainer_gpus]
+        first_gpus = replicas(others, ranks) or replicas(gpus, ranks)[:1] or [gpus[0]]
         taken_gpus = {n for first in first_gpus for n in range(first, first + ranks)} if len(gpus) > 1 else set[int]()
         gpus_by_side = {"generator": first_gpus, "trainer": [n for n in gpus if n not in taken_gpus] or [*trainer_gpus]}
     else:
@@ -207,8 +207,8 @@ def _engine(tables: Mapping[str, Mapping[str, Any]], machine: Machine, in_transf
     if tables["generator"].get("engine_arguments"):
         return "vllm"
     excluded = tables["run"].get("deterministic") or tables["algorithm"].get("allow_truncated_sampling")
-    temperatures = [tables[name].get("temperature", 1.0) for name in ("rollout", "evaluation")]
     lowest, highest = VLLM_TEMPERATURES
-    is_served = all(isinstance(t, (int, float)) and (t == 0 or lowest <= t <= highest) for t in temperatures)
-    excluded = excluded or tables["model"].get("adapter") or not is_served
+    temperatures = [tables[name].get("temperature") or highest for name in ("rollout", "evaluation")]
+    excluded = excluded or not all(isinstance(t, (int, float)) and lowest <= t <= highest for t in temperatures)
+    excluded = excluded or tables["model"].get("adapter")
     return "vllm" if in_transformers and machine.vllm.startswith(VLLM_RELEASE) and not excluded else "torch"

@@ -48,7 +48,6 @@ _NVCC_FLAGS = [
 _HEADERS = "#include <torch/types.h>\n#include <cuda.h>\n#include <cuda_runtime.h>\n"
 # A candidate's own flags that change nothing but the code; with others nvcc could end well and compile nothing.
 _FLAG = re.compile(r"-O[0-3]|--?use_fast_math|-lineinfo|--?expt-\w+(-\w+)*|--?maxrregcount=\d+|-[DU]\w+(=\w+)?|-w")
-_LEAST_S = 0.1  # of a compiler whose time is over
 _CUDA_DISK_BYTES = 256 * MIB  # of preprocessed sources: each contains torch's headers
 _ENVIRONMENT = {**ONE_THREAD, "TRITON_CACHE_DIR": "/work/cache", "TRITON_DEFAULT_FP_FUSION": "1"}
 
@@ -143,8 +142,7 @@ async def _compile_cuda(box: LocalSandbox, extensions: list[CudaExtension], time
         await box.write("/work/kernel.cu", (_HEADERS + "\n".join(extension.sources)).encode(errors="replace"))
         flags = [*_NVCC_FLAGS, *filter(_FLAG.fullmatch, extension.flags), *(f"-I{path}" for path in include_paths)]
         command = [shutil.which(NVCC) or NVCC, *flags, "-o", "/work/kernel.cubin", "/work/kernel.cu"]
-        limit_s = max(_LEAST_S, timeout_s)
-        exec_result = await box.exec(Command(argv=command, timeout_s=limit_s, max_output_bytes=LOG_BYTES))
+        exec_result = await box.exec(Command(argv=command, timeout_s=max(timeout_s, 0.1), max_output_bytes=LOG_BYTES))
         timeout_s -= exec_result.duration_s
         if early_outcome := _ended(exec_result):
             return early_outcome

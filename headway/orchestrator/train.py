@@ -299,14 +299,8 @@ async def wire(
     require_movable(configured_experiment)
     experiment = with_saved_placement(configured_experiment, directory)
     host = await stack.enter_async_context(open_multi_turn_host(experiment, launcher, clock, events, directory, waits))
-    trainer = TrainerClient(
-        launcher,
-        experiment,
-        identity,
-        log_directory=directory.logs,
-        host_of=machines.host_of,
-        exports_weights=exports_weights(experiment),
-    )
+    options: dict[str, Any] = {"host_of": machines.host_of, "exports_weights": exports_weights(experiment)}
+    trainer = TrainerClient(launcher, experiment, identity, log_directory=directory.logs, **options)
     generator = GeneratorPool(
         launcher, experiment, clock, on_event=events, log_directory=directory.logs, bring_to=machines.bring_to
     )

@@ -107,7 +107,7 @@ def machine_of(pool: PlanPool, path: str) -> Machine:
     gpus, main_memory = list[Gpu](), 0
     local_entries = [entry for entry in pool.classes if not entry.nodes]
     if not local_entries:
-        raise ConfigurationError(f"{path}: all its devices are of nodes; valid: an entry without, for the machine itself")
+        raise ConfigurationError(f"{path}: all its devices are of nodes; valid: an entry without, for the machine")
     for entry in local_entries:
         figures, name = entry.device.figures, entry.device.name
         if "bfloat16" not in figures.flops_per_s and "float32" in figures.flops_per_s:  # cores of a CPU

@@ -50,7 +50,7 @@ class TrainerClient:
         exports_weights: bool = False,
     ) -> None:
         """``host_of(node)``: the address by which others reach a node ("": this machine); needed for ranks on nodes.
-        ``exports_weights``: as of `TrainerService`, until `set_devices`."""
+        ``exports_weights``: see `ModelService`; not after `set_devices`."""
         self._launcher = launcher
         self._experiment = experiment
         self._run_id = run_id
@@ -93,7 +93,7 @@ class TrainerClient:
 
     def set_devices(self, devices: tuple[str, ...]) -> None:
         """Set the devices, one per rank, for the next start."""
-        self._exports_weights = False  # where there is space for it is only known of the first devices
+        self._exports_weights = False  # the first devices had the memory
         trainer_config = self._experiment.trainer.model_copy(update={"devices": devices})
         self._experiment = self._experiment.model_copy(update={"trainer": trainer_config})
 

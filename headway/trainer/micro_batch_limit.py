@@ -64,16 +64,12 @@ class MicroBatchLimit:
 
 @contextmanager
 def reporting_shortage() -> Iterator[None]:
-    """Raise OutOfDeviceMemory where a device's memory ends outside the passes over micro-batches: in the optimiser's
-    first step, whose state is made before any weight changes, or in a publication."""
+    """Raise OutOfDeviceMemory for an optimiser's state, made before any weight changes, or a publication too large."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise OutOfDeviceMemory(
-            f"weights, gradients, optimiser and published weights don't fit in a device's memory "
-            f"({_shortage_of(error)}); headway check says what they need; valid: a device with more memory, "
-            "model.adapter, or a smaller model"
-        ) from error
+        problem = f"optimiser and published weights don't fit in a device's memory ({_shortage_of(error)})"
+        raise OutOfDeviceMemory(f"{problem}; valid: model.adapter, a smaller model or larger devices") from error
 
 
 def _shortage_of(error: BaseException) -> str:

@@ -55,6 +55,8 @@ class ModelService:
     ``context``: the worker's (device, log). ``settings``: of the forward pass and the optimiser.
     """
 
+    exports_weights = False  # whether versions stay in this GPU's memory where every replica's GPU reads it
+
     def __init__(
         self,
         context: Any,
@@ -65,9 +67,8 @@ class ModelService:
         *,
         replays: bool = False,
         pixels: PixelStore | None = None,
-        exports_weights: bool = False,
     ) -> None:
-        """``replays``, ``pixels``: as of `Learner`. ``exports_weights``: as of `TrainerService`."""
+        """``replays``, ``pixels``: as of `Learner`."""
         self.experiment = experiment
         self.ranks = ranks or Ranks()
         device, seed = use_device(context.device), experiment.run.seed
@@ -77,8 +78,6 @@ class ModelService:
         self._run_id = run_id
         run_folder = experiment.run.directory
         self._offloaded = OffloadedTensors(run_folder if Path(run_folder).is_dir() else None)
-        self._log = context.log
-        self._exports_weights = exports_weights
         self._publisher: Publisher | None = None
         self._finisher = ThreadPoolExecutor(1, "publish")
         self._begun: tuple[int, Future[PublishedWeights]] | None = None  # the version of `begin_publish`
@@ -103,24 +102,20 @@ class ModelService:
         if self._begun is not None:  # two at a time would share their memory
             wait([self._begun[1]])
         publisher = self._publisher = self._publisher or self._open_publisher()
-        was_exporting = publisher.exports
-        publication = publisher.begin(version, self.learner.weights())
-        if was_exporting and not publisher.exports:
-            self._log.warning("no memory for version %d on the GPU: weights go through the host from now on", version)
-        return publication
+        return publisher.begin(version, self.learner.weights())
 
     def _finish(self, publication: Publication) -> PublishedWeights:
         published = publication.finish()
         return msgspec.structs.replace(published, adapter="" if self.learner.lora is None else POLICY_ADAPTER)
 
     def _open_publisher(self) -> Publisher:
-        """Open a publisher in this GPU's memory, if there is space and all replicas read that; else in shared memory.
-        Where the sides take turns, none computes beside a copy to the host, which so needs no snapshot."""
+        """Open a publisher in this GPU's memory, if it has space and all replicas read it; else in shared memory."""
         memory, generator = CudaMemory.of(self.learner.device), self.experiment.generator
         trainer_at, dtype = Location.of(self.experiment.trainer.devices[0]), DTYPES[generator.dtype]
-        readers = [Location.of(name) for name in generator.devices if self._exports_weights]
+        readers = [Location.of(name) for name in generator.devices if self.exports_weights]
         routes = {choose_path(trainer_at, reader, CudaMemory.reaches) for reader in readers}
         exports = memory is not None and routes == {"cuda ipc"}
+        # A side that takes turns computes nothing beside the copy to the host.
         options: dict[str, Any] = {"exports": exports, "snapshots": not self.experiment.run.offload}
         # The newest announced version stays while the next is written.
         return Publisher(self._run_id, 2 if exports else 3, dtype=dtype, memory=memory, **options)
@@ -164,7 +159,6 @@ class TrainerService(ModelService):
 
     Every rank has all weights; `train_step` gets the complete batch on every rank and computes a share of it.
     ``context``: the worker's (device, log). ``experiment``: the validated experiment as a JSON mapping.
-    ``exports_weights``: versions stay in this GPU's memory where every replica's GPU reads it.
     """
 
     def __init__(
@@ -182,8 +176,8 @@ class TrainerService(ModelService):
         settings = validated.trainer
         ranks = Ranks(rank, world_size, rendezvous, use_device(context.device))
         replays, pixels = replayed_routing(validated) is not None, PixelStore(Path(validated.run.directory) / FOLDER)
-        options: dict[str, Any] = {"replays": replays, "pixels": pixels, "exports_weights": exports_weights}
-        super().__init__(context, validated, run_id, settings, ranks, **options)
+        super().__init__(context, validated, run_id, settings, ranks, replays=replays, pixels=pixels)
+        self.exports_weights = exports_weights
         uses_native = native_kernels_enabled() and settings.dtype == "float32" and torch.get_num_threads() == 1
         if uses_native and (reason := missing_reason(torch.float32, self.learner.device)):
             context.log.warning("training without the native kernels, which costs a tenth of the speed: %s", reason)

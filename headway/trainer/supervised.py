@@ -37,6 +37,7 @@ class SupervisedService(ModelService):
         validated = validate_experiment(experiment, "experiment")
         self.settings = validated.sft
         super().__init__(context, validated, run_id, validated.trainer)
+        self._log = context.log
         self._limit = MicroBatchLimit(validated.trainer, self.learner, may_halve=True)
         self.skipped = 0  # steps whose loss or gradient wasn't finite
         self._skipped_in_a_row = 0

@@ -128,9 +128,6 @@ def root_of(version: int, manifest: bytes, table: np.ndarray) -> str:
 
 
 def differing_block(table: np.ndarray, expected: np.ndarray, blocks: Sequence[Block]) -> Block | None:
-    """The first block whose hash isn't the expected one, or that one of the tables lacks; None if there is none."""
-    row_count = min(len(table), len(expected))
-    differing_rows = np.flatnonzero(table[:row_count] != expected[:row_count])
-    if len(table) == len(expected) and not len(differing_rows):
-        return None
-    return blocks[min(int(differing_rows[0]) if len(differing_rows) else row_count, len(blocks) - 1)]
+    """The first block whose hash isn't the expected one, the last in a table of another length; None if none is."""
+    differing_rows = np.flatnonzero(table != expected) if table.shape == expected.shape else np.array([-1])
+    return blocks[int(differing_rows[0])] if len(differing_rows) else None

@@ -14,6 +14,7 @@ publisher is known as such.
 from __future__ import annotations
 
 import errno
+import logging
 import mmap
 import os
 import time
@@ -34,6 +35,7 @@ from headway.weights.layout import Layout
 from headway.weights.slot_file import HEADER, MAGIC, UNWRITTEN, default_folders, new_slot, table_start
 from headway.weights.slots import SlotLock, hold, slot_stem
 
+log = logging.getLogger(__name__)
 _ALIGNMENT = 64  # bytes, of a reader's buffer: for the fastest reads
 _Read = Callable[[int, int], bytes]  # of a file: from the first byte to before the last
 _READERS_S = 5.0  # that an update waits for the readers of a slot in device memory, before it takes other memory
@@ -44,9 +46,8 @@ class Publisher:
 
     ``directory``: where the files lie; default /dev/shm, or the temporary folder where that is missing or too small.
     ``dtype``: convert floating tensors while copying (a bfloat16 generator under a float32 trainer).
-    ``memory``: the device's in which the tensors are. With ``snapshots`` it takes one of each version, where there is
-    space for it, so that the copy to the host runs beside the device's next work. With ``exports`` it has the payload
-    of all slots instead, and nothing is copied to the host, until there is no space for a slot.
+    ``memory``: the device's in which the tensors are. With ``snapshots``, and space, it takes one, so that the copy to
+    the host runs beside the device's next work; or, with ``exports`` and space, it has the payload of all slots.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Publisher:
         self._stem = slot_stem(run_id)
         self._slots = slots
         self._dtype = dtype
-        self._memory, self.exports, self._snapshots = memory, exports, snapshots and not exports
+        self._memory, self._exports, self._snapshots = memory, exports, snapshots and not exports
         self._folders = [Path(directory)] if directory is not None else default_folders()
         self._open: dict[int, _Slot] = {}
         self._next = 0
@@ -76,20 +77,22 @@ class Publisher:
 
     def begin(self, version: int, tensors: Mapping[str, Tensor]) -> Publication:
         """Begin to publish: ``tensors`` may change as soon as this returns. The publication must be finished, in any
-        thread, before the next one begins. Raises as `publish`."""
+        thread, before the next one begins."""
         if version < 0:
             raise ValueError(f"version = {version}: must not be negative")
         started_s = time.perf_counter()
-        layout = Layout.of(tensors, self._dtype, "lanes" if self.exports else "xxh3")
+        layout = Layout.of(tensors, self._dtype, "lanes" if self._exports else "xxh3")
         try:
             slot = self._slot(layout)
-        except torch.OutOfMemoryError:
-            if not self.exports:
-                raise
-            self.exports = False  # from now on by the host; a slot on the device stays until its turn to be replaced
+        except torch.OutOfMemoryError:  # a slot on the device stays until its turn to be replaced
+            self._exports = False
+            log.warning("no memory for version %d on the GPU: weights go through the host from now on", version)
             return self.begin(version, tensors)
         slot.write_versions(UNWRITTEN, UNWRITTEN)
-        snapshot = self._snapshot(layout.payload_size)
+        snapshot = None
+        with suppress(torch.OutOfMemoryError):  # without space the tensors are copied to the slot now
+            if self._memory is not None and self._snapshots:
+                snapshot = self._memory.allocate(layout.payload_size)
         views = slot.views if snapshot is None else layout.views(snapshot)
         with torch.no_grad():
             for name, view in views.items():
@@ -97,14 +100,6 @@ class Publisher:
         work_context = nullcontext() if self._memory is None else self._memory.after_present_work()
         self._next = (self._next + 1) % self._slots
         return Publication(slot, version, snapshot, work_context, time.perf_counter() - started_s)
-
-    def _snapshot(self, size: int) -> Tensor | None:
-        if self._memory is None or not self._snapshots:
-            return None
-        try:
-            return self._memory.allocate(size)
-        except torch.OutOfMemoryError:
-            return None  # the tensors are copied to the slot before anything else is computed
 
     def _slot(self, layout: Layout) -> _Slot:
         slot = self._open.get(self._next)
@@ -119,7 +114,7 @@ class Publisher:
         refusals: list[str] = []
         for folder in self._folders:
             try:
-                return _Slot(folder / f"{self._stem}-{self._next}.weights", layout, self._memory, self.exports)
+                return _Slot(folder / f"{self._stem}-{self._next}.weights", layout, self._memory, self._exports)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.ENOENT, errno.EACCES, errno.EROFS, errno.ENOTDIR):
                     raise
@@ -270,10 +265,8 @@ class Subscriber:
 
     def keep(self) -> None:
         """Keep the last fetch's tensors valid until the next call of this: fetches fill another buffer meanwhile."""
-        self._kept, (self._buffer, self._in_device, self._views) = (
-            (self._buffer, self._in_device, self._views),
-            self._kept,
-        )
+        latest = self._buffer, self._in_device, self._views
+        (self._buffer, self._in_device, self._views), self._kept = self._kept, latest
 
     def forget(self) -> None:
         """Free what was fetched; mappings stay, for as long as a reader has one the publisher's death removes none."""

@@ -9,7 +9,6 @@ from headway.config.model import hf_name
 from headway.records.errors import ConfigurationError
 
 _NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@([\w.][\w./-]*))?")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
 _WEIGHTS = ("*.safetensors",)
 
@@ -27,7 +26,7 @@ def model_folder(name: str, *, stored: str = "", weights: bool = True, key: str 
         return name
     repository, revision = match[1], match[2]
     stored_name, _, commit = hf_name(stored).partition("@")
-    if commit and stored_name == repository and not _COMMIT.fullmatch(revision or ""):
+    if commit and stored_name == repository and not re.fullmatch("[0-9a-f]{40}", revision or ""):
         revision = commit
     return _download(repository, revision, weights, f"{key} = {name!r}")
 

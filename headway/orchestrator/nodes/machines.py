@@ -69,12 +69,12 @@ class NodeCheck:
 
 
 def _start_limit_s(experiment: Experiment) -> float:
-    """Seconds after which a worker whose model isn't loaded yet is killed; later than a replica ends the server that it
-    starts, and reports its output."""
+    """Seconds after which a worker whose model isn't loaded is killed; a replica reports its own server before that."""
     folder, generator = Path(experiment.model.path), experiment.generator
     weight_files = folder.glob("*.safetensors") if folder.is_dir() else ()
     has_servers = generator.engine == "vllm-server" and starts_vllm(generator.engine, generator.devices)
-    return _START_S + has_servers * SERVER_START_S + sum(file.stat().st_size for file in weight_files) / _READ_BYTES_PER_S
+    reading_s = sum(file.stat().st_size for file in weight_files) / _READ_BYTES_PER_S
+    return _START_S + has_servers * SERVER_START_S + reading_s
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ from headway.records.errors import ConfigurationError
 from headway.runtime.devices import Device, cpu_multiplies_bfloat16, cuda_device_count, parse_device
 
 # CUDA's major version -> the first driver that runs its programs (NVIDIA, "CUDA Compatibility", table 1)
-_LEAST_DRIVERS = {11: 450, 12: 525, 13: 580}
+_LEAST_DRIVERS = {"11": 450, "12": 525, "13": 580}
 
 
 def device_findings(experiment: Experiment, machine: Machine) -> Findings:
@@ -101,14 +101,10 @@ def _check_gpus(
 
 
 def _check_driver(used: dict[int, str], machine: Machine, findings: Findings) -> None:
-    if not machine.gpus:
-        if not machine.described and cuda_device_count() and not used:
-            findings.warning("generator.devices", "nvidia-smi doesn't list this machine's GPUs: name them, as cuda:0")
-        return
-    if machine.described:
-        return
-    cuda_major, driver_major = machine.torch_cuda.partition(".")[0], machine.driver.partition(".")[0]
-    oldest = _LEAST_DRIVERS.get(int(cuda_major or 0), 0)
+    if not machine.gpus and not machine.described and not used and cuda_device_count():
+        findings.warning("generator.devices", "nvidia-smi doesn't list this machine's GPUs: name them, as cuda:0")
+    driver_major = machine.driver.partition(".")[0]  # of a described machine none
+    oldest = _LEAST_DRIVERS.get(machine.torch_cuda.partition(".")[0], 0)
     if used and driver_major.isdecimal() and int(driver_major) < oldest:
         findings.error(
             next(iter(used.values())),

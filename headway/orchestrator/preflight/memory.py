@@ -31,7 +31,6 @@ a number in the dtype in question, ``c`` values cached of a token (`models/sizes
 from __future__ import annotations
 
 import dataclasses
-import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -133,21 +132,21 @@ def memory_uses(experiment: Experiment, model: ModelSizes) -> list[MemoryUse]:
 
 
 def exports_weights(experiment: Experiment, machine: Machine | None = None) -> bool:
-    """Whether versions stay in the memory of rank 0's GPU, two at a time, for replicas on this machine's GPUs
-    (``machine``: its facts, read by default). A replica's buffer is then on its GPU too, where loading it took as much
-    unless it stays float32."""
+    """Whether versions stay in the memory of rank 0's GPU, two at a time, for replicas on this machine's GPUs. Their
+    buffers are then there too, in the memory that loading took, unless the weights are float32."""
     generator, trainer_device = experiment.generator, experiment.trainer.devices[0]
-    on_gpus = all(re.fullmatch(r"cuda:\d+", name) for name in (trainer_device, *generator.devices))
-    adapted_or_shared = experiment.model.adapter is not None or experiment.run.offload
-    if generator.engine != "torch" or adapted_or_shared or experiment.control.devices == "move" or not on_gpus:
+    on_gpus = all(name.startswith("cuda:") for name in (trainer_device, *generator.devices))
+    is_changing = experiment.run.offload or experiment.control.devices == "move"
+    if generator.engine != "torch" or experiment.model.adapter is not None or is_changing or not on_gpus:
         return False
-    model, copies = sizes_of(experiment.model.path), Counter[str]({trainer_device: 2})
+    model, copies = sizes_of(experiment.model.path), Counter({trainer_device: 2})
     copies.update(generator.devices if generator.dtype == "float32" else ())
-    places = memory_places(memory_uses(experiment, model), machine=machine)
-    capacities = {location.name: location.capacity_bytes or 0 for location in places}
-    needs = {location.name: location.needed_bytes for location in places}
     copy_bytes = model.parameters * bytes_of(generator.dtype)
-    return all(needs[name] + count * copy_bytes <= FULL_SHARE * capacities[name] for name, count in copies.items())
+    return all(
+        location.needed_bytes + copies[location.name] * copy_bytes <= FULL_SHARE * (location.capacity_bytes or 0)
+        for location in memory_places(memory_uses(experiment, model), machine=machine)
+        if location.name in copies
+    )
 
 
 def expert_bytes(experiment: Experiment) -> int:

@@ -191,7 +191,14 @@ def test_errors_name_auto_beside_the_other_values() -> None:
         validate_experiment(BARE | {"trainer": {"dtype": "float16"}}, "test")
     with pytest.raises(ConfigurationError, match=r"generator\.devices = 'gpu'.*valid: a list of devices or auto"):
         validate_experiment(BARE | {"generator": {"devices": "gpu"}}, "test")
-    for damaged in ({"generator": 3}, {"rollout": 1}, {"rollout": {"temperature": "hot"}}, {"trainer": [1]}, {"generator": {"devices": 4}}, {"model": "m"}):
+    for damaged in (
+        {"generator": 3},
+        {"rollout": 1},
+        {"rollout": {"temperature": "hot"}},
+        {"trainer": [1]},
+        {"generator": {"devices": 4}},
+        {"model": "m"},
+    ):
         with pytest.raises(ConfigurationError):
             validate_experiment(resolve(BARE | damaged, machine(4)), "test")
 

@@ -119,9 +119,8 @@ def test_odd_names_and_machines_without_gpus(
     assert "on CPU cores, for want of a GPU" in printed
     assert f"make check MACHINE='{pool}'" in printed
     assert tomllib.loads(Path("mine/experiment.toml").read_text())["model"]["path"] == str(tmp_path / "m\U0001f4a5")
-    planned = subprocess.run(
-        ["make", "-n", "-o", "tasks", "check", f"MACHINE={pool}"], cwd="mine", capture_output=True, text=True, check=True
-    )
+    command = ["make", "-n", "-o", "tasks", "check", f"MACHINE={pool}"]
+    planned = subprocess.run(command, cwd="mine", capture_output=True, text=True, check=True)
     assert planned.stdout.strip().endswith(f"--machine '{pool}'")
     pool.write_text('[[devices]]\nmachine = "H200x8"\nnodes = ["n1"]\n')
     assert cli.main(["new", "other", *words[2:]]) == 2

@@ -120,9 +120,11 @@ class ManagedServer(VllmServer):
         while not self._answers():
             if self._guard.poll() is not None or now() > deadline_s:
                 exit_code = self._guard.poll()
-                reason = f"took longer than {SERVER_START_S:g} s" if exit_code is None else f"ended with exit code {exit_code}"
+                outcome = (
+                    f"took over {SERVER_START_S:g} s" if exit_code is None else f"ended with exit code {exit_code}"
+                )
                 self.close()
-                raise HeadwayError(f"`vllm serve` {reason} before it answered{self.last_output()}")
+                raise HeadwayError(f"`vllm serve` {outcome} before it answered{self.last_output()}")
             time.sleep(_POLL_S)
 
     def _answers(self) -> bool:
