@@ -175,9 +175,8 @@ class _Slot:
             self._lock.release()
 
     def unlink(self) -> None:
-        with suppress(FileNotFoundError):
-            if self.path.stat().st_ino == self._inode:  # a successor may have replaced it under the same name
-                self.path.unlink()
+        if self.path.exists() and self.path.stat().st_ino == self._inode:  # else it is gone, or a successor's
+            self.path.unlink(missing_ok=True)
         if self._lock is not None:
             self._lock.close()
 
