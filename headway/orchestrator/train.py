@@ -289,8 +289,7 @@ async def wire(
     """Start every actor of the run; ``stack`` stops them in reverse order. ``wrap_generate``: see `Actors`."""
     task_sets = load_task_sets(experiment)
     await stack.enter_async_context(short_collections(clock))  # rollouts are short-lived: few old objects die
-    events = _WorkerEvents()
-    identity, waits = run_identity(directory.path), Waits(clock.now)
+    events, identity, waits = _WorkerEvents(), run_identity(directory.path), Waits(clock.now)
     epoch_number, folder = 1 if epoch is None else epoch.number, directory.path
     machines = await stack.enter_async_context(
         open_machines(experiment, clock, events, epoch=epoch_number, run_id=identity, key_folder=folder, waits=waits)
